@@ -79,8 +79,8 @@ class Cursor:
     def before(self, end: int, *markers: str) -> int:
         """The first position from ``pos`` on where one of ``markers`` begins, or may begin before ``end``; ``end``
         where none does."""
-        found = _any_of(markers).search(self.text, self.pos, end)
-        return found.start() if found is not None else end - _begun(self.text[:end], markers, self.pos)
+        match = _any_of(markers).search(self.text, self.pos, end)
+        return match.start() if match is not None else end - _begun(self.text[:end], markers, self.pos)
 
     # ------------------------------------------------------------------ steps; all wait for the text that they need
 
@@ -125,10 +125,10 @@ class Cursor:
         """
         pattern, searched = _any_of(markers), self.pos
         while True:
-            found = pattern.search(self.text, searched)
-            if found is not None:
-                self._pass(found.start(), emit, trim)
-                return found[0]
+            match = pattern.search(self.text, searched)
+            if match is not None:
+                self._pass(match.start(), emit, trim)
+                return match[0]
             searched = max(self.pos, len(self.text) - _begun(self.text, markers, self.pos))
             if emit is not None:
                 self._pass_certain(searched, emit, trim)
@@ -160,25 +160,25 @@ class Cursor:
                 yield from self.skip()
                 self.drop()
                 self._trim = not self.next
-            found = pattern.search(self.text, self.pos) if openers else None
-            if found is not None:
-                before = self.text[self.pos: found.start()]
-                self._tell_content(before.rstrip())
+            match = pattern.search(self.text, self.pos) if openers else None
+            if match is not None:
+                before = self.text[self.pos: match.start()]
+                self._emit_content(before.rstrip())
                 self._space = before[len(before.rstrip()):]
                 self.pos += len(self._space)
                 self._settle()
-                return found[0]
+                return match[0]
             if self.ended:
-                self._tell_content(self.unread)
+                self._emit_content(self.unread)
                 return None
             certain = len(self.text) - _begun(self.text, openers, self.pos)
-            self._tell_content(self.text[self.pos: certain].rstrip())
+            self._emit_content(self.text[self.pos: certain].rstrip())
             yield from self.more()
 
-    def _tell_content(self, piece: str) -> None:
-        if piece:
-            self.emit(piece)
-            self.pos += len(piece)
+    def _emit_content(self, text: str) -> None:
+        if text:
+            self.emit(text)
+            self.pos += len(text)
             self._settle()
 
 

@@ -21,7 +21,7 @@ Kind = Literal["reasoning", "text", "call"]
 
 @dataclass(eq=False)
 class ContentBlock:
-    """``text``: what has been said so far; of a call its arguments, a JSON object in a string."""
+    """One block; ``text`` is its content so far: of a call its arguments, a JSON object in a string."""
 
     index: int
     kind: Kind
@@ -36,16 +36,16 @@ class ContentBlock:
 
 
 class BlockStart(NamedTuple):
-    """The block may hold text by the time that this is read: tell it as empty."""
+    """A block started. It may have text by the time that this is read: send it as empty."""
 
     block: ContentBlock
 
 
 class BlockDelta(NamedTuple):
-    """``piece`` may be empty where only ``logprobs`` came."""
+    """A block grew by ``text``, which may be empty where only ``logprobs`` arrived."""
 
     block: ContentBlock
-    piece: str
+    text: str
     logprobs: list[TokenLogprob]
 
 
@@ -66,37 +66,38 @@ class AnswerBlocks:
 
     @classmethod
     def of(cls, message: ChatMessage, logprobs: list[TokenLogprob]) -> AnswerBlocks:
-        """Those of a whole message."""
-        found = cls()
-        changes = [found._say("reasoning", message.reasoning_content, []),
-                   found._say("text", message.content, logprobs)]
-        changes += [found._take_call(index, call.id, call.function.name, call.function.arguments)
+        """The blocks of a complete message."""
+        blocks = cls()
+        events = [blocks._add_text("reasoning", message.reasoning_content, []),
+                   blocks._add_text("text", message.content, logprobs)]
+        events += [blocks._add_call(index, call.id, call.function.name, call.function.arguments)
                     for index, call in enumerate(message.tool_calls or ())]
-        for change in changes:
-            list(change)
-        found.end()
-        return found
+        for event in events:
+            list(event)
+        blocks.end()
+        return blocks
 
-    def take(self, delta: ChatDelta, logprobs: list[TokenLogprob]) -> list[BlockEvent]:
-        """What one piece of a message changes."""
-        changes = [*self._say("reasoning", delta.reasoning_content, []), *self._say("text", delta.content, logprobs)]
+    def add(self, delta: ChatDelta, logprobs: list[TokenLogprob]) -> list[BlockEvent]:
+        """The events of one delta of a message."""
+        events = [*self._add_text("reasoning", delta.reasoning_content, []),
+                  *self._add_text("text", delta.content, logprobs)]
         for call in delta.tool_calls or ():
-            changes += self._take_call(call.index, call.id or "", call.function.name or "", call.function.arguments)
-        return changes
+            events += self._add_call(call.index, call.id or "", call.function.name or "", call.function.arguments)
+        return events
 
     def end(self) -> list[BlockEvent]:
-        """The message is complete: close what is open. One that says nothing is an empty text."""
-        changes = [] if self.blocks else [*self._start(ContentBlock(0, "text"))]
-        return [*changes, *self._close()]
+        """Closes the open block of a complete message. An empty message is an empty text."""
+        events = [] if self.blocks else [*self._start(ContentBlock(0, "text"))]
+        return [*events, *self._close()]
 
-    def _say(self, kind: Kind, piece: str | UnsetType | None, logprobs: list[TokenLogprob]) -> Iterator[BlockEvent]:
-        if not isinstance(piece, str) or not (piece or (logprobs and self._is_open(kind))):
+    def _add_text(self, kind: Kind, text: str | UnsetType | None, logprobs: list[TokenLogprob]) -> Iterator[BlockEvent]:
+        if not isinstance(text, str) or not (text or (logprobs and self._is_open(kind))):
             return
         if not self._is_open(kind):
             yield from self._start(ContentBlock(len(self.blocks), kind))
-        yield self._grow(piece, logprobs)
+        yield self._grow(text, logprobs)
 
-    def _take_call(self, index: int, call_id: str, name: str, arguments: str) -> Iterator[BlockEvent]:
+    def _add_call(self, index: int, call_id: str, name: str, arguments: str) -> Iterator[BlockEvent]:
         if not self._is_open("call") or index != self._call:
             self._call = index
             yield from self._start(ContentBlock(len(self.blocks), "call", call_id, name))
@@ -117,9 +118,9 @@ class AnswerBlocks:
             yield BlockStop(self._open)
             self._open = None
 
-    def _grow(self, piece: str, logprobs: list[TokenLogprob]) -> BlockDelta:
+    def _grow(self, text: str, logprobs: list[TokenLogprob]) -> BlockDelta:
         block = self._open
         assert block is not None
-        block.deltas.append(piece)
+        block.deltas.append(text)
         block.logprobs += logprobs
-        return BlockDelta(block, piece, logprobs)
+        return BlockDelta(block, text, logprobs)

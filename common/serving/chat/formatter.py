@@ -86,7 +86,7 @@ class ChatFormatter:
         self._reading = reading
         self._reports_cached = context.config.answers.enable_cache_report
         self._tokenizer = context.status.serving_tokenizer()
-        self._token_bytes = self._tokenizer.piece
+        self._token_bytes = self._tokenizer.token_bytes
         self._streams: list[_ChoiceStream] = []
 
     # ------------------------------------------------------------------ full

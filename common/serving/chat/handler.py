@@ -41,7 +41,9 @@ class PlannedChat(PlannedResponse[ChatCompletion, ChatChunk]):
 
 async def plan_chat(context: ServingContext, body: ChatRequest, *, arrived: float, with_ids: bool = False,
                     name: str | None = None) -> PlannedChat:
-    """``arrived``: the HTTP request's arrival, on the monotonic clock; ``with_ids``: chunks hold their token ids;
+    """Checks and plans a chat.
+
+    ``arrived``: the HTTP request's arrival, on the monotonic clock; ``with_ids``: chunks have their token ids;
     ``name``: the answer's id, where the API does not send the chunks' own.
 
     Raises InvalidRequest, NotFound for another model, and WorkerUnavailable.

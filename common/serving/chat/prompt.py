@@ -31,36 +31,36 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def template_messages(request: ChatRequest, *, knows_developer: bool = True) -> list[dict[str, Any]]:
-    """Plain dicts with text content; to a template that does not know developers they are the system.
+    """Messages as plain dicts with text content; without ``knows_developer`` the role developer becomes system.
 
-    Raises InvalidRequest for no messages and for parts that are no text.
+    Raises InvalidRequest for no messages and for content parts that are no text.
     """
     if not request.messages:
         raise InvalidRequest("messages is empty; send at least one message.", param="messages")
     if request.continue_final_message and request.messages[-1].role != "assistant":
         raise InvalidRequest("continue_final_message needs a last message of the assistant.", param="messages")
-    found = [_plain(message, f"messages[{i}]") for i, message in enumerate(request.messages)]
+    messages = [_plain(message, f"messages[{i}]") for i, message in enumerate(request.messages)]
     if not knows_developer:
-        for message in found:
+        for message in messages:
             if message["role"] == "developer":
                 message["role"] = "system"
-    return found
+    return messages
 
 
 def template_tools(tools: Iterable[Tool]) -> list[dict[str, Any]] | None:
-    """Tool definitions, None where there are none."""
-    found = []
+    """Tool definitions for the template, None where there are none."""
+    definitions = []
     for tool in tools:
         function: dict[str, Any] = {"name": tool.function.name}
         if tool.function.description is not None:
             function["description"] = tool.function.description
         function["parameters"] = tool.function.parameters or {"type": "object", "properties": {}}
-        found.append({"type": "function", "function": function})
-    return found or None
+        definitions.append({"type": "function", "function": function})
+    return definitions or None
 
 
 def template_options(request: ChatRequest) -> dict[str, Any]:
-    """Further variables of the template: ``chat_template_kwargs``, and OpenAI's field that some templates know."""
+    """Further variables of the template: ``chat_template_kwargs``, and reasoning effort as templates name it."""
     options = dict(request.chat_template_kwargs or {})
     asked = request.reasoning or Reasoning()
     effort = asked.effort or request.reasoning_effort
@@ -74,7 +74,7 @@ def template_options(request: ChatRequest) -> dict[str, Any]:
 
 
 class CallArguments(dict[str, Any]):
-    """A call's arguments: an object to templates that print JSON themselves, its JSON to those that print a string."""
+    """A call's arguments: an object for templates that print JSON, and its JSON for those that print a string."""
 
     def __str__(self) -> str:
         return json.dumps(self, ensure_ascii=False)
@@ -95,13 +95,13 @@ def _plain(message: Message, path: str) -> dict[str, Any]:
         value = getattr(message, name)
         if value is not None:
             plain[name] = value
-    if message.reasoning_content and not plain["content"]:  # gpt-oss's template has another word, and refuses both
+    if message.reasoning_content and not plain["content"]:  # gpt-oss's name of it; it refuses both
         plain["thinking"] = message.reasoning_content
     return plain
 
 
 def _role(message: Message, path: str) -> str:
-    """Raises InvalidRequest for a role that no template knows, and for a message without what its role says."""
+    """The role, checked. Raises InvalidRequest for an unknown role, and for a message without content."""
     for name in MESSAGE:
         refuse(MESSAGE, name, getattr(message, name))
     role = message.role.lower()
@@ -115,7 +115,7 @@ def _role(message: Message, path: str) -> str:
 
 
 def text_of(content: str | list[str | ContentPart] | None) -> str:
-    """The text of a message's content; parts that are no text count as none."""
+    """The text of a message's content; other parts are ignored."""
     if not isinstance(content, list):
         return content or ""
     return "".join(part if isinstance(part, str) else part.text or "" for part in content)

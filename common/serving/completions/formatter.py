@@ -24,7 +24,7 @@ class CompletionFormatter:
         self._with_ids = with_ids
         self._body = body
         self._echo = echo
-        self._token_bytes = context.status.serving_tokenizer().piece
+        self._token_bytes = context.status.serving_tokenizer().token_bytes
         self._text_offsets: list[int] = []  # of each choice's next token, for logprobs
         self._pending_ids: list[list[int]] = []  # ids of each choice's tokens whose text is buffered
 

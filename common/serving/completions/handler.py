@@ -24,7 +24,7 @@ async def completions(context: ServingContext, request: web.Request) -> web.Stre
 
 async def plan_completion(context: ServingContext, body: CompletionRequest, *, arrived: float,
                           with_ids: bool = False) -> PlannedResponse[Completion, Completion]:
-    """See ``plan_chat``."""
+    """Checks and plans a text completion; parameters as of ``plan_chat``."""
     model, planner = context.model, context.planner
     model.check_name(body.model)
     prompts = parse_prompts(body.prompt, "prompt")

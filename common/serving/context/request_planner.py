@@ -18,7 +18,7 @@ from ...api.token_ids import check_ids
 from ...config.server import ServerConfig
 from ...engine_client.client import EngineClient
 from ...grammar.service import GrammarService
-from ..protocol.bootstrap import BootstrapFields, Placement, placements
+from ..protocol.bootstrap import BootstrapFields, Placement, place_choices
 from ..protocol.continuation import Continuation, continue_after
 from ..protocol.logprobs import LogprobOptions
 from ..protocol.prompts import Prompts
@@ -76,13 +76,13 @@ class RequestPlanner:
             raise InvalidRequest(f"{param} is empty; send at least one token.", param=param)
         return token_ids
 
-    def place(self, fields: BootstrapFields, num_prompts: int, n: int) -> list[Placement]:
+    def placements(self, fields: BootstrapFields, num_prompts: int, n: int) -> list[Placement]:
         """Bootstrap room and data-parallel rank of each choice, ``n`` for each prompt; raises InvalidRequest, and
         WorkerUnavailable while other weights are loaded."""
         self._model.check_generates()
         self._status.check_weights_stable()
         port = self._config.disaggregation.disaggregation_bootstrap_port
-        return placements(fields, num_prompts, n, mode=self._config.mode, default_port=port,
+        return place_choices(fields, num_prompts, n, mode=self._config.mode, default_port=port,
                           dp_size=self._config.dp_size)
 
     async def plan(self, body: PlannableRequest, ids: list[list[int]], samplings: list[SamplingParams], n: int,
@@ -90,8 +90,8 @@ class RequestPlanner:
         """The engine's requests, ``n`` for each prompt, and the output that another server answered (empty for a
         request that begins here). ``body`` has BootstrapFields. Raises InvalidRequest."""
         assert isinstance(body, BootstrapFields)
-        requests = engine_requests(ids, samplings, n, body.rid, self.place(body, len(ids), n), [logprobs] * len(ids),
-                                   body.priority)
+        requests = engine_requests(ids, samplings, n, body.rid, self.placements(body, len(ids), n),
+                                   [logprobs] * len(ids), body.priority)
         return requests, await self.resume(body.continuation, requests, grammar_param)
 
     async def resume(self, continuation: Continuation | None, requests: list[Generate],
@@ -122,7 +122,8 @@ class RequestPlanner:
 
 
 def engine_requests(ids: list[list[int]], samplings: list[SamplingParams], n: int, rid: str | list[str] | None,
-                    places: list[Placement], logprobs: list[LogprobOptions], priority: int | None) -> list[Generate]:
+                    choice_placements: list[Placement], logprobs: list[LogprobOptions],
+                    priority: int | None) -> list[Generate]:
     """One request to the engine per choice: ``n`` of each prompt, in order. Raises InvalidRequest for ``rid``.
 
     The choices of one prompt differ in their seed (consecutive from the given one) and their id.
@@ -131,12 +132,12 @@ def engine_requests(ids: list[list[int]], samplings: list[SamplingParams], n: in
     requests = []
     for (i, prompt), j in itertools.product(enumerate(ids), range(n)):
         choice = i * n + j
-        place, options = places[choice], logprobs[i]
+        placement, options = choice_placements[choice], logprobs[i]
         requests.append(Generate(
-            rid=rids[choice], input_ids=prompt, sampling=_reseeded(samplings[i], j), bootstrap=place.bootstrap,
+            rid=rids[choice], input_ids=prompt, sampling=_reseeded(samplings[i], j), bootstrap=placement.bootstrap,
             return_logprob=options.enabled, top_logprobs_num=options.num_top,
             token_ids_logprob=list(options.token_ids), logprob_start_len=options.start if options.enabled else -1,
-            priority=priority, dp_rank=place.dp_rank))
+            priority=priority, dp_rank=placement.dp_rank))
     return requests
 
 

@@ -42,7 +42,7 @@ class ServedModel:
 
     @cached_property
     def pooling(self) -> Pooling:
-        """How an embedding server pools the hidden states of a prompt."""
+        """The pooling of a prompt's hidden states on an embedding server."""
         return pooling_of(self._args)
 
     def check_name(self, name: str | None) -> None:

@@ -92,7 +92,7 @@ class Sessions:
         self._get(name)
         del self._sessions[name]
 
-    def turn(self, params: SessionParams, new: list[int], bos: int | None) -> SessionTurn:
+    def request(self, params: SessionParams, new: list[int], bos: int | None) -> SessionTurn:
         """The request whose prompt is the stored conversation and then ``new``; raises NotFound, InvalidRequest.
 
         ``bos`` is the tokenizer's first token: it is dropped from tokens that follow others.

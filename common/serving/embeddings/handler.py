@@ -220,8 +220,8 @@ def _requests(context: ServingContext, ids: list[list[int]], sampling: SamplingP
     for prompt in ids:
         if len(prompt) + sampling.max_new_tokens > context.planner.token_limit:
             raise too_long(f"A prompt in {param}", len(prompt), context.planner.token_limit, param=param)
-    places = [Placement(None, None)] * len(ids)
-    return engine_requests(ids, [sampling] * len(ids), 1, rid, places, [logprobs] * len(ids), priority)
+    placements = [Placement(None, None)] * len(ids)
+    return engine_requests(ids, [sampling] * len(ids), 1, rid, placements, [logprobs] * len(ids), priority)
 
 
 async def _complete(context: ServingContext, requests: list[Generate]) -> list[Choice]:

@@ -42,14 +42,14 @@ class MessageFormatter:
 
     def resume(self, continued: list[ChatDelta]) -> None:
         for delta in continued:
-            self._blocks.take(delta, [])
+            self._blocks.add(delta, [])
 
     def delta(self, chunk: ChatChunk) -> list[bytes]:
         self._set_usage(chunk.usage)
         events: list[bytes] = []
         for choice in chunk.choices:
             self._set_stop_reason(choice)
-            events += [_event(change) for change in self._blocks.take(choice.delta, [])]
+            events += [_event(change) for change in self._blocks.add(choice.delta, [])]
         return events
 
     def finish(self) -> list[bytes]:
@@ -81,10 +81,10 @@ def _event(change: BlockEvent) -> bytes:
     match change:
         case BlockStart():
             return event("content_block_start", index=block.index, content_block=_block(block, ""))
-        case BlockDelta(_, piece, _):
-            delta = {"text": {"type": "text_delta", "text": piece},
-                     "reasoning": {"type": "thinking_delta", "thinking": piece},
-                     "call": {"type": "input_json_delta", "partial_json": piece}}[block.kind]
+        case BlockDelta(_, text, _):
+            delta = {"text": {"type": "text_delta", "text": text},
+                     "reasoning": {"type": "thinking_delta", "thinking": text},
+                     "call": {"type": "input_json_delta", "partial_json": text}}[block.kind]
             return event("content_block_delta", index=block.index, delta=delta)
         case BlockStop():
             return event("content_block_stop", index=block.index)

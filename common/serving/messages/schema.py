@@ -64,7 +64,7 @@ class OutputConfig(msgspec.Struct):
 
 
 class Conversation(BootstrapFields, kw_only=True):
-    """What sending a message and counting its tokens share."""
+    """The fields that sending a message and counting its tokens share."""
 
     messages: list[InputMessage]
     model: str | None = None

@@ -1,4 +1,4 @@
-"""``/v1/messages``: its request, as the chat that it stands for."""
+"""The conversion of requests of ``/v1/messages`` to chats."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def as_chat(request: Conversation) -> ChatRequest:
-    """The chat that the request stands for. Raises InvalidRequest."""
-    messages = _turns(request)
+    """The equivalent chat request. Raises InvalidRequest."""
+    messages = _messages(request)
     chat = ChatRequest(
         messages=messages, model=request.model, tools=_tools(request) or None, tool_choice=_tool_choice(request),
         continue_final_message=bool(messages) and messages[-1].role == "assistant" or None,
@@ -36,11 +36,11 @@ def as_chat(request: Conversation) -> ChatRequest:
 # ---------------------------------------------------------------- messages
 
 
-def _turns(request: Conversation) -> list[Message]:
+def _messages(request: Conversation) -> list[Message]:
     if not request.messages:
         raise InvalidRequest("messages is empty; send at least one message.", param="messages")
     system = _text(request.system, "system")
-    turns = [Message("system", system)] if system else []
+    messages = [Message("system", system)] if system else []
     names: dict[str, str] = {}  # of functions, by the ids of their calls
     for i, message in enumerate(request.messages):
         path = f"messages[{i}].content"
@@ -48,50 +48,50 @@ def _turns(request: Conversation) -> list[Message]:
         if isinstance(blocks, str):
             blocks = [ContentBlock("text", blocks)]
         if message.role == "assistant":
-            turns.append(_said(blocks, path, names))
+            messages.append(_assistant_message(blocks, path, names))
         elif message.role in ("user", "system"):
-            turns += _heard(message.role, blocks, path, names)
+            messages += _user_messages(message.role, blocks, path, names)
         else:
             raise InvalidRequest(f"messages[{i}].role must be 'user' or 'assistant', got {message.role[:80]!r}.",
                                  param=f"messages[{i}].role")
-    return turns
+    return messages
 
 
-def _said(blocks: list[ContentBlock], path: str, names: dict[str, str]) -> Message:
-    """A turn of the assistant."""
-    turn = Message("assistant")
+def _assistant_message(blocks: list[ContentBlock], path: str, names: dict[str, str]) -> Message:
+    """A message of the assistant."""
+    reply = Message("assistant")
     for i, block in enumerate(blocks):
         at = f"{path}[{i}]"
         if block.type == "text":
-            turn.content = f"{turn.content or ''}{_required(block.text, f'{at}.text')}"
+            reply.content = f"{reply.content or ''}{_required(block.text, f'{at}.text')}"
         elif block.type == "thinking":
-            turn.reasoning_content = f"{turn.reasoning_content or ''}{_required(block.thinking, f'{at}.thinking')}"
+            reply.reasoning_content = f"{reply.reasoning_content or ''}{_required(block.thinking, f'{at}.thinking')}"
         elif block.type == "tool_use":
             call_id, name = _required(block.id, f"{at}.id"), _required(block.name, f"{at}.name")
             names[call_id] = name
             call = MessageToolCall(FunctionCall(name, block.input or {}), call_id)
-            turn.tool_calls = [*(turn.tool_calls or ()), call]
+            reply.tool_calls = [*(reply.tool_calls or ()), call]
         elif block.type != "redacted_thinking":
             raise _unknown(block, at)
-    return turn
+    return reply
 
 
-def _heard(role: str, blocks: list[ContentBlock], path: str, names: dict[str, str]) -> list[Message]:
-    """A turn of the user: each tool's result is a message of its own, and so is the text between them."""
-    turns: list[Message] = []
+def _user_messages(role: str, blocks: list[ContentBlock], path: str, names: dict[str, str]) -> list[Message]:
+    """The messages of a user's reply: one for each tool result, and one for the text between them."""
+    messages: list[Message] = []
     for i, block in enumerate(blocks):
         at = f"{path}[{i}]"
         if block.type == "tool_result":
             call_id = _required(block.tool_use_id, f"{at}.tool_use_id")
-            turns.append(Message("tool", _text(block.content, f"{at}.content"), names.get(call_id),
+            messages.append(Message("tool", _text(block.content, f"{at}.content"), names.get(call_id),
                                  tool_call_id=call_id))
         elif block.type != "text":
             raise _unknown(block, at)
-        elif turns and turns[-1].role == role:
-            turns[-1].content = f"{turns[-1].content}{_required(block.text, f'{at}.text')}"
+        elif messages and messages[-1].role == role:
+            messages[-1].content = f"{messages[-1].content}{_required(block.text, f'{at}.text')}"
         else:
-            turns.append(Message(role, _required(block.text, f"{at}.text")))
-    return turns or [Message(role, "")]
+            messages.append(Message(role, _required(block.text, f"{at}.text")))
+    return messages or [Message(role, "")]
 
 
 def _text(content: str | list[ContentBlock] | None, path: str) -> str:
@@ -140,17 +140,17 @@ def _tool_choice(request: Conversation) -> str | dict[str, Any] | None:
 
 
 def _template_options(request: Conversation) -> dict[str, Any] | None:
-    """Templates of models that can leave out their reasoning know this by ``enable_thinking``."""
+    """The template's variables; templates of models that can skip reasoning name that ``enable_thinking``."""
     if request.thinking is None:
         return request.chat_template_kwargs
     return {"enable_thinking": request.thinking.type != "disabled", **(request.chat_template_kwargs or {})}
 
 
 def _response_format(request: Conversation) -> dict[str, Any] | None:
-    wanted = request.output_config.format if request.output_config is not None else None
-    if wanted is None:
+    output_format = request.output_config.format if request.output_config is not None else None
+    if output_format is None:
         return None
-    if wanted.type != "json_schema" or wanted.schema is None:
+    if output_format.type != "json_schema" or output_format.schema is None:
         raise InvalidRequest("output_config.format must be of type 'json_schema' and have a schema.",
                              param="output_config.format")
-    return {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted.schema, "strict": True}}
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": output_format.schema, "strict": True}}

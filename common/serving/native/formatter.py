@@ -8,7 +8,7 @@ from typing import Any
 from ...api.messages import Logprobs
 from ..context.generation import Choice
 from ..context.sessions import SessionTurn
-from ..protocol.logprobs import Piece, native_lists, native_logprobs
+from ..protocol.logprobs import TokenBytes, native_lists, native_logprobs
 from .extras import state_lists
 from .schema import GenerateAnswer
 
@@ -16,9 +16,9 @@ from .schema import GenerateAnswer
 class GenerateFormatter:
     """Formats each choice's complete answer so far, as SGLang's clients expect; see ``respond.ResponseFormatter``."""
 
-    def __init__(self, token_bytes: Piece | None, batched: bool, turn: SessionTurn | None, hidden_size: int):
+    def __init__(self, token_bytes: TokenBytes | None, batched: bool, session: SessionTurn | None, hidden_size: int):
         self._hidden_size = hidden_size
-        self._turn = turn
+        self._session = session
         self._token_bytes = token_bytes
         self._batched = batched
 
@@ -35,8 +35,8 @@ class GenerateFormatter:
         return [self._answer(choice, choice.index if self._batched else None)]
 
     def finish(self, choices: Sequence[Choice]) -> list[GenerateAnswer]:
-        if self._turn is not None:
-            self._turn.store(choices[0].rid, choices[0].token_ids)
+        if self._session is not None:
+            self._session.store(choices[0].rid, choices[0].token_ids)
         return []
 
     def _answer(self, choice: Choice, index: int | None = None) -> GenerateAnswer:
@@ -47,7 +47,7 @@ class GenerateFormatter:
         return GenerateAnswer(choice.text, choice.token_ids, info, index)
 
 
-def _meta_info(choice: Choice, token_bytes: Piece | None) -> dict[str, Any]:
+def _meta_info(choice: Choice, token_bytes: TokenBytes | None) -> dict[str, Any]:
     info: dict[str, Any] = {
         "id": choice.rid, "finish_reason": _finish_reason(choice), "prompt_tokens": choice.num_prompt_tokens,
         "completion_tokens": choice.num_output_tokens, "cached_tokens": choice.num_cached_tokens,

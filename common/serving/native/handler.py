@@ -28,22 +28,22 @@ async def generate(context: ServingContext, request: web.Request) -> web.StreamR
 
 async def plan_generate(context: ServingContext, body: GenerateRequest, *, arrived: float,
                         with_ids: bool = False) -> NativeRun:
-    """See ``plan_chat``; answers always hold their token ids."""
-    requests, batched, turn = await _plan(context, body)
+    """Checks and plans a request; parameters as of ``plan_chat``, but answers always hold their token ids."""
+    requests, batched, session = await _plan(context, body)
     if body.continuation is not None and requests[0].return_hidden_states:
         raise InvalidRequest("continuation does not go with return_hidden_states.", param="continuation")
     if body.continuation is not None and body.continuation.id:
         requests[0].rid = body.continuation.id
     continued = await context.planner.resume(body.continuation, requests, None)
-    token_bytes = context.status.serving_tokenizer().piece if body.return_text_in_logprobs else None
-    answer = GenerateFormatter(token_bytes, batched, turn, context.model.spec.hidden_size)
+    token_bytes = context.status.serving_tokenizer().token_bytes if body.return_text_in_logprobs else None
+    answer = GenerateFormatter(token_bytes, batched, session, context.model.spec.hidden_size)
     return NativeRun(context, requests, answer, arrived=arrived, continued=continued)
 
 
 async def _plan(context: ServingContext, body: GenerateRequest) -> tuple[list[Generate], bool, SessionTurn | None]:
     """The engine's requests, whether the answer is a list, and the session's request that it is, if any."""
     ids, embeds, batched = await _prompts(context, body)
-    turn = _session_request(context, body, ids)
+    session = _session_request(context, body, ids)
     given = body.samplings(len(ids))
     counts = {sampling.n or 1 for sampling in given}
     if len(counts) > 1:
@@ -54,13 +54,13 @@ async def _plan(context: ServingContext, body: GenerateRequest) -> tuple[list[Ge
                              tokens_name="max_new_tokens")
         samplings.append(sampling.params(min(DEFAULT_TOKENS, limit), context.model.spec.vocab_size))
     n = counts.pop()
-    if turn is not None and n > 1:
+    if session is not None and n > 1:
         raise InvalidRequest("A session's request has one answer: n must be 1.", param="sampling_params.n")
-    places = context.planner.place(body, len(ids), n)
+    placements = context.planner.placements(body, len(ids), n)
     options = logprob_options(body, [len(prompt) for prompt in ids], context.model.spec.vocab_size)
-    requests = engine_requests(ids, samplings, n, body.rid, places, options, body.priority)
+    requests = engine_requests(ids, samplings, n, body.rid, placements, options, body.priority)
     _add_extras(context, body, requests, given, embeds)
-    return requests, batched or n > 1, turn
+    return requests, batched or n > 1, session
 
 
 async def _prompts(context: ServingContext, body: GenerateRequest) -> tuple[list[list[int]], list[bytes] | None, bool]:
@@ -106,6 +106,6 @@ def _session_request(context: ServingContext, body: GenerateRequest, ids: list[l
         return None
     if len(ids) > 1 or body.bootstrap_host is not None:
         raise InvalidRequest("session_params go with one prompt, and with one server.", param="session_params")
-    turn = context.sessions.turn(body.session_params, ids[0], context.status.serving_tokenizer().bos_id)
-    ids[0] = turn.prompt
-    return turn
+    session = context.sessions.request(body.session_params, ids[0], context.status.serving_tokenizer().bos_id)
+    ids[0] = session.prompt
+    return session

@@ -1,4 +1,4 @@
-"""JSON bodies to request structs, with errors that name the field."""
+"""Decoding of JSON bodies to request structs, with errors that name the field."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _AT = re.compile(r"(?P<what>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?$", re
 
 
 class BodyDecoder(Generic[T]):
-    """Decodes bodies of one request type. Fields that neither the type nor the table of refused ones knows are ignored:
+    """Decodes bodies of one request type. Fields that neither the type nor the table of refused ones has are ignored:
     clients send extras."""
 
     def __init__(self, kind: type[T], refused: Table | None = None):
@@ -31,7 +31,7 @@ class BodyDecoder(Generic[T]):
         if not body.strip():
             raise InvalidRequest("The request body is empty; send a JSON object.")
         try:
-            found: T = self._decoder.decode(body)
+            request: T = self._decoder.decode(body)
         except msgspec.ValidationError as error:
             raise _readable(error) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -39,14 +39,14 @@ class BodyDecoder(Generic[T]):
         except RecursionError:
             raise InvalidRequest("The request body is nested too deeply.", code="invalid_json") from None
         if self._refused is not None:
-            self._refused.check(found)
-        return found
+            self._refused.check(request)
+        return request
 
 
 def _readable(error: msgspec.ValidationError) -> InvalidRequest:
-    found = _AT.match(str(error))
-    assert found is not None
-    what, path = found["what"].replace("`", ""), found["path"]
+    match = _AT.match(str(error))
+    assert match is not None
+    what, path = match["what"].replace("`", ""), match["path"]
     what = what[:1].lower() + what[1:]
     if not path:
         return InvalidRequest(f"The request body: {what}.")

@@ -1,4 +1,4 @@
-"""The grammar that a request asks its answer to obey, in OpenAI's and SGLang's words."""
+"""The grammar that a request states for its answer, in OpenAI's and SGLang's fields."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class GrammarField(NamedTuple):
 
 
 class GrammarFields(Protocol):
-    """SGLang's parameters, of which empty strings say nothing."""
+    """SGLang's parameters; empty strings state no grammar."""
 
     @property
     def json_schema(self) -> JsonSource: ...
@@ -34,14 +34,14 @@ class GrammarFields(Protocol):
 
 
 def grammar_field(fields: GrammarFields, response_format: dict[str, Any] | None = None) -> GrammarField | None:
-    """The only grammar that is given; raises InvalidRequest for several, and for one that says nothing sensible."""
-    found = list(_fields(fields))
+    """The grammar of a request, None without one; raises InvalidRequest for several, and for an invalid one."""
+    stated = list(_fields(fields))
     if response_format is not None and (field := _response_format(response_format)) is not None:
-        found.append(field)
-    if len(found) > 1:
-        raise InvalidRequest(f"{found[0].param} and {found[1].param} exclude each other; give one of them.",
-                             param=found[1].param)
-    return found[0] if found else None
+        stated.append(field)
+    if len(stated) > 1:
+        raise InvalidRequest(f"{stated[0].param} and {stated[1].param} exclude each other; give one of them.",
+                             param=stated[1].param)
+    return stated[0] if stated else None
 
 
 def _fields(fields: GrammarFields) -> Iterator[GrammarField]:
@@ -100,17 +100,17 @@ def _tag(given: Any, param: str) -> Any:
 
 
 def _object(given: JsonSource, param: str) -> Any:
-    """JSON, which clients send either as it is or in a string."""
+    """JSON that clients send either as it is or in a string."""
     if not isinstance(given, str):
         return given
     try:
-        found = json.loads(given)
-        json.dumps(found, ensure_ascii=False).encode()  # half of a character, as "\ud800", is no text
-        return found
+        value = json.loads(given)
+        json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate, as "\ud800", is no text
+        return value
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{param} is not valid JSON: {str(error) or 'nested too deeply'}.", param=param) from None
 
 
 def _spec(kind: GrammarKind, source: Any) -> GrammarSpec:
-    """Keys keep their order: an answer's properties come in that of the schema."""
+    """The grammar as compact JSON; keys keep their order, which is that of an answer's properties."""
     return GrammarSpec(kind, json.dumps(source, ensure_ascii=False, separators=(",", ":")))

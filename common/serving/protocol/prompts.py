@@ -11,7 +11,7 @@ from ...api.errors import InvalidRequest
 
 @dataclass(frozen=True)
 class Prompts:
-    """Either ``texts`` or ``ids`` is set. ``batched``: the request held a list of prompts, even if of one."""
+    """Prompts as ``texts`` or as ``ids``. ``batched``: the request has a list of prompts, even if of one."""
 
     texts: list[str] | None = None
     ids: list[list[int]] | None = None
@@ -55,7 +55,7 @@ def output_limit(num_prompt_tokens: int, requested: int | None, limit: int, *, t
 
 
 def too_long(what: str, count: int, limit: int, *, param: str | None = None) -> InvalidRequest:
-    """The error of an input without room for an answer, in words that clients of OpenAI and SGLang look for."""
+    """The error of an input that leaves no tokens for an answer, in words that clients of OpenAI and SGLang parse."""
     why = "is longer than the model's context length" if count > limit else "leaves no room for output"
     return InvalidRequest(f"{what} of {count} tokens {why}: {_maximum(limit)}. Shorten it.", param=param,
                           code="context_length_exceeded")

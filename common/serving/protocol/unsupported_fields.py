@@ -1,7 +1,7 @@
-"""Fields of requests that other servers know and this one does not: refused where they ask for something.
+"""Request fields of other servers that this one does not support: refused where they ask for something.
 
-A field that is dropped silently gives an answer to another question. Whatever SGLang's request models hold is either
-read, refused by the tables here, or stands in NO_EFFECT with the reason why its absence changes no answer
+A request whose field is dropped silently is answered wrongly. Each field of SGLang's request models is either read,
+refused by the tables here, or listed in NO_EFFECT with the reason why its absence changes no answer
 (tests/common/serving/test_request_fields.py walks through all of them).
 """
 
@@ -19,7 +19,7 @@ from ...api.errors import InvalidRequest
 
 @dataclass(frozen=True)
 class Refused:
-    """``harmless``: values that ask for nothing, beside null, false, and what is empty. ``instead``: what to do."""
+    """``harmless``: values that ask for nothing, besides null, false, and empty ones. ``instead``: the alternative."""
 
     instead: str = "leave it out"
     harmless: tuple[Any, ...] = ()
@@ -39,12 +39,12 @@ _SEND = "send {} instead".format
 
 _OPENAI: Table = {
     **_MEDIA, **_ROUTED, **_CACHE,
-    "lora_path": _NO_LORA, "return_hidden_states": Refused("/generate tells them"),
+    "lora_path": _NO_LORA, "return_hidden_states": Refused("/generate returns them"),
     "custom_logit_processor": _LOGITS, "custom_params": _LOGITS,
-    "prompt_logprobs": Refused("/v1/completions tells log-probabilities of the prompt with echo and logprobs, "
+    "prompt_logprobs": Refused("/v1/completions returns log-probabilities of the prompt with echo and logprobs, "
                                "/generate with logprob_start_len"),
-    "return_cached_tokens_details": _PLAIN, "return_token_ids": Refused("/generate tells them"),
-    "return_prompt_token_ids": Refused("/tokenize tells them"), "return_meta_info": Refused("/generate tells it"),
+    "return_cached_tokens_details": _PLAIN, "return_token_ids": Refused("/generate returns them"),
+    "return_prompt_token_ids": Refused("/tokenize returns them"), "return_meta_info": Refused("/generate returns it"),
     "ngram_corpus_id": _PLAIN, "session_params": _LOGITS,
     # vLLM's
     "guided_json": Refused(_SEND("json_schema")), "guided_regex": Refused(_SEND("regex")),
@@ -80,11 +80,12 @@ _WITH_MEDIA = dict.fromkeys(("image_data", "video_data", "audio_data", "mm_hashe
 GENERATE: Table = {
     **_MEDIA, **_ROUTED, **_CACHE, **_WITH_MEDIA,
     "lora_path": _NO_LORA, "lora_id": _NO_LORA, "background": _PLAIN, "return_sampling_mask": _PLAIN,
-    "return_flat_raw_top_logprobs": Refused("top_logprobs_num tells them in lists"),
-    "return_flat_raw_top_logprobs_b64": Refused("top_logprobs_num tells them in lists"), "return_indexer_topk": _PLAIN,
+    "return_flat_raw_top_logprobs": Refused("top_logprobs_num returns them in lists"),
+    "return_flat_raw_top_logprobs_b64": Refused("top_logprobs_num returns them in lists"),
+    "return_indexer_topk": _PLAIN,
     "positional_embed_overrides": Refused(_SEND("input_embeds")), "require_reasoning": _PLAIN,
     "max_thinking_tokens": _PLAIN, "no_logs": Refused("start the server without --log-requests"),
-    "return_entropy": _PLAIN, "return_prompt_token_ids": Refused("/tokenize tells them"),
+    "return_entropy": _PLAIN, "return_prompt_token_ids": Refused("/tokenize returns them"),
     "multi_item_delimiter_indices": Refused("/v1/score takes items"),
 }
 _OVERRIDES = dict.fromkeys(("embed_overrides", "embed_override_token_id", "positional_embed_overrides",
@@ -99,7 +100,7 @@ SAMPLING: Table = {
     "beam_width": Refused(harmless=(1,)), "stream_interval": Refused("start the server with --stream-interval"),
 }
 MESSAGE: Table = {
-    "function_call": Refused(_SEND("tool_calls")), "tools": Refused("send tools beside messages"), "audio": _TEXT_ONLY,
+    "function_call": Refused(_SEND("tool_calls")), "tools": Refused("send tools next to messages"), "audio": _TEXT_ONLY,
 }
 
 _TRACKING = "names the request for logs, metrics or billing of whoever sends it"
@@ -112,10 +113,10 @@ NO_EFFECT: Mapping[str, str] = {
                      "decode_tp_size", "verbosity"), _HINT),
     **dict.fromkeys(("http_worker_ipc", "external_trace_header", "received_time", "return_bytes",
                      "need_wait_for_mm_inputs", "num_items_assigned", "encoder_urls", "is_single"), _INTERNAL),
-    "modalities": "tells of image_data, which is refused", "spaces_between_special_tokens":
+    "modalities": "describes image_data, which is refused", "spaces_between_special_tokens":
         "fast tokenizers, the only ones that are used here, put no spaces",
 }
-"""Fields that are taken and do nothing, and why that is no loss."""
+"""Fields that are accepted and ignored, each with the reason."""
 
 
 class UnsupportedFields:
@@ -128,7 +129,7 @@ class UnsupportedFields:
         self._nothing = (None,) * len(table)
 
     def added_to(self, kind: type[Any]) -> type[Any]:
-        """The type with these fields beside its own."""
+        """The type with these fields added to its own."""
         fields = [(name, Any, None) for name in self._table]
         return msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True)
 
@@ -149,7 +150,7 @@ def refuse(table: Table, name: str, value: Any) -> None:
 
 
 def asks_nothing(value: Any, harmless: tuple[Any, ...] = ()) -> bool:
-    """Whether a value is null, false or empty, or a list of such values."""
+    """True for a value that is null, false or empty, or a list of such values."""
     if value is None or value is False or value in ("", [], {}) or any(value == one for one in harmless):
         return True
     return isinstance(value, list) and all(asks_nothing(item) for item in value)

@@ -62,7 +62,7 @@ class ResponseObjectFormatter:
 
     def resume(self, continued: list[ChatDelta]) -> None:
         for delta in continued:
-            for change in self._blocks.take(delta, []):
+            for change in self._blocks.add(delta, []):
                 if isinstance(change, BlockStop):
                     self._closed.add(change.block)
 
@@ -72,7 +72,7 @@ class ResponseObjectFormatter:
         for choice in chunk.choices:
             self._reason = choice.finish_reason or self._reason
             logprobs = choice.logprobs.content if choice.logprobs else []
-            for change in self._blocks.take(choice.delta, logprobs):
+            for change in self._blocks.add(choice.delta, logprobs):
                 events += self._changed(change)
         return events
 

@@ -1,6 +1,6 @@
-"""``/v1/responses``: its request, as the chat that it stands for.
+"""The conversion of requests of ``/v1/responses`` to chats.
 
-This server keeps no responses: a conversation comes whole with every request, as input items, and an answer to
+This server stores no responses: every request holds the complete conversation, as input items, and an answer to
 ``store: true``, OpenAI's default, says ``store: false``.
 """
 
@@ -21,12 +21,12 @@ _SAME = ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "st
          "presence_penalty", "repetition_penalty", "logit_bias", "min_tokens", "ignore_eos", "skip_special_tokens",
          "no_stop_trim", "json_schema", "regex", "ebnf", "structural_tag", "rid", "priority", "chat_template_kwargs",
          "continuation", *BootstrapFields.__struct_fields__)
-"""Fields that mean the same in a chat."""
+"""Fields that have the same meaning in a chat."""
 _NAMES = {"max_completion_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format"}
 
 
 def as_chat(request: ResponseRequest) -> ChatRequest:
-    """The chat that the request stands for. Raises InvalidRequest."""
+    """The equivalent chat request. Raises InvalidRequest."""
     tools, choice = _tools(request)
     with_logprobs = WITH_LOGPROBS in (request.include or ())
     return ChatRequest(
@@ -90,8 +90,8 @@ class _Conversation:
         role = _required(item.role, f"{path}.role")
         text = _text(item.content, f"{path}.content")
         if role in ("system", "developer") and len(self.messages) == 1 and self.messages[0].role == "system":
-            self.messages[0].content = f"{self.messages[0].content}\n\n{text}"  # many templates take one, in front
-        elif role == "assistant" and (last := self._open_turn()) is not None and last.content is None \
+            self.messages[0].content = f"{self.messages[0].content}\n\n{text}"  # templates take one
+        elif role == "assistant" and (last := self._last_assistant_message()) is not None and last.content is None \
                 and not last.tool_calls:
             last.content = text
         else:
@@ -100,14 +100,14 @@ class _Conversation:
     def _add_call(self, item: InputItem, path: str) -> None:
         call_id, name = _required(item.call_id, f"{path}.call_id"), _required(item.name, f"{path}.name")
         self._names[call_id] = name
-        turn = self._open_turn()
-        if turn is None:
-            turn = Message("assistant")
-            self.messages.append(turn)
-        turn.tool_calls = [*(turn.tool_calls or ()), MessageToolCall(FunctionCall(name, item.arguments or "{}"),
+        message = self._last_assistant_message()
+        if message is None:
+            message = Message("assistant")
+            self.messages.append(message)
+        message.tool_calls = [*(message.tool_calls or ()), MessageToolCall(FunctionCall(name, item.arguments or "{}"),
                                                                     call_id)]
 
-    def _open_turn(self) -> Message | None:
+    def _last_assistant_message(self) -> Message | None:
         return self.messages[-1] if self.messages and self.messages[-1].role == "assistant" else None
 
 
@@ -159,12 +159,13 @@ def _tool(tool: FunctionTool, path: str) -> Tool:
 
 
 def _response_format(text: TextOptions | None) -> dict[str, Any] | None:
-    wanted = text.format if text is not None else None
-    if wanted is None or wanted.type == "text":
+    text_format = text.format if text is not None else None
+    if text_format is None or text_format.type == "text":
         return None
-    if wanted.type != "json_schema":
-        return {"type": wanted.type}
-    if wanted.name is None or wanted.schema is None:
+    if text_format.type != "json_schema":
+        return {"type": text_format.type}
+    if text_format.name is None or text_format.schema is None:
         raise InvalidRequest("text.format of type 'json_schema' needs a name and a schema.", param="text.format")
-    fields = {"name": wanted.name, "schema": wanted.schema, "strict": wanted.strict, "description": wanted.description}
+    fields = {"name": text_format.name, "schema": text_format.schema, "strict": text_format.strict,
+              "description": text_format.description}
     return {"type": "json_schema", "json_schema": {name: value for name, value in fields.items() if value is not None}}

@@ -14,10 +14,10 @@ from ..protocol.decoding import BodyDecoder
 from .file_schema import expiry_seconds
 
 MAX_LINES = 50_000  # OpenAI's
-MAX_ERRORS = 100  # of an input file that are told
+MAX_ERRORS = 100  # of an input file that are reported
 _WINDOW = re.compile(r"([1-9][0-9]{0,5})([smhd])")
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-_LONGEST_SECONDS = 7 * 86_400
+_MAX_WINDOW_SECONDS = 7 * 86_400
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 
@@ -29,7 +29,7 @@ class RequestCounts(msgspec.Struct):
 
 
 class BatchError(msgspec.Struct):
-    """What is wrong with a line of the input file; lines count from 1."""
+    """An error in a line of the input file; lines count from 1."""
 
     code: str
     message: str
@@ -82,16 +82,16 @@ class CreateBatch(msgspec.Struct, kw_only=True):
     @property
     def window_seconds(self) -> int:
         """Raises InvalidRequest."""
-        found = _WINDOW.fullmatch(self.completion_window)
-        seconds = int(found[1]) * _UNIT_SECONDS[found[2]] if found else 0
-        if not 0 < seconds <= _LONGEST_SECONDS:
+        match = _WINDOW.fullmatch(self.completion_window)
+        seconds = int(match[1]) * _UNIT_SECONDS[match[2]] if match else 0
+        if not 0 < seconds <= _MAX_WINDOW_SECONDS:
             raise InvalidRequest("completion_window must be a time such as '24h' or '30m', 7 days at most, got "
                                  f"{self.completion_window[:80]!r}.", param="completion_window")
         return seconds
 
     @property
     def keep_seconds(self) -> int | None:
-        """How long its output files are kept; raises InvalidRequest."""
+        """The retention of its output files, None for ever; raises InvalidRequest."""
         given = self.output_expires_after
         return None if given is None else expiry_seconds(given.anchor, given.seconds, "output_expires_after")
 
@@ -115,7 +115,7 @@ class LineError(msgspec.Struct):
 
 
 class OutputLine(msgspec.Struct):
-    """A line of an output or error file: either a response, whatever its status, or why there was none."""
+    """A line of an output or error file: either a response of any status, or the error without one."""
 
     id: str
     custom_id: str
@@ -141,7 +141,7 @@ def decode_create(body: bytes, endpoints: frozenset[str]) -> CreateBatch:
 
 
 def decode_line(text: bytes, number: int, endpoint: str) -> InputLine | BatchError:
-    """One line of an input file, or what is wrong with it."""
+    """One line of an input file, or its error."""
     try:
         line = _line.decode(text)
     except msgspec.ValidationError as error:

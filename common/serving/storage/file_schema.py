@@ -42,10 +42,10 @@ class Page(msgspec.Struct, Generic[T]):
     object: str = "list"
 
     @classmethod
-    def of(cls, found: list[Any], limit: int) -> Page:
-        """``found`` holds one entry more than ``limit`` where there are more."""
-        shown = found[:limit]
-        return cls(shown, len(found) > limit, shown[0].id if shown else None, shown[-1].id if shown else None)
+    def of(cls, entries: list[Any], limit: int) -> Page:
+        """``entries`` has one more than ``limit`` where there are more."""
+        shown = entries[:limit]
+        return cls(shown, len(entries) > limit, shown[0].id if shown else None, shown[-1].id if shown else None)
 
 
 class PageQuery(msgspec.Struct, frozen=True):
@@ -68,7 +68,7 @@ class PageQuery(msgspec.Struct, frozen=True):
 
 
 def expiry_seconds(anchor: str | None, seconds: int | str | None, param: str) -> int | None:
-    """Seconds that a file is kept, None for ever. Raises InvalidRequest."""
+    """The retention of a file in seconds, None for ever. Raises InvalidRequest."""
     if anchor is None and seconds is None:
         return None
     if anchor != "created_at":

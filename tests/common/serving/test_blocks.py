@@ -39,7 +39,7 @@ def test_a_stream_comes_to_what_the_whole_message_says() -> None:
     deltas = [ChatDelta(role="assistant", content=""), ChatDelta(reasoning_content="h"),
               ChatDelta(reasoning_content="m"), ChatDelta(content="so"), ChatDelta(content=" be it"),
               call(0, "", "f"), call(0, '{"a"'), call(0, ": 1}"), call(1, "{}", "g")]
-    changes = [change for delta in deltas for change in blocks.take(delta, [])] + blocks.end()
+    changes = [change for delta in deltas for change in blocks.add(delta, [])] + blocks.end()
     assert [type(change) for change in changes] == [
         BlockStart, BlockDelta, BlockDelta, BlockStop, BlockStart, BlockDelta, BlockDelta, BlockStop, BlockStart,
         BlockDelta, BlockDelta, BlockStop, BlockStart, BlockDelta, BlockStop]
@@ -53,7 +53,7 @@ def test_a_stream_comes_to_what_the_whole_message_says() -> None:
 
 def test_a_message_that_says_nothing_is_an_empty_text() -> None:
     blocks = AnswerBlocks()
-    assert blocks.take(ChatDelta(role="assistant", content=""), []) == []
+    assert blocks.add(ChatDelta(role="assistant", content=""), []) == []
     assert [type(change) for change in blocks.end()] == [BlockStart, BlockStop]
     assert told(blocks) == told(AnswerBlocks.of(ChatMessage(None), [])) == [("text", "", "", "")]
     assert blocks.end() == []
