@@ -176,7 +176,7 @@ class Router:
     def drain_worker(self, url: str) -> list[Worker]:
         """Take a worker, or all ranks of a server, out of new decisions; each is removed when its running requests have
         ended. Raises NotFound."""
-        drained = [self.registry.drain(worker.url) for worker in self.registry.at(url)]
+        drained = [self.registry.drain(worker.url) for worker in self.registry.workers_at(url)]
         for worker in drained:
             if worker in self.registry:
                 logger.info("Worker %s drains; %d requests run on it.", worker.url, worker.load)
@@ -185,7 +185,7 @@ class Router:
     def remove_worker(self, url: str, *, force: bool = False) -> list[Worker]:
         """Take a worker, or all ranks of a server, off the list; running requests end undisturbed, unless ``force``
         cuts them. Raises NotFound."""
-        removed = self.registry.at(url)
+        removed = self.registry.workers_at(url)
         for worker in removed:
             if force:
                 self._parts.cut(self.dispatcher, worker)
@@ -194,12 +194,12 @@ class Router:
 
     def update_worker(self, url: str, metadata: WorkerMetadata, api_key: str | None) -> None:
         """Change what is noted of a worker, or of all ranks of a server, and its key. Raises NotFound."""
-        for worker in self.registry.at(url):
+        for worker in self.registry.workers_at(url):
             worker.metadata = metadata
             if api_key is not None:
                 worker.api_key = api_key
                 self.dispatcher.update_key(worker)
-        self.registry.changed()
+        self.registry.rebuild()
 
     def _leave(self, worker: Worker) -> None:
         self.registry.remove(worker.url)
@@ -217,7 +217,7 @@ class Router:
             if rank not in wanted:
                 self._leave(known)
         for rank in wanted - present.keys():
-            self.add_worker(worker.of_rank(rank))
+            self.add_worker(worker.for_rank(rank))
 
     def counts(self) -> dict[str, int]:
         """Workers by role and state, as ``{"prefill_healthy": 2}``."""

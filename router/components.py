@@ -16,7 +16,7 @@ from .monitoring.cluster_view import ClusterView
 from .monitoring.health import HealthMonitor
 from .net.request import Request
 from .net.responses import Response, check_method
-from .net.upstream_answer import Failure
+from .net.upstream_response import Failure
 from .obs.metrics import Metrics
 from .relay.dispatcher import Dispatcher
 from .workers.ask import WorkerClient

@@ -16,7 +16,7 @@ from .admin.rights import check_path, is_loopback, needs_admin
 from .admin.worker_routes import WORKERS
 from .monitoring.cluster_view import ClusterView
 from .net.access import ApiKeys, Cors
-from .net.body import Peek, peek, require_object, with_model
+from .net.body import RoutingFields, require_object, routing_fields, with_model
 from .net.http_server import ClientConnection
 from .net.request import Request
 from .net.responses import Response, check_method
@@ -148,7 +148,7 @@ class RequestHandler:
     def _relay(self, connection: ClientConnection, request: Request, route: Route) -> None:
         path = request.path
         pair = self._role == "decode" and route.runs_on_pair
-        fields = require_object(request.body) if pair else peek(request.body) if request.body else None
+        fields = require_object(request.body) if pair else routing_fields(request.body) if request.body else None
         if self._registry.unchecked and self._first_checks.wait(
                 connection, request, ("prefill", "decode") if pair else (self._role,),
                 fields.model_name if fields is not None else ""):
@@ -158,7 +158,7 @@ class RequestHandler:
                 self._respond(connection, request, answer_models(self._registry.models, request))
                 return
             self._resolve_model(request, fields)
-            if (path.startswith(STORE_PATHS) and self._registry.models.apart
+            if (path.startswith(STORE_PATHS) and self._registry.models.grouped
                     and stored_objects.refers_to_stored(request)):
                 connection.handler = _Task(self._relay_stored(connection, request, route),
                                            partial(self._refuse, connection, request))
@@ -182,44 +182,44 @@ class RequestHandler:
         except ServingError as error:
             self._refuse(connection, request, error)
 
-    def _start_relay(self, connection: ClientConnection, request: Request, route: Route, fields: Peek | None,
+    def _start_relay(self, connection: ClientConnection, request: Request, route: Route, fields: RoutingFields | None,
                      pinned: Worker | None, pair: bool) -> None:
         """Relay a request. ``pinned``: the one worker that can answer."""
         span = self._tracer.begin(request) if self._tracer is not None else None
-        exchange = ClientResponse(connection, request, route.label, self._metrics, self.access_log, span)
+        response = ClientResponse(connection, request, route.label, self._metrics, self.access_log, span)
         if self._dispatcher.poison.records and request.body:
-            exchange.suspect = self._dispatcher.poison.suspect(request)
+            response.suspect = self._dispatcher.poison.suspect(request)
         if (self._continues_streams and fields is not None and fields.streamed and route.runs_on_pair
                 and is_continuable(request.body)):
-            exchange.log = StreamLog(request.body, cumulative=request.path == b"/generate")
+            response.log = StreamLog(request.body, cumulative=request.path == b"/generate")
             request.headers += TOKEN_IDS_HEADER
-        relay = self._make_relay(exchange, fields, pinned, pair)
+        relay = self._make_relay(response, fields, pinned, pair)
         if self._gate is not None and request.method == b"POST":
-            exchange.permit = self._gate.admission.try_acquire()
-            if exchange.permit is None:
-                self._gate.start(exchange, relay)
+            response.permit = self._gate.admission.try_acquire()
+            if response.permit is None:
+                self._gate.start(response, relay)
                 return
         connection.handler = relay
         relay.start()
 
-    def _make_relay(self, exchange: ClientResponse, fields: Peek | None, pinned: Worker | None,
+    def _make_relay(self, response: ClientResponse, fields: RoutingFields | None, pinned: Worker | None,
                     pair: bool) -> Relay | PairRelay:
         """``pinned``: the one worker that can answer. ``pair``: a pair serves it, unless one worker does so alone."""
-        request, dispatcher = exchange.request, self._dispatcher
+        request, dispatcher = response.request, self._dispatcher
         # Our servers serve a session alone: prefill knows nothing of it.
         if pair and (pinned is None or not pinned.is_baton):
             assert fields is not None
             if pinned is None and self._local_prefill is not None:
                 alone = self._local_prefill.subject(request, fields)
                 if alone:
-                    return Relay(dispatcher, exchange, "decode", alone[0], baton_only=True)
-            return PairRelay(dispatcher, exchange, fields, pinned=pinned)
+                    return Relay(dispatcher, response, "decode", alone[0], baton_only=True)
+            return PairRelay(dispatcher, response, fields, pinned=pinned)
         role = self._role if request.method == b"POST" else self._role_of_query(request)
         subject = dispatcher.subject(role, request, fields)
-        return Relay(dispatcher, exchange, role, subject, pinned=pinned,
+        return Relay(dispatcher, response, role, subject, pinned=pinned,
                      retries=self._no_retries() if pinned is not None else None)
 
-    def _resolve_model(self, request: Request, fields: Peek | None) -> None:
+    def _resolve_model(self, request: Request, fields: RoutingFields | None) -> None:
         """Set the request's model group, and its body's model by its real name; raises ModelNotFound."""
         models = self._registry.models
         model = fields.model_name if fields is not None else ""

@@ -35,7 +35,7 @@ class RankChannel:
         self._context = zmq.Context()
         self._outbox = self._context.socket(zmq.PUSH)
         self._outbox.connect(from_engine)
-        self._inbox: zmq.Socket | None = None
+        self._inbox: zmq.Socket[bytes] | None = None
         if rank == 0:
             self._inbox = self._context.socket(zmq.PULL)
             self._inbox.connect(to_engine)
@@ -79,7 +79,7 @@ class Ticker:
         data = None
         if self._tp.rank == 0:
             messages = self._channel.receive(wait_ms)
-            data = encode(Tick(self._clock(), messages))  # type: ignore[arg-type]
+            data = encode(Tick(self._clock(), messages))
         return _tick_decoder.decode(self._tp.broadcast_bytes(data))
 
 
@@ -95,7 +95,7 @@ class PPTicker:
         data = None
         if self._line.leads:
             ready = self._line.wait(self._channel.inbox, wait_ms)
-            data = encode(Tick(self._clock(), self._channel.receive(0), ready))  # type: ignore[arg-type]
+            data = encode(Tick(self._clock(), self._channel.receive(0), ready))
         tick = _tick_decoder.decode(self._line.tell(data))
         self._line.ready = tick.ready
         return tick

@@ -26,7 +26,7 @@ def merge_states(states: Sequence[State]) -> State:
         return states[0]
     counters: Counter[str] = Counter()
     for state in states:
-        counters.update(state.counters)  # type: ignore[arg-type]
+        counters.update(state.counters)
     names = states[0].gauges.keys()
     return State(
         seq=states[0].seq, page_size=states[0].page_size,

@@ -1,4 +1,4 @@
-"""The API server's end of the channel to the engine; channel.py has the ranks' ends."""
+"""The API server's end of the channel to the engine; engine/rank_channel.py has the ranks' ends."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class EngineChannel:
         self._unsent.clear()
 
     async def receive(self) -> FromEngine:
-        return decode_from_engine(await self._inbox.recv())
+        message: FromEngine = decode_from_engine(await self._inbox.recv())
+        return message
 
     def close(self) -> None:
         """Close the sockets and remove their folder."""

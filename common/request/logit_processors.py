@@ -40,12 +40,13 @@ class RequestTokens:
 
     @property
     def origin_input_ids(self) -> list[int]:
-        return self._tokens.view(self._first, self._num_prompt_tokens).tolist()
+        ids: list[int] = self._tokens.view(self._first, self._num_prompt_tokens).tolist()
+        return ids
 
     @property
     def output_ids(self) -> list[int]:
         """With overlapped scheduling on a GPU, reading this waits for the device."""
-        known = self._tokens.view(self._num_prompt_tokens).tolist()
+        known: list[int] = self._tokens.view(self._num_prompt_tokens).tolist()
         return known if self.pending is None else [*known, int(self.pending)]
 
 
@@ -69,14 +70,15 @@ def load(path: str) -> Processor:
     """The processor at ``package.module:Name``, imported once; raises InvalidRequest where there is none."""
     module, _, name = path.partition(":")
     try:
-        processor: Any = importlib.import_module(module)
+        named: Any = importlib.import_module(module)
         for part in name.split("."):
-            processor = getattr(processor, part)
-        processor = processor() if inspect.isclass(processor) else processor
+            named = getattr(named, part)
+        instance: Any = named() if inspect.isclass(named) else named
     except (Exception, SystemExit) as error:  # a module may do anything when it is imported
         raise InvalidRequest(f"{PARAM} {path!r} cannot be imported here: {summarize(error)}.", param=PARAM) from None
-    if not callable(processor):
+    if not callable(instance):
         raise InvalidRequest(f"{PARAM} {path!r} is no callable.", param=PARAM)
+    processor: Processor = instance
     return processor
 
 

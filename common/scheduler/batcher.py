@@ -2,7 +2,7 @@
 
 This is the part that the unified, prefill and decode schedulers share. It owns the request queues, the requests' pages,
 and their retraction when pages run out; it does no I/O and reads no clock, so that tensor-parallel ranks that are fed
-the same calls take the same decisions. ``scheduling/`` has the parts that decide.
+the same calls take the same decisions.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from ..net.request import Request
 from ..net.responses import Response, error_message
 from ..relay.dispatcher import RETRY_AFTER_SECONDS
 from ..routes import QUICK_BROADCASTS, RENAMING, SLOW_BROADCASTS
-from ..workers.ask import Answer, ask, ask_models, get
+from ..workers.ask import WorkerResponse, ask, ask_models, get
 from ..workers.compatibility import misfits_of
 from ..workers.dp_ranks import report_of, server_url
 from ..workers.registry import Worker, WorkerMetadata
@@ -148,7 +148,7 @@ async def loads(router: ClusterView, request: Request) -> Response:
     servers = _servers(router)
     answers = await asyncio.gather(*(ask(router.dispatcher, w, get("/get_load"), _REPORT_SECONDS)
                                      for w in servers.values()))
-    reports = dict(zip(servers, map(Answer.json, answers)))
+    reports = dict(zip(servers, map(WorkerResponse.json, answers)))
     return Response.json({"workers": [
         {"worker": worker.url, "role": worker.role, "load": worker.load,
          "report": report_of(worker, reports.get(worker.endpoint.url))} for worker in router.registry]})

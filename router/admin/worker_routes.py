@@ -55,7 +55,7 @@ async def _create(router: ClusterView, request: Request) -> Response:
     try:
         await join(router, worker)
     except Conflict:
-        worker, message = router.registry.at(worker.endpoint.url)[0], "Worker is registered already"
+        worker, message = router.registry.workers_at(worker.endpoint.url)[0], "Worker is registered already"
     place = f"/workers/{worker.id}"
     return _accepted(worker, message, headers=(("location", place),), location=place)
 
@@ -96,6 +96,6 @@ def _find(router: ClusterView, name: bytes) -> Worker:
         if text in (str(worker.id), worker.url):
             return worker
     try:
-        return router.registry.at(Endpoint.parse(server_url(text)).url)[0]
+        return router.registry.workers_at(Endpoint.parse(server_url(text)).url)[0]
     except ValueError:
         raise NotFound(f"There is no worker {text}.") from None

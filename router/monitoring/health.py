@@ -20,7 +20,7 @@ import msgspec
 
 from ...common.api.unreadable import UNREADABLE
 from ..config.workers import HealthArgs
-from ..net.upstream_answer import Failure
+from ..net.upstream_response import Failure
 from ..workers.ask import WorkerClient, ask, ask_models, get
 from ..workers.dp_ranks import count_of
 from ..workers.registry import DEFAULT_BOOTSTRAP_PORT, Registry, Role, Worker
@@ -107,7 +107,7 @@ class HealthMonitor:
             if worker.state != "healthy":
                 asked_models = client.loop.time()
             silent = await self._check(worker, client)
-            self._registry.first_checked(worker)
+            self._registry.record_first_check(worker)
             if worker.state == "healthy" and not silent and client.loop.time() >= asked_models + _MODELS_SECONDS:
                 asked_models = client.loop.time()
                 await ask_models(client, worker, self._timeout)
@@ -150,7 +150,7 @@ class HealthMonitor:
         stage = "" if answer.ok else _stage(answer.body)
         if stage != worker.stage:
             worker.stage = stage
-            self._registry.changed()
+            self._registry.rebuild()
         if not answer.ok:
             detail = answer.detail or f"{worker.url} answered {self._endpoint} with {answer.status}"
             self._note_failure(worker, detail, certain=answer.refused)
@@ -166,16 +166,16 @@ class HealthMonitor:
         self._refused.discard(worker)
         if changed and (role := await self._learn(worker, client)) is not None:
             self._misplaced(worker, role)
-        elif worker in self._wake and self._registry.passed(worker):
+        elif worker in self._wake and self._registry.record_check_passed(worker):
             logger.info("Worker %s (%s) takes requests.", worker.url, worker.role)
 
     def _note_failure(self, worker: Worker, detail: str, *, certain: bool, silent: bool = False) -> None:
-        if self._registry.failed(worker, certain=certain, silent=silent):
+        if self._registry.record_check_failed(worker, certain=certain, silent=silent):
             logger.warning("Worker %s takes no requests: %s.", worker.url, detail)
 
     def _misplaced(self, worker: Worker, role: str) -> None:
         """It would answer, and wrongly: a prefill server in decode's place ends every answer with its first token."""
-        self._registry.failed(worker, certain=True)
+        self._registry.record_check_failed(worker, certain=True)
         if worker not in self._told:
             self._told.add(worker)
             logger.error("Worker %s was named as %s worker, and says that it is a %s server: it gets no requests.",

@@ -153,7 +153,7 @@ class PairTrials:
             if misfits and not before:
                 self._on_misfit(worker)
         if changed:
-            self._registry.refit()
+            self._registry.update_available()
 
     # ------------------------------------------------------------------ trials
 
@@ -218,12 +218,12 @@ class PairTrials:
         request.body = msgspec.json.encode({
             "bootstrap_host": prefill.endpoint.host,
             "bootstrap_port": prefill.bootstrap_port or DEFAULT_BOOTSTRAP_PORT})
-        answer = await ask(self._client, decode, request, TRIAL_TIMEOUT_SECONDS)
-        if answer.status in (404, 405):
+        response = await ask(self._client, decode, request, TRIAL_TIMEOUT_SECONDS)
+        if response.status in (404, 405):
             return _Outcome(None, retriable=False)  # The server has no trials: requests will show it.
-        result = answer.json_object()
+        result = response.json_object()
         fits = result.get("fits")
-        why = result.get("message") or answer.detail or f"{decode.url} answered {answer.status}"
+        why = result.get("message") or response.detail or f"{decode.url} answered {response.status}"
         return _Outcome(fits if isinstance(fits, bool) else None, str(why))
 
     def _is_news(self, pair: _Pair, outcome: _Outcome) -> bool:

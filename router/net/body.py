@@ -50,7 +50,7 @@ Body = bytes | LargeBody
 """A body as it is sent: the client's own bytes, or a body with fields added."""
 
 
-class Peek(msgspec.Struct, gc=False):
+class RoutingFields(msgspec.Struct, gc=False):
     """The fields of a request that routing reads, as raw JSON: prompts are hashed, not decoded."""
 
     model: msgspec.Raw = _ABSENT
@@ -114,7 +114,7 @@ class Peek(msgspec.Struct, gc=False):
         return bool(self.bootstrap_host or self.bootstrap_port or self.bootstrap_room)
 
 
-_decode_peek = msgspec.json.Decoder(Peek).decode
+_decode_routing_fields = msgspec.json.Decoder(RoutingFields).decode
 _decode_name = msgspec.json.Decoder(str).decode
 _encode = msgspec.json.Encoder().encode
 _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -133,17 +133,17 @@ def _batch(raw: msgspec.Raw) -> int | None:
     return len(items) or None
 
 
-def peek(body: bytes) -> Peek | None:
+def routing_fields(body: bytes) -> RoutingFields | None:
     """Decode a body's routing fields; None if it is not a JSON object."""
     try:
-        return _decode_peek(body)
+        return _decode_routing_fields(body)
     except UNREADABLE:
         return None
 
 
-def require_object(body: bytes) -> Peek:
+def require_object(body: bytes) -> RoutingFields:
     """Decode the routing fields of a body that has to be a JSON object; raises InvalidRequest."""
-    found = peek(body)
+    found = routing_fields(body)
     if found is None or (found.has_bootstrap and not _is_decodable(body)):
         raise InvalidRequest("The request body must be a JSON object.")
     return found
@@ -178,7 +178,7 @@ def bootstrap_fields(host: str, port: int | None, rng: Random, batch_size: int |
     }
 
 
-def with_bootstrap(body: bytes, fields: Peek, host: str, port: int | None, rng: Random) -> Body:
+def with_bootstrap(body: bytes, fields: RoutingFields, host: str, port: int | None, rng: Random) -> Body:
     """The body of both calls of a pair, with the fields that join them."""
     if fields.is_plain_chat:
         start, room = body.index(b"{") + 1, rng.getrandbits(_ROOM_BITS)
@@ -191,7 +191,7 @@ def with_bootstrap(body: bytes, fields: Peek, host: str, port: int | None, rng: 
 def with_previous_room(body: Body, previous: Body) -> Body:
     """The prefill call's body with the bootstrap rooms of ``previous``, the body of the attempt before: one of our
     prefill servers need not compute again what it computed for that."""
-    fields = peek(b"{%b}" % previous.added.rstrip(b",") if isinstance(previous, LargeBody) else previous)
+    fields = routing_fields(b"{%b}" % previous.added.rstrip(b",") if isinstance(previous, LargeBody) else previous)
     if fields is None or not fields.bootstrap_room:
         return body
     return with_members(body, b'"bootstrap_previous_room":%b' % bytes(fields.bootstrap_room), empty=False)
@@ -218,7 +218,7 @@ def _address(host: str, port: int | None) -> bytes:
     return b'"bootstrap_host":%b,"bootstrap_port":%b,"bootstrap_room":' % (_encode(host), _encode(port))
 
 
-def splice(body: bytes, known: Peek, fields: dict[str, Any]) -> Body:
+def splice(body: bytes, known: RoutingFields, fields: dict[str, Any]) -> Body:
     """Add ``fields`` to a JSON object, right after its opening brace; all else stays as it is.
 
     Bootstrap fields that the body already has are replaced, its other values stay byte for byte: with two equal keys

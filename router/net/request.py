@@ -7,11 +7,11 @@ from os import urandom
 
 import msgspec
 
-from .upstream_answer import AnswerHead
+from .upstream_response import ResponseHead
 
 Group = str | None
-"""The workers that serve one model, by its name: beside them those whose models are unknown, which alone are "".
-None: all workers."""
+"""The workers that serve one model, by its name, and those whose models are unknown; "": only the latter. None: all
+workers."""
 
 
 class Request(msgspec.Struct, gc=False, eq=False):
@@ -38,7 +38,7 @@ class Request(msgspec.Struct, gc=False, eq=False):
     reply_headers: bytes = b""
     """Header lines that are added to any response."""
     keep_alive: bool = True
-    on_head: Callable[[AnswerHead], AnswerHead] | None = None
+    on_head: Callable[[ResponseHead], ResponseHead] | None = None
     """Reads, and may replace, the head of the response that is relayed."""
     is_http_1_0: bool = False
     """True for HTTP/1.0: the client does not know chunked responses."""

@@ -3,13 +3,13 @@
 A response's bytes reach the sink as they came; nothing is decoded or rebuilt. The bytes of a response with a known head
 (``KnownHeads``) are counted; llhttp parses all others to find where head and message end.
 
-Contract with the sink (``Sink``): after ``UpstreamPool.send`` returned (never before), zero or one
-``answer_head``, then any number of ``answer_data``, then exactly one of ``answer_end`` and
-``answer_lost``. After ``Call.cancel`` nothing comes any more. ``reusable`` is False when the response told
+Contract with the sink (``ResponseSink``): after ``UpstreamPool.send`` returned (never before), zero or one
+``on_response_head``, then any number of ``on_response_data``, then exactly one of ``on_response_end`` and
+``on_response_lost``. After ``Call.cancel`` nothing comes any more. ``reusable`` is False when the response told
 its reader to close the connection, or ended with it.
 
-A response of up to ``MAX_BUFFERED_BYTES`` that is no stream reaches the sink complete, in its ``answer_head``, or not
-at all: one that breaks off in the middle is as good as none, and can be requested of another worker.
+A response of up to ``MAX_BUFFERED_BYTES`` that is no stream reaches the sink complete, in its ``on_response_head``, or
+not at all: one that breaks off in the middle is as good as none, and can be requested of another worker.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import msgspec
 
 from .heads import KnownHead, KnownHeads
 from .outbox import Bytes, Outbox
-from .upstream_answer import ENGINE_DEAD, AnswerFacts, AnswerHead, Failure, Sink, engine_died
+from .upstream_response import ENGINE_DEAD, Failure, ResponseFacts, ResponseHead, ResponseSink, engine_died
 
 _MAX_HEAD_BYTES = 128 * 1024
 MAX_BUFFERED_BYTES = 1024 * 1024
@@ -33,7 +33,7 @@ with five log-probabilities each 600; 1,000 incomplete responses of this size ta
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,15})[ \t]*\r\n", re.IGNORECASE)
 
 
-def _is_buffered(head: AnswerHead) -> bool:
+def _is_buffered(head: ResponseHead) -> bool:
     """True if a response is to be buffered until its end: it is no stream, and announces no more than the limit.
 
     Of chunked responses only JSON is: anything else may be a stream of an unknown form.
@@ -51,7 +51,7 @@ class Home(Protocol):
     """The pool of a connection, as the connection needs it."""
 
     url: str
-    known_heads: KnownHeads[AnswerFacts]
+    known_heads: KnownHeads[ResponseFacts]
     connections: set[UpstreamConnection]
     on_data: Callable[[], None] | None
     """Called whenever data arrives."""
@@ -71,7 +71,7 @@ class Call(msgspec.Struct, eq=False):
     """One request on one worker, from ``UpstreamPool.send`` to its end."""
 
     pool: Home
-    sink: Sink | None
+    sink: ResponseSink | None
     head: bytes
     """The head, and with it the body, unless that is large."""
     body: tuple[Bytes, ...]
@@ -119,12 +119,12 @@ class Call(msgspec.Struct, eq=False):
     def ended(self, reusable: bool) -> None:
         sink, self.sink = self.sink, None
         if sink is not None:
-            sink.answer_end(reusable=reusable)
+            sink.on_response_end(reusable=reusable)
 
     def lost(self, failure: Failure) -> None:
         sink, self.sink = self.sink, None
         if sink is not None:
-            sink.answer_lost(failure)
+            sink.on_response_lost(failure)
 
 
 class UpstreamConnection(asyncio.Protocol):
@@ -140,7 +140,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._pool = pool
         self._parser = httptools.HttpResponseParser(self)
         self._pending = b""
-        self._head: AnswerHead | None = None
+        self._head: ResponseHead | None = None
         self._head_complete = self._done = self._keep_alive = False
         self._buffered: list[bytes] | None = None
         """The chunks so far of a response that is buffered."""
@@ -152,7 +152,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.active = True
         """True if anything came, or was sent, since the last sweep: cheaper than a time noted with each chunk."""
         self.silent_since = self.idle_since = 0.0
-        self._last_head: KnownHead[AnswerFacts] | None = None
+        self._last_head: KnownHead[ResponseFacts] | None = None
 
     def carry(self, call: Call) -> None:
         """Send a call's request and deliver its response."""
@@ -222,12 +222,12 @@ class UpstreamConnection(asyncio.Protocol):
                 missing = length + size - len(data)
                 if missing >= 0:
                     self._missing = missing
-                    self._head = head = AnswerHead(self._last_head.fact, data, size, not missing)
+                    self._head = head = ResponseHead(self._last_head.fact, data, size, not missing)
                     call.head = b""
                     if missing and size + length <= MAX_BUFFERED_BYTES and not head.facts.event_stream:
                         self._buffered, self._buffered_size = [data], len(data)
                     elif call.sink is not None:
-                        call.sink.answer_head(head)
+                        call.sink.on_response_head(head)
                     if not missing and self.call is call:
                         self._finish(call, True)
                     return
@@ -251,7 +251,7 @@ class UpstreamConnection(asyncio.Protocol):
         """Pass more of a body to the sink, or buffer it until the ``last`` chunk."""
         if (buffered := self._buffered) is None:
             if call.sink is not None:
-                call.sink.answer_data(data)
+                call.sink.on_response_data(data)
             return
         buffered.append(data)
         self._buffered_size += len(data)
@@ -259,7 +259,7 @@ class UpstreamConnection(asyncio.Protocol):
             head, self._buffered = self._head, None
             head.data, head.complete = b"".join(buffered), last  # type: ignore[union-attr]  # it has come
             if call.sink is not None:
-                call.sink.answer_head(head)  # type: ignore[arg-type]
+                call.sink.on_response_head(head)  # type: ignore[arg-type]
 
     def _parse(self, call: Call, data: bytes) -> None:
         """Take in more of any other response."""
@@ -294,13 +294,13 @@ class UpstreamConnection(asyncio.Protocol):
         if status == 503 and ENGINE_DEAD in data[:size].lower():  # as if its process were gone, which it soon will be
             self.fail(engine_died(self._pool.url))
             return
-        self._head = head = AnswerHead(AnswerFacts.read(status, data[:size]), data, size)
+        self._head = head = ResponseHead(ResponseFacts.read(status, data[:size]), data, size)
         if call.bodiless:
             self._done, self._keep_alive = True, False  # The parser waits for a body, so the connection is spent.
         if not self._done and _is_buffered(head):
             self._buffered, self._buffered_size = [data], len(data)
         elif call.sink is not None:
-            call.sink.answer_head(head)
+            call.sink.on_response_head(head)
 
     def _finish(self, call: Call, reusable: bool) -> None:
         self._head = self.call = call.connection = self._buffered = None
@@ -310,7 +310,7 @@ class UpstreamConnection(asyncio.Protocol):
             self.transport.close()
         sink, call.sink = call.sink, None
         if sink is not None:
-            sink.answer_end(reusable=reusable)
+            sink.on_response_end(reusable=reusable)
 
     def eof_received(self) -> None:
         """Take the connection out of the pool: the worker closes it, so no call may be sent on it."""

@@ -13,7 +13,7 @@ from ..config.endpoint import Endpoint
 from .heads import KnownHeads
 from .outbox import Bytes, Outbox
 from .upstream import Call, UpstreamConnection
-from .upstream_answer import ENGINE_DEAD, AnswerFacts, Failure, Sink
+from .upstream_response import ENGINE_DEAD, Failure, ResponseFacts, ResponseSink
 
 IDLE_SECONDS = 3.0
 """The time for which a connection may idle: uvicorn closes one after 5 s, perhaps just as our request is sent on it.
@@ -42,8 +42,13 @@ class _Probe:
         self.messages += 1
         self.reusable = self.parser.should_keep_alive()
 
+    @property
+    def is_plain(self) -> bool:
+        """True if the head announced a body of one byte, which has come, and nothing else."""
+        return self.messages == 1 and self.body == b"x" and self.reusable
 
-def read_plain_response(head: bytes) -> AnswerFacts | None:
+
+def read_plain_response(head: bytes) -> ResponseFacts | None:
     """The ``read`` of ``KnownHeads`` for responses; None for an engine's last words, which are parsed each time."""
     if ENGINE_DEAD in head.lower():
         return None
@@ -52,19 +57,18 @@ def read_plain_response(head: bytes) -> AnswerFacts | None:
         probe.parser.feed_data(head)
         if not probe.head_complete or probe.body or probe.messages:
             return None
-        facts = AnswerFacts.read(probe.parser.get_status_code(), head)
+        facts = ResponseFacts.read(probe.parser.get_status_code(), head)
         probe.parser.feed_data(b"x")
     except (httptools.HttpParserError, httptools.HttpParserUpgrade):
         return None
-    plain = probe.messages == 1 and probe.body == b"x" and probe.reusable and facts.status >= 200 and not facts.chunked
-    return facts if plain else None
+    return facts if probe.is_plain and facts.status >= 200 and not facts.chunked else None
 
 
 class UpstreamPool:
     """The connections to one worker; idle ones are reused newest first and dropped after IDLE_SECONDS."""
 
     def __init__(self, endpoint: Endpoint, *, connect_timeout: float, authorization: bytes = b"",
-                 tls: ssl.SSLContext | None = None, known_heads: KnownHeads[AnswerFacts] | None = None,
+                 tls: ssl.SSLContext | None = None, known_heads: KnownHeads[ResponseFacts] | None = None,
                  outbox: Outbox, on_data: Callable[[], None] | None = None):
         """``on_data`` is called whenever data arrives."""
         self.on_data = on_data
@@ -86,7 +90,7 @@ class UpstreamPool:
         self._closed = False
         self._swept_at = self.loop.time()
 
-    def send(self, sink: Sink, head: bytes, body: tuple[Bytes, ...], bodiless: bool = False,
+    def send(self, sink: ResponseSink, head: bytes, body: tuple[Bytes, ...], bodiless: bool = False,
              resend: bool = True) -> Call:
         """Send a request, given as its bytes (a large body as separate parts). The response goes to ``sink``, but not
         before this returns."""

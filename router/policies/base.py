@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from ..net.body import Peek
+from ..net.body import RoutingFields
 from ..net.request import Request
-from ..net.upstream_answer import AnswerHead
+from ..net.upstream_response import ResponseHead
 from ..workers.registry import Worker
 
 by_load = attrgetter("known_load")
@@ -28,7 +28,7 @@ class Amendment(NamedTuple):
 
     headers: bytes
     """Header lines that the worker gets with the request, each ending in CRLF."""
-    on_head: Callable[[AnswerHead], AnswerHead]
+    on_head: Callable[[ResponseHead], ResponseHead]
     """Reads the answer's head; returns the head that the client gets."""
 
 
@@ -47,7 +47,7 @@ class Policy(Protocol):
     ``cached_share(workers, subject)``, the share of a prompt (0 to 1) that the worker it would choose has cached.
     """
 
-    def read(self, request: Request, found: Peek | None) -> Subject:
+    def read(self, request: Request, found: RoutingFields | None) -> Subject:
         """Returns what the choice depends on, and changes nothing: neither the request (see ``Amendment``) nor the
         policy. ``found`` is None where the body is no JSON object."""
         ...
@@ -80,10 +80,10 @@ class Replication(Protocol):
         ...
 
 
-def nothing(request: Request, found: Peek | None) -> None:
+def nothing(request: Request, found: RoutingFields | None) -> None:
     """``read`` of policies that look at workers only."""
 
 
-def prompt_text(request: Request, found: Peek | None) -> bytes:
+def prompt_text(request: Request, found: RoutingFields | None) -> bytes:
     """``read`` of policies that compare beginnings of prompts; b"" when there is none."""
     return found.routing_text if found is not None else b""

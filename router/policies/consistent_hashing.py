@@ -1,4 +1,4 @@
-"""sglang-router's ``consistent_hashing``: a worker by its place in the list, or the same one for a routing key."""
+"""sglang-router's ``consistent_hashing``: a worker by its index in the list, or the same one for a routing key."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from random import Random
 
 from ...common.api.errors import WorkerUnavailable
-from ..net.body import Peek
+from ..net.body import RoutingFields
 from ..net.request import Request
 from ..workers.registry import Worker
 from .base import ROUTING_KEY, Decision
@@ -24,7 +24,7 @@ class ConsistentHashing:
         self._rng = rng
         self._ring = WorkerRing()
 
-    def read(self, request: Request, found: Peek | None) -> tuple[bytes, bytes]:
+    def read(self, request: Request, found: RoutingFields | None) -> tuple[bytes, bytes]:
         """The target's index and the routing key, each b"" where there is none."""
         target = request.header(_TARGET)
         key = request.header(ROUTING_KEY) or request.authorization

@@ -20,12 +20,12 @@ class _Fields(msgspec.Struct):
     priority: int | None = None
 
 
-_fields = msgspec.json.Decoder(_Fields).decode
+_decode = msgspec.json.Decoder(_Fields).decode
 
 
-def _peek(body: bytes) -> _Fields:
+def _decode_fields(body: bytes) -> _Fields:
     try:
-        return _fields(body)
+        return _decode(body)
     except UNREADABLE:
         return _Fields()
 
@@ -37,7 +37,7 @@ def priority_of(request: Request) -> int:
             return int(value)
         except ValueError:
             return 0
-    return _peek(request.body).priority or 0
+    return _decode_fields(request.body).priority or 0
 
 
 class AdmissionGate:
@@ -48,18 +48,18 @@ class AdmissionGate:
         self._loop = loop
         self._timer: asyncio.TimerHandle | None = None
 
-    def start(self, exchange: ClientResponse, relay: Relay | PairRelay) -> None:
+    def start(self, response: ClientResponse, relay: Relay | PairRelay) -> None:
         """Start a relay, or make it wait as its connection's handler; raises Overloaded."""
-        request = exchange.request
-        streamed = bool(self.admission.rules.slo_ttft and _peek(request.body).stream)
-        entry = _Entry(exchange, relay)
+        request = response.request
+        streamed = bool(self.admission.rules.slo_ttft and _decode_fields(request.body).stream)
+        entry = _Entry(response, relay)
         admitted = self.admission.acquire(request.authorization, streamed, lambda: priority_of(request),
                                           entry.start, entry.refuse)
         if isinstance(admitted, Permit):
             entry.start(admitted)
             return
         entry.waiting = admitted
-        exchange.connection.handler = entry
+        response.connection.handler = entry
         if self._timer is None:
             self._arm(admitted.since + self.admission.rules.queue_timeout)
 
@@ -78,30 +78,30 @@ class AdmissionGate:
 class _Entry:
     """A request that asks for admission; while it waits, the handler of its connection."""
 
-    __slots__ = ("_exchange", "_relay", "waiting")
+    __slots__ = ("_response", "_relay", "waiting")
 
-    def __init__(self, exchange: ClientResponse, relay: Relay | PairRelay):
-        self._exchange = exchange
+    def __init__(self, response: ClientResponse, relay: Relay | PairRelay):
+        self._response = response
         self._relay = relay
         self.waiting: Waiting | None = None
 
     def start(self, permit: Permit) -> None:
-        self._exchange.permit = permit
-        self._exchange.connection.handler = self._relay
+        self._response.permit = permit
+        self._response.connection.handler = self._relay
         self._relay.start()
 
     def refuse(self, error: ServingError) -> None:
-        self._exchange.fail(error)
+        self._response.fail(error)
 
     def cancel(self) -> None:
         assert self.waiting is not None
         self.waiting.cancel()
-        self._exchange.abandon()
+        self._response.abandon()
 
     def expire(self, error: ServingError) -> None:
         assert self.waiting is not None
         self.waiting.cancel()
-        self._exchange.fail(error)
+        self._response.fail(error)
 
     def pause(self) -> None:
         self._relay.pause()

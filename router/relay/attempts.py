@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ...common.api.errors import DeadlineExceeded, ServingError, WorkerUnavailable
-from ..net.upstream_answer import Failure, engine_died
+from ..net.upstream_response import Failure, engine_died
 from ..workers.registry import Role, Worker
 from .client_response import ClientResponse
 from .dispatcher import RETRY_AFTER_SECONDS, Dispatcher
@@ -39,7 +39,7 @@ class Attempting(Protocol):
     @property
     def dispatcher(self) -> Dispatcher: ...
     @property
-    def exchange(self) -> ClientResponse: ...
+    def response(self) -> ClientResponse: ...
     retries: Retries | None
 
     def start(self) -> None:
@@ -66,19 +66,19 @@ def note_failed_attempt(relay: Attempting, worker: Worker, outcome: Outcome, *, 
 def retry_or_fail(relay: Attempting, reason: str, error: ServingError, *, at_once: bool = False) -> None:
     """Schedule another attempt. Answer with ``error`` if retries are spent, or if none can be made although no attempt
     failed. ``at_once``: the worker was only busy, and another one has not been asked."""
-    exchange, retries = relay.exchange, relay.retries
+    response, retries = relay.response, relay.retries
     if at_once and retries is not None and retries.may_move:
         retries.move(relay.start)
         scheduled = True
     else:
         scheduled = retries is not None and retries.schedule(relay.start)
     if scheduled:
-        exchange.retries += 1
+        response.retries += 1
         relay.dispatcher.metrics.retries[reason] += 1
-    elif exchange.began:
-        exchange.break_off(error, Failure(reason, f"the stream could not go on ({reason})"))
+    elif response.began:
+        response.break_off(error, Failure(reason, f"the stream could not go on ({reason})"))
     else:
-        exchange.fail(error)
+        response.fail(error)
 
 
 def on_expired(relay: Attempting, error: ServingError, at_boundary: bool) -> None:
@@ -86,13 +86,13 @@ def on_expired(relay: Attempting, error: ServingError, at_boundary: bool) -> Non
 
     ``at_boundary``: what the worker sent so far ends where one more event may follow.
     """
-    exchange = relay.exchange
-    if not exchange.began:
-        exchange.fail(error)
-    elif exchange.log is not None and (missing := exchange.log.missing_end) is not None:
-        exchange.end_broken(missing)
+    response = relay.response
+    if not response.began:
+        response.fail(error)
+    elif response.log is not None and (missing := response.log.missing_end) is not None:
+        response.end_broken(missing)
     else:
-        exchange.break_off(error, Failure("expired", error.message.rstrip("."), at_boundary=at_boundary))
+        response.break_off(error, Failure("expired", error.message.rstrip("."), at_boundary=at_boundary))
 
 
 def on_attempt_lost(relay: Attempting, worker: Worker, role: Role, failure: Failure, reason: str) -> None:
@@ -102,40 +102,40 @@ def on_attempt_lost(relay: Attempting, worker: Worker, role: Role, failure: Fail
     note_failed_attempt(relay, worker, outcome)
     if outcome.died:
         certain = failure.refused or failure.reason == "hung"
-        relay.dispatcher.poison.on_death(relay.exchange, worker, role, certain=certain, at_boundary=failure.at_boundary,
+        relay.dispatcher.poison.on_death(relay.response, worker, role, certain=certain, at_boundary=failure.at_boundary,
                                          proceed=lambda: _retry_or_continue(relay, outcome, failure, reason))
     else:
         _retry_or_continue(relay, outcome, failure, reason)
 
 
-def on_response_end(relay: Attempting, worker: Worker, role: Role, *, reusable: bool) -> None:
+def on_attempt_complete(relay: Attempting, worker: Worker, role: Role, *, reusable: bool) -> None:
     """Handle a response that is complete; a stream may have ended with an error."""
-    exchange = relay.exchange
-    if (log := exchange.log) is not None and log.failed:
+    response = relay.response
+    if (log := response.log) is not None and log.failed:
         on_attempt_lost(relay, worker, role, log.failure(worker.url), "failed")
         return
-    if exchange.ends_with_death:
+    if response.ends_with_death:
         relay.dispatcher.on_failure(worker, engine_died(worker.url))
-        relay.dispatcher.poison.on_last_words(exchange, worker, role)
-    exchange.end(reusable=reusable)
+        relay.dispatcher.poison.on_last_words(response, worker, role)
+    response.end(reusable=reusable)
 
 
 def _retry_or_continue(relay: Attempting, outcome: Outcome, failure: Failure, reason: str) -> None:
-    if relay.exchange.began:
+    if relay.response.began:
         _on_stream_broken(relay, failure)
     elif outcome.retried:
         retry_or_fail(relay, reason, error_of(failure))
     else:
-        relay.exchange.fail(error_of(failure))
+        relay.response.fail(error_of(failure))
 
 
 def _on_stream_broken(relay: Attempting, failure: Failure) -> None:
     """Continue a broken stream on another worker, or end it with an error."""
-    exchange = relay.exchange
-    if exchange.log is None:
-        exchange.break_off(error_of(failure), failure)
-    elif (missing := exchange.log.missing_end) is not None:
-        exchange.end_broken(missing)
+    response = relay.response
+    if response.log is None:
+        response.break_off(error_of(failure), failure)
+    elif (missing := response.log.missing_end) is not None:
+        response.end_broken(missing)
     else:
         relay.dispatcher.metrics.continued_streams += 1
         retry_or_fail(relay, "continuation", error_of(failure))

@@ -12,7 +12,7 @@ from ..net.access import without_grants
 from ..net.http_server import ClientConnection
 from ..net.request import Request
 from ..net.responses import Response, error_event, error_message
-from ..net.upstream_answer import AnswerHead, Failure
+from ..net.upstream_response import Failure, ResponseHead
 from ..obs.access_log import AccessLog
 from ..obs.metrics import Metrics
 from ..obs.tracing import RequestSpan
@@ -77,7 +77,7 @@ class ClientResponse:
         """The URLs of the last attempt's workers."""
         return " ".join([worker.url for worker in self.workers])
 
-    def begin(self, head: AnswerHead, worker: Worker) -> None:
+    def begin(self, head: ResponseHead, worker: Worker) -> None:
         """Relay a worker's head, and what came with it, adding the request id if the worker did not."""
         self.began = True
         request = self.request
@@ -109,7 +109,7 @@ class ClientResponse:
             data = b"".join((data[:line], b"x-request-id: ", request.request_id, b"\r\n", data[line:]))
         self.connection.send(data)
 
-    def _begin_log(self, log: StreamLog, head: AnswerHead, worker: Worker) -> None:
+    def _begin_log(self, log: StreamLog, head: ResponseHead, worker: Worker) -> None:
         """Log a stream of one of our servers, so that another one can continue it; drop the log for anything else."""
         if head.starts_stream and worker.is_baton:
             log.model_fingerprint = worker.model_fingerprint
@@ -117,7 +117,7 @@ class ClientResponse:
         else:
             self.log = None
 
-    def continue_stream(self, head: AnswerHead) -> None:
+    def continue_stream(self, head: ResponseHead) -> None:
         """Relay a stream that another worker continues: the client has had its head."""
         self._awaits_body = True
         if len(head.data) > head.size:

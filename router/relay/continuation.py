@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from ...common.api.unreadable import UNREADABLE
-from ..net.upstream_answer import Failure, engine_died
+from ..net.upstream_response import Failure, engine_died
 
 TOKEN_IDS_HEADER = b"x-baton-token-ids: 1\r\n"
 """The header line that asks one of our servers to name each event's tokens."""

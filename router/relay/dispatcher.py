@@ -10,22 +10,21 @@ from typing import Protocol
 
 from ...common.api.errors import WorkerUnavailable
 from ..config import RouterConfig
-from ..net.body import Body, LargeBody, Peek
+from ..net.body import Body, LargeBody, RoutingFields
 from ..net.busy_poll import BusyPoll
 from ..net.heads import KnownHeads
 from ..net.outbox import Bytes, Outbox
-from ..net.request import Request
+from ..net.request import Group, Request
 from ..net.tls import worker_context
 from ..net.upstream import Call
-from ..net.upstream_answer import Failure, Sink
 from ..net.upstream_pool import UpstreamPool, read_plain_response
+from ..net.upstream_response import Failure, ResponseSink
 from ..obs.metrics import Metrics
 from ..policies import PolicySets, Subject
 from ..policies.base import Amendment
 from ..policies.cache_exact import CacheExact
 from ..workers.compatibility import Pairs
 from ..workers.dp_ranks import with_rank
-from ..workers.models import Group
 from ..workers.registry import ROLES, Registry, Reservation, Role, Worker, without
 from .poison_guard import PoisonGuard
 from .retry import FAILURES, Backoff, Outcome, Retries
@@ -48,16 +47,16 @@ class Watch(Protocol):
 class Dispatcher:
     """Decides synchronously over the registry and reserves at the decision; sends through one pool a worker.
 
-    ``suspect(worker, failure)`` is called for every attempt that failed below HTTP.
+    ``report_failure(worker, failure)`` is called for every attempt that failed below HTTP.
     """
 
     def __init__(self, config: RouterConfig, registry: Registry, metrics: Metrics, rng: Random,
-                 suspect: Callable[[Worker, Failure], None]):
+                 report_failure: Callable[[Worker, Failure], None]):
         self.registry = registry
         self.metrics = metrics
         self.rng = rng
         self.loop = asyncio.get_running_loop()
-        self._suspect = suspect
+        self._report_failure = report_failure
         self._circuit_seconds = config.circuit.cb_timeout_duration_secs
         self.policies = PolicySets({role: config.policy.policy_for(role) for role in ROLES}, config.policy, rng)
         self.watch: Watch | None = None
@@ -135,7 +134,7 @@ class Dispatcher:
         for pool in self._pools.values():
             pool.close()
 
-    def send(self, worker: Worker, request: Request, body: Body, sink: Sink, *, resend: bool = True) -> Call:
+    def send(self, worker: Worker, request: Request, body: Body, sink: ResponseSink, *, resend: bool = True) -> Call:
         """Send ``request`` to a worker, with ``body`` instead of its own."""
         if worker.rank is not None:
             body = with_rank(request.path, body, worker.rank)
@@ -158,9 +157,9 @@ class Dispatcher:
 
     # ------------------------------------------------------------------ decisions
 
-    def subject(self, role: Role, request: Request, found: Peek | None) -> Subject:
+    def subject(self, role: Role, request: Request, fields: RoutingFields | None) -> Subject:
         """The role's policy's view of a request, for ``place``; its amendment is made once a request."""
-        subject = self.policies.of(request.group)[role].read(request, found)
+        subject = self.policies.of(request.group)[role].read(request, fields)
         amendment: Amendment | None = getattr(subject, "amendment", None)
         if amendment is not None and request.on_head is None:
             request.headers += amendment.headers
@@ -168,7 +167,7 @@ class Dispatcher:
         return subject
 
     def place_pair(self, prefills: Sequence[Worker], decodes: Sequence[Worker], request: Request,
-                   found: Peek) -> tuple[Reservation, Reservation]:
+                   fields: RoutingFields) -> tuple[Reservation, Reservation]:
         """Choose and reserve a prefill and a decode worker that fit together (neither sequence is empty).
 
         Raises WorkerUnavailable, as a policy may, and then reserves none.
@@ -176,30 +175,30 @@ class Dispatcher:
         policies = self.policies.of(request.group)
         pairs = self.registry.pairs(request.group)
         if not pairs.all_fit:
-            return self._place_fitting(pairs, prefills, decodes, request, found)
+            return self._place_fitting(pairs, prefills, decodes, request, fields)
         pairing = policies["prefill"]
         if isinstance(pairing, CacheExact) and pairing is policies["decode"]:
-            chosen = pairing.choose_pair(prefills, decodes, self.subject("prefill", request, found))
+            chosen = pairing.choose_pair(prefills, decodes, self.subject("prefill", request, fields))
             return self._reserve("prefill", chosen.prefill, chosen.reason), self._reserve(
                 "decode", chosen.decode, chosen.reason)
-        subject = self.subject("prefill", request, found)
+        subject = self.subject("prefill", request, fields)
         prefill = pairing.choose(prefills, subject)
         if policies["decode"].read is not pairing.read:
-            subject = self.subject("decode", request, found)
+            subject = self.subject("decode", request, fields)
         decode = policies["decode"].choose(decodes, subject)
         return self._reserve("prefill", prefill.worker, prefill.reason), self._reserve(
             "decode", decode.worker, decode.reason)
 
     def _place_fitting(self, pairs: Pairs, prefills: Sequence[Worker], decodes: Sequence[Worker], request: Request,
-                       found: Peek) -> tuple[Reservation, Reservation]:
+                       fields: RoutingFields) -> tuple[Reservation, Reservation]:
         """Choose a prefill worker among those that have a partner, then one of its partners."""
         prefills = pairs.with_partner(prefills, decodes)
         if not prefills:  # The workers that remain for a retry form no pair.
             prefills, decodes = pairs.prefills, pairs.decodes
         policies = self.policies.of(request.group)
-        prefill = policies["prefill"].choose(prefills, self.subject("prefill", request, found))
+        prefill = policies["prefill"].choose(prefills, self.subject("prefill", request, fields))
         partners = pairs.partners(prefill.worker, decodes)
-        decode = policies["decode"].choose(partners, self.subject("decode", request, found))
+        decode = policies["decode"].choose(partners, self.subject("decode", request, fields))
         return self._reserve("prefill", prefill.worker, prefill.reason), self._reserve(
             "decode", decode.worker, decode.reason)
 
@@ -216,7 +215,7 @@ class Dispatcher:
         worker.change_load(1)
         reservation = Reservation(worker)
         if worker.circuit.state != "closed":
-            self.registry.probe(reservation)
+            self.registry.start_probe(reservation)
         return reservation
 
     def candidates(self, role: Role, retries: Retries | None, group: Group = None, *, baton_only: bool = False,
@@ -257,24 +256,24 @@ class Dispatcher:
     def on_misfit(self, prefill: Worker, decode: Worker) -> None:
         """Check two workers that refused each other at once: one of them is not what it was."""
         for worker in (prefill, decode):
-            self._suspect(worker, Failure("misfit", f"{prefill.url} and {decode.url} do not fit together"))
+            self._report_failure(worker, Failure("misfit", f"{prefill.url} and {decode.url} do not fit together"))
 
     def on_failure(self, worker: Worker, failure: Failure) -> None:
         """Account for an attempt that failed below HTTP, or in the middle of its stream."""
         outcome = FAILURES[failure.reason]
         if outcome.excludes or failure.refused:
-            self._suspect(worker, failure)
+            self._report_failure(worker, failure)
         if outcome.counts:
             self.on_server_error(worker)
 
     def report_dead(self, worker: Worker, detail: str) -> None:
         """Report a worker that failed a request and does not pass a health check either."""
-        self._suspect(worker, Failure("dead", detail, refused=True))
+        self._report_failure(worker, Failure("dead", detail, refused=True))
 
     def on_server_error(self, worker: Worker) -> None:
         """Count an attempt that failed by its worker's fault."""
         self.metrics.worker_failures[worker.url] += 1
-        if self.registry.request_failed(worker, self.loop.time()):
+        if self.registry.record_failure(worker, self.loop.time()):
             logger.warning("Worker %s fails requests: it gets none for %g s.", worker.url, self._circuit_seconds)
             self.metrics.circuits_opened[worker.url] += 1
             # 10 ms later: uvloop counts in milliseconds, and a timer that is early by one would change nothing.
@@ -293,7 +292,7 @@ class Dispatcher:
                 for accused in retries.accused:
                     self.on_server_error(accused)
                 retries.accused.clear()
-            if worker.circuit.troubled and self.registry.request_served(worker):
+            if worker.circuit.troubled and self.registry.record_success(worker):
                 logger.info("Worker %s answers again: its circuit is closed.", worker.url)
         elif status == 401 and self._strips_client_keys and worker.url not in self._unauthorized:
             self._unauthorized.add(worker.url)
@@ -301,7 +300,7 @@ class Dispatcher:
                          "give the worker's with --worker-api-key.", worker.url)
 
     def _half_open(self, worker: Worker) -> None:
-        if self.registry.half_open(worker, self.loop.time()):
+        if self.registry.try_half_open(worker, self.loop.time()):
             logger.info("Worker %s gets one request at a time, as a probe of whether it answers again.", worker.url)
 
     def new_retries(self) -> Retries:

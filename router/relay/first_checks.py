@@ -23,7 +23,7 @@ class FirstChecks:
         self._registry = registry
         self._serve = serve
         self.refuse = refuse
-        self._waiting: dict[Held, None] = {}
+        self._waiting: dict[WaitingRequest, None] = {}
         self._wake: asyncio.Handle | None = None
         registry.listeners.append(self._changed)
 
@@ -45,11 +45,11 @@ class FirstChecks:
             models.serves(worker, group) and (worker.role in missing or worker.asks_role) for worker in unchecked)
         if not may_know and not may_serve:
             return False
-        connection.handler = waiting = Held(self, connection, request)
+        connection.handler = waiting = WaitingRequest(self, connection, request)
         self._waiting[waiting] = None
         return True
 
-    def leave(self, waiting: Held) -> None:
+    def leave(self, waiting: WaitingRequest) -> None:
         self._waiting.pop(waiting, None)
 
     def _changed(self) -> None:
@@ -63,7 +63,7 @@ class FirstChecks:
             self._serve(waiting.connection, waiting.request)
 
 
-class Held:
+class WaitingRequest:
     """A waiting request, as its connection's handler."""
 
     __slots__ = ("_queue", "connection", "request")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..net.body import Peek
+from ..net.body import RoutingFields
 from ..net.request import Request
 from ..policies import Subject
 from .dispatcher import Dispatcher
@@ -22,7 +22,7 @@ class LocalPrefill:
         self._dispatcher = dispatcher
         self._max_tokens = max_tokens
 
-    def subject(self, request: Request, fields: Peek | None) -> list[Subject]:
+    def subject(self, request: Request, fields: RoutingFields | None) -> list[Subject]:
         """The decode policy's view of the request, in a list; empty if the request needs a pair.
 
         It does for other engines' decode servers, and if it names a prefill server itself.
@@ -40,7 +40,7 @@ class LocalPrefill:
         return [subject] if tokens <= self._max_tokens else []
 
 
-def _estimate_num_tokens(fields: Peek) -> int:
+def _estimate_num_tokens(fields: RoutingFields) -> int:
     """The estimated length of a prompt in tokens: ids are counted, text has four bytes a token."""
     text = fields.routing_text
     ids = text.startswith(b"[") and text[1:9].lstrip()[:1].isdigit()

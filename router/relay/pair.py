@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import msgspec
 
 from ...common.api.errors import ServingError, TransferFailed, WorkerUnavailable
-from ..net.body import Body, Peek, with_bootstrap, with_previous_room
+from ..net.body import Body, RoutingFields, with_bootstrap, with_previous_room
 from ..net.upstream import Call
-from ..net.upstream_answer import PAIR_MISMATCH, AnswerHead, Failure
+from ..net.upstream_response import PAIR_MISMATCH, Failure, ResponseHead
 from ..workers.dp_ranks import with_prefill_rank
 from ..workers.registry import Reservation, Role, Worker, without
-from .attempts import note_failed_attempt, on_attempt_lost, on_expired, on_response_end, retry_or_fail
+from .attempts import note_failed_attempt, on_attempt_complete, on_attempt_lost, on_expired, retry_or_fail
 from .client_response import ClientResponse
 from .dispatcher import Dispatcher, no_pair_error, no_worker_error
 from .pair_states import DECODE_EVENTS, PREFILL_EVENTS, Action, CallEvents, Event, Phase, action_of
@@ -40,7 +40,7 @@ class PairCall(msgspec.Struct, eq=False):
     events: CallEvents
     reservation: Reservation
     worker: Worker
-    call: Call | None = None
+    upstream: Call | None = None
 
     def detach(self) -> None:
         """Let the call end by itself."""
@@ -49,31 +49,31 @@ class PairCall(msgspec.Struct, eq=False):
     def cancel(self) -> None:
         """Cancel the call, if it still runs."""
         self.pair = None
-        if self.call is not None:
-            self.call.cancel()
+        if self.upstream is not None:
+            self.upstream.cancel()
             self._close()
 
     def _close(self) -> PairRelay | None:
         """Release the load of a call that is over; returns the pair if the call was not detached from it."""
         pair, self.pair = self.pair, None
-        self.call = None
+        self.upstream = None
         self.reservation.release()
         return pair
 
-    def answer_head(self, head: AnswerHead) -> None:
+    def on_response_head(self, head: ResponseHead) -> None:
         if self.pair is not None:
             self.pair.on_call_head(self, head)
 
-    def answer_data(self, data: bytes) -> None:
+    def on_response_data(self, data: bytes) -> None:
         if self.pair is not None:
             self.pair.on_call_data(self, data)
 
-    def answer_end(self, *, reusable: bool) -> None:
+    def on_response_end(self, *, reusable: bool) -> None:
         pair = self._close()
         if pair is not None:
             pair.on_call_end(self, reusable)
 
-    def answer_lost(self, failure: Failure) -> None:
+    def on_response_lost(self, failure: Failure) -> None:
         pair = self._close()
         if pair is not None:
             pair.on_call_lost(self, failure)
@@ -96,15 +96,16 @@ class _AttemptNotes(msgspec.Struct, eq=False, gc=False):
 class PairRelay:
     """One request's life on pairs: place both calls, send both, relay one response; before its first byte, retry."""
 
-    __slots__ = ("dispatcher", "exchange", "_peek", "retries", "_prefill", "_decode", "_phase", "_relayed", "_paused",
+    __slots__ = ("dispatcher", "response", "_fields", "retries", "_prefill", "_decode", "_phase", "_relayed", "_paused",
                  "_pinned", "_notes")
 
-    def __init__(self, dispatcher: Dispatcher, exchange: ClientResponse, peek: Peek, *, pinned: Worker | None = None):
+    def __init__(self, dispatcher: Dispatcher, response: ClientResponse, fields: RoutingFields, *,
+                 pinned: Worker | None = None):
         """``pinned``: the one decode worker that can answer."""
         self._pinned = pinned
         self.dispatcher = dispatcher
-        self.exchange = exchange
-        self._peek: Peek | None = peek
+        self.response = response
+        self._fields: RoutingFields | None = fields
         self.retries: Retries | None = None
         self._prefill: PairCall | None = None
         self._decode: PairCall | None = None
@@ -123,19 +124,19 @@ class PairRelay:
         candidates = self._candidates()
         if candidates is None:
             return
-        found = self._peek
-        assert found is not None
+        fields = self._fields
+        assert fields is not None
         try:
-            prefill, decode = self.dispatcher.place_pair(*candidates, self.exchange.request, found)
+            prefill, decode = self.dispatcher.place_pair(*candidates, self.response.request, fields)
         except WorkerUnavailable as error:
             retry_or_fail(self, "unavailable", error)
             return
-        self._send(prefill, decode, found)
+        self._send(prefill, decode, fields)
 
     def _candidates(self) -> _Candidates | None:
         """The workers to choose from; None if the attempt is postponed, given up or left to a decode worker alone."""
-        dispatcher, exchange = self.dispatcher, self.exchange
-        log, group = exchange.resumed_log, exchange.request.group
+        dispatcher, response = self.dispatcher, self.response
+        log, group = response.resumed_log, response.request.group
         prefills, decodes = dispatcher.pair_candidates(
             self.retries, group, baton_only=log is not None, pinned=self._pinned,
             fingerprint=None if log is None else log.model_fingerprint)
@@ -145,7 +146,7 @@ class PairRelay:
         if not prefills or not decodes:
             retry_or_fail(self, "unavailable", no_pair_error(dispatcher.registry, group))
             return None
-        suspect = exchange.suspect
+        suspect = response.suspect
         if suspect is not None and suspect.deaths:
             admitted = dispatcher.poison.admit(suspect, prefills if suspect.role == "prefill" else decodes, self.start)
             if not admitted:
@@ -158,17 +159,17 @@ class PairRelay:
         retaining = self._notes.prefill
         return ([retaining] if retaining is not None and retaining in prefills else prefills), decodes
 
-    def _send(self, held_prefill: Reservation, held_decode: Reservation, found: Peek) -> None:
+    def _send(self, prefill_reservation: Reservation, decode_reservation: Reservation, fields: RoutingFields) -> None:
         """Send both calls to the workers that were reserved."""
-        dispatcher, exchange = self.dispatcher, self.exchange
-        request, log, suspect = exchange.request, exchange.resumed_log, exchange.suspect
-        p, d = held_prefill.worker, held_decode.worker
-        self._prefill = prefill = PairCall(self, "prefill", PREFILL_EVENTS, held_prefill, p)
-        self._decode = decode = PairCall(self, "decode", DECODE_EVENTS, held_decode, d)
-        exchange.workers = (p, d)
+        dispatcher, response = self.dispatcher, self.response
+        request, log, suspect = response.request, response.resumed_log, response.suspect
+        p, d = prefill_reservation.worker, decode_reservation.worker
+        self._prefill = prefill = PairCall(self, "prefill", PREFILL_EVENTS, prefill_reservation, p)
+        self._decode = decode = PairCall(self, "decode", DECODE_EVENTS, decode_reservation, d)
+        response.workers = (p, d)
         if suspect is not None:
             suspect.enter(p if suspect.role == "prefill" else d)
-        body = with_bootstrap(request.body if log is None else log.continuation_body(), found, p.endpoint.host,
+        body = with_bootstrap(request.body if log is None else log.continuation_body(), fields, p.endpoint.host,
                               p.bootstrap_port, dispatcher.rng)
         notes = self._notes
         retained = p is notes.prefill and p.is_baton and notes.body
@@ -176,86 +177,86 @@ class PairRelay:
         notes.body_before, notes.body = notes.body, body if log is None else b""
         notes.prefill = notes.avoided = None
         self._phase = Phase.OPENING if log is None else Phase.RESUMING
-        prefill.call = dispatcher.send(p, request, prefill_body, prefill, resend=False)
+        prefill.upstream = dispatcher.send(p, request, prefill_body, prefill, resend=False)
         if p.rank is not None:
             body = with_prefill_rank(body, p.rank)
-        decode.call = dispatcher.send(d, request, body, decode, resend=False)
+        decode.upstream = dispatcher.send(d, request, body, decode, resend=False)
 
     def _leave_to_decode(self) -> None:
         """Without any prefill worker, one of our decode servers does all of the work."""
-        exchange = self.exchange
-        relay = Relay(self.dispatcher, exchange, "decode",
-                      self.dispatcher.subject("decode", exchange.request, self._peek), baton_only=True,
+        response = self.response
+        relay = Relay(self.dispatcher, response, "decode",
+                      self.dispatcher.subject("decode", response.request, self._fields), baton_only=True,
                       retries=self.retries, pinned=self._pinned)
-        exchange.connection.handler = relay
+        response.connection.handler = relay
         if self._paused:
             relay.pause()
         relay.start()
 
     # ------------------------------------------------------------------ the workers' side
 
-    def on_call_head(self, half: PairCall, head: AnswerHead) -> None:
+    def on_call_head(self, call: PairCall, head: ResponseHead) -> None:
         status = head.facts.status
         outcome = outcome_of(status, pair=True)
-        if status >= 400 or half.worker.circuit.troubled or (half is self._decode and self.retries is not None):
-            retries = self.retries if half is self._decode else None  # Prefill's 200 says nothing yet.
-            self.dispatcher.on_status(half.worker, status, outcome, retries)
+        if status >= 400 or call.worker.circuit.troubled or (call is self._decode and self.retries is not None):
+            retries = self.retries if call is self._decode else None  # Prefill's 200 says nothing yet.
+            self.dispatcher.on_status(call.worker, status, outcome, retries)
         if status == TransferFailed.status and head.has_line(PAIR_MISMATCH):
-            self.dispatcher.on_misfit(*self.exchange.workers)
-        action = action_of(self._phase, half.events.accepted if status < 400 else half.events.refused)
+            self.dispatcher.on_misfit(*self.response.workers)
+        action = action_of(self._phase, call.events.accepted if status < 400 else call.events.refused)
         if action is Action.IGNORE:
             return
         if action is Action.RELAY:
-            self._relay(half, head, Phase.RELAYING)
+            self._relay(call, head, Phase.RELAYING)
         elif action is Action.RETRY_OR_REFUSE:
-            if outcome.retried and self._blame(half, outcome):
-                self._retry(half, outcome, f"{half.role}_status_{status}", at_once=outcome.busy)
+            if outcome.retried and self._blame(call, outcome):
+                self._retry(call, outcome, f"{call.role}_status_{status}", at_once=outcome.busy)
             else:
-                self._refuse(half, head, outcome)
+                self._refuse(call, head, outcome)
         elif action is Action.RESUME_OR_RETRY and head.starts_stream:
-            self._phase, self._relayed = Phase.RELAYING, half
-            self.exchange.continue_stream(head)
+            self._phase, self._relayed = Phase.RELAYING, call
+            self.response.continue_stream(head)
             self._pause_relayed()
         else:
-            untried = self._blame(half, outcome)
-            self._retry(half, outcome, f"continuation_status_{status}", at_once=untried and outcome.busy)
+            untried = self._blame(call, outcome)
+            self._retry(call, outcome, f"continuation_status_{status}", at_once=untried and outcome.busy)
 
-    def on_call_data(self, half: PairCall, data: bytes) -> None:
-        if half is self._relayed:
-            self.exchange.relay(data)
+    def on_call_data(self, call: PairCall, data: bytes) -> None:
+        if call is self._relayed:
+            self.response.relay(data)
 
-    def on_call_end(self, half: PairCall, reusable: bool) -> None:
-        if action_of(self._phase, half.events.ended) is Action.FINISH:
+    def on_call_end(self, call: PairCall, reusable: bool) -> None:
+        if action_of(self._phase, call.events.ended) is Action.FINISH:
             self._phase = Phase.IDLE
-            other, log = self._other(half), self.exchange.log
+            other, log = self._other(call), self.response.log
             if log is not None and log.failed:
                 other.cancel()
             else:
                 other.detach()
-            on_response_end(self, half.worker, half.role, reusable=reusable)
+            on_attempt_complete(self, call.worker, call.role, reusable=reusable)
 
-    def on_call_lost(self, half: PairCall, failure: Failure) -> None:
-        if action_of(self._phase, half.events.lost) is Action.NOTE:
-            self.dispatcher.on_failure(half.worker, failure)
-            note_failed_attempt(self, half.worker, FAILURES[failure.reason])
+    def on_call_lost(self, call: PairCall, failure: Failure) -> None:
+        if action_of(self._phase, call.events.lost) is Action.NOTE:
+            self.dispatcher.on_failure(call.worker, failure)
+            note_failed_attempt(self, call.worker, FAILURES[failure.reason])
             return
         self._phase = Phase.IDLE
-        self._other(half).cancel()
-        if half is self._decode and not self.exchange.began:
-            self._notes.prefill = self._other(half).worker
+        self._other(call).cancel()
+        if call is self._decode and not self.response.began:
+            self._notes.prefill = self._other(call).worker
             if failure.reason == "connect":
                 self._notes.body = self._notes.body_before  # Prefill retains it under the room of the attempt before.
-        on_attempt_lost(self, half.worker, half.role, failure, f"{half.role}_{failure.reason}")
+        on_attempt_lost(self, call.worker, call.role, failure, f"{call.role}_{failure.reason}")
 
     # ------------------------------------------------------------------ the client's side
 
     def cancel(self) -> None:
         self._stop()
-        self.exchange.abandon()
+        self.response.abandon()
 
     def expire(self, error: ServingError) -> None:
         relayed = self._relayed
-        at_boundary = relayed is not None and relayed.call is not None and relayed.call.at_boundary
+        at_boundary = relayed is not None and relayed.upstream is not None and relayed.upstream.at_boundary
         self._stop()
         on_expired(self, error, at_boundary)
 
@@ -265,40 +266,40 @@ class PairRelay:
 
     def resume(self) -> None:
         self._paused = False
-        if (relayed := self._relayed) is not None and relayed.call is not None:
-            relayed.call.resume()
+        if (relayed := self._relayed) is not None and relayed.upstream is not None:
+            relayed.upstream.resume()
 
     # ------------------------------------------------------------------ actions
 
-    def _relay(self, half: PairCall, head: AnswerHead, phase: Phase) -> None:
+    def _relay(self, call: PairCall, head: ResponseHead, phase: Phase) -> None:
         """Relay the response of a call, head and all."""
-        self._phase, self._relayed = phase, half
-        exchange = self.exchange
-        exchange.begin(head, half.worker)
+        self._phase, self._relayed = phase, call
+        response = self.response
+        response.begin(head, call.worker)
         self._notes.body = b""
-        if exchange.log is None:
-            self._peek = None  # No retry any more; a long stream need not keep its prompt in memory.
+        if response.log is None:
+            self._fields = None  # No retry any more; a long stream need not keep its prompt in memory.
         self._pause_relayed()
 
-    def _refuse(self, half: PairCall, head: AnswerHead, outcome: Outcome) -> None:
+    def _refuse(self, call: PairCall, head: ResponseHead, outcome: Outcome) -> None:
         """Relay the error of a call, and cancel the other."""
         if outcome.busy:
             head.add_retry_after()
-        self._other(half).cancel()
-        self._relay(half, head, Phase.REFUSING)
+        self._other(call).cancel()
+        self._relay(call, head, Phase.REFUSING)
 
-    def _retry(self, half: PairCall, outcome: Outcome, reason: str, *, at_once: bool) -> None:
+    def _retry(self, call: PairCall, outcome: Outcome, reason: str, *, at_once: bool) -> None:
         """Cancel both calls, of which one answered with an error, and make another attempt."""
         self._cancel_calls()
 
         def proceed() -> None:
-            retry_or_fail(self, reason, no_worker_error(half.role), at_once=at_once)
+            retry_or_fail(self, reason, no_worker_error(call.role), at_once=at_once)
 
         if outcome.excludes:
             proceed()
         else:  # The transfer may have failed because the other call's worker has just died.
-            peer = self._other(half)
-            self.dispatcher.poison.on_death(self.exchange, peer.worker, peer.role, by_peer=True, proceed=proceed)
+            peer = self._other(call)
+            self.dispatcher.poison.on_death(self.response, peer.worker, peer.role, by_peer=True, proceed=proceed)
 
     def _stop(self) -> None:
         assert action_of(self._phase, Event.CANCEL) is Action.STOP
@@ -308,31 +309,31 @@ class PairRelay:
 
     def _cancel_calls(self) -> None:
         self._phase = Phase.IDLE
-        for half in (self._prefill, self._decode):
-            if half is not None:
-                half.cancel()
+        for call in (self._prefill, self._decode):
+            if call is not None:
+                call.cancel()
 
     def _pause_relayed(self) -> None:
         """Stop reading the relayed response while the client does not read it."""
-        if self._paused and (relayed := self._relayed) is not None and relayed.call is not None:
-            relayed.call.pause()
+        if self._paused and (relayed := self._relayed) is not None and relayed.upstream is not None:
+            relayed.upstream.pause()
 
-    def _other(self, half: PairCall) -> PairCall:
-        other = self._decode if half is self._prefill else self._prefill
+    def _other(self, call: PairCall) -> PairCall:
+        other = self._decode if call is self._prefill else self._prefill
         assert other is not None
         return other
 
-    def _blame(self, half: PairCall, outcome: Outcome) -> bool:
+    def _blame(self, call: PairCall, outcome: Outcome) -> bool:
         """Note which worker is to blame for a call's error; returns whether another attempt may repair it.
 
         A failed transfer excludes no worker: the same pair may be tried again, but first others than the peer of the
         call that reports it. Everything else needs a worker that has not failed this request yet.
         """
-        retries = note_failed_attempt(self, half.worker, outcome, answered=True)
-        peer = self._other(half)
+        retries = note_failed_attempt(self, call.worker, outcome, answered=True)
+        peer = self._other(call)
         if not outcome.excludes:
             self._notes.avoided = peer.worker
-        failed = half if outcome.excludes else peer
+        failed = call if outcome.excludes else peer
         if failed is self._decode:
             self._notes.prefill = self._other(failed).worker
-        return retries.allows(outcome) and self.dispatcher.has_untried(half.role, retries, self.exchange.request.group)
+        return retries.allows(outcome) and self.dispatcher.has_untried(call.role, retries, self.response.request.group)

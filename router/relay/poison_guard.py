@@ -7,7 +7,7 @@ first, since what kills a worker mostly does so at once. So when another worker 
 did it: its fingerprint, a hash of what it asks for, is refused for ``--poison-refusal-secs``.
 
 A slow killer may leave quarantine before it strikes; what was in flight at three deaths is refused all the same. A
-death counts once it is certain: an engine's last words, a refused connection, a health check without a good answer.
+death counts once it is certain: an engine's last words, a refused connection, a health check without a good response.
 """
 
 from __future__ import annotations
@@ -312,7 +312,7 @@ class PoisonGuard:
 
     # ------------------------------------------------------------------ deaths
 
-    def on_death(self, exchange: ClientResponse, worker: Worker, role: Role, *, proceed: Callable[[], None],
+    def on_death(self, response: ClientResponse, worker: Worker, role: Role, *, proceed: Callable[[], None],
                  certain: bool = False, by_peer: bool = False, at_boundary: bool = False) -> None:
         """Judge a request on whose worker died, for ``certain`` or perhaps, which is checked first.
 
@@ -321,7 +321,7 @@ class PoisonGuard:
         if not self._seconds:
             proceed()
             return
-        suspect, quarantined = self._suspect_of(exchange, worker, role)
+        suspect, quarantined = self._suspect_of(response, worker, role)
         if suspect.dead_worker is worker:
             proceed()  # It is still the same death: there was no other worker to try.
             return
@@ -334,7 +334,7 @@ class PoisonGuard:
             if suspect.finished:
                 return
             if suspect.deaths >= MAX_DEATHS:
-                exchange.refuse(self._refusal(self._seconds), at_boundary)
+                response.refuse(self._refusal(self._seconds), at_boundary)
             else:
                 proceed()
 
@@ -343,23 +343,23 @@ class PoisonGuard:
         else:
             self._check_death(worker, by_peer, decide)
 
-    def on_last_words(self, exchange: ClientResponse, worker: Worker, role: Role) -> None:
+    def on_last_words(self, response: ClientResponse, worker: Worker, role: Role) -> None:
         """Count the death of an engine that announced it at the end of a stream, which was relayed."""
         if self._seconds:
-            self._count_death(*self._suspect_of(exchange, worker, role))
+            self._count_death(*self._suspect_of(response, worker, role))
 
-    def _suspect_of(self, exchange: ClientResponse, worker: Worker, role: Role) -> tuple[Suspect, bool]:
+    def _suspect_of(self, response: ClientResponse, worker: Worker, role: Role) -> tuple[Suspect, bool]:
         """The suspect that a request is, and True if it was alone in quarantine on the worker."""
-        suspect, now = exchange.suspect, self.loop.time()
+        suspect, now = response.suspect, self.loop.time()
         if suspect is None:
-            age = perf_counter() - exchange.begun_at
-            exchange.suspect = suspect = Suspect(self, self._fingerprint_of(exchange), role, 0, age, from_record=False)
+            age = perf_counter() - response.begun_at
+            response.suspect = suspect = Suspect(self, self._fingerprint_of(response), role, 0, age, from_record=False)
         elif suspect.entered_at:
             age = now - suspect.entered_at
             if age > 2 * suspect.age + _OUTLIVED_SECONDS:
                 suspect.deaths = 0
             suspect.age = age
-        if exchange.began and exchange.log is not None:
+        if response.began and response.log is not None:
             suspect.age = min(suspect.age, _MAX_CONTINUED_AGE_SECONDS)
         suspect.role, suspect.from_record = role, False
         return suspect, suspect.was_alone_on(worker)
@@ -374,9 +374,9 @@ class PoisonGuard:
             logger.error("A request killed one %s worker after the other: equal requests are refused for %g s.",
                          suspect.role, self._seconds, extra={"fields": {"fingerprint": suspect.fingerprint.hex()}})
 
-    def _fingerprint_of(self, exchange: ClientResponse) -> bytes:
-        request = exchange.request
-        body = request.body or (exchange.log.body if exchange.log is not None else b"")
+    def _fingerprint_of(self, response: ClientResponse) -> bytes:
+        request = response.request
+        body = request.body or (response.log.body if response.log is not None else b"")
         # A request whose body is gone cannot be compared with another one.
         return fingerprint(request.path, body) if body else b"request " + request.request_id
 
@@ -403,10 +403,11 @@ class PoisonGuard:
         path, seconds = self._check
         if worker.always_healthy:
             return not await self._listens(worker, seconds)
-        answer = await ask(self._dispatcher, worker, get(path), seconds)
-        if not answer.ok:
-            self._dispatcher.report_dead(worker, answer.detail or f"{worker.url} answered {path} with {answer.status}")
-        return not answer.ok
+        response = await ask(self._dispatcher, worker, get(path), seconds)
+        if not response.ok:
+            detail = response.detail or f"{worker.url} answered {path} with {response.status}"
+            self._dispatcher.report_dead(worker, detail)
+        return not response.ok
 
     async def _listens(self, worker: Worker, seconds: float) -> bool:
         endpoint = worker.endpoint

@@ -22,7 +22,7 @@ import msgspec
 
 from ...common.api.errors import WorkerUnavailable
 from ...common.api.unreadable import UNREADABLE
-from ..workers.models import Group
+from ..net.request import Group
 from ..workers.registry import Registry, Role, Worker
 
 FILES_KEY = b"files"

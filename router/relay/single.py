@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ...common.api.errors import ServingError, WorkerUnavailable
 from ..net.upstream import Call
-from ..net.upstream_answer import AnswerHead, Failure
+from ..net.upstream_response import Failure, ResponseHead
 from ..policies import Subject
 from ..workers.registry import Reservation, Role, Worker
-from .attempts import note_failed_attempt, on_attempt_lost, on_expired, on_response_end, retry_or_fail
+from .attempts import note_failed_attempt, on_attempt_complete, on_attempt_lost, on_expired, retry_or_fail
 from .client_response import ClientResponse
 from .dispatcher import Dispatcher, no_worker_error
 from .retry import Outcome, Retries, outcome_of
@@ -22,14 +22,14 @@ class Relay:
     wait six times.
     """
 
-    __slots__ = ("dispatcher", "exchange", "_role", "_subject", "retries", "_reservation", "_call", "_paused",
+    __slots__ = ("dispatcher", "response", "_role", "_subject", "retries", "_reservation", "_call", "_paused",
                  "_baton_only", "_pinned")
 
-    def __init__(self, dispatcher: Dispatcher, exchange: ClientResponse, role: Role, subject: Subject,
+    def __init__(self, dispatcher: Dispatcher, response: ClientResponse, role: Role, subject: Subject,
                  *, baton_only: bool = False, retries: Retries | None = None, pinned: Worker | None = None):
         """``baton_only``: for our servers only; ``pinned``: for this worker only; ``retries``: of earlier attempts."""
         self.dispatcher = dispatcher
-        self.exchange = exchange
+        self.response = response
         self._role = role
         self._subject = subject
         self._baton_only = baton_only
@@ -41,42 +41,42 @@ class Relay:
 
     def start(self) -> None:
         """Make an attempt; answers 503 when no worker is available."""
-        exchange = self.exchange
-        log = exchange.resumed_log
-        workers = self.dispatcher.candidates(self._role, self.retries, exchange.request.group,
+        response = self.response
+        log = response.resumed_log
+        workers = self.dispatcher.candidates(self._role, self.retries, response.request.group,
                                              baton_only=self._baton_only or log is not None, pinned=self._pinned,
                                              fingerprint=None if log is None else log.model_fingerprint)
         if not workers:
-            retry_or_fail(self, "unavailable", no_worker_error(self._role, exchange.request.group))
+            retry_or_fail(self, "unavailable", no_worker_error(self._role, response.request.group))
             return
-        if exchange.suspect is not None and exchange.suspect.deaths:
-            workers = self.dispatcher.poison.admit(exchange.suspect, workers, self.start)
+        if response.suspect is not None and response.suspect.deaths:
+            workers = self.dispatcher.poison.admit(response.suspect, workers, self.start)
             if not workers:
                 return  # The guard calls ``start`` when a worker is free for it.
         try:
-            self._reservation = self.dispatcher.place(self._role, workers, self._subject, exchange.request.group)
+            self._reservation = self.dispatcher.place(self._role, workers, self._subject, response.request.group)
         except WorkerUnavailable as error:
             retry_or_fail(self, "unavailable", error)
             return
         worker = self._reservation.worker
-        exchange.workers = (worker,)
-        if exchange.suspect is not None:
-            exchange.suspect.enter(worker)
-        body = exchange.request.body if log is None else log.continuation_body()
-        self._call = self.dispatcher.send(worker, exchange.request, body, self)
+        response.workers = (worker,)
+        if response.suspect is not None:
+            response.suspect.enter(worker)
+        body = response.request.body if log is None else log.continuation_body()
+        self._call = self.dispatcher.send(worker, response.request, body, self)
         if self._paused:
             self._call.pause()
 
     # ------------------------------------------------------------------ the worker's side
 
-    def answer_head(self, head: AnswerHead) -> None:
+    def on_response_head(self, head: ResponseHead) -> None:
         worker = self._reservation.worker  # type: ignore[union-attr]  # there while the call runs
         status = head.facts.status
         outcome = outcome_of(status)
         if status >= 400 or worker.circuit.troubled or self.retries is not None:
             self.dispatcher.on_status(worker, status, outcome, self.retries)
-        exchange = self.exchange
-        if exchange.began:
+        response = self.response
+        if response.began:
             self._continue_stream(head, outcome)
         elif outcome.retried and self._note_error(outcome):
             self._drop()
@@ -84,26 +84,26 @@ class Relay:
         else:
             if outcome.busy:
                 head.add_retry_after()
-            exchange.begin(head, worker)
-            if exchange.log is None:
+            response.begin(head, worker)
+            if response.log is None:
                 self._subject = None  # No retry any more; a long stream need not keep its prompt in memory.
 
-    def _continue_stream(self, head: AnswerHead, outcome: Outcome) -> None:
+    def _continue_stream(self, head: ResponseHead, outcome: Outcome) -> None:
         if head.starts_stream:
-            self.exchange.continue_stream(head)
+            self.response.continue_stream(head)
         else:
             untried = self._note_error(outcome)
             self._drop()
             retry_or_fail(self, f"continuation_status_{head.status}", no_worker_error(self._role),
                           at_once=untried and outcome.busy)
 
-    def answer_data(self, data: bytes) -> None:
-        self.exchange.relay(data)
+    def on_response_data(self, data: bytes) -> None:
+        self.response.relay(data)
 
-    def answer_end(self, *, reusable: bool) -> None:
-        on_response_end(self, self._release(), self._role, reusable=reusable)
+    def on_response_end(self, *, reusable: bool) -> None:
+        on_attempt_complete(self, self._release(), self._role, reusable=reusable)
 
-    def answer_lost(self, failure: Failure) -> None:
+    def on_response_lost(self, failure: Failure) -> None:
         on_attempt_lost(self, self._release(), self._role, failure, failure.reason)
 
     # ------------------------------------------------------------------ the client's side
@@ -112,7 +112,7 @@ class Relay:
         if self.retries is not None:
             self.retries.cancel()
         self._drop()
-        self.exchange.abandon()
+        self.response.abandon()
 
     def expire(self, error: ServingError) -> None:
         if self.retries is not None:
@@ -137,7 +137,7 @@ class Relay:
         """Note that the worker answered with an error; returns whether another attempt may repair it."""
         assert self._reservation is not None
         retries = note_failed_attempt(self, self._reservation.worker, outcome, answered=True)
-        return retries.allows(outcome) and self.dispatcher.has_untried(self._role, retries, self.exchange.request.group)
+        return retries.allows(outcome) and self.dispatcher.has_untried(self._role, retries, self.response.request.group)
 
     def _drop(self) -> None:
         """Cancel the running attempt, if there is one."""

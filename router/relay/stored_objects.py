@@ -15,7 +15,7 @@ import msgspec
 from ...common.api.unreadable import UNREADABLE
 from ..net.request import Request
 from ..net.responses import Response
-from ..workers.ask import Answer, ask, get
+from ..workers.ask import WorkerResponse, ask, get
 from ..workers.registry import Role, Worker
 from .dispatcher import Dispatcher
 from .session_affinity import FILES_KEY, affine_worker, affine_worker_unavailable
@@ -75,8 +75,8 @@ async def find_worker(dispatcher: Dispatcher, role: Role, request: Request, path
     available."""
     workers = _storing_workers(dispatcher, role)
     available = [worker for worker in workers if worker in dispatcher.registry.available(role)]
-    for worker, answer in zip(available, await _ask_all(dispatcher, available, request, path)):
-        if answer.ok:
+    for worker, response in zip(available, await _ask_all(dispatcher, available, request, path)):
+        if response.ok:
             return worker
     if len(available) < len(workers):
         raise affine_worker_unavailable()
@@ -86,12 +86,12 @@ async def find_worker(dispatcher: Dispatcher, role: Role, request: Request, path
 async def merged_list(dispatcher: Dispatcher, role: Role, request: Request) -> Response:
     """The lists of all storing workers in one, newest first; raises WorkerUnavailable if one does not answer."""
     workers = _storing_workers(dispatcher, role)
-    answers = await _ask_all(dispatcher, workers, request, request.target.decode("latin-1"))
-    if any(not answer.status for answer in answers):
+    responses = await _ask_all(dispatcher, workers, request, request.target.decode("latin-1"))
+    if any(not response.status for response in responses):
         raise affine_worker_unavailable()
-    if refused := [answer for answer in answers if not answer.ok]:
+    if refused := [response for response in responses if not response.ok]:
         return Response(refused[0].status, refused[0].body)
-    pages = [answer.json_object() for answer in answers]
+    pages = [response.json_object() for response in responses]
     items: list[Any] = [item for page in pages for item in page.get("data") or ()]
     items.sort(key=lambda item: -(item.get("created_at") or 0) if isinstance(item, dict) else 0)
     page = {**pages[0], "data": items, "has_more": any(page.get("has_more") for page in pages)}
@@ -107,7 +107,8 @@ def _storing_workers(dispatcher: Dispatcher, role: Role) -> list[Worker]:
     return [worker for worker in dict.fromkeys(found) if worker is not None]
 
 
-async def _ask_all(dispatcher: Dispatcher, workers: list[Worker], request: Request, target: str) -> list[Answer]:
+async def _ask_all(dispatcher: Dispatcher, workers: list[Worker], request: Request,
+                   target: str) -> list[WorkerResponse]:
     query = get(target)
     query.authorization_line = request.authorization_line
     return await asyncio.gather(*(ask(dispatcher, worker, query, _ASK_SECONDS) for worker in workers))

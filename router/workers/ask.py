@@ -12,8 +12,8 @@ from ...common.api.unreadable import UNREADABLE
 from ..net.body import Body
 from ..net.request import Request
 from ..net.upstream import Call
-from ..net.upstream_answer import AnswerHead, Failure, Sink
 from ..net.upstream_pool import UpstreamPool
+from ..net.upstream_response import Failure, ResponseHead, ResponseSink
 from .registry import Registry, Worker
 
 _MAX_MODELS = 4096
@@ -26,13 +26,13 @@ class WorkerClient(Protocol):
     loop: asyncio.AbstractEventLoop
     registry: Registry
 
-    def send(self, worker: Worker, request: Request, body: Body, sink: Sink) -> Call: ...
+    def send(self, worker: Worker, request: Request, body: Body, sink: ResponseSink) -> Call: ...
     def pool(self, worker: Worker) -> UpstreamPool: ...
     def fail_silent_calls(self, worker: Worker) -> None:
         """Fails the calls for which a hung worker has sent no byte for as long as a health check may take."""
 
 
-class Answer(NamedTuple):
+class WorkerResponse(NamedTuple):
     """A complete response. ``status`` is 0 if none came, and ``detail`` then has the reason."""
 
     status: int
@@ -60,10 +60,10 @@ class Answer(NamedTuple):
 
 
 class _Collector:
-    """A sink that collects the response and sets the future ``answer``."""
+    """A sink that collects the response and sets the future ``response``."""
 
     def __init__(self) -> None:
-        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.response: asyncio.Future[WorkerResponse] = asyncio.get_running_loop().create_future()
         self._status = 0
         self._body: list[bytes] = []
         self._parser = httptools.HttpResponseParser(self)
@@ -71,33 +71,33 @@ class _Collector:
     def on_body(self, data: bytes) -> None:
         self._body.append(data)
 
-    def answer_head(self, head: AnswerHead) -> None:
+    def on_response_head(self, head: ResponseHead) -> None:
         self._status = head.status
         self._parser.feed_data(head.data)
 
-    def answer_data(self, data: bytes) -> None:
+    def on_response_data(self, data: bytes) -> None:
         self._parser.feed_data(data)
 
-    def answer_end(self, *, reusable: bool) -> None:
-        self._resolve(Answer(self._status, b"".join(self._body)))
+    def on_response_end(self, *, reusable: bool) -> None:
+        self._resolve(WorkerResponse(self._status, b"".join(self._body)))
 
-    def answer_lost(self, failure: Failure) -> None:
-        self._resolve(Answer(0, detail=failure.detail, refused=failure.refused,
-                             silent=failure.reason in ("silent", "hung")))
+    def on_response_lost(self, failure: Failure) -> None:
+        self._resolve(WorkerResponse(0, detail=failure.detail, refused=failure.refused,
+                                     silent=failure.reason in ("silent", "hung")))
 
-    def _resolve(self, answer: Answer) -> None:
-        if not self.answer.done():
-            self.answer.set_result(answer)
+    def _resolve(self, response: WorkerResponse) -> None:
+        if not self.response.done():
+            self.response.set_result(response)
 
 
-async def ask(client: WorkerClient, worker: Worker, request: Request, timeout: float) -> Answer:
+async def ask(client: WorkerClient, worker: Worker, request: Request, timeout: float) -> WorkerResponse:
     """Send ``request`` to a worker; returns within ``timeout`` seconds, whatever the worker does."""
     collector = _Collector()
     call = client.send(worker, request, request.body, collector)
     late = Failure("silent", f"{worker.url} did not answer within {timeout:g} s")
-    timer = client.loop.call_later(timeout, collector.answer_lost, late)
-    try:  # No wait_for: up to Python 3.11 it may swallow a cancellation that comes with the answer.
-        return await collector.answer
+    timer = client.loop.call_later(timeout, collector.on_response_lost, late)
+    try:  # No wait_for: up to Python 3.11 it may swallow a cancellation that comes with the response.
+        return await collector.response
     finally:
         timer.cancel()
         call.cancel()

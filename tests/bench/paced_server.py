@@ -86,7 +86,7 @@ def rank_main(spec: RankSpec) -> None:
     channel = RankChannel(spec.rank, spec.to_engine, spec.from_engine)
     cache = KVCacheManager(POOL_TOKENS // PAGE, PAGE, not spec.config.cache.disable_radix_cache)
     tracker = RequestTracker(channel.send, eos_ids=frozenset({1}), vocab_size=1 << 31, max_request_tokens=POOL_TOKENS,
-                    max_requests=4096, timeout=600.0)
+                             max_requests=4096, timeout=600.0)
     batcher = Batcher(cache, spec.config.schedule)
     model = cast(Any, FreeModel())
     executor = PacedExecutor(Executor(model, Sampler(VOCAB, "cpu", 0)), lambda batch: pace * H200.of(batch))

@@ -81,7 +81,7 @@ class Bench:
         pages = batch * (-(-(context + steps + 40) // PAGE) + 1)
         self.sent: FromEngine | None = None
         self.tracker = RequestTracker(self._take, eos_ids=frozenset({1}), vocab_size=1 << 31,
-                             max_request_tokens=1 << 20, max_requests=4096, timeout=1e9)
+                                      max_request_tokens=1 << 20, max_requests=4096, timeout=1e9)
         cache = KVCacheManager(pages, PAGE)
         batcher = Batcher(cache, ScheduleArgs(chunked_prefill_size=1 << 20, max_running_requests=batch,
                                               schedule_conservativeness=0.0))

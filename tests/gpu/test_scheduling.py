@@ -29,7 +29,7 @@ def prompts():
 
 
 def run(prompts, *, first=None, **options):
-    """The engine that has answered, and its answers; those behind ``first`` come later, and more urgent."""
+    """Returns the engine and its answers. Prompts after ``first`` are sent later, and are more urgent."""
     options = {"page_size": 16, "max_total_tokens": 65536, "chunk": 512, "device": "cuda"} | options
     engine = Engine(CHECKPOINT, **options)
     if engine.scheduler.batcher.swap is not None:
@@ -57,7 +57,7 @@ def test_mixed_steps(prompts, reference, overlap):
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("radix", [False, True])
-def test_pages_go_to_host_memory_and_come_back(prompts, reference, overlap, radix):
+def test_pages_are_swapped_out_and_in(prompts, reference, overlap, radix):
     engine, found = run(prompts, overlap=overlap, radix=radix, max_total_tokens=6144, max_running=32, first=32,
                         schedule={
             "retract_host_memory_gb": 1.0, "enable_priority_scheduling": True,
@@ -67,7 +67,7 @@ def test_pages_go_to_host_memory_and_come_back(prompts, reference, overlap, radi
     assert batcher.retraction.num_preempted > 0 and batcher.swap.num_swapped_out == batcher.retraction.num_retracted
 
 
-def test_copies_are_exact_and_told_in_bytes_a_second():
+def test_copies_are_exact_and_the_bandwidth_is_measured():
     layout = KVLayout(groups=(8, 8), num_kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16")
     pool = KVPool(layout, 256, "cuda")
     for group in pool.groups:
@@ -75,12 +75,12 @@ def test_copies_are_exact_and_told_in_bytes_a_second():
     before = [group.clone() for group in pool.groups]
     host = HostKVCache(pool, 160 * layout.page_bytes)
     pages = np.random.default_rng(0).permutation(256)[:150]
-    slots = host.save(pages)
-    assert slots is not None and host.save(pages) is None, "there is no room for as many again"
+    slots = host.copy_out(pages)
+    assert slots is not None and host.copy_out(pages) is None, "too few slots are free for as many again"
     for group in pool.groups:
-        group.zero_()  # behind the copies on the stream
-    host.restore(slots[30:], pages[30:])
-    host.wait()
+        group.zero_()  # after the copies on the stream
+    host.copy_in(slots[30:], pages[30:])
+    host.synchronize()
     for group, old in zip(pool.groups, before):
         assert torch.equal(group[pages[30:]], old[pages[30:]]) and not group[pages[:30]].any()
     assert measure_link_bandwidth(torch.device("cuda")) > 1e9

@@ -76,8 +76,8 @@ class GrammarEngine:
         self.cache = KVCacheManager(runner.num_pages, runner.layout.page_size)
         self.sent: list[Any] = []
         self.tracker = RequestTracker(self.sent.append, eos_ids=frozenset(runner.spec.eos_token_ids),
-                             vocab_size=runner.spec.vocab_size, max_request_tokens=max_total_tokens,
-                             max_requests=1024, timeout=1e9)
+                                      vocab_size=runner.spec.vocab_size, max_request_tokens=max_total_tokens,
+                                      max_requests=1024, timeout=1e9)
         self.store = GrammarStore(whitespace, runner.spec.vocab_size, self.tracker.eos_ids)
         self.store.prepare(PrepareGrammar(0, GrammarSpec("regex", "x"), tokens or vocabulary()))
         executor = Executor(runner, Sampler(runner.spec.vocab_size, runner.device, 0), self.store)

@@ -1,4 +1,4 @@
-"""An engine in this process, stepped by hand: a scheduler with everything under it."""
+"""An engine in this process, stepped by hand: a scheduler with all its parts."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from baton.common.scheduler.request_tracker import RequestTracker
 
 
 class Engine:
-    """A scheduler with everything under it, driven by hand."""
+    """A scheduler with all its parts, stepped by hand."""
 
     def __init__(self, folder, *, page_size=4, max_total_tokens=2048, chunk=8192, max_running=64, radix=True,
                  policy="fcfs", overlap=False, device="cpu", kernels=None, dtype="float32",
                  load_format="auto", schedule=None, parallel=None, vocabulary=None, quantization=None,
                  kv_cache_dtype="auto", line=None, parts=None, groups=None):
-        """``schedule``: further fields of ScheduleArgs. Nothing is reserved for output unless it says so, so that small
-        pools see retractions. ``vocabulary``: what grammars are made over. ``line``: between stages, of which ``parts``
-        (ParallelArgs) tell. ``groups``: DataParallelArgs."""
+        """``schedule``: further fields of ScheduleArgs; by default nothing is reserved for output, so that small pools
+        see retractions. ``vocabulary``: of grammars. ``line``: between the pipeline stages of ``parts`` (ParallelArgs).
+        ``groups``: DataParallelArgs."""
         cache_args = CacheArgs(page_size=page_size, max_total_tokens=max_total_tokens, disable_radix_cache=not radix,
                                kv_cache_dtype=kv_cache_dtype)
         schedule = ScheduleArgs(**{"schedule_conservativeness": 0.0} | dict(schedule or {}), chunked_prefill_size=chunk,
@@ -52,8 +52,8 @@ class Engine:
         self.cache = KVCacheManager(runner.num_pages, page_size, radix)
         self.sent = []
         self.tracker = RequestTracker(self.sent.append, eos_ids=frozenset(spec.eos_token_ids),
-                                      vocab_size=spec.vocab_size,
-                             max_request_tokens=max_total_tokens, max_requests=512, timeout=1e9)
+                                      vocab_size=spec.vocab_size, max_request_tokens=max_total_tokens,
+                                      max_requests=512, timeout=1e9)
         self.grammars = None
         if vocabulary is not None:
             self.grammars = GrammarStore(None, spec.vocab_size, self.tracker.eos_ids)
@@ -69,7 +69,7 @@ class Engine:
         fields = options.pop("fields", {})  # further ones of Generate
         params = SamplingParams(**{"temperature": 0.0, "max_new_tokens": 12} | options)
         req = self.tracker.accept(Generate(rid, list(prompt), params, **logprobs, **fields),
-                                 now=float(len(self.tracker.live)))
+                                  now=float(len(self.tracker.live)))
         if req is not None:
             if params.grammar is not None:
                 req.matcher = self.grammars.matcher(req, req.num_prompt_tokens)
@@ -90,7 +90,7 @@ class Engine:
 
 
 def tokens_of(outputs):
-    found = {}
+    tokens = {}
     for item in outputs:
-        found.setdefault(item.rid, []).extend(item.token_ids)
-    return found
+        tokens.setdefault(item.rid, []).extend(item.token_ids)
+    return tokens

@@ -1,6 +1,6 @@
-"""The unified scheduler, its batcher and its pipeline as they are, on a virtual clock: a step takes what a model of its
-cost says, and so do the front and a client in one process. Nothing is random but what a seed says; half a minute of
-load takes less than a second.
+"""Simulation of a server: the real unified scheduler, batcher and pipeline on a virtual clock. A cost model gives the
+time of a step, and of the API server and a client in one process each. Only seeds make anything random; half a minute
+of load takes less than a second.
 
 Times are in milliseconds. ``H200`` is a Llama-3-8B shape in bf16 as measured (tests/bench/results/2026-11-21-*.md).
 """
@@ -31,21 +31,21 @@ PAGE = 16
 
 @dataclass(frozen=True)
 class Costs:
-    """Of a decode step of b requests with n tokens in all: ``step + b * row + n * context``; of a prompt's step ``start
-    + tokens * prompt``, and of both in one step ``beside`` of the sum. What the host needs to launch them; what front
-    and client need for a token, and for a request until the engine has it."""
+    """Costs in milliseconds. A decode step of b requests with n tokens in total takes ``step + b * row + n * context``,
+    a prefill step ``start + tokens * prompt``, and a mixed step ``mixed`` times their sum. ``host_*``: the host's time
+    to launch them. ``api_server_*`` and ``client_*``: time for a token, and for a request until the engine has it."""
 
     step: float = 4.2
     row: float = 0.0178
     context: float = 2.848e-5
     start: float = 0.7
     prompt: float = 1 / 43.2
-    beside: float = 0.95
+    mixed: float = 0.95
     host_decode: float = 0.37
     host_prompt: float = 6.0
-    front_token: float = 0.012
+    api_server_token: float = 0.012
     client_token: float = 0.03
-    front_request: float = 0.6
+    api_server_request: float = 0.6
     client_request: float = 0.5
 
     def decode(self, reqs: int, tokens: int) -> float:
@@ -57,7 +57,7 @@ class Costs:
         total = self.start + prompts * self.prompt if prompts else 0.0
         if decoding:
             total += self.decode(len(decoding), sum(chunk.stop for chunk in decoding))
-        return total * (self.beside if prompts and decoding else 1.0)
+        return total * (self.mixed if prompts and decoding else 1.0)
 
 
 H200 = Costs()
@@ -65,7 +65,7 @@ H200 = Costs()
 
 @dataclass(frozen=True)
 class Ran:
-    """A step on the device: prompt tokens and prompts that it completes, and requests that gain a token by decoding."""
+    """A step on the device: its prompt tokens, the prompts that it completes, and its decode rows."""
 
     begin: float
     end: float
@@ -76,7 +76,7 @@ class Ran:
 
 @dataclass
 class Asked:
-    """A request as its client sees it: when it was sent, and when each token came."""
+    """A request as its client sees it: the times when it was sent and when each token arrived."""
 
     number: int
     input_len: int
@@ -95,7 +95,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class _Step:
-    """An executor's step, whose tokens are known when the clock says so."""
+    """An executor's step, whose tokens are known at time ``end``."""
 
     server: SimulatedServer
     batch: ScheduledBatch
@@ -114,7 +114,7 @@ class _Step:
 
 
 class _Queue:
-    """Somebody who does one thing after the other."""
+    """A process that works on one item after the other."""
 
     def __init__(self) -> None:
         self._free = 0.0
@@ -125,10 +125,10 @@ class _Queue:
 
 
 class SimulatedServer:
-    """One engine, its front, and the process that asks it."""
+    """One engine, its API server, and a client process."""
 
     def __init__(self, args: ScheduleArgs, costs: Costs = H200, *, pool_tokens: int = 800_000, **batcher: Any):
-        """Overlap is on; no prefix is ever shared. ``batcher``: more of its arguments."""
+        """Overlap is on; prompts share no prefix. ``batcher``: further arguments of Batcher."""
         self.now = 0.0
         self.ran: list[Ran] = []
         self.asked: list[Asked] = []
@@ -138,14 +138,14 @@ class SimulatedServer:
         self._order = itertools.count()
         self._inbox: list[Asked] = []
         self._by_rid: dict[str, Asked] = {}
-        self._front, self._client = _Queue(), _Queue()
+        self._api_server, self._client = _Queue(), _Queue()
         self._ended: Callable[[float], None] = lambda now: None
         self.tracker = RequestTracker(self._send, eos_ids=frozenset({1}), vocab_size=1 << 31,
-                             max_request_tokens=1 << 20, max_requests=1 << 20, timeout=1e9)
+                                      max_request_tokens=1 << 20, max_requests=1 << 20, timeout=1e9)
         self.batcher = Batcher(KVCacheManager(pool_tokens // PAGE, PAGE, False), args, **batcher)
         self.scheduler = UnifiedScheduler(self.batcher, self, self.tracker, overlap=True)  # type: ignore[arg-type]
 
-    # -- what an Executor offers -----------------------------------------------------------------
+    # -- Executor's interface -------------------------------------------------------------------
 
     asynchronous = True
 
@@ -163,7 +163,7 @@ class SimulatedServer:
         return _Step(self, batch, sampling, end)
 
     def accompany(self) -> None:
-        """Nobody else."""
+        """There are no other data-parallel ranks."""
 
     def wait_until(self, time: float) -> None:
         self.now = max(self.now, time)
@@ -171,7 +171,7 @@ class SimulatedServer:
     # -- loads -----------------------------------------------------------------------------------
 
     def closed_loop(self, requests: int, clients: int, input_len: int, output_len: int) -> None:
-        """As many as ``clients`` at a time; ends when all are answered."""
+        """Send ``clients`` requests at a time; ends when all are answered."""
         waiting = iter([Asked(i, input_len, output_len) for i in range(requests)])
 
         def send_next(now: float) -> None:
@@ -184,12 +184,12 @@ class SimulatedServer:
         self._run()
 
     def open_loop(self, requests: int, rate: float, input_len: int, output_len: int, seed: int = 0) -> None:
-        """Poisson arrivals, ``rate`` a second."""
+        """Send requests at Poisson arrivals, ``rate`` a second."""
         times = np.cumsum(np.random.default_rng(seed).exponential(1e3 / rate, requests))
         self.at_times([(time, input_len, output_len) for time in times])
 
     def at_times(self, due: Sequence[tuple[float, int, int]]) -> None:
-        """Requests ``(time, input tokens, output tokens)``."""
+        """Send requests ``(time, input tokens, output tokens)``."""
         for i, (time, input_len, output_len) in enumerate(due):
             asked = Asked(i, input_len, output_len)
             self._later(time, lambda now, asked=asked: self._ask(now, asked))
@@ -202,26 +202,26 @@ class SimulatedServer:
         self.asked.append(asked)
         asked.sent = now
         leaves = self._client.done(now, self._costs.client_request)
-        self._later(leaves, lambda now: self._later(self._front.done(now, self._costs.front_request),
+        self._later(leaves, lambda now: self._later(self._api_server.done(now, self._costs.api_server_request),
                                                     lambda _: self._inbox.append(asked)))
 
     def _later(self, time: float, what: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (time, next(self._order), what))
 
     def _happen(self) -> None:
-        """All that has happened outside of the engine by now."""
+        """Run all events outside of the engine up to now."""
         while self._events and self._events[0][0] <= self.now:
             time, _, what = heapq.heappop(self._events)
             what(time)
 
     def _send(self, message: FromEngine) -> None:
         assert isinstance(message, OutputBatch)
-        told = [(output.rid, output.finish is not None) for output in message.items]
-        self._later(self.now, lambda now: self._deliver(now, told))
+        sent = [(output.rid, output.finish is not None) for output in message.items]
+        self._later(self.now, lambda now: self._deliver(now, sent))
 
-    def _deliver(self, now: float, told: list[tuple[str, bool]]) -> None:
-        for rid, ends in told:
-            leaves = self._front.done(now, self._costs.front_token)
+    def _deliver(self, now: float, sent: list[tuple[str, bool]]) -> None:
+        for rid, ends in sent:
+            leaves = self._api_server.done(now, self._costs.api_server_token)
             asked = self._by_rid[rid]
             self._later(leaves, lambda at, asked=asked, ends=ends: self._arrive(at, asked, ends))
 
@@ -248,7 +248,7 @@ class SimulatedServer:
                 elif self.scheduler.idle:
                     return
                 else:
-                    self.now += 1.0  # a loop that waits for nothing in particular looks again after a millisecond
+                    self.now += 1.0  # an idle loop polls again after a millisecond
 
     def _add(self, asked: Asked) -> None:
         params = SamplingParams(max_new_tokens=asked.output_len, ignore_eos=True)
@@ -256,7 +256,7 @@ class SimulatedServer:
         assert req is not None
         self.scheduler.add(req)
 
-    # -- what it showed --------------------------------------------------------------------------
+    # -- results ---------------------------------------------------------------------------------
 
     def figures(self) -> dict[str, float]:
         """The relay bench's columns, in requests a second and milliseconds."""
@@ -273,8 +273,8 @@ class SimulatedServer:
                 "itl_p50": of(gaps, 50), "itl_p99": of(gaps, 99), "itl_max": float(gaps.max(initial=0.0))}
 
     def interruptions(self) -> Iterator[tuple[int, int, int]]:
-        """For each run of prompts' steps between decode steps: how many requests decode after it, its tokens and
-        steps."""
+        """Yields, for each run of prefill steps between decode steps, the requests that decode after it, its tokens and
+        its steps."""
         tokens = steps = 0
         for ran in self.ran:
             if ran.tokens and not ran.decoded:

@@ -1,4 +1,4 @@
-"""A pair in one process whose decode server runs out of places and pages: who gives way goes on where it was."""
+"""A pair in one process whose decode server runs out of slots and pages: preempted requests resume where they were."""
 
 import time
 
@@ -26,7 +26,7 @@ def pair(checkpoint, bootstrap_port):  # noqa: F811
     prefill = Side(checkpoint, make_prefill, "prefill", chunk=23, schedule=PREEMPT, **common)
     decode = Side(checkpoint, make_decode, "decode", max_total_tokens=400,
                   schedule=PREEMPT | {"retract_host_memory_gb": 0.002, "max_running_requests": 5}, **common)
-    decode.scheduler.batcher.swap._link_bandwidth = 1e18  # as if host memory cost nothing
+    decode.scheduler.batcher.swap._link_bandwidth = 1e18  # pretend that host memory costs nothing
     prefill.start_at = bootstrap_port
     yield prefill, decode
     prefill.scheduler.close()
@@ -64,10 +64,10 @@ def until(pair, condition):
             time.sleep(0.001)
         batcher = pair[1].scheduler.batcher
         taken = len(batcher.running) + len(batcher.prefilling) + len(batcher.transferring)
-        assert taken <= batcher.args.max_running_requests, "requests on their way have places too"
+        assert taken <= batcher.args.max_running_requests, "transferring requests have slots too"
 
 
-def test_urgent_requests_take_the_places_of_others(pair, prompts, expected):
+def test_urgent_requests_preempt_others(pair, prompts, expected):
     prefill, decode = pair
     batcher = decode.scheduler.batcher
     for i in range(6):
@@ -80,7 +80,7 @@ def test_urgent_requests_take_the_places_of_others(pair, prompts, expected):
     assert not failures and tokens_of(outputs) == {str(i): expected[str(i)] for i in range(10)}
     order = [item.rid for item in outputs if item.finish is not None]
     assert batcher.retraction.num_preempted >= 3 and batcher.swap.num_swapped_out == batcher.retraction.num_retracted
-    assert int(order[-1]) < 6 and int(order[-2]) < 6, "who gave way ends behind"
+    assert int(order[-1]) < 6 and int(order[-2]) < 6, "preempted requests end last"
     prefill.take()
     for side in pair:
         side.assert_clean()
@@ -96,14 +96,14 @@ def test_aborts_while_pages_are_in_host_memory(pair, prompts, expected):
     for i in range(6, 9):
         begin(pair, i, prompts, 5, 300)
     until(pair, lambda: sum(req.swapped_out is not None for req in batcher.waiting) >= 2)
-    gone = next(req for req in batcher.waiting if req.swapped_out is not None)
-    decode.abort(gone)
+    aborted = next(req for req in batcher.waiting if req.swapped_out is not None)
+    decode.abort(aborted)
     until(pair, lambda: decode.scheduler.idle and prefill.scheduler.idle)
     outputs, failures = decode.take()
-    found = tokens_of(outputs)
-    assert list(failures) == [gone.rid]
+    tokens = tokens_of(outputs)
+    assert list(failures) == [aborted.rid]
     for rid in map(str, [*range(5), 6, 7, 8]):
-        assert rid == gone.rid or found[rid] == expected[rid]
+        assert rid == aborted.rid or tokens[rid] == expected[rid]
     prefill.take()
     for side in pair:
         side.assert_clean()

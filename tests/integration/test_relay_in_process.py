@@ -92,8 +92,8 @@ class Side:
         self.cache = KVCacheManager(runner.num_pages, 4)
         self.sent = []
         self.tracker = RequestTracker(self.sent.append, eos_ids=frozenset(), vocab_size=spec.vocab_size,
-                             max_request_tokens=max_total_tokens, max_requests=512, timeout=1e9,
-                             reserves_output=mode != "prefill")
+                                      max_request_tokens=max_total_tokens, max_requests=512, timeout=1e9,
+                                      reserves_output=mode != "prefill")
         batcher = make_batcher(config, runner, self.cache, Parallel().attention)
         executor = Executor(runner, Sampler(spec.vocab_size, "cpu", 0))
         parts = EngineParts(config, Parallel(), runner, batcher, executor, self.tracker)

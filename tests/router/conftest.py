@@ -123,13 +123,13 @@ def status(code: int) -> Behaviour:
 
 
 def stream(*events: str, pause: float = 0.0) -> Behaviour:
-    async def tell(served: Served) -> None:
+    async def behave(served: Served) -> None:
         served.head()
         for event in events:
             served.event(event)
             await asyncio.sleep(pause)
         served.end()
-    return tell
+    return behave
 
 
 class MockWorker:
@@ -179,8 +179,8 @@ class MockWorker:
     async def handle(self, served: Served) -> None:
         path = served.target.partition(b"?")[0]
         if path == b"/health":
-            told = {"status": "ready", **({"epoch": self.info["epoch"]} if "epoch" in self.info else {})}
-            served.answer(self.health, self.health_body or json.dumps(told).encode())
+            status_body = {"status": "ready", **({"epoch": self.info["epoch"]} if "epoch" in self.info else {})}
+            served.answer(self.health, self.health_body or json.dumps(status_body).encode())
         elif path == b"/get_server_info":
             served.answer(body=json.dumps(self.info).encode())
         elif path == b"/v1/models" and served.method == b"GET":
@@ -197,7 +197,7 @@ class MockWorker:
 
 @pytest.fixture
 async def worker():
-    """``await worker(behaviour, **server_info)`` starts a mock worker; ``models``: the names that it tells."""
+    """``await worker(behaviour, **server_info)`` starts a mock worker; ``models``: the names that it reports."""
     started: list[MockWorker] = []
 
     async def start(behaviour: Behaviour = answer, **info) -> MockWorker:

@@ -1,0 +1,1 @@
+"""Retraction of requests, and swapping of their pages to host memory."""

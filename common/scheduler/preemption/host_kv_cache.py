@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ class HostKVCache:
 
     def _pin(self) -> None:
         """Pin the memory by CUDA's own call: torch's allocator of pinned memory rounds up to a power of two."""
-        cudart = torch.cuda.cudart()
+        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         for group in self._groups:
             if int(cudart.cudaHostRegister(group.data_ptr(), group.nbytes, 0)) != 0:
                 raise ConfigError(f"{group.nbytes / 2**30:.1f} GiB of host memory cannot be pinned; lower "
@@ -87,7 +88,8 @@ class HostKVCache:
 
 def _unpin(group: torch.Tensor) -> None:
     """Unpin memory before it is freed."""
-    torch.cuda.cudart().cudaHostUnregister(group.data_ptr())
+    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    cudart.cudaHostUnregister(group.data_ptr())
 
 
 def _runs(slots: np.ndarray, page_ids: np.ndarray) -> Iterator[tuple[int, int, int]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TypeVar
+
 from aiohttp import web
 
 from ...api.errors import InvalidRequest
@@ -15,6 +18,7 @@ from ..web import json_response
 from .parsing_schema import ParseAnswer, ParsedCall, ParseRequest, SeparateAnswer, SeparateRequest
 from .tool_choice import ToolChoice, check_tools
 
+_Format = TypeVar("_Format")
 _parse = BodyDecoder(ParseRequest)
 _separate = BodyDecoder(SeparateRequest)
 
@@ -49,10 +53,10 @@ async def separate_reasoning(context: ServingContext, request: web.Request) -> w
     return json_response(SeparateAnswer(thoughts, _content(parts)))
 
 
-def _format_named(param: str, name: str | None, formats: dict):
+def _format_named(param: str, name: str | None, formats: Mapping[str, _Format]) -> _Format | None:
     if name is not None and name not in formats:
         raise InvalidRequest(f"{param} must be one of {', '.join(sorted(formats))}, got {name[:80]!r}.", param=param)
-    return formats.get(name)
+    return None if name is None else formats[name]
 
 
 def _read(reading: OutputFormat, text: str) -> list[OutputDelta]:

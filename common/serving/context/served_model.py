@@ -7,7 +7,7 @@ from functools import cached_property
 
 from ...api.errors import InvalidRequest, NotFound
 from ...api.messages import Pooling
-from ...config.checkpoint import pooling_of
+from ...config.checkpoint import resolve_pooling
 from ...config.model import ModelSpec
 from ...config.server import ChatArgs, ServerConfig
 from ...parsers.reasoning import REASONING, ReasoningFormat
@@ -43,7 +43,7 @@ class ServedModel:
     @cached_property
     def pooling(self) -> Pooling:
         """The pooling of a prompt's hidden states on an embedding server."""
-        return pooling_of(self._args)
+        return resolve_pooling(self._args)
 
     def check_name(self, name: str | None) -> None:
         """Raises NotFound for a model that this server does not serve."""

@@ -42,7 +42,7 @@ class Page(msgspec.Struct, Generic[T]):
     object: str = "list"
 
     @classmethod
-    def of(cls, entries: list[Any], limit: int) -> Page:
+    def of(cls, entries: list[Any], limit: int) -> Page[Any]:
         """``entries`` has one more than ``limit`` where there are more."""
         shown = entries[:limit]
         return cls(shown, len(entries) > limit, shown[0].id if shown else None, shown[-1].id if shown else None)

@@ -65,7 +65,7 @@ def test_docs_list_the_tested_stacks():
     listed = {kind: sorted(row[:3] for row in rows if row[3] == kind) for kind in ("measured", "every kernel compiles")}
     of = [(stack.torch, stack.cuda, stack.triton) for stack in COMPILED]
     assert listed == {"measured": [(MEASURED.torch, MEASURED.cuda, MEASURED.triton)],
-                    "every kernel compiles": sorted(of)}
+                      "every kernel compiles": sorted(of)}
 
 
 def test_requirements_end_with_what_was_tested():

@@ -164,7 +164,7 @@ def test_processors_are_import_paths(given):
 @pytest.mark.parametrize("decodes", [False, True])
 def test_a_prompt_may_fill_the_memory_where_nothing_follows(decodes):
     tracker = RequestTracker([].append, eos_ids=frozenset(), vocab_size=1 << 31, max_request_tokens=8,
-                    max_requests=9, timeout=1.0, reserves_output=decodes)
+                             max_requests=9, timeout=1.0, reserves_output=decodes)
     accepted = [tracker.accept(Generate(f"{n}, {more}", [1] * n, SamplingParams(max_new_tokens=more)), 0.0) is not None
                 for n, more in ((8, 0), (8, 1), (9, 0), (7, 1), (7, 2))]
     assert accepted == [True, False, False, True, not decodes]

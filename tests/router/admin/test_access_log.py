@@ -17,7 +17,7 @@ PAIR = tuple(Worker(Endpoint.parse(f"http://{host}:30001")) for host in "ab")
 
 
 class Loop:
-    """Runs what is due when it is told to."""
+    """Runs the scheduled callbacks on request."""
 
     def __init__(self):
         self.due = []
@@ -28,7 +28,7 @@ class Loop:
 
 @pytest.fixture
 def written():
-    """What the router's logger writes; ``formatter`` may be set."""
+    """The output of the router's logger; ``formatter`` may be set."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     logger = logging.getLogger("baton.router")

@@ -1,4 +1,4 @@
-"""What passes through and what the router adds: paths, ids, traces, idle connections."""
+"""Paths, request ids, traces and idle connections: forwarded, or added by the router."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from baton.router.workers.ask import Answer
+from baton.router.workers.ask import WorkerResponse
 
 
 def values(served, name: bytes) -> list[bytes]:
@@ -80,7 +80,7 @@ async def test_own_request_id_headers(router, worker, request_to):
     assert reply.headers["x-request-id"] == "7"
 
 
-async def test_idle_clients_are_closed_and_busy_ones_kept(router, worker, connect, script):
+async def test_idle_clients_are_closed_and_busy_ones_stay(router, worker, connect, script):
     front = await router(await worker(script.stream("a", "b", "c", "d", pause=0.2)), keep_alive_secs=0.2)
     busy, idle = await connect(front), await connect(front)
     busy.send("POST", "/generate", b"{}")
@@ -146,7 +146,7 @@ _NO_TEXT = b'{"messages": [], "user": "\xff", "session_id": "\xff", "bootstrap_r
 @pytest.mark.parametrize("policy", ["cache_aware", "consistent_hash", "cache_exact"])
 @pytest.mark.parametrize("pairs", [False, True], ids=["whole", "pairs"])
 async def test_a_body_that_is_no_text_is_answered_and_leaves_no_load(router, worker, request_to, policy, pairs):
-    """Where the router must read such a body it refuses it; else that is the worker's business."""
+    """The router refuses such a body if it must decode it; else that is up to the worker."""
     mock = await worker()
     workers = {"prefill": [mock], "decode": [await worker()]} if pairs else {}
     front = await router(*([] if pairs else [mock]), policy=policy, max_concurrent_requests=4, **workers)
@@ -158,4 +158,4 @@ async def test_a_body_that_is_no_text_is_answered_and_leaves_no_load(router, wor
 
 def test_an_answer_that_is_no_text_tells_nothing():
     """Health checks read answers: one that raised would end the watching of its worker for good."""
-    assert Answer(200, b'{"data": "\xff"}').json_object() == {}
+    assert WorkerResponse(200, b'{"data": "\xff"}').json_object() == {}

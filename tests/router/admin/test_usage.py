@@ -1,4 +1,4 @@
-"""What --help shows is what the command takes: every form of every flag is parsed."""
+"""The command takes every form of every flag that --help shows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WITH = {
     "--service-discovery": "--selector a=b", "--ssl-certfile": "--ssl-keyfile k", "--ssl-keyfile": "--ssl-certfile c",
     "--tls-cert-path": "--ssl-keyfile k", "--tls-key-path": "--ssl-certfile c",
     "--client-cert-path": "--client-key-path k", "--client-key-path": "--client-cert-path c"}
-"""What a flag needs beside it."""
+"""Further flags that a flag needs."""
 
 
 def shown(config: type, capsys) -> list[str]:
@@ -68,9 +68,9 @@ def test_every_form_of_the_router_s_help_is_taken(capsys):
     assert len(found) > 90
     assert ["--prefill", "http://a:1", "none", "http://a:1", "9000"] in found
     for line in found:
-        beside = WITH.get(line[0], "").split()
+        others = WITH.get(line[0], "").split()
         words = [f"http://a{at}:1" if word == "http://a:1" else word for at, word in enumerate(line)]
-        parse(RouterConfig, [*words, *beside], prog="x", description="")
+        parse(RouterConfig, [*words, *others], prog="x", description="")
 
 
 def test_every_form_of_a_flag_with_many_values_is_taken_by_the_benchmark(capsys):

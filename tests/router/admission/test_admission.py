@@ -28,13 +28,13 @@ class Scene:
 
 
 class Body:
-    """What a waiting request holds on to."""
+    """The memory that a waiting request refers to."""
 
     def start(self, ticket):
         self.ticket = ticket
 
     def refuse(self, error):
-        raise AssertionError("nobody waits for too long")
+        raise AssertionError("no request waits too long")
 
 
 def test_the_limit_is_exact_and_the_queue_goes_by_priority_then_arrival():
@@ -67,22 +67,22 @@ def test_a_thousand_waiting_requests_that_fail_at_once_do_not_pile_up():
 
 
 @pytest.mark.parametrize("leaves", [True, False], ids=["left", "served"])
-def test_requests_that_waited_are_not_kept(leaves):
+def test_requests_that_waited_are_freed(leaves):
     """Each would keep its body: where clients come and go in front of a full router, that is all of its memory."""
-    scene, kept = Scene(max_concurrent=1, queue_size=4), []
+    scene, refs = Scene(max_concurrent=1, queue_size=4), []
     last = scene.enter()
     urgent = scene.enter("urgent", priority=9) if leaves else None
     for _ in range(1000):
         body = Body()
         waiting = scene.admission.acquire(b"", False, lambda: 0, body.start, body.refuse)
-        kept.append(weakref.ref(body))
+        refs.append(weakref.ref(body))
         if leaves:
             waiting.cancel()
         else:
             last.release()
             last = body.ticket
         del body, waiting
-    assert sum(ref() is not None for ref in kept) < 100
+    assert sum(ref() is not None for ref in refs) < 100
     assert scene.admission.queued == (urgent is not None)
 
 
@@ -175,7 +175,7 @@ def test_slo_refuses_what_would_come_too_late_and_recovers():
     scene.now = 60.4
     for late in tickets:
         late.first_token()
-    assert isinstance(scene.enter(streamed=True), Permit)  # nobody waits: always let in
+    assert isinstance(scene.enter(streamed=True), Permit)  # no request waits: always admitted
 
 
 # ---------------------------------------------------------------------- over sockets
@@ -235,7 +235,7 @@ async def test_the_queue_goes_by_priority(router, worker, script, connect):
     assert [served.json["text"] for served in mock.posts[1:]] == ["header", "body", "low"]
 
 
-async def test_keys_are_told_apart(router, worker, chat, request_to):
+async def test_keys_are_distinguished(router, worker, chat, request_to):
     front = await router(await worker(), rate_limit_per_key=1.0)
     bearers = ("Authorization: Bearer a\r\n", "Authorization: Bearer b\r\n", "Authorization: Bearer a\r\n")
     replies = [await request_to(front, "POST", "/generate", b"{}", bearer) for bearer in bearers]

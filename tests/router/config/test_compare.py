@@ -11,7 +11,7 @@ def row(target, scenario, **medians):
 
 
 def rows(mode, rate, cpu, alone, ttft, delivery):
-    """Ours beside a peer of 10,000 req/s that adds 50 us."""
+    """Our router compared with a peer of 10,000 req/s that adds 50 us."""
     return [row("direct", "json1", p50_us=20), row(PEER[mode], "json64", rps=10_000, cpu_us_per_req=90),
             row(PEER[mode], "json1", p50_us=70), row(OURS, "json64", rps=rate, cpu_us_per_req=cpu),
             row(OURS, "json1", p50_us=alone), row(OURS, "spaced", ttft_p50_us=ttft, deliv_p99_us=delivery)]

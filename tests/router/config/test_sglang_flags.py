@@ -33,7 +33,7 @@ FLAGS = frozenset("""
 --jwt-jwks-uri --jwt-role-mapping
 """.split())
 """All that sglang_router.launch_router 0.3.2 --help lists. sglang_router.launch_server has them as --router-FLAG,
-beside those of a server and --router-dp-worker-base-port."""
+together with those of a server and --router-dp-worker-base-port."""
 
 SAME = """
 --host h|--port 1|--worker-urls http://a:1 http://b:2|--worker-urls|--policy round_robin|--policy random
@@ -78,17 +78,17 @@ def as_told(default) -> str:
     return "none" if default is None else f"{default:.10g}" if isinstance(default, float) else str(default)
 
 
-def test_defaults_that_differ_are_told_with_their_reason():
+def test_defaults_that_differ_are_documented_with_their_reason():
     page = (Path(__file__).resolve().parents[3] / "docs/router.md").read_text()
     table = page.partition("| flag | sglang-router | Baton | why |\n")[2].partition("\n\n")[0].splitlines()[1:]
-    told = {cells[1].strip("` "): (cells[2].strip(), cells[3].strip(), cells[4].strip())
-            for cells in (row.split("|") for row in table)}
+    documented = {cells[1].strip("` "): (cells[2].strip(), cells[3].strip(), cells[4].strip())
+                  for cells in (row.split("|") for row in table)}
     own = {spelling: item.field.default for item in _flags(RouterConfig)
            for spelling in ("--" + item.key.replace("_", "-"), *item.field.metadata["names"])}
     theirs = dict(line.split() for line in DEFAULTS)
     differ = {flag for flag, value in theirs.items() if as_told(own[flag]) != value}
-    assert differ == told.keys()
-    for flag, (there, here, why) in told.items():
+    assert differ == documented.keys()
+    for flag, (there, here, why) in documented.items():
         assert (there, here) == (theirs[flag], as_told(own[flag]))
         assert len(why) > 30
 

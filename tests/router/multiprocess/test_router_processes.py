@@ -299,7 +299,7 @@ async def test_a_worker_that_fails_one_process_is_kept_from_all(several, worker,
         session[next(m for m in (failing, good, dying) if m.posts)] = header
         for mock in (failing, good, dying):
             mock.posts.clear()
-        if session.keys() & {failing}:  # Count its failures from nothing.
+        if session.keys() & {failing}:  # CollectCounters its failures from nothing.
             await ask(one, "POST", f"/remove_worker?url={failing.url}")
             await ask(one, "POST", f"/add_worker?url={failing.url}")
             await until_seen(one, lambda seen: seen[failing.url]["healthy"])
@@ -538,7 +538,7 @@ async def test_a_hung_worker_is_left_by_the_requests_of_all_processes(several, w
     assert bad.posts
 
 
-async def test_poison_of_one_process_is_refused_by_all_and_those_beside_it_are_answered_in_each(
+async def test_poison_of_one_process_is_refused_by_all_and_requests_next_to_it_are_answered_in_each(
         several, worker, on_each, script):
     workers = [await worker(mortal()) for _ in range(4)]
     for mock in workers:

@@ -75,7 +75,7 @@ async def test_workers_are_shown_their_own_keys(router, worker, request_to, scri
 
 
 _CLIENTS = {b"/abort_request"}
-"""Of the paths that are no questions, those that a client's key opens beside what is relayed."""
+"""The router's own POST paths that a client key authorizes."""
 
 
 @pytest.mark.parametrize("keys", [{"api_key": "client"}, {"api_key": "client", "admin_api_key": "admin"}])
@@ -103,7 +103,7 @@ async def test_every_path_that_changes_workers_is_an_administrator_s(router, wor
             assert (await request_to(front, method, path.decode(), b"{}")).status == 401, path
 
 
-async def test_what_changes_workers_without_any_key_is_told(router, worker, request_to, caplog):
+async def test_changes_of_workers_without_any_key_are_logged(router, worker, request_to, caplog):
     front = await router(await worker(), host="0.0.0.0")
     assert (await request_to(front, "POST", "/flush_cache")).status == 200
     assert [line for line in caplog.messages if "POST /flush_cache by 127.0.0.1, without a key" in line]
@@ -124,7 +124,7 @@ async def test_a_key_that_the_router_knows_goes_no_further(router, worker, reque
     assert not [value for served in mock.posts for _, value in served.headers if b"secret" in value]
 
 
-async def test_a_worker_that_wants_a_key_is_told_of_once(router, worker, script, request_to, caplog):
+async def test_a_worker_that_requires_a_key_is_logged_once(router, worker, script, request_to, caplog):
     front = await router(await worker(script.status(401)), api_key="client")
     for _ in range(3):
         assert (await request_to(front, "POST", "/generate", b"{}", bearer("client"))).status == 401

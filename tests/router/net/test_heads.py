@@ -28,7 +28,7 @@ def learnt(data: bytes) -> HeadRules:
 
 
 def parsed(data: bytes) -> list:
-    """What a reader that knows no head makes of ``data``; the last item says whether it stands at a boundary."""
+    """``data`` as parsed by a reader that knows no head; the last item is True at the boundary of a request."""
     reader = RequestReader(HeadRules(), 1000)
     reader.feed(data)
     return [*reader.ready, reader.partial is None and not reader.refused]
@@ -65,7 +65,7 @@ message = st.builds(lambda first, lines, rest: b"\r\n".join([first, *lines, b"",
 @example(PLAIN, 4)
 @example(PLAIN.replace(b"X-A: b", b"Content-Length: 4"), 9)
 @example(b"POST / HTTP/1.1\r\nContent-Length: 4\r\nX: y\n\n\r\n\r\nabcd", 4)
-def test_what_is_looked_up_is_what_is_parsed(data, size):
+def test_a_looked_up_head_equals_the_parsed_one(data, size):
     rules = learnt(data)
     other = data.replace(b"Content-Length: 4\r\n", b"Content-Length: %d\r\n" % size)
     for now in (data, other, data[:-1], data + b"x", other + b"y" * size):
@@ -103,7 +103,7 @@ def test_answers_that_are_not_plain_are_never_looked_up(start, lines, plain):
         assert found[1:] == (len(data) - 2, 2) and known.find(data, found[0]) == found
 
 
-def test_heads_that_never_come_again_are_not_kept():
+def test_heads_that_never_come_again_are_not_stored():
     known = KnownHeads(read_plain_response)
     for number in range(20_000):
         known.find(b"HTTP/1.1 200 OK\r\nid: %d\r\ncontent-length: 2\r\n\r\n{}" % number, None)

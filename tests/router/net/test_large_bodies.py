@@ -1,4 +1,4 @@
-"""Bodies of megabytes: taken in piece by piece, looked at in part, sent in parts, and the same bytes as ever."""
+"""Bodies of megabytes: received, decoded and sent in parts, and the same bytes as ever."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from random import Random
 
 import pytest
 
-from baton.router.net.body import COPIED_BYTES, ROUTED_BYTES, LargeBody, peek, with_bootstrap, with_previous_room
+from baton.router.net.body import (
+    COPIED_BYTES,
+    ROUTED_BYTES,
+    LargeBody,
+    routing_fields,
+    with_bootstrap,
+    with_previous_room,
+)
 from baton.router.net.request_reader import _MIN_BUFFERED_BODY_BYTES as BUFFERED
 from baton.router.net.request_reader import HeadRules, RequestReader
 from baton.router.workers.dp_ranks import with_prefill_rank, with_rank
@@ -35,8 +42,8 @@ def test_fields_are_added_to_large_bodies_as_to_small_ones(make):
     small, large = ([], [])
     for size, steps in ((100, small), (2 * COPIED_BYTES, large)):
         body = make(size)
-        first = with_bootstrap(body, peek(body), "10.0.0.1", 8998, Random(1))
-        again = with_previous_room(with_bootstrap(body, peek(body), "10.0.0.2", 8998, Random(2)), first)
+        first = with_bootstrap(body, routing_fields(body), "10.0.0.1", 8998, Random(1))
+        again = with_previous_room(with_bootstrap(body, routing_fields(body), "10.0.0.2", 8998, Random(2)), first)
         ranked = with_prefill_rank(with_rank(PATH, again, 2), 3)
         for step in (first, again, ranked):
             fields = json.loads(sent(step))
@@ -48,20 +55,20 @@ def test_fields_are_added_to_large_bodies_as_to_small_ones(make):
 
 def test_what_is_added_copies_nothing():
     body = chat(2 * COPIED_BYTES)
-    made = with_previous_room(with_bootstrap(body, peek(body), "h", 1, Random(1)),
-                              with_bootstrap(body, peek(body), "h", 1, Random(2)))
+    made = with_previous_room(with_bootstrap(body, routing_fields(body), "h", 1, Random(1)),
+                              with_bootstrap(body, routing_fields(body), "h", 1, Random(2)))
     assert made.parts[-1].obj is body
 
 
 def test_routing_looks_at_the_first_megabyte():
-    text = peek(chat(3 * ROUTED_BYTES)).routing_text
+    text = routing_fields(chat(3 * ROUTED_BYTES)).routing_text
     assert len(text) == ROUTED_BYTES
-    assert peek(chat(4 * ROUTED_BYTES)).routing_text == text
+    assert routing_fields(chat(4 * ROUTED_BYTES)).routing_text == text
 
 
 @pytest.mark.parametrize("size", [BUFFERED - 1, BUFFERED, 3 * BUFFERED + 17])
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_reader_gathers_bodies_of_any_size(size, chunked):
+def test_a_reader_joins_bodies_of_any_size(size, chunked):
     reader, body = RequestReader(HeadRules(), 10 * BUFFERED), Random(size).randbytes(size)
     framing = b"transfer-encoding: chunked" if chunked else b"content-length: %d" % size
     data = b"POST /generate HTTP/1.1\r\nhost: r\r\n%b\r\n\r\n" % framing
@@ -73,7 +80,7 @@ def test_a_reader_gathers_bodies_of_any_size(size, chunked):
     assert [(request.path, request.body) for request in reader.ready] == [(b"/generate", body), (b"/next", b"")] * 2
 
 
-async def test_megabytes_reach_both_halves_while_others_are_served(router, worker, request_to, chat):
+async def test_megabytes_reach_both_workers_while_other_requests_are_served(router, worker, request_to, chat):
     prefill, decode = await worker(disaggregation_mode="prefill"), await worker(disaggregation_mode="decode")
     front = await router(prefill=[prefill], decode=[decode])
     body = {"messages": [{"role": "user", "content": "w" * 3_000_000 + "\n\u00e9"}], "seed": 1}

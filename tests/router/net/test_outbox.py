@@ -1,4 +1,4 @@
-"""Writes of one turn of the loop are made at its end, in order, and before a transport is closed."""
+"""Writes of one iteration of the loop are made at its end, in order, and before a transport is closed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def log():
     return []
 
 
-async def test_writes_wait_for_the_end_of_the_turn_and_keep_their_order(log):
+async def test_writes_wait_for_the_end_of_the_iteration_and_keep_their_order(log):
     outbox = Outbox(asyncio.get_running_loop())
     one, other = Transport(log, "one"), Transport(log, "other")
     outbox.put(one, b"1")
@@ -68,7 +68,7 @@ async def test_a_transport_that_was_aborted_is_passed_over(log):
     assert log == [("there", b"2")]
 
 
-async def test_what_a_write_puts_in_goes_out_in_the_next_turn(log):
+async def test_writes_queued_by_a_write_are_made_in_the_next_iteration(log):
     """A write may fill a transport's buffer, whose protocol then pauses another side, or says something itself."""
     outbox = Outbox(asyncio.get_running_loop())
 

@@ -65,20 +65,20 @@ async def test_requests_before_a_bad_one_are_answered_first(router, worker, conn
     assert [part[:3] for part in data.split(b"HTTP/1.1 ")[1:]] == [b"200", b"400"]
 
 
-_HALF_HEAD = b"POST /generate HTTP/1.1\r\nX-A: "
-_HALF_BODY = b"POST /generate HTTP/1.1\r\nHost: r\r\nContent-Length: 50\r\n\r\nab"
+_PARTIAL_HEAD = b"POST /generate HTTP/1.1\r\nX-A: "
+_PARTIAL_BODY = b"POST /generate HTTP/1.1\r\nHost: r\r\nContent-Length: 50\r\n\r\nab"
 
 
-@pytest.mark.parametrize("half", [_HALF_HEAD, _HALF_BODY], ids=["head", "body"])
+@pytest.mark.parametrize("data", [_PARTIAL_HEAD, _PARTIAL_BODY], ids=["head", "body"])
 @pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize("drips", [False, True])
-async def test_half_a_request_is_given_up(router, worker, connect, half, before, drips):
-    """Also one that goes on arriving, a byte at a time, and one behind whole ones."""
+async def test_an_incomplete_request_times_out(router, worker, connect, data, before, drips):
+    """Also one that arrives a byte at a time, and one after complete ones."""
     client = await connect(await router(await worker(), client_header_timeout_secs=0.2, client_body_timeout_secs=0.2))
     for _ in range(before):
         client.send("POST", "/generate", b"{}")
         assert (await client.reply()).status == 200
-    client.writer.write(half)
+    client.writer.write(data)
     reply = asyncio.ensure_future(client.reply())
     for _ in range(40 if drips else 0):
         await asyncio.sleep(0.03)
@@ -92,13 +92,13 @@ async def test_half_a_request_is_given_up(router, worker, connect, half, before,
 async def test_a_body_that_comes_fast_enough_may_take_long(router, worker, connect):
     mock = await worker()
     client = await connect(await router(mock, client_header_timeout_secs=0.1, client_body_timeout_secs=0.1))
-    pieces = [b"x" * 16384] * 10
+    parts = [b"x" * 16384] * 10
     client.writer.write(b"POST /generate HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n" % (16384 * 10))
-    for piece in pieces:
-        client.writer.write(piece)
+    for part in parts:
+        client.writer.write(part)
         await asyncio.sleep(0.05)
     assert (await client.reply()).status == 200
-    assert mock.posts[0].body == b"".join(pieces)
+    assert mock.posts[0].body == b"".join(parts)
 
 
 async def test_idle_clients_are_checked_when_they_are_due(router, connect, request_to, script):
@@ -186,15 +186,15 @@ async def test_role_and_port_of_a_new_worker_are_learnt(router, worker, request_
     assert p.posts[0].json["bootstrap_port"] == 9001
 
 
-@pytest.mark.parametrize(("given", "told"), [("prefill", "decode"), ("decode", "prefill"), ("prefill", "null"),
+@pytest.mark.parametrize(("given", "mode"), [("prefill", "decode"), ("decode", "prefill"), ("prefill", "null"),
                                              ("decode", "null"), ("regular", "prefill")])
-async def test_a_worker_in_anothers_place_gets_no_requests(router, worker, request_to, script, caplog, given, told):
+async def test_a_worker_of_another_role_gets_no_requests(router, worker, request_to, script, caplog, given, mode):
     """Swapped addresses would be answered: by prefill, with one token."""
-    mock = await worker(disaggregation_mode=told)
+    mock = await worker(disaggregation_mode=mode)
     named = {given: [mock]} if given != "regular" else {}
     front = await router(*([] if named else [mock]), wait=False, **named)
     await script.until(lambda: "it gets no requests" in caplog.text)
-    assert f"named as {given} worker" in caplog.text and f"a {told.replace('null', 'unified')} server" in caplog.text
+    assert f"named as {given} worker" in caplog.text and f"a {mode.replace('null', 'unified')} server" in caplog.text
     assert not front.registry.available(given)
     mock.info = {"disaggregation_mode": "null" if given == "regular" else given}  # started again, as it should be
     await script.until(lambda: front.registry.available(given))
@@ -365,7 +365,7 @@ async def test_what_outlives_the_grace_period_ends_with_an_error(pairs, router, 
         assert b"data: one" in await client.reader.readuntil(b"one\n\n\r\n")
     plain = [await connect(front) for _ in range(4)]
     for client, path in zip(plain, ("/generate", "/v1/completions", "/generate", "/flush_cache")):
-        client.send("POST", path, b"{}")  # the third waits for its turn
+        client.send("POST", path, b"{}")  # the third waits in the queue
     await script.until(lambda: len(mock.posts) == 8 and front._gate.admission.queued == 1)
     await front.stop()
     front.stop = _nothing
@@ -386,7 +386,7 @@ def _launch(*args: str, **options) -> subprocess.Popen:
 
 
 async def _log_line(process: subprocess.Popen, word: str) -> dict:
-    """The next line of the log whose message holds ``word``."""
+    """The next line of the log whose message has ``word``."""
     while True:
         line = json.loads(await asyncio.wait_for(asyncio.to_thread(process.stderr.readline), 5))
         if word in line["message"]:

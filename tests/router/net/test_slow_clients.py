@@ -6,16 +6,16 @@ import asyncio
 
 
 async def test_answers_to_pipelined_requests_wait_for_their_reader(router, worker, connect, script):
-    """Requests behind an answer that its client does not take are not served: their answers would pile up here."""
+    """Requests after a response that is not read are not served: their responses would pile up here."""
     answers = 0
     body = b"x" * 2**15
 
-    async def tell(served):
+    async def answer(served):
         nonlocal answers
         answers += 1
         served.answer(body=body)
 
-    front = await router(await worker(tell))
+    front = await router(await worker(answer))
     client = await connect(front)
     many = 800
     for _ in range(many):
@@ -45,7 +45,7 @@ async def test_own_answers_wait_for_their_reader_too(router, connect):
 
 
 async def test_a_client_that_reads_nothing_is_given_up(router, worker, connect, script):
-    """Its request holds a place and a worker's load; a suspended one would hold them until it is woken."""
+    """Its request occupies the admission limit and a worker's load; of a suspended client, until it is woken."""
     async def pour(served):
         served.head()
         while not served.gone.is_set():
@@ -80,8 +80,8 @@ async def test_a_client_that_reads_slowly_is_not(router, worker, connect, script
     client.send("POST", "/generate", b'{"stream": true}')
     data = b""
     while not data.endswith(b"0\r\n\r\n"):
-        piece = await asyncio.wait_for(client.reader.read(2**20), 5)
-        assert piece
-        data += piece
+        received = await asyncio.wait_for(client.reader.read(2**20), 5)
+        assert received
+        data += received
         await asyncio.sleep(0.01)
     assert front.metrics.client_disconnects == 0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from baton.common.api.errors import Conflict, InvalidRequest, NotFound
 from baton.router.config.endpoint import Endpoint
-from baton.router.net.body import bootstrap_fields, peek, require_object, splice
+from baton.router.net.body import bootstrap_fields, require_object, routing_fields, splice
 from baton.router.policies.base import Decision
 from baton.router.policies.cache_aware import BLOCK, SHARDS, CacheAware, block_hashes, covered_bytes
 from baton.router.policies.power_of_two import PowerOfTwo
@@ -156,16 +156,16 @@ def test_availability_follows_health():
     (worker,) = workers(1)
     registry.add(worker)
     assert registry.available("regular") == ()
-    assert registry.passed(worker)  # a new worker: one check is enough
+    assert registry.record_check_passed(worker)  # a new worker: one check is enough
     before = registry.available("regular")
     assert before == (worker,)
-    assert not registry.failed(worker, certain=False)
+    assert not registry.record_check_failed(worker, certain=False)
     assert registry.available("regular") is before
-    assert registry.failed(worker, certain=False)
-    assert not registry.passed(worker)
+    assert registry.record_check_failed(worker, certain=False)
+    assert not registry.record_check_passed(worker)
     assert registry.available("regular") == ()
-    assert registry.passed(worker)
-    assert registry.failed(worker, certain=True)
+    assert registry.record_check_passed(worker)
+    assert registry.record_check_failed(worker, certain=True)
     assert not registry.ready(pairs=False)
 
 
@@ -228,7 +228,7 @@ FIELDS = {"bootstrap_host": "h", "bootstrap_port": None, "bootstrap_room": 2**63
 def test_spliced_fields_are_all_that_changes(value, before, inside, indent):
     inner = json.dumps(value, indent=indent).encode()[1:]
     body = before + b"{" + inside + inner + before
-    found = peek(body)
+    found = routing_fields(body)
     result = splice(body, found, FIELDS)
     assert json.loads(result) == value | FIELDS
     if not found.has_bootstrap:
@@ -240,7 +240,7 @@ def test_spliced_fields_are_all_that_changes(value, before, inside, indent):
 def test_fields_that_a_client_sent_are_replaced(present):
     """Two equal keys would leave the choice to each worker's parser."""
     body = b'{"a": 1.50, ' + b", ".join(b'"%s": "theirs"' % key.encode() for key in sorted(present)) + b', "z": 1e2}'
-    result = splice(body, peek(body), FIELDS)
+    result = splice(body, routing_fields(body), FIELDS)
     assert json.loads(result) == {"a": 1.5, "z": 100.0} | FIELDS
     assert b"1.50" in result
     assert b"1e2" in result
@@ -249,7 +249,7 @@ def test_fields_that_a_client_sent_are_replaced(present):
 
 @given(st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_peek_accepts_objects_only(body):
-    found = peek(body)
+    found = routing_fields(body)
     if found is None:
         with pytest.raises(InvalidRequest):
             require_object(body)
@@ -259,9 +259,9 @@ def test_peek_accepts_objects_only(body):
 
 def test_routing_text_of_a_conversation_extends_from_turn_to_turn():
     turns = [{"role": "user", "content": "x" * 40}]
-    first = peek(json.dumps({"model": "m", "messages": turns}).encode()).routing_text
+    first = routing_fields(json.dumps({"model": "m", "messages": turns}).encode()).routing_text
     turns += [{"role": "assistant", "content": "y"}, {"role": "user", "content": "z"}]
-    second = peek(json.dumps({"stream": True, "messages": turns, "model": "m"}).encode()).routing_text
+    second = routing_fields(json.dumps({"stream": True, "messages": turns, "model": "m"}).encode()).routing_text
     assert second.startswith(first)
     assert len(first) > 40
 
@@ -269,7 +269,7 @@ def test_routing_text_of_a_conversation_extends_from_turn_to_turn():
 @pytest.mark.parametrize("body", [b"{}", b'{"messages": null}', b'{"text": ""}', b'{"messages": 5, "text": {"a": []}}',
                                   b'{"input_ids": []}', b'{"prompt": [' + b"[" * 5000 + b"]" * 5000 + b"]}"])
 def test_odd_bodies_do_not_raise(body):
-    found = peek(body)
+    found = routing_fields(body)
     if found is not None:
         assert isinstance(found.routing_text, bytes)
         assert found.batch_size in (None, 1)

@@ -1,4 +1,4 @@
-"""Streams that go on elsewhere when their worker dies, and prompts that decode computes itself: scripted workers."""
+"""Streams that another worker continues when theirs dies, and prompts that decode computes itself: scripted workers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def event(token: int) -> str:
 
 
 def counting(*, until=None, then="die", asked=None):
-    """Streams tokens 0 to 7 behind those of a continuation; after ``until`` more of them, misbehaves."""
+    """Streams tokens 0 to 7 after those of a continuation; after ``until`` more of them, misbehaves."""
 
     async def behave(served):
         body = served.json
@@ -59,16 +59,16 @@ def counting(*, until=None, then="die", asked=None):
 
 
 @pytest.mark.parametrize("pairs", [False, True])
-async def test_no_stream_goes_on_with_other_weights(router, worker, chat, pairs):
+async def test_no_stream_is_continued_with_other_weights(router, worker, chat, pairs):
     """Its end would be of another answer than its beginning."""
-    def told(name):
+    def info_of(name):
         return {**OURS, "model_fingerprint": name, "epoch": name}
 
-    breaks = await worker(counting(until=3), **told("old"))
-    other, same = [await worker(counting(), **told(name)) for name in ("new", "old")]
+    breaks = await worker(counting(until=3), **info_of("old"))
+    other, same = [await worker(counting(), **info_of(name)) for name in ("new", "old")]
     streams = [breaks, other, same]
     if pairs:
-        made = await router(prefill=[await worker(**told("old"))], decode=streams, policy="round_robin")
+        made = await router(prefill=[await worker(**info_of("old"))], decode=streams, policy="round_robin")
     else:
         made = await router(*streams, policy="round_robin")
     for _ in range(6):
@@ -96,7 +96,7 @@ def tokens_of(reply) -> list[int]:
 
 @pytest.mark.parametrize("then", ["die", "torn", "error"])
 @pytest.mark.parametrize("until", [1, 3, 7])
-async def test_a_stream_goes_on_with_another_worker(router, worker, chat, then, until):
+async def test_a_stream_is_continued_by_another_worker(router, worker, chat, then, until):
     bad, good = await worker(counting(until=until, then=then), **OURS), await worker(counting(), **OURS)
     front = await router(bad, good, policy="round_robin")
     for _ in range(2):
@@ -106,7 +106,7 @@ async def test_a_stream_goes_on_with_another_worker(router, worker, chat, then, 
 
 
 @pytest.mark.parametrize("then", ["die", "torn", "error"])
-async def test_a_stream_goes_on_with_another_pair(router, worker, script, chat, then):
+async def test_a_stream_is_continued_by_another_pair(router, worker, script, chat, then):
     asked = []
     p = await worker(script.answer)
     bad = await worker(counting(until=4, then=then), **OURS)
@@ -144,14 +144,14 @@ async def test_only_the_end_got_lost(router, worker, chat):
     (OURS, {**GREEDY, "logprobs": True}, {}),
     (OURS, GREEDY, {"stream_continuation": False}),
 ])
-async def test_what_cannot_go_on_ends_with_an_error_event(router, worker, chat, info, fields, options):
+async def test_a_stream_that_cannot_be_continued_ends_with_an_error_event(router, worker, chat, info, fields, options):
     front = await router(await worker(counting(until=2), **info), await worker(counting(until=2), **info), **options)
     reply = await chat(front, **fields)
     assert b'"error"' in reply.body and b"[DONE]" not in reply.body
     assert front.metrics.broken_streams == 1
 
 
-async def test_an_end_of_retries_is_told(router, worker, chat):
+async def test_the_end_of_retries_is_reported(router, worker, chat):
     front = await router(await worker(counting(until=1), **OURS), retry_max_retries=2)
     reply = await chat(front, **GREEDY)
     assert b'"error"' in reply.body
@@ -225,27 +225,27 @@ async def test_short_prompts_are_prefilled_by_our_decode_server(router, worker, 
     assert (not p.posts, "bootstrap_room" in d.posts[0].json) == (alone, not alone)
 
 
-def test_no_byte_of_a_whole_stream_is_held_back():
-    """However the network cuts it: the end of the message may come alone, or in two pieces."""
+def test_every_byte_of_a_complete_stream_is_relayed():
+    """However the network cuts it: the end of the message may come alone, or in two parts."""
     events = [b'data: {"id":"x","choices":[{"delta":{"content":"a"},"token_ids":[5]}]}\n\n', b"data: [DONE]\n\n"]
     whole = b"".join(b"%x\r\n%b\r\n" % (len(event), event) for event in events) + b"0\r\n\r\n"
     for first in range(len(whole) + 1):
         for second in (first, min(first + 2, len(whole)), len(whole) - 1):
             log = StreamLog(b'{"a":1}', cumulative=False)
-            pieces = [whole[:first], whole[first:max(first, second)], whole[max(first, second):]]
-            assert b"".join(log.feed(piece) for piece in pieces) + log.flush() == whole
+            parts = [whole[:first], whole[first:max(first, second)], whole[max(first, second):]]
+            assert b"".join(log.feed(part) for part in parts) + log.flush() == whole
 
 
 def spoken(token: int, last: bool = False) -> bytes:
-    """An event of /v1/messages, and the token's id in a comment behind it."""
-    told = b'{"type":"%b","delta":{"text":"%d"}}' % (b"message_stop" if last else b"content_block_delta", token)
+    """An event of /v1/messages, and the token's id in a comment after it."""
+    event = b'{"type":"%b","delta":{"text":"%d"}}' % (b"message_stop" if last else b"content_block_delta", token)
     if token == 0:
-        told = b'{"type":"message_start","message":{"id":"msg_1"}}'
-    return b"event: x\ndata: %b\n\n: {\"token_ids\":[%d]}\n\n" % (told, token)
+        event = b'{"type":"message_start","message":{"id":"msg_1"}}'
+    return b"event: x\ndata: %b\n\n: {\"token_ids\":[%d]}\n\n" % (event, token)
 
 
 @pytest.mark.parametrize("then", ["die", "error", "aborted"])
-async def test_messages_go_on_with_another_worker(router, worker, connect, then):
+async def test_messages_are_continued_by_another_worker(router, worker, connect, then):
     begun = []
 
     async def behave(served):
@@ -273,7 +273,7 @@ async def test_messages_go_on_with_another_worker(router, worker, connect, then)
     client.send("POST", "/v1/messages", json.dumps({"messages": [], "stream": True, "temperature": 0}).encode())
     reply = await client.reply()
     assert reply.complete
-    if then == "aborted":  # by the client: another worker must not go on with it
+    if then == "aborted":  # by the client: no other worker may continue it
         assert len(begun) == 1 and b'"type":"error"' in reply.body
         return
     assert reply.body == b"".join(spoken(token, token == COUNT - 1) for token in range(COUNT))

@@ -1,4 +1,4 @@
-"""What scripts written for sglang-router rely on: its workers' API, its flags, and requests that come early."""
+"""sglang-router's workers API, its flags, and requests that come before the workers are ready."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_a_request_that_comes_early_waits_for_the_first_check(router, slow
     assert not len(front.entry._first_checks)
 
 
-async def test_who_waits_hears_at_once_that_nobody_is_there(router, slow_check, connect, script):
+async def test_waiting_requests_fail_at_once_when_no_worker_is_there(router, slow_check, connect, script):
     mock, gate = await slow_check()
     front = await router(mock, wait=False)
     reply = sent(await connect(front))
@@ -111,7 +111,7 @@ async def test_a_request_waits_for_the_worker_that_may_know_its_model(router, wo
     assert (len(a.posts), len(b.posts)) == (1, 1)
 
 
-async def test_a_worker_that_joins_later_holds_nobody_up(router, worker, slow_check, chat, request_to):
+async def test_a_worker_that_joins_later_delays_no_request(router, worker, slow_check, chat, request_to):
     mock, (late, _) = await worker(), await slow_check()
     front = await router(mock)
     joining = asyncio.ensure_future(request_to(front, "POST", "/workers", {"url": late.url}))
@@ -126,38 +126,38 @@ async def test_a_worker_that_joins_later_holds_nobody_up(router, worker, slow_ch
 async def test_the_life_of_a_worker(router, worker, chat, request_to):
     mock = await worker()
     front = await router(wait=False)
-    told = {"url": mock.url, "worker_type": "regular", "priority": 70, "cost": 2.5, "labels": {"zone": "a"},
+    fields = {"url": mock.url, "worker_type": "regular", "priority": 70, "cost": 2.5, "labels": {"zone": "a"},
             "model_id": "mine", "runtime": "sglang"}
-    made = await request_to(front, "POST", "/workers", told)
-    place = made.headers["location"]
+    made = await request_to(front, "POST", "/workers", fields)
+    location = made.headers["location"]
     assert (made.status, made.json["status"], made.json["url"]) == (202, "accepted", mock.url)
-    assert place == made.json["location"] == f"/workers/{made.json['worker_id']}"
+    assert location == made.json["location"] == f"/workers/{made.json['worker_id']}"
     assert (await chat(front)).status == 200  # at once: it was checked before the answer
-    shown = (await request_to(front, "GET", place)).json
+    shown = (await request_to(front, "GET", location)).json
     assert shown | {"id": made.json["worker_id"], "url": mock.url, "model_id": "mine", "priority": 70, "cost": 2.5,
                     "worker_type": "regular", "is_healthy": True, "connection_mode": "HTTP",
                     "metadata": {"zone": "a"}, "disable_health_check": False} == shown
     again = await request_to(front, "POST", "/workers", {"url": mock.url})
     assert (again.status, again.json["worker_id"]) == (202, made.json["worker_id"])
-    changed = await request_to(front, "PUT", place, {"priority": 10, "labels": {"rack": "7"}, "api_key": "secret"})
+    changed = await request_to(front, "PUT", location, {"priority": 10, "labels": {"rack": "7"}, "api_key": "secret"})
     assert (changed.status, changed.json["worker_id"]) == (202, made.json["worker_id"])
-    shown = (await request_to(front, "GET", place)).json
+    shown = (await request_to(front, "GET", location)).json
     assert (shown["priority"], shown["cost"], shown["metadata"]) == (10, 2.5, {"zone": "a", "rack": "7"})
     await chat(front)
     assert (b"authorization", b"Bearer secret") in mock.posts[-1].headers
-    gone = await request_to(front, "DELETE", place)
+    gone = await request_to(front, "DELETE", location)
     assert (gone.status, gone.json["status"], gone.json["worker_id"]) == (202, "accepted", made.json["worker_id"])
     for method in ("GET", "PUT", "DELETE"):
-        assert (await request_to(front, method, place, {})).status == 404
+        assert (await request_to(front, method, location, {})).status == 404
 
 
-@pytest.mark.parametrize("told", [
+@pytest.mark.parametrize("fields", [
     {}, {"url": 7}, {"url": "nonsense"}, {"url": "http://a:1", "priority": "high"}, {"url": "http://a:1", "cost": []},
     {"url": "http://a:1", "labels": {"a": 1}}, {"url": "http://a:1", "model_id": 7}, {"url": "http://a:1", "labels": 7},
     {"url": "http://a:1", "disable_health_check": "maybe"}, {"url": "http://a:1", "worker_type": "prefill"}])
-async def test_bad_workers_are_refused(router, request_to, told):
+async def test_bad_workers_are_refused(router, request_to, fields):
     front = await router(wait=False)
-    assert (await request_to(front, "POST", "/workers", told)).status == 400
+    assert (await request_to(front, "POST", "/workers", fields)).status == 400
     assert not len(front.registry)
 
 

@@ -1,4 +1,4 @@
-"""What follows from an attempt that did not end well: tried elsewhere, counted, passed on."""
+"""Outcomes of failed attempts: retried elsewhere, counted, relayed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rooms(mock):
 
 
 @pytest.mark.parametrize("status", BUSY)
-async def test_a_busy_worker_is_passed_by_and_keeps_its_circuit_closed(router, worker, script, chat, status):
+async def test_a_busy_worker_is_skipped_and_its_circuit_stays_closed(router, worker, script, chat, status):
     busy = [await worker(script.status(status)) for _ in range(7)]  # more than --retry-max-retries
     free = await worker()
     front = await router(*busy, free, policy="round_robin", cb_failure_threshold=2, retry_initial_backoff_ms=5000.0)
@@ -53,7 +53,7 @@ async def test_without_retries_busy_is_passed_on_at_once(router, worker, script,
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_busy_half_is_passed_by(router, worker, script, chat, role):
+async def test_a_busy_worker_of_a_pair_is_skipped(router, worker, script, chat, role):
     prefills, decodes = [await worker(), await worker()], [await worker(), await worker()]
 
     async def wait_for_prefill(served):  # as decode does: it has nothing to say before
@@ -122,7 +122,7 @@ async def test_attempts_that_reach_no_decode_lose_no_retained_prompt(router, wor
     victim, absent, last = await worker(be_killed), [await worker() for _ in range(2)], await worker()
     front = await router(prefill=[p], decode=[victim, *absent, last], policy="least_loaded",
                          health_check_interval_secs=60)
-    front.registry.failed = lambda known, **how: False  # nobody notices but who asks
+    front.registry.record_check_failed = lambda known, **how: False  # only a check notices it
     order = [mock.url for mock in (victim, *absent, last)]
     for known in front.registry:
         known.load = order.index(known.url) if known.url in order else 0

@@ -1,4 +1,4 @@
-"""Pairs are tried before requests need them: what does not fit gets none, is told once, and is seen again."""
+"""Pairs are tried before requests need them: misfits get none, are logged once, and are tried again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WHY = "prefill and decode do not fit together: page_size"
 
 
 class Fleet:
-    """Mock servers that tell of their kind. ``fits(prefill's kind, decode's kind)`` is what a handshake would find."""
+    """Mock servers that report their kind. ``fits(prefill's kind, decode's kind)`` is the result of a handshake."""
 
     def __init__(self, worker, fits=lambda prefill, decode: prefill == decode):
         self._worker = worker
@@ -35,18 +35,18 @@ class Fleet:
     async def prefill(self, kind="a", **info):
         port = 20_000 + next(_names)
         made = await self._worker(self.answer, disaggregation_mode="prefill", disaggregation_bootstrap_port=port,
-                                  **self.told(kind), **info)
+                                  **self.info_of(kind), **info)
         self.by_port[port] = made
         return made
 
     async def decode(self, kind="a", **info):
-        return await self._worker(self.answer, disaggregation_mode="decode", **self.told(kind), **info)
+        return await self._worker(self.answer, disaggregation_mode="decode", **self.info_of(kind), **info)
 
-    def told(self, kind):
+    def info_of(self, kind):
         return {"pair_key": kind, "epoch": f"epoch-{next(_names)}", "stream_continuation": True}
 
     def become(self, mock, kind, **info):
-        mock.info.update(self.told(kind), **info)
+        mock.info.update(self.info_of(kind), **info)
 
     async def answer(self, served):
         decode = served.worker
@@ -88,7 +88,7 @@ def warnings(caplog):
 
 
 async def served_by(router, chat, mocks, count=12):
-    """How many requests each mock got of ``count`` with different prompts."""
+    """The number of requests that each mock got of ``count`` with different prompts."""
     before = [len(mock.posts) for mock in mocks]
     for i in range(count):
         text = f"{i} " * 400
@@ -132,14 +132,14 @@ async def test_two_kinds_serve_side_by_side(router, fleet, chat, script):
         assert ports == [p.info["disaggregation_bootstrap_port"]] * 6
 
 
-async def test_a_misfit_is_told_once_and_shown(router, fleet, chat, script, request_to, warnings):
+async def test_a_misfit_is_logged_once_and_shown(router, fleet, chat, script, request_to, warnings):
     p, d, other = await fleet.prefill("a"), await fleet.decode("a"), await fleet.decode("b")
     made = await router(prefill=[p], decode=[d, other])
     await script.until(lambda: len(fleet.trials) == 2)
     await ready(made, script)
     await served_by(made, chat, [p])
-    (told,) = warnings()
-    assert p.url in told and other.url in told and WHY in told
+    (warning,) = warnings()
+    assert p.url in warning and other.url in warning and WHY in warning
     listed = {shown["url"]: shown for shown in (await request_to(made, "GET", "/list_workers")).json["workers"]}
     assert listed[p.url]["misfits"] == [{"worker": other.url, "why": WHY}]
     assert listed[other.url]["misfits"] == [{"worker": p.url, "why": WHY}]
@@ -193,8 +193,8 @@ async def test_a_worker_that_joins_later_is_tried(router, fleet, chat, script, r
     assert await served_by(made, chat, [p, later], 3) == [3, 3]
 
 
-async def test_weights_that_are_replaced_part_a_pair_until_both_have_them(router, fleet, chat, script):
-    """Fingerprints that differ need no trial: no pair is formed even while one is under way."""
+async def test_replaced_weights_separate_a_pair_until_both_have_them(router, fleet, chat, script):
+    """Fingerprints that differ need no trial: no pair is formed even while a trial runs."""
     p, d = await fleet.prefill("a", model_fingerprint="old"), await fleet.decode("a", model_fingerprint="old")
     made = await router(prefill=[p], decode=[d])
     await ready(made, script)
@@ -237,7 +237,7 @@ async def test_very_many_pairs_are_tried_a_few_at_a_time(router, fleet, script):
 
 async def test_servers_that_cannot_be_asked_are_used(router, worker, fleet, chat, script):
     p = await fleet.prefill("a")
-    d = await worker(script.status(404), disaggregation_mode="decode", **fleet.told("a"))
+    d = await worker(script.status(404), disaggregation_mode="decode", **fleet.info_of("a"))
     made = await router(prefill=[p], decode=[d])
     await ready(made, script)
     d.behaviour = script.answer
@@ -247,7 +247,7 @@ async def test_servers_that_cannot_be_asked_are_used(router, worker, fleet, chat
 async def test_a_pair_that_could_not_be_tried_is_used_and_tried_again(router, worker, fleet, chat, script, monkeypatch):
     monkeypatch.setattr(pair_trials, "_RETRY_SECONDS", 0.05)
     p = await fleet.prefill("a")
-    d = await worker(script.die, disaggregation_mode="decode", **fleet.told("a"))
+    d = await worker(script.die, disaggregation_mode="decode", **fleet.info_of("a"))
     made = await router(prefill=[p], decode=[d])
     await ready(made, script)
     d.behaviour = fleet.answer
@@ -256,7 +256,7 @@ async def test_a_pair_that_could_not_be_tried_is_used_and_tried_again(router, wo
 
 
 async def test_one_of_a_kind_that_differs_is_set_apart(router, fleet, chat, script):
-    """Two that tell the same key, and one of which cannot be reached."""
+    """Two report the same key, and one of them cannot be reached."""
     p, d, odd = await fleet.prefill("a"), await fleet.decode("a"), await fleet.decode("a")
     fleet.fits = None
     verdicts = {d: True, odd: False}

@@ -1,4 +1,4 @@
-"""Pairs: both halves of a request, and how the failure of one reaches the other."""
+"""Pairs: both calls of a request, and the effect of one's failure on the other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def fields(body: bytes) -> dict:
     return {key: value for key, value in json.loads(body).items() if key.startswith("bootstrap_")}
 
 
-async def test_both_halves_get_the_same_body_and_the_client_decode_s_answer(router, worker, script, connect):
+async def test_both_workers_get_the_same_body_and_the_client_decode_s_response(router, worker, script, connect):
     p = await worker(disaggregation_mode="prefill", disaggregation_bootstrap_port=9123)
     d = await worker(script.stream("one", "two", "[DONE]"), disaggregation_mode="decode")
     client = await connect(await router(prefill=[p], decode=[d]))
@@ -103,7 +103,7 @@ async def test_failed_prefill_is_retried_on_another_with_a_new_room(router, work
     assert len(bad.posts) == 1
     rooms = [fields(body)["bootstrap_room"] for body in d.bodies]
     assert len(rooms) == len(set(rooms)) == 3
-    assert d.left == 1  # the half whose prefill failed was cancelled
+    assert d.left == 1  # the call whose prefill failed was cancelled
 
 
 async def test_prefill_s_refusal_reaches_the_client_while_decode_waits(router, worker, script, chat):
@@ -129,12 +129,12 @@ async def test_failed_decode_is_retried_on_another(router, worker, script, chat,
     front = await router(prefill=[p], decode=[bad, good], policy="round_robin")
     assert [(await chat(front)).status for _ in range(4)] == [200] * 4
     assert len(good.posts) == 4
-    for bodies, least in ((p.bodies, 5), (bad.bodies, 1)):  # no half is sent twice, not even on a stale connection
+    for bodies, least in ((p.bodies, 5), (bad.bodies, 1)):  # no call is sent twice, not even on a stale connection
         rooms = [fields(body)["bootstrap_room"] for body in bodies]
         assert len(set(rooms)) == len(rooms) >= least
 
 
-async def test_another_decode_takes_over_from_the_same_prefill_which_is_told_of_the_room_before(
+async def test_another_decode_takes_over_from_the_same_prefill_which_gets_the_previous_room(
         router, worker, script, chat):
     async def die_once(served):
         await (script.die if sum(len(d.posts) for d in decodes) == 1 else script.answer)(served)
@@ -150,7 +150,7 @@ async def test_another_decode_takes_over_from_the_same_prefill_which_is_told_of_
     assert second in [fields(d.bodies[0]) for d in decodes]  # decode need not know
 
 
-async def test_a_batch_names_all_rooms_before(router, worker, script, request_to):
+async def test_a_batch_names_all_previous_rooms(router, worker, script, request_to):
     async def fail_once(served):
         served.answer(500 if sum(len(d.posts) for d in decodes) == 1 else 200)
 
@@ -189,7 +189,7 @@ async def test_failed_transfer_is_tried_again_on_the_same_pair(router, worker, s
 
 
 async def test_dead_prefill_worker(router, worker, script, chat):
-    """Prefill's process is gone: decode's half must not be left waiting, and the client gets an answer soon."""
+    """Prefill's process is gone: decode's call must not be left waiting, and the client gets a response soon."""
     p, d = await worker(), await worker(script.silence)
     front = await router(prefill=[p], decode=[d], health_check_interval_secs=60)
     await p.stop()
@@ -214,7 +214,7 @@ async def test_decode_that_breaks_mid_stream_ends_with_an_error_event(router, wo
 
 
 async def test_slow_prefill_answer_neither_delays_nor_leaks(router, worker, script, chat):
-    """Decode may be done before prefill's own answer ends; its load is held until then, the client is not."""
+    """Decode may be done before prefill's own response ends; its load counts until then, the client need not wait."""
     async def late(served):
         await asyncio.sleep(0.2)
         served.answer()

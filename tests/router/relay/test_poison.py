@@ -1,4 +1,4 @@
-"""Requests that kill workers: two die at most, and nobody who ran beside them is refused."""
+"""Requests that kill workers: two die at most, and no request that ran next to them is refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CODE = "poison_request"
 
 
 async def kill(mock):
-    """As SIGKILL does: nobody listens any more, and all connections are reset."""
+    """As SIGKILL does: the port is closed, and all connections are reset."""
     mock.dead = mock.stopped = True
     mock.server.close()
     for connection in list(mock.connections):
@@ -108,7 +108,7 @@ def assert_refused(reply):
 
 
 @pytest.mark.parametrize("how", ["killed", "engine"])
-async def test_poison_kills_two_of_a_pool_and_all_who_ran_beside_it_are_answered(router, chat, pool, how):
+async def test_poison_kills_two_of_a_pool_and_all_requests_next_to_it_are_answered(router, chat, pool, how):
     workers = await pool(4, mortal(how=how))
     front = await router(*workers, policy="round_robin")
     innocents = [ask(chat, front, f"hello {number}") for number in range(12)]
@@ -132,7 +132,7 @@ async def test_its_like_is_refused_for_a_while_whatever_ids_it_carries(router, c
     assert (await chat(front, messages=POISON)).status != 400 and dead(workers) == 3
 
 
-async def test_poison_in_streams_beside_others_that_go_on(router, chat, pool):
+async def test_poison_in_streams_next_to_others_that_are_continued(router, chat, pool):
     workers = await pool(4, counting(kills_at=3), **OURS)
     front = await router(*workers, policy="round_robin")
     innocents = [ask(chat, front, f"hello {number}", stream=True, temperature=0) for number in range(12)]
@@ -144,7 +144,7 @@ async def test_poison_in_streams_beside_others_that_go_on(router, chat, pool):
 
 
 @pytest.mark.parametrize("how", ["killed", "engine"])
-async def test_poison_in_streams_that_cannot_go_on_is_known_when_its_client_tries_again(
+async def test_poison_in_streams_that_cannot_be_continued_is_known_when_its_client_tries_again(
         router, chat, pool, script, how):
     async def end_in_the_middle(served):
         if b"poison" not in served.body:
@@ -188,7 +188,7 @@ async def test_without_health_checks_a_worker_lives_that_accepts_connections(rou
         assert (await chat(front)).status == 200
 
 
-async def test_nobody_is_suspected_with_seconds_of_0(router, chat, pool):
+async def test_no_request_is_suspected_with_seconds_of_0(router, chat, pool):
     workers = await pool(3, mortal())
     front = await router(*workers, poison_refusal_secs=0)
     assert (await chat(front, messages=POISON)).status == 503
@@ -198,8 +198,8 @@ async def test_nobody_is_suspected_with_seconds_of_0(router, chat, pool):
 # ---------------------------------------------------------------------- innocents alone
 
 
-async def test_an_operator_s_kills_refuse_nobody(router, chat, pool):
-    """Forty clients without a pause, under whom two of four workers are killed one after the other."""
+async def test_an_operator_s_kills_refuse_no_request(router, chat, pool):
+    """Forty clients without a pause, while two of four workers are killed one after the other."""
     workers = await pool(4, mortal(takes=0.2))
     front = await router(*workers, policy="round_robin")
     loop = asyncio.get_running_loop()
@@ -219,7 +219,7 @@ async def test_an_operator_s_kills_refuse_nobody(router, chat, pool):
 
 
 async def test_a_long_stream_outlives_many_kills(router, chat, pool, script, monkeypatch):
-    """It goes on each time for longer than what kills a worker takes to do so."""
+    """It is continued each time for longer than a killer takes to kill."""
     monkeypatch.setattr(poison_guard, "_OUTLIVED_SECONDS", 0.1)
     monkeypatch.setattr(poison_guard, "_MAX_CONTINUED_AGE_SECONDS", 0.05)
     workers = await pool(6, counting(pause=0.3), **OURS)

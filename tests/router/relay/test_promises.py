@@ -41,7 +41,7 @@ async def test_bodies_pass_untouched_but_for_injected_fields(router, worker, req
 
 @pytest.mark.parametrize("kind", ["pair", "continued"])
 async def test_a_slow_reader_holds_back_the_worker(router, worker, connect, script, kind):
-    """Bytes of a stream that nobody reads stay bounded, of pairs too, and where the router follows the stream."""
+    """The buffered bytes of an unread stream stay bounded, for pairs too, and if the router logs the stream."""
     produced = 0
     event = b"data: " + b'{"choices":[{"token_ids":[1]}],"x":"%b"}' % (b"x" * 2**15) + b"\n\n"
     chunk = b"%x\r\n%b\r\n" % (len(event), event)
@@ -61,17 +61,17 @@ async def test_a_slow_reader_holds_back_the_worker(router, worker, connect, scri
     front = await router(d) if kind == "continued" else await router(prefill=[await worker()], decode=[d])
     client = await connect(front)
     client.send("POST", "/v1/chat/completions", b'{"messages": [], "stream": true, "temperature": 0}')
-    held = -1
-    while held != produced or not held:
-        held = produced
+    buffered = -1
+    while buffered != produced or not buffered:
+        buffered = produced
         await asyncio.sleep(0.3)
-    assert held < 24 * 2**20  # mostly the kernel's socket buffers on both legs
+    assert buffered < 24 * 2**20  # mostly the kernel's socket buffers on both legs
     assert front.dispatcher.registry.available("decode" if kind == "pair" else "regular")[0].load == 1
     client.leave()
 
 
 async def test_twenty_bad_requests_open_no_breaker(router, worker, script, chat):
-    """Neither on whole workers nor on pairs, whichever half refuses."""
+    """Neither on single workers nor on pairs, whichever of the two refuses."""
     bad, good = await worker(script.status(400)), await worker()
     for front in (await router(bad), await router(prefill=[bad], decode=[good]),
                   await router(prefill=[good], decode=[bad])):
@@ -110,7 +110,7 @@ async def test_the_cluster_goes_down_and_comes_back(router, worker, request_to, 
 
 
 async def test_chats_that_share_a_system_prompt_spread(router, worker, chat):
-    """Affinity looks at the whole conversation: its later turns stay where it began, other chats go elsewhere."""
+    """Affinity considers the whole conversation: its later turns stay on its first worker, other chats go elsewhere."""
     workers = [await worker() for _ in range(4)]
     front = await router(*workers, policy="cache_aware")
     system = {"role": "system", "content": "You are kind. " * 60}
@@ -135,7 +135,7 @@ async def test_in_pairs_both_roles_use_what_they_were_sent(router, worker, chat)
     assert hits == {"prefill": 18, "decode": 18}
 
 
-async def test_a_client_that_leaves_frees_both_silent_halves(router, worker, script, connect):
+async def test_a_client_that_leaves_frees_both_silent_workers(router, worker, script, connect):
     """Also when decode has begun its stream and says nothing any more."""
     async def begin(served):
         served.head()

@@ -51,7 +51,7 @@ async def test_request_id_is_passed_or_made(router, worker, request_to):
         assert dict(served.headers)[b"x-request-id"].decode() == reply.headers["x-request-id"]
 
 
-async def test_connections_are_kept_and_pipelined_requests_served_in_order(router, worker, connect):
+async def test_connections_stay_open_and_pipelined_requests_are_served_in_order(router, worker, connect):
     async def echo(served):
         await asyncio.sleep(0.01 if b"0" in served.body else 0)
         served.answer(body=served.body)
@@ -132,7 +132,7 @@ async def test_retry_excludes_the_failed_worker(router, worker, script, chat):
     assert bad.posts
 
 
-async def test_worker_s_5xx_is_relayed_when_nobody_is_left(router, worker, script, chat):
+async def test_worker_s_5xx_is_relayed_when_no_worker_is_left(router, worker, script, chat):
     workers = [await worker(script.status(500)) for _ in range(2)]
     reply = await chat(await router(*workers))
     assert (reply.status, reply.error["message"]) == (500, "scripted 500")
@@ -231,7 +231,7 @@ _HALVES = {"announced": (b"content-length: 100", b'{"a": 1'),
 
 
 @pytest.mark.parametrize("framing", _HALVES)
-async def test_answer_that_breaks_half_way_is_asked_of_another_worker(framing, router, worker, chat):
+async def test_a_response_that_breaks_off_is_requested_of_another_worker(framing, router, worker, chat):
     broken, whole = await worker(_half(*_HALVES[framing])), await worker()
     front = await router(broken, whole, policy="round_robin")
     replies = [await chat(front) for _ in range(4)]
@@ -241,14 +241,14 @@ async def test_answer_that_breaks_half_way_is_asked_of_another_worker(framing, r
 
 
 @pytest.mark.parametrize("framing", _HALVES)
-async def test_answer_that_always_breaks_half_way_is_an_error(framing, router, worker, chat):
+async def test_a_response_that_always_breaks_off_is_an_error(framing, router, worker, chat):
     front = await router(await worker(_half(*_HALVES[framing])), retry_max_retries=1)
     reply = await chat(front)
     assert (reply.status, reply.complete, reply.error["code"]) == (503, True, "worker_unavailable")
 
 
 @pytest.mark.parametrize(("framing", "rest"), [("announced", b"x" * 93), ("chunked", b"x" * 57 + b"\r\n0\r\n\r\n")])
-async def test_answer_that_comes_in_pieces_is_whole(framing, rest, router, worker, connect):
+async def test_a_response_that_comes_in_parts_is_complete(framing, rest, router, worker, connect):
     client = await connect(await router(await worker(_half(*_HALVES[framing], then=rest))))
     for _ in range(3):  # of the third, the head is known
         client.send("POST", "/generate", b"{}")
@@ -259,7 +259,7 @@ async def test_answer_that_comes_in_pieces_is_whole(framing, rest, router, worke
 
 @pytest.mark.parametrize("framing", [b"content-length: 3000000", b"transfer-encoding: chunked"])
 async def test_long_answer_that_breaks_is_cut(framing, router, worker, connect):
-    """Nobody holds megabytes; what was sent of them is not taken for a whole answer."""
+    """Megabytes are not buffered; the part that was sent is not taken for a complete response."""
     start = b"" if framing.startswith(b"content") else b"%x\r\n" % 3_000_000
     front = await router(await worker(_half(framing, start + b"1" * 2_000_000)))
     client = await connect(front)
@@ -270,7 +270,7 @@ async def test_long_answer_that_breaks_is_cut(framing, router, worker, connect):
     assert front.metrics.broken_streams == 1
 
 
-async def test_stream_that_is_no_event_stream_is_not_held_up(router, worker, script, connect):
+async def test_a_stream_that_is_no_event_stream_is_not_delayed(router, worker, script, connect):
     async def lines(served):
         served.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/x-ndjson\r\ntransfer-encoding: chunked\r\n\r\n")
         served.write(b"3\r\n{}\n\r\n")
@@ -282,7 +282,7 @@ async def test_stream_that_is_no_event_stream_is_not_held_up(router, worker, scr
 
 
 async def test_answer_without_a_length_that_breaks_is_reset(router, worker, connect):
-    """Its end is the connection's: only a reset tells that it was not all."""
+    """Its end is the connection's: only a reset shows that it was not complete."""
     async def break_off(served):
         served.write(b"HTTP/1.0 200 OK\r\n\r\nhalf")
         await asyncio.sleep(0.05)
@@ -329,7 +329,7 @@ async def test_client_that_leaves_a_silent_worker_is_noticed(router, worker, scr
 
 
 async def test_client_that_does_not_read_stops_the_worker(router, worker, connect, script):
-    """A stream may hold some buffers' worth in the router, not all that a worker can produce."""
+    """A stream may fill some buffers in the router, not with all that a worker can produce."""
     produced = 0
 
     async def pour(served):
@@ -346,10 +346,10 @@ async def test_client_that_does_not_read_stops_the_worker(router, worker, connec
     client = await connect(await router(await worker(pour), request_timeout_secs=0.2))
     client.send("POST", "/generate", b"{}")
     await asyncio.sleep(0.5)
-    held = produced
-    assert held < 24 * 2**20  # mostly the kernel's socket buffers on both legs
+    buffered = produced
+    assert buffered < 24 * 2**20  # mostly the kernel's socket buffers on both legs
     await asyncio.sleep(0.3)
-    assert produced == held
+    assert produced == buffered
     total = 0
     while total < 64 * 2**20:  # ... and nothing is lost, nor does waiting for the client count as silence
         data = await asyncio.wait_for(client.reader.read(2**20), 5)
@@ -438,12 +438,12 @@ async def test_a_head_met_before_is_relayed_like_the_first(router, worker, conne
     assert len({dict(served.headers)[b"x-request-id"] for served in mock.posts}) == 5
 
 
-async def test_an_answer_that_comes_in_pieces_after_a_head_met_before(router, worker, connect):
+async def test_a_response_that_comes_in_parts_after_a_known_head(router, worker, connect):
     async def talk(served):
         served.write(b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\n" + (b"abc" if len(mock.posts) % 2 else b""))
-        for piece in ((b"d", b"ef") if len(mock.posts) % 2 else (b"ab", b"cdef")):
+        for part in ((b"d", b"ef") if len(mock.posts) % 2 else (b"ab", b"cdef")):
             await asyncio.sleep(0.01)
-            served.write(piece)
+            served.write(part)
 
     mock = await worker(talk)
     client = await connect(await router(mock))

@@ -1,4 +1,4 @@
-"""--dp-aware: the data-parallel ranks of a server are what requests are placed on."""
+"""--dp-aware: requests are placed on the data-parallel ranks of a server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ranked(worker):
     return start
 
 
-@pytest.mark.parametrize(("body", "told"), [
+@pytest.mark.parametrize(("body", "expected"), [
     (b'{"a": 1.50}', b'{"data_parallel_rank":3,"a": 1.50}'),
     (b" { }\n", b' {"data_parallel_rank":3 }\n'),
     (b'{"text": "say \\"data_parallel_rank\\""}', b'{"data_parallel_rank":3,"text": "say \\"data_parallel_rank\\""}'),
@@ -32,12 +32,12 @@ def ranked(worker):
     (b"[1]", b"[1]"), (b"", b""), (b"--boundary\r\n", b"--boundary\r\n"),
     (b'{"routed_dp_rank": ', b'{"routed_dp_rank": '),
 ])
-def test_a_rank_is_told_in_the_body(body, told):
-    assert with_rank(CHAT, body, 3) == told
+def test_a_rank_is_added_to_the_body(body, expected):
+    assert with_rank(CHAT, body, 3) == expected
     assert with_rank(b"/tokenize", body, 3) == body
 
 
-def test_a_decode_server_is_told_both_ranks():
+def test_a_decode_server_gets_both_ranks():
     body = with_rank(CHAT, with_prefill_rank(b'{"disagg_prefill_dp_rank": 7, "a": 1.50}', 0), 1)
     assert json.loads(body) == {"data_parallel_rank": 1, "disagg_prefill_dp_rank": 0, "a": 1.5}
     assert body.count(b"disagg_prefill_dp_rank") == 1
@@ -94,7 +94,7 @@ async def test_load_is_that_of_ranks(router, ranked, script, connect):
         client.leave()
 
 
-async def test_pairs_place_both_halves_on_ranks(router, ranked, chat, script):
+async def test_pairs_place_both_calls_on_ranks(router, ranked, chat, script):
     p = await ranked(2, disaggregation_mode="prefill", disaggregation_bootstrap_port=9001)
     d = await ranked(4, disaggregation_mode="decode")
     front = await router(prefill=[p], decode=[d], dp_aware=True, policy="round_robin")
@@ -199,6 +199,6 @@ def test_each_rank_tells_of_its_cache_on_its_own_port(rank, ports):
     from baton.router.monitoring.kv_event_watch import source_of
     from baton.router.workers.registry import Worker
 
-    told = {"kv_events_config": '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5600"}'}
-    source = source_of(Worker(Endpoint.parse("http://h:1"), rank=rank), told)
+    info = {"kv_events_config": '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5600"}'}
+    source = source_of(Worker(Endpoint.parse("http://h:1"), rank=rank), info)
     assert (source.events, source.replay) == tuple(f"tcp://h:{port}" for port in ports)

@@ -1,4 +1,4 @@
-"""Which endpoint goes where: to one worker, to a pair, to all, to the one that keeps what is asked for."""
+"""Routes of the endpoints: to one worker, to a pair, to all, to the one that stores the requested object."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_a_pair_generates(router, worker, request_to, path):
 
 
 @pytest.mark.parametrize("path", ALL)
-async def test_all_servers_are_told(router, worker, request_to, path):
+async def test_broadcasts_reach_all_servers(router, worker, request_to, path):
     p, d = await worker(), await worker()
     reply = await request_to(await router(prefill=[p], decode=[d]), "POST", path, b'{"a": 1.50}')
     assert (reply.status, p.bodies, d.bodies) == (200, [b'{"a": 1.50}'], [b'{"a": 1.50}'])
@@ -57,14 +57,14 @@ async def test_what_is_not_served_says_what_to_use(router, request_to, path, hin
 
 
 async def test_metrics_of_all_servers_on_one_page(router, worker, request_to, script):
-    def tells(page, status=200):
-        async def tell(served):
+    def serves(page, status=200):
+        async def serve(served):
             served.answer(status, page)
-        return tell
+        return serve
 
-    first = await worker(tells(b'# TYPE x counter\nx_total{m="1"} 3\n'))
-    second = await worker(tells(b'# TYPE x counter\nx_total{m="1"} 4\n'))
-    front = await router(first, second, await worker(tells(b"<html>{", 404)), await worker(tells(b"no {page")))
+    first = await worker(serves(b'# TYPE x counter\nx_total{m="1"} 3\n'))
+    second = await worker(serves(b'# TYPE x counter\nx_total{m="1"} 4\n'))
+    front = await router(first, second, await worker(serves(b"<html>{", 404)), await worker(serves(b"no {page")))
     reply = await request_to(front, "GET", "/engine_metrics")
     assert (reply.status, reply.headers["content-type"].split(";")[0]) == (200, "text/plain")
     lines = reply.body.decode().splitlines()
@@ -73,13 +73,13 @@ async def test_metrics_of_all_servers_on_one_page(router, worker, request_to, sc
     assert lines.count("# TYPE x_total counter") == 1
 
 
-async def test_workers_are_told_under_the_key_that_opens_them(router, worker, request_to):
-    """What changes servers is asked for with the router's admin key, and shown to them with theirs."""
+async def test_broadcasts_carry_each_worker_s_key(router, worker, request_to):
+    """Changes of servers need the router's admin key, and reach the servers with their own."""
     mock = await worker()
     front = await router(mock, api_key="client", admin_api_key="admin", worker_api_key="servers'")
-    for key, status, told in (("client", 401, 0), ("admin", 200, 1)):
+    for key, status, count in (("client", 401, 0), ("admin", 200, 1)):
         reply = await request_to(front, "POST", "/flush_cache", b"", f"Authorization: Bearer {key}\r\n")
-        assert (reply.status, len(mock.posts)) == (status, told)
+        assert (reply.status, len(mock.posts)) == (status, count)
     assert dict(mock.posts[0].headers)[b"authorization"] == b"Bearer servers'"
 
 
@@ -107,7 +107,7 @@ async def test_questions_of_sglang_router_s_clients_are_answered(router, worker,
 
 
 async def test_every_endpoint_of_our_servers_is_there(router, worker, request_to):
-    """Relayed, told to all, or answered by the router itself."""
+    """Relayed, broadcast, or answered by the router itself."""
     from baton.common.serving import app
 
     front = await router(await worker())
@@ -213,10 +213,10 @@ async def test_our_decode_servers_serve_a_session_alone(router, worker, request_
     assert not any("bootstrap_room" in served.json for mock in decodes for served in mock.posts)
 
 
-async def test_errors_are_told_in_the_api_s_form(router, request_to):
+async def test_errors_have_the_api_s_form(router, request_to):
     front = await router()
-    told = (await request_to(front, "POST", "/v1/messages", {"messages": []})).json
-    assert (told["type"], told["error"]["type"]) == ("error", "overloaded_error")
+    body = (await request_to(front, "POST", "/v1/messages", {"messages": []})).json
+    assert (body["type"], body["error"]["type"]) == ("error", "overloaded_error")
     assert (await request_to(front, "GET", "/v1/messages")).json["error"]["type"] == "invalid_request_error"
     assert (await request_to(front, "POST", "/v1/responses", {})).error["code"] == "worker_unavailable"
 
@@ -236,12 +236,12 @@ async def test_a_new_session_falls_to_a_worker_that_is_there(router, worker, req
 # ---------------------------------------------------------------------- the end of a broken stream
 
 
-@pytest.mark.parametrize(("path", "first", "told"), [
+@pytest.mark.parametrize(("path", "first", "expected"), [
     ("/v1/chat/completions", "data: ", ["error", "message"]),
     ("/v1/messages", "event: error\ndata: ", ["error", "message"]),
     ("/v1/responses", "event: error\ndata: ", ["message"]),
 ])
-async def test_a_broken_stream_ends_in_its_api_s_form(router, worker, request_to, path, first, told):
+async def test_a_broken_stream_ends_in_its_api_s_form(router, worker, request_to, path, first, expected):
     async def break_off(served):
         served.head()
         served.event("one")
@@ -253,7 +253,7 @@ async def test_a_broken_stream_ends_in_its_api_s_form(router, worker, request_to
     assert last.startswith(first)
     found = json.loads(last.removeprefix(first))
     assert path == "/v1/chat/completions" or found["type"] == "error"
-    for key in told:
+    for key in expected:
         found = found[key]
     assert found == "The worker closed its connection before the end of the answer."
 

@@ -29,7 +29,7 @@ def engine_died(url: str) -> Failure:
     return Failure("dead", f"the engine of {url} died", refused=True)
 
 
-class AnswerFacts(NamedTuple):
+class ResponseFacts(NamedTuple):
     """The facts of a response's head that relaying depends on."""
 
     status: int
@@ -44,7 +44,7 @@ class AnswerFacts(NamedTuple):
     """Bytes of the status line."""
 
     @classmethod
-    def read(cls, status: int, head: bytes) -> AnswerFacts:
+    def read(cls, status: int, head: bytes) -> ResponseFacts:
         folded = head.lower()
         chunked = b"\r\ntransfer-encoding:" in folded
         start = folded.find(b"\r\ncontent-type:")
@@ -57,10 +57,10 @@ class AnswerFacts(NamedTuple):
 _RETRY_AFTER = b"retry-after: 1\r\n"
 
 
-class AnswerHead(msgspec.Struct, gc=False, eq=False):
+class ResponseHead(msgspec.Struct, gc=False, eq=False):
     """The head of a response, and the part of the body that came with it."""
 
-    facts: AnswerFacts
+    facts: ResponseFacts
     data: bytes
     """All bytes so far: the head and the beginning of the body."""
     size: int
@@ -89,10 +89,10 @@ class AnswerHead(msgspec.Struct, gc=False, eq=False):
         return self.facts.status == 200 and self.facts.event_stream and self.facts.chunked
 
 
-class Sink(Protocol):
+class ResponseSink(Protocol):
     """Receives a response; ``upstream`` has the contract."""
 
-    def answer_head(self, head: AnswerHead) -> None: ...
-    def answer_data(self, data: bytes) -> None: ...
-    def answer_end(self, *, reusable: bool) -> None: ...
-    def answer_lost(self, failure: Failure) -> None: ...
+    def on_response_head(self, head: ResponseHead) -> None: ...
+    def on_response_data(self, data: bytes) -> None: ...
+    def on_response_end(self, *, reusable: bool) -> None: ...
+    def on_response_lost(self, failure: Failure) -> None: ...
