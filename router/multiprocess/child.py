@@ -114,9 +114,9 @@ async def _run(sock: socket.socket) -> None:
 
 
 class Child:
-    """The parts of a router in a child; what it lacks the parent does."""
+    """The components of a router in a child; the parent does the rest."""
 
-    accepts = True
+    accepts_clients = True
 
     def __init__(self, begin: Start, link: Link, ended: asyncio.Event):
         self._begin = begin
@@ -129,7 +129,7 @@ class Child:
         self._pending: dict[int, asyncio.Future[AdminResponse]] = {}
         self._num_asked = 0
         self._ticker: asyncio.Task[None] | None = None
-        self.router = Router(begin.config, parts=self)
+        self.router = Router(begin.config, components=self)
 
     async def start(self, early: list[Any]) -> None:
         """Applies the updates that came so far, and accepts connections; raises ConfigError."""
@@ -147,7 +147,7 @@ class Child:
             await asyncio.sleep(_REFRESH_SECONDS)
             self._registry.refresh()
 
-    # ------------------------------------------------------------------ the parts
+    # ------------------------------------------------------------------ components
 
     def registry(self, config: RouterConfig, on_drained: Callable[[Worker], None]) -> Registry:
         self._registry = SharedRegistry(self._stats, self._begin.child, self._link.send, config.circuit.rules,

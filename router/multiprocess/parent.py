@@ -1,6 +1,6 @@
 """The parent process of a router: its workers, their health, its own endpoints, the sums of metrics.
 
-It is a router that accepts no client and places no request. Children report to it what they see, and pass on what
+It is a router that accepts no client and sends no request of one. Children report to it what they see, and pass on what
 clients ask of the router itself.
 """
 
@@ -73,9 +73,9 @@ class AdmissionTotals:
 
 
 class Parent:
-    """The parts of the router in the parent; ``children()`` are those that run."""
+    """The components of the router in the parent; ``children()`` are those that run."""
 
-    accepts = False
+    accepts_clients = False
 
     def __init__(self, config: RouterConfig, stats: SharedStats, children: Callable[[], Sequence[ChildProcess]]):
         self._stats = stats
@@ -89,7 +89,7 @@ class Parent:
         self._scheduled: asyncio.Handle | None = None
         self._drains: asyncio.Task[None] | None = None
         self._replies: set[asyncio.Task[None]] = set()
-        self.router = Router(_parent_config(config), parts=self)
+        self.router = Router(_parent_config(config), components=self)
         self._feed = UpdateFeed(self._registry, self._rows)
 
     async def start(self) -> None:
@@ -104,7 +104,7 @@ class Parent:
             self._drains.cancel()
         await self.router.stop()
 
-    # ------------------------------------------------------------------ the parts
+    # ------------------------------------------------------------------ components
 
     def registry(self, config: RouterConfig, on_drained: Callable[[Worker], None]) -> Registry:
         self._leave = on_drained
@@ -122,7 +122,7 @@ class Parent:
 
     def dispatcher(self, config: RouterConfig, registry: Registry, metrics: Metrics, rng: Random,
                    suspect: Callable[[Worker, Failure], None]) -> Dispatcher:
-        """Only asks workers: it places no request, so its policies need not know anything."""
+        """A dispatcher that only checks workers: it makes no decisions, so its policies need not know anything."""
         policy = dataclasses.replace(config.policy, policy="random", prefill_policy=None, decode_policy=None)
         return Dispatcher(dataclasses.replace(config, policy=policy), registry, metrics, rng, suspect)
 
@@ -261,7 +261,7 @@ class Parent:
     def _end_drains(self) -> bool:
         """Removes draining workers that have no request in any process; returns whether there were any.
 
-        Only once all children have applied the drain: until then one might still place a request there.
+        Only once all children have applied the drain: until then one might still send a request there.
         """
         self._send_update()
         if self._applied_version() < self._feed.version:

@@ -1,4 +1,4 @@
-"""The router's metrics, under documented names, at the price of a dictionary update a request.
+"""The router's metrics, under documented names, at the cost of a dictionary update a request.
 
 prometheus-client's own counters take a lock and walk their buckets in Python (about 5 us for a
 request's share). Here the hot path counts into plain dictionaries, and a collector turns them into
@@ -45,11 +45,11 @@ class Histogram:
 
     def buckets(self) -> list[tuple[str, float]]:
         """Cumulative counts by upper bound, as Prometheus writes them."""
-        seen, found = 0, []
+        seen, buckets = 0, []
         for bound, count in zip((*map(str, SECONDS), "+Inf"), self.counts):
             seen += count
-            found.append((bound, float(seen)))
-        return found
+            buckets.append((bound, float(seen)))
+        return buckets
 
 
 class AdmissionCounts(Protocol):
@@ -64,7 +64,7 @@ class AdmissionCounts(Protocol):
 
 
 class Metrics:
-    """What has been counted since the start; written by the event loop's thread only."""
+    """Counters since the start; written by the event loop's thread only."""
 
     def __init__(self, registry: Registry):
         self._registry = registry
@@ -110,6 +110,14 @@ class Metrics:
                          self.first_tokens)
         yield _histogram("inter_token_seconds", "Mean gap between the events of a stream, one observation a stream.",
                          self.inter_tokens)
+        yield from self._workers()
+        yield from self._admission()
+        yield _counter("worker_failures", "Attempts that their worker failed.", ("worker",),
+                       self.worker_failures)
+        yield _counter("circuits_opened", "Circuits opened by requests that failed in a row.", ("worker",),
+                       self.circuits_opened)
+
+    def _workers(self) -> Iterator[Metric]:
         labels = ("worker", "role")
         load = GaugeMetricFamily("baton_router_worker_inflight_requests", "Requests of this router on a worker.",
                                  labels=labels)
@@ -130,16 +138,14 @@ class Metrics:
         yield cached
         yield healthy
         yield circuit
-        entry = self.admission
-        yield _gauge("running_requests", "Requests that were let in and have not ended.", entry.running if entry else 0)
-        yield _gauge("queued_requests", "Requests that wait to be let in.", entry.queued if entry else 0)
-        yield _counter("refused_requests", "Requests not let in.", ("reason",),
-                       entry.refused if entry else dict.fromkeys(REFUSALS, 0))
-        yield _counter("worker_failures", "Attempts that their worker failed.", ("worker",),
-                       self.worker_failures)
-        yield _counter("circuits_opened", "Circuits opened by requests that failed in a row.", ("worker",),
-                       self.circuits_opened)
 
+    def _admission(self) -> Iterator[Metric]:
+        admission = self.admission
+        yield _gauge("running_requests", "Requests that were let in and have not ended.",
+                     admission.running if admission else 0)
+        yield _gauge("queued_requests", "Requests that wait to be let in.", admission.queued if admission else 0)
+        yield _counter("refused_requests", "Requests not let in.", ("reason",),
+                       admission.refused if admission else dict.fromkeys(REFUSALS, 0))
 
     def _pairs(self) -> Iterator[Metric]:
         yield _gauge("pairs", "Pairs of a prefill and a decode worker that take requests and fit together.",

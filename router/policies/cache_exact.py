@@ -155,12 +155,12 @@ class CacheExact:
 
     # ------------------------------------------------------------------ reading
 
-    def read(self, request: Request, found: RoutingFields | None) -> Prompt | None:
+    def read(self, request: Request, fields: RoutingFields | None) -> Prompt | None:
         """Returns the prompt; where its text is new, with the amendment that asks for its pages."""
-        text = found.routing_text if found is not None else b""
+        text = fields.routing_text if fields is not None else b""
         if not text:
             return None
-        assert found is not None
+        assert fields is not None
         if _is_token_ids(text):
             ids = split(text)
             return Prompt(len(text), ids.keys, ids)

@@ -134,11 +134,11 @@ class ConsistentHash:
         self._counter: Iterator[int] = count(1)
         self._loads = LoadView()
 
-    def read(self, request: Request, found: RoutingFields | None) -> bytes:
-        """The session's key, b"" where there is none."""
+    def read(self, request: Request, fields: RoutingFields | None) -> bytes:
+        """Returns the session's key, b"" where there is none."""
         if named := request.header(self._header):
             return named
-        if found is None:
+        if fields is None:
             return b""
         try:
             key = _decode_session(request.body).key

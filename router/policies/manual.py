@@ -118,7 +118,7 @@ class Manual:
         for key in words[:1]:
             self.table.assign(key, worker_id, new=bool(new))
 
-    def read(self, request: Request, found: RoutingFields | None) -> bytes:
+    def read(self, request: Request, fields: RoutingFields | None) -> bytes:
         return request.header(ROUTING_KEY)
 
     def choose(self, workers: Sequence[Worker], subject: bytes) -> Decision:

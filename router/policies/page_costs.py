@@ -22,7 +22,7 @@ SAME_HOST_TRANSFER_COST = 0.02
 FULL_MEMORY_COST = 1e6
 """Cost of a decode worker whose memory cannot take the prompt: it is only chosen when none can."""
 DUPLICATION_COST = 2.0
-"""Cost of a missing page that another worker has (a copy takes memory in which something else would be found again), or
+"""Cost of a missing page that another worker has (a copy takes memory in which something else would be cached), or
 that does not fit: it is computed, and so is the page that it evicts."""
 REMAINING_FRACTION = 0.5
 """A request in flight has half of its pages still to compute on average."""

@@ -28,9 +28,9 @@ class PrefixHash:
         self._ring = WorkerRing()
         self._loads = LoadView()
 
-    def read(self, request: Request, found: RoutingFields | None) -> bytes:
-        """The beginning of the prompt."""
-        text = prompt_text(request, found)
+    def read(self, request: Request, fields: RoutingFields | None) -> bytes:
+        """Returns the beginning of the prompt."""
+        text = prompt_text(request, fields)
         if text[:1] == b"[" and text[1:9].lstrip()[:1].isdigit():
             return b",".join(text[:self._tokens * 16].split(b",", self._tokens)[:self._tokens])
         return text[:self._tokens * BYTES_PER_TOKEN]
