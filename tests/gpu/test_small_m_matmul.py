@@ -95,14 +95,14 @@ def test_a_chain_in_a_graph_equals_launches_one_by_one(kind, rows):
 
 hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
                             reason="needs a Hopper GPU")
-STREAMED = [PersistentTile(64, 1, 64, 8), PersistentTile(64, 2, 64, 12), PersistentTile(64, 2, 128, 4, 2),
+PERSISTENT = [PersistentTile(64, 1, 64, 8), PersistentTile(64, 2, 64, 12), PersistentTile(64, 2, 128, 4, 2),
             PersistentTile(128, 4, 64, 5), PersistentTile(64, 4, 64, 8)]
 
 
 @hopper
-@pytest.mark.parametrize("tile", STREAMED)
+@pytest.mark.parametrize("tile", PERSISTENT)
 @pytest.mark.parametrize("width,out", [(4096, 6144), (14336, 4096), (2048, 1024), (1056, 144), (64, 24)])
-def test_streamed_products_equal_torch_and_rows_do_not_depend_on_their_number(width, out, tile):
+def test_persistent_products_equal_torch_and_rows_do_not_depend_on_their_number(width, out, tile):
     """Of whole tiles and of others, of fewer steps than are under way, and ending in the activation."""
     weight = random(out, width, seed=1).mul(width**-0.5).bfloat16()
     x, bias = random(32, width).bfloat16(), random(out, seed=2).bfloat16()
@@ -116,9 +116,9 @@ def test_streamed_products_equal_torch_and_rows_do_not_depend_on_their_number(wi
 
 
 @hopper
-@pytest.mark.parametrize("tile", STREAMED)
+@pytest.mark.parametrize("tile", PERSISTENT)
 @pytest.mark.parametrize("rows", [1, 8, 16])
-def test_streamed_products_in_a_chain_equal_launches_one_by_one(rows, tile):
+def test_persistent_products_in_a_chain_equal_launches_one_by_one(rows, tile):
     """Each asks for its weights before the last one's result is there."""
     weights = [random(4096, 4096, seed=seed).div(64).bfloat16() for seed in range(4)] * 6
     want = x = random(rows, 4096).bfloat16()
