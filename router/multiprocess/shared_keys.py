@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from ..admission.admission import TokenBucket
+from ..admission.limits import TokenBucket
 from .shared_stats import MAX_KEYS, SharedCount, SharedStats
 
 

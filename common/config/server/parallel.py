@@ -1,4 +1,4 @@
-"""Ranks: what is split over them, and where they run."""
+"""Flags of parallelism: ranks, experts, attention groups, stages, hosts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ParallelArgs:
 
     @property
     def for_decode(self) -> ParallelArgs:
-        """These of a pair's decode server, which has no stages."""
+        """The flags of a pair's decode server, which has no stages."""
         return replace(self, pp_size=1, pp_max_micro_batch_size=None, pp_layer_partition=())
 
     def _check_stages(self) -> None:
@@ -78,13 +78,13 @@ class ParallelArgs:
                               "of --pp-size.")
         if self.pp_size > 1 and (self.enable_eplb or self.ep_num_redundant_experts
                                  or self.expert_distribution_recorder_mode is not None):
-            raise ConfigError("--enable-eplb, --ep-num-redundant-experts and --expert-distribution-recorder-mode look "
-                              "at the experts of all layers, and a stage of --pp-size has some: leave them out.")
+            raise ConfigError("--enable-eplb, --ep-num-redundant-experts and --expert-distribution-recorder-mode "
+                              "need the experts of all layers in each rank: leave them out with --pp-size.")
 
 
 @dataclass(frozen=True)
 class DataParallelArgs:
-    """Attention groups within one server, and which of them computes a request."""
+    """Flags of attention groups, and of the balancing between them."""
 
     enable_dp_attention: bool = flag(False, help=(
         "make attention groups of --tp-size / --dp-size ranks with requests, a KV pool and a schedule of their own, "
@@ -107,16 +107,8 @@ class DataParallelArgs:
     def __post_init__(self) -> None:
         if self.dp_size < 1:
             raise ConfigError(f"--dp-size must be 1 or more, not {self.dp_size}.")
-        if self.dp_size > 1 and not self.enable_dp_attention:
-            raise ConfigError(f"--dp-size {self.dp_size} needs --enable-dp-attention; for whole replicas start several "
-                              "servers behind the router (launch_cluster --dp-size does).")
-        if self.dp_size == 1 and (self.enable_dp_attention or self.enable_dp_lm_head):
-            raise ConfigError("--enable-dp-attention and --enable-dp-lm-head need a --dp-size above 1.")
         if self.two_batch_min_tokens < 4:
             raise ConfigError(f"--two-batch-min-tokens must be 4 or more, not {self.two_batch_min_tokens}.")
-        if self.enable_two_batch_overlap and self.dp_size == 1:
-            raise ConfigError("--enable-two-batch-overlap hides what attention groups exchange: it needs "
-                              "--enable-dp-attention and a --dp-size above 1.")
 
 
 @dataclass(frozen=True)
@@ -146,6 +138,6 @@ class NodeArgs:
 
     @property
     def link_address(self) -> tuple[str, int]:
-        """Where host 0 listens for the others."""
+        """The address at which host 0 listens for the others."""
         assert self.dist_init_addr is not None and self.first_host is not None
         return self.first_host, int(self.dist_init_addr.rpartition(":")[2]) + 1
