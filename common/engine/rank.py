@@ -129,6 +129,14 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     loop = EngineLoop(ticker, parts.tracker, scheduler, cache, control, send, events, watchdog,
                       parts.grammars, parts.runner.meeting if parallel.dp_size > 1 else None,
                       None if _is_group_leader(spec) else channel.send)
+    _run_loop(loop)
+    for closing in (watchdog, events, line, channel, parallel):
+        if closing is not None:
+            closing.close()
+
+
+def _run_loop(loop: EngineLoop) -> None:
+    """Run the loop until Shutdown; exits where another rank has ended."""
     try:
         loop.run()
     except RuntimeError as error:
@@ -137,14 +145,6 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
         log.error("another rank of the engine has ended, so this one ends")
         log.debug("the error that showed it", exc_info=True)
         raise SystemExit(1) from None
-    if watchdog is not None:
-        watchdog.close()
-    if events is not None:
-        events.close()
-    if line is not None:
-        line.close()
-    channel.close()
-    parallel.close()
 
 
 def _failure_sentence(spec: RankSpec, error: Exception) -> str:
