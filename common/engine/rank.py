@@ -116,10 +116,8 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
         channel.close()
         raise SystemExit(1) from None
     cache = parts.batcher.cache
-    capacity = cache.num_pages * cache.page_size
     if spec.rank == 0:
-        channel.send(Ready(capacity, min(capacity, parts.runner.spec.context_length), parts.runner.model,
-                           scheduler.peers.key))
+        channel.send(_ready(parts, scheduler))
     log.info("ready: %d KV pages of %d tokens", cache.num_pages, cache.page_size)
     control = Control(spec.config, parallel.everyone, parts.runner, parts.batcher, scheduler.peers)
     timeout = spec.config.observe.watchdog_timeout
@@ -133,6 +131,12 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     for closing in (watchdog, events, line, channel, parallel):
         if closing is not None:
             closing.close()
+
+
+def _ready(parts: EngineParts, scheduler: Scheduler) -> Ready:
+    cache, runner = parts.batcher.cache, parts.runner
+    capacity = cache.num_pages * cache.page_size
+    return Ready(capacity, min(capacity, runner.spec.context_length), runner.model, scheduler.peers.key)
 
 
 def _run_loop(loop: EngineLoop) -> None:
