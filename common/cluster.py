@@ -193,4 +193,5 @@ def ask(url: str, model: str, question: str, timeout: float = 120.0) -> str:
     request = urllib.request.Request(
         url + "/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=timeout) as answer:
-        return json.load(answer)["choices"][0]["message"]["content"]
+        result: str = json.load(answer)["choices"][0]["message"]["content"]
+        return result

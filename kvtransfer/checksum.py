@@ -126,4 +126,5 @@ def _scatter(sums: np.ndarray) -> np.ndarray:
     """The finalizer of splitmix64 (Steele, Lea, Flood 2014): every bit of the input changes half of the output's."""
     sums = (sums ^ (sums >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     sums = (sums ^ (sums >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return sums ^ (sums >> np.uint64(31))
+    result: np.ndarray = sums ^ (sums >> np.uint64(31))
+    return result

@@ -1,4 +1,4 @@
-"""The router, put together: its parts, workers and sockets, and their beginning and end."""
+"""The router: its components, workers and sockets, how they start and stop."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from random import Random
 from ..common.api.errors import ConfigError, WorkerUnavailable
 from ..common.config.addresses import cannot_listen
 from ..common.obs.tracing import exporter_for
-from .components import Components, LocalParts
+from .components import Components, LocalComponents
 from .config import RouterConfig
 from .config.endpoint import Endpoint
 from .entry import RequestHandler
-from .monitoring.activity import tell_activity
+from .monitoring.activity import log_activity
 from .monitoring.dashboard import Sampler
 from .monitoring.discovery import Discovery
 from .monitoring.worker_reports import WorkerReports
@@ -33,62 +33,64 @@ from .relay.dispatcher import RETRY_AFTER_SECONDS, Dispatcher, Watch
 from .workers.registry import Worker, WorkerMetadata
 
 logger = logging.getLogger("baton.router")
-_LAST_WORDS_SECONDS = 1.0
-"""How long clients that are slow to read may take to be told that their requests are cut."""
+_LAST_ERRORS_SECONDS = 1.0
+"""Time for clients that are slow to read to take the errors of requests that were cut at shutdown."""
 
 
 class Router:
     """One router process: ``await start()``, requests are served, ``await stop()``."""
 
-    def __init__(self, config: RouterConfig, *, rng: Random | None = None, parts: Components | None = None):
+    def __init__(self, config: RouterConfig, *, rng: Random | None = None, components: Components | None = None):
         self.config = config
-        self._parts = parts = parts or LocalParts()
-        self.registry = parts.registry(config, self._leave)
+        self._components = components = components or LocalComponents()
+        self.registry = components.registry(config, self._leave)
         self.metrics = Metrics(self.registry)
         self.reports = WorkerReports(self)
         self.sampler = Sampler(self)
         self._rng = rng or Random()
-        self._health = parts.health(config, self.registry, self._regroup if config.workers.dp_aware else None)
+        self._health = components.health(config, self.registry, self._update_ranks if config.workers.dp_aware else None)
         self._connections: set[ClientConnection] = set()
         self._server: asyncio.Server | None = None
-        self._scraped: asyncio.Server | None = None
+        self._metrics_server: asyncio.Server | None = None
         self._discovery: Discovery | None = None
         self.port = config.http.port
-        self._sweeper: asyncio.Task[None] | None = None
-        self._teller: asyncio.Task[None] | None = None
+        self._sweep_task: asyncio.Task[None] | None = None
+        self._activity_task: asyncio.Task[None] | None = None
         self._tracer = Tracer(exporter_for(config.observe.traces_to)) if config.observe.traces_to else None
         self._gate: AdmissionGate | None = None
 
-    # ------------------------------------------------------------------ life
+    # ------------------------------------------------------------------ start and stop
 
     async def start(self) -> None:
-        """Listen and begin to watch the workers; raises ConfigError when the address cannot be had."""
+        """Listens and begins to watch the workers; raises ConfigError when it cannot listen at the address."""
         loop = asyncio.get_running_loop()
         self._deadlines = Deadlines(loop, ClientLimits.of(self.config.http))
-        parts = self._parts
-        self.dispatcher = parts.dispatcher(self.config, self.registry, self.metrics, self._rng, self._health.suspect)
+        components = self._components
+        self.dispatcher = components.dispatcher(self.config, self.registry, self.metrics, self._rng,
+                                                self._health.suspect)
         if self.dispatcher.policies.exact is not None:
-            self.dispatcher.watch = _watch(self.dispatcher, self.dispatcher.policies.exact)
+            self.dispatcher.watch = _kv_watch(self.dispatcher, self.dispatcher.policies.exact)
         rules = self.config.admission.rules
-        self._gate = AdmissionGate(parts.admission(rules, loop), loop) if rules.active and parts.accepts else None
+        if rules.active and components.accepts_clients:
+            self._gate = AdmissionGate(components.admission(rules, loop), loop)
         self.metrics.admission = self._gate.admission if self._gate is not None else None
-        self.entry = RequestHandler(self, parts.answer, self._rng, self._tracer, self._gate)
-        if parts.accepts:
+        self.entry = RequestHandler(self, components.answer, self._rng, self._tracer, self._gate)
+        if components.accepts_clients:
             self._server = await self._listen(self.entry.serve, self.config.http.host, self.config.http.port,
                                               server_context(self.config.security))
             self.port = self._server.sockets[0].getsockname()[1]
         if self.config.observe.prometheus_port is not None:
-            self._scraped = await self._listen(self.entry.serve_scrape, self.config.observe.prometheus_host,
+            self._metrics_server = await self._listen(self.entry.serve_scrape, self.config.observe.prometheus_host,
                                                self.config.observe.prometheus_port, None)
         for spec in self.config.workers.specs:
             self.add_worker(Worker(Endpoint.parse(spec.url), spec.role, bootstrap_port=spec.bootstrap_port, named=True))
         if self.config.discovery.service_discovery:
             self._discovery = Discovery(self, self.config.discovery)
         self.sampler.start()
-        self._sweeper = loop.create_task(self._sweep())
+        self._sweep_task = loop.create_task(self._sweep())
         if self.config.logs.log_interval:
-            self._teller = loop.create_task(tell_activity(self, self.config.logs.log_interval))
-        gc.freeze()  # What lives as long as the process need not be walked by every full collection.
+            self._activity_task = loop.create_task(log_activity(self, self.config.logs.log_interval))
+        gc.freeze()  # Objects that live as long as the process need not be walked by every full collection.
 
     async def _listen(self, serve: Serve, host: str, port: int, tls: ssl.SSLContext | None) -> asyncio.Server:
         loop = asyncio.get_running_loop()
@@ -106,23 +108,23 @@ class Router:
             raise cannot_listen(host, port, error, host_flag=flags[0], port_flag=flags[1]) from None
 
     async def stop(self) -> None:
-        """Stop accepting, let running requests end for up to ``--shutdown-grace-secs``, then cut them."""
-        assert self._sweeper is not None
+        """Stops accepting, lets running requests end for up to ``--shutdown-grace-secs``, then cuts them."""
+        assert self._sweep_task is not None
         if self._server is not None:
             self._server.close()
-        if self._scraped is not None:
-            self._scraped.close()
+        if self._metrics_server is not None:
+            self._metrics_server.close()
         for connection in list(self._connections):
             connection.close_when_idle()
         deadline = self.dispatcher.loop.time() + self.config.http.shutdown_grace_secs
         while self._connections and self.dispatcher.loop.time() < deadline:
             await asyncio.sleep(0.02)
-        await self._expire()
+        await self._cut_requests()
         for connection in list(self._connections):
             connection.transport.abort()
-        self._sweeper.cancel()
-        if self._teller is not None:
-            self._teller.cancel()
+        self._sweep_task.cancel()
+        if self._activity_task is not None:
+            self._activity_task.cancel()
         self.sampler.stop()
         self.reports.stop()
         if self._discovery is not None:
@@ -138,8 +140,8 @@ class Router:
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
 
-    async def _expire(self) -> None:
-        """End what still runs, each request with an error of its API, and give clients a moment to take it."""
+    async def _cut_requests(self) -> None:
+        """Ends all running requests, each with an error of its API, and gives clients a moment to read it."""
         error = WorkerUnavailable("The router was shut down before the answer was complete.",
                                   retry_after=RETRY_AFTER_SECONDS)
         cut = 0
@@ -150,7 +152,7 @@ class Router:
         if cut:
             logger.warning("%d %s cut at the end of --shutdown-grace-secs.", cut,
                            "request was" if cut == 1 else "requests were")
-        deadline = self.dispatcher.loop.time() + _LAST_WORDS_SECONDS
+        deadline = self.dispatcher.loop.time() + _LAST_ERRORS_SECONDS
         while any(connection.transport.get_write_buffer_size() for connection in self._connections):
             if self.dispatcher.loop.time() > deadline:
                 break
@@ -167,39 +169,39 @@ class Router:
     # ------------------------------------------------------------------ membership
 
     def add_worker(self, worker: Worker) -> None:
-        """Register a worker and begin to watch it; raises Conflict when its URL is taken."""
+        """Registers a worker and begins to watch it; raises Conflict when its URL is taken."""
         worker.always_healthy |= self.config.health.disable_health_check
         self.registry.add(worker)
         self.dispatcher.open_pool(worker)
         self._health.watch(worker, self.dispatcher)
 
     def drain_worker(self, url: str) -> list[Worker]:
-        """Take a worker, or all ranks of a server, out of new decisions; each is removed when its running requests have
-        ended. Raises NotFound."""
-        drained = [self.registry.drain(worker.url) for worker in self.registry.at(url)]
+        """Removes a worker, or all ranks of a server, from new decisions; each is unregistered when its running
+        requests have ended. Raises NotFound."""
+        drained = [self.registry.drain(worker.url) for worker in self.registry.workers_at(url)]
         for worker in drained:
             if worker in self.registry:
                 logger.info("Worker %s drains; %d requests run on it.", worker.url, worker.load)
         return drained
 
     def remove_worker(self, url: str, *, force: bool = False) -> list[Worker]:
-        """Take a worker, or all ranks of a server, off the list; running requests end undisturbed, unless ``force``
-        cuts them. Raises NotFound."""
-        removed = self.registry.at(url)
+        """Unregisters a worker, or all ranks of a server; running requests end undisturbed, unless ``force`` cuts them.
+        Raises NotFound."""
+        removed = self.registry.workers_at(url)
         for worker in removed:
             if force:
-                self._parts.cut(self.dispatcher, worker)
+                self._components.cut(self.dispatcher, worker)
             self._leave(worker)
         return removed
 
     def update_worker(self, url: str, metadata: WorkerMetadata, api_key: str | None) -> None:
-        """Change what is noted of a worker, or of all ranks of a server, and its key. Raises NotFound."""
-        for worker in self.registry.at(url):
+        """Changes the metadata of a worker, or of all ranks of a server, and its key. Raises NotFound."""
+        for worker in self.registry.workers_at(url):
             worker.metadata = metadata
             if api_key is not None:
                 worker.api_key = api_key
                 self.dispatcher.update_key(worker)
-        self.registry.changed()
+        self.registry.rebuild()
 
     def _leave(self, worker: Worker) -> None:
         self.registry.remove(worker.url)
@@ -207,25 +209,25 @@ class Router:
         self.dispatcher.close_pool(worker)
         logger.info("Worker %s is removed; %d requests still run on it.", worker.url, worker.load)
 
-    def _regroup(self, worker: Worker, count: int) -> None:
-        """A server told how many ranks it has: make each of them a worker."""
-        wanted: set[int | None] = set(range(count)) if count > 1 else {None}
+    def _update_ranks(self, worker: Worker, count: int) -> None:
+        """Makes each of the ranks that a server reports a worker."""
+        ranks: set[int | None] = set(range(count)) if count > 1 else {None}
         present = {known.rank: known for known in self.registry if known.root is worker.root}
-        if worker.draining or present.keys() == wanted:
+        if worker.draining or present.keys() == ranks:
             return
         for rank, known in present.items():
-            if rank not in wanted:
+            if rank not in ranks:
                 self._leave(known)
-        for rank in wanted - present.keys():
-            self.add_worker(worker.of_rank(rank))
+        for rank in ranks - present.keys():
+            self.add_worker(worker.for_rank(rank))
 
     def counts(self) -> dict[str, int]:
-        """Workers by role and state, as ``{"prefill_healthy": 2}``."""
+        """Counts workers by role and state, as ``{"prefill_healthy": 2}``."""
         return dict(Counter(f"{worker.role}_{worker.state}" for worker in self.registry))
 
 
-def _watch(dispatcher: Dispatcher, policy: CacheExact) -> Watch:
-    """Only cache_exact needs ZMQ."""
+def _kv_watch(dispatcher: Dispatcher, policy: CacheExact) -> Watch:
+    """Follows the workers' KV events for cache_exact, the only policy that needs ZMQ; raises ConfigError without it."""
     try:
         from .monitoring.kv_event_watch import KVWatch
     except ImportError:
@@ -241,7 +243,7 @@ def _watch(dispatcher: Dispatcher, policy: CacheExact) -> Watch:
 
 async def serve(config: RouterConfig, *, ready: Callable[[Router], None] | None = None,
                 stop: asyncio.Event | None = None) -> None:
-    """Run a router until ``stop`` is set (without one: until cancelled); ``ready`` is called once it listens."""
+    """Runs a router until ``stop`` is set (without one: until cancelled); ``ready`` is called once it listens."""
     router = Router(config)
     await router.start()
     try:

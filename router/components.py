@@ -1,4 +1,4 @@
-"""What a router is made of. In one of several processes (see ``processes``) some of it is shared with the others."""
+"""The components of a router, and how they are built. A process of several (see ``multiprocess``) builds its own."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Health(Protocol):
 
 
 class Components(Protocol):
-    """Builds the parts of a router, and answers requests to the router itself."""
+    """Builds the components of a router, and answers requests to the router itself."""
 
-    accepts: bool
-    """Clients connect to this process."""
+    accepts_clients: bool
+    """True if clients connect to this process."""
 
     def registry(self, config: RouterConfig, on_drained: Callable[[Worker], None]) -> Registry: ...
     def health(self, config: RouterConfig, registry: Registry,
@@ -52,10 +52,10 @@ class Components(Protocol):
         ...
 
 
-class LocalParts:
-    """The parts of a router that is one process."""
+class LocalComponents:
+    """The components of a router that is one process."""
 
-    accepts = True
+    accepts_clients = True
 
     def registry(self, config: RouterConfig, on_drained: Callable[[Worker], None]) -> Registry:
         return Registry(failure_threshold=config.health.health_failure_threshold,
@@ -82,7 +82,7 @@ class LocalParts:
 
 
 def answer_locally(router: ClusterView, request: Request) -> Response | Coroutine[Any, Any, Response]:
-    """Answers from what this process knows, now or later; raises ServingError."""
+    """Answers a request to the router itself in this process, now or later; raises ServingError."""
     route = ADMIN_ROUTES.get(request.path)
     if route is None:
         return serve_workers(router, request)

@@ -158,7 +158,7 @@ class RequestHandler:
                 self._respond(connection, request, answer_models(self._registry.models, request))
                 return
             self._resolve_model(request, fields)
-            if (path.startswith(STORE_PATHS) and self._registry.models.apart
+            if (path.startswith(STORE_PATHS) and self._registry.models.grouped
                     and stored_objects.refers_to_stored(request)):
                 connection.handler = _Task(self._relay_stored(connection, request, route),
                                            partial(self._refuse, connection, request))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @command("launch_router")
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a router until SIGTERM or SIGINT; exits with status 2 and one sentence when it cannot start."""
+    """Runs a router until SIGTERM or SIGINT; exits with status 2 and one sentence when it cannot start."""
     config = parse(RouterConfig, translate(sys.argv[1:] if argv is None else argv), prog="launch_router",
                    description="Route OpenAI-compatible requests to whole workers or to pairs of prefill and decode.")
     setup_logging(config.logs, "router")
@@ -49,7 +49,7 @@ async def _run(config: RouterConfig) -> None:
 
 
 def _stop(stop: asyncio.Event) -> None:
-    if stop.is_set():  # Asked twice: the running requests are not waited for.
+    if stop.is_set():  # A second signal: running requests are not waited for.
         raise SystemExit(1)
     stop.set()
 
@@ -62,7 +62,7 @@ def _announce(config: RouterConfig, router: Router | Supervisor) -> None:
     security = config.security
     if security.client_keys and not security.admin_keys:
         logging.getLogger("baton.router").warning(
-            "There are keys of clients and none of an administrator: nobody may add, drain or remove workers over "
+            "There are keys of clients and none of an administrator: no one may add, drain or remove workers over "
             "HTTP, or change them (--admin-api-key KEY; it may be the clients').")
     elif not security.admin_keys and not is_loopback(config.http.host):
         logging.getLogger("baton.router").warning(

@@ -1,4 +1,4 @@
-"""What every process of a router sets up before it serves."""
+"""Limits and garbage collection of a router's processes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import resource
 
 
 def prepare() -> None:
+    """Sets up the process before it serves."""
     _raise_descriptor_limit()
     # Requests leave no reference cycles behind; at Python's default of 700 objects the collector still runs
     # over the live ones every 40 requests, which costs up to 2 us each.
@@ -14,7 +15,8 @@ def prepare() -> None:
 
 
 def _raise_descriptor_limit() -> None:
-    """A request holds two or three descriptors; the usual soft limit of 1,024 ends at some 400 streams."""
+    """Raises the soft limit to the hard one: a request takes two or three descriptors, so the usual 1,024 allow some
+    400 streams."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

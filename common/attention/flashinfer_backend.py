@@ -130,7 +130,9 @@ class FlashInferBackend:
 
     def _lengths(self, batch: ForwardBatch) -> np.ndarray:
         """Of each request, with what is computed in this step."""
-        return (np.diff(batch.kv_indptr_cpu) - 1) * self._pool.layout.page_size + batch.kv_last_page_len_cpu
+        full_pages: np.ndarray = np.diff(batch.kv_indptr_cpu) - 1
+        lengths: np.ndarray = full_pages * self._pool.layout.page_size + batch.kv_last_page_len_cpu
+        return lengths
 
     def _over_tensors_of(self, batch: ForwardBatch) -> Any:
         """A wrapper that reads the page table where a graph finds it, and plans into the memory all graphs share."""

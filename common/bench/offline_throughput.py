@@ -11,9 +11,10 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 
 from ..config.cli import parse
+from ..config.command import INTERRUPTED
 from .client.engine_sender import Engine, EngineSender
 from .client.load import Load
-from .command import INTERRUPTED, reported, until_interrupted
+from .command import reported, until_interrupted
 from .offline_args import BenchOffline
 from .report.figures import Figures, figures
 from .report.progress import Progress

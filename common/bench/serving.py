@@ -15,6 +15,7 @@ import uvloop
 
 from ..api.errors import ConfigError
 from ..config.cli import parse
+from ..config.command import INTERRUPTED
 from ..config.packages import install
 from ..tokenizer.tokenizer import Tokenizer, load_tokenizer
 from .client.answer import Answer
@@ -23,7 +24,7 @@ from .client.client import Client
 from .client.control import Control
 from .client.load import Load
 from .client.server_sender import ServerSender
-from .command import INTERRUPTED, reported, until_interrupted
+from .command import reported, until_interrupted
 from .report.figures import Figures, figures
 from .report.goodput import Slo
 from .report.plot import draw

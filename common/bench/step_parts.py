@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # type: ignore[attr-defined]  # exported without __all__
 from torch.profiler import ProfilerActivity, profile
 
 PARTS = ("attention", "GEMM", "norm", "sampling", "other", "host")

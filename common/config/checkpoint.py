@@ -1,4 +1,4 @@
-"""Where a checkpoint's files are, and its JSON."""
+"""Finds a checkpoint's folder, on the disk or from the hub, and reads its JSON files."""
 
 from __future__ import annotations
 
@@ -9,38 +9,39 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..api.errors import ConfigError
-from .hub import COMMIT, FACTS, WEIGHTS, Told, download
+from .hub import COMMIT, METADATA_PATTERNS, WEIGHT_PATTERNS, OnProgress, download
 from .server import ModelArgs
 
 
-def resolve_checkpoint(args: ModelArgs, told: Told | None = None) -> Path:
-    """The checkpoint's local folder, downloaded from the hub where needed; raises ConfigError. ``told`` follows the
-    download of the weights."""
+def resolve_checkpoint(args: ModelArgs, on_progress: OnProgress | None = None) -> Path:
+    """Returns the checkpoint's local folder, after a download from the hub where needed; raises ConfigError.
+
+    ``on_progress`` is called with the share of the weights that is there, while they are downloaded."""
     folder = _local(args)
     if folder is not None:
         return folder
-    facts = download(args.model_path, args.revision, FACTS)
+    metadata = download(args.model_path, args.revision, METADATA_PATTERNS)
     if args.load_format == "dummy":
-        return facts
-    return download(args.model_path, facts.name if COMMIT.fullmatch(facts.name) else args.revision,
-                    (*FACTS, *WEIGHTS), told)
+        return metadata
+    return download(args.model_path, metadata.name if COMMIT.fullmatch(metadata.name) else args.revision,
+                    (*METADATA_PATTERNS, *WEIGHT_PATTERNS), on_progress)
 
 
-def resolve_facts(args: ModelArgs) -> Path:
-    """A folder with all but the weights, which are not downloaded; raises ConfigError."""
-    return _local(args) or download(args.model_path, args.revision, FACTS)
+def resolve_metadata(args: ModelArgs) -> Path:
+    """Returns a folder with all files but the weights, which are not downloaded; raises ConfigError."""
+    return _local(args) or download(args.model_path, args.revision, METADATA_PATTERNS)
 
 
-def pinned(args: ModelArgs) -> ModelArgs:
-    """With the hub's commit as revision, so that all processes load the same one. Raises ConfigError."""
+def pin_revision(args: ModelArgs) -> ModelArgs:
+    """Sets the revision to the hub's commit, so that all processes load the same one. Raises ConfigError."""
     if _local(args) is not None:
         return args
-    commit = resolve_facts(args).name
+    commit = resolve_metadata(args).name
     return replace(args, revision=commit) if COMMIT.fullmatch(commit) else args
 
 
 def _local(args: ModelArgs) -> Path | None:
-    """The checkpoint's folder; None where --model-path names a repository of the hub. Raises ConfigError."""
+    """Returns the checkpoint's folder; None where --model-path names a repository of the hub. Raises ConfigError."""
     name = args.model_path
     if name == "tinychat":
         from ..tinychat import CHECKPOINT
@@ -54,17 +55,17 @@ def _local(args: ModelArgs) -> Path | None:
     return None
 
 
-def pooling_of(args: ModelArgs) -> Literal["last", "mean"]:
-    """``--pooling``, or what the checkpoint says in sentence-transformers' form; raises ConfigError as
+def resolve_pooling(args: ModelArgs) -> Literal["last", "mean"]:
+    """Returns ``--pooling``, for auto the checkpoint's own in sentence-transformers' format; raises ConfigError as
     ``resolve_checkpoint`` does."""
     if args.pooling != "auto":
         return args.pooling
-    found = read_json(resolve_facts(args) / "1_Pooling" / "config.json") or {}
+    found = read_json(resolve_metadata(args) / "1_Pooling" / "config.json") or {}
     return "mean" if found.get("pooling_mode_mean_tokens") else "last"
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The file's object, None without the file; raises ConfigError."""
+    """Returns the file's object, None without the file; raises ConfigError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -90,7 +90,8 @@ class _Flag:
         elif default is not None and default is not False and default not in ((), ""):
             told = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
             text += f" (default: {told})"
-        return text.replace("%", "%%")
+        result: str = text.replace("%", "%%")
+        return result
 
     def convert(self, value: Any) -> Any:
         """Bring a parsed or YAML value to the field's type; raises ConfigError where it does not fit."""

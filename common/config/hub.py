@@ -1,4 +1,4 @@
-"""Downloads from the Hugging Face hub, and how far they are."""
+"""Downloads from the Hugging Face hub, and reports their progress."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from ..api.errors import ConfigError
 
-FACTS = ("*.json", "1_Pooling/*.json", "*.jinja", "*.txt", "*.model")
-"""What tells about a model: everything but its weights."""
-WEIGHTS = ("*.safetensors",)
+METADATA_PATTERNS = ("*.json", "1_Pooling/*.json", "*.jinja", "*.txt", "*.model")
+"""Files that describe a model: all but its weights."""
+WEIGHT_PATTERNS = ("*.safetensors",)
 _IGNORED = ("original/*",)  # gpt-oss's weights a second time
 _LOOK_SECONDS = 0.5
 
-Told = Callable[[float], None]
-"""Is told the share of a download that is there."""
+OnProgress = Callable[[float], None]
+"""Called with the share of a download that is on the disk, 0 to 1."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-def download(name: str, revision: str | None, patterns: Sequence[str], told: Told | None = None) -> Path:
-    """The local folder of a repository's files that match; it is named after the commit. Raises ConfigError."""
+def download(name: str, revision: str | None, patterns: Sequence[str], on_progress: OnProgress | None = None) -> Path:
+    """Returns the local folder of a repository's files that match; it is named after the commit. Raises ConfigError."""
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
     except ImportError:
         raise ConfigError(f"--model-path {name} is no local folder, and huggingface-hub is not installed to "
                           "download it.") from None
-    logging.getLogger("huggingface_hub").handlers.clear()  # its lines go where ours go, not to stderr as well
+    logging.getLogger("huggingface_hub").handlers.clear()  # its records reach our handlers, and would reach stderr, too
     try:
-        with _watched(name, revision, patterns, told) if told else _unwatched():
+        with _watched(name, revision, patterns, on_progress) if on_progress else nullcontext():
             return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns),
                                           ignore_patterns=list(_IGNORED)))
     except GatedRepoError:
@@ -48,16 +48,11 @@ def download(name: str, revision: str | None, patterns: Sequence[str], told: Tol
 
 
 @contextmanager
-def _unwatched() -> Iterator[None]:
-    yield
-
-
-@contextmanager
-def _watched(name: str, revision: str | None, patterns: Sequence[str], told: Told) -> Iterator[None]:
-    """Tell of a download's progress while the block runs. What is on the disk is counted, whoever fetches it and by
-    whichever of the hub's protocols."""
+def _watched(name: str, revision: str | None, patterns: Sequence[str], on_progress: OnProgress) -> Iterator[None]:
+    """Reports a download's progress while the block runs, by the bytes on the disk: they count whichever process and
+    protocol of the hub fetches them."""
     stop = threading.Event()
-    thread = threading.Thread(target=_watch, args=(name, revision, patterns, told, stop), daemon=True,
+    thread = threading.Thread(target=_watch, args=(name, revision, patterns, on_progress, stop), daemon=True,
                               name="download-progress")
     thread.start()
     try:
@@ -67,20 +62,21 @@ def _watched(name: str, revision: str | None, patterns: Sequence[str], told: Tol
         thread.join()
 
 
-def _watch(name: str, revision: str | None, patterns: Sequence[str], told: Told, stop: threading.Event) -> None:
+def _watch(name: str, revision: str | None, patterns: Sequence[str], on_progress: OnProgress,
+           stop: threading.Event) -> None:
     try:
-        sizes, blobs = _wanted(name, revision, patterns)
+        sizes, blobs = _expected_sizes(name, revision, patterns)
     except Exception:  # the download itself will say what is wrong
         return
     total = sum(sizes.values())
     while total and not stop.wait(_LOOK_SECONDS):
-        told(min(_present(blobs, sizes) / total, 1.0))
+        on_progress(min(_present(blobs, sizes) / total, 1.0))
 
 
-def _wanted(name: str, revision: str | None, patterns: Sequence[str]) -> tuple[dict[str, int], Path]:
-    """Bytes by the name of the file that they come to, and that file's folder in the hub's cache."""
+def _expected_sizes(name: str, revision: str | None, patterns: Sequence[str]) -> tuple[dict[str, int], Path]:
+    """Returns each blob's size in bytes by its name, and the folder of blobs in the hub's cache."""
     from huggingface_hub import HfApi, constants
-    from huggingface_hub.utils import filter_repo_objects
+    from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]  # exported lazily
 
     info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=30)
     files: dict[str, Any] = {file.rfilename: file for file in info.siblings or []}
@@ -92,9 +88,8 @@ def _wanted(name: str, revision: str | None, patterns: Sequence[str]) -> tuple[d
 
 
 def _present(blobs: Path, sizes: dict[str, int]) -> int:
-    """Bytes of the wanted files that are there, of those that are incomplete (``NAME.….incomplete``) as far as they
-    are."""
-    found: dict[str, int] = {}
+    """Counts the bytes of these blobs on the disk; an incomplete one (``NAME.….incomplete``) counts in part."""
+    present: dict[str, int] = {}
     for path in blobs.iterdir() if blobs.is_dir() else ():
         name = path.name.partition(".")[0]
         if name in sizes:
@@ -102,6 +97,6 @@ def _present(blobs: Path, sizes: dict[str, int]) -> int:
                 stat = path.stat()
             except FileNotFoundError:  # it was complete just now
                 continue
-            found[name] = max(found.get(name, 0), min(stat.st_size, stat.st_blocks * 512, sizes[name])
-                              if path.name.endswith(".incomplete") else sizes[name])
-    return sum(found.values())
+            present[name] = max(present.get(name, 0), min(stat.st_size, stat.st_blocks * 512, sizes[name])
+                                if path.name.endswith(".incomplete") else sizes[name])
+    return sum(present.values())

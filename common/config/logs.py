@@ -1,4 +1,4 @@
-"""How a process logs: the same flags for servers, routers and clusters."""
+"""Logging flags, the same for servers, routers and clusters."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ class LogArgs:
 
     @property
     def max_bytes(self) -> int:
-        """Of a log file; 0: any number."""
+        """Largest log file in bytes; 0: no limit."""
         return self.log_max_mb << 20

@@ -1,4 +1,4 @@
-"""What a checkpoint's configuration says about its multi-head latent attention."""
+"""Multi-head latent attention, as a checkpoint's configuration describes it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ class MLASpec:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
     A token leaves one latent of ``kv_lora_rank`` values in each layer, of which every head makes its key
-    (``nope_dim``) and value (``v_dim``), and one key part of ``rope_dim`` values that is turned by its position and
+    (``nope_dim``) and value (``v_dim``), and one key part of ``rope_dim`` values with rotary embedding,
     shared by all heads. Queries come from a latent of ``q_lora_rank``, or straight from the hidden state (None).
-    ``scale`` multiplies scores. ``interleaved``: neighbouring elements are turned together, else halves.
+    ``scale`` multiplies scores. ``interleaved``: RoPE rotates neighbouring elements (GPT-J style), else element i with
+    i + rope_dim / 2 (NeoX style).
     """
 
     q_lora_rank: int | None
@@ -36,7 +37,7 @@ class MLASpec:
 
     @property
     def latent_dim(self) -> int:
-        """Values that the KV cache keeps of a token in a layer."""
+        """Values that the KV cache stores for a token in a layer."""
         return self.kv_lora_rank + self.rope_dim
 
     @property
@@ -45,7 +46,7 @@ class MLASpec:
 
 
 def latent_attention(config: Mapping[str, Any], scaling: Mapping[str, Any] | None) -> MLASpec:
-    """DeepSeek's; ``scaling`` is the rotary embeddings', see ``ModelSpec.rope_scaling``."""
+    """Reads DeepSeek's configuration; ``scaling`` is that of the rotary embeddings (``ModelSpec.rope_scaling``)."""
     nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
     return MLASpec(
         q_lora_rank=config.get("q_lora_rank") or None, kv_lora_rank=config["kv_lora_rank"], nope_dim=nope,
@@ -54,8 +55,9 @@ def latent_attention(config: Mapping[str, Any], scaling: Mapping[str, Any] | Non
 
 
 def _magnitude(scaling: Mapping[str, Any] | None) -> float:
-    """What a stretched context multiplies queries and keys by (YaRN, arXiv:2309.00071, section 3.4), all parts of them:
-    the rotary table can scale only the part that is turned."""
+    """Returns YaRN's factor of queries and keys for a stretched context (arXiv:2309.00071, section 3.4). It applies to
+    all of their values, while the rotary table can scale only those that it rotates."""
     if not scaling or not scaling.get("mscale_all_dim") or scaling["factor"] <= 1:
         return 1.0
-    return 0.1 * scaling["mscale_all_dim"] * math.log(scaling["factor"]) + 1.0
+    result: float = 0.1 * scaling["mscale_all_dim"] * math.log(scaling["factor"]) + 1.0
+    return result

@@ -8,13 +8,20 @@ from functools import partial
 from typing import Any, Literal
 
 from ..api.errors import ConfigError
-from .checkpoint import read_json, resolve_facts
+from .checkpoint import read_json, resolve_metadata
 from .defaults import with_defaults
 from .mla import MLASpec, latent_attention
 from .moe import MoESpec, Stacked, deepseek_experts, gpt_oss_experts, mixtral_experts, qwen_experts
 from .quantization import QuantizationScheme, scheme_of
 from .server import ModelArgs
-from .window import ReadWindows, Windows, in_every_layer, in_turns, nowhere, where_flagged
+from .window import (
+    ReadWindows,
+    Windows,
+    no_window,
+    window_of_all_layers,
+    window_of_alternating_layers,
+    window_of_flagged_layers,
+)
 
 DTYPES = ("float32", "float16", "bfloat16")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -30,7 +37,7 @@ class Architecture:
     qkv_bias: bool = False
     qk_norm: bool = False
     biases_in_config: bool = False
-    windows: ReadWindows = nowhere
+    windows: ReadWindows = no_window
     sinks: bool = False  # a learned logit a head joins its softmax
     experts: Callable[[Mapping[str, Any]], MoESpec | None] | None = None
     latent: bool = False  # multi-head latent attention
@@ -38,18 +45,18 @@ class Architecture:
 
 Head = Literal["words", "labels", "none"]
 
-_QWEN_WINDOWS = partial(where_flagged, slides=lambda layer, last: layer >= last)
+_QWEN_WINDOWS = partial(window_of_flagged_layers, slides=lambda layer, last: layer >= last)
 _FAMILIES = {
     "Llama": Architecture(biases_in_config=True),
-    "Mistral": Architecture(windows=in_every_layer),
+    "Mistral": Architecture(windows=window_of_all_layers),
     "Qwen2": Architecture(qkv_bias=True, windows=_QWEN_WINDOWS),
     "Qwen3": Architecture(qk_norm=True, biases_in_config=True, windows=_QWEN_WINDOWS),
-    "Mixtral": Architecture(windows=in_every_layer, experts=mixtral_experts),
+    "Mixtral": Architecture(windows=window_of_all_layers, experts=mixtral_experts),
     "Qwen2Moe": Architecture(qkv_bias=True, experts=qwen_experts, windows=partial(
-        where_flagged, slides=lambda layer, last: layer < last and layer % 2 == 0)),
+        window_of_flagged_layers, slides=lambda layer, last: layer < last and layer % 2 == 0)),
     "Qwen3Moe": Architecture(qk_norm=True, biases_in_config=True, experts=qwen_experts, windows=partial(
-        where_flagged, slides=lambda layer, last: True)),
-    "GptOss": Architecture(biases_in_config=True, windows=in_turns, sinks=True,
+        window_of_flagged_layers, slides=lambda layer, last: True)),
+    "GptOss": Architecture(biases_in_config=True, windows=window_of_alternating_layers, sinks=True,
                            experts=gpt_oss_experts),
     "DeepseekV2": Architecture(biases_in_config=True, experts=partial(deepseek_experts, version=2), latent=True),
     "DeepseekV3": Architecture(biases_in_config=True, experts=partial(deepseek_experts, version=3), latent=True),
@@ -153,7 +160,7 @@ class ModelSpec:
 
 def load_model_spec(args: ModelArgs) -> ModelSpec:
     """Read ``config.json`` and ``generation_config.json``; raises ConfigError, naming what is unsupported."""
-    folder = resolve_facts(args)
+    folder = resolve_metadata(args)
     config = read_json(folder / "config.json")
     if config is None:
         raise ConfigError(f"{folder} holds no config.json: it is not a Hugging Face checkpoint.")
@@ -223,7 +230,7 @@ def _num_labels(config: dict[str, Any]) -> int:
 
 def _check_supported(config: dict[str, Any]) -> str:
     named = config.get("architectures") or ["none"]
-    found = next((name for name in named if name in ARCHITECTURES), None)
+    found: str | None = next((name for name in named if name in ARCHITECTURES), None)
     if found is None:
         raise ConfigError(f"Architecture {named[0]} is not supported: use a checkpoint of "
                           f"{', '.join(name for name in ARCHITECTURES if name.endswith('ForCausalLM'))}.")

@@ -1,4 +1,4 @@
-"""What of Baton's optional parts is installed, and how to install it: Baton is on no package registry."""
+"""Checks which optional packages are installed, and says how to install them: Baton is on no package registry."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ ENGINE = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub
 
 
 def install(extra: str) -> str:
-    """The command that installs Baton with an extra."""
+    """Returns the command that installs Baton with an extra."""
     return f"pip install '.[{extra}]' in Baton's source folder, or pip install 'WHEEL[{extra}]' with its wheel"
 
 
 def needs_engine(missing: str) -> str:
-    """A sentence for whoever has the router's install and asks for more."""
+    """Returns a sentence for users of the router's install who ask for the engine."""
     return f"This needs the engine ({missing} not installed): {install('engine')}; on GPUs take [engine,cuda]."
 
 
-def has(module: str) -> bool:
-    """Whether a module could be imported; nothing is imported for it."""
+def is_installed(module: str) -> bool:
+    """Tells whether a module could be imported, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # a part of a package that is missing, or a module that was put away
+    except (ImportError, ValueError):  # a submodule of a missing package, or a module that was removed from sys.modules
         return False
 
 
 def missing_engine() -> str:
-    """The modules that the router's install lacks, with commas between them; empty where the engine can run."""
-    return ", ".join(name for name in ENGINE if not has(name))
+    """Returns the modules that the engine lacks, comma-separated; empty when it can run."""
+    return ", ".join(name for name in ENGINE if not is_installed(name))
 
 
 def check_engine() -> None:
-    """Raises ConfigError in the router's install."""
+    """Raises ConfigError when the engine's packages are not installed."""
     if missing := missing_engine():
         raise ConfigError(needs_engine(missing))

@@ -127,14 +127,16 @@ def _init_stages(everyone: TPGroup, count: int, partition: Sequence[int], expert
 
 def _pair(everyone: TPGroup, ranks: list[int], limit: timedelta) -> dist.ProcessGroup:
     if everyone.device_group is None:
-        return dist.new_group(ranks, backend="gloo", timeout=limit)
+        gloo: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", timeout=limit)
+        return gloo
     # It warns that sends of one group wait for each other, which is why every pair has its own.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
     # A send occupies its multiprocessors until the next stage takes it in, which may be a chunk later.
     options.config.max_ctas = _PAIR_CTAS
-    return dist.new_group(ranks, backend="nccl", timeout=limit, pg_options=options)
+    nccl: dist.ProcessGroup = dist.new_group(ranks, backend="nccl", timeout=limit, pg_options=options)
+    return nccl
 
 
 def group_beside(world: TPGroup, ranks: list[int], limit: timedelta, ctas: int = BESIDE_CTAS) -> TPGroup:

@@ -13,7 +13,7 @@ import torch
 from ..api.errors import ConfigError
 from ..api.messages import FromEngine, Loading, Ready, StartFailed
 from ..config.checkpoint import resolve_checkpoint
-from ..config.command import sentence_of
+from ..config.command import describe_error
 from ..config.model import ModelSpec, load_model_spec
 from ..config.server import ServerConfig
 from ..distributed.agreement import Agreeing, is_lost_peer
@@ -158,7 +158,7 @@ def _failure_sentence(spec: RankSpec, error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         details = "; ".join(str(error).split(". ")[:2])
         return f"The GPU has too little free memory ({details}): lower --mem-fraction-static or --max-total-tokens."
-    return f"Rank {spec.rank} could not start: {sentence_of(error)}"
+    return f"Rank {spec.rank} could not start: {describe_error(error)}"
 
 
 def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine], None],

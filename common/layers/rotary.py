@@ -49,7 +49,8 @@ def _dynamic_angles(spec: ModelSpec, scaling: Mapping[str, Any], positions: torc
     length = (positions.double() + 1).clamp(min=trained)
     base = spec.rope_theta * (factor * length / trained - (factor - 1)) ** (dim / (dim - 2))
     exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
-    return positions * (1.0 / base ** exponents).float()
+    result: torch.Tensor = positions * (1.0 / base ** exponents).float()
+    return result
 
 
 def _llama3(frequencies: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
@@ -57,7 +58,8 @@ def _llama3(frequencies: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tens
     factor, low, high = (scaling[key] for key in ("factor", "low_freq_factor", "high_freq_factor"))
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - kept) * frequencies / factor + kept * frequencies
+    result: torch.Tensor = (1 - kept) * frequencies / factor + kept * frequencies
+    return result
 
 
 def _yarn(spec: ModelSpec, scaling: Mapping[str, Any]) -> tuple[torch.Tensor, float]:

@@ -45,11 +45,14 @@ COUNTERS: dict[str, EngineMetric] = {
     "kv_transfer_seconds": EngineMetric("Seconds that completed KV transfers took, the prefill included",
                                         PAIRS),
     "kv_transfer_exposed_seconds": EngineMetric(
-        "Seconds between a prompt's last layer and the arrival of its last KV page", ("prefill",)),
-    "kv_write_seconds": EngineMetric("Seconds with writes of KV pages in flight", ("prefill",)),
+        "Of these seconds, those between a prompt's last layer and the arrival of its last KV page: what computing did "
+        "not hide", ("prefill",)),
+    "kv_write_seconds": EngineMetric("Seconds with writes of KV pages in flight: the bytes sent over these are the "
+                                     "transfer rate", ("prefill",)),
     "kv_messages_dropped": EngineMetric("Stale messages: of peers that restarted, or that came too late", PAIRS),
     "kv_transfers_failed": EngineMetric("KV transfers that failed, by the error's code", PAIRS, "code", ERROR_CODES),
-    "kv_transfers_broken": EngineMetric("KV transfers that broke, by cause", PAIRS, "cause", BREAKAGES),
+    "kv_transfers_broken": EngineMetric("Of the failed KV transfers those that broke, by cause; peer: the other "
+                                        "server counts the cause itself", PAIRS, "cause", BREAKAGES),
 }
 GAUGES: dict[str, EngineMetric] = {
     "token_usage": EngineMetric("Share of the KV pool that is in use by running requests, 0 to 1"),

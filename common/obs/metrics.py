@@ -28,7 +28,7 @@ _STATE_GAUGES = {
     "num_requests_running": ("num_running", "Requests that the engine computes"),
     "num_requests_waiting": ("num_waiting", "Requests that wait in the queue"),
     "num_requests_transferring": ("num_transferring", "Requests whose KV cache is transferred between servers"),
-    "kv_pool_pages": ("total_pages", "Pages of the KV pool"),
+    "kv_pool_pages": ("total_pages", "Pages of the KV pool: the free, allocated and cached ones together"),
     "kv_pages_free": ("free_pages", "Free KV pages"),
     "kv_pages_allocated": ("held_pages", "KV pages allocated to requests"),
     "kv_pages_cached": ("cached_pages", "KV pages of the prefix cache that no request uses"),
@@ -98,13 +98,15 @@ class ServerMetrics:
             return family.labels(**labels)
 
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that produced output")
-        self.cached_tokens = counter("cached_tokens", "Prompt tokens found in the prefix cache")
-        self.generation_tokens = counter("generation_tokens", "Tokens generated")
-        self.ttft = histogram("time_to_first_token_seconds", "From arrival to the first token", _TTFT_BUCKETS)
+        self.cached_tokens = counter("cached_tokens", "Of the prompt tokens those found in this server's prefix cache")
+        self.generation_tokens = counter("generation_tokens", "Tokens generated; a prefill server counts the first "
+                                         "token of each request")
+        self.ttft = histogram("time_to_first_token_seconds", "From arrival to the first token; on a decode server "
+                              "with prefill and transfer", _TTFT_BUCKETS)
         self.itl = histogram("inter_token_latency_seconds", "Between tokens of one request", _ITL_BUCKETS)
         self.e2e = histogram("e2e_request_latency_seconds", "From arrival to the end", _E2E_BUCKETS)
-        self.event_loop_lag = histogram("event_loop_lag_seconds",
-                                        "Lag of the API server's event loop: every stream waits", _LOOP_LAG_BUCKETS)
+        self.event_loop_lag = histogram("event_loop_lag_seconds", "Lag of the API server's event loop, ten times a "
+                                        "second: all streams wait for it", _LOOP_LAG_BUCKETS)
         self._requests = Counter("baton:num_requests", "Requests by outcome: a finish reason, an error code, or "
                                  "'disconnected'", [*labels, "outcome"], registry=self.registry)
         self._labels = labels

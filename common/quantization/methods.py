@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from ...kernels.arguments import Float8Format, Float8Rows
-from ...kernels.float8.fp8_block_matmul import GROUP
+from ...kernels.float8.fp8_matmul import GROUP
 from ...kernels.gemm.dense_matmul import adds_products, compile_tiles, dense_matmul
 from ...kernels.rowwise.silu_and_mul import silu_and_mul
 from ..api.errors import ConfigError

@@ -8,7 +8,7 @@ from pathlib import Path
 from ..api.errors import ConfigError
 from ..config.addresses import check_free
 from ..config.model import ModelSpec
-from ..config.packages import has
+from ..config.packages import is_installed
 from ..config.server import CacheArgs, ServerConfig
 from ..kvcache.layout import DTYPE_BYTES
 from ..tokenizer.templates import check_template
@@ -59,7 +59,7 @@ def _check_packages(config: ServerConfig) -> None:
     if config.mode != "null":
         chosen.append(("--disaggregation-transfer-backend", config.disaggregation.disaggregation_transfer_backend))
     for flag, name in chosen:
-        if name in _WHEELS and not has(name):
+        if name in _WHEELS and not is_installed(name):
             raise ConfigError(f"{flag} {name} needs the package {_WHEELS[name]}: pip install {_WHEELS[name]}, or give "
                               "the flag another value.")
 

@@ -42,7 +42,9 @@ class ThinkingBudget:
 
 def _forced(given: dict[str, Any]) -> int | None:
     """The token that has to come now; None where any may."""
-    end, new_line, budget = given["end_token_id"], given.get("new_line_token_id"), given["thinking_budget"]
+    end: int = given["end_token_id"]
+    new_line: int | None = given.get("new_line_token_id")
+    budget: int = given["thinking_budget"]
     thought = given["__req__"].output_ids
     start = given.get("start_token_id")
     if start is not None:

@@ -17,7 +17,7 @@ from ..api.errors import EngineDead, InvalidRequest, NotFound, ServingError, Wor
 from ..api.messages import Generate, Loading, Pooling, Ready
 from ..api.sampling import SamplingParams
 from ..api.token_ids import check_ids
-from ..config.checkpoint import pooling_of
+from ..config.checkpoint import resolve_pooling
 from ..config.model import ModelSpec
 from ..config.server import ServerConfig
 from ..engine_client.client import EngineClient
@@ -55,7 +55,7 @@ class ServedModel:
     @cached_property
     def pooling(self) -> Pooling:
         """How an embedding server pools the hidden states of a prompt."""
-        return pooling_of(self._args)
+        return resolve_pooling(self._args)
 
     def check_name(self, name: str | None) -> None:
         """Raises NotFound for a model that this server does not serve."""

@@ -16,8 +16,8 @@ from typing import Any
 
 from ..api.errors import ConfigError
 from ..api.messages import Loading, Ready, StartFailed
-from ..config.checkpoint import pinned
-from ..config.command import sentence_of
+from ..config.checkpoint import pin_revision
+from ..config.command import describe_error
 from ..config.model import ModelSpec, load_model_spec
 from ..config.server import ServerConfig
 from ..engine_client.client import EngineClient
@@ -53,7 +53,7 @@ class EngineHost:
         """``without_torch``: keep torch out of this process, which must then not import it for anything else. Raises
         ConfigError for mistakes that can be known at once, for which all files of a hub's model but the weights are
         downloaded."""
-        self.config = config = dataclasses.replace(config, model=pinned(config.model))
+        self.config = config = dataclasses.replace(config, model=pin_revision(config.model))
         self._model = load_model_spec(config.model)
         preflight(config, self._model)
         self._rank_target = rank_target
@@ -130,7 +130,7 @@ class EngineHost:
         except ConfigError as error:
             self.finish(str(error))
         except Exception as error:  # whatever a broken tokenizer file makes transformers raise
-            self.finish(f"Cannot load the tokenizer: {sentence_of(error)}")
+            self.finish(f"Cannot load the tokenizer: {describe_error(error)}")
         self._set_ready()
 
     # ------------------------------------------------------------------ events

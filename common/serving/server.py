@@ -15,7 +15,7 @@ from aiohttp import web
 
 from ..api.errors import ConfigError
 from ..config.addresses import bound, cannot_listen
-from ..config.command import INTERRUPTED, sentence_of
+from ..config.command import INTERRUPTED, describe_error
 from ..config.server import ServerConfig
 from ..engine.garbage_collector import freeze_collector
 from ..engine_client.rank_processes import RankTarget
@@ -52,7 +52,7 @@ def run_server(config: ServerConfig, rank_target: RankTarget, services: Sequence
     except KeyboardInterrupt:  # before there was a server that could stop in order
         return INTERRUPTED
     except Exception as error:
-        sentence = sentence_of(error)
+        sentence = describe_error(error)
     else:
         return 0
     print(f"error: {sentence}", file=sys.stderr, flush=True)

@@ -66,6 +66,7 @@ def _behind_anchor(tokenizer: Any) -> PieceDecoder:
 
     def decode(token_id: int) -> bytes:
         text = tokenizer.decode([*anchor, token_id], skip_special_tokens=False)
-        return text[len(before):].encode("utf-8") if text.startswith(before) else text.encode("utf-8")
+        result: bytes = text[len(before):].encode("utf-8") if text.startswith(before) else text.encode("utf-8")
+        return result
 
     return decode

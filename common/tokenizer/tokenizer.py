@@ -103,7 +103,8 @@ class Tokenizer:
     @property
     def bos_id(self) -> int | None:
         """The token that a text begins with, None where the model has none."""
-        return self._hf.bos_token_id
+        result: int | None = self._hf.bos_token_id
+        return result
 
     @property
     def size(self) -> int:
@@ -116,11 +117,13 @@ class Tokenizer:
         return max(map(len, self._hf.get_vocab()), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self._hf.encode(text, add_special_tokens=add_special_tokens)
+        result: list[int] = self._hf.encode(text, add_special_tokens=add_special_tokens)
+        return result
 
     def encode_pair(self, first: str, second: str) -> list[int]:
         """Two texts as the tokenizer joins them, for models that judge pairs."""
-        return self._hf.encode(first, second)
+        result: list[int] = self._hf.encode(first, second)
+        return result
 
     async def encode_many(self, texts: Sequence[str], *, limit: int,
                           add_special_tokens: bool = True) -> list[list[int]]:
@@ -143,7 +146,8 @@ class Tokenizer:
         return await asyncio.to_thread(encode_all)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return self._hf.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        result: str = self._hf.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return result
 
     def token_strs(self, ids: Sequence[int]) -> list[str]:
         """The vocabulary's own names of tokens; an id that it does not name (padded vocabularies) is empty."""
@@ -185,9 +189,10 @@ class Tokenizer:
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
         try:
-            return self._hf.apply_chat_template(
-                messages, tools=tools, chat_template=self._chat_template, tokenize=False,
-                add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-                **options)
+            result: str = self._hf.apply_chat_template(
+                       messages, tools=tools, chat_template=self._chat_template, tokenize=False,
+                       add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+                       **options)
+            return result
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
             raise InvalidRequest(f"The chat template rejects the messages: {error}", param="messages") from None

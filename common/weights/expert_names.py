@@ -56,9 +56,11 @@ class _Matrix:
         return list(self._shape)
 
     def get_dtype(self) -> str:
-        return self._source.get_dtype()
+        result: str = self._source.get_dtype()
+        return result
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         rows, columns = key if isinstance(key, tuple) else (key, slice(None))
         start, stop, _ = rows.indices(self._shape[0])
-        return self._source[self._index, self._first + start:self._first + stop, columns]
+        result: torch.Tensor = self._source[self._index, self._first + start:self._first + stop, columns]
+        return result

@@ -83,7 +83,8 @@ class _Bias:
         return str(self._source.get_dtype())
 
     def read(self, start: int, stop: int, turn: slice) -> torch.Tensor:
-        return self._source[self._expert, start:stop][turn]
+        result: torch.Tensor = self._source[self._expert, start:stop][turn]
+        return result
 
 
 class _Transposed(_Bias):
@@ -91,7 +92,8 @@ class _Transposed(_Bias):
         return super().shape()[::-1]
 
     def read(self, start: int, stop: int, turn: slice) -> torch.Tensor:
-        return self._source[self._expert, :, start:stop].T[turn]
+        result: torch.Tensor = self._source[self._expert, :, start:stop].T[turn]
+        return result
 
 
 class _Mxfp4:

@@ -40,9 +40,11 @@ class Slot:
     def part_of(self, source: Any) -> torch.Tensor:
         """The slot's slice of ``source``, a tensor or safetensors' lazy slice."""
         if not self.shape:
-            return source[...]
+            whole: torch.Tensor = source[...]
+            return whole
         stop = self.start + self.target.shape[self.dim]
-        return source[self.start:stop] if self.dim == 0 else source[:, self.start:stop]
+        result: torch.Tensor = source[self.start:stop] if self.dim == 0 else source[:, self.start:stop]
+        return result
 
 
 @dataclass(frozen=True)

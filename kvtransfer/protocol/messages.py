@@ -231,12 +231,14 @@ _to_receiver = msgspec.msgpack.Decoder(ToReceiver)
 
 def decode_to_sender(frame: bytes) -> ToSender:
     """Raises one of ``UNREADABLE`` on anything else."""
-    return _to_sender.decode(frame)
+    result: ToSender = _to_sender.decode(frame)
+    return result
 
 
 def decode_to_receiver(frame: bytes) -> ToReceiver:
     """Raises one of ``UNREADABLE`` on anything else."""
-    return _to_receiver.decode(frame)
+    result: ToReceiver = _to_receiver.decode(frame)
+    return result
 
 
 def pack_page_ids(page_ids: np.ndarray) -> bytes:

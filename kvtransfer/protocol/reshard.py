@@ -62,9 +62,11 @@ class ReshardPlan:
 def expand(part_ids: np.ndarray, blocks: int, offsets: np.ndarray, parts: int = 1) -> np.ndarray:
     """``[n * m]``: blocks ``offsets [m]`` of each of ``part_ids [n]``, where a page has ``blocks`` blocks."""
     if parts == 1:
-        return (part_ids[:, None] * blocks + offsets).reshape(-1)
+        within_page: np.ndarray = (part_ids[:, None] * blocks + offsets).reshape(-1)
+        return within_page
     pages, part = np.divmod(part_ids[:, None], parts)
-    return (pages * blocks + offsets * parts + part).reshape(-1)
+    result: np.ndarray = (pages * blocks + offsets * parts + part).reshape(-1)
+    return result
 
 
 def parts_of(page_ids: np.ndarray, parts: int) -> np.ndarray:

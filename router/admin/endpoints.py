@@ -1,4 +1,4 @@
-"""The router's own endpoints: health, metrics, membership, broadcasts. Each returns a Response."""
+"""The router's own endpoints: health, metrics, membership, broadcasts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LINKS = {
 
 
 def root(router: ClusterView, request: Request) -> Response:
-    """What this is, and where to go on."""
+    """Describes the router, with links to its other endpoints."""
     pairs = router.config.workers.pd_disaggregation
     before = "pairs of prefill and decode servers" if pairs else "whole servers"
     what = f"This is a router before {before}. It speaks OpenAI's API."
@@ -51,7 +51,7 @@ def root(router: ClusterView, request: Request) -> Response:
 
 
 def liveness(router: ClusterView, request: Request) -> Response:
-    """The process runs; says nothing about workers."""
+    """200 while the process runs, whatever its workers do."""
     return Response.json({"status": "ok"})
 
 
@@ -76,16 +76,16 @@ def list_workers(router: ClusterView, request: Request) -> Response:
 
 
 async def add_worker(router: ClusterView, request: Request) -> Response:
-    """Register a worker; it takes requests once it answers /health. 409 when its URL is taken."""
+    """Registers a worker; it takes requests once it answers /health. 409 when its URL is taken."""
     worker = worker_from(parameters_of(request), pairs=router.config.workers.pd_disaggregation)
-    await join(router, worker)
+    await register(router, worker)
     return Response.json({"message": f"Worker {worker.url} is added; it takes requests once it is healthy.",
                           "worker": worker.describe()})
 
 
-async def join(router: ClusterView, worker: Worker) -> None:
-    """Register a worker, and wait for its first check, for a moment: who asks next finds it healthy if it is. Raises
-    Conflict."""
+async def register(router: ClusterView, worker: Worker) -> None:
+    """Registers a worker, and waits a moment for its first check, so that the next request sees it healthy if it is.
+    Raises Conflict."""
     loop = router.dispatcher.loop
     deadline = loop.time() + _FIRST_CHECK_SECONDS
     router.add_worker(worker)
@@ -94,31 +94,31 @@ async def join(router: ClusterView, worker: Worker) -> None:
 
 
 def remove_worker(router: ClusterView, request: Request) -> Response:
-    """Take a worker off the list; its running requests end undisturbed, with ``force=true`` they are cut. 404 when it
-    is unknown."""
-    return removed(router, request, _endpoint(parameters_of(request)).url)
+    """Unregisters a worker; its running requests end undisturbed, with ``force=true`` they are cut. 404 when it is
+    unknown."""
+    return remove_at(router, request, _endpoint(parameters_of(request)).url)
 
 
-def removed(router: ClusterView, request: Request, url: str) -> Response:
-    workers = router.remove_worker(url, force=_switch(parameters_of(request), "force"))
+def remove_at(router: ClusterView, request: Request, url: str) -> Response:
+    workers = router.remove_worker(url, force=_boolean(parameters_of(request), "force"))
     return Response.json({"message": f"Worker {url} is removed.", "running": sum(worker.load for worker in workers)})
 
 
 def drain_worker(router: ClusterView, request: Request) -> Response:
-    """Give a worker no new requests, and let it leave when the running ones have ended. 404 when it is unknown."""
-    return drained(router, _endpoint(parameters_of(request)).url)
+    """Gives a worker no new requests, and unregisters it when the running ones have ended. 404 when it is unknown."""
+    return drain_at(router, _endpoint(parameters_of(request)).url)
 
 
-def drained(router: ClusterView, url: str) -> Response:
+def drain_at(router: ClusterView, url: str) -> Response:
     running = sum(worker.load for worker in router.drain_worker(url))
     fate = "leaves when its running requests have ended" if running else "had nothing to do and left"
     return Response.json({"message": f"Worker {url} {fate}.", "running": running})
 
 
 async def broadcast(router: ClusterView, request: Request) -> Response:
-    """Send the request to every worker; 200 when all agree, with each worker's status (0: no answer) and error.
+    """Sends the request to every worker; 200 when all succeed, with each worker's status (0: no answer) and error.
 
-    Where all that did not, refused the request by a 4xx, that is the status, else 502.
+    The status is 4xx where all that failed refused the request by a 4xx, else 502.
     """
     slow = request.path in SLOW_BROADCASTS
     seconds = (router.config.http.request_timeout_secs or _FOREVER) if slow else _BROADCAST_SECONDS
@@ -128,14 +128,14 @@ async def broadcast(router: ClusterView, request: Request) -> Response:
         await asyncio.gather(*(ask_models(router.dispatcher, worker, _REPORT_SECONDS) for worker in router.registry))
     failed = [answer.status for answer in answers if not answer.ok]
     refused = all(400 <= status < 500 for status in failed)
-    told: dict[str, Any] = {"success": not failed, "workers": {url: a.status for url, a in zip(servers, answers)}}
+    result: dict[str, Any] = {"success": not failed, "workers": {url: a.status for url, a in zip(servers, answers)}}
     if failed:
-        told["errors"] = {url: a.detail or error_message(a.body) for url, a in zip(servers, answers) if not a.ok}
-    return Response.json(told, 200 if not failed else max(failed) if refused else 502)
+        result["errors"] = {url: a.detail or error_message(a.body) for url, a in zip(servers, answers) if not a.ok}
+    return Response.json(result, 200 if not failed else max(failed) if refused else 502)
 
 
 async def engine_metrics(router: ClusterView, request: Request) -> Response:
-    """The metrics of all servers, on one page; 502 when none answers."""
+    """Merges the metrics of all servers into one page; 502 when none answers."""
     servers = _servers(router)
     answers = await asyncio.gather(*(ask(router.dispatcher, w, get("/metrics"), _REPORT_SECONDS)
                                      for w in servers.values()))
@@ -144,7 +144,7 @@ async def engine_metrics(router: ClusterView, request: Request) -> Response:
 
 
 async def loads(router: ClusterView, request: Request) -> Response:
-    """Each worker's load: ``load`` as the router counts it, ``report`` as the worker itself does (null: no answer)."""
+    """Lists each worker's load: ``load`` as the router counts it, ``report`` by the worker itself (null: no answer)."""
     servers = _servers(router)
     answers = await asyncio.gather(*(ask(router.dispatcher, w, get("/get_load"), _REPORT_SECONDS)
                                      for w in servers.values()))
@@ -155,13 +155,14 @@ async def loads(router: ClusterView, request: Request) -> Response:
 
 
 def _servers(router: ClusterView) -> dict[str, Worker]:
-    """One worker a server, by the server's URL: what is asked of a server is asked once, not of each of its ranks."""
+    """Returns one worker of each server by the server's URL: a server is asked once, not each of its ranks."""
     return {worker.endpoint.url: worker for worker in router.registry}
 
 
 def parameters_of(request: Request) -> dict[str, Any]:
-    """The query's parameters and over them those of a JSON body; raises InvalidRequest."""
-    found: dict[str, Any] = {name: values[-1] for name, values in parse_qs(request.query.decode("latin-1")).items()}
+    """Returns the query's parameters, overridden by those of a JSON body; raises InvalidRequest."""
+    query = parse_qs(request.query.decode("latin-1"))
+    parameters: dict[str, Any] = {name: values[-1] for name, values in query.items()}
     if request.body:
         try:
             body = msgspec.json.decode(request.body)
@@ -169,8 +170,8 @@ def parameters_of(request: Request) -> dict[str, Any]:
             body = None
         if not isinstance(body, dict):
             raise InvalidRequest("The request body must be a JSON object.")
-        found.update(body)
-    return found
+        parameters.update(body)
+    return parameters
 
 
 def _endpoint(parameters: dict[str, Any]) -> Endpoint:
@@ -184,6 +185,7 @@ def _endpoint(parameters: dict[str, Any]) -> Endpoint:
 
 
 def worker_from(parameters: dict[str, Any], *, pairs: bool) -> Worker:
+    """Builds a worker from an administrator's parameters; raises InvalidRequest."""
     role = parameters.get("role", parameters.get("worker_type"))  # the latter in sglang-router's REST form
     allowed = ("prefill", "decode") if pairs else ("regular",)
     if role is not None and role not in allowed:
@@ -196,17 +198,17 @@ def worker_from(parameters: dict[str, Any], *, pairs: bool) -> Worker:
             raise InvalidRequest(str(error), param="bootstrap_port") from None
     return Worker(_endpoint(parameters), role or "regular", bootstrap_port=port, asks_role=pairs and role is None,
                   api_key=key_from(parameters), model_id=_model(parameters), metadata=metadata_from(parameters),
-                  always_healthy=_switch(parameters, "disable_health_check"))
+                  always_healthy=_boolean(parameters, "disable_health_check"))
 
 
 def metadata_from(parameters: dict[str, Any], before: WorkerMetadata | None = None) -> WorkerMetadata:
-    """What is to be noted of a worker, over what was; raises InvalidRequest."""
-    told = {name: parameters[name] for name in WorkerMetadata.__struct_fields__ if parameters.get(name) is not None}
+    """Returns a worker's metadata, changed by parameters; raises InvalidRequest."""
+    given = {name: parameters[name] for name in WorkerMetadata.__struct_fields__ if parameters.get(name) is not None}
     before = before or WorkerMetadata()
-    if isinstance(told.get("labels"), dict):
-        told["labels"] = {**before.labels, **told["labels"]}
+    if isinstance(given.get("labels"), dict):
+        given["labels"] = {**before.labels, **given["labels"]}
     try:
-        return msgspec.convert({**msgspec.to_builtins(before), **told}, WorkerMetadata, strict=False)
+        return msgspec.convert({**msgspec.to_builtins(before), **given}, WorkerMetadata, strict=False)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"priority is an integer, cost a number, labels are strings by name: {error}.") from None
 
@@ -218,7 +220,7 @@ def _model(parameters: dict[str, Any]) -> str | None:
     return name or None
 
 
-def _switch(parameters: dict[str, Any], name: str) -> bool:
+def _boolean(parameters: dict[str, Any], name: str) -> bool:
     value = str(parameters.get(name, "false")).lower()
     if value not in ("true", "false", "1", "0"):
         raise InvalidRequest(f"{name} is true or false, not {value!r}.", param=name)

@@ -1,4 +1,4 @@
-"""Where a worker listens."""
+"""Addresses of workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the router faces its clients."""
+"""Flags of the router's HTTP server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the router tells about its work beside its log."""
+"""Flags of the router's metrics and traces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a worker is chosen."""
+"""Flags of routing policies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which workers there are at the start, and how they are watched."""
+"""Flags of the initial workers and of health checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The line that tells every few seconds what a router does, while it does something."""
+"""The activity log: a line every few seconds with what the router does, while it does something."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger("baton.router")
 
 
 class _Totals(NamedTuple):
-    """What was counted since the start, of requests that were to be relayed: probes and scrapes are no work."""
+    """Counts since the start, of requests to relay only: probes and scrapes are no work."""
 
     requests: int
     failed: int
@@ -25,8 +25,8 @@ class _Totals(NamedTuple):
     hits: int
 
 
-async def tell_activity(router: ClusterView, interval: float) -> None:
-    """Until it is cancelled, sum up each ``interval`` seconds; a router without work is silent."""
+async def log_activity(router: ClusterView, interval: float) -> None:
+    """Logs each ``interval`` seconds until it is cancelled; a router without work is silent."""
     before = _totals(router.metrics)
     while True:
         await asyncio.sleep(interval)
@@ -47,14 +47,15 @@ def _totals(metrics: Metrics) -> _Totals:
         hits=sum(count for (_, reason), count in metrics.decisions.items() if reason == "cache_hit"))
 
 
-def _fields(router: ClusterView, told: _Totals, interval: float) -> dict[str, Any] | None:
-    """None where nothing ran and nothing happened."""
+def _fields(router: ClusterView, totals: _Totals, interval: float) -> dict[str, Any] | None:
+    """Returns the line's fields; None where nothing ran and nothing happened."""
     pairs = router.config.workers.pd_disaggregation
     running = sum(worker.load for worker in router.registry if worker.role == ("decode" if pairs else "regular"))
     queued = router.metrics.admission.queued if router.metrics.admission is not None else 0
-    if not any((running, queued, *told)):
+    if not any((running, queued, *totals)):
         return None
     return {
-        "running": running, "queued": queued, "requests_s": round(told.requests / interval, 1),
-        "cache_hit_rate": round(told.hits / told.decisions, 3) if told.decisions else 0.0, "failed": told.failed,
-        "retried": told.retried, "broken": told.broken, "refused": told.refused, "left": told.left, **router.counts()}
+        "running": running, "queued": queued, "requests_s": round(totals.requests / interval, 1),
+        "cache_hit_rate": round(totals.hits / totals.decisions, 3) if totals.decisions else 0.0,
+        "failed": totals.failed, "retried": totals.retried, "broken": totals.broken, "refused": totals.refused,
+        "left": totals.left, **router.counts()}

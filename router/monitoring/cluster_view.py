@@ -1,4 +1,4 @@
-"""What a router's own endpoints, its discovery and its dashboard see of it, and may do with it."""
+"""The interface of a router to its own endpoints and its dashboard."""
 
 from __future__ import annotations
 

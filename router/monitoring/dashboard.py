@@ -1,7 +1,7 @@
-"""``/dashboard``: one page that shows the cluster live, and the samples it draws.
+"""``/dashboard``: one page that shows the cluster live, and the samples that it plots.
 
-A sample is taken each second from the counters that metrics keep anyway: about 20 us a second, whether
-or not somebody looks, so that a page just opened shows the last five minutes.
+A sample is taken each second from the counters of the metrics: about 20 us a second, also while no page is
+open, so that a page just opened shows the last five minutes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inl
 class Sample(msgspec.Struct, frozen=True):
     """One second: counts are of that second, times are in seconds (None: none seen).
 
-    Of its end: ``running``, ``queued`` and the workers that take requests (``healthy``: decode workers or whole ones;
-    ``healthy_prefill``: None where workers are whole).
+    ``running``, ``queued`` and the available workers (``healthy``: decode workers or whole ones; ``healthy_prefill``:
+    None where workers are whole) are as of its end.
     """
 
     at: int
@@ -52,12 +52,12 @@ class Sample(msgspec.Struct, frozen=True):
     itl_p50: float | None
     itl_p99: float | None
     tokens_in: float | None = None
-    """Of all workers, a second; None while nobody looks."""
+    """Tokens a second of all workers; None while no page is open."""
     tokens_out: float | None = None
 
 
-class Counted(Protocol):
-    """What samples are taken of."""
+class SampledRouter(Protocol):
+    """A router, as far as samples need it."""
 
     config: RouterConfig
     registry: Registry
@@ -65,16 +65,16 @@ class Counted(Protocol):
     reports: WorkerReports
 
 
-class Shown(Counted, Protocol):
-    """What the page shows."""
+class DashboardRouter(SampledRouter, Protocol):
+    """A router, as far as the page needs it."""
 
     sampler: Sampler
 
 
 class Sampler:
-    """The ring of the last SAMPLES samples, one a second while started."""
+    """The last SAMPLES samples, one a second while started."""
 
-    def __init__(self, router: Counted):
+    def __init__(self, router: SampledRouter):
         self._router = router
         self.samples: deque[Sample] = deque(maxlen=SAMPLES)
         self._last = self._totals()
@@ -88,11 +88,11 @@ class Sampler:
             self._timer.cancel()
 
     def _tick(self) -> None:
-        self.take()
+        self.sample()
         self.start()
 
-    def take(self) -> None:
-        """Add a sample of what happened since the last one."""
+    def sample(self) -> None:
+        """Adds a sample of what happened since the last one."""
         last, now = self._last, self._totals()
         self._last = now
         ttft = [a - b for a, b in zip(now["ttft"], last["ttft"])]
@@ -131,7 +131,7 @@ def _summed(histograms: Iterable[Histogram]) -> list[int]:
 
 
 def quantile(counts: list[int], share: float) -> float | None:
-    """The quantile of a histogram over SECONDS, linear within its bucket; None of an empty one."""
+    """Returns a quantile of a histogram over SECONDS, linear within its bucket; None of an empty one."""
     rank = share * sum(counts)
     if not rank:
         return None
@@ -145,17 +145,17 @@ def quantile(counts: list[int], share: float) -> float | None:
     return SECONDS[-1]
 
 
-def page(router: Shown, request: Request) -> Response:
+def page(router: DashboardRouter, request: Request) -> Response:
     return Response(200, _PAGE.read_bytes(), "text/html; charset=utf-8",
                     (("content-security-policy", _POLICY), ("cache-control", "no-cache")))
 
 
-def data(router: Shown, request: Request) -> Response:
-    """Workers and samples, for the page; ``?since=SECONDS`` leaves out samples up to then."""
+def data(router: DashboardRouter, request: Request) -> Response:
+    """Returns workers and samples for the page; ``?since=SECONDS`` leaves out samples up to then."""
     name, _, value = request.query.partition(b"=")
     since = int(value) if name == b"since" and value.isdigit() and len(value) < 20 else 0
     samples = [sample for sample in router.sampler.samples if sample.at > since]
-    router.reports.want()
+    router.reports.request()
     pairs = router.config.workers.pd_disaggregation
     workers = [{**worker.describe(), "failures": router.metrics.worker_failures.get(worker.url, 0),
                 "report": router.reports.of(worker)} for worker in router.registry]

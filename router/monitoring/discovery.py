@@ -2,8 +2,8 @@
 
 The official client is blocking, so each selector is listed and watched in a thread; what it sees is
 applied on the event loop. A pod is a worker from the moment it runs (health checks then decide when
-it takes requests) until it is being deleted. Every watch begins with a list, so what happened while
-the API server was away is caught up with.
+it takes requests) until it is being deleted. Every watch begins with a list, which also shows what happened
+while the API server was unavailable.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Membership(Protocol):
 
 
 class Discovery:
-    """Keeps a router's workers equal to the pods that its selectors match; touches no worker that came otherwise."""
+    """Makes a router's workers follow the pods that its selectors match; touches no other worker."""
 
     def __init__(self, router: Membership, args: DiscoveryArgs):
         self._router = router
@@ -55,7 +55,7 @@ class Discovery:
             threading.Thread(target=self._watch, args=(core, role, labels), name=f"pods-{role}", daemon=True).start()
 
     def stop(self) -> None:
-        """Apply nothing more. The threads end with their current watch, or with the process."""
+        """Applies nothing more. The threads end with their current watch, or with the process."""
         self._stopping.set()
 
     def _selectors(self) -> list[tuple[Role, str]]:
@@ -73,15 +73,15 @@ class Discovery:
             try:
                 method, options = self._listing(core, labels)
                 listed = json.loads(method(**options, _preload_content=False, _request_timeout=30).data)
-                self._tell(self._reconcile, role, listed.get("items") or [])
+                self._call_on_loop(self._reconcile, role, listed.get("items") or [])
                 version = listed["metadata"]["resourceVersion"]
                 for event in Watch().stream(method, **options, resource_version=version,
                                             timeout_seconds=_WATCH_SECONDS, _request_timeout=_WATCH_SECONDS + 10):
                     if event["type"] in ("ADDED", "MODIFIED", "DELETED"):
-                        self._tell(self._apply, role, event["raw_object"], event["type"] == "DELETED")
+                        self._call_on_loop(self._apply, role, event["raw_object"], event["type"] == "DELETED")
                     if self._stopping.is_set():
                         return
-            except Exception as error:  # noqa: BLE001 - whatever the client raises, watching goes on
+            except Exception as error:  # noqa: BLE001 - whatever the client raises, watching continues
                 if self._stopping.is_set():
                     return
                 logger.warning("Watching Kubernetes pods (%s) failed: %s.", labels, " ".join(str(error).split())[:300])
@@ -92,22 +92,22 @@ class Discovery:
             return core.list_pod_for_all_namespaces, {"label_selector": labels}
         return core.list_namespaced_pod, {"namespace": self._args.service_discovery_namespace, "label_selector": labels}
 
-    def _tell(self, apply: Any, *what: Any) -> None:
+    def _call_on_loop(self, function: Any, *args: Any) -> None:
         try:
-            self._loop.call_soon_threadsafe(apply, *what)
+            self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:  # The loop is closed: the router is gone.
             self._stopping.set()
 
     # ------------------------------------------------------------------ on the event loop
 
     def _reconcile(self, role: Role, pods: list[Pod]) -> None:
-        """Apply a complete list: pods that are not in it are gone."""
+        """Applies a complete list: pods that are not in it were deleted."""
         for pod in pods:
             self._apply(role, pod, False)
-        there = {pod["metadata"]["uid"] for pod in pods}
+        present = {pod["metadata"]["uid"] for pod in pods}
         for uid, worker in list(self._workers.items()):
-            if worker.role == role and uid not in there:
-                self._leave(uid)
+            if worker.role == role and uid not in present:
+                self._remove(uid)
 
     def _apply(self, role: Role, pod: Pod, deleted: bool) -> None:
         if self._stopping.is_set():
@@ -118,29 +118,29 @@ class Discovery:
         known = self._workers.get(uid)
         if deleted or not runs or not address:
             if known is not None:
-                self._leave(uid)
+                self._remove(uid)
         elif known is None:
-            self._join(uid, role, pod, address)
+            self._add(uid, role, pod, address)
 
-    def _join(self, uid: str, role: Role, pod: Pod, address: str) -> None:
+    def _add(self, uid: str, role: Role, pod: Pod, address: str) -> None:
         host = f"[{address}]" if ":" in address else address
         endpoint = Endpoint.parse(f"http://{host}:{self._args.service_discovery_port}")
         worker = Worker(endpoint, role, bootstrap_port=_bootstrap_port(pod))
         try:
             self._router.add_worker(worker)
         except Conflict:
-            return  # Named at the start or by /add_worker, or its old pod is still leaving: the next list tries again.
+            return  # Added at the start or by /add_worker, or its old pod is still leaving: the next list tries again.
         self._workers[uid] = worker
         logger.info("Pod %s joins as %s worker %s.", pod["metadata"].get("name", uid), role, worker.url)
 
-    def _leave(self, uid: str) -> None:
+    def _remove(self, uid: str) -> None:
         worker = self._workers.pop(uid)
         if any(known.root is worker for known in self._router.registry):
             self._router.remove_worker(worker.endpoint.url)
 
 
 def _bootstrap_port(pod: Pod) -> Any:
-    """From the pod's annotation; "ask" when there is none that can be understood."""
+    """Reads the port from the pod's annotation; "ask" when there is none that is valid."""
     annotation = (pod["metadata"].get("annotations") or {}).get(BOOTSTRAP_PORT_ANNOTATION)
     try:
         return parse_bootstrap_port(annotation) if annotation else "ask"
@@ -150,7 +150,7 @@ def _bootstrap_port(pod: Pod) -> Any:
 
 
 def _connect() -> Any:
-    """The API client of the cluster that we run in, else of $KUBECONFIG; raises ConfigError."""
+    """Returns the API client of the cluster that we run in, else of $KUBECONFIG; raises ConfigError."""
     try:
         from kubernetes import client, config
     except ImportError:

@@ -13,7 +13,7 @@ LABEL = "worker_addr"
 
 
 class _Merged(Collector):
-    """Families of the same name as one."""
+    """Joins metric families of the same name."""
 
     def __init__(self) -> None:
         self._families: dict[str, Metric] = {}
@@ -22,21 +22,21 @@ class _Merged(Collector):
         return self._families.values()
 
     def add(self, text: str, url: str) -> None:
-        """Take in a server's page; raises ValueError where it is none."""
-        found = list(text_string_to_metric_families(text))
-        for family in found:
+        """Adds a server's page; raises ValueError where it is none."""
+        families = list(text_string_to_metric_families(text))
+        for family in families:
             merged = self._families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             for sample in family.samples:
                 merged.add_sample(sample.name, {**sample.labels, LABEL: url}, sample.value)
 
 
 def merge(pages: Mapping[str, bytes]) -> bytes:
-    """One page of many, which are given by the URL of their server; those that cannot be read are left out."""
+    """Merges pages, by the URL of their server, into one; unreadable ones are left out."""
     merged = _Merged()
     for url, page in pages.items():
         try:
             merged.add(page.decode(), url)
-        except (ValueError, KeyError, IndexError):  # Whatever else the server tells there.
+        except (ValueError, KeyError, IndexError):  # It is no metrics page.
             continue
     registry = CollectorRegistry(auto_describe=False)
     registry.register(merged)

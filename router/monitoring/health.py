@@ -1,12 +1,12 @@
-"""Watching the workers: who takes traffic is decided by their answers to ``GET /health``.
+"""Health checks: which workers take traffic is decided by their answers to ``GET /health``.
 
-A worker that is not healthy, or does not fit with others, is asked twice a second whatever the interval, so that
+A worker that is not healthy, or does not fit with others, is checked twice a second whatever the interval, so that
 traffic returns within a second or so of its recovery. Failed requests are evidence too (``suspect``): a refused
-connection takes a worker out at once, anything else asks it at once.
+connection makes a worker unhealthy at once, any other failure causes a check at once.
 
-A worker that does not answer in time is asked again at once: with the defaults it is out at most 4 s after it
-stopped (1 s to the next check, two of 1.5 s), and what it has left silent since then fails as if it had died. It is
-not silent while it goes on with other answers, nor where it was this process that was late.
+A worker that does not answer in time is checked again at once: with the defaults it is unhealthy at most 4 s after it
+stopped (1 s to the next check, two of 1.5 s), and requests without a byte of an answer since then fail as if it had
+died. A worker that continues other answers is not silent, nor is one whose answer this process was too late to read.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from .pair_trials import PairTrials
 logger = logging.getLogger("baton.router")
 
 _RECOVERY_SECONDS = 0.5
-_CROWD_SECONDS = 0.05
-"""Between two checks of a worker, however many requests fail."""
+_MIN_PAUSE_SECONDS = 0.05
+"""Least time between two checks of a worker, however many requests fail."""
 _LATE_SECONDS = 0.25
-"""A timer of ours that is later than this says that we stood still, so the answer may lie there unread."""
+"""A timer of ours that is later than this shows that this process stalled: the answer may be there, unread."""
 _MODELS_SECONDS = 10.0
-"""How often a healthy worker is asked for its models: adapters come and go while it serves."""
-_NOT_FOR: dict[Role, tuple[str, ...]] = {"regular": ("prefill",), "prefill": ("null", "decode"),
+"""Between two requests for a healthy worker's models: adapters are loaded and unloaded while it serves."""
+_WRONG_MODES: dict[Role, tuple[str, ...]] = {"regular": ("prefill",), "prefill": ("null", "decode"),
                                           "decode": ("null", "prefill")}
-"""What a worker of a role may not say of itself (``disaggregation_mode``). Our decode servers serve alone, too."""
+"""Values of ``disaggregation_mode`` that exclude a server from a role. Our decode servers serve alone, too."""
 
 
 class HealthMonitor:
-    """One watching task a worker; moves worker states through the registry.
+    """One task a worker that checks it; changes worker states through the registry.
 
-    ``on_ranks(worker, count)`` is told how many ranks a worker's server has, before the worker takes requests; it may
-    put other workers in its place.
+    ``on_ranks(worker, count)`` is called with the number of ranks of a worker's server before the worker takes
+    requests; it may replace the worker by others.
     """
 
     def __init__(self, args: HealthArgs, registry: Registry, *,
@@ -58,10 +58,10 @@ class HealthMonitor:
         self._startup = args.worker_startup_timeout_secs
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
         self._wake: dict[Worker, asyncio.Event] = {}
-        self._told: set[Worker] = set()
-        self._trials = PairTrials(registry, self._look_often)
-        self._refused: set[Worker] = set()
-        """Workers to be asked anew what they are: a peer found that they do not fit."""
+        self._reported: set[Worker] = set()
+        self._trials = PairTrials(registry, self._check_soon)
+        self._to_relearn: set[Worker] = set()
+        """Workers whose server information is asked for again: a peer refused to pair with them."""
 
     def watch(self, worker: Worker, client: WorkerClient) -> None:
         self._wake[worker] = asyncio.Event()
@@ -69,8 +69,8 @@ class HealthMonitor:
 
     def unwatch(self, worker: Worker) -> None:
         del self._wake[worker]
-        self._told.discard(worker)
-        self._refused.discard(worker)
+        self._reported.discard(worker)
+        self._to_relearn.discard(worker)
         self._trials.forget(worker)
         self._tasks.pop(worker).cancel()
 
@@ -82,19 +82,19 @@ class HealthMonitor:
         await self._trials.close()
 
     def suspect(self, worker: Worker, failure: Failure) -> None:
-        """A request failed on a worker below HTTP."""
+        """Notes that a request failed on a worker below HTTP."""
         if worker in self._wake:
             if failure.refused:
                 for known in self._registry:
-                    if known.root is worker.root:  # Nobody listens there: true of all ranks of the server.
+                    if known.root is worker.root:  # Nothing listens there: this concerns all ranks of the server.
                         self._note_failure(known, failure.detail, certain=True)
             if failure.reason == "misfit":
-                self._refused.add(worker)
+                self._to_relearn.add(worker)
                 self._trials.retry(worker)
             self._wake[worker].set()
 
-    def _look_often(self, worker: Worker) -> None:
-        """End a pause that was meant for a worker that is well."""
+    def _check_soon(self, worker: Worker) -> None:
+        """Ends the pause before a worker's next check."""
         if worker in self._wake:
             self._wake[worker].set()
 
@@ -107,7 +107,7 @@ class HealthMonitor:
             if worker.state != "healthy":
                 asked_models = client.loop.time()
             silent = await self._check(worker, client)
-            self._registry.first_checked(worker)
+            self._registry.record_first_check(worker)
             if worker.state == "healthy" and not silent and client.loop.time() >= asked_models + _MODELS_SECONDS:
                 asked_models = client.loop.time()
                 await ask_models(client, worker, self._timeout)
@@ -120,7 +120,7 @@ class HealthMonitor:
             pause = self._pauses.get("unhealthy" if worker.misfits else worker.state,
                                      min(self._interval, _RECOVERY_SECONDS))
             if silent:
-                pause = _CROWD_SECONDS
+                pause = _MIN_PAUSE_SECONDS
             # No wait_for: up to Python 3.11 it may swallow a cancellation that comes as its time is up.
             due = client.loop.time() + pause
             timer = client.loop.call_at(due, wake.set)
@@ -128,13 +128,13 @@ class HealthMonitor:
                 await wake.wait()
             finally:
                 timer.cancel()
-            if (wait := checked + _CROWD_SECONDS - client.loop.time()) > 0:
+            if (wait := checked + _MIN_PAUSE_SECONDS - client.loop.time()) > 0:
                 await asyncio.sleep(wait)  # Woken by a failed request, perhaps one of a crowd.
 
     async def _check(self, worker: Worker, client: WorkerClient) -> bool:
-        """Ask a worker how it is; returns whether it was silent."""
+        """Checks a worker; returns True if it was silent."""
         if worker.always_healthy:
-            if worker.state != "healthy" or worker in self._refused:
+            if worker.state != "healthy" or worker in self._to_relearn:
                 await self._admit(worker, client)
             return False
         began, pool = client.loop.time(), client.pool(worker)
@@ -147,10 +147,10 @@ class HealthMonitor:
                 if worker.hung:
                     client.fail_silent_calls(worker)
             return True
-        stage = "" if answer.ok else _stage(answer.body)
+        stage = "" if answer.ok else _startup_stage(answer.body)
         if stage != worker.stage:
             worker.stage = stage
-            self._registry.changed()
+            self._registry.rebuild()
         if not answer.ok:
             detail = answer.detail or f"{worker.url} answered {self._endpoint} with {answer.status}"
             self._note_failure(worker, detail, certain=answer.refused)
@@ -159,35 +159,36 @@ class HealthMonitor:
         return False
 
     async def _admit(self, worker: Worker, client: WorkerClient, epoch: str | None = None) -> None:
-        """A check passed: let a worker take requests that fits its role. It is asked what it is where it may
-        have become another."""
-        changed = (worker.state != "healthy" or worker in self._refused
+        """Makes a worker available whose check passed and that fits its role. Its server information is read again
+        where it may have changed."""
+        changed = (worker.state != "healthy" or worker in self._to_relearn
                    or (epoch is not None and epoch != worker.epoch))
-        self._refused.discard(worker)
+        self._to_relearn.discard(worker)
         if changed and (role := await self._learn(worker, client)) is not None:
-            self._misplaced(worker, role)
-        elif worker in self._wake and self._registry.passed(worker):
+            self._reject_role(worker, role)
+        elif worker in self._wake and self._registry.record_check_passed(worker):
             logger.info("Worker %s (%s) takes requests.", worker.url, worker.role)
 
     def _note_failure(self, worker: Worker, detail: str, *, certain: bool, silent: bool = False) -> None:
-        if self._registry.failed(worker, certain=certain, silent=silent):
+        if self._registry.record_check_failed(worker, certain=certain, silent=silent):
             logger.warning("Worker %s takes no requests: %s.", worker.url, detail)
 
-    def _misplaced(self, worker: Worker, role: str) -> None:
-        """It would answer, and wrongly: a prefill server in decode's place ends every answer with its first token."""
-        self._registry.failed(worker, certain=True)
-        if worker not in self._told:
-            self._told.add(worker)
+    def _reject_role(self, worker: Worker, role: str) -> None:
+        """Makes a worker of the wrong role unavailable. It would answer, and wrongly: a prefill server used as a decode
+        worker ends every answer after its first token."""
+        self._registry.record_check_failed(worker, certain=True)
+        if worker not in self._reported:
+            self._reported.add(worker)
             logger.error("Worker %s was named as %s worker, and says that it is a %s server: it gets no requests.",
                          worker.url, worker.role, "unified" if role == "null" else role)
 
     async def _learn(self, worker: Worker, client: WorkerClient) -> str | None:
-        """Ask a worker what it is, as far as nobody said; a worker that cannot tell keeps the defaults. Returns the
-        role that it says it has, where that cannot serve in the one that it was given."""
+        """Reads a worker's server information, for what the administrator did not set; a worker without it keeps the
+        defaults. Returns the server's role where it cannot serve in the one that it was given."""
         await ask_models(client, worker, self._timeout)
         info = (await ask(client, worker, get("/get_server_info"), self._timeout)).json_object()
         mode = info.get("disaggregation_mode")
-        if not worker.asks_role and mode in _NOT_FOR[worker.role]:
+        if not worker.asks_role and mode in _WRONG_MODES[worker.role]:
             return str(mode)
         worker.is_baton = info.get("stream_continuation") is True
         worker.keeps_files = bool(info.get("file_storage_path"))
@@ -203,22 +204,22 @@ class HealthMonitor:
         return None
 
 
-def _stage(body: bytes) -> str:
-    """What a server that starts says of it in its answer to /health; empty of any other answer."""
+def _startup_stage(body: bytes) -> str:
+    """Returns the progress of a server that starts, from its answer to /health; empty of any other answer."""
     try:
-        told = msgspec.json.decode(body, type=_Starting)
+        progress = msgspec.json.decode(body, type=_StartupProgress)
     except UNREADABLE:
         return ""
-    return f"{told.stage[:100]}, {told.progress:.0%}"
+    return f"{progress.stage[:100]}, {progress.progress:.0%}"
 
 
-class _Starting(msgspec.Struct):
+class _StartupProgress(msgspec.Struct):
     stage: str
     progress: Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 def apply_server_info(worker: Worker, info: dict[str, Any]) -> None:
-    """Take role and bootstrap port from a ``/get_server_info`` answer, where they were left open."""
+    """Takes role and bootstrap port from a ``/get_server_info`` answer, where they were left open."""
     mode = info.get("disaggregation_mode")
     if worker.asks_role:
         worker.role = mode if mode in ("prefill", "decode") else "regular"

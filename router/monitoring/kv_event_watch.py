@@ -1,9 +1,9 @@
-"""Following the KV events of workers: one subscription each, with a way back after every gap.
+"""Following the KV events of workers: one subscription each, which recovers after every gap.
 
-A worker's batches are numbered. Whoever comes late, or missed a number, asks the worker's replay port for
+A worker's batches are numbered. A subscriber that comes late, or missed a number, asks the worker's replay port for
 the rest and gets it, or everything (see ``common/engine/kv_event_publisher.py``). A worker that cannot be asked
-(vLLM or SGLang without a replay endpoint) counts as empty from a gap on, until it tells of new pages:
-a page that is wrongly thought absent costs one prompt's affinity, one wrongly thought present costs many.
+(vLLM or SGLang without a replay endpoint) counts as empty from a gap on, until it publishes new pages:
+a page that is wrongly taken for absent costs one prompt's affinity, one wrongly taken for present costs many.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from ..workers.registry import Worker
 
 logger = logging.getLogger("baton.router")
 
-ANSWER_SECONDS = 5.0
+TIMEOUT_SECONDS = 5.0
 SILENCE_SECONDS = 8.0
-"""Four heartbeats of our servers: by then a silent one is asked whether there is something new."""
+"""Four heartbeats of our servers: a server that was silent for this long is asked for what is new."""
 _PAUSE_SECONDS = 0.5
 _QUEUED_BATCHES = 100_000
 
 
 class Source(NamedTuple):
-    """Where a worker publishes. ``native``: it is one of our servers, with their hashes, heartbeats and replays."""
+    """The endpoints that a worker publishes on. ``native``: it is one of our servers, with their hashes, heartbeats and
+    replays."""
 
     events: str
     replay: str | None
@@ -43,7 +44,7 @@ class Source(NamedTuple):
 
 
 def source_of(worker: Worker, info: dict[str, Any]) -> Source | None:
-    """Where a ``/get_server_info`` answer says that events are published: our servers' or SGLang's; None: nowhere."""
+    """Returns the endpoints that a ``/get_server_info`` answer names, of our servers or SGLang's; None: none."""
     host = worker.endpoint.host
     port = info.get("kv_events_port")
     if isinstance(port, int) and port:
@@ -62,7 +63,8 @@ def source_of(worker: Worker, info: dict[str, Any]) -> Source | None:
 
 
 def _at(host: str, endpoint: str, rank: int) -> str:
-    """An endpoint as its server binds it for a rank, seen from elsewhere; raises ValueError where it names no port."""
+    """Returns the address to connect to for an endpoint as its server binds it for a rank; raises ValueError without a
+    port."""
     port = urlsplit(endpoint).port
     if port is None:
         raise ValueError(endpoint)
@@ -74,20 +76,20 @@ class Gap(Exception):
 
 
 class Follower:
-    """One worker's events, from a subscription to its end, applied through ``apply`` and ``clear``."""
+    """Follows one worker's events, from a subscription to its end, through ``apply`` and ``clear``."""
 
     def __init__(self, context: zmq.asyncio.Context, source: Source, apply: Callable[[list[Event]], None],
-                 clear: Callable[[], None], resynced: Callable[[], None]):
+                 clear: Callable[[], None], on_resync: Callable[[], None]):
         self._source = source
         self._apply = apply
         self._clear = clear
         self._context = context
-        self._resynced = resynced
+        self._on_resync = on_resync
         self._next = 0
         self._newest = -1
 
     async def run(self, followed: Callable[[], None]) -> None:
-        """Follow until cancelled; calls ``followed`` once in step. Raises Gap, OSError or zmq.ZMQError."""
+        """Follows until cancelled; calls ``followed`` once it is up to date. Raises Gap, OSError or zmq.ZMQError."""
         with self._context.socket(zmq.SUB) as events:
             events.rcvhwm = _QUEUED_BATCHES
             events.subscribe(self._source.topic.encode())
@@ -102,7 +104,7 @@ class Follower:
                 await self._take(int.from_bytes(number, "big"), payload)
 
     async def _take(self, number: int, payload: bytes) -> None:
-        if number <= self._newest:  # A server begins anew: what the old one held is gone.
+        if number <= self._newest:  # The server has restarted: the pages of the old one are gone.
             self._restart(number)
         elif number > self._next:
             await self._catch_up()
@@ -112,13 +114,13 @@ class Follower:
             self._apply(decode(payload))
 
     def _restart(self, number: int) -> None:
-        self._resynced()
+        self._on_resync()
         self._clear()
         self._next = number
 
     async def _catch_up(self) -> None:
-        """Take in all from ``_next`` on, or start from nothing where it cannot be had."""
-        self._resynced()
+        """Applies all batches from ``_next`` on, or starts from nothing where the worker cannot replay them."""
+        self._on_resync()
         if self._source.replay is None:
             self._clear()
             self._next = 0
@@ -129,16 +131,16 @@ class Follower:
             await replays.send_multipart((b"", self._next.to_bytes(8, "big")))
             first = True
             while True:
-                if not await replays.poll(ANSWER_SECONDS * 1000):
+                if not await replays.poll(TIMEOUT_SECONDS * 1000):
                     raise Gap(f"{self._source.replay} does not answer")
                 _, number, payload = await replays.recv_multipart()
                 if number == END_OF_REPLAY:
                     return
-                found = int.from_bytes(number, "big")
-                if first and found > self._next and not self._source.native:
-                    self._clear()  # Its replay does not reach back to us: what we have may be outdated.
+                replayed = int.from_bytes(number, "big")
+                if first and replayed > self._next and not self._source.native:
+                    self._clear()  # Its replay does not reach back to ours: what we have may be outdated.
                 first = False
-                self._next = found + 1
+                self._next = replayed + 1
                 self._apply(decode(payload))
 
 
@@ -192,13 +194,13 @@ class KVWatch:
         silent = False
         while True:
             if worker.state == "healthy":
-                info = (await ask(self._client, worker, get("/get_server_info"), ANSWER_SECONDS)).json_object()
+                info = (await ask(self._client, worker, get("/get_server_info"), TIMEOUT_SECONDS)).json_object()
                 source = source_of(worker, info)
                 if source is not None:
                     await self._follow(worker, source)
                 elif info and not silent:
                     silent = True
-                    logger.warning("Worker %s publishes no KV events: its cache is guessed (start it with "
+                    logger.warning("Worker %s publishes no KV events: its cache is estimated (start it with "
                                    "--kv-events-port).", worker.url)
             await asyncio.sleep(_PAUSE_SECONDS if not silent else 20 * _PAUSE_SECONDS)
 
@@ -221,11 +223,11 @@ class KVWatch:
             worker.cached_tokens = None
 
     async def _poll_memory(self, worker: Worker) -> None:
-        """Asks for the worker's memory every second; one that cannot tell is not asked again for a minute."""
+        """Asks for the worker's memory every second; one that reports none is asked again after a minute."""
         while True:
             pause = 1.0
             if worker.state == "healthy":
-                answer = await ask(self._client, worker, get("/get_load"), ANSWER_SECONDS)
+                answer = await ask(self._client, worker, get("/get_load"), TIMEOUT_SECONDS)
                 memory = _memory(report_of(worker, answer.json()))
                 if memory is not None:
                     self._listener.on_memory(worker, *memory)
@@ -236,7 +238,7 @@ class KVWatch:
 
 
 def _memory(load: Any) -> tuple[int, int] | None:
-    """Used and all tokens of a ``/get_load`` answer, summed over its ranks; None where it does not tell tokens."""
+    """Used and all tokens of a ``/get_load`` answer, summed over its ranks; None where it has no tokens."""
     try:
         return sum(rank["num_tokens"] for rank in load), sum(rank["max_total_num_tokens"] for rank in load)
     except (TypeError, KeyError):

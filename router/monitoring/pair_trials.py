@@ -153,7 +153,7 @@ class PairTrials:
             if misfits and not before:
                 self._on_misfit(worker)
         if changed:
-            self._registry.refit()
+            self._registry.update_available()
 
     # ------------------------------------------------------------------ trials
 

@@ -1,6 +1,6 @@
-"""What workers report of themselves, for the dashboard: asked for while somebody looks, and for a minute after.
+"""Workers' reports for the dashboard: requested while a page is open, and for a minute after.
 
-It is read from each worker's ``/metrics``, under our names or SGLang's, so that both kinds of servers are shown alike.
+They are read from each worker's ``/metrics``, under our names or SGLang's, so both kinds of servers are shown alike.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ..workers.ask import ask, get
 from ..workers.registry import Registry, Worker
 
 PERIOD_SECONDS = 2.0
-MOST_AT_ONCE = 16
-_WANTED_SECONDS = 60.0
+MAX_CONCURRENT = 16
+_ACTIVE_SECONDS = 60.0
 _TIMEOUT_SECONDS = 1.5
 
 _NAMES = {
@@ -37,8 +37,8 @@ _SAMPLE = re.compile(rf"^({'|'.join(map(re.escape, _FIELDS))})(?:\{{[^\n]*\}})? 
 
 
 class WorkerReport(msgspec.Struct, frozen=True):
-    """A worker as it reports itself; None: it does not say. ``ttft`` is the mean of what came since the report before,
-    or earlier; ``tokens_in`` and ``tokens_out`` are a second's."""
+    """A worker's report; None: it does not report this. ``ttft`` is the mean since the report before, or earlier;
+    ``tokens_in`` and ``tokens_out`` are tokens a second."""
 
     running: float | None = None
     waiting: float | None = None
@@ -56,20 +56,20 @@ class _Reading(NamedTuple):
 
 
 def read(page: str) -> dict[str, float]:
-    """The values of a metrics page by ``_NAMES``; of labelled ones the sum, of shares the largest.
+    """Reads the values of a metrics page by ``_NAMES``; of labelled ones the sum, of shares the largest.
 
     A page that has a metric under both names counts once, by ours.
     """
-    found: dict[str, dict[str, float]] = {}
+    by_field: dict[str, dict[str, float]] = {}
     for name, text in _SAMPLE.findall(page):
         try:
             value = float(text)
         except ValueError:
             continue
         field = _FIELDS[name]
-        named = found.setdefault(field, {})
+        named = by_field.setdefault(field, {})
         named[name] = max(named.get(name, 0.0), value) if field == "token_usage" else named.get(name, 0.0) + value
-    return {field: next(named[name] for name in _NAMES[field] if name in named) for field, named in found.items()}
+    return {field: next(named[name] for name in _NAMES[field] if name in named) for field, named in by_field.items()}
 
 
 def report(before: _Reading | None, now: _Reading, wall: float, ttft: float | None) -> WorkerReport:
@@ -78,8 +78,8 @@ def report(before: _Reading | None, now: _Reading, wall: float, ttft: float | No
     if before is not None and now.at > before.at:
         for field in ("tokens_in", "tokens_out"):
             if field in values:
-                gained = values[field] - before.values.get(field, 0.0)
-                rates[field] = max(0.0, gained) / (now.at - before.at)  # Below 0: it was restarted.
+                increase = values[field] - before.values.get(field, 0.0)
+                rates[field] = max(0.0, increase) / (now.at - before.at)  # Below 0: it was restarted.
         count = values.get("ttft_count", 0.0) - before.values.get("ttft_count", 0.0)
         if count > 0:
             ttft = (values.get("ttft_seconds", 0.0) - before.values.get("ttft_seconds", 0.0)) / count
@@ -89,8 +89,8 @@ def report(before: _Reading | None, now: _Reading, wall: float, ttft: float | No
         max(0.0, wall - values["started"]) if "started" in values else None)
 
 
-class Asks(Protocol):
-    """A router, as far as reports go."""
+class ReportedRouter(Protocol):
+    """A router, as far as reports need it."""
 
     registry: Registry
     dispatcher: Dispatcher
@@ -99,20 +99,21 @@ class Asks(Protocol):
 class WorkerReports:
     """The latest report of each server; its ranks share it."""
 
-    def __init__(self, router: Asks):
+    def __init__(self, router: ReportedRouter):
         self._router = router
         self._readings: dict[int, _Reading] = {}
         self._reports: dict[int, WorkerReport] = {}
-        self._wanted_until = 0.0
+        self._active_until = 0.0
         self._task: asyncio.Task[None] | None = None
 
     def of(self, worker: Worker) -> WorkerReport | None:
         return self._reports.get(worker.root.id)
 
     def tokens(self) -> tuple[float, float] | None:
-        """Tokens a second into and out of all workers; None while nobody looks.
+        """Returns tokens a second into and out of all workers; None while no page is open.
 
-        In pairs both halves count a prompt: prefill's count is taken, and decode's of what came out.
+        Both workers of a pair count a prompt: prompt tokens are read from prefill workers, generated ones from decode
+        workers.
         """
         if self._task is None:
             return None
@@ -120,12 +121,12 @@ class WorkerReports:
         reports = [(worker, self._reports[server]) for server, worker in servers.items() if server in self._reports]
         if not reports:
             return None
-        return (sum(found.tokens_in or 0.0 for worker, found in reports if worker.role != "decode"),
-                sum(found.tokens_out or 0.0 for worker, found in reports if worker.role != "prefill"))
+        return (sum(report.tokens_in or 0.0 for worker, report in reports if worker.role != "decode"),
+                sum(report.tokens_out or 0.0 for worker, report in reports if worker.role != "prefill"))
 
-    def want(self) -> None:
-        """Somebody looks."""
-        self._wanted_until = time.monotonic() + _WANTED_SECONDS
+    def request(self) -> None:
+        """Starts asking workers, or continues: a page is open."""
+        self._active_until = time.monotonic() + _ACTIVE_SECONDS
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._ask_all())
 
@@ -135,9 +136,9 @@ class WorkerReports:
 
     async def _ask_all(self) -> None:
         try:
-            while time.monotonic() < self._wanted_until:
+            while time.monotonic() < self._active_until:
                 began = time.monotonic()
-                slots = asyncio.Semaphore(MOST_AT_ONCE)
+                slots = asyncio.Semaphore(MAX_CONCURRENT)
                 servers = _servers(self._router.registry)
                 await asyncio.gather(*(self._ask(server, worker, slots) for server, worker in servers.items()))
                 for known in (self._readings, self._reports):
@@ -162,5 +163,5 @@ class WorkerReports:
 
 
 def _servers(registry: Registry) -> dict[int, Worker]:
-    """One worker of each server that answers, by the id of the server's root."""
+    """Returns one worker of each server that answers, by the id of the server's root."""
     return {worker.root.id: worker for worker in registry if worker.state == "healthy"}

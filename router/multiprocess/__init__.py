@@ -1,7 +1,7 @@
 """One router of several processes (``--router-workers N``): a parent, and N children that accept on one port.
 
     clients ── SO_REUSEPORT ──▶ child 0 ┐               ┌ loads, admission, policies' counters: one column a child
-                                child 1 ┼ shared memory ┼ update feeds: prompts that each child sent, by worker
+                                child 1 ┼ shared memory ┼ ring buffers: prompts that each child sent, by worker
                                 …       ┘               └ rates and API keys, under a lock
                                   │ link (socket pair, msgpack)
                                 parent: membership, health checks, discovery, circuits, sums of metrics

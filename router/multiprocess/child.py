@@ -24,34 +24,34 @@ from ..config import RouterConfig
 from ..config.admission import AdmissionRules
 from ..config.endpoint import Endpoint
 from ..monitoring.cluster_view import ClusterView
-from ..net.http_server import Request
+from ..net.request import Group, Request
 from ..net.responses import Response
 from ..net.upstream_response import Failure
 from ..process_setup import prepare
 from ..relay.dispatcher import Dispatcher
 from ..relay.poison_guard import Deaths
 from ..workers.ask import WorkerClient
-from ..workers.models import Group, Models
+from ..workers.models import Models
 from ..workers.registry import Registry, Worker
 from .counters import dump
 from .link import Link
 from .messages import (
-    Answered,
-    Asks,
-    Begin,
-    Count,
-    Counted,
-    End,
-    Knows,
-    Listens,
-    Refuses,
-    Suspects,
+    AdminRequest,
+    AdminResponse,
+    CollectCounters,
+    Counters,
+    Listening,
+    Shutdown,
+    Start,
+    StartupFailed,
     ToChild,
-    Updates,
+    UpdatesApplied,
+    WorkerSuspected,
     WorkerUpdate,
+    WorkerUpdates,
 )
 from .shared_admission import SharedAdmission
-from .shared_policies import PolicySharing
+from .shared_policies import PolicyReplicator
 from .shared_stats import SharedStats
 from .shared_workers import SharedRegistry, SharedSlots, SharedWorker
 
@@ -89,47 +89,47 @@ async def _run(sock: socket.socket) -> None:
     ended = asyncio.Event()
 
     def on_message(message: Any) -> None:
-        if isinstance(message, Begin):
+        if isinstance(message, Start):
             begun.set_result(message)
         else:
             early.append(message) if child is None else child.on_message(message)
 
     early: list[Any] = []
     link = await Link.over(sock, ToChild, on_message, ended.set)
-    begin: Begin = await begun
+    begin: Start = await begun
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     setup_logging(begin.config.logs, f"router.{begin.child}")
     child = Child(begin, link, ended)
     try:
         await child.start(early)
     except ConfigError as error:
-        link.send(Refuses(str(error)))
+        link.send(StartupFailed(str(error)))
         await link.close()
         return
-    link.send(Listens())
+    link.send(Listening())
     await ended.wait()
     await child.stop()
-    link.send(Counted(0, dump(child.router.metrics), {}))
+    link.send(Counters(0, dump(child.router.metrics), {}))
     await link.close()
 
 
 class Child:
-    """The parts of a router in a child; what it lacks the parent does."""
+    """The components of a router in a child; the parent does the rest."""
 
-    accepts = True
+    accepts_clients = True
 
-    def __init__(self, begin: Begin, link: Link, ended: asyncio.Event):
+    def __init__(self, begin: Start, link: Link, ended: asyncio.Event):
         self._begin = begin
         self._link = link
         self._ended = ended
-        self._board = SharedStats(begin.board, begin.count)
-        self._column = self._board.loads(begin.child)
+        self._stats = SharedStats(begin.stats, begin.count)
+        self._column = self._stats.loads(begin.child)
         self._workers: dict[int, SharedWorker] = {}
         self._roots: dict[int, Worker] = {}
-        self._pending: dict[int, asyncio.Future[Answered]] = {}
+        self._pending: dict[int, asyncio.Future[AdminResponse]] = {}
         self._num_asked = 0
         self._ticker: asyncio.Task[None] | None = None
-        self.router = Router(begin.config, parts=self)
+        self.router = Router(begin.config, components=self)
 
     async def start(self, early: list[Any]) -> None:
         """Applies the updates that came so far, and accepts connections; raises ConfigError."""
@@ -147,10 +147,10 @@ class Child:
             await asyncio.sleep(_REFRESH_SECONDS)
             self._registry.refresh()
 
-    # ------------------------------------------------------------------ the parts
+    # ------------------------------------------------------------------ components
 
     def registry(self, config: RouterConfig, on_drained: Callable[[Worker], None]) -> Registry:
-        self._registry = SharedRegistry(self._board, self._begin.child, self._link.send, config.circuit.rules,
+        self._registry = SharedRegistry(self._stats, self._begin.child, self._link.send, config.circuit.rules,
                                         Models.from_args(config.workers))
         return self._registry
 
@@ -161,66 +161,66 @@ class Child:
     def dispatcher(self, config: RouterConfig, registry: Registry, metrics: Metrics, rng: Random,
                    suspect: Callable[[Worker, Failure], None]) -> Dispatcher:
         dispatcher = Dispatcher(config, registry, metrics, rng, suspect)
-        self._sharing = PolicySharing(self._board, self._begin.child)
+        self._replicator = PolicyReplicator(self._stats, self._begin.child)
         dispatcher.policies.on_build = self._share
         self._share(None, dispatcher.policies.common)
         self._dispatcher = dispatcher
-        dispatcher.poison.slots = SharedSlots(self._board, self._begin.child)
+        dispatcher.poison.slots = SharedSlots(self._stats, self._begin.child)
         dispatcher.poison.publish = self._link.send
         for message in (self._begin.workers, *self._begin.deaths, *self._early):
             self.on_message(message)
         return dispatcher
 
     def _share(self, group: Group, policies: Mapping[Role, Policy]) -> None:
-        apply = self._sharing.join(group, policies.values())
-        for neighbour in self._registry.neighbours:
-            neighbour.apply.update(apply)
+        apply = self._replicator.join(group, policies.values())
+        for peer in self._registry.peers:
+            peer.apply.update(apply)
 
     def admission(self, rules: AdmissionRules, loop: asyncio.AbstractEventLoop) -> AdmissionControl:
-        return SharedAdmission(rules, loop, self._board, self._begin.child, self._begin.signals)
+        return SharedAdmission(rules, loop, self._stats, self._begin.child, self._begin.signals)
 
     def cut(self, dispatcher: Dispatcher, worker: Worker) -> None:
         dispatcher.fail_calls(worker)
 
     def answer(self, router: ClusterView, request: Request) -> Response | Coroutine[Any, Any, Response]:
         if request.path in _PARENT_ANSWERS or changes_workers(request):
-            return self._ask(request)
+            return self._ask_parent(request)
         return answer_locally(router, request)
 
-    async def _ask(self, request: Request) -> Response:
-        """The parent's answer."""
+    async def _ask_parent(self, request: Request) -> Response:
+        """Passes a request on to the parent; returns its response."""
         self._num_asked += 1
         number = self._num_asked
-        answer: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[AdminResponse] = asyncio.get_running_loop().create_future()
         self._pending[number] = answer
-        self._link.send(Asks(number, request.method, request.path, request.query, request.body))
+        self._link.send(AdminRequest(number, request.method, request.path, request.query, request.body))
         try:
-            answered = await asyncio.wait_for(answer, _PARENT_TIMEOUT_SECONDS)
+            response = await asyncio.wait_for(answer, _PARENT_TIMEOUT_SECONDS)
         except asyncio.TimeoutError:
             return Response.error(WorkerUnavailable("The router's parent process does not answer.", retry_after=1.0))
         finally:
             del self._pending[number]
-        return Response(answered.status, answered.body, answered.content_type, answered.headers)
+        return Response(response.status, response.body, response.content_type, response.headers)
 
     # ------------------------------------------------------------------ messages of the parent
 
     def on_message(self, message: Any) -> None:
-        if isinstance(message, Updates):
+        if isinstance(message, WorkerUpdates):
             self._apply(message)
-        elif isinstance(message, Answered):
+        elif isinstance(message, AdminResponse):
             answer = self._pending.get(message.number)
             if answer is not None and not answer.done():
                 answer.set_result(message)
-        elif isinstance(message, Count):
+        elif isinstance(message, CollectCounters):
             cached = {worker.id: worker.cached_tokens for worker in self._workers.values()
                       if worker.cached_tokens is not None}
-            self._link.send(Counted(message.number, dump(self.router.metrics), cached))
+            self._link.send(Counters(message.number, dump(self.router.metrics), cached))
         elif isinstance(message, Deaths):
             self._dispatcher.poison.learn(message)
-        elif isinstance(message, End):
+        elif isinstance(message, Shutdown):
             self._ended.set()
 
-    def _apply(self, update: Updates) -> None:
+    def _apply(self, update: WorkerUpdates) -> None:
         for worker_id in update.removed:
             worker = self._workers.pop(worker_id)
             self._registry.remove(worker.url)
@@ -238,10 +238,10 @@ class Child:
                     self._dispatcher.update_key(known)
                 if known.hung:
                     self._dispatcher.fail_silent_calls(known)
-        self._registry.changed()
+        self._registry.rebuild()
         for group in self._registry.models.groups:  # Before a request asks for it: others publish already.
             self._dispatcher.policies.of(group)
-        self._link.send(Knows(update.version))
+        self._link.send(UpdatesApplied(update.version))
 
     def _add(self, state: WorkerUpdate) -> None:
         worker = SharedWorker(Endpoint.parse(state.server), state.role, api_key=state.api_key, rank=state.rank,
@@ -272,10 +272,10 @@ class _FailureReporter:
 
     def suspect(self, worker: Worker, failure: Failure) -> None:
         if worker in self._registry:
-            if failure.refused and self._registry.failed(worker, certain=True):
+            if failure.refused and self._registry.record_check_failed(worker, certain=True):
                 logging.getLogger("baton.router").warning("Worker %s takes no requests: %s.", worker.url,
                                                           failure.detail)
-            self._link.send(Suspects(worker.id, failure.reason, failure.detail, failure.refused))
+            self._link.send(WorkerSuspected(worker.id, failure.reason, failure.detail, failure.refused))
 
     async def close(self) -> None:
         pass

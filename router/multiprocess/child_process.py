@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .link import Link
-from .messages import Begin, Knows, Listens, Refuses, ToParent
+from .messages import Listening, Start, StartupFailed, ToParent, UpdatesApplied
 
 _CODE = "import sys; sys.path[:] = {path!r}; from {package}.child import main; main()"
 _SEED = str(random.SystemRandom().randrange(1, 2**32))
@@ -40,7 +40,7 @@ class ChildProcess:
         assert self._process is not None
         return self._process.pid
 
-    async def start(self, inherited: Sequence[int], begin: Callable[[], Begin]) -> None:
+    async def start(self, inherited: Sequence[int], begin: Callable[[], Start]) -> None:
         """Starts the process with the descriptors and sends it its first message; raises OSError.
 
         ``begin`` is called once messages reach the process: it gets each update from then on.
@@ -76,12 +76,12 @@ class ChildProcess:
         return status
 
     def _on_message(self, message: Any) -> None:
-        if isinstance(message, Listens):
+        if isinstance(message, Listening):
             self.listening = True
             self.ready.set()
-        elif isinstance(message, Refuses):
+        elif isinstance(message, StartupFailed):
             self.refusal = message.sentence
-        elif isinstance(message, Knows):
+        elif isinstance(message, UpdatesApplied):
             self.applied_version = message.version
         else:
             self._received(self, message)

@@ -9,7 +9,7 @@ from ...common.api.errors import Conflict
 from ..config.circuit import CircuitRules
 from ..workers.models import Models
 from ..workers.registry import Registry, Worker
-from .messages import Updates, WorkerUpdate
+from .messages import WorkerUpdate, WorkerUpdates
 from .shared_stats import MAX_WORKERS, SharedStats
 
 
@@ -32,7 +32,7 @@ class ReplicatedRegistry(Registry):
         """Takes a worker out of new decisions. Raises NotFound."""
         worker = self.get(url)
         worker.draining = True
-        self.changed()
+        self.rebuild()
         self._on_drain()
         return worker
 
@@ -43,8 +43,8 @@ class ReplicatedRegistry(Registry):
 class Rows:
     """Rows of shared memory by worker: each counts one worker's requests."""
 
-    def __init__(self, board: SharedStats):
-        self._board = board
+    def __init__(self, stats: SharedStats):
+        self._stats = stats
         self._rows: dict[int, int] = {}
         self._free = list(range(MAX_WORKERS))
         self._retired: list[tuple[int, int]] = []
@@ -65,7 +65,7 @@ class Rows:
         """Frees retired rows without requests; all children have applied the updates up to ``applied``."""
         still_used = []
         for version, row in self._retired:
-            if version <= applied and not self._board.total(row):
+            if version <= applied and not self._stats.total(row):
                 heapq.heappush(self._free, row)
             else:
                 still_used.append((version, row))
@@ -73,7 +73,7 @@ class Rows:
 
     def load(self, worker_id: int) -> int:
         row = self._rows.get(worker_id)
-        return 0 if row is None else self._board.total(row)
+        return 0 if row is None else self._stats.total(row)
 
 
 class UpdateFeed:
@@ -88,7 +88,7 @@ class UpdateFeed:
         self.to_cut: set[int] = set()
         """Ids of workers whose requests are cut when they leave."""
 
-    def next_update(self) -> Updates | None:
+    def next_update(self) -> WorkerUpdates | None:
         """What changed since the last call; None when nothing did."""
         now = {state.id: state for state in self._current()}
         changed = tuple(state for state in now.values()
@@ -103,11 +103,11 @@ class UpdateFeed:
         self.to_cut.clear()
         self._repeated.clear()
         self._sent = now
-        return Updates(self.version, changed, removed, cut)
+        return WorkerUpdates(self.version, changed, removed, cut)
 
-    def snapshot(self) -> Updates:
+    def snapshot(self) -> WorkerUpdates:
         """All workers, for a new child. All others must have been sent ``next_update`` before."""
-        return Updates(self.version, tuple(self._sent.values()))
+        return WorkerUpdates(self.version, tuple(self._sent.values()))
 
     def repeat(self, worker_id: int) -> None:
         """Puts a worker into the next update though it did not change: a child may have changed it."""
@@ -119,4 +119,4 @@ class UpdateFeed:
             yield WorkerUpdate(
                 worker.id, self._rows[worker.id], worker.endpoint.url, worker.rank, worker.root.id, worker.api_key,
                 circuit=circuit.state, troubled=circuit.troubled, probing=circuit.probing,
-                **{name: getattr(worker, name) for name in WorkerUpdate.of_worker})
+                **{name: getattr(worker, name) for name in WorkerUpdate.worker_fields})

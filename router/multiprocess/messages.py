@@ -44,7 +44,7 @@ class WorkerUpdate(msgspec.Struct, frozen=True):
     troubled: bool
     probing: bool
 
-    of_worker: ClassVar[tuple[str, ...]] = (
+    worker_fields: ClassVar[tuple[str, ...]] = (
         "role", "bootstrap_port", "model_ids", "model_cards", "state", "hung", "draining", "is_baton", "keeps_files",
         "checked", "always_healthy", "named", "metadata", "pair_key", "model_fingerprint", "fitting", "misfits",
         "stage")
@@ -54,7 +54,7 @@ class WorkerUpdate(msgspec.Struct, frozen=True):
 # ---------------------------------------------------------------------- to a child
 
 
-class Updates(msgspec.Struct, tag=True, frozen=True):
+class WorkerUpdates(msgspec.Struct, tag=True, frozen=True):
     """Workers that joined or changed, and ids of workers that left; requests on those in ``cut`` are cut."""
 
     version: int
@@ -63,20 +63,20 @@ class Updates(msgspec.Struct, tag=True, frozen=True):
     cut: tuple[int, ...] = ()
 
 
-class Begin(msgspec.Struct, tag=True, frozen=True):
+class Start(msgspec.Struct, tag=True, frozen=True):
     """The first message: the child's number, and all that it runs with. ``signals`` are the children's event
     descriptors."""
 
     config: RouterConfig
     child: int
     count: int
-    board: int
+    stats: int
     signals: tuple[int, ...]
-    workers: Updates
+    workers: WorkerUpdates
     deaths: tuple[Deaths, ...] = ()
 
 
-class Answered(msgspec.Struct, tag=True, frozen=True):
+class AdminResponse(msgspec.Struct, tag=True, frozen=True):
     """The parent's response to request ``number`` of the child."""
 
     number: int
@@ -86,37 +86,37 @@ class Answered(msgspec.Struct, tag=True, frozen=True):
     headers: tuple[tuple[str, str], ...]
 
 
-class Count(msgspec.Struct, tag=True, frozen=True):
-    """Asks for the child's counters."""
+class CollectCounters(msgspec.Struct, tag=True, frozen=True):
+    """AdminRequest for the child's counters."""
 
     number: int
 
 
-class End(msgspec.Struct, tag=True, frozen=True):
+class Shutdown(msgspec.Struct, tag=True, frozen=True):
     """Accept no more, let the running requests end, and exit."""
 
 
 # ---------------------------------------------------------------------- to the parent
 
 
-class Listens(msgspec.Struct, tag=True, frozen=True):
+class Listening(msgspec.Struct, tag=True, frozen=True):
     """The child accepts connections."""
 
 
-class Refuses(msgspec.Struct, tag=True, frozen=True):
+class StartupFailed(msgspec.Struct, tag=True, frozen=True):
     """The child cannot start: a sentence for the user."""
 
     sentence: str
 
 
-class Knows(msgspec.Struct, tag=True, frozen=True):
+class UpdatesApplied(msgspec.Struct, tag=True, frozen=True):
     """The child has applied all updates up to a version."""
 
     version: int
 
 
-class Asks(msgspec.Struct, tag=True, frozen=True):
-    """A client's request to the router itself that the parent answers."""
+class AdminRequest(msgspec.Struct, tag=True, frozen=True):
+    """A client's request to the router itself, which the parent answers."""
 
     number: int
     method: bytes
@@ -125,7 +125,7 @@ class Asks(msgspec.Struct, tag=True, frozen=True):
     body: bytes
 
 
-class Counted(msgspec.Struct, tag=True, frozen=True):
+class Counters(msgspec.Struct, tag=True, frozen=True):
     """The child's counters (``counters.dump``), and tokens in followed workers' prefix caches by worker id."""
 
     number: int
@@ -133,7 +133,7 @@ class Counted(msgspec.Struct, tag=True, frozen=True):
     cached_tokens: dict[int, int]
 
 
-class Suspects(msgspec.Struct, tag=True, frozen=True):
+class WorkerSuspected(msgspec.Struct, tag=True, frozen=True):
     """A request failed on a worker below HTTP."""
 
     worker: int
@@ -142,24 +142,25 @@ class Suspects(msgspec.Struct, tag=True, frozen=True):
     refused: bool
 
 
-class Failed(msgspec.Struct, tag=True, frozen=True):
+class RequestFailed(msgspec.Struct, tag=True, frozen=True):
     """A worker failed a request."""
 
     worker: int
 
 
-class Served(msgspec.Struct, tag=True, frozen=True):
+class RequestServed(msgspec.Struct, tag=True, frozen=True):
     """A worker that had failed requests answered one."""
 
     worker: int
 
 
-class Probed(msgspec.Struct, tag=True, frozen=True):
+class ProbeChanged(msgspec.Struct, tag=True, frozen=True):
     """The probe of a half-open circuit begins, or ended."""
 
     worker: int
     runs: bool
 
 
-ToChild = Begin | Updates | Answered | Count | End | Deaths
-ToParent = Listens | Refuses | Knows | Asks | Counted | Suspects | Failed | Served | Probed | Deaths
+ToChild = Start | WorkerUpdates | AdminResponse | CollectCounters | Shutdown | Deaths
+ToParent = (Listening | StartupFailed | UpdatesApplied | AdminRequest | Counters | WorkerSuspected | RequestFailed
+            | RequestServed | ProbeChanged | Deaths)

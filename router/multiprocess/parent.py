@@ -21,7 +21,7 @@ from ..config import RouterConfig
 from ..config.admission import AdmissionRules
 from ..monitoring.cluster_view import ClusterView
 from ..monitoring.health import HealthMonitor
-from ..net.http_server import Request
+from ..net.request import Request
 from ..net.responses import Response
 from ..net.upstream_response import Failure
 from ..obs.metrics import Metrics
@@ -33,7 +33,17 @@ from ..workers.registry import Registry, Worker
 from .child_process import ChildProcess
 from .counters import Totals
 from .membership import ReplicatedRegistry, Rows, UpdateFeed
-from .messages import Answered, Asks, Count, Counted, Failed, Probed, Served, Suspects, Updates
+from .messages import (
+    AdminRequest,
+    AdminResponse,
+    CollectCounters,
+    Counters,
+    ProbeChanged,
+    RequestFailed,
+    RequestServed,
+    WorkerSuspected,
+    WorkerUpdates,
+)
 from .shared_stats import SharedStats
 
 logger = logging.getLogger("baton.router")
@@ -49,38 +59,38 @@ _DRAIN_SECONDS = 0.02
 class AdmissionTotals:
     """Running, queued and refused requests of all children, for ``Metrics``."""
 
-    def __init__(self, board: SharedStats):
-        self._board = board
+    def __init__(self, stats: SharedStats):
+        self._stats = stats
         self.refused: dict[str, int] = {}
 
     @property
     def running(self) -> int:
-        return sum(self._board.running)
+        return sum(self._stats.running)
 
     @property
     def queued(self) -> int:
-        return sum(self._board.queued)
+        return sum(self._stats.queued)
 
 
 class Parent:
-    """The parts of the router in the parent; ``children()`` are those that run."""
+    """The components of the router in the parent; ``children()`` are those that run."""
 
-    accepts = False
+    accepts_clients = False
 
-    def __init__(self, config: RouterConfig, board: SharedStats, children: Callable[[], Sequence[ChildProcess]]):
-        self._board = board
+    def __init__(self, config: RouterConfig, stats: SharedStats, children: Callable[[], Sequence[ChildProcess]]):
+        self._stats = stats
         self._children = children
-        self._rows = Rows(board)
-        self._totals = Totals(board.count)
-        self._admission = AdmissionTotals(board)
+        self._rows = Rows(stats)
+        self._totals = Totals(stats.count)
+        self._admission = AdmissionTotals(stats)
         self._probing: dict[int, int] = {}  # worker's id -> child that probes it
         self._count = 0
-        self._cached: list[dict[int, int]] = [{} for _ in range(board.count)]
+        self._cached: list[dict[int, int]] = [{} for _ in range(stats.count)]
         self._scheduled: asyncio.Handle | None = None
         self._drains: asyncio.Task[None] | None = None
         self._replies: set[asyncio.Task[None]] = set()
-        self.router = Router(_parent_config(config), parts=self)
-        self._bulletin = UpdateFeed(self._registry, self._rows)
+        self.router = Router(_parent_config(config), components=self)
+        self._feed = UpdateFeed(self._registry, self._rows)
 
     async def start(self) -> None:
         """Raises ConfigError."""
@@ -94,7 +104,7 @@ class Parent:
             self._drains.cancel()
         await self.router.stop()
 
-    # ------------------------------------------------------------------ the parts
+    # ------------------------------------------------------------------ components
 
     def registry(self, config: RouterConfig, on_drained: Callable[[Worker], None]) -> Registry:
         self._leave = on_drained
@@ -121,7 +131,7 @@ class Parent:
 
     def cut(self, dispatcher: Dispatcher, worker: Worker) -> None:
         """The children cut the requests, which are theirs."""
-        self._bulletin.to_cut.add(worker.id)
+        self._feed.to_cut.add(worker.id)
 
     def answer(self, router: ClusterView, request: Request) -> Response | Coroutine[Any, Any, Response]:
         return self._answer(request)
@@ -139,10 +149,10 @@ class Parent:
 
     # ------------------------------------------------------------------ children
 
-    def snapshot(self) -> Updates:
+    def snapshot(self) -> WorkerUpdates:
         """All workers, for a child that begins."""
         self._send_update()
-        return self._bulletin.snapshot()
+        return self._feed.snapshot()
 
     def deaths(self) -> tuple[Deaths, ...]:
         """Deaths of workers by fingerprint of a request, for a child that begins."""
@@ -150,20 +160,20 @@ class Parent:
 
     def on_child_ended(self, child: int) -> None:
         """Clears all counts of a child that has ended."""
-        self._board.clear(child)
+        self._stats.clear(child)
         self._totals.ended(child)
         self._cached[child] = {}
         for worker_id in [known for known, prober in self._probing.items() if prober == child]:
             self._set_probing(worker_id, child, False)
 
     def on_message(self, child: ChildProcess, message: Any) -> None:
-        if isinstance(message, Counted):
+        if isinstance(message, Counters):
             self._take_counts(child, message)
-        elif isinstance(message, Asks):
+        elif isinstance(message, AdminRequest):
             task = asyncio.get_running_loop().create_task(self._reply(child, message))
             self._replies.add(task)
             task.add_done_callback(self._replies.discard)
-        elif isinstance(message, Probed):
+        elif isinstance(message, ProbeChanged):
             self._set_probing(message.worker, child.index, message.runs)
         elif isinstance(message, Deaths):
             self.router.dispatcher.poison.learn(message)
@@ -175,16 +185,16 @@ class Parent:
             if worker is not None:
                 self._take_outcome(worker, message)
 
-    def _take_outcome(self, worker: Worker, message: Suspects | Failed | Served) -> None:
-        if isinstance(message, Suspects):
+    def _take_outcome(self, worker: Worker, message: WorkerSuspected | RequestFailed | RequestServed) -> None:
+        if isinstance(message, WorkerSuspected):
             self._health.suspect(worker, Failure(message.reason, message.detail, message.refused))
             return
-        if isinstance(message, Failed):
+        if isinstance(message, RequestFailed):
             self.router.dispatcher.on_server_error(worker)
         else:
             self.router.dispatcher.on_status(worker, 200, PASSED_ON, None)
-        self._bulletin.repeat(worker.id)  # The child may have changed its circuit meanwhile.
-        self._registry.changed()
+        self._feed.repeat(worker.id)  # The child may have changed its circuit meanwhile.
+        self._registry.rebuild()
 
     def _set_probing(self, worker_id: int, child: int, runs: bool) -> None:
         worker = self._registry.by_id(worker_id)
@@ -194,16 +204,18 @@ class Parent:
             del self._probing[worker_id]
         if worker is not None:
             worker.circuit.probing = worker_id in self._probing
-            self._registry.changed()
+            self._registry.rebuild()
 
-    async def _reply(self, child: ChildProcess, asks: Asks) -> None:
+    async def _reply(self, child: ChildProcess, message: AdminRequest) -> None:
         request = Request()
-        request.method, request.path, request.query, request.body = asks.method, asks.path, asks.query, asks.body
+        request.method, request.path = message.method, message.path
+        request.query, request.body = message.query, message.body
         try:
             response = await self._answer(request)
         except ServingError as error:
             response = Response.error(error)
-        child.send(Answered(asks.number, response.status, response.body, response.content_type, response.headers))
+        child.send(AdminResponse(message.number, response.status, response.body, response.content_type,
+                                 response.headers))
 
     # ------------------------------------------------------------------ updates
 
@@ -215,7 +227,7 @@ class Parent:
         if self._scheduled is not None:
             self._scheduled.cancel()
             self._scheduled = None
-        update = self._bulletin.next_update()
+        update = self._feed.next_update()
         if update is not None:
             for child in self._children():
                 child.send(update)
@@ -225,7 +237,7 @@ class Parent:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _APPLY_SECONDS
         self._send_update()
-        while self._applied_version() < self._bulletin.version or self._end_drains():
+        while self._applied_version() < self._feed.version or self._end_drains():
             if loop.time() > deadline:
                 logger.warning("Not all processes of the router applied a change within %g s.", _APPLY_SECONDS)
                 return
@@ -233,7 +245,7 @@ class Parent:
 
     def _applied_version(self) -> int:
         versions = (child.applied_version for child in self._children() if child.listening)
-        return min(versions, default=self._bulletin.version)
+        return min(versions, default=self._feed.version)
 
     # ------------------------------------------------------------------ drains
 
@@ -252,7 +264,7 @@ class Parent:
         Only once all children have applied the drain: until then one might still place a request there.
         """
         self._send_update()
-        if self._applied_version() < self._bulletin.version:
+        if self._applied_version() < self._feed.version:
             return False
         done = [worker for worker in self._registry if worker.draining and not self._rows.load(worker.id)]
         for worker in done:
@@ -271,16 +283,16 @@ class Parent:
         number = self._count
         asked = [child for child in self._children() if child.listening]
         for child in asked:
-            child.send(Count(number))
+            child.send(CollectCounters(number))
         while any(child.listening and child.counted < number for child in asked) and loop.time() < deadline:
             await asyncio.sleep(_POLL_SECONDS)
         self._totals.fill(self.router.metrics, self._admission.refused)
         self._read_loads()
 
-    def _take_counts(self, child: ChildProcess, counted: Counted) -> None:
-        child.counted = counted.number
-        self._totals.update(child.index, counted.counts)
-        self._cached[child.index] = counted.cached_tokens
+    def _take_counts(self, child: ChildProcess, message: Counters) -> None:
+        child.counted = message.number
+        self._totals.update(child.index, message.counts)
+        self._cached[child.index] = message.cached_tokens
 
     def _read_loads(self) -> None:
         for worker in self._registry:

@@ -30,9 +30,9 @@ class SharedTtftState:
 
     __slots__ = ("_count", "_common")
 
-    def __init__(self, board: SharedStats, child: int):
-        self._count = SharedCount([board.cells(other) for other in range(board.count)], child, TTFT_WAITING)
-        self._common = board.common
+    def __init__(self, stats: SharedStats, child: int):
+        self._count = SharedCount([stats.cells(other) for other in range(stats.count)], child, TTFT_WAITING)
+        self._common = stats.common
 
     @property
     def waiting(self) -> int:
@@ -56,16 +56,16 @@ class SharedAdmissionState:
 
     __slots__ = ("ttft", "bucket", "_running", "_queued", "_keys", "_cells")
 
-    def __init__(self, board: SharedStats, child: int, rules: AdmissionRules, now: float):
-        self.ttft = TtftEstimate(SharedTtftState(board, child))
+    def __init__(self, stats: SharedStats, child: int, rules: AdmissionRules, now: float):
+        self.ttft = TtftEstimate(SharedTtftState(stats, child))
         self.bucket: TokenBucket | None = None
         if rules.rate:
-            with board.lock:
-                self.bucket = TokenBucket(rules.rate, now, board.common[LEVEL:LEVEL + 2])
-        self._running = SharedCount(_singles(board.running), child, 0)
-        self._queued = SharedCount(_singles(board.queued), child, 0)
-        self._keys = KeyTable(board, child, rules.rate_per_key)
-        self._cells = board.cells(child)
+            with stats.lock:
+                self.bucket = TokenBucket(rules.rate, now, stats.common[LEVEL:LEVEL + 2])
+        self._running = SharedCount(_singles(stats.running), child, 0)
+        self._queued = SharedCount(_singles(stats.queued), child, 0)
+        self._keys = KeyTable(stats, child, rules.rate_per_key)
+        self._cells = stats.cells(child)
 
     @property
     def running(self) -> int:
@@ -96,20 +96,20 @@ class SharedAdmission:
     """One child's admission. Writing to one of ``signals``, the children's event descriptors, makes that child start
     what may run."""
 
-    def __init__(self, rules: AdmissionRules, loop: asyncio.AbstractEventLoop, board: SharedStats, child: int,
+    def __init__(self, rules: AdmissionRules, loop: asyncio.AbstractEventLoop, stats: SharedStats, child: int,
                  signals: Sequence[int]):
         self.rules = rules
-        self._board = board
+        self._stats = stats
         self._child = child
         self._loop = loop
         self._signals = signals
-        self._admission = Admission(rules, loop.time, state=SharedAdmissionState(board, child, rules, loop.time()),
+        self._admission = Admission(rules, loop.time, state=SharedAdmissionState(stats, child, rules, loop.time()),
                                     on_release=self._release)
         self.refused = self._admission.refused
         self.ttft = self._admission.ttft
-        self._cells = [board.cells(other) for other in range(board.count)]
-        self._running, self._queued = board.running, board.queued
-        self._safe = rules.max_concurrent - (board.count - 1)
+        self._cells = [stats.cells(other) for other in range(stats.count)]
+        self._running, self._queued = stats.running, stats.queued
+        self._safe = rules.max_concurrent - (stats.count - 1)
         self._starting = False
         self._timer: asyncio.TimerHandle | None = None
         loop.add_reader(signals[child], self._on_signal)
@@ -144,7 +144,7 @@ class SharedAdmission:
         ticket = self.try_acquire()
         if ticket is not None:
             return ticket
-        with self._board.lock:
+        with self._stats.lock:
             result = self._admission.acquire(key, streamed, lambda: _bounded(priority()), start, refuse)
         if isinstance(result, Waiting):  # The request that seemed to be the last to run may have been refused itself.
             self._loop.call_soon(self._start_waiting)
@@ -187,7 +187,7 @@ class SharedAdmission:
 
     def _take_first(self) -> Waiting | None:
         """Moves the first request that waits here to those that run, where one more may."""
-        with self._board.lock:
+        with self._stats.lock:
             if not self._queued[self._child] or sum(self._running) >= self.rules.max_concurrent:
                 return None
             return self._admission.take_first()

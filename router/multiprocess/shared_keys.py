@@ -33,18 +33,18 @@ class SharedKeyShare:
 class KeyTable:
     """The keys' rows in shared memory, by digest; to be used under the lock only."""
 
-    def __init__(self, board: SharedStats, child: int, rate: float):
-        self._board = board
+    def __init__(self, stats: SharedStats, child: int, rate: float):
+        self._stats = stats
         self._child = child
         self._rate = rate
-        self._columns: Sequence[memoryview] = [board.key_running(other) for other in range(board.count)]
+        self._columns: Sequence[memoryview] = [stats.key_running(other) for other in range(stats.count)]
         self._rows: dict[bytes, tuple[int, int]] = {}
         """Digest and row of each key seen; a row may have passed to another key since."""
 
     def find(self, key: bytes, now: float) -> SharedKeyShare | None:
         """The key's share; None when there is no row for one more key."""
         digest, row = self._rows.get(key) or (self._digest(key), -1)
-        if row < 0 or self._board.digests[row] != digest:
+        if row < 0 or self._stats.digests[row] != digest:
             known = self._find_row(digest)
             if known is None:
                 known = self._find_row(0)
@@ -52,8 +52,8 @@ class KeyTable:
                     known = self._find_row(0)
                 if known is None:
                     return None
-                self._board.digests[known] = digest
-                self._board.key_levels[2 * known + 1] = 0.0
+                self._stats.digests[known] = digest
+                self._stats.key_levels[2 * known + 1] = 0.0
             row = known
             if len(self._rows) >= MAX_KEYS:
                 self._rows.clear()
@@ -61,7 +61,7 @@ class KeyTable:
         return self._share(row, now)
 
     def _share(self, row: int, now: float) -> SharedKeyShare:
-        levels = self._board.key_levels
+        levels = self._stats.key_levels
         bucket = TokenBucket(self._rate, now, levels[2 * row:2 * row + 2]) if self._rate else None
         return SharedKeyShare(SharedCount(self._columns, self._child, row), bucket)
 
@@ -69,9 +69,9 @@ class KeyTable:
         return int.from_bytes(blake2b(key, digest_size=8).digest(), "little", signed=True) or 1
 
     def _find_row(self, digest: int) -> int | None:
-        start, end = self._board.digests_at
+        start, end = self._stats.digests_at
         at, pattern = start, digest.to_bytes(8, "little", signed=True)
-        while (at := self._board.memory.find(pattern, at, end)) >= 0:
+        while (at := self._stats.memory.find(pattern, at, end)) >= 0:
             if not (at - start) % 8:
                 return (at - start) // 8
             at += 1
@@ -83,6 +83,6 @@ class KeyTable:
         for row in range(MAX_KEYS):
             share = self._share(row, now)
             if not share.running and (share.bucket is None or share.bucket.full(now)):
-                self._board.digests[row] = 0
+                self._stats.digests[row] = 0
                 freed = True
         return freed

@@ -6,20 +6,20 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from hashlib import blake2b
 
+from ..net.request import Group
 from ..policies import Policy
 from ..policies.base import Apply, Publish
-from ..workers.models import Group
-from .ring import RingWriter
+from .ring_buffer import RingWriter
 from .shared_stats import COUNTERS, SharedCount, SharedStats
 
 
-class PolicySharing:
+class PolicyReplicator:
     """Joins the policies of this process with those of the others, which were built alike."""
 
-    def __init__(self, board: SharedStats, child: int):
-        self._board = board
+    def __init__(self, stats: SharedStats, child: int):
+        self._stats = stats
         self._child = child
-        self._ring = RingWriter(board, child)
+        self._ring = RingWriter(stats, child)
 
     def join(self, group: Group, policies: Iterable[Policy]) -> dict[int, Apply]:
         """Joins the policies of one model; returns the functions that apply others' records, by kind."""
@@ -31,12 +31,12 @@ class PolicySharing:
         return apply
 
     def _counter(self, index: int) -> Iterator[int]:
-        cells = [self._board.cells(other) for other in range(self._board.count)]
+        cells = [self._stats.cells(other) for other in range(self._stats.count)]
         return SharedCount(cells, self._child, COUNTERS + index)
 
 
 class _PolicyReplication:
-    """One policy's channels: kinds of records in the update feed. Requests are counted over all processes where there
+    """One policy's channels: kinds of records in the ring buffer. Requests are counted over all processes where there
     is one model; of several models, each process counts for itself."""
 
     def __init__(self, ring: RingWriter, first_kind: int, apply: dict[int, Apply], counter: Iterator[int] | None):

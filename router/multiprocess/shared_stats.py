@@ -1,4 +1,4 @@
-"""The memory that all processes of a router share: columns of counters, update feeds, and a lock.
+"""The memory that all processes of a router share: columns of counters, ring buffers, and a lock.
 
 A column belongs to one child, the only one that writes it (aligned 8-byte stores, which readers see whole); the sum
 over the columns counts for all. When a child dies the parent clears its column.
@@ -14,11 +14,11 @@ from types import TracebackType
 
 MAX_WORKERS = 4096
 MAX_KEYS = 16384
-FEED_WORDS = 2**17
+RING_WORDS = 2**17
 """1 MiB: the blocks of 8,000 prompts of 4 KB, far more than come between two looks at it."""
 
 # Words of a child's own cells.
-FEED_HEAD, TTFT_WAITING, HEAD_PRIORITY, HEAD_SINCE = range(4)
+RING_HEAD, TTFT_WAITING, HEAD_PRIORITY, HEAD_SINCE = range(4)
 COUNTERS = 8
 """The first of the words that policies count requests in, one for each policy that counts."""
 _CELLS = 16
@@ -51,7 +51,7 @@ class SharedStats:
         for name, words in (("common", _COMMON), ("running", count), ("queued", count), ("digests", MAX_KEYS),
                             ("key_levels", 2 * MAX_KEYS), ("cells", count * _CELLS), ("loads", count * MAX_WORKERS),
                             ("suspects", count * MAX_WORKERS),
-                            ("key_running", count * MAX_KEYS), ("feeds", count * FEED_WORDS)):
+                            ("key_running", count * MAX_KEYS), ("rings", count * RING_WORDS)):
             self._regions[name] = (size, words)
             size += words
         if os.fstat(file).st_size == 0:
@@ -74,7 +74,7 @@ class SharedStats:
         return self._column("cells", child)
 
     def loads(self, child: int) -> memoryview:
-        """Requests on each row's worker."""
+        """The child's requests on each row's worker."""
         return self._column("loads", child)
 
     def suspects(self, child: int) -> memoryview:
@@ -95,9 +95,9 @@ class SharedStats:
         """Running requests of each row's API key."""
         return self._column("key_running", child)
 
-    def feed(self, child: int) -> memoryview:
-        """The ring buffer of a child's update feed."""
-        return self._column("feeds", child)
+    def ring(self, child: int) -> memoryview:
+        """The ring buffer of a child's records."""
+        return self._column("rings", child)
 
     def total(self, row: int) -> int:
         """The load of a row's worker, over all children."""
@@ -106,10 +106,10 @@ class SharedStats:
 
     def clear(self, child: int) -> None:
         """Sets all counts of a child that has died to 0."""
-        head = self.cells(child)[FEED_HEAD]
+        head = self.cells(child)[RING_HEAD]
         for view in (self.cells(child), self.loads(child), self.suspects(child), self.key_running(child)):
             view[:] = memoryview(bytes(8 * len(view))).cast("q")
-        self.cells(child)[FEED_HEAD] = head  # The feed continues: its readers know how far they are.
+        self.cells(child)[RING_HEAD] = head  # The ring buffer continues: its readers know how far they are.
         self.running[child] = self.queued[child] = 0
 
     def _view(self, name: str) -> memoryview:

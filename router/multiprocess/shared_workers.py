@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 
 from ..config.circuit import CircuitRules
 from ..config.endpoint import Endpoint
+from ..net.request import Group
 from ..workers.compatibility import Pairs
-from ..workers.models import Group, Models
+from ..workers.models import Models
 from ..workers.registry import Registry, Role, Worker
-from .messages import Failed, Probed, Served, WorkerUpdate
-from .ring import RingReader, words
-from .shared_stats import FEED_HEAD, MAX_WORKERS, SharedStats
+from .messages import ProbeChanged, RequestFailed, RequestServed, WorkerUpdate
+from .ring_buffer import RingReader, words
+from .shared_stats import MAX_WORKERS, RING_HEAD, SharedStats
 
 _STEP = 512
 """Bytes of a column that are compared at once: of a thousand workers at most 64 are walked for one change."""
@@ -38,7 +39,7 @@ class SharedWorker(Worker):
 
     def update(self, state: WorkerUpdate) -> None:
         """Takes on the state that the parent sent."""
-        for name in WorkerUpdate.of_worker:
+        for name in WorkerUpdate.worker_fields:
             setattr(self, name, getattr(state, name))
         circuit = self.circuit
         circuit.state, circuit.troubled, circuit.probing = state.circuit, state.troubled, state.probing
@@ -47,9 +48,9 @@ class SharedWorker(Worker):
 class SharedSlots:
     """Quarantine over all processes: a worker has one suspect of any of them."""
 
-    def __init__(self, board: SharedStats, child: int):
-        self._lock = board.lock
-        self._columns = [board.suspects(other) for other in range(board.count)]
+    def __init__(self, stats: SharedStats, child: int):
+        self._lock = stats.lock
+        self._columns = [stats.suspects(other) for other in range(stats.count)]
         self._own = self._columns[child]
 
     def is_free(self, worker: Worker) -> bool:
@@ -72,19 +73,19 @@ def _row_of(worker: Worker) -> int:
     return worker.row
 
 
-class Neighbour:
-    """Another child, as far as decisions depend on it: its column of loads, and its update feed."""
+class PeerProcess:
+    """Another child, as far as decisions depend on it: its column of loads, and its ring buffer."""
 
-    def __init__(self, board: SharedStats, child: int, rows: list[SharedWorker | None]):
-        self._memory = board.memory
-        self._start = self._end = board.loads_at(child)
+    def __init__(self, stats: SharedStats, child: int, rows: list[SharedWorker | None]):
+        self._memory = stats.memory
+        self._start = self._end = stats.loads_at(child)
         self._seen = b""
         self._seen_loads: tuple[int, ...] | None = ()
         """``_seen`` as numbers, where it is at most ``_STEP`` long."""
         self._rows = rows
-        self._cells = board.cells(child)
-        self._feed = RingReader(board, child)
-        self.apply = self._feed.apply
+        self._cells = stats.cells(child)
+        self._ring = RingReader(stats, child)
+        self.apply = self._ring.apply
 
     def resize(self, rows: int) -> None:
         """Reads this many rows from now on."""
@@ -109,9 +110,9 @@ class Neighbour:
             else:
                 self._shift_changed(self._seen, now)
             self._seen = now
-        head = self._cells[FEED_HEAD]
-        if head != self._feed.position:
-            self._feed.read(head)
+        head = self._cells[RING_HEAD]
+        if head != self._ring.position:
+            self._ring.read(head)
 
     def _shift_changed(self, seen: bytes, now: bytes) -> None:
         """Takes in the loads of many rows, of which few differ."""
@@ -128,11 +129,12 @@ class Neighbour:
 class SharedRegistry(Registry):
     """A child's registry: workers and their circuits are as the parent says, which is sent what becomes of requests."""
 
-    def __init__(self, board: SharedStats, child: int, send: Callable[[Failed | Served | Probed], None],
+    def __init__(self, stats: SharedStats, child: int,
+                 send: Callable[[RequestFailed | RequestServed | ProbeChanged], None],
                  circuit_rules: CircuitRules, models: Models | None = None):
         super().__init__(circuit_rules=circuit_rules, models=models)
         self._rows: list[SharedWorker | None] = []
-        self.neighbours = [Neighbour(board, other, self._rows) for other in range(board.count) if other != child]
+        self.peers = [PeerProcess(stats, other, self._rows) for other in range(stats.count) if other != child]
         self._circuits_enabled = circuit_rules.enabled
         self._send = send
         self.on_probe = self._send_probe
@@ -142,19 +144,19 @@ class SharedRegistry(Registry):
         return super().__iter__()
 
     def available(self, role: Role, group: Group = None) -> tuple[Worker, ...]:
-        for neighbour in self.neighbours:
-            neighbour.refresh()
+        for peer in self.peers:
+            peer.refresh()
         return super().available(role, group)
 
     def pairs(self, group: Group = None) -> Pairs:
-        for neighbour in self.neighbours:
-            neighbour.refresh()
+        for peer in self.peers:
+            peer.refresh()
         return super().pairs(group)
 
     def refresh(self) -> None:
         """Takes in what the other processes did."""
-        for neighbour in self.neighbours:
-            neighbour.refresh()
+        for peer in self.peers:
+            peer.refresh()
 
     def add(self, worker: Worker) -> None:
         """Registers a SharedWorker. The former worker of its row, if any, has no requests left in any process."""
@@ -163,23 +165,23 @@ class SharedRegistry(Registry):
         missing = worker.row + 1 - len(self._rows)
         if missing > 0:
             self._rows += [None] * missing
-            for neighbour in self.neighbours:
-                neighbour.resize(len(self._rows))
+            for peer in self.peers:
+                peer.resize(len(self._rows))
         self._rows[worker.row] = worker
-        worker.shift_load(sum(neighbour.load(worker.row) for neighbour in self.neighbours))
+        worker.shift_load(sum(peer.load(worker.row) for peer in self.peers))
         super().add(worker)
 
     # ------------------------------------------------------------------ circuits are the parent's
 
-    def request_failed(self, worker: Worker, now: float) -> bool:
+    def record_failure(self, worker: Worker, now: float) -> bool:
         if self._circuits_enabled:
             worker.circuit.troubled = True  # From now on successes matter.
-            self._send(Failed(worker.id))
+            self._send(RequestFailed(worker.id))
         return False
 
-    def request_served(self, worker: Worker) -> bool:
-        self._send(Served(worker.id))
+    def record_success(self, worker: Worker) -> bool:
+        self._send(RequestServed(worker.id))
         return False
 
     def _send_probe(self, worker: Worker, runs: bool) -> None:
-        self._send(Probed(worker.id, runs))
+        self._send(ProbeChanged(worker.id, runs))

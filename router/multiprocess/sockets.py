@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 from ...common.config.addresses import cannot_listen
 
@@ -30,7 +31,7 @@ def reserve(host: str, port: int) -> tuple[list[socket.socket], int]:
     return reserved, port
 
 
-def _bind(family: int, address: tuple, *, shared: bool) -> socket.socket:
+def _bind(family: int, address: tuple[Any, ...], *, shared: bool) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if shared else socket.SO_REUSEADDR, 1)

@@ -15,7 +15,7 @@ from ..config import RouterConfig
 from ..config.discovery import DiscoveryArgs
 from ..workers.registry import Registry
 from .child_process import ChildProcess
-from .messages import Begin, End
+from .messages import Shutdown, Start
 from .parent import Parent
 from .shared_stats import SharedStats
 from .sockets import reserve
@@ -44,9 +44,9 @@ class Supervisor:
         """Serves on all processes; raises ConfigError when the address cannot be had, or a process cannot start."""
         http = self._config.http
         self._sockets, self.port = reserve(http.host, http.port)
-        self._board = SharedStats.create(self._count)
+        self._stats = SharedStats.create(self._count)
         self._signals = tuple(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(self._count))
-        self._parent = Parent(self._config, self._board, lambda: [*self._children.values()])
+        self._parent = Parent(self._config, self._stats, lambda: [*self._children.values()])
         await self._parent.start()
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._keep_running(index)) for index in range(self._count)]
@@ -65,7 +65,7 @@ class Supervisor:
         """Ends all processes, each as a single one would; returns when all are gone."""
         self._stopping.set()
         for child in self._children.values():
-            child.send(End())
+            child.send(Shutdown())
         await asyncio.wait(self._tasks, timeout=self._config.http.shutdown_grace_secs + _KILL_AFTER_SECONDS)
         for child in self._children.values():
             child.kill()
@@ -103,20 +103,20 @@ class Supervisor:
         """Runs a child until it ends; returns the log's words for its end."""
         child = self._children[index] = ChildProcess(index, self._parent.on_message)
         try:
-            await child.start((self._board.file, *self._signals), lambda: self._begin(index))
+            await child.start((self._stats.file, *self._signals), lambda: self._begin(index))
         except OSError as error:  # No more processes or descriptors may be had.
             child.ready.set()
             return f"could not start ({error.strerror})"
         if self._stopping.is_set():
-            child.send(End())
+            child.send(Shutdown())
         status = await child.ended()
         self._parent.on_child_ended(index)
         for signal in self._signals:  # Its requests have ended: others may run.
             os.eventfd_write(signal, 1)
         return f"(pid {child.pid}) ended with status {status}"
 
-    def _begin(self, index: int) -> Begin:
-        return Begin(self._child_config(), index, self._count, self._board.file, self._signals, self._parent.snapshot(),
+    def _begin(self, index: int) -> Start:
+        return Start(self._child_config(), index, self._count, self._stats.file, self._signals, self._parent.snapshot(),
                      self._parent.deaths())
 
     def _child_config(self) -> RouterConfig:

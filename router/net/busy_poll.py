@@ -1,4 +1,4 @@
-"""Polling the sockets instead of sleeping: a core for shorter waits.
+"""Busy polling of the sockets instead of sleeping: a whole core for lower latency.
 
 A sleeping process is woken by the kernel, which takes tens of microseconds on most machines, and more where the core
 has gone to sleep too. A router that has a core to itself may ask its sockets again and again instead, for a while after

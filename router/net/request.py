@@ -10,8 +10,8 @@ import msgspec
 from .upstream_response import ResponseHead
 
 Group = str | None
-"""The workers that serve one model, by its name: beside them those whose models are unknown, which alone are "".
-None: all workers."""
+"""The workers that serve one model, by its name, and those whose models are unknown; "": only the latter. None: all
+workers."""
 
 
 class Request(msgspec.Struct, gc=False, eq=False):

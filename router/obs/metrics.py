@@ -1,30 +1,18 @@
-"""The router's metrics, under documented names, at the price of a dictionary update a request.
+"""The router's metrics, under documented names, at the cost of a dictionary update a request.
 
 prometheus-client's own counters take a lock and walk their buckets in Python (about 5 us for a
 request's share). Here the hot path counts into plain dictionaries, and a collector turns them into
 prometheus-client's families when ``/metrics`` is read.
 
-Names: ``baton_router_requests_total{route,status}``, ``baton_router_request_duration_seconds{route}``,
-``baton_router_time_to_first_token_seconds{route}``, ``baton_router_inter_token_seconds{route}``,
-``baton_router_retries_total{reason}``,
-``baton_router_client_disconnects_total``, ``baton_router_broken_streams_total``,
-``baton_router_policy_decisions_total{role,reason}`` (reason ``cache_hit``: sent to a worker that saw the
-prefix), ``baton_router_worker_inflight_requests{worker,role}``, ``baton_router_worker_healthy{worker,role}``,
-``baton_router_worker_circuit_state{worker,role}`` (0 closed, 1 open, 2 half-open),
-``baton_router_pairs``, ``baton_router_worker_incompatible_peers{worker,role}``,
-``baton_router_circuits_opened_total{worker}``, ``baton_router_worker_failures_total{worker}``,
-``baton_router_running_requests``,
-``baton_router_queued_requests``,
-``baton_router_continued_streams_total``, ``baton_router_poison_requests_total``,
-``baton_router_refused_requests_total{reason}``.
+All names: docs/metrics.md.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -57,11 +45,11 @@ class Histogram:
 
     def buckets(self) -> list[tuple[str, float]]:
         """Cumulative counts by upper bound, as Prometheus writes them."""
-        seen, found = 0, []
+        seen, buckets = 0, []
         for bound, count in zip((*map(str, SECONDS), "+Inf"), self.counts):
             seen += count
-            found.append((bound, float(seen)))
-        return found
+            buckets.append((bound, float(seen)))
+        return buckets
 
 
 class AdmissionCounts(Protocol):
@@ -76,7 +64,7 @@ class AdmissionCounts(Protocol):
 
 
 class Metrics:
-    """What has been counted since the start; written by the event loop's thread only."""
+    """Counters since the start; written by the event loop's thread only."""
 
     def __init__(self, registry: Registry):
         self._registry = registry
@@ -105,27 +93,32 @@ class Metrics:
     def families(self) -> Iterator[Metric]:
         yield _counter("requests", "Requests answered.", ("route", "status"), self.requests)
         yield _counter("retries", "Attempts that were repeated before the first byte.", ("reason",), self.retries)
-        yield _counter("policy_decisions", "Choices of a worker, by what decided.", ("role", "reason"), self.decisions)
+        yield _counter("policy_decisions", "Choices of a worker, by what decided, such as cache_hit.",
+                       ("role", "reason"), self.decisions)
         left, broken = {(): self.client_disconnects}, {(): self.broken_streams}
         continued = {(): self.continued_streams}
-        yield _counter("continued_streams", "Times that a stream went on with another worker.", (), continued)
+        yield _counter("continued_streams", "Times that a stream continued on another worker after its own died.", (),
+                       continued)
         yield _counter("client_disconnects", "Clients that left before their answer ended.", (), left)
         yield _counter("broken_streams", "Answers that broke after their first byte.", (), broken)
-        yield _counter("poison_requests", "Requests refused because workers died under their like.", (),
+        yield _counter("poison_requests", "Requests refused because workers died while equal ones ran.", (),
                        {(): self.poison_requests})
         yield _counter("kv_resyncs", "Times that a worker was asked for KV events that were missed, or for all.", (),
                        {(): self.kv_resyncs})
         yield _histogram("request_duration_seconds", "From a request's last byte to its answer's.", self.durations)
         yield _histogram("time_to_first_token_seconds", "From a request's last byte to the first of the answer's body.",
                          self.first_tokens)
-        yield _histogram("inter_token_seconds", "Mean gap between the pieces of an event stream.", self.inter_tokens)
+        yield _histogram("inter_token_seconds", "Mean gap between the events of a stream, one observation a stream.",
+                         self.inter_tokens)
         labels = ("worker", "role")
-        load = GaugeMetricFamily("baton_router_worker_inflight_requests", "Requests on a worker.", labels=labels)
-        healthy = GaugeMetricFamily("baton_router_worker_healthy", "Whether a worker takes requests.", labels=labels)
-        circuit = GaugeMetricFamily("baton_router_worker_circuit_state", "0 closed, 1 open, 2 half-open.",
+        load = GaugeMetricFamily("baton_router_worker_inflight_requests", "Requests of this router on a worker.",
+                                 labels=labels)
+        healthy = GaugeMetricFamily("baton_router_worker_healthy", "1 while the worker passes its health checks.",
                                     labels=labels)
-        cached = GaugeMetricFamily("baton_router_worker_cached_tokens", "Tokens in a followed worker's prefix cache.",
-                                   labels=labels)
+        circuit = GaugeMetricFamily("baton_router_worker_circuit_state", labels=labels, documentation=(
+            "0 closed, 1 open (no requests for a while), 2 half-open (one probe at a time)."))
+        cached = GaugeMetricFamily("baton_router_worker_cached_tokens", labels=labels, documentation=(
+            "Tokens in the prefix cache of a worker whose KV events are followed (cache_exact)."))
         for worker in self._registry:
             if worker.cached_tokens is not None:
                 cached.add_metric((worker.url, worker.role), worker.cached_tokens)
@@ -137,14 +130,16 @@ class Metrics:
         yield cached
         yield healthy
         yield circuit
-        entry = self.admission
-        yield _gauge("running_requests", "Requests that were let in and have not ended.", entry.running if entry else 0)
-        yield _gauge("queued_requests", "Requests that wait to be let in.", entry.queued if entry else 0)
+        admission = self.admission
+        yield _gauge("running_requests", "Requests that were let in and have not ended.",
+                     admission.running if admission else 0)
+        yield _gauge("queued_requests", "Requests that wait to be let in.", admission.queued if admission else 0)
         yield _counter("refused_requests", "Requests not let in.", ("reason",),
-                       entry.refused if entry else dict.fromkeys(REFUSALS, 0))
-        yield _counter("worker_failures", "Attempts that failed by their worker's fault.", ("worker",),
+                       admission.refused if admission else dict.fromkeys(REFUSALS, 0))
+        yield _counter("worker_failures", "Attempts that their worker failed.", ("worker",),
                        self.worker_failures)
-        yield _counter("circuits_opened", "Circuits that opened.", ("worker",), self.circuits_opened)
+        yield _counter("circuits_opened", "Circuits opened by requests that failed in a row.", ("worker",),
+                       self.circuits_opened)
 
 
     def _pairs(self) -> Iterator[Metric]:
@@ -167,7 +162,7 @@ class _Families(Collector):
         return self._metrics.families()
 
 
-def _counter(name: str, text: str, labels: tuple[str, ...], counts: dict) -> Metric:
+def _counter(name: str, text: str, labels: tuple[str, ...], counts: Mapping[Any, float]) -> Metric:
     family = CounterMetricFamily(f"baton_router_{name}", text, labels=labels)
     for key, count in counts.items():
         values = key if isinstance(key, tuple) else (key,)

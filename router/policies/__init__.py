@@ -7,11 +7,11 @@ from functools import partial
 from random import Random
 
 from ..config.policy import PolicyArgs
-from ..workers.models import Group
+from ..net.request import Group
 from ..workers.registry import Role
 from .base import Decision, Policy, Subject
 from .bucket import Bucket
-from .cache_aware import MOST_BLOCKS, CacheAware
+from .cache_aware import MAX_BLOCKS, CacheAware
 from .cache_exact import CacheExact
 from .consistent_hash import ConsistentHash
 from .consistent_hashing import ConsistentHashing
@@ -61,31 +61,31 @@ def build(name: str, args: PolicyArgs, rng: Random) -> Policy:
 
 def build_all(names: Mapping[Role, str], args: PolicyArgs, rng: Random,
               exact: CacheExact | None = None) -> dict[Role, Policy]:
-    """A policy for each role. ``cache_exact`` is one object for all: it chooses pairs, and follows workers once;
+    """Builds a policy for each role. ``cache_exact`` is one object for all: it chooses pairs, and follows workers once;
     ``exact`` is that of another model, which follows them already.
 
-    The halves of pairs remember the same prompts, each for itself: they share the bound on memory.
+    Prefill and decode policies remember the same prompts, each for itself: they share the bound on memory.
     """
     if "cache_exact" in names.values():
         exact = exact.of_another_model() if exact is not None else _cache_exact(args)
     policies = {role: exact if exact is not None and name == "cache_exact" else build(name, args, rng)
                 for role, name in names.items()}
-    _bound([policies])
+    _bound_memory([policies])
     return policies
 
 
-def _bound(sets: Collection[Mapping[Role, Policy]]) -> None:
-    """Divide what may be remembered in all."""
+def _bound_memory(sets: Collection[Mapping[Role, Policy]]) -> None:
+    """Divides the bound on all that may be remembered."""
     for policies in sets:
         for role, policy in policies.items():
             if isinstance(policy, CacheAware):
-                policy.most_blocks = MOST_BLOCKS // (1 if role == "regular" else 2) // len(sets)
+                policy.max_blocks = MAX_BLOCKS // (1 if role == "regular" else 2) // len(sets)
             elif isinstance(policy, CacheExact):
-                policy.most_blocks = MOST_BLOCKS // 2 // len(sets)
+                policy.max_blocks = MAX_BLOCKS // 2 // len(sets)
 
 
 def _close(policies: Mapping[Role, Policy]) -> None:
-    """Let policies that are used no more follow their workers' loads no more."""
+    """Makes policies that are not used any more stop following their workers' loads."""
     for policy in policies.values():
         for part in vars(policy).values():
             if isinstance(part, LoadView):
@@ -93,8 +93,8 @@ def _close(policies: Mapping[Role, Policy]) -> None:
 
 
 class PolicySets:
-    """The policies of all workers, and those of each model once it is asked for: prompts, rings and turns of one are
-    nothing to another. What is remembered of all models together is bounded."""
+    """The policies of all workers, and those of each model once it is requested: models share no prompts, rings or
+    counters. The memory of all models together is bounded."""
 
     def __init__(self, names: Mapping[Role, str], args: PolicyArgs, rng: Random):
         self._build = partial(build_all, names, args, rng)
@@ -108,16 +108,16 @@ class PolicySets:
         return self._sets.get(group) or self._add(group)
 
     def _add(self, group: Group) -> dict[Role, Policy]:
-        self._sets[group] = made = self._build(self.exact)
-        _bound(self._sets.values())
-        self.on_build(group, made)
-        return made
+        self._sets[group] = policies = self._build(self.exact)
+        _bound_memory(self._sets.values())
+        self.on_build(group, policies)
+        return policies
 
     def sweep(self, now: float, groups: Collection[Group]) -> None:
-        """Housekeeping, every second or so; forgets models that are not among ``groups``."""
+        """Does housekeeping, every second or so; forgets models that are not among ``groups``."""
         for group in self._sets.keys() - {None, *groups}:
             _close(self._sets.pop(group))
-            _bound(self._sets.values())
+            _bound_memory(self._sets.values())
         swept = {id(policy): policy for policies in self._sets.values() for policy in policies.values()}
         for policy in swept.values():
             if hasattr(policy, "sweep"):

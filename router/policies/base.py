@@ -47,9 +47,9 @@ class Policy(Protocol):
     ``cached_share(workers, subject)``, the share of a prompt (0 to 1) that the worker it would choose has cached.
     """
 
-    def read(self, request: Request, found: RoutingFields | None) -> Subject:
+    def read(self, request: Request, fields: RoutingFields | None) -> Subject:
         """Returns what the choice depends on, and changes nothing: neither the request (see ``Amendment``) nor the
-        policy. ``found`` is None where the body is no JSON object."""
+        policy. ``fields`` is None where the body is no JSON object."""
         ...
 
     def choose(self, workers: Sequence[Worker], subject: Subject) -> Decision:
@@ -80,10 +80,10 @@ class Replication(Protocol):
         ...
 
 
-def nothing(request: Request, found: RoutingFields | None) -> None:
+def nothing(request: Request, fields: RoutingFields | None) -> None:
     """``read`` of policies that look at workers only."""
 
 
-def prompt_text(request: Request, found: RoutingFields | None) -> bytes:
+def prompt_text(request: Request, fields: RoutingFields | None) -> bytes:
     """``read`` of policies that compare beginnings of prompts; b"" when there is none."""
-    return found.routing_text if found is not None else b""
+    return fields.routing_text if fields is not None else b""

@@ -1,7 +1,7 @@
-"""sglang-router's ``bucket``: prompts of like length to one worker, so that short ones do not wait behind long ones.
+"""sglang-router's ``bucket``: prompts of like length to one worker, so that short ones do not wait for long ones.
 
-Each worker has a range of lengths. The ranges are cut anew at every interval so that what came lately would have given
-each worker as many bytes; between two cuts, workers whose bytes drift apart are balanced.
+Each worker has a range of lengths. The ranges are adjusted at every interval so that the recent prompts would have
+given each worker equally many bytes; between two adjustments, workers whose bytes differ too much are balanced.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from random import Random
 from ..workers.registry import Worker
 from .base import Decision, prompt_text
 
-_FIRST_LENGTHS = 4096
+_INITIAL_MAX_LENGTH = 4096
 """Lengths up to here are divided evenly until prompts have been seen."""
-_SAMPLE = 4096
-"""Lengths that the ranges are cut by: sorting them takes 0.3 ms, sorting 100,000 would hold up every stream."""
+_SAMPLE_SIZE = 4096
+"""Lengths that the ranges are derived from: sorting them takes 0.3 ms, sorting 100,000 would delay every stream."""
 
 
-class _Work:
-    """Bytes sent to each worker of late, and who has most and least of them, in a logarithm of their number."""
+class _RecentBytes:
+    """Bytes recently sent to each worker; the least and the most take logarithmic time."""
 
     def __init__(self, count: int):
         self.bytes = [0] * count
@@ -39,7 +39,7 @@ class _Work:
             self._most = sorted((-size, index) for size, index in self._least)
 
     @property
-    def lightest(self) -> int:
+    def least_index(self) -> int:
         while self._least[0][0] != self.bytes[self._least[0][1]]:
             heappop(self._least)  # It has been overtaken by another entry for the same worker.
         return self._least[0][1]
@@ -63,31 +63,32 @@ class Bucket:
         self._abs = balance_abs_threshold
         self._rel = balance_rel_threshold
         self._interval = interval
-        self._next_cut = 0.0
+        self._next_adjustment = 0.0
         self._workers: Sequence[Worker] = ()
-        self._work = _Work(1)
+        self._work = _RecentBytes(1)
         self._recent: list[tuple[int, int]] = []
         self._past: deque[tuple[float, list[tuple[int, int]]]] = deque()
         self._lengths: list[int] = []
         self._num_seen = 0
         self._sorted: list[int] = []
         self.bounds: list[int] = []
-        """The greatest length of each worker's range, but for the last worker's, which has none."""
+        """The greatest length of each worker's range; the last worker's range has no end."""
 
     def choose(self, workers: Sequence[Worker], subject: bytes) -> Decision:
-        if isinstance(workers, tuple) and workers is not self._workers:  # a list lacks those that failed this request
-            self._learn(workers)
+        # A list lacks workers that failed this request.
+        if isinstance(workers, tuple) and workers is not self._workers:
+            self._reset(workers)
         if workers is not self._workers:
             return Decision(self._rng.choice(workers), "retry")
         size, work = len(subject), self._work
         index, reason = bisect_left(self.bounds, size), "length"
-        lightest = work.lightest
-        least, most = work.bytes[lightest], work.most
+        least_index = work.least_index
+        least, most = work.bytes[least_index], work.most
         if most - least > self._abs and most > least * self._rel:
-            index, reason = lightest, "balance"
+            index, reason = least_index, "balance"
         work.add(index, size)
         self._recent.append((index, size))
-        self._note(size)
+        self._sample(size)
         return Decision(workers[index], reason)
 
     def sweep(self, now: float) -> None:
@@ -98,20 +99,20 @@ class Bucket:
         while self._past and self._past[0][0] <= now - self._interval:
             for index, size in self._past.popleft()[1]:
                 self._work.add(index, -size)
-        if now >= self._next_cut:
-            self._cut()
-            self._next_cut = now + self._interval
+        if now >= self._next_adjustment:
+            self._adjust()
+            self._next_adjustment = now + self._interval
 
-    def _note(self, size: int) -> None:
-        """Keep a fair sample of the lengths since the last cut."""
+    def _sample(self, size: int) -> None:
+        """Adds a length to a fair sample of those since the last adjustment."""
         self._num_seen += 1
-        if len(self._lengths) < _SAMPLE:
+        if len(self._lengths) < _SAMPLE_SIZE:
             self._lengths.append(size)
-        elif (place := self._rng.randrange(self._num_seen)) < _SAMPLE:
-            self._lengths[place] = size
+        elif (index := self._rng.randrange(self._num_seen)) < _SAMPLE_SIZE:
+            self._lengths[index] = size
 
-    def _cut(self) -> None:
-        """Take in the lengths since the last cut."""
+    def _adjust(self) -> None:
+        """Derives the ranges from the lengths since the last adjustment."""
         if self._lengths:
             self._sorted = sorted(self._lengths)
             self._lengths, self._num_seen = [], 0
@@ -119,12 +120,12 @@ class Bucket:
 
     def _bounds(self, count: int) -> list[int]:
         if not self._sorted:
-            return [part * _FIRST_LENGTHS // count - 1 for part in range(1, count)]
+            return [index * _INITIAL_MAX_LENGTH // count - 1 for index in range(1, count)]
         sums = list(accumulate(self._sorted))
-        return [self._sorted[min(bisect_left(sums, sums[-1] * part / count), len(sums) - 1)]
-                for part in range(1, count)]
+        return [self._sorted[min(bisect_left(sums, sums[-1] * index / count), len(sums) - 1)]
+                for index in range(1, count)]
 
-    def _learn(self, workers: Sequence[Worker]) -> None:
+    def _reset(self, workers: Sequence[Worker]) -> None:
         self.bounds = self._bounds(len(workers))
-        self._workers, self._work = workers, _Work(len(workers))
+        self._workers, self._work = workers, _RecentBytes(len(workers))
         self._recent, self._past = [], deque()

@@ -1,11 +1,11 @@
-"""Prefer the worker that has cached most of the prompt, as the workers themselves tell, weighed against its queue.
+"""Prefers the worker that has cached most of the prompt, by the workers' own KV events, weighed against its queue.
 
-What is where is exact: workers publish every page that enters or leaves their prefix caches
-(``kv_watch``), so evictions, restarts and other routers' traffic are seen. Which pages a prompt comes to is
-exact for token ids, which are hashed as the workers hash them; for texts and chats it is learnt from the
+The KV index is exact: workers publish every page that enters or leaves their prefix caches
+(``kv_event_watch``), so evictions, restarts and other routers' traffic are seen. The pages of a prompt are
+exact for token ids, which are hashed as the workers hash them; for texts and chats they are learnt from the
 workers' answers (``text_pages``). Two shorter memories fill the gaps: where a prompt was sent in the last
-seconds (its pages are not stored yet), and where prompts were sent whose worker publishes nothing. Both yield to what
-a worker tells: of one that says it holds nothing, they are forgotten.
+seconds (its pages are not stored yet), and where prompts were sent whose worker publishes nothing. Events overrule
+both: of a worker that clears its cache, they forget everything.
 """
 
 from __future__ import annotations
@@ -23,32 +23,33 @@ from ..net.upstream_response import ResponseHead
 from ..workers.kv_index import KVIndex
 from ..workers.registry import Worker
 from .base import Amendment, Decision, Replication
-from .cache_aware import BLOCK, MOST_BLOCKS, PrefixMemory, covered_bytes
+from .cache_aware import BLOCK, MAX_BLOCKS, PrefixMemory, covered_bytes
 from .load_view import LoadView
-from .page_costs import TRANSFER, TRANSFER_NEAR, Memory, PageCosts, Share
+from .page_costs import SAME_HOST_TRANSFER_COST, TRANSFER_COST, KVMemory, PageCosts, PrefixMatch
 from .text_pages import TextPages, text_blocks
-from .token_pages import Pieces, TokenPages, cut
+from .token_pages import TokenPages, TokenSegments, split
 from .worker_groups import WorkerGroups
 
 _RECENT_BLOCKS = 2**16
-_FEW = 8
-_ASK = PROMPT_PAGES_HEADER.encode() + b": ask\r\n"
+_MAX_CANDIDATES = 8
+"""Up to this many workers are all candidates for a pair; of more, this many with most of the prompt cached."""
+_ASK_HEADER = PROMPT_PAGES_HEADER.encode() + b": ask\r\n"
 _LINE = b"\r\n" + PROMPT_PAGES_HEADER.encode() + b":"
 
 
 class Prompt(NamedTuple):
-    """What a request's prompt is known by."""
+    """A request's prompt: its size and hashes."""
 
     size: int
     """Bytes of its text."""
     blocks: list[int]
-    ids: Pieces | None
-    """Token ids, where the prompt came as such."""
+    ids: TokenSegments | None
+    """Its token ids, where the prompt came as such."""
     amendment: Amendment | None = None
     """Makes the worker name the prompt's pages in its answer, where the text is new."""
 
     def share_of(self, blocks: int) -> float:
-        """How much of the prompt its first ``blocks`` are."""
+        """Returns the share of the prompt, 0 to 1, that its first ``blocks`` are."""
         most = max(1, len(self.blocks) - 1)  # The last one is the whole text.
         blocks = min(blocks, most)
         return blocks / most if self.ids is not None else covered_bytes(blocks) / covered_bytes(most)
@@ -63,39 +64,39 @@ class PairDecision(NamedTuple):
 class CacheExact:
     """The lowest cost (page_costs.py), of one worker or of a pair together.
 
-    Loads that drift apart by ``balance_abs_threshold`` and ``balance_rel_threshold`` overrule it all.
+    Loads that differ by ``balance_abs_threshold`` and ``balance_rel_threshold`` overrule all else.
     """
 
     def __init__(self, *, balance_abs_threshold: int = 32, balance_rel_threshold: float = 1.0001,
-                 max_tree_size: int = 2**24, beside: CacheExact | None = None):
-        """``beside``: it is told what the workers have; this one looks it up there."""
+                 max_tree_size: int = 2**24, shared: CacheExact | None = None):
+        """``shared``: another model's policy, whose KV index this one uses."""
         self._abs = balance_abs_threshold
         self._rel = balance_rel_threshold
         self._blocks_per_worker = max_tree_size // BLOCK
-        self.residency: KVIndex = beside.residency if beside is not None else KVIndex()
+        self.kv_index: KVIndex = shared.kv_index if shared is not None else KVIndex()
         self.texts = TextPages(4 * self._blocks_per_worker)
-        self.tokens: TokenPages = beside.tokens if beside is not None else TokenPages()
-        self.followed: set[int] = beside.followed if beside is not None else set()
-        """Ids of workers whose events are followed now."""
-        self._of_all_models: WeakSet[CacheExact] = beside._of_all_models if beside is not None else WeakSet()
+        self.tokens: TokenPages = shared.tokens if shared is not None else TokenPages()
+        self.followed: set[int] = shared.followed if shared is not None else set()
+        """Ids of workers whose KV events are followed now."""
+        self._of_all_models: WeakSet[CacheExact] = shared._of_all_models if shared is not None else WeakSet()
         self._of_all_models.add(self)
-        self.costs = PageCosts(self.residency)
-        if beside is not None:
-            self.costs.memory = beside.costs.memory
-        self.most_blocks = MOST_BLOCKS // 2
+        self.costs = PageCosts(self.kv_index)
+        if shared is not None:
+            self.costs.memory = shared.costs.memory
+        self.max_blocks = MAX_BLOCKS // 2
         self._loads = LoadView()
         self._decode_loads = LoadView()
-        self._fleets = WorkerGroups()
-        self._joined: tuple[frozenset[int], frozenset[int], frozenset[int]] = (frozenset(), frozenset(), frozenset())
-        self.recent = PrefixMemory(1)  # Small, so in one piece: each would number all workers anew.
+        self._groups = WorkerGroups()
+        self._pair_ids: tuple[frozenset[int], frozenset[int], frozenset[int]] = (frozenset(), frozenset(), frozenset())
+        self.recent = PrefixMemory(1)  # Small, so one shard: each would number all workers again.
         self.recent_decode = PrefixMemory(1)
-        """Apart from the others: a set of holders for each pair would be made anew with every decision."""
+        """Separate from ``recent``: else every decision would make a new set of workers for its pair."""
         self.sent = PrefixMemory()
 
     def of_another_model(self) -> CacheExact:
-        """A policy for prompts of another model, whose texts come to other pages: what workers tell is shared."""
+        """Returns a policy for prompts of another model, whose texts have other pages; it shares the KV index."""
         return CacheExact(balance_abs_threshold=self._abs, balance_rel_threshold=self._rel,
-                          max_tree_size=self._blocks_per_worker * BLOCK, beside=self)
+                          max_tree_size=self._blocks_per_worker * BLOCK, shared=self)
 
     def on_followed(self, worker: Worker) -> None:
         """A worker's events are followed from now on: what is remembered of it without them counts no more."""
@@ -105,16 +106,16 @@ class CacheExact:
 
     def on_events(self, worker: Worker, events: Sequence[Event], *, native: bool = True) -> None:
         """Takes in a worker's events; ``native`` where its hashes are ``page_hashes``."""
-        self.residency.apply(worker.id, events, native=native)
+        self.kv_index.apply(worker.id, events, native=native)
         if any(isinstance(event, Cleared) for event in events):
-            self._forget_sent(worker)
+            self._forget_recent(worker)
 
     def on_cleared(self, worker: Worker) -> None:
         """A worker has no pages, or its pages are unknown."""
-        self.residency.clear(worker.id)
-        self._forget_sent(worker)
+        self.kv_index.clear(worker.id)
+        self._forget_recent(worker)
 
-    def _forget_sent(self, worker: Worker) -> None:
+    def _forget_recent(self, worker: Worker) -> None:
         for policy in self._of_all_models:
             policy.recent.forget(worker.id)
             policy.recent_decode.forget(worker.id)
@@ -122,12 +123,12 @@ class CacheExact:
     def on_lost(self, worker: Worker) -> None:
         """A worker's events are not followed any more."""
         self.followed.discard(worker.id)
-        self.residency.clear(worker.id)
+        self.kv_index.clear(worker.id)
 
     def on_memory(self, worker: Worker, used_tokens: int, total_tokens: int) -> None:
         """Notes a worker's report of its KV memory."""
-        page_size = self.residency.page_sizes.get(worker.id, 16)
-        self.costs.memory[worker.id] = Memory(used_tokens / page_size, total_tokens / page_size)
+        page_size = self.kv_index.page_sizes.get(worker.id, 16)
+        self.costs.memory[worker.id] = KVMemory(used_tokens / page_size, total_tokens / page_size)
 
     def on_no_memory(self, worker: Worker) -> None:
         """A worker does not report its KV memory."""
@@ -135,13 +136,13 @@ class CacheExact:
 
     def on_removed(self, worker: Worker) -> None:
         """Forgets a worker that left."""
-        self.residency.forget(worker.id)
+        self.kv_index.forget(worker.id)
         self.followed.discard(worker.id)
         self.costs.memory.pop(worker.id, None)
 
     def cached_tokens(self, worker: Worker) -> int:
         """Tokens in a followed worker's prefix cache."""
-        return self.residency.sizes.get(worker.id, 0) * self.residency.page_sizes.get(worker.id, 0)
+        return self.kv_index.sizes.get(worker.id, 0) * self.kv_index.page_sizes.get(worker.id, 0)
 
     def replicate(self, replication: Replication) -> None:
         for memory in (self.recent, self.recent_decode, self.sent, self.texts):
@@ -149,24 +150,25 @@ class CacheExact:
 
     def sweep(self, now: float) -> None:
         """Called every second or so: what was sent two calls ago is cached by now, or is not."""
-        self.recent.turn()
-        self.recent_decode.turn()
+        self.recent.age()
+        self.recent_decode.age()
 
-    # ------------------------------------------------------------------ what a request is
+    # ------------------------------------------------------------------ reading
 
-    def read(self, request: Request, found: RoutingFields | None) -> Prompt | None:
+    def read(self, request: Request, fields: RoutingFields | None) -> Prompt | None:
         """Returns the prompt; where its text is new, with the amendment that asks for its pages."""
-        text = found.routing_text if found is not None else b""
+        text = fields.routing_text if fields is not None else b""
         if not text:
             return None
-        assert found is not None
-        if _is_ids(text):
-            ids = cut(text)
+        assert fields is not None
+        if _is_token_ids(text):
+            ids = split(text)
             return Prompt(len(text), ids.keys, ids)
         blocks = text_blocks(text)
         if self.texts.knows(blocks):
             return Prompt(len(text), blocks, None)
-        return Prompt(len(text), blocks, None, Amendment(_ASK, _PromptPagesReader(self.texts, blocks, len(text))))
+        reader = _PromptPagesReader(self.texts, blocks, len(text))
+        return Prompt(len(text), blocks, None, Amendment(_ASK_HEADER, reader))
 
     # ------------------------------------------------------------------ decisions
 
@@ -174,99 +176,102 @@ class CacheExact:
         if len(workers) == 1:
             return Decision(workers[0], "only")
         loads = self._view(workers)
-        loads.look(workers)
-        if subject is None or self._drifted(loads):
-            worker = loads.lightest(self.residency.sizes)
+        loads.refresh(workers)
+        if subject is None or self._imbalanced(loads):
+            worker = loads.least_loaded(self.kv_index.sizes)
             if subject is not None:
                 self._record(subject, worker, len(workers))
             return Decision(worker, "cache_miss" if subject is None else "balance")
-        share = self._share(subject, self._fleets.of(workers).ids)
-        worker = self._cheapest(workers, loads, share)
-        cached = share.cached.get(worker.id, 0)
-        self.costs.note(share, cached)
+        match = self._match(subject, self._groups.of(workers).ids)
+        worker = self._cheapest(workers, loads, match)
+        cached = match.cached.get(worker.id, 0)
+        self.costs.record(match, cached)
         self._record(subject, worker, len(workers))
         return Decision(worker, "cache_hit" if cached else "cache_miss")
 
     def cached_share(self, workers: Sequence[Worker], subject: Prompt | None) -> float:
-        """The share of the prompt, 0 to 1, that the worker it would go to has cached; decides nothing."""
+        """Returns the share of the prompt, 0 to 1, that the worker it would go to has cached; decides nothing."""
         loads = self._view(workers)
-        loads.look(workers)
-        if subject is None or self._drifted(loads):
+        loads.refresh(workers)
+        if subject is None or self._imbalanced(loads):
             return 0.0
-        share = self._share(subject, self._fleets.of(workers).ids)
-        worker = self._cheapest(workers, loads, share)
-        return min(1.0, share.cached.get(worker.id, 0) / max(1.0, share.pages))
+        match = self._match(subject, self._groups.of(workers).ids)
+        worker = self._cheapest(workers, loads, match)
+        return min(1.0, match.cached.get(worker.id, 0) / max(1.0, match.pages))
 
     def choose_pair(self, prefills: Sequence[Worker], decodes: Sequence[Worker],
                     subject: Prompt | None) -> PairDecision:
-        """A prefill and a decode worker for one prompt, chosen together (neither sequence is empty)."""
+        """Chooses a prefill and a decode worker for one prompt together (neither sequence is empty)."""
         costs = self.costs
-        share = Share(costs.mean_pages, {})
+        match = PrefixMatch(costs.mean_pages, {})
         if subject is not None:
-            share = self._share(subject, self._both(prefills, decodes))
-        far, near = self._cheapest_decodes(decodes, share)
+            match = self._match(subject, self._ids_of(prefills, decodes))
+        anywhere, by_host = self._cheapest_decodes(decodes, match)
         best: tuple[float, Worker, Worker] | None = None
-        for prefill in self._candidates(self._loads, prefills, share):
-            transfer, decode = min(far, near.get(prefill.endpoint.host, far), key=itemgetter(0))
-            cost = costs.computing(prefill, share) + transfer
+        for prefill in self._candidates(self._loads, prefills, match):
+            transfer, decode = min(anywhere, by_host.get(prefill.endpoint.host, anywhere), key=itemgetter(0))
+            cost = costs.prefill_cost(prefill, match) + transfer
             if best is None or cost < best[0]:
                 best = cost, prefill, decode
         assert best is not None
         _, prefill, decode = best
-        cached = share.cached.get(prefill.id, 0)
-        self.costs.note(share, cached)
+        cached = match.cached.get(prefill.id, 0)
+        self.costs.record(match, cached)
         if subject is not None:
             self._record(subject, prefill, len(prefills))
             self._record(subject, decode, len(decodes))
-        hit = cached or share.cached.get(decode.id, 0)
+        hit = cached or match.cached.get(decode.id, 0)
         return PairDecision(prefill, decode, "cache_hit" if hit else "cache_miss")
 
     def _cheapest_decodes(self, decodes: Sequence[Worker],
-                          share: Share) -> tuple[tuple[float, Worker], dict[str, tuple[float, Worker]]]:
-        """Costs of the cheapest decode worker for any prefill worker, and of the cheapest one for those on its host.
+                          match: PrefixMatch) -> tuple[tuple[float, Worker], dict[str, tuple[float, Worker]]]:
+        """Returns the cheapest decode worker with its cost for prefill workers of any host, and by host the cheapest
+        for prefill workers there.
 
-        What a decode worker costs beside a prefill worker depends on their hosts alone: the best pair of 10 by 10
-        candidates is found in 20 steps.
+        The cost of a decode worker depends on the prefill worker's host only: the best pair of 10 by 10 candidates
+        takes 20 steps.
         """
-        far: tuple[float, Worker] | None = None
-        near: dict[str, tuple[float, Worker]] = {}
-        for worker in self._candidates(self._decode_loads, decodes, share):
-            host, cost = worker.endpoint.host, self.costs.decoding(worker, share, TRANSFER_NEAR)
-            if host not in near or cost < near[host][0]:
-                near[host] = cost, worker
-            cost = self.costs.decoding(worker, share, TRANSFER)
-            if far is None or cost < far[0]:
-                far = cost, worker
-        assert far is not None
-        return far, near
+        anywhere: tuple[float, Worker] | None = None
+        by_host: dict[str, tuple[float, Worker]] = {}
+        for worker in self._candidates(self._decode_loads, decodes, match):
+            host, cost = worker.endpoint.host, self.costs.decode_cost(worker, match, SAME_HOST_TRANSFER_COST)
+            if host not in by_host or cost < by_host[host][0]:
+                by_host[host] = cost, worker
+            cost = self.costs.decode_cost(worker, match, TRANSFER_COST)
+            if anywhere is None or cost < anywhere[0]:
+                anywhere = cost, worker
+        assert anywhere is not None
+        return anywhere, by_host
 
-    def _candidates(self, loads: LoadView, workers: Sequence[Worker], share: Share) -> list[Worker]:
-        """Those that could be in the best pair: all of a few, else the holders of most and some of the lightest."""
-        loads.look(workers)
-        if self._drifted(loads):
-            return [loads.lightest(self.residency.sizes)]
-        if len(workers) <= _FEW:
-            return sorted(workers, key=lambda worker: self.residency.sizes.get(worker.id, 0))
-        light = loads.light(_FEW // 4, self.residency.sizes)
-        by_id = self._fleets.of(workers).by_id
-        held = nlargest(_FEW, (item for item in share.cached.items() if item[0] in by_id), key=itemgetter(1))
-        return [*light, *(by_id[worker_id] for worker_id, _ in held)]
+    def _candidates(self, loads: LoadView, workers: Sequence[Worker], match: PrefixMatch) -> list[Worker]:
+        """Returns workers that could be in the best pair: all of a few, else those with most cached and some of the
+        least loaded."""
+        loads.refresh(workers)
+        if self._imbalanced(loads):
+            return [loads.least_loaded(self.kv_index.sizes)]
+        if len(workers) <= _MAX_CANDIDATES:
+            return sorted(workers, key=lambda worker: self.kv_index.sizes.get(worker.id, 0))
+        least_loaded = loads.some_least_loaded(_MAX_CANDIDATES // 4, self.kv_index.sizes)
+        by_id = self._groups.of(workers).by_id
+        available = (item for item in match.cached.items() if item[0] in by_id)
+        cached = nlargest(_MAX_CANDIDATES, available, key=itemgetter(1))
+        return [*least_loaded, *(by_id[worker_id] for worker_id, _ in cached)]
 
-    def _cheapest(self, workers: Sequence[Worker], loads: LoadView, share: Share) -> Worker:
-        """By cost, then by how empty the cache is.
+    def _cheapest(self, workers: Sequence[Worker], loads: LoadView, match: PrefixMatch) -> Worker:
+        """Returns the worker of the least cost; of equals one with some of the prompt cached, else the emptiest.
 
-        Workers that hold nothing of the prompt differ by load alone, so only the lightest of all is
-        looked at beside those that hold some: a thousand workers cost no more than their holders.
+        Workers without any of the prompt differ by load alone, so only the least loaded of all is compared with those
+        that have some: a thousand workers cost no more than those.
         """
-        best = loads.lightest(self.residency.sizes)
-        least, holds = self.costs.computing(best, share), best.id in share.cached
-        by_id = self._fleets.of(workers).by_id
-        for worker_id in share.cached:
+        best = loads.least_loaded(self.kv_index.sizes)
+        least, has_some = self.costs.prefill_cost(best, match), best.id in match.cached
+        by_id = self._groups.of(workers).by_id
+        for worker_id in match.cached:
             worker = by_id.get(worker_id)
             if worker is not None:
-                cost = self.costs.computing(worker, share)
-                if cost < least or (cost == least and not holds):
-                    best, least, holds = worker, cost, True
+                cost = self.costs.prefill_cost(worker, match)
+                if cost < least or (cost == least and not has_some):
+                    best, least, has_some = worker, cost, True
         return best
 
     # ------------------------------------------------------------------ inside
@@ -274,43 +279,43 @@ class CacheExact:
     def _view(self, workers: Sequence[Worker]) -> LoadView:
         return self._decode_loads if workers[0].role == "decode" else self._loads
 
-    def _drifted(self, loads: LoadView) -> bool:
-        return loads.most - loads.least > self._abs and loads.most > loads.least * self._rel
+    def _imbalanced(self, loads: LoadView) -> bool:
+        return loads.max_load - loads.min_load > self._abs and loads.max_load > loads.min_load * self._rel
 
-    def _both(self, prefills: Sequence[Worker], decodes: Sequence[Worker]) -> frozenset[int]:
-        """The ids of two fleets; joining those of a thousand workers takes 30 us."""
-        one, other = self._fleets.of(prefills).ids, self._fleets.of(decodes).ids
-        if self._joined[:2] != (one, other):
-            self._joined = one, other, one | other
-        return self._joined[2]
+    def _ids_of(self, prefills: Sequence[Worker], decodes: Sequence[Worker]) -> frozenset[int]:
+        """Returns the ids of both roles' workers; joining those of a thousand workers takes 30 us."""
+        one, other = self._groups.of(prefills).ids, self._groups.of(decodes).ids
+        if self._pair_ids[:2] != (one, other):
+            self._pair_ids = one, other, one | other
+        return self._pair_ids[2]
 
-    def _share(self, prompt: Prompt, among: frozenset[int]) -> Share:
-        pages, cached = self._resident(prompt)
+    def _match(self, prompt: Prompt, among: frozenset[int]) -> PrefixMatch:
+        pages, cached = self._cached_pages(prompt)
         for memory in (self.recent, self.recent_decode, self.sent):
-            owners, depth = memory.longest(prompt.blocks, among)
+            workers, depth = memory.longest_match(prompt.blocks, among)
             if depth:
-                for worker_id in owners:
+                for worker_id in workers:
                     cached[worker_id] = max(cached.get(worker_id, 0), round(pages * prompt.share_of(depth)))
-        return Share(pages, cached, max(cached.values(), default=0))
+        return PrefixMatch(pages, cached, max(cached.values(), default=0))
 
-    def _resident(self, prompt: Prompt) -> tuple[float, dict[int, int]]:
-        """The prompt's pages (an estimate for text), and those of them that workers hold."""
+    def _cached_pages(self, prompt: Prompt) -> tuple[float, dict[int, int]]:
+        """Returns the prompt's pages (an estimate for text), and how many leading ones each worker has cached."""
         if prompt.ids is None:
-            chain = self.texts.pages_of(prompt.blocks)
+            known = self.texts.pages_of(prompt.blocks)
             estimate = prompt.size / self.texts.bytes_per_page
-            pages = max(estimate, chain[-1][0]) if chain else estimate
-            return pages, self.residency.depths((page, (hashed,)) for page, hashed in chain)
+            pages = max(estimate, known[-1][0]) if known else estimate
+            return pages, self.kv_index.match((page, (page_hash,)) for page, page_hash in known)
         cached: dict[int, int] = {}
-        sizes = set(self.residency.page_sizes.values())
+        sizes = set(self.kv_index.page_sizes.values())
         for size in sizes:
-            cached.update(self.residency.depths(self.tokens.runs(prompt.ids, size)))
+            cached.update(self.kv_index.match(self.tokens.runs(prompt.ids, size)))
         return prompt.ids.num_tokens / max(sizes, default=16), cached
 
-    def _record(self, prompt: Prompt, worker: Worker, fleet: int) -> None:
+    def _record(self, prompt: Prompt, worker: Worker, num_workers: int) -> None:
         recent = self.recent_decode if worker.role == "decode" else self.recent
         recent.record(prompt.blocks, worker.id, _RECENT_BLOCKS)
         if worker.id not in self.followed:
-            self.sent.record(prompt.blocks, worker.id, min(self.most_blocks, self._blocks_per_worker * fleet))
+            self.sent.record(prompt.blocks, worker.id, min(self.max_blocks, self._blocks_per_worker * num_workers))
 
 
 class _PromptPagesReader:
@@ -336,6 +341,6 @@ class _PromptPagesReader:
         return ResponseHead(head.facts, head.data[:start] + head.data[end:], head.size - (end - start))
 
 
-def _is_ids(text: bytes) -> bool:
-    """Whether a prompt is a list of token ids, by its beginning."""
+def _is_token_ids(text: bytes) -> bool:
+    """Returns True if a prompt is a list of token ids, by its beginning."""
     return text.startswith(b"[") and text[1:9].lstrip()[:1].isdigit()

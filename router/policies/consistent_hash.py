@@ -1,6 +1,6 @@
-"""The same worker for the same session, whatever the load, with few moves when workers come and go.
+"""The same worker for the same session, whatever the load, with few moves when workers join and leave.
 
-Each worker owns many points of a ring of 64-bit numbers, a session belongs to the owner of the next
+Each worker owns many points of a ring of 64-bit numbers; a session belongs to the owner of the next
 point (Karger et al., "Consistent Hashing and Random Trees", 1997). Points depend on the worker's URL
 alone: two routers, and a router before and after its restart, agree.
 """
@@ -48,55 +48,55 @@ _decode_session = msgspec.json.Decoder(_Session).decode
 
 
 def points_of(url: str) -> list[int]:
-    """A worker's points on the ring, as unsigned 64-bit integers."""
-    found: list[int] = []
+    """Returns a worker's points on the ring, as unsigned 64-bit integers."""
+    points: list[int] = []
     for index in range(POINTS // 8):
-        found += struct.unpack("<8Q", blake2b(b"%d %b" % (index, url.encode())).digest())
-    return found
+        points += struct.unpack("<8Q", blake2b(b"%d %b" % (index, url.encode())).digest())
+    return points
 
 
-def place_of(key: bytes) -> int:
-    """Where a session stands on the ring."""
+def position_of(key: bytes) -> int:
+    """Returns a session's position on the ring."""
     return int.from_bytes(blake2b(key, digest_size=8).digest(), "little")
 
 
 class Ring:
-    """The points of all workers in order. ``follow`` costs what changed: 10 ms for one of 1,000 workers."""
+    """The points of all workers in order. ``update`` costs what changed: 10 ms for one of 1,000 workers."""
 
     def __init__(self) -> None:
-        self._places: list[int] = []
+        self._points: list[int] = []
         self._owners: dict[int, str] = {}
         self._urls: frozenset[str] = frozenset()
 
-    def follow(self, urls: frozenset[str]) -> None:
-        """Become the ring of ``urls``."""
-        gone, come = self._urls - urls, urls - self._urls
-        for url in gone:
-            for place in points_of(url):
-                self._owners.pop(place, None)
-        if gone:
-            self._places = [place for place in self._places if place in self._owners]
-        for url in come:
+    def update(self, urls: frozenset[str]) -> None:
+        """Becomes the ring of ``urls``."""
+        removed, added = self._urls - urls, urls - self._urls
+        for url in removed:
+            for point in points_of(url):
+                self._owners.pop(point, None)
+        if removed:
+            self._points = [point for point in self._points if point in self._owners]
+        for url in added:
             points = points_of(url)
             self._owners.update(dict.fromkeys(points, url))
-            self._places += points
-        self._places.sort()  # Nearly in order: a merge, not a sort.
+            self._points += points
+        self._points.sort()  # Nearly in order: a merge, not a sort.
         self._urls = urls
 
-    def owner(self, place: int, among: frozenset[str] | None = None) -> str:
-        """The URL that owns a place; with ``among``, of those URLs (not empty, all on the ring)."""
-        places, owners = self._places, self._owners
-        index = bisect_right(places, place) % len(places)
-        while among is not None and owners[places[index]] not in among:
-            index = (index + 1) % len(places)
-        return owners[places[index]]
+    def owner(self, position: int, among: frozenset[str] | None = None) -> str:
+        """Returns the URL that owns a position; with ``among``, one of those (not empty, all on the ring)."""
+        points, owners = self._points, self._owners
+        index = bisect_right(points, position) % len(points)
+        while among is not None and owners[points[index]] not in among:
+            index = (index + 1) % len(points)
+        return owners[points[index]]
 
 
 class WorkerRing:
     """The ring of the workers that a policy chooses among.
 
-    So that a worker which failed a request or is down for a moment does not reshuffle others' sessions, only its own
-    move on, to the next owners around the ring.
+    A worker that failed a request or is down for a moment does not reshuffle others' sessions: only its own
+    move, to the next owners around the ring.
     """
 
     def __init__(self) -> None:
@@ -105,21 +105,21 @@ class WorkerRing:
         self._by_url: dict[str, Worker] = {}
 
     def owner(self, workers: Sequence[Worker], key: bytes) -> Worker:
-        """Of ``workers`` (not empty), the one that a key belongs to."""
-        place = place_of(key)
-        if isinstance(workers, tuple):  # the registry's; a list lacks workers that failed this one request
+        """Returns the one of ``workers`` (not empty) that a key belongs to."""
+        position = position_of(key)
+        if isinstance(workers, tuple):  # The registry's; a list lacks workers that failed this request.
             if workers is not self._workers:
                 self._learn(workers)
-            return self._by_url[self._ring.owner(place)]
+            return self._by_url[self._ring.owner(position)]
         by_url = {worker.url: worker for worker in workers}
         if not by_url.keys() <= self._by_url.keys():
             self._learn(tuple(workers))
-        return by_url[self._ring.owner(place, frozenset(by_url))]
+        return by_url[self._ring.owner(position, frozenset(by_url))]
 
     def _learn(self, workers: tuple[Worker, ...]) -> None:
         self._workers = workers
         self._by_url = {worker.url: worker for worker in workers}
-        self._ring.follow(frozenset(self._by_url))
+        self._ring.update(frozenset(self._by_url))
 
 
 class ConsistentHash:
@@ -134,15 +134,15 @@ class ConsistentHash:
         self._counter: Iterator[int] = count(1)
         self._loads = LoadView()
 
-    def read(self, request: Request, found: RoutingFields | None) -> bytes:
-        """The session's key, b"" where there is none."""
+    def read(self, request: Request, fields: RoutingFields | None) -> bytes:
+        """Returns the session's key, b"" where there is none."""
         if named := request.header(self._header):
             return named
-        if found is None:
+        if fields is None:
             return b""
         try:
             key = _decode_session(request.body).key
-        except UNREADABLE:  # e.g. a user that is a list: for the worker to refuse
+        except UNREADABLE:  # E.g. a user that is a list: the worker refuses it.
             return b""
         return b"" if key is None else str(key).encode("utf-8", "surrogatepass")
 
@@ -151,5 +151,5 @@ class ConsistentHash:
 
     def choose(self, workers: Sequence[Worker], subject: bytes) -> Decision:
         if not subject:
-            return Decision(self._loads.next_lightest(workers, next(self._counter)), "no_session")
+            return Decision(self._loads.next_least_loaded(workers, next(self._counter)), "no_session")
         return Decision(self._ring.owner(workers, subject), "session")

@@ -1,4 +1,4 @@
-"""sglang-router's ``consistent_hashing``: a worker by its place in the list, or the same one for a routing key."""
+"""sglang-router's ``consistent_hashing``: a worker by its index in the list, or the same one for a routing key."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class ConsistentHashing:
         self._rng = rng
         self._ring = WorkerRing()
 
-    def read(self, request: Request, found: RoutingFields | None) -> tuple[bytes, bytes]:
-        """The target's index and the routing key, each b"" where there is none."""
+    def read(self, request: Request, fields: RoutingFields | None) -> tuple[bytes, bytes]:
+        """Returns the target's index and the routing key, each b"" where there is none."""
         target = request.header(_TARGET)
         key = request.header(ROUTING_KEY) or request.authorization
         return target, key or next((value for name in _IMPLICIT if (value := request.header(name))), b"")

@@ -21,4 +21,4 @@ class LeastLoaded:
         self._counter = replication.counter() or self._counter
 
     def choose(self, workers: Sequence[Worker], subject: Subject) -> Decision:
-        return Decision(self._loads.next_lightest(workers, next(self._counter)), "least")
+        return Decision(self._loads.next_least_loaded(workers, next(self._counter)), "least")

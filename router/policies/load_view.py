@@ -1,6 +1,6 @@
-"""The lightest workers and how far loads lie apart, at a cost that does not grow with their number.
+"""The least loaded workers, and how far loads differ, at a cost that does not grow with their number.
 
-Up to EXACT_UP_TO workers all loads are read for every decision. More are kept in levels of equal load, and a worker
+Up to EXACT_UP_TO workers all loads are read for every decision. More are sorted into levels of equal load, and a worker
 changes its level when its load changes: a decision among 1,000 then takes as long as one among 64, where reading
 all loads takes 30 us.
 """
@@ -15,10 +15,10 @@ from ..workers.registry import Worker
 from .base import by_load
 
 EXACT_UP_TO = 64
-"""Workers that are all looked at for every decision (3 us for 64)."""
-_COMPARED = 32
-"""Workers of a large fleet that are compared by their caches' sizes: the first of the lightest."""
-_REMEMBERED = 8
+"""Number of workers up to which all are compared for every decision (3 us for 64)."""
+_MAX_COMPARED = 32
+"""Of more workers, the first of the least loaded ones are compared by their caches' sizes."""
+_MAX_CACHED = 8
 """Tuples of workers that requests may alternate between: one for each kind of decode workers that coexist."""
 
 
@@ -31,15 +31,15 @@ class _Levels:
         for worker in workers:
             self._levels.setdefault(worker.known_load, {})[worker] = None
             worker.load_orders += (self,)
-        self.least, self.most = min(self._levels), max(self._levels)
+        self.min_load, self.max_load = min(self._levels), max(self._levels)
         self.total = sum(worker.known_load for worker in workers)
 
     def close(self) -> None:
-        """Follow the workers no longer."""
+        """Follows the workers' loads no longer."""
         for worker in self._workers:
             worker.load_orders = tuple(order for order in worker.load_orders if order is not self)
 
-    def moved(self, worker: Worker, before: int) -> None:
+    def load_changed(self, worker: Worker, before: int) -> None:
         levels, load = self._levels, worker.known_load
         self.total += load - before
         level = levels[before]
@@ -47,16 +47,16 @@ class _Levels:
         levels.setdefault(load, {})[worker] = None
         if not level:
             del levels[before]
-            self.least, self.most = min(levels), max(levels)  # Some dozens of levels at most.
-        elif load < self.least:
-            self.least = load
-        elif load > self.most:
-            self.most = load
+            self.min_load, self.max_load = min(levels), max(levels)  # Some dozens of levels at most.
+        elif load < self.min_load:
+            self.min_load = load
+        elif load > self.max_load:
+            self.max_load = load
 
-    def lightest(self, slack: int) -> Iterator[Worker]:
-        """Workers whose load is at most ``slack`` above the least, the lightest first."""
+    def least_loaded(self, slack: int) -> Iterator[Worker]:
+        """Workers whose load is at most ``slack`` above the least, in ascending order."""
         levels = self._levels
-        loads = range(self.least, self.least + slack + 1)
+        loads = range(self.min_load, self.min_load + slack + 1)
         return chain.from_iterable(levels[load] for load in loads if load in levels)
 
     def ascending(self) -> Iterator[Worker]:
@@ -65,86 +65,88 @@ class _Levels:
 
 
 class LoadView:
-    """Loads of the workers that a policy chooses among; ``look`` before each decision."""
+    """Loads of the workers that a policy chooses among; ``refresh`` before each decision."""
 
     def __init__(self) -> None:
-        self.least = 0
-        self.most = 0
+        self.min_load = 0
+        self.max_load = 0
         self._workers: Sequence[Worker] = ()
         self._loads: list[int] = []
         self._levels: _Levels | None = None
         self._known: dict[int, tuple[Worker, ...]] = {}
-        """Large fleets that were looked at, by identity: they are kept, so that an id is not another's."""
+        """Large tuples seen, by identity: the reference ensures that no other tuple gets the same id."""
         self._followed: dict[int, _Levels] = {}
-        """Those of them whose levels are kept up to date."""
+        """The levels of those of them whose loads are followed."""
 
     @property
     def first(self) -> Worker:
         """The first of at most EXACT_UP_TO workers that has the least load."""
-        return self._workers[self._loads.index(self.least)]
+        return self._workers[self._loads.index(self.min_load)]
 
     @property
     def total(self) -> int:
         """Requests on all workers."""
         return sum(self._loads) if self._levels is None else self._levels.total
 
-    def look(self, workers: Sequence[Worker]) -> None:
-        """Take in the loads of ``workers`` (not empty)."""
+    def refresh(self, workers: Sequence[Worker]) -> None:
+        """Reads the loads of ``workers`` (not empty)."""
         if workers is not self._workers:
             self._follow(workers)
         if self._levels is not None:
-            self.least, self.most = self._levels.least, self._levels.most
+            self.min_load, self.max_load = self._levels.min_load, self._levels.max_load
             return
         self._loads = loads = [*map(by_load, workers)]
-        self.least, self.most = min(loads), max(loads)
+        self.min_load, self.max_load = min(loads), max(loads)
 
-    def lightest(self, tie: Mapping[int, int], slack: int = 0) -> Worker:
-        """Of the workers with the least load, or at most ``slack`` more, the one for whose id ``tie`` holds the least.
+    def least_loaded(self, tie: Mapping[int, int], slack: int = 0) -> Worker:
+        """Returns the worker with the least load, or at most ``slack`` more, whose id has the least value in ``tie``.
 
-        Of a large fleet only some are compared.
+        Of many workers only some are compared.
         """
         if self._levels is not None:
-            light = list(islice(self._levels.lightest(slack), _COMPARED))
+            candidates = list(islice(self._levels.least_loaded(slack), _MAX_COMPARED))
         else:
-            most = self.least + slack
-            light = [worker for worker, load in zip(self._workers, self._loads) if load <= most]
-        return light[0] if len(light) == 1 else min(light, key=lambda worker: tie.get(worker.id, 0))
+            most = self.min_load + slack
+            candidates = [worker for worker, load in zip(self._workers, self._loads) if load <= most]
+        return candidates[0] if len(candidates) == 1 else min(candidates, key=lambda worker: tie.get(worker.id, 0))
 
-    def next_lightest(self, workers: Sequence[Worker], turn: int) -> Worker:
-        """Of ``workers`` (not empty), which are looked at first, the one with the least load; equals take turns."""
-        self.look(workers)
+    def next_least_loaded(self, workers: Sequence[Worker], number: int) -> Worker:
+        """Refreshes, and returns the least loaded of ``workers`` (not empty); equals by ``number`` in rotation."""
+        self.refresh(workers)
         if self._levels is not None:
-            return next(self._levels.lightest(0))
+            return next(self._levels.least_loaded(0))
         try:
-            return workers[self._loads.index(self.least, turn % len(workers))]
+            return workers[self._loads.index(self.min_load, number % len(workers))]
         except ValueError:
             return self.first
 
-    def light(self, count: int, tie: Mapping[int, int]) -> list[Worker]:
-        """``count`` of the lightest workers; equals by what ``tie`` holds for their ids (some of them, of many)."""
+    def some_least_loaded(self, count: int, tie: Mapping[int, int]) -> list[Worker]:
+        """Returns ``count`` of the least loaded workers; equals by the value of their ids in ``tie`` (of many workers
+        only some are compared)."""
         some = self._workers if self._levels is None else islice(self._levels.ascending(), 4 * count)
         return nsmallest(count, some, key=lambda worker: (worker.known_load, tie.get(worker.id, 0)))
 
     def close(self) -> None:
-        """Follow nobody any longer; the next ``look`` begins anew."""
+        """Follows no loads any longer; the next ``refresh`` starts again."""
         self._workers, self._levels = (), None
         self._drop()
         self._known.clear()
 
     def _follow(self, workers: Sequence[Worker]) -> None:
-        """A list is the workers left for one request's retry: its levels would not be asked again."""
+        """Reads other workers from now on. A list is the workers that are left for one request's retry: its levels
+        would not be used again."""
         self._workers = workers
-        large = len(workers) > EXACT_UP_TO and isinstance(workers, tuple)
-        self._levels = self._levels_of(workers) if large else None  # type: ignore[arg-type]
+        self._levels = (self._levels_of(workers) if isinstance(workers, tuple) and len(workers) > EXACT_UP_TO
+                        else None)
 
     def _levels_of(self, workers: tuple[Worker, ...]) -> _Levels:
-        """Several are kept once one comes back, as where requests alternate between kinds of decode workers. A tuple
-        that was never seen says that workers changed: the former levels would cost time with each load that changes,
-        and are dropped."""
+        """Several tuples are followed once one comes back, as where requests alternate between kinds of decode workers.
+        A new tuple means that workers changed: the former levels would cost time with each change of a load, and are
+        dropped."""
         key = id(workers)
         if key not in self._known:
             self._drop()
-            if len(self._known) == _REMEMBERED:
+            if len(self._known) == _MAX_CACHED:
                 del self._known[next(iter(self._known))]
             self._known[key] = workers
         levels = self._followed.get(key)

@@ -1,7 +1,7 @@
-"""sglang-router's ``manual``: a routing key stays with the worker that it was given to, whoever joins later.
+"""sglang-router's ``manual``: a routing key stays with the worker that it was assigned to, whichever joins later.
 
-Unlike a hash, the table knows which worker each key has: a new worker takes no key from another, and only keys of a
-worker that is away move. A key whose worker comes back returns to it.
+Unlike a hash, the table knows which worker each key has: a new worker takes no key from another, and only keys of an
+unavailable worker move. A key whose worker comes back returns to it.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from .base import ROUTING_KEY, Decision, Publish, Replication
 from .load_view import LoadView
 
 AssignmentMode = Literal["random", "min_load", "min_group"]
-MOST_KEYS = 2**20
-"""Keys remembered at most, about 200 MB; beyond it the one that was unused for longest is forgotten."""
-_MOST_CANDIDATES = 2
+MAX_KEYS = 2**20
+"""About 200 MB; beyond it the key that was unused for longest is forgotten."""
+_MAX_WORKERS_PER_KEY = 2
 
 
 class _Entry(msgspec.Struct, gc=False):
-    """The ids of the last workers that a key was given to, the first of which is preferred, and its last use."""
+    """The ids of the last workers that a key was assigned to, the first of which is preferred, and its last use."""
 
     workers: tuple[int, ...]
     used: float
 
 
 class KeyTable:
-    """Routing key, as a number -> the workers it was given to; the one used last stands at the end."""
+    """Routing key, as a number -> the workers it was assigned to; the one used last is at the end."""
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
@@ -46,7 +46,7 @@ class KeyTable:
         return len(self._entries)
 
     def find(self, key: int) -> tuple[int, ...]:
-        """The workers of a key, which is used now; none where it is new."""
+        """Returns the workers of a key, which is used now; none where it is new."""
         entry = self._entries.pop(key, None)
         if entry is None:
             return ()
@@ -55,23 +55,23 @@ class KeyTable:
         return entry.workers
 
     def assign(self, key: int, worker_id: int, *, new: bool = True) -> None:
-        """Note that a key goes to a worker too. ``new``: it had none; where two routers gave it away at once, both
-        prefer the same worker from here on."""
+        """Assigns a key to a further worker. ``new``: it had none; where two processes assign it at once, both
+        prefer the same worker from then on."""
         before = self._entries.pop(key, None)
         known = before.workers if before is not None else ()
         if worker_id not in known:
-            known = (*known[1 - _MOST_CANDIDATES:], worker_id)
+            known = (*known[1 - _MAX_WORKERS_PER_KEY:], worker_id)
             if new:
                 known = tuple(sorted(known))
             self.groups[worker_id] += 1
         if before is not None:
             self._leave(set(before.workers) - set(known))
-        elif len(self._entries) >= MOST_KEYS:
+        elif len(self._entries) >= MAX_KEYS:
             self._forget(next(iter(self._entries)))
         self._entries[key] = _Entry(known, self.now)
 
     def evict(self, before: float) -> None:
-        """Forget keys that were not used since a time."""
+        """Forgets keys that were not used since a time."""
         while self._entries:
             oldest = next(iter(self._entries))
             if self._entries[oldest].used >= before:
@@ -118,7 +118,7 @@ class Manual:
         for key in words[:1]:
             self.table.assign(key, worker_id, new=bool(new))
 
-    def read(self, request: Request, found: RoutingFields | None) -> bytes:
+    def read(self, request: Request, fields: RoutingFields | None) -> bytes:
         return request.header(ROUTING_KEY)
 
     def choose(self, workers: Sequence[Worker], subject: bytes) -> Decision:
@@ -146,15 +146,15 @@ class Manual:
 
     def _assign(self, workers: Sequence[Worker]) -> Worker:
         if self._mode == "min_load":
-            return self._loads.next_lightest(workers, self._rng.randrange(len(workers)))
+            return self._loads.next_least_loaded(workers, self._rng.randrange(len(workers)))
         if self._mode == "min_group":
             groups = [self.table.groups[worker.id] for worker in workers]
             least = min(groups)
             return self._rng.choice([worker for worker, keys in zip(workers, groups) if keys == least])
-        return self._dealt(workers)
+        return self._from_deck(workers)
 
-    def _dealt(self, workers: Sequence[Worker]) -> Worker:
-        """Any worker, but each once before one of them again: five keys never all go to one of two workers."""
+    def _from_deck(self, workers: Sequence[Worker]) -> Worker:
+        """Returns a random worker, each once before one comes again: five keys never all go to one of two workers."""
         while self._deck:
             worker = self._by_id.get(self._deck.pop())
             if worker is not None:

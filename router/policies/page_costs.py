@@ -1,9 +1,9 @@
-"""What a prompt costs at a worker, in pages to compute.
+"""Costs of a prompt at each worker, in pages to compute.
 
-- Whole and prefill workers: missing pages (x STORING: copies, and those without room) + requests in flight x
-  REMAINING x the mean of pages missing of late.
-- Decode workers: pages to be sent x TRANSFER + requests in flight, or what their memory says they
-  come to, x TRANSFER x the mean pages of a prompt; FULL where the prompt does not fit.
+- Whole and prefill workers: missing pages (x DUPLICATION_COST: copies, and pages that do not fit) + requests in flight
+  x REMAINING_FRACTION x the recent mean of missing pages.
+- Decode workers: pages to transfer x TRANSFER_COST + requests in flight, or the number that their memory use
+  amounts to, x TRANSFER_COST x the mean pages of a prompt; FULL_MEMORY_COST where the prompt does not fit.
 - Pairs: both together, with the cheaper transfer where they share a host.
 """
 
@@ -14,32 +14,32 @@ from typing import NamedTuple
 from ..workers.kv_index import KVIndex
 from ..workers.registry import Worker
 
-TRANSFER = 0.1
+TRANSFER_COST = 0.1
 """Cost of sending a page from prefill to decode, in pages computed: an 8B model computes 16 tokens in 0.4 ms on
 an H200 and sends their 2 MB in 0.04 ms over 400 Gb/s."""
-TRANSFER_NEAR = 0.02
-"""The same where both are on one host."""
-FULL = 1e6
-"""Cost of a decode worker whose memory lacks room: only taken when all lack it."""
-STORING = 2.0
-"""Cost of a missing page that another worker has (a copy takes room in which something else would be found again), or
-that finds no room: it is computed, and so is what it pushes out."""
-REMAINING = 0.5
-"""Of a request in flight, what is still to be computed: half on the average."""
-LEAST_MEAN = 4.0
-"""Pages of a request that waits in front, at least: even a wholly cached one takes a step."""
+SAME_HOST_TRANSFER_COST = 0.02
+"""The same cost where both are on one host."""
+FULL_MEMORY_COST = 1e6
+"""Cost of a decode worker whose memory cannot take the prompt: it is only chosen when none can."""
+DUPLICATION_COST = 2.0
+"""Cost of a missing page that another worker has (a copy takes memory in which something else would be cached), or
+that does not fit: it is computed, and so is the page that it evicts."""
+REMAINING_FRACTION = 0.5
+"""A request in flight has half of its pages still to compute on average."""
+MIN_MEAN_PAGES = 4.0
+"""Least mean pages of a request: even a wholly cached one takes a step."""
 
 
-class Share(NamedTuple):
-    """A prompt beside the fleet: its pages, and how many of them each worker has (by worker id)."""
+class PrefixMatch(NamedTuple):
+    """A prompt's pages, and how many leading ones each worker has cached (by worker id)."""
 
     pages: float
     cached: dict[int, int]
-    most: int = 0
+    longest: int = 0
     """Pages that the worker with the most of them has."""
 
 
-class Memory(NamedTuple):
+class KVMemory(NamedTuple):
     """A worker's KV memory by its last report, in pages."""
 
     used: float
@@ -47,34 +47,34 @@ class Memory(NamedTuple):
 
 
 class PageCosts:
-    """``memory`` is that of each worker that tells it, by id; the means are of the prompts that ``note`` was told."""
+    """Costs by the KV index, loads and ``memory``, the last report of each worker that sends any, by worker id."""
 
-    def __init__(self, residency: KVIndex):
-        self._residency = residency
-        self.memory: dict[int, Memory] = {}
-        self._mean_missing = LEAST_MEAN
-        self.mean_pages = LEAST_MEAN
+    def __init__(self, kv_index: KVIndex):
+        self._kv_index = kv_index
+        self.memory: dict[int, KVMemory] = {}
+        self._mean_missing = MIN_MEAN_PAGES
+        self.mean_pages = MIN_MEAN_PAGES
 
-    def computing(self, worker: Worker, share: Share) -> float:
-        own = share.cached.get(worker.id, 0)
-        missing = max(0.0, share.pages - own)
+    def prefill_cost(self, worker: Worker, match: PrefixMatch) -> float:
+        cached = match.cached.get(worker.id, 0)
+        missing = max(0.0, match.pages - cached)
         memory = self.memory.get(worker.id)
-        room = 0.0 if memory is None else memory.total - self._residency.sizes.get(worker.id, 0)
-        copied = min(missing, max(0.0, missing - room, share.most - own))
-        return missing + (STORING - 1) * copied + worker.load * REMAINING * self._mean_missing
+        free = 0.0 if memory is None else memory.total - self._kv_index.sizes.get(worker.id, 0)
+        duplicated = min(missing, max(0.0, missing - free, match.longest - cached))
+        return missing + (DUPLICATION_COST - 1) * duplicated + worker.load * REMAINING_FRACTION * self._mean_missing
 
-    def decoding(self, worker: Worker, share: Share, transfer: float) -> float:
-        missing = max(0.0, share.pages - share.cached.get(worker.id, 0))
+    def decode_cost(self, worker: Worker, match: PrefixMatch, transfer_cost: float) -> float:
+        missing = max(0.0, match.pages - match.cached.get(worker.id, 0))
         memory = self.memory.get(worker.id)
         running: float = worker.load
         full = 0.0
         if memory is not None:
             running = max(running, memory.used / self.mean_pages)
-            full = FULL if memory.total - memory.used < missing else 0.0
-        return missing * transfer + running * TRANSFER * self.mean_pages + full
+            full = FULL_MEMORY_COST if memory.total - memory.used < missing else 0.0
+        return missing * transfer_cost + running * TRANSFER_COST * self.mean_pages + full
 
-    def note(self, share: Share, cached: int) -> None:
-        """A prompt goes where ``cached`` of its pages are."""
-        missing = max(0.0, share.pages - cached)
-        self._mean_missing += (max(missing, LEAST_MEAN) - self._mean_missing) * 0.02
-        self.mean_pages += (max(share.pages, LEAST_MEAN) - self.mean_pages) * 0.02
+    def record(self, match: PrefixMatch, cached: int) -> None:
+        """Takes a placed prompt into the means; ``cached`` of its pages are on its worker."""
+        missing = max(0.0, match.pages - cached)
+        self._mean_missing += (max(missing, MIN_MEAN_PAGES) - self._mean_missing) * 0.02
+        self.mean_pages += (max(match.pages, MIN_MEAN_PAGES) - self.mean_pages) * 0.02

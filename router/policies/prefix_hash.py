@@ -1,6 +1,6 @@
 """sglang-router's ``prefix_hash``: the same worker for the same beginning of a prompt, unless it has too much to do.
 
-Needs no memory of prompts: a hash of the first tokens chooses a place on the ring of workers.
+Needs no memory of prompts: a hash of the first tokens chooses a position on the ring of workers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .consistent_hash import WorkerRing
 from .load_view import LoadView
 
 BYTES_PER_TOKEN = 4
-"""Of text: the router has no tokenizer."""
+"""An estimate for text: the router has no tokenizer."""
 
 
 class PrefixHash:
@@ -28,9 +28,9 @@ class PrefixHash:
         self._ring = WorkerRing()
         self._loads = LoadView()
 
-    def read(self, request: Request, found: RoutingFields | None) -> bytes:
-        """The beginning of the prompt."""
-        text = prompt_text(request, found)
+    def read(self, request: Request, fields: RoutingFields | None) -> bytes:
+        """Returns the beginning of the prompt."""
+        text = prompt_text(request, fields)
         if text[:1] == b"[" and text[1:9].lstrip()[:1].isdigit():
             return b",".join(text[:self._tokens * 16].split(b",", self._tokens)[:self._tokens])
         return text[:self._tokens * BYTES_PER_TOKEN]
@@ -39,10 +39,10 @@ class PrefixHash:
         if len(workers) == 1:
             return Decision(workers[0], "only")
         loads = self._loads
-        loads.look(workers)
+        loads.refresh(workers)
         if not subject:
-            return Decision(loads.lightest({}), "no_prompt")
+            return Decision(loads.least_loaded({}), "no_prompt")
         worker = self._ring.owner(workers, subject)
         if worker.load <= (loads.total + 1) / len(workers) * self._factor:
             return Decision(worker, "prefix")
-        return Decision(loads.lightest({}), "balance")
+        return Decision(loads.least_loaded({}), "balance")

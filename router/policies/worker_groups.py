@@ -1,4 +1,4 @@
-"""What policies derive from the registry's tuples of workers, once for each tuple."""
+"""Indexes of the registry's tuples of workers, built once for each tuple."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..workers.registry import Worker
 
-_REMEMBERED = 8
+_MAX_CACHED = 8
 """Tuples: both roles, or kinds of decode workers that requests alternate between."""
 
 
@@ -20,17 +20,17 @@ class WorkerGroup(NamedTuple):
 
 
 class WorkerGroups:
-    """Fleets by the identity of their tuple; a list is the workers left for one request's retry."""
+    """Groups by the identity of their tuple; a list is the workers that are left for one request's retry."""
 
     def __init__(self) -> None:
-        self._known: dict[int, WorkerGroup] = {}
+        self._cached: dict[int, WorkerGroup] = {}
 
     def of(self, workers: Sequence[Worker]) -> WorkerGroup:
-        fleet = self._known.get(id(workers))
-        if fleet is None or fleet.workers is not workers:
+        group = self._cached.get(id(workers))
+        if group is None or group.workers is not workers:
             by_id = {worker.id: worker for worker in workers}
-            fleet = WorkerGroup(workers, by_id, frozenset(by_id))
-            if len(self._known) >= _REMEMBERED:
-                self._known.clear()
-            self._known[id(workers)] = fleet
-        return fleet
+            group = WorkerGroup(workers, by_id, frozenset(by_id))
+            if len(self._cached) >= _MAX_CACHED:
+                self._cached.clear()
+            self._cached[id(workers)] = group
+        return group

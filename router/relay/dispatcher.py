@@ -215,7 +215,7 @@ class Dispatcher:
         worker.change_load(1)
         reservation = Reservation(worker)
         if worker.circuit.state != "closed":
-            self.registry.probe(reservation)
+            self.registry.start_probe(reservation)
         return reservation
 
     def candidates(self, role: Role, retries: Retries | None, group: Group = None, *, baton_only: bool = False,
@@ -273,7 +273,7 @@ class Dispatcher:
     def on_server_error(self, worker: Worker) -> None:
         """Count an attempt that failed by its worker's fault."""
         self.metrics.worker_failures[worker.url] += 1
-        if self.registry.request_failed(worker, self.loop.time()):
+        if self.registry.record_failure(worker, self.loop.time()):
             logger.warning("Worker %s fails requests: it gets none for %g s.", worker.url, self._circuit_seconds)
             self.metrics.circuits_opened[worker.url] += 1
             # 10 ms later: uvloop counts in milliseconds, and a timer that is early by one would change nothing.
@@ -292,7 +292,7 @@ class Dispatcher:
                 for accused in retries.accused:
                     self.on_server_error(accused)
                 retries.accused.clear()
-            if worker.circuit.troubled and self.registry.request_served(worker):
+            if worker.circuit.troubled and self.registry.record_success(worker):
                 logger.info("Worker %s answers again: its circuit is closed.", worker.url)
         elif status == 401 and self._strips_client_keys and worker.url not in self._unauthorized:
             self._unauthorized.add(worker.url)
@@ -300,7 +300,7 @@ class Dispatcher:
                          "give the worker's with --worker-api-key.", worker.url)
 
     def _half_open(self, worker: Worker) -> None:
-        if self.registry.half_open(worker, self.loop.time()):
+        if self.registry.try_half_open(worker, self.loop.time()):
             logger.info("Worker %s gets one request at a time, as a probe of whether it answers again.", worker.url)
 
     def new_retries(self) -> Retries:

@@ -1,4 +1,4 @@
-"""A circuit breaker a worker: one that keeps failing requests gets none for a while, then one at a time.
+"""Circuit breakers of workers: one that keeps failing requests gets none for a while, then one at a time.
 
     closed ── failure_threshold failures in a row within window ──▶ open
     open ── timeout seconds ──▶ half_open
@@ -20,7 +20,7 @@ CircuitState = Literal["closed", "open", "half_open"]
 
 
 class Circuit:
-    """One worker's breaker; pure, on its caller's clock. Each event returns whether ``admits`` may have changed."""
+    """One worker's circuit breaker; on its caller's clock. Events return True where ``admits`` may have changed."""
 
     __slots__ = ("state", "troubled", "probing", "_rules", "_failures", "_successes", "_opened_at")
 
@@ -34,22 +34,22 @@ class Circuit:
         return f"<circuit {self.state} failures={len(self._failures)} successes={self._successes}>"
 
     def reset(self) -> None:
-        """Forget everything: the worker was restarted, or is new."""
+        """Forgets everything: the worker was restarted, or is new."""
         self.state: CircuitState = "closed"
         self.troubled = False
-        """Whether a success changes anything; on a worker without failures it need not be told."""
+        """True while a success would change something: on a worker without failures none needs to be recorded."""
         self.probing = False
-        """Whether a probe of the half-open circuit is under way."""
+        """True while a probe of the half-open circuit is under way."""
         self._failures.clear()
         self._successes = 0
 
     @property
     def admits(self) -> bool:
-        """Whether the worker may be given a request."""
+        """True if the worker may be given a request."""
         return self.state == "closed" or (self.state == "half_open" and not self.probing)
 
-    def failed(self, now: float) -> bool:
-        """A request failed by the worker's fault."""
+    def record_failure(self, now: float) -> bool:
+        """Notes a request that failed by the worker's fault."""
         if not self._rules.enabled or self.state == "open":  # A late failure of an open circuit extends nothing.
             return False
         self.troubled = True
@@ -63,9 +63,9 @@ class Circuit:
         self._opened_at = now
         return True
 
-    def succeeded(self) -> bool:
-        """The worker answered a request."""
-        if self.state == "open":  # Sent before it opened; the timeout stands.
+    def record_success(self) -> bool:
+        """Notes a request that the worker answered."""
+        if self.state == "open":  # Sent before it opened; the timeout still applies.
             return False
         if self.state == "half_open":
             self._successes += 1
@@ -75,8 +75,8 @@ class Circuit:
         self.reset()
         return changed
 
-    def timeout_passed(self, now: float) -> bool:
-        """Turn from open to half-open, if it is time."""
+    def try_half_open(self, now: float) -> bool:
+        """Changes from open to half-open, if it is time."""
         if self.state != "open" or now - self._opened_at < self._rules.timeout:
             return False
         self.state = "half_open"

@@ -1,4 +1,4 @@
-"""Which worker holds which pages of the prefix cache, as the workers themselves tell: plain state, no I/O."""
+"""The KV index: which worker has which pages in its prefix cache, by the workers' own events. Plain state, no I/O."""
 
 from __future__ import annotations
 
@@ -6,42 +6,44 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 
 from ...common.api.kv_events import Cleared, Event, Hash, Removed, Stored, page_hashes
-from .worker_sets import NOBODY, WorkerSets
+from .worker_sets import EMPTY_SET, WorkerSets
 
-MOST_PAGES = 2**20
-"""Pages remembered a worker, 200 MB at worst: 16 million tokens in pages of 16, more than a GPU holds."""
+MAX_PAGES_PER_WORKER = 2**20
+"""200 MB at worst: 16 million tokens in pages of 16, more than a GPU has room for."""
 
-MOST_IN_ALL = 2**22
-"""Different pages remembered of all workers, 700 MB at worst: 67 million tokens in pages of 16. Those beyond count as
-absent."""
-MOST_HOLDERS = 64
-"""Workers named of those that hold equally much: looking at a thousand would take longer than what is gained."""
+MAX_PAGES = 2**22
+"""Different pages of all workers, 700 MB at worst: 67 million tokens in pages of 16. Those beyond count as absent."""
+MAX_MATCHED_WORKERS = 64
+"""Workers that a match names of those with equally many pages: looking at a thousand would take longer than is won."""
+
 
 class KVIndex:
-    """Page hash -> ids of the workers that hold it, kept up to date by their events.
+    """Page hash -> ids of the workers that have the page cached, kept up to date by their events.
 
-    Pages are known by ``page_hashes`` of their tokens. Our servers send these; other engines' hashes
+    Pages are known by ``page_hashes`` of their tokens. Our servers send these. Other engines' hashes
     are their own secret, so theirs are computed from the tokens and only serve to find a page again.
     """
 
     def __init__(self) -> None:
-        self._holders: dict[int, int] = {}
+        self._workers_of: dict[int, int] = {}
+        """Page hash -> number of the set of its workers."""
         self._sets = WorkerSets()
-        self._turn = 0
+        self._rotation = 0
         self._pages: dict[int, dict[Hash, int]] = {}
+        """Worker id -> the worker's own hash of a page -> ``page_hashes``' hash of it."""
         self.sizes: dict[int, int] = {}
         """Pages of each worker that ever stored one."""
         self.page_sizes: dict[int, int] = {}
         """Tokens a page of each worker that ever stored one."""
 
     def __len__(self) -> int:
-        return len(self._holders)
+        return len(self._workers_of)
 
     def __repr__(self) -> str:
-        return f"Residency({len(self._holders)} pages, by worker {self.sizes})"
+        return f"KVIndex({len(self._workers_of)} pages, by worker {self.sizes})"
 
     def apply(self, worker_id: int, events: Iterable[Event], *, native: bool = True) -> None:
-        """Take in a worker's events; ``native`` where its hashes are ``page_hashes``."""
+        """Takes in a worker's events; ``native`` where its hashes are ``page_hashes``."""
         for event in events:
             if isinstance(event, Stored):
                 self._store(worker_id, event, native)
@@ -53,73 +55,74 @@ class KVIndex:
             self.sizes[worker_id] = len(self._pages[worker_id])
 
     def clear(self, worker_id: int) -> None:
-        """The worker holds nothing."""
+        """Removes all pages of a worker."""
         for page in set(self._pages.pop(worker_id, {}).values()):
             self._drop(page, worker_id)
         self.sizes[worker_id] = 0
 
     def forget(self, worker_id: int) -> None:
-        """The worker is gone."""
+        """Removes a worker that left."""
         self.clear(worker_id)
         self.page_sizes.pop(worker_id, None)
         self.sizes.pop(worker_id, None)
 
-    def depths(self, runs: Iterable[tuple[int, Sequence[int]]]) -> dict[int, int]:
-        """How many leading pages each worker holds, for workers that hold any.
+    def match(self, runs: Iterable[tuple[int, Sequence[int]]]) -> dict[int, int]:
+        """Returns the number of leading pages that each worker has, for workers that have any.
 
         ``runs`` yields ``(number of pages up to its end, hashes)`` from the prompt's beginning on, of all pages or of
-        some; it is read no further than some worker holds it. Of a run the last page is looked at first: who holds it
-        holds the others. Of many workers that hold equally much only MOST_HOLDERS are named, others each time.
+        some; it is read no further than some worker has them. The last page of a run is looked up first: a worker that
+        has it has the others. Of many workers with equally many pages only MAX_MATCHED_WORKERS are named, in rotation.
         """
-        found: dict[int, int] = {}
-        get, sets = self._holders.get, self._sets.by_number
-        holders: frozenset[int] = frozenset()
+        matched: dict[int, int] = {}
+        get, sets = self._workers_of.get, self._sets.by_number
+        workers: frozenset[int] = frozenset()
         last, reached = -1, 0
         for end, run in runs:
-            if get(run[-1], NOBODY) != last:
+            if get(run[-1], EMPTY_SET) != last:
                 for pages, value in enumerate(run, end - len(run) + 1):
-                    now = get(value, NOBODY)
+                    now = get(value, EMPTY_SET)
                     if now != last:
-                        self._name(found, holders - sets[now], reached)
-                        holders = sets[now] if last < 0 else holders & sets[now]
+                        self._add_matches(matched, workers - sets[now], reached)
+                        workers = sets[now] if last < 0 else workers & sets[now]
                         last = now
-                        if not holders:
-                            return found
+                        if not workers:
+                            return matched
                     reached = pages
             reached = end
-        self._name(found, holders, reached)
-        return found
+        self._add_matches(matched, workers, reached)
+        return matched
 
-    def _name(self, found: dict[int, int], holders: frozenset[int], reached: int) -> None:
-        if len(holders) > MOST_HOLDERS:
-            self._turn = (self._turn + MOST_HOLDERS) % len(holders)
-            some = islice(chain(holders, holders), self._turn, self._turn + MOST_HOLDERS)
-            found.update(dict.fromkeys(some, reached))
+    def _add_matches(self, matched: dict[int, int], workers: frozenset[int], reached: int) -> None:
+        if len(workers) > MAX_MATCHED_WORKERS:
+            self._rotation = (self._rotation + MAX_MATCHED_WORKERS) % len(workers)
+            some = islice(chain(workers, workers), self._rotation, self._rotation + MAX_MATCHED_WORKERS)
+            matched.update(dict.fromkeys(some, reached))
         else:
-            found.update(dict.fromkeys(holders, reached))
+            matched.update(dict.fromkeys(workers, reached))
 
     def _store(self, worker_id: int, event: Stored, native: bool) -> None:
         known = self._pages.setdefault(worker_id, {})
         self.page_sizes[worker_id] = event.page_size
-        pages = self._own_hashes(known, event, native)
-        holders, sets = self._holders, self._sets
-        alone = sets.alone(worker_id)
-        for theirs, page in zip(event.hashes, pages):
-            if len(known) >= MOST_PAGES:
+        pages = self._page_hashes(known, event, native)
+        workers_of, sets = self._workers_of, self._sets
+        singleton = sets.singleton(worker_id)
+        for own_hash, page in zip(event.hashes, pages):
+            if len(known) >= MAX_PAGES_PER_WORKER:
                 return
-            known[theirs] = page
-            present = holders.get(page)
+            known[own_hash] = page
+            present = workers_of.get(page)
             if present is None:
-                if len(holders) >= MOST_IN_ALL:
-                    del known[theirs]
+                if len(workers_of) >= MAX_PAGES:
+                    del known[own_hash]
                     return
-                holders[page] = alone
+                workers_of[page] = singleton
             elif worker_id not in sets.by_number[present]:
-                holders[page] = sets.take(sets.by_number[present] | sets.by_number[alone])
-                sets.drop(present)
+                workers_of[page] = sets.acquire(sets.by_number[present] | sets.by_number[singleton])
+                sets.release(present)
 
     @staticmethod
-    def _own_hashes(known: dict[Hash, int], event: Stored, native: bool) -> Sequence[int]:
+    def _page_hashes(known: dict[Hash, int], event: Stored, native: bool) -> Sequence[int]:
+        """The pages of an event by ``page_hashes``."""
         if native:
             return event.hashes  # type: ignore[return-value]  # integers
         parent = None
@@ -131,18 +134,18 @@ class KVIndex:
 
     def _remove(self, worker_id: int, hashes: Iterable[Hash]) -> None:
         known = self._pages.get(worker_id, {})
-        for theirs in hashes:
-            page = known.pop(theirs, None)
+        for own_hash in hashes:
+            page = known.pop(own_hash, None)
             if page is not None:
                 self._drop(page, worker_id)
 
     def _drop(self, page: int, worker_id: int) -> None:
         sets = self._sets
-        present = self._holders.get(page, NOBODY)
+        present = self._workers_of.get(page, EMPTY_SET)
         if worker_id in sets.by_number[present]:
             rest = sets.by_number[present] - {worker_id}
             if rest:
-                self._holders[page] = sets.take(rest)
+                self._workers_of[page] = sets.acquire(rest)
             else:
-                del self._holders[page]
-            sets.drop(present)
+                del self._workers_of[page]
+            sets.release(present)

@@ -1,4 +1,4 @@
-"""Who the workers are, how they fare and how loaded they are: plain state, no I/O."""
+"""The workers with their health, circuits and loads: plain state, no I/O."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import msgspec
 from ...common.api.errors import Conflict, NotFound
 from ..config.circuit import CircuitRules
 from ..config.endpoint import Endpoint
+from ..net.request import Group
 from .circuit import Circuit
 from .compatibility import Misfit, Pairs
-from .models import Group, Models
+from .models import Models
 
 Role = Literal["regular", "prefill", "decode"]
 State = Literal["starting", "healthy", "unhealthy"]
@@ -24,7 +25,7 @@ _ids = itertools.count()
 
 
 class WorkerMetadata(msgspec.Struct, frozen=True):
-    """What an administrator notes of a worker, in sglang-router's fields; shown, and nothing else."""
+    """An administrator's notes on a worker, in sglang-router's fields: shown, and nothing else."""
 
     priority: int = 50
     cost: float = 1.0
@@ -34,33 +35,33 @@ class WorkerMetadata(msgspec.Struct, frozen=True):
 class LoadOrder(Protocol):
     """Keeps workers in order of their loads."""
 
-    def moved(self, worker: Worker, before: int) -> None:
-        """A worker's ``known_load`` was ``before``."""
+    def load_changed(self, worker: Worker, before: int) -> None:
+        """Moves a worker whose ``known_load`` was ``before``."""
         ...
 
 
 class Worker:
     """One instance that requests may be sent to.
 
-    Identity: ``id`` is never reused, so a worker that left and came back is another worker.
-    Health (moved by the registry only): ``state``, ``failures`` and ``successes`` in a row; ``hung``: it answers
-    no checks at all, so what it has not answered yet it probably never will. ``checked``: its first check is over.
-    ``always_healthy``: no check, and no failed request, takes it out.
-    ``named``: the router was started with it. ``metadata``: what an administrator notes of it.
-    Learnt from the worker before it first takes traffic: ``role`` when ``asks_role``,
-    ``bootstrap_port`` (None: the router sends null) when ``asks_port``, ``model_ids`` (none: unknown) and their
-    ``model_cards`` (see ``/v1/models``) when ``asks_models``, and ``is_baton``: one of our servers, which prefills
-    what it is sent alone and goes on with the answers of others; ``keeps_files``: it was given a folder for them.
-    Of its pairs: ``pair_key`` (equal for workers that fit with the same others; None: unknown), ``model_fingerprint``,
-    ``epoch`` (another one when what was learnt may have changed), and as found by trials (see ``compatibility``)
-    ``fitting``, the kinds of decode workers that a prefill worker fits with (None: all), and ``misfits``.
-    One rank of a server (see ``ranks``): ``rank``, and ``root``, the same object for all ranks (a worker without
-    ranks is its own root). ``url`` names the rank too, ``endpoint`` is the server's.
-    Load: ``load`` counts reservations that are not released yet; ``on_release``, where set, is called with each
-    release, and each of ``load_orders`` with each change of the load.
-    ``cached_tokens``: in its prefix cache, None unless it is followed (see ``kv_watch``).
-    Leaving: a worker that is ``draining`` gets nothing new, and is off the list once its load is 0.
-    Failing requests: ``circuit``, moved by the registry once the worker is in it.
+    - Identity: ``id`` is never reused, so a worker that left and came back is another worker.
+    - Health (changed by the registry only): ``state``; ``failures`` and ``successes`` in a row; ``hung``: it answers
+      no checks at all, so requests that it has not begun to answer probably never will be; ``checked``: its first check
+      is over; ``always_healthy``: neither checks nor failed requests make it unavailable.
+    - Administration: ``named``: the router was started with it; ``metadata``: an administrator's notes.
+    - Learnt from the worker before it first takes traffic: ``role`` when ``asks_role``; ``bootstrap_port`` (None: the
+      router sends null) when ``asks_port``; ``model_ids`` (none: unknown) and their ``model_cards`` (see
+      ``/v1/models``) when ``asks_models``; ``is_baton``: one of our servers, which serves a whole request alone, and
+      continues answers of others; ``keeps_files``: it has a folder for them.
+    - Pairs: ``pair_key`` (equal for workers that fit with the same others; None: unknown), ``model_fingerprint``,
+      ``epoch`` (another one when what was learnt may have changed), and as trials showed (see ``compatibility``)
+      ``fitting``, the kinds of decode workers that a prefill worker fits with (None: all), and ``misfits``.
+    - Data-parallel rank of a server (see ``dp_ranks``): ``rank``, and ``root``, the same object for all ranks (a worker
+      without ranks is its own root). ``url`` includes the rank, ``endpoint`` is the server's.
+    - Load: ``load`` counts reservations that are not released yet; ``on_release``, where set, is called with each
+      release, and each of ``load_orders`` with each change of the load.
+    - ``cached_tokens``: tokens in its prefix cache, None unless its KV events are followed (see ``kv_event_watch``).
+    - ``draining``: it gets no new requests, and is removed once its load is 0.
+    - ``circuit``: its circuit breaker, changed by the registry once the worker is in it.
     """
 
     __slots__ = ("id", "endpoint", "url", "api_key", "role", "bootstrap_port", "asks_role", "asks_port",
@@ -101,7 +102,7 @@ class Worker:
         self.pair_key: str | None = None
         self.model_fingerprint: str | None = None
         self.stage = ""
-        """How far a worker that starts is, as it says itself: ``downloading, 34 %``."""
+        """The progress of a worker that starts, as it reports it: ``downloading, 34 %``."""
         self.epoch: str | None = None
         self.fitting: frozenset[str] | None = None
         self.misfits: tuple[Misfit, ...] = ()
@@ -122,25 +123,25 @@ class Worker:
         self.change_load(load - self.known_load)
 
     def change_load(self, change: int) -> None:
-        """Count requests of this process that came or went."""
+        """Counts requests of this process that began (or, negative, ended)."""
         before = self.known_load
         self.known_load = before + change
         if self.load_orders:
             for order in self.load_orders:
-                order.moved(self, before)
+                order.load_changed(self, before)
 
     shift_load = change_load
-    """The same for requests of another process."""
+    """Counts requests of another process."""
 
-    def of_rank(self, rank: int | None) -> Worker:
-        """A worker, yet unknown, for one rank of the same server (None: for the server as a whole)."""
+    def for_rank(self, rank: int | None) -> Worker:
+        """Returns a new worker for one rank of the same server (None: for the server as a whole)."""
         return Worker(self.endpoint, self.role, asks_role=self.asks_role, api_key=self.api_key, rank=rank,
                       bootstrap_port="ask" if self.asks_port else self.bootstrap_port, root=self.root,
                       model_id=None if self.asks_models else self.model_ids[0],
                       always_healthy=self.always_healthy, named=self.named, metadata=self.metadata)
 
     def describe(self) -> dict[str, Any]:
-        """The worker as ``/list_workers`` shows it."""
+        """Returns the worker as ``/list_workers`` shows it."""
         shown: dict[str, Any] = {"id": str(self.id), "url": self.url, "role": self.role, "state": self.state,
                                  "healthy": self.state == "healthy", "load": self.load, "circuit": self.circuit.state,
                                  "draining": self.draining, "models": list(self.model_ids),
@@ -157,15 +158,15 @@ class Worker:
 class Reservation(msgspec.Struct, eq=False, gc=False):
     """One unit of a worker's load, from the decision to the end of the attempt; released exactly once.
 
-    Whoever makes one adds it to ``worker.load`` (``change_load``).
+    Its creator adds it to ``worker.load`` (``change_load``).
     """
 
     worker: Worker
-    held: bool = True
+    active: bool = True
 
     def release(self) -> None:
-        assert self.held, "a reservation was released twice"
-        self.held = False
+        assert self.active, "a reservation was released twice"
+        self.active = False
         worker = self.worker
         worker.change_load(-1)
         if worker.on_release is not None:
@@ -176,7 +177,7 @@ class Registry:
     """All workers by URL, and for each role and model those that may take new requests.
 
     ``available(role, group)`` is one tuple object until its workers change, so that a decision costs no filtering and
-    a policy may cache what it derives from the tuple. ``models`` says which group a request is for.
+    a policy may cache what it derives from the tuple. ``models`` decides which group a request is for.
     """
 
     def __init__(self, *, failure_threshold: int = 3, success_threshold: int = 2,
@@ -184,7 +185,7 @@ class Registry:
                  models: Models | None = None):
         self.models = models or Models()
         self.unchecked: tuple[Worker, ...] = ()
-        """Workers whose first check is not over."""
+        """The workers whose first check is not over."""
         self.listeners: list[Callable[[], None]] = []
         """Called whenever workers come, go, or become available or not."""
         self.on_probe: Callable[[Worker, bool], None] = lambda worker, runs: None
@@ -197,7 +198,7 @@ class Registry:
         self._workers: dict[str, Worker] = {}
         self._available: dict[tuple[str, Group], tuple[Worker, ...]] = {}
         self._pairs: dict[Group, Pairs] = {}
-        self._rename()
+        self.rebuild()
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -209,78 +210,75 @@ class Registry:
         return self._workers.get(worker.url) is worker
 
     def add(self, worker: Worker) -> None:
-        """Raises Conflict when the URL is taken."""
+        """Registers a worker; raises Conflict when its URL is taken."""
         if worker.url in self._workers or any(
                 known.endpoint == worker.endpoint and known.root is not worker.root for known in self):
             raise Conflict(f"Worker {worker.url} is already registered.")
         self._workers[worker.url] = worker
         worker.circuit = Circuit(self._circuit_rules)
-        self._rename()
+        self.rebuild()
 
     def remove(self, url: str) -> Worker:
-        """Take a worker out of all future decisions; running requests keep their reservations. Raises NotFound."""
+        """Removes a worker from all future decisions; running requests keep their reservations. Raises NotFound."""
         worker = self._workers.pop(url, None)
         if worker is None:
             raise NotFound(f"Worker {url} is not registered.")
-        self._rename()
+        self.rebuild()
         return worker
 
     def get(self, url: str) -> Worker:
-        """Raises NotFound."""
+        """Returns the worker of a URL; raises NotFound."""
         worker = self._workers.get(url)
         if worker is None:
             raise NotFound(f"Worker {url} is not registered.")
         return worker
 
-    def at(self, url: str) -> list[Worker]:
-        """The worker of a URL, or the ranks of the server there; raises NotFound."""
-        found = [worker for worker in self if worker.endpoint.url == url]
-        if not found:
+    def workers_at(self, url: str) -> list[Worker]:
+        """Returns the worker of a URL, or the ranks of the server there; raises NotFound."""
+        workers = [worker for worker in self if worker.endpoint.url == url]
+        if not workers:
             raise NotFound(f"Worker {url} is not registered.")
-        return found
+        return workers
 
     def drain(self, url: str) -> Worker:
-        """Take a worker out of all future decisions; ``on_drained(worker)`` is called once nothing runs on it, which
+        """Removes a worker from all future decisions; ``on_drained(worker)`` is called once nothing runs on it, which
         may be now. Raises NotFound."""
         worker = self.get(url)
         worker.draining = True
         worker.on_release = self._released
-        self._refresh()
+        self.update_available()
         if not worker.load:
             self._on_drained(worker)
         return worker
 
     def available(self, role: Role, group: Group = None) -> tuple[Worker, ...]:
+        """The workers of a role and group that may take new requests."""
         return self._available.get((role, group), ())
 
     def pairs(self, group: Group = None) -> Pairs:
-        """Which of the available prefill and decode workers fit together; one object until they change."""
-        found = self._pairs.get(group)
-        if found is None:
+        """The available prefill and decode workers that fit together; one object until they change."""
+        pairs = self._pairs.get(group)
+        if pairs is None:
             prefills, decodes = self.available("prefill", group), self.available("decode", group)
-            found = self._pairs[group] = Pairs(prefills, decodes)
-        return found
-
-    def refit(self) -> None:
-        """Other workers fit together than before."""
-        self._refresh()
+            pairs = self._pairs[group] = Pairs(prefills, decodes)
+        return pairs
 
     def ready(self, *, pairs: bool) -> bool:
-        """Whether a request could be served now; ``pairs`` wants both roles present, of one model, that fit."""
+        """Returns True if a request could be served now; with ``pairs`` by workers of both roles that fit together."""
         if not pairs:
             return bool(self.available("regular"))
         return any(self.pairs(group).prefills and self.pairs(group).decodes
                    for group in self.models.groups or (None,))
 
     def learn_models(self, worker: Worker, cards: Sequence[dict[str, Any]]) -> None:
-        """Note which models a worker says that it serves, where nobody said so before."""
+        """Notes the models that a worker serves, where the administrator did not name one."""
         ids = tuple(card["id"] for card in cards)
         if worker.asks_models and (ids != worker.model_ids or tuple(cards) != worker.model_cards):
             worker.model_ids, worker.model_cards = ids, tuple(cards)
-            self._rename()
+            self.rebuild()
 
-    def passed(self, worker: Worker) -> bool:
-        """Note a passed health check; returns whether the worker became available by it.
+    def record_check_passed(self, worker: Worker) -> bool:
+        """Notes a passed health check; returns True if it made the worker available.
 
         A starting worker needs one, a failed one needs the success threshold.
         """
@@ -290,15 +288,15 @@ class Registry:
         if worker.state == "healthy" or (worker.state == "unhealthy" and worker.successes < self._success_threshold):
             return False
         worker.state = "healthy"
-        worker.circuit.reset()  # It was down and is back: what the old process failed says nothing of the new one.
-        self._rename()  # Its role is known now.
+        worker.circuit.reset()  # It was down and is back: the old process's failures say nothing of the new one.
+        self.rebuild()  # Its role is known now.
         return True
 
-    def failed(self, worker: Worker, *, certain: bool, silent: bool = False) -> bool:
-        """Note a failure; returns whether the worker became unavailable by it.
+    def record_check_failed(self, worker: Worker, *, certain: bool, silent: bool = False) -> bool:
+        """Notes a failure; returns True if it made the worker unavailable.
 
-        ``certain`` failures (nobody listens there) count at once, others from the failure threshold on. ``silent``:
-        there was no answer to a health check.
+        ``certain`` failures (refused connections) count at once, others from the failure threshold on. ``silent``:
+        a health check was not answered.
         """
         worker.successes = 0
         worker.failures += 1
@@ -308,48 +306,48 @@ class Registry:
         if out:
             worker.state = "unhealthy"
         if out or worker.hung is not hung_before:
-            self._refresh()
+            self.update_available()
         return out
 
-    def first_checked(self, worker: Worker) -> None:
-        """Note that a worker's first check is over, however it ended."""
+    def record_first_check(self, worker: Worker) -> None:
+        """Notes that a worker's first check is over, however it ended."""
         if not worker.checked:
             worker.checked = True
-            self._refresh()
+            self.update_available()
 
     # ------------------------------------------------------------------ circuits
 
-    def request_failed(self, worker: Worker, now: float) -> bool:
-        """Note a request that failed by the worker's fault; returns whether its circuit opened by it."""
-        opened = worker.circuit.failed(now)
+    def record_failure(self, worker: Worker, now: float) -> bool:
+        """Notes a request that failed by the worker's fault; returns True if it opened the circuit."""
+        opened = worker.circuit.record_failure(now)
         if opened:
-            self._refresh()
+            self.update_available()
         return opened
 
-    def request_served(self, worker: Worker) -> bool:
-        """Note a request that the worker answered; returns whether its circuit closed by it.
+    def record_success(self, worker: Worker) -> bool:
+        """Notes a request that the worker answered; returns True if it closed the circuit.
 
         Needs to be called only while ``worker.circuit.troubled``.
         """
-        closed = worker.circuit.succeeded()
+        closed = worker.circuit.record_success()
         if closed:
-            self._refresh()
+            self.update_available()
         return closed
 
-    def half_open(self, worker: Worker, now: float) -> bool:
-        """Let probes through to a worker whose circuit has been open for long enough; returns whether it was."""
-        turned = worker.circuit.timeout_passed(now)
-        if turned:
-            self._refresh()
-        return turned
+    def try_half_open(self, worker: Worker, now: float) -> bool:
+        """Lets probes through to a worker whose circuit has been open for long enough; returns True if it was."""
+        changed = worker.circuit.try_half_open(now)
+        if changed:
+            self.update_available()
+        return changed
 
-    def probe(self, reservation: Reservation) -> None:
-        """Make a reservation the probe of a half-open circuit: its worker gets nothing more until this ends."""
+    def start_probe(self, reservation: Reservation) -> None:
+        """Makes a reservation the probe of a half-open circuit: its worker gets no other request until this ends."""
         worker = reservation.worker
         worker.circuit.probing = True
         worker.on_release = self._released
         self._probes.add(reservation)
-        self._refresh()
+        self.update_available()
         self.on_probe(worker, True)
 
     def _released(self, reservation: Reservation) -> None:
@@ -360,42 +358,38 @@ class Registry:
             worker.circuit.probing = False
             if not worker.draining:
                 worker.on_release = None
-            self._refresh()
+            self.update_available()
         if worker.draining and not worker.load and worker in self:
             self._on_drained(worker)
 
-    def changed(self) -> None:
-        """Workers are no longer what they were."""
-        self._rename()
-
-    def _rename(self) -> None:
-        """Workers came, went, or serve other models."""
+    def rebuild(self) -> None:
+        """Derives models and available workers anew: workers came, left, or are not what they were."""
         workers = tuple(self._workers.values())
         self.models.update(workers, pairs=any(worker.role != "regular" for worker in workers))
-        self._refresh()
+        self.update_available()
 
-    def _refresh(self) -> None:
-        """Derive who is available to whom; what did not change stays the same object."""
+    def update_available(self) -> None:
+        """Derives the available workers by role and group; tuples that did not change stay the same objects."""
         ready = [worker for worker in self._workers.values() if worker.state == "healthy"
                  and worker.circuit.admits and not worker.draining]
-        found: dict[tuple[str, Group], list[Worker]] = {(role, None): [] for role in ROLES}
+        by_key: dict[tuple[str, Group], list[Worker]] = {(role, None): [] for role in ROLES}
         groups = self.models.groups
         for worker in ready:
-            found[worker.role, None].append(worker)
+            by_key[worker.role, None].append(worker)
             for group in groups and (worker.model_ids or groups):
-                found.setdefault((worker.role, group), []).append(worker)
-        self._pairs = {}  # Derived anew where they are asked for.
+                by_key.setdefault((worker.role, group), []).append(worker)
+        self._pairs = {}  # Derived anew on demand.
         before = self._available
         self._available = {}
-        for key, workers in found.items():
-            old = before.get(key)
+        for key, workers in by_key.items():
             now = tuple(workers)
-            self._available[key] = old if old == now else now  # type: ignore[assignment]
+            old = before.get(key, now)
+            self._available[key] = old if old == now else now
         self.unchecked = tuple(worker for worker in self._workers.values() if not worker.checked)
         for listener in self.listeners:
             listener()
 
 
 def without(workers: Sequence[Worker], excluded: set[Worker]) -> Sequence[Worker]:
-    """``workers`` that are not excluded; the very same object when nothing is."""
+    """Returns ``workers`` that are not excluded; the very same object when none is."""
     return [worker for worker in workers if worker not in excluded] if excluded else workers

@@ -30,7 +30,7 @@ from time import perf_counter_ns, thread_time_ns
 from ...common.api.kv_events import PromptPages, Removed, Stored, page_hashes
 from ...router.config.endpoint import Endpoint
 from ...router.config.policy import PolicyArgs
-from ...router.net.body import Peek, peek
+from ...router.net.body import RoutingFields, routing_fields
 from ...router.net.http_server import Request
 from ...router.policies import Policy, build_all
 from ...router.policies.cache_aware import BLOCK
@@ -89,11 +89,11 @@ class Router:
 
     def nodes(self) -> int:
         if self.exact is not None:
-            return len(self.exact.residency)
+            return len(self.exact.kv_index)
         memories = [self.policies[role].memory for role in self.roles if hasattr(self.policies[role], "memory")]
         return sum(map(len, memories))
 
-    def decide(self, request: Request, found: Peek | None) -> list[Worker]:
+    def decide(self, request: Request, found: RoutingFields | None) -> list[Worker]:
         """Place a request; the oldest of those that run ends where there are many."""
         chosen = self._chosen(request, found)
         for worker in chosen:
@@ -111,9 +111,9 @@ class Router:
                 for role, workers in zip(self.roles, (self.prefills, self.decodes))]
 
 
-def asked(body: bytes) -> tuple[Request, Peek | None]:
+def asked(body: bytes) -> tuple[Request, RoutingFields | None]:
     """What the router has of a request before it decides."""
-    return Request(b"POST", b"/generate", body), peek(body)
+    return Request(b"POST", b"/generate", body), routing_fields(body)
 
 
 def text_body(text: str) -> bytes:
@@ -144,9 +144,9 @@ def hold(exact: CacheExact, prompt: list | str, worker: Worker, rng: Random) -> 
         hashes = page_hashes(prompt, PAGE)
     else:
         hashes = [rng.getrandbits(63) for _ in range(PAGES)]
-        text = peek(text_body(prompt)).routing_text
+        text = routing_fields(text_body(prompt)).routing_text
         exact.texts.learn(text_blocks(text), len(text), PromptPages(PAGES, PAGE, list(enumerate(hashes, 1))))
-    exact.residency.apply(worker.id, [Stored(hashes, None, prompt, PAGE)])
+    exact.kv_index.apply(worker.id, [Stored(hashes, None, prompt, PAGE)])
     return hashes
 
 
@@ -165,7 +165,7 @@ def fill(router: Router, kind: str, nodes: int, rng: Random, most: int = KNOWN) 
             router.exact.followed.add(worker.id)
         else:  # Pages of no prompt of ours: as many as there may be.
             worker = rng.choice(holders)
-            router.exact.residency.apply(
+            router.exact.kv_index.apply(
                 worker.id, [Stored([rng.getrandbits(63) for _ in range(16 * PAGES)], None, (), PAGE)])
         if len(known) < most:
             known.append(prompt)
@@ -220,7 +220,7 @@ def memory(policy: str, workers: int, kind: str, pairs: bool, count: int) -> dic
                 held = cached.setdefault(worker, deque())
                 held.append(hold(router.exact, prompt, worker, rng))
                 if len(held) > 2048 // PAGES:
-                    router.exact.residency.apply(worker.id, [Removed(held.popleft())])
+                    router.exact.kv_index.apply(worker.id, [Removed(held.popleft())])
         if i % 1000 == 0:
             most_nodes = max(most_nodes, router.nodes())
     pages = sum(len(hashes) for held in cached.values() for hashes in held)

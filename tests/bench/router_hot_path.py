@@ -75,7 +75,7 @@ class Bench:
         self.upstream: list[UpstreamConnection] = []
         for worker in router.registry:
             worker.checked = True
-            router.registry.passed(worker)
+            router.registry.record_check_passed(worker)
             pool = router.dispatcher.pool(worker)
             connection = UpstreamConnection(pool)
             connection.connection_made(Transport())

@@ -9,8 +9,11 @@ CODE = """
 import sys
 sys.modules["triton"] = None  # what an import of a missing package finds
 import torch
-from baton.kernels import _triton, moe_experts, paged_decode, paged_prefill, rmsnorm, rope_and_store, silu_and_mul
-from baton.common.distributed import sent_tokens
+from baton.kernels import _triton
+from baton.kernels.attention import paged_decode, paged_prefill, rope_and_store
+from baton.kernels.moe import moe_experts
+from baton.kernels.rowwise import rmsnorm, silu_and_mul
+from baton.common.distributed import all_to_all
 assert not _triton.AVAILABLE and not _triton.INTERPRETED
 y, total = rmsnorm.rmsnorm(torch.ones(2, 4), torch.full((4,), 3.0), 0.0, torch.ones(2, 4))
 assert torch.equal(y, torch.full((2, 4), 3.0)) and torch.equal(total, torch.full((2, 4), 2.0))

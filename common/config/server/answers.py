@@ -1,4 +1,4 @@
-"""What answers may be made of, and how they are read."""
+"""Flags of answers: extras that requests may ask for, parsers, grammars."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..cli import flag
 
 @dataclass(frozen=True)
 class AnswerArgs:
-    """What answers may be made of and tell; servers that work together need the same."""
+    """Extras that requests may ask for; prefill and decode servers need the same."""
 
     enable_cache_report: bool = flag(True, help="report in usage how many prompt tokens the prefix cache had")
     enable_custom_logit_processor: bool = flag(False, help=(
@@ -66,5 +66,5 @@ class GrammarArgs:
 
     @property
     def whitespace(self) -> str | None:
-        """A regular expression for the white space in JSON; None for any."""
+        """Regular expression for the white space in JSON; None for any."""
         return "" if self.constrained_json_disable_any_whitespace else self.constrained_json_whitespace_pattern

@@ -1,4 +1,4 @@
-"""The KV cache."""
+"""Flags of the KV cache."""
 
 from __future__ import annotations
 

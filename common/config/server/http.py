@@ -1,4 +1,4 @@
-"""The HTTP front."""
+"""Flags of the HTTP server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class HttpArgs:
 
     @property
     def shown_url(self) -> str:
-        """What peers' logs call this server."""
+        """The name of this server in its peers' logs."""
         host = socket.gethostname() if self.host in ("0.0.0.0", "::", "") else self.host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 

@@ -1,4 +1,4 @@
-"""What computes on the device."""
+"""Flags of kernels, attention backends and CUDA graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is served."""
+"""Flags of the model: checkpoint, type, device."""
 
 from __future__ import annotations
 

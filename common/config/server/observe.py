@@ -1,4 +1,4 @@
-"""What a server tells of itself."""
+"""Flags of metrics, request logs, traces and the watchdog."""
 
 from __future__ import annotations
 

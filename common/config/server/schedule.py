@@ -1,4 +1,4 @@
-"""Which requests a step computes."""
+"""Flags of the scheduler."""
 
 from __future__ import annotations
 
@@ -67,16 +67,16 @@ class ScheduleArgs:
 
     @property
     def lowest_priority(self) -> int:
-        """What the least urgent request can name."""
+        """The priority of the least urgent request."""
         return 2**31 - 1 if self.schedule_low_priority_values_first else -(2**31)
 
     @property
     def for_prefill(self) -> ScheduleArgs:
-        """These of a pair's prefill server: without what is for servers that decode."""
+        """The flags of a pair's prefill server: those for decoding take their defaults."""
         return replace(self, enable_mixed_chunk=False, retract_host_memory_gb=0.0)
 
     def largest_prefill(self, context_length: int) -> int:
-        """Prompt tokens of one step, at most."""
+        """Most prompt tokens of one step."""
         if self.chunked_prefill_size > 0:
             return self.chunked_prefill_size
         return max(self.max_prefill_tokens, context_length)

@@ -1,4 +1,4 @@
-"""Files and batches."""
+"""Flags of files and batches."""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TypeVar
+
 import msgspec
 from aiohttp import web
 
@@ -15,6 +18,8 @@ from ..context import ServingContext
 from ..protocol.decoding import BodyDecoder
 from ..protocol.requests import Tool
 from ..web import json_response
+
+_Format = TypeVar("_Format")
 
 
 class _ParseRequest(msgspec.Struct):
@@ -78,10 +83,10 @@ async def separate_reasoning(context: ServingContext, request: web.Request) -> w
     return json_response(_SeparateAnswer(thoughts, _content(parts)))
 
 
-def _format_named(param: str, name: str | None, formats: dict):
+def _format_named(param: str, name: str | None, formats: Mapping[str, _Format]) -> _Format | None:
     if name is not None and name not in formats:
         raise InvalidRequest(f"{param} must be one of {', '.join(sorted(formats))}, got {name[:80]!r}.", param=param)
-    return formats.get(name)
+    return None if name is None else formats[name]
 
 
 def _read(reading: Reading, text: str) -> list[Part]:

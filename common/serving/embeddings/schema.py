@@ -124,4 +124,5 @@ def encoded(vector: Vector, encoding_format: str | None) -> list[float] | str:
     """A vector for JSON: numbers, or base64 of little-endian float32."""
     if encoding_format == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    return vector.tolist()
+    result: list[float] | str = vector.tolist()
+    return result

@@ -42,7 +42,7 @@ class Page(msgspec.Struct, Generic[T]):
     object: str = "list"
 
     @classmethod
-    def of(cls, found: list[Any], limit: int) -> Page:
+    def of(cls, found: list[Any], limit: int) -> Page[Any]:
         """``found`` holds one entry more than ``limit`` where there are more."""
         shown = found[:limit]
         return cls(shown, len(found) > limit, shown[0].id if shown else None, shown[-1].id if shown else None)

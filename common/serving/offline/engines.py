@@ -87,21 +87,21 @@ class Cluster:
     def stream_chat(self, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
         return self._chunks(_chat(body), plan_chat)
 
-    async def _full(self, body: Any, plan: Planner) -> Any:
+    async def _full(self, body: Any, plan: Planner[Any]) -> Any:
         async with self._prefilled(body, plan):
-            run: Run = await plan(self.context, body, arrived=time.monotonic(), with_ids=False)
+            run: Run[Any, Any] = await plan(self.context, body, arrived=time.monotonic(), with_ids=False)
             return await run.full()
 
-    async def _chunks(self, body: Any, plan: Planner) -> AsyncGenerator[Any, None]:
+    async def _chunks(self, body: Any, plan: Planner[Any]) -> AsyncGenerator[Any, None]:
         async with self._prefilled(body, plan):
-            run: Run = await plan(self.context, body, arrived=time.monotonic(), with_ids=False)
+            run: Run[Any, Any] = await plan(self.context, body, arrived=time.monotonic(), with_ids=False)
             async with contextlib.aclosing(run.chunks()) as chunks:
                 async for ready in chunks:
                     for chunk in ready:
                         yield msgspec.to_builtins(chunk)
 
     @contextlib.asynccontextmanager
-    async def _prefilled(self, body: Any, plan: Planner) -> AsyncGenerator[None, None]:
+    async def _prefilled(self, body: Any, plan: Planner[Any]) -> AsyncGenerator[None, None]:
         """Runs the request on the prefill engine, where there is one, until it ends or the block is left."""
         if len(self._hosts) == 1:
             yield
@@ -109,7 +109,7 @@ class Cluster:
         args = self._parts[0].config
         body.bootstrap_host, body.bootstrap_room = args.http.host, secrets.randbits(62)
         body.bootstrap_port = args.disaggregation.disaggregation_bootstrap_port
-        run: Run = await plan(self.contexts[0], body, arrived=time.monotonic(), with_ids=False)
+        run: Run[Any, Any] = await plan(self.contexts[0], body, arrived=time.monotonic(), with_ids=False)
         prefill = asyncio.create_task(run.full())
         try:
             yield

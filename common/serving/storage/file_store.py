@@ -160,12 +160,13 @@ def seq_of(connection: sqlite3.Connection, table: str, entry_id: str) -> int:
     row = connection.execute(f"SELECT seq FROM {table} WHERE id = ?", (entry_id,)).fetchone()
     if row is None:
         raise InvalidRequest(f"after names {entry_id[:80]!r}, which is not in this list.", param="after")
-    return row["seq"]
+    result: int = row["seq"]
+    return result
 
 
 def _require(connection: sqlite3.Connection, file_id: str, now: float) -> sqlite3.Row:
-    row = connection.execute("SELECT * FROM files WHERE id = ? AND (expires_at IS NULL OR expires_at > ?)",
-                             (file_id, now)).fetchone()
+    row: sqlite3.Row | None = connection.execute(
+        "SELECT * FROM files WHERE id = ? AND (expires_at IS NULL OR expires_at > ?)", (file_id, now)).fetchone()
     if row is None:
         raise NotFound(f"There is no file {file_id[:80]!r}.", code="file_not_found")
     return row

@@ -78,9 +78,10 @@ def test_servers(capfd, no_engine, flags, sentence):
     (("--disaggregation-mode", "prefill"), "nixl"), (("--attention-backend", "flashinfer"), "flashinfer-python"),
     (("--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "mooncake"), "mooncake-transfer-engine")])
 def test_packages_that_are_missing(capfd, no_engine, monkeypatch, flags, package):
-    monkeypatch.setattr(preflight, "has", lambda name: False)
+    monkeypatch.setattr(preflight, "is_installed", lambda name: False)
     assert f"pip install {package}" in refused(capfd, launch_server, *CPU, "--port", str(free_port()), *flags)
-    assert packages.has("json") and not packages.has("no_such_module") and not packages.has("json.no_such.module")
+    assert packages.is_installed("json")
+    assert not packages.is_installed("no_such_module") and not packages.is_installed("json.no_such.module")
 
 
 def test_a_gpu_that_is_not_there(capfd, no_engine, monkeypatch):

@@ -76,7 +76,7 @@ def test_command(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         draft_acceptance.main(flags)
     assert ended.value.code == 0
-    assert "14 places in greedy answers" in capsys.readouterr().out
+    assert "14 positions in greedy answers" in capsys.readouterr().out
     record = json.loads(out.read_text())
     assert record["steps"] == 14 and record["tokens_per_step"] == 1 + record["accepted"][0] / 14
     with pytest.raises(SystemExit) as ended:

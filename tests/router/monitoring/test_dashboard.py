@@ -29,12 +29,12 @@ def test_quantiles():
 async def test_samples(router, worker, request_to, chat, script):
     stream = script.stream("a", "b", "c", pause=0.02)
     front = await router(await worker(stream), await worker(stream))
-    front.sampler.take()
+    front.sampler.sample()
     front.sampler.samples.clear()
     for _ in range(3):
         assert (await chat(front)).status == 200
     await request_to(front, "POST", "/v1/nowhere", b"", "Connection: close\r\n")
-    front.sampler.take()
+    front.sampler.sample()
     sample = (await request_to(front, "GET", "/dashboard/data")).json["samples"][-1]
     assert (sample["requests"], sample["failures"], sample["decisions"], sample["running"]) == (4, 0, 4, 0)
     assert sample["hits"] >= 2
@@ -51,19 +51,19 @@ async def test_samples_of_the_queue(router, worker, connect, chat, script):
         client.send("POST", "/generate", b"{}")
     await script.until(lambda: mock.posts and front._gate.admission.queued == 2)
     assert (await chat(front)).status == 429
-    front.sampler.take()
+    front.sampler.sample()
     sample = front.sampler.samples[-1]
     assert (sample.running, sample.queued, sample.refused, sample.healthy, sample.healthy_prefill) == (1, 2, 1, 1, None)
     for client in reversed(clients):
         client.leave()
     await script.until(lambda: not front._gate.admission.queued)
-    front.sampler.take()
+    front.sampler.sample()
     assert (front.sampler.samples[-1].queued, front.sampler.samples[-1].refused) == (0, 0)
 
 
 async def test_samples_of_pairs(router, worker):
     front = await router(prefill=[await worker()], decode=[await worker(), await worker()])
-    front.sampler.take()
+    front.sampler.sample()
     assert (front.sampler.samples[-1].healthy, front.sampler.samples[-1].healthy_prefill) == (2, 1)
 
 
@@ -102,7 +102,7 @@ async def test_workers_are_asked_while_somebody_looks(router, worker, request_to
     prefill, decode = await worker(), await worker()
     prefill.metrics = decode.metrics = (OURS % (0, 0, 0, 0, 0)).encode()
     front = await router(prefill=[prefill], decode=[decode])
-    front.sampler.take()
+    front.sampler.sample()
     assert front.sampler.samples[-1].tokens_in is None
 
     async def reports():

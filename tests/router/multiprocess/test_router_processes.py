@@ -299,7 +299,7 @@ async def test_a_worker_that_fails_one_process_is_kept_from_all(several, worker,
         session[next(m for m in (failing, good, dying) if m.posts)] = header
         for mock in (failing, good, dying):
             mock.posts.clear()
-        if session.keys() & {failing}:  # Count its failures from nothing.
+        if session.keys() & {failing}:  # CollectCounters its failures from nothing.
             await ask(one, "POST", f"/remove_worker?url={failing.url}")
             await ask(one, "POST", f"/add_worker?url={failing.url}")
             await until_seen(one, lambda seen: seen[failing.url]["healthy"])

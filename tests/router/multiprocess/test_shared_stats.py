@@ -1,4 +1,4 @@
-"""What the processes of a router share, without processes: two children's halves in one."""
+"""The memory that a router's processes share: both sides in one process."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from baton.router.multiprocess import shared_stats as layout
 from baton.router.multiprocess.counters import Totals, dump
 from baton.router.multiprocess.membership import ReplicatedRegistry, Rows, UpdateFeed
 from baton.router.multiprocess.messages import WorkerUpdate
-from baton.router.multiprocess.ring import RingReader, RingWriter
+from baton.router.multiprocess.ring_buffer import RingReader, RingWriter
 from baton.router.multiprocess.shared_admission import SharedAdmission
-from baton.router.multiprocess.shared_policies import PolicySharing
-from baton.router.multiprocess.shared_stats import FEED_HEAD, FEED_WORDS, SharedStats
+from baton.router.multiprocess.shared_policies import PolicyReplicator
+from baton.router.multiprocess.shared_stats import RING_HEAD, RING_WORDS, SharedStats
 from baton.router.multiprocess.shared_workers import SharedRegistry, SharedSlots, SharedWorker
 from baton.router.obs.metrics import Metrics
 from baton.router.policies.cache_aware import CacheAware
@@ -31,114 +31,114 @@ from baton.router.workers.registry import Registry, Worker
 
 
 @pytest.fixture
-def board():
+def stats():
     made = SharedStats.create(2)
     yield made
     os.close(made.file)
 
 
-def registry_of(board: SharedStats, child: int) -> SharedRegistry:
-    return SharedRegistry(board, child, lambda message: None, CircuitRules())
+def registry_of(stats: SharedStats, child: int) -> SharedRegistry:
+    return SharedRegistry(stats, child, lambda message: None, CircuitRules())
 
 
-def join(registry: SharedRegistry, board: SharedStats, child: int, row: int) -> SharedWorker:
+def join(registry: SharedRegistry, stats: SharedStats, child: int, row: int) -> SharedWorker:
     worker = SharedWorker(Endpoint.parse(f"http://w:{row + 1}"), "regular", api_key=None, rank=None, root=None, row=row,
-                          column=board.loads(child))
+                          column=stats.loads(child))
     registry.add(worker)
     worker.state = "healthy"
-    registry.changed()
+    registry.rebuild()
     return worker
 
 
-def test_loads_follow_each_other_over_many_rows(board):
-    registries = [registry_of(board, child) for child in range(2)]
-    workers = [[join(registries[child], board, child, row) for row in range(200)] for child in range(2)]
-    rng, held = Random(1), []
+def test_loads_follow_each_other_over_many_rows(stats):
+    registries = [registry_of(stats, child) for child in range(2)]
+    workers = [[join(registries[child], stats, child, row) for row in range(200)] for child in range(2)]
+    rng, running = Random(1), []
     for _ in range(2000):
-        if held and rng.random() < 0.45:
-            held.pop(rng.randrange(len(held))).load -= 1
+        if running and rng.random() < 0.45:
+            running.pop(rng.randrange(len(running))).load -= 1
         else:
-            held.append(workers[rng.randrange(2)][rng.randrange(200)])
-            held[-1].load += 1
+            running.append(workers[rng.randrange(2)][rng.randrange(200)])
+            running[-1].load += 1
         registries[rng.randrange(2)].available("regular")
     for child in range(2):
         registries[child].available("regular")
         for row in range(200):
-            assert workers[child][row].load == board.total(row) == sum(worker.row == row for worker in held)
-    board.clear(0)
+            assert workers[child][row].load == stats.total(row) == sum(worker.row == row for worker in running)
+    stats.clear(0)
     registries[1].available("regular")
     mine = {*map(id, workers[1])}
-    assert sum(worker.load for worker in workers[1]) == sum(id(worker) in mine for worker in held)
+    assert sum(worker.load for worker in workers[1]) == sum(id(worker) in mine for worker in running)
 
 
-def test_a_worker_that_joins_late_knows_its_load(board):
-    early, late = registry_of(board, 0), registry_of(board, 1)
-    first = join(early, board, 0, 3)
+def test_a_worker_that_joins_late_knows_its_load(stats):
+    early, late = registry_of(stats, 0), registry_of(stats, 1)
+    first = join(early, stats, 0, 3)
     first.load += 2
-    join(late, board, 1, 3)
+    join(late, stats, 1, 3)
     assert late.available("regular")[0].load == 2
     first.load -= 1
     assert late.available("regular")[0].load == 1
 
 
-def test_rows_are_used_again_only_when_nobody_counts_there(board):
-    rows = Rows(board)
+def test_rows_are_used_again_only_when_no_child_counts_there(stats):
+    rows = Rows(stats)
     assert [rows[10], rows[11], rows[10]] == [0, 1, 0]
-    board.loads(1)[0] = 1
+    stats.loads(1)[0] = 1
     rows.retire(10, version=5)
     rows.reclaim(applied=9)
     assert rows[12] == 2
-    board.loads(1)[0] = 0
+    stats.loads(1)[0] = 0
     rows.reclaim(applied=4)  # A child may still place requests there.
     assert rows[13] == 3
     rows.reclaim(applied=5)
     assert rows[14] == 0
 
 
-def test_a_ring_tells_all_in_order_around_its_end(board):
-    writer, reader, found = RingWriter(board, 0), RingReader(board, 0), []
-    reader.apply[7] = lambda words, subject, number: found.append((subject, number, words))
+def test_a_ring_buffer_delivers_all_in_order_around_its_end(stats):
+    writer, reader, received = RingWriter(stats, 0), RingReader(stats, 0), []
+    reader.apply[7] = lambda words, subject, number: received.append((subject, number, words))
     rng, sent = Random(2), []
     while len(sent) < 40_000:
         for _ in range(rng.randrange(20)):
             sent.append((len(sent), -5, [rng.randrange(-2**63, 2**63) for _ in range(rng.randrange(6))]))
             writer.write(7, *sent[-1])
-        reader.read(board.cells(0)[FEED_HEAD])
-    assert found == sent
-    assert board.cells(0)[FEED_HEAD] > FEED_WORDS
+        reader.read(stats.cells(0)[RING_HEAD])
+    assert received == sent
+    assert stats.cells(0)[RING_HEAD] > RING_WORDS
 
 
-def test_who_was_overtaken_goes_on_with_what_comes(board):
-    writer, reader, found = RingWriter(board, 0), RingReader(board, 0), []
-    reader.apply[1] = lambda words, subject, number: found.append(subject)
-    for number in range(FEED_WORDS):
+def test_an_overtaken_reader_continues_with_what_comes(stats):
+    writer, reader, received = RingWriter(stats, 0), RingReader(stats, 0), []
+    reader.apply[1] = lambda words, subject, number: received.append(subject)
+    for number in range(RING_WORDS):
         writer.write(1, number, 0, [1])
-    reader.read(board.cells(0)[FEED_HEAD])
-    found.clear()
-    again = RingWriter(board, 0)  # Another process in its place goes on behind it.
+    reader.read(stats.cells(0)[RING_HEAD])
+    received.clear()
+    again = RingWriter(stats, 0)  # The process that replaces it continues there.
     again.write(1, 99, 0, [])
-    reader.read(board.cells(0)[FEED_HEAD])
-    assert found == [99]
+    reader.read(stats.cells(0)[RING_HEAD])
+    assert received == [99]
 
 
-def test_a_record_longer_than_it_may_be_loses_its_end(board):
-    writer, reader, found = RingWriter(board, 0), RingReader(board, 0), []
-    reader.apply[1] = lambda words, subject, number: found.append(words)
-    writer.write(1, 0, 0, range(FEED_WORDS))
+def test_a_record_longer_than_it_may_be_loses_its_end(stats):
+    writer, reader, received = RingWriter(stats, 0), RingReader(stats, 0), []
+    reader.apply[1] = lambda words, subject, number: received.append(words)
+    writer.write(1, 0, 0, range(RING_WORDS))
     writer.write(1, 0, 0, [5])
-    reader.read(board.cells(0)[FEED_HEAD])
-    assert found[0] == list(range(len(found[0])))
-    assert found[1] == [5]
+    reader.read(stats.cells(0)[RING_HEAD])
+    assert received[0] == list(range(len(received[0])))
+    assert received[1] == [5]
 
 
-def test_policies_of_two_processes_remember_alike(board):
-    registries = [registry_of(board, child) for child in range(2)]
+def test_policies_of_two_processes_remember_alike(stats):
+    registries = [registry_of(stats, child) for child in range(2)]
     both = []
     for child, registry in enumerate(registries):
         policies = [CacheAware(), CacheExact()]
-        apply = PolicySharing(board, child).join(None, policies)
-        for neighbour in registry.neighbours:
-            neighbour.apply.update(apply)
+        apply = PolicyReplicator(stats, child).join(None, policies)
+        for peer in registry.peers:
+            peer.apply.update(apply)
         both.append(policies)
     for child in range(2):
         both[child][0].memory.record([child + 1, 5], 7, 1000)
@@ -146,17 +146,17 @@ def test_policies_of_two_processes_remember_alike(board):
     for registry in registries:
         registry.refresh()
     for aware, exact in both:
-        assert aware.memory.longest([1, 5], frozenset((7,))) == (frozenset((7,)), 2)
-        assert aware.memory.longest([2], frozenset((7,)))[1] == 1
+        assert aware.memory.longest_match([1, 5], frozenset((7,))) == (frozenset((7,)), 2)
+        assert aware.memory.longest_match([2], frozenset((7,)))[1] == 1
         assert exact.texts.knows([12])
 
 
-def test_keys_of_two_processes_stay_with_the_same_worker(board):
-    registries, policies = [registry_of(board, child) for child in range(2)], []
+def test_keys_of_two_processes_stay_with_the_same_worker(stats):
+    registries, policies = [registry_of(stats, child) for child in range(2)], []
     for child, registry in enumerate(registries):
         policies.append(Manual(Random(child)))
-        for neighbour in registry.neighbours:
-            neighbour.apply.update(PolicySharing(board, child).join("a model", policies[child:]))
+        for peer in registry.peers:
+            peer.apply.update(PolicyReplicator(stats, child).join("a model", policies[child:]))
     pool = tuple(Worker(Endpoint.parse(f"http://w{index}:1")) for index in range(5))
     keys = [b"%d" % number for number in range(40)]
     homes = [policies[number % 2].choose(pool, key).worker for number, key in enumerate(keys)]
@@ -166,13 +166,13 @@ def test_keys_of_two_processes_stay_with_the_same_worker(board):
         assert [policy.choose(pool, key).worker for key in keys] == homes
 
 
-def shared_admission(board, rules, loop) -> list[SharedAdmission]:
+def shared_admission(stats, rules, loop) -> list[SharedAdmission]:
     signals = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(2)]
-    return [SharedAdmission(rules, loop, board, child, signals) for child in range(2)]
+    return [SharedAdmission(rules, loop, stats, child, signals) for child in range(2)]
 
 
-async def test_the_queue_goes_by_priority_over_both_processes(board):
-    one, other = shared_admission(board, AdmissionRules(1, 10), asyncio.get_running_loop())
+async def test_the_queue_goes_by_priority_over_both_processes(stats):
+    one, other = shared_admission(stats, AdmissionRules(1, 10), asyncio.get_running_loop())
     ticket = one.acquire(b"", False, lambda: 0, None, None)
     assert isinstance(ticket, Permit)
     order: list[str] = []
@@ -185,7 +185,7 @@ async def test_the_queue_goes_by_priority_over_both_processes(board):
 
     waiting = [wait(one, "low", -1), wait(other, "high", 5), wait(one, "first", 0), wait(other, "second", 0),
                wait(one, "gone", 9)]
-    assert all(isinstance(found, Waiting) for found in waiting)
+    assert all(isinstance(each, Waiting) for each in waiting)
     waiting[-1].cancel()
     assert (one.queued, other.running) == (4, 1)
     ticket.release()
@@ -197,28 +197,28 @@ async def test_the_queue_goes_by_priority_over_both_processes(board):
     one.close(), other.close()
 
 
-async def test_keys_beyond_the_table_are_refused_until_some_are_idle(board, monkeypatch):
+async def test_keys_beyond_the_table_are_refused_until_some_are_idle(stats, monkeypatch):
     monkeypatch.setattr("baton.router.multiprocess.shared_keys.MAX_KEYS", 4)
-    start, _ = board.digests_at
+    start, _ = stats.digests_at
     monkeypatch.setattr(SharedStats, "digests_at", property(lambda self: (start, start + 8 * 4)))
-    one, other = shared_admission(board, AdmissionRules(max_concurrent_per_key=1), asyncio.get_running_loop())
-    held = [admission.acquire(b"key %d" % index, False, lambda: 0, None, None)
+    one, other = shared_admission(stats, AdmissionRules(max_concurrent_per_key=1), asyncio.get_running_loop())
+    running = [admission.acquire(b"key %d" % index, False, lambda: 0, None, None)
             for index, admission in enumerate((one, other, one, other))]
     with pytest.raises(Overloaded, match="as many requests running"):
         other.acquire(b"key 0", False, lambda: 0, None, None)
     with pytest.raises(Overloaded, match="Too many API keys"):
         one.acquire(b"key 5", False, lambda: 0, None, None)
-    held[1].release()
-    held.append(one.acquire(b"key 5", False, lambda: 0, None, None))
+    running[1].release()
+    running.append(one.acquire(b"key 5", False, lambda: 0, None, None))
     with pytest.raises(Overloaded, match="Too many API keys"):
         one.acquire(b"key 1", False, lambda: 0, None, None)
-    board.clear(0)  # That process died.
+    stats.clear(0)  # That process died.
     one.acquire(b"key 0", False, lambda: 0, None, None)
     one.close(), other.close()
 
 
-async def test_estimates_of_the_first_token_are_common(board):
-    one, other = shared_admission(board, AdmissionRules(slo_ttft=1.0), asyncio.get_running_loop())
+async def test_estimates_of_the_first_token_are_common(stats):
+    one, other = shared_admission(stats, AdmissionRules(slo_ttft=1.0), asyncio.get_running_loop())
     one.acquire(b"", True, lambda: 0, None, None)
     one.ttft.observe(1, 0.8), one.ttft.end()
     assert isinstance(one.acquire(b"", True, lambda: 0, None, None), Permit)
@@ -227,7 +227,7 @@ async def test_estimates_of_the_first_token_are_common(board):
     one.close(), other.close()
 
 
-def test_counters_add_up_and_never_fall(board):
+def test_counters_add_up_and_never_fall(stats):
     parts = [Metrics(Registry()) for _ in range(2)]
     totals, shown, refused = Totals(2), Metrics(Registry()), {}
     for child, metrics in enumerate(parts):
@@ -246,46 +246,46 @@ def test_counters_add_up_and_never_fall(board):
     assert b'request_duration_seconds_count{route="/x"} 2.0' in shown.render()
 
 
-def test_news_hold_what_changed_once(board):
+def test_an_update_has_what_changed_once(stats):
     registry = ReplicatedRegistry(failure_threshold=1, success_threshold=1, circuit_rules=CircuitRules(),
                                   on_drain=lambda: None)
-    bulletin = UpdateFeed(registry, Rows(board))
+    feed = UpdateFeed(registry, Rows(stats))
     first, second = Worker(Endpoint.parse("http://a:1")), Worker(Endpoint.parse("http://b:1"))
     registry.add(first), registry.add(second)
-    assert [news.server for news in bulletin.next_update().changed] == ["http://a:1", "http://b:1"]
-    assert bulletin.next_update() is None
-    registry.passed(second)
-    assert [(news.id, news.state) for news in bulletin.next_update().changed] == [(second.id, "healthy")]
-    bulletin.repeat(first.id)
-    assert [news.id for news in bulletin.next_update().changed] == [first.id]
-    bulletin.repeat(second.id)
-    bulletin.to_cut.add(second.id)
+    assert [update.server for update in feed.next_update().changed] == ["http://a:1", "http://b:1"]
+    assert feed.next_update() is None
+    registry.record_check_passed(second)
+    assert [(update.id, update.state) for update in feed.next_update().changed] == [(second.id, "healthy")]
+    feed.repeat(first.id)
+    assert [update.id for update in feed.next_update().changed] == [first.id]
+    feed.repeat(second.id)
+    feed.to_cut.add(second.id)
     registry.remove(second.url)
-    news = bulletin.next_update()
-    assert (news.changed, news.removed, news.cut, news.version) == ((), (second.id,), (second.id,), 4)
-    assert [told.id for told in bulletin.snapshot().changed] == [first.id]
+    update = feed.next_update()
+    assert (update.changed, update.removed, update.cut, update.version) == ((), (second.id,), (second.id,), 4)
+    assert [state.id for state in feed.snapshot().changed] == [first.id]
 
 
-def test_all_that_makes_a_worker_is_told_to_the_children():
-    """A new attribute of Worker belongs into WorkerUpdate, or here: it is a process's own."""
+def test_all_that_makes_a_worker_is_sent_to_the_children():
+    """A new attribute of Worker belongs into WorkerUpdate, or into ``own``: it is a process's own."""
     own = {"endpoint", "url", "asks_role", "asks_port", "asks_models", "failures", "successes", "known_load",
            "load_orders", "on_release", "cached_tokens", "epoch"}
     assert {*WorkerUpdate.__struct_fields__} - {"row", "server", "troubled", "probing"} == {*Worker.__slots__} - own
 
 
 def test_words_of_a_child_do_not_overlap():
-    assert len({layout.FEED_HEAD, layout.TTFT_WAITING, layout.HEAD_PRIORITY, layout.HEAD_SINCE}) == 4
-    assert max(layout.FEED_HEAD, layout.TTFT_WAITING, layout.HEAD_PRIORITY, layout.HEAD_SINCE) < layout.COUNTERS
+    assert len({layout.RING_HEAD, layout.TTFT_WAITING, layout.HEAD_PRIORITY, layout.HEAD_SINCE}) == 4
+    assert max(layout.RING_HEAD, layout.TTFT_WAITING, layout.HEAD_PRIORITY, layout.HEAD_SINCE) < layout.COUNTERS
 
 
-def test_a_worker_has_one_suspect_in_quarantine_whichever_process_sent_it(board):
-    first, second = (SharedSlots(board, child) for child in range(2))
-    seen = [[join(registry, board, child, row) for row in range(2)]
-            for child, registry in enumerate(registry_of(board, child) for child in range(2))]
+def test_a_worker_has_one_suspect_in_quarantine_whichever_process_sent_it(stats):
+    first, second = (SharedSlots(stats, child) for child in range(2))
+    seen = [[join(registry, stats, child, row) for row in range(2)]
+            for child, registry in enumerate(registry_of(stats, child) for child in range(2))]
     assert first.try_acquire(seen[0][0])
     assert not second.is_free(seen[1][0]) and not second.try_acquire(seen[1][0])
     assert second.is_free(seen[1][1]) and second.try_acquire(seen[1][1]) and not first.is_free(seen[0][1])
     first.release(seen[0][0])
     assert second.try_acquire(seen[1][0])
-    board.clear(1)  # its process died
+    stats.clear(1)  # its process died
     assert all(map(first.is_free, seen[0]))

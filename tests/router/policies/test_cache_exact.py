@@ -1,4 +1,4 @@
-"""cache_exact: residency from events, pages of texts, choices of workers and pairs, real subscriptions."""
+"""cache_exact: kv_index from events, pages of texts, choices of workers and pairs, real subscriptions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from baton.router.net.upstream_response import ResponseFacts, ResponseHead
 from baton.router.policies.base import Decision
 from baton.router.policies.cache_aware import PrefixMemory
 from baton.router.policies.cache_exact import CacheExact
-from baton.router.policies.page_costs import Memory
+from baton.router.policies.page_costs import KVMemory
 from baton.router.policies.text_pages import TextPages, text_blocks
 from baton.router.workers.kv_index import KVIndex
 from baton.router.workers.registry import Worker
@@ -66,26 +66,26 @@ def read(policy: CacheExact, body: dict):
     return policy.read(request, routing_fields(request.body)), request
 
 
-# ---------------------------------------------------------------------- residency
+# ---------------------------------------------------------------------- kv_index
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["store", "remove", "clear"]), st.integers(0, 5),
                           st.integers(1, 8)), max_size=40))
 def test_residency_is_what_the_events_say(steps):
     """Against plain sets: any order of events, three workers, prompts that share their first half."""
-    residency, model = KVIndex(), {0: set(), 1: set(), 2: set()}
+    kv_index, model = KVIndex(), {0: set(), 1: set(), 2: set()}
     prompts = [ids(0, 64) + ids(seed, 64) for seed in range(1, 7)]
     for worker, kind, prompt, pages in steps:
         hashes = page_hashes(prompts[prompt], PAGE)[:pages]
         if kind == "store":
-            residency.apply(worker, [Stored(hashes, None, prompts[prompt][:pages * PAGE], PAGE)])
+            kv_index.apply(worker, [Stored(hashes, None, prompts[prompt][:pages * PAGE], PAGE)])
             model[worker] |= set(hashes)
         elif kind == "remove":
             gone = [value for value in hashes[-1:] if value in model[worker]]
-            residency.apply(worker, [Removed(gone)])
+            kv_index.apply(worker, [Removed(gone)])
             model[worker] -= set(gone)
         else:
-            residency.apply(worker, [Cleared()])
+            kv_index.apply(worker, [Cleared()])
             model[worker].clear()
     for tokens in prompts:
         for worker, found in model.items():
@@ -94,28 +94,28 @@ def test_residency_is_what_the_events_say(steps):
                 if value not in found:
                     break
                 expected += 1
-            assert residency.depths(numbered(tokens)).get(worker, 0) == expected
-    assert {w: n for w, n in residency.sizes.items() if n} == {w: len(s) for w, s in model.items() if s}
+            assert kv_index.match(numbered(tokens)).get(worker, 0) == expected
+    assert {w: n for w, n in kv_index.sizes.items() if n} == {w: len(s) for w, s in model.items() if s}
     for worker in model:
-        residency.forget(worker)
-    assert len(residency) == 0
+        kv_index.forget(worker)
+    assert len(kv_index) == 0
 
 
 def test_other_engines_hashes_lead_to_the_same_pages():
     """vLLM's hashes are bytes of its own making; what counts is the tokens."""
-    residency, tokens = KVIndex(), ids(1, 64)
-    residency.apply(7, [Stored([b"a", b"b"], None, tokens[:32], PAGE), Stored([b"c"], b"b", tokens[32:48], PAGE),
+    kv_index, tokens = KVIndex(), ids(1, 64)
+    kv_index.apply(7, [Stored([b"a", b"b"], None, tokens[:32], PAGE), Stored([b"c"], b"b", tokens[32:48], PAGE),
                         Stored([b"x"], b"unknown", tokens[48:], PAGE)], native=False)
-    assert residency.depths(numbered(tokens)) == {7: 3}
-    residency.apply(7, [Removed([b"c", b"never"])], native=False)
-    assert residency.depths(numbered(tokens)) == {7: 2}
+    assert kv_index.match(numbered(tokens)) == {7: 3}
+    kv_index.apply(7, [Removed([b"c", b"never"])], native=False)
+    assert kv_index.match(numbered(tokens)) == {7: 2}
 
 
 def test_a_chain_is_read_no_further_than_it_is_held():
-    residency, tokens = KVIndex(), ids(1, 160)
-    residency.apply(1, [stored(tokens[:32])])
+    kv_index, tokens = KVIndex(), ids(1, 160)
+    kv_index.apply(1, [stored(tokens[:32])])
     steps = iter(list(numbered(tokens)))
-    residency.depths(steps)
+    kv_index.match(steps)
     assert next(steps)[0] == 4
 
 
@@ -179,8 +179,8 @@ def test_any_lesson_can_be_learnt(text, count, stride):
 def test_a_prompt_of_ids_goes_where_its_pages_are():
     pool, policy = workers(4), CacheExact()
     tokens = ids(1, 320)
-    policy.residency.apply(pool[2].id, [stored(tokens[:256])])
-    policy.residency.apply(pool[3].id, [stored(tokens[:64])])
+    policy.kv_index.apply(pool[2].id, [stored(tokens[:256])])
+    policy.kv_index.apply(pool[3].id, [stored(tokens[:64])])
     for body in ({"input_ids": tokens}, {"prompt": tokens}):
         subject, request = read(policy, body)
         assert subject.amendment is None and not request.headers and request.on_head is None
@@ -190,15 +190,15 @@ def test_a_prompt_of_ids_goes_where_its_pages_are():
 def test_an_eviction_and_a_restart_are_known_at_once():
     pool, policy = workers(2), CacheExact()
     tokens = ids(1, 320)
-    policy.residency.apply(pool[1].id, [stored(tokens)])
+    policy.kv_index.apply(pool[1].id, [stored(tokens)])
     subject, _ = read(policy, {"input_ids": tokens})
     assert policy.choose(pool, subject) == Decision(pool[1], "cache_hit")
     policy.followed |= {worker.id for worker in pool}
     for _ in range(2):
         policy.sweep(0.0)
-    policy.residency.apply(pool[1].id, [Cleared()])
-    policy.recent.turn()
-    policy.sent.turn(), policy.sent.turn()
+    policy.kv_index.apply(pool[1].id, [Cleared()])
+    policy.recent.age()
+    policy.sent.age(), policy.sent.age()
     assert policy.choose(pool, subject).reason == "cache_miss"
 
 
@@ -206,7 +206,7 @@ def test_a_queue_outweighs_few_pages_but_not_many():
     pool, policy = workers(2), CacheExact()
     policy.costs._mean_missing = 10.0
     short, long = ids(1, 5 * PAGE), ids(2, 200 * PAGE)
-    policy.residency.apply(pool[0].id, [stored(short), stored(long)])
+    policy.kv_index.apply(pool[0].id, [stored(short), stored(long)])
     pool[0].load = 20
     assert policy.choose(pool, read(policy, {"input_ids": short})[0]).worker is pool[1]
     assert policy.choose(pool, read(policy, {"input_ids": long})[0]).worker is pool[0]
@@ -263,10 +263,10 @@ def test_a_prefix_memory_forgets_a_worker_and_nothing_else(steps):
             memory.forget(worker)
             young, old = ({b: w - {worker} for b, w in known.items()} for known in (young, old))
         else:
-            memory.turn()
+            memory.age()
             young, old = {}, young
         for block in range(6):
-            found, depth = memory.longest([block], frozenset(range(4)))
+            found, depth = memory.longest_match([block], frozenset(range(4)))
             assert (set(found) if depth else set()) == (young[block] if block in young else old.get(block, set()))
 
 
@@ -281,7 +281,7 @@ def test_workers_that_publish_nothing_are_remembered():
 def test_new_prompts_fill_the_emptiest_of_equals():
     pool, policy = workers(3), CacheExact()
     for worker, pages in zip(pool, (30, 10, 20)):
-        policy.residency.apply(worker.id, [stored(ids(worker.id, pages * PAGE))])
+        policy.kv_index.apply(worker.id, [stored(ids(worker.id, pages * PAGE))])
     assert policy.choose(pool, read(policy, {"input_ids": ids(99, 64)})[0]) == Decision(pool[1], "cache_miss")
 
 
@@ -321,8 +321,8 @@ def pairs(policy: CacheExact, prefills, decodes, tokens):
 def test_a_pair_is_chosen_by_both_caches():
     prefills, decodes, policy = workers(3, "p"), workers(3, "d"), CacheExact()
     tokens = ids(1, 640)
-    policy.residency.apply(prefills[1].id, [stored(tokens)])
-    policy.residency.apply(decodes[2].id, [stored(tokens)])
+    policy.kv_index.apply(prefills[1].id, [stored(tokens)])
+    policy.kv_index.apply(decodes[2].id, [stored(tokens)])
     assert pairs(policy, prefills, decodes, tokens) == (prefills[1], decodes[2], "cache_hit")
 
 
@@ -330,7 +330,7 @@ def test_the_halves_prefer_one_host_unless_it_costs_more():
     """Near transfers save 8 % of a page's computing: worth a little, not a long queue."""
     prefills, decodes, policy = workers(3, "h"), workers(3, "h"), CacheExact()
     tokens = ids(1, 640)
-    policy.residency.apply(prefills[2].id, [stored(tokens)])
+    policy.kv_index.apply(prefills[2].id, [stored(tokens)])
     assert pairs(policy, prefills, decodes, tokens)[:2] == (prefills[2], decodes[2])
     decodes[2].load = 30
     prefill, decode, _ = pairs(policy, prefills, decodes, tokens)
@@ -341,14 +341,14 @@ def test_the_halves_prefer_one_host_unless_it_costs_more():
 def test_a_full_decode_worker_is_passed_over():
     prefills, decodes, policy = workers(1, "p"), workers(2, "d"), CacheExact()
     tokens = ids(1, 640)
-    policy.costs.memory = {decodes[0].id: Memory(995.0, 1000.0), decodes[1].id: Memory(900.0, 1000.0)}
+    policy.costs.memory = {decodes[0].id: KVMemory(995.0, 1000.0), decodes[1].id: KVMemory(900.0, 1000.0)}
     decodes[1].load = 5
     assert pairs(policy, prefills, decodes, tokens).decode is decodes[1]
 
 
 def test_running_tokens_count_even_where_another_router_sent_them():
     prefills, decodes, policy = workers(1, "p"), workers(2, "d"), CacheExact()
-    policy.costs.memory = {decodes[0].id: Memory(5000.0, 10_000.0), decodes[1].id: Memory(100.0, 10_000.0)}
+    policy.costs.memory = {decodes[0].id: KVMemory(5000.0, 10_000.0), decodes[1].id: KVMemory(100.0, 10_000.0)}
     assert pairs(policy, prefills, decodes, ids(1, 64)).decode is decodes[1]
 
 
@@ -403,7 +403,7 @@ def policy_of(router) -> CacheExact:
 
 
 def depths(router, tokens) -> set[int]:
-    return set(policy_of(router).residency.depths(numbered(tokens)).values())
+    return set(policy_of(router).kv_index.match(numbered(tokens)).values())
 
 
 async def test_requests_follow_what_the_workers_publish(worker, router, request_to, publishing, script):
@@ -470,7 +470,7 @@ async def test_the_pages_of_a_chat_are_learnt_from_answers(worker, router, chat,
     assert PROMPT_PAGES_HEADER not in reply.headers
     await script.until(lambda: depths(made, tokens) == {37})
     policy = policy_of(made)
-    policy.recent.turn(), policy.recent.turn()
+    policy.recent.age(), policy.recent.age()
     for _ in range(3):
         await chat(made, messages=messages)
     assert sorted(len(mock.posts) for mock in mocks) == [0, 0, 4]

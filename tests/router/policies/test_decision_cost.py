@@ -14,11 +14,11 @@ from baton.common.api.kv_events import Removed, Stored, page_hashes
 from baton.router.config.policy import PolicyArgs
 from baton.router.policies import build_all, token_pages
 from baton.router.policies.cache_aware import BLOCK, CacheAware, PrefixMemory, block_hashes
-from baton.router.policies.token_pages import MOST_NEW, TokenPages, cut
-from baton.router.workers import kv_index as residency_module
-from baton.router.workers.kv_index import MOST_HOLDERS, KVIndex
+from baton.router.policies.token_pages import MAX_NEW_SEGMENTS, TokenPages, split
+from baton.router.workers import kv_index as kv_index_module
+from baton.router.workers.kv_index import MAX_MATCHED_WORKERS, KVIndex
 from baton.router.workers.registry import ROLES
-from baton.router.workers.worker_sets import NOBODY, WorkerSets
+from baton.router.workers.worker_sets import EMPTY_SET, WorkerSets
 from baton.tests.bench.router_decisions import decisions, fleet, memory
 
 PAGE = 16
@@ -35,7 +35,7 @@ def listed(tokens: list[int], separator: str = ", ") -> bytes:
 
 
 def told(pages: TokenPages, tokens: list[int]) -> list[int]:
-    return [value for _, run in pages.runs(cut(listed(tokens)), PAGE) for value in run]
+    return [value for _, run in pages.runs(split(listed(tokens)), PAGE) for value in run]
 
 
 # ---------------------------------------------------------------------- the whole
@@ -66,9 +66,9 @@ def test_a_prompt_that_grows_comes_to_the_pages_of_its_tokens(steps, page_size, 
     pages, tokens = TokenPages(), ids(1, sum(steps))
     for turn in range(1, len(steps) + 1):
         now = tokens[:sum(steps[:turn])]
-        pieces = cut(listed(now, separator))
-        for _ in range(1 + len(pieces.keys) // MOST_NEW):  # Each look goes on where the one before ended.
-            runs = list(pages.runs(pieces, page_size))
+        segments = split(listed(now, separator))
+        for _ in range(1 + len(segments.keys) // MAX_NEW_SEGMENTS):  # Each look goes on where the one before ended.
+            runs = list(pages.runs(segments, page_size))
         want = page_hashes(now, page_size)
         assert [value for _, run in runs for value in run] == want
         assert [end for end, _ in runs] == [sum(len(run) for _, run in runs[:i + 1]) for i in range(len(runs))]
@@ -79,25 +79,25 @@ def test_a_long_prompt_is_hashed_over_several_decisions(monkeypatch):
     monkeypatch.setattr(token_pages, "chained", lambda *args: hashed.append(1) or real(*args))
     real = page_hashes.__globals__["chained"]
     pages, tokens = TokenPages(), ids(2, 20_000)
-    pieces = cut(listed(tokens))
-    *_, last = pages.runs(pieces, PAGE)
-    assert len(hashed) == MOST_NEW
+    segments = split(listed(tokens))
+    *_, last = pages.runs(segments, PAGE)
+    assert len(hashed) == MAX_NEW_SEGMENTS
     assert last[0] == 20_000 // PAGE  # who holds it so far is taken to hold all
     seen = len(told(pages, tokens))
-    assert len(hashed) == 2 * MOST_NEW
+    assert len(hashed) == 2 * MAX_NEW_SEGMENTS
     assert len(told(pages, tokens)) > seen
 
 
 def test_who_holds_what_was_hashed_is_taken_to_hold_the_rest():
-    residency, pages, tokens = KVIndex(), TokenPages(), ids(3, 8_000)
+    kv_index, pages, tokens = KVIndex(), TokenPages(), ids(3, 8_000)
     hashes = page_hashes(tokens, PAGE)
-    residency.apply(1, [Stored(hashes, None, (), PAGE)])
-    residency.apply(2, [Stored(hashes[:5], None, (), PAGE)])
-    assert residency.depths(pages.runs(cut(listed(tokens)), PAGE)) == {1: 500, 2: 5}
+    kv_index.apply(1, [Stored(hashes, None, (), PAGE)])
+    kv_index.apply(2, [Stored(hashes[:5], None, (), PAGE)])
+    assert kv_index.match(pages.runs(split(listed(tokens)), PAGE)) == {1: 500, 2: 5}
 
 
 def test_pieces_are_forgotten_in_turn():
-    pages = TokenPages(most_pieces=20)
+    pages = TokenPages(max_segments=20)
     for seed in range(50):
         told(pages, ids(seed, 600))
     assert 0 < len(pages) <= 20
@@ -105,7 +105,7 @@ def test_pieces_are_forgotten_in_turn():
 
 @pytest.mark.parametrize("text", ["[1, 2.5", "[1" + ", 2" * 600 + ', "a"', "[9999999999", "[1,[2]", "[1, null"])
 def test_a_list_that_holds_more_than_ids_ends_there(text):
-    runs = list(TokenPages().runs(cut(text.encode()), 1))
+    runs = list(TokenPages().runs(split(text.encode()), 1))
     assert all(isinstance(value, int) for _, run in runs for value in run)
 
 
@@ -113,38 +113,38 @@ def test_a_list_that_holds_more_than_ids_ends_there(text):
 
 
 def test_of_very_many_holders_some_are_named_others_each_time():
-    residency, hashes = KVIndex(), page_hashes(ids(4, 320), PAGE)
+    kv_index, hashes = KVIndex(), page_hashes(ids(4, 320), PAGE)
     for worker in range(1000):
-        residency.apply(worker, [Stored(hashes[:10], None, (), PAGE)])
-    residency.apply(7, [Stored(hashes[10:], hashes[9], (), PAGE)])
+        kv_index.apply(worker, [Stored(hashes[:10], None, (), PAGE)])
+    kv_index.apply(7, [Stored(hashes[10:], hashes[9], (), PAGE)])
     named = set()
     for _ in range(100):
-        found = residency.depths([(20, hashes)])
+        found = kv_index.match([(20, hashes)])
         assert found.pop(7) == 20
-        assert len(found) <= MOST_HOLDERS
+        assert len(found) <= MAX_MATCHED_WORKERS
         assert set(found.values()) == {10}
         named |= set(found)
     assert len(named) > 500
 
 
 def test_large_memories_are_not_walked_by_the_garbage_collector():
-    residency, prefixes = KVIndex(), PrefixMemory()
+    kv_index, prefixes = KVIndex(), PrefixMemory()
     for worker in range(3):
-        residency.apply(worker, [Stored(page_hashes(ids(5, 320), PAGE), None, (), PAGE)])
+        kv_index.apply(worker, [Stored(page_hashes(ids(5, 320), PAGE), None, (), PAGE)])
         prefixes.record([1, 2, 3], worker, 1000)
-    assert not gc.is_tracked(residency._holders)
+    assert not gc.is_tracked(kv_index._workers_of)
     assert not any(gc.is_tracked(shard.blocks) for shard in prefixes._young)
 
 
 def test_sets_of_workers_are_kept_while_they_are_used():
-    residency, hashes = KVIndex(), page_hashes(ids(6, 160), PAGE)
+    kv_index, hashes = KVIndex(), page_hashes(ids(6, 160), PAGE)
     for worker in range(50):
-        residency.apply(worker, [Stored(hashes, None, (), PAGE)])
-    assert len(residency._sets) <= 50 + 2  # one for each alone, the one of all, the empty one: none of those between
+        kv_index.apply(worker, [Stored(hashes, None, (), PAGE)])
+    assert len(kv_index._sets) <= 50 + 2  # one for each alone, the one of all, the empty one: none of those between
     for worker in range(50):
-        residency.apply(worker, [Removed(hashes)])
-    assert len(residency) == 0
-    assert len(residency._sets) <= 51
+        kv_index.apply(worker, [Removed(hashes)])
+    assert len(kv_index) == 0
+    assert len(kv_index._sets) <= 51
 
 
 @given(st.lists(st.tuples(st.booleans(), st.frozensets(st.integers(0, 4), min_size=2)), max_size=60))
@@ -152,36 +152,36 @@ def test_numbers_of_sets_are_used_again(steps):
     sets, taken = WorkerSets(), []
     for take, holders in steps:
         if take:
-            taken.append((sets.take(holders), holders))
+            taken.append((sets.acquire(holders), holders))
         elif taken:
-            sets.drop(taken.pop(0)[0])
+            sets.release(taken.pop(0)[0])
         assert all(sets.by_number[number] == holders for number, holders in taken)
         assert len(sets) == 1 + len({holders for _, holders in taken})
-    assert sets.by_number[NOBODY] == frozenset()
+    assert sets.by_number[EMPTY_SET] == frozenset()
 
 
 def test_memory_of_a_thousand_workers_is_bounded_in_all():
-    pool, policy, rng = fleet(1000), CacheAware(most_blocks=2048), Random(1)
+    pool, policy, rng = fleet(1000), CacheAware(max_blocks=2048), Random(1)
     for _ in range(400):
         policy.choose(pool, block_hashes(rng.randbytes(10 * BLOCK)))
     assert len(policy.memory) <= 2048
 
 
 def test_pages_of_all_workers_are_bounded(monkeypatch):
-    monkeypatch.setattr(residency_module, "MOST_IN_ALL", 30)
-    residency = KVIndex()
+    monkeypatch.setattr(kv_index_module, "MAX_PAGES", 30)
+    kv_index = KVIndex()
     for worker in range(4):
-        residency.apply(worker, [Stored(page_hashes(ids(worker, 160), PAGE), None, (), PAGE)])
-    assert len(residency) == 30
-    assert residency.sizes == {0: 10, 1: 10, 2: 10, 3: 0}
-    residency.clear(0)
-    residency.apply(3, [Stored(page_hashes(ids(3, 160), PAGE), None, (), PAGE)])
-    assert residency.sizes[3] == 10
+        kv_index.apply(worker, [Stored(page_hashes(ids(worker, 160), PAGE), None, (), PAGE)])
+    assert len(kv_index) == 30
+    assert kv_index.sizes == {0: 10, 1: 10, 2: 10, 3: 0}
+    kv_index.clear(0)
+    kv_index.apply(3, [Stored(page_hashes(ids(3, 160), PAGE), None, (), PAGE)])
+    assert kv_index.sizes[3] == 10
 
 
 def test_the_halves_of_pairs_share_the_bound():
     policies = build_all(dict.fromkeys(ROLES, "cache_aware"), PolicyArgs(), Random(1))
-    assert policies["prefill"].most_blocks + policies["decode"].most_blocks == policies["regular"].most_blocks
+    assert policies["prefill"].max_blocks + policies["decode"].max_blocks == policies["regular"].max_blocks
 
 
 def test_a_system_prompt_held_by_all_is_served_by_all():

@@ -156,16 +156,16 @@ def test_availability_follows_health():
     (worker,) = workers(1)
     registry.add(worker)
     assert registry.available("regular") == ()
-    assert registry.passed(worker)  # a new worker: one check is enough
+    assert registry.record_check_passed(worker)  # a new worker: one check is enough
     before = registry.available("regular")
     assert before == (worker,)
-    assert not registry.failed(worker, certain=False)
+    assert not registry.record_check_failed(worker, certain=False)
     assert registry.available("regular") is before
-    assert registry.failed(worker, certain=False)
-    assert not registry.passed(worker)
+    assert registry.record_check_failed(worker, certain=False)
+    assert not registry.record_check_passed(worker)
     assert registry.available("regular") == ()
-    assert registry.passed(worker)
-    assert registry.failed(worker, certain=True)
+    assert registry.record_check_passed(worker)
+    assert registry.record_check_failed(worker, certain=True)
     assert not registry.ready(pairs=False)
 
 

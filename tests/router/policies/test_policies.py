@@ -62,8 +62,8 @@ def test_a_large_fleet_fills_evenly(count, seed):
         worker.load = rng.randrange(4)
     total = sum(worker.load for worker in pool)
     for _ in range(5 * count):
-        view.look(pool)
-        view.lightest({}).load += 1
+        view.refresh(pool)
+        view.least_loaded({}).load += 1
     loads = [worker.load for worker in pool]
     assert sum(loads) == total + 5 * count
     assert max(loads) - min(loads) <= 2
@@ -83,14 +83,14 @@ def test_a_large_fleet_of_two_kinds_is_sorted_once_for_each(monkeypatch):
     kinds = pool[:120], pool[50:]
     for number in range(1000):
         among = kinds[number % 2] if number % 10 else list(kinds[0][:-1])
-        view.look(among)
+        view.refresh(among)
         loads = [worker.load for worker in among]
-        assert (view.least, view.most, view.total) == (min(loads), max(loads), sum(loads))
-        view.lightest({}).load += 1
+        assert (view.min_load, view.max_load, view.total) == (min(loads), max(loads), sum(loads))
+        view.least_loaded({}).load += 1
         rng.choice(pool).load += 1
     assert len(sorted_for) <= 3
     for _ in range(20):  # Workers come and go: who is of no use any more is followed no more.
-        view.look(pool[:150] + workers(1))
+        view.refresh(pool[:150] + workers(1))
     assert {len(worker.load_orders) for worker in pool} == {0, 1}
     assert len(view._known) <= 8
 

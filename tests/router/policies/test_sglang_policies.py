@@ -15,7 +15,7 @@ from baton.router.config.endpoint import Endpoint
 from baton.router.config.policy import PolicyArgs
 from baton.router.net.body import routing_fields
 from baton.router.net.request import Request
-from baton.router.policies.bucket import Bucket, _Work
+from baton.router.policies.bucket import Bucket, _RecentBytes
 from baton.router.policies.consistent_hashing import ConsistentHashing
 from baton.router.policies.manual import KeyTable, Manual
 from baton.router.policies.prefix_hash import PrefixHash
@@ -126,7 +126,7 @@ def test_manual_forgets_idle_keys():
 
 
 def test_manual_keys_are_bounded(monkeypatch):
-    monkeypatch.setattr("baton.router.policies.manual.MOST_KEYS", 10)
+    monkeypatch.setattr("baton.router.policies.manual.MAX_KEYS", 10)
     table = KeyTable()
     for number in range(50):
         table.assign(number, 1)
@@ -193,10 +193,10 @@ def test_buckets_follow_the_fleet():
 @settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(-5, 50)), max_size=400))
 def test_the_heaps_of_buckets_are_right(steps):
-    work = _Work(7)
+    work = _RecentBytes(7)
     for index, size in steps:
         work.add(index, size)
-        assert work.bytes[work.lightest] == min(work.bytes)
+        assert work.bytes[work.least_index] == min(work.bytes)
         assert work.most == max(work.bytes)
 
 

@@ -56,13 +56,13 @@ async def test_what_decode_publishes_counts(router, worker, request_to):
     policy = front.dispatcher.policies.common["decode"]
     tokens = [Random(4).randrange(30_000) for _ in range(40 * PAGE)]
     (decode,) = front.registry.available("decode")
-    policy.residency.apply(decode.id, [Stored(page_hashes(tokens, PAGE), None, tokens, PAGE)])
+    policy.kv_index.apply(decode.id, [Stored(page_hashes(tokens, PAGE), None, tokens, PAGE)])
     body = {"input_ids": tokens + [1] * 50, "sampling_params": {}}
     assert (await request_to(front, "POST", "/generate", body)).status == 200
     assert (len(p.posts), len(d.posts)) == (0, 1)
-    policy.residency.clear(decode.id)
+    policy.kv_index.clear(decode.id)
     for memory in (policy.recent, policy.recent_decode, policy.sent):
-        memory.turn(), memory.turn()
+        memory.age(), memory.age()
     assert (await request_to(front, "POST", "/generate", body)).status == 200
     assert len(p.posts) == 1
 
@@ -89,18 +89,18 @@ def test_cache_aware_tells_the_share_that_the_chosen_worker_was_sent():
     home = policy.choose(workers, prompt).worker
     assert policy.cached_share(workers, prompt) == 1.0
     assert policy.cached_share(workers, longer) == 0.5
-    sent = dict(policy.memory.sent)
+    sent = dict(policy.memory.blocks_sent)
     home.load = 9  # a quarter of 32 is the most that a holder may be ahead
     assert policy.cached_share(workers, prompt) == 0.0
     home.load = 100
     assert policy.cached_share(workers, prompt) == 0.0
-    assert policy.memory.sent == sent  # telling is not deciding
+    assert policy.memory.blocks_sent == sent  # telling is not deciding
 
 
 def test_cache_exact_tells_the_share_that_the_chosen_worker_has():
     workers, policy = pool(2), CacheExact()
     tokens = list(range(20 * PAGE))
-    policy.residency.apply(workers[1].id, [Stored(page_hashes(tokens[:15 * PAGE], PAGE), None, (), PAGE)])
+    policy.kv_index.apply(workers[1].id, [Stored(page_hashes(tokens[:15 * PAGE], PAGE), None, (), PAGE)])
 
     def share(found: RoutingFields) -> float:
         return policy.cached_share(workers, policy.read(Request(), found))

@@ -122,7 +122,7 @@ async def test_attempts_that_reach_no_decode_lose_no_retained_prompt(router, wor
     victim, absent, last = await worker(be_killed), [await worker() for _ in range(2)], await worker()
     front = await router(prefill=[p], decode=[victim, *absent, last], policy="least_loaded",
                          health_check_interval_secs=60)
-    front.registry.failed = lambda known, **how: False  # only a check notices it
+    front.registry.record_check_failed = lambda known, **how: False  # only a check notices it
     order = [mock.url for mock in (victim, *absent, last)]
     for known in front.registry:
         known.load = order.index(known.url) if known.url in order else 0

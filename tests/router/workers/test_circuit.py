@@ -15,47 +15,47 @@ QUICK = {"cb_failure_threshold": 3, "cb_success_threshold": 2, "cb_timeout_durat
 
 def opened() -> Circuit:
     circuit = Circuit(RULES)
-    assert [circuit.failed(now) for now in (0.0, 1.0, 2.0)] == [False, False, True]
+    assert [circuit.record_failure(now) for now in (0.0, 1.0, 2.0)] == [False, False, True]
     return circuit
 
 
 def test_opens_after_failures_in_a_row():
     circuit = Circuit(RULES)
-    circuit.failed(0.0), circuit.failed(1.0)
-    circuit.succeeded()
-    assert not circuit.failed(2.0) and not circuit.failed(3.0)
-    assert circuit.failed(4.0)
+    circuit.record_failure(0.0), circuit.record_failure(1.0)
+    circuit.record_success()
+    assert not circuit.record_failure(2.0) and not circuit.record_failure(3.0)
+    assert circuit.record_failure(4.0)
     assert (circuit.state, circuit.admits) == ("open", False)
 
 
 def test_failures_outside_the_window_do_not_count():
     circuit = Circuit(RULES)
-    assert not any(circuit.failed(now) for now in (0.0, 4.0, 8.0, 12.0))
-    assert circuit.failed(12.5)
+    assert not any(circuit.record_failure(now) for now in (0.0, 4.0, 8.0, 12.0))
+    assert circuit.record_failure(12.5)
 
 
 def test_half_open_after_the_timeout_then_closed_or_open_again():
     circuit = opened()
-    assert not circuit.timeout_passed(11.9)
-    assert circuit.timeout_passed(12.0)
+    assert not circuit.try_half_open(11.9)
+    assert circuit.try_half_open(12.0)
     assert circuit.admits
-    assert circuit.failed(12.1) and circuit.state == "open"
-    assert not circuit.timeout_passed(22.0)
-    assert circuit.timeout_passed(22.1)
-    assert not circuit.succeeded()
-    assert circuit.succeeded()
+    assert circuit.record_failure(12.1) and circuit.state == "open"
+    assert not circuit.try_half_open(22.0)
+    assert circuit.try_half_open(22.1)
+    assert not circuit.record_success()
+    assert circuit.record_success()
     assert (circuit.state, circuit.troubled) == ("closed", False)
 
 
 def test_late_news_of_an_open_circuit_changes_nothing():
     circuit = opened()
-    assert not circuit.failed(9.0) and not circuit.succeeded()
-    assert circuit.timeout_passed(12.0)
+    assert not circuit.record_failure(9.0) and not circuit.record_success()
+    assert circuit.try_half_open(12.0)
 
 
 def test_disabled_never_opens():
     circuit = Circuit(CircuitRules(failure_threshold=1, enabled=False))
-    assert not circuit.failed(0.0) and circuit.admits
+    assert not circuit.record_failure(0.0) and circuit.admits
 
 
 # ---------------------------------------------------------------------- over sockets

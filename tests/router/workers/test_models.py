@@ -13,7 +13,7 @@ from baton.router.config.policy import PolicyArgs
 from baton.router.config.workers import WorkerArgs
 from baton.router.net.request import Request
 from baton.router.policies import PolicySets
-from baton.router.policies.cache_aware import MOST_BLOCKS
+from baton.router.policies.cache_aware import MAX_BLOCKS
 from baton.router.policies.load_view import EXACT_UP_TO
 from baton.router.workers.models import ModelNotFound, Models
 from baton.router.workers.registry import ROLES, Registry, Worker
@@ -93,10 +93,10 @@ def test_what_does_not_change_stays_the_same_object():
     registry, workers = Registry(), [made("a"), made("a"), made("b")]
     for worker in workers:
         registry.add(worker)
-        registry.passed(worker)
+        registry.record_check_passed(worker)
     of_a, of_b = registry.available("regular", "a"), registry.available("regular", "b")
     assert (of_a, of_b) == ((workers[0], workers[1]), (workers[2],))
-    registry.failed(workers[2], certain=True)
+    registry.record_check_failed(workers[2], certain=True)
     assert registry.available("regular", "a") is of_a
     assert registry.available("regular", "b") == ()
     registry.learn_models(workers[1], [{"id": "b"}])
@@ -126,15 +126,15 @@ def test_policies_of_models_are_apart(name):
 def test_models_share_what_workers_tell_and_the_bound_on_memory():
     sets = PolicySets(dict.fromkeys(ROLES, "cache_exact"), PolicyArgs(policy="cache_exact"), Random(1))
     one, other = sets.of("a")["prefill"], sets.of("b")["decode"]
-    assert one.residency is other.residency is sets.exact.residency
+    assert one.kv_index is other.kv_index is sets.exact.kv_index
     assert one.costs.memory is other.costs.memory is sets.exact.costs.memory
     assert one.texts is not other.texts
     aware = PolicySets(dict.fromkeys(ROLES, "cache_aware"), PolicyArgs(), Random(1))
     for group in "abc":
         aware.of(group)
-    assert sum(aware.of(group)["regular"].most_blocks for group in (None, *"abc")) == MOST_BLOCKS
+    assert sum(aware.of(group)["regular"].max_blocks for group in (None, *"abc")) == MAX_BLOCKS
     aware.sweep(0.0, "ab")
-    assert aware.of(None)["regular"].most_blocks == MOST_BLOCKS // 3
+    assert aware.of(None)["regular"].max_blocks == MAX_BLOCKS // 3
 
 
 @pytest.mark.parametrize("name", ["cache_aware", "cache_exact", "least_loaded", "prefix_hash", "consistent_hash"])

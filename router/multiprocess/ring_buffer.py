@@ -1,4 +1,4 @@
-"""The update feed: records that each child publishes to the others, through a ring buffer in shared memory.
+"""Ring buffers in shared memory: the records that each child publishes to the others.
 
 A record is ``[length and kind, subject, number, words...]``: of a prefix memory the worker's id, the memory's capacity
 and the blocks' hashes. The writer publishes its position, in words ever written, after the record. A reader that was
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from ..policies.base import Apply
-from .shared_stats import FEED_HEAD, FEED_WORDS, SharedStats
+from .shared_stats import RING_HEAD, RING_WORDS, SharedStats
 
 _HEADER_WORDS = 3
 _KIND_BITS = 32
 _KIND = 2**_KIND_BITS - 1
-_MAX_RECORD_WORDS = FEED_WORDS // 8
+_MAX_RECORD_WORDS = RING_WORDS // 8
 """The end of a longer record is left out."""
 _SKIP = 0
 """A first word that says: the next record is at the ring's beginning."""
@@ -31,43 +31,43 @@ def words(count: int) -> struct.Struct:
 
 
 class RingWriter:
-    """The update feed of this process."""
+    """The ring buffer of this process."""
 
-    def __init__(self, board: SharedStats, child: int):
-        self._words = board.feed(child)
-        self._cells = board.cells(child)
-        self._position = self._cells[FEED_HEAD]
+    def __init__(self, stats: SharedStats, child: int):
+        self._words = stats.ring(child)
+        self._cells = stats.cells(child)
+        self._position = self._cells[RING_HEAD]
 
     def write(self, kind: int, subject: int, number: int, content: Sequence[int]) -> None:
         """Publishes a record; ``kind`` is 1 to 2**32 - 1, ``content`` is int64 words."""
         if len(content) > _MAX_RECORD_WORDS - _HEADER_WORDS:
             content = content[:_MAX_RECORD_WORDS - _HEADER_WORDS]
         count = len(content) + _HEADER_WORDS
-        at = self._position % FEED_WORDS
-        if at + count > FEED_WORDS:
+        at = self._position % RING_WORDS
+        if at + count > RING_WORDS:
             self._words[at] = _SKIP
-            self._position += FEED_WORDS - at
+            self._position += RING_WORDS - at
             at = 0
         words(count).pack_into(self._words, 8 * at, count << _KIND_BITS | kind, subject, number, *content)
         self._position += count
-        self._cells[FEED_HEAD] = self._position
+        self._cells[RING_HEAD] = self._position
 
 
 class RingReader:
-    """Another child's update feed, read up to ``position``; ``apply`` takes its records by kind."""
+    """Another child's ring buffer, read up to ``position``; ``apply`` takes its records by kind."""
 
-    def __init__(self, board: SharedStats, child: int):
-        self._words = board.feed(child)
-        self.position = board.cells(child)[FEED_HEAD]
+    def __init__(self, stats: SharedStats, child: int):
+        self._words = stats.ring(child)
+        self.position = stats.cells(child)[RING_HEAD]
         self.apply: dict[int, Apply] = {}
 
     def read(self, head: int) -> None:
         """Applies what is new, up to the writer's position ``head``."""
         at, self.position = self.position, head
         while at < head:
-            if head - at > FEED_WORDS // 2:  # Its writer is about to overtake us.
+            if head - at > RING_WORDS // 2:  # Its writer is about to overtake us.
                 return
-            offset = at % FEED_WORDS
+            offset = at % RING_WORDS
             chunk = self._words[offset:offset + head - at].tolist()  # Up to the ring's end; it ends with a record.
             at += len(chunk)
             start, end = 0, len(chunk)
