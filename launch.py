@@ -8,27 +8,17 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from .common.api.errors import ConfigError
 from .common.cluster import ClusterProcess, ask, run_parts, say
-from .common.config.addresses import check_free
-from .common.config.cli import flag, parse, to_argv
+from .common.config.addresses import check_free, find_free_ports
+from .common.config.cli import flag, nested, parse, to_argv
 from .common.config.command import command
 from .common.config.logs import LogArgs
 from .common.config.packages import check_engine
-from .common.config.server import (
-    AnswerArgs,
-    CacheArgs,
-    ChatArgs,
-    GrammarArgs,
-    KernelArgs,
-    ModelArgs,
-    ParallelArgs,
-    ScheduleArgs,
-    ServerConfig,
-    StorageArgs,
-)
+from .common.config.server import Mode, ServerConfig, ServerSections, StorageArgs
 from .common.obs.logging import check_folder, setup_logging
 from .router.config import RouterConfig
 from .router.sglang_flags import co_launched
@@ -47,115 +37,189 @@ def launch_server(argv: Sequence[str] | None = None) -> None:
     sys.exit(run(config))
 
 
+DECIDED_BY_CLUSTER = {
+    "disaggregation_mode": "--prefill, --decode and --dp-size say which servers there are",
+    "disaggregation_bootstrap_port": "each prefill server gets a port after those of all servers",
+    "host": "--host is the router's; the servers listen on 127.0.0.1",
+    "port": "--port is the router's; the servers take the ports after it",
+    "dp_size": "--dp-size counts whole servers, and attention groups with --enable-dp-attention",
+    **dict.fromkeys(("nnodes", "node_rank", "dist_init_addr"),
+                    "all servers run on this host; for several hosts use launch_prefill and launch_decode"),
+}
+"""Flags of a server that launch_cluster does not hand on, by field name, with the reason."""
+
+DEFAULTS = {"model_path": "tinychat", "disaggregation_transfer_backend": "auto"}
+
+
 @dataclass(frozen=True)
 class ClusterArgs:
     prefill: int = flag(1, help="prefill servers")
     decode: int = flag(1, help="decode servers")
-    dp_size: int = flag(0, help="start this many whole servers, in place of prefill and decode servers")
+    dp_size: int = flag(0, names=("--data-parallel-size", "--dp"), help=(
+        "start this many whole servers, in place of prefill and decode servers; with --enable-dp-attention: attention "
+        "groups of each prefill and decode server"))
     host: str = flag("127.0.0.1", help="address that the router listens on")
     port: int = flag(30000, help="the router's port; the servers take the ports after it")
     worker_base_port: int = flag(0, names=("--router-dp-worker-base-port",),
                                  help="the first server's port, if not the one after the router's")
-    policy: str = flag("cache_aware", help="the router's policy")
+    policy: str = flag("cache_aware", help="the router's policy; cache_exact turns the servers' KV events on")
     question: str | None = flag(None, names=("--ask",), help="ask this once all is ready, print the answer and stop")
 
     def __post_init__(self) -> None:
         if self.prefill < 1 or self.decode < 1 or self.dp_size < 0:
             raise ConfigError("--prefill and --decode must be 1 or more, --dp-size must not be negative.")
 
+    @property
+    def first_port(self) -> int:
+        return self.worker_base_port or self.port + 1
+
+    @property
+    def url(self) -> str:
+        return f"http://{'127.0.0.1' if self.host == '0.0.0.0' else self.host}:{self.port}"
+
 
 @dataclass(frozen=True)
 class ClusterConfig:
     cluster: ClusterArgs
-    model: ModelArgs
-    cache: CacheArgs
-    schedule: ScheduleArgs
-    parallel: ParallelArgs
-    kernels: KernelArgs
-    chat: ChatArgs = ChatArgs()
-    grammar: GrammarArgs = GrammarArgs()
-    answers: AnswerArgs = AnswerArgs()
-    storage: StorageArgs = StorageArgs()
-    logs: LogArgs = LogArgs()
+    servers: ServerSections = nested(omit=DECIDED_BY_CLUSTER)
+
+    @property
+    def roles(self) -> list[Mode]:
+        """The role of each server, in the order of their ports; "null" is a whole server."""
+        args = self.cluster
+        if args.dp_size and not self.servers.data_parallel.enable_dp_attention:
+            return ["null" for _ in range(args.dp_size)]
+        roles: list[Mode] = ["prefill" for _ in range(args.prefill)]
+        roles += ["decode" for _ in range(args.decode)]
+        return roles
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """The configurations of a cluster's processes, servers by name."""
+
+    servers: dict[str, ServerConfig]
+    router: RouterConfig
+
+    def check_ports(self, args: ClusterArgs) -> None:
+        """Raises ConfigError where a port is taken, before any process is started."""
+        check_free(args.host, args.port, "--port")
+        flag = "--router-dp-worker-base-port" if args.worker_base_port else "--port, which those of the servers follow"
+        for server in self.servers.values():
+            check_free("127.0.0.1", server.http.port, flag)
+            if server.mode == "prefill":
+                check_free("127.0.0.1", server.disaggregation.disaggregation_bootstrap_port, flag)
+
+    def processes(self, args: ClusterArgs, folder: Path) -> list[ClusterProcess]:
+        """The processes, which log to ``folder``; the router is the last."""
+        parts = []
+        for name, server in self.servers.items():
+            module = ["baton.launch", "server"] if server.mode == "null" else [f"baton.{server.mode}.launch"]
+            parts.append(ClusterProcess(name, [sys.executable, "-m", *module, *to_argv(server)],
+                                        f"http://127.0.0.1:{server.http.port}", folder / f"{name}.log"))
+        argv = [sys.executable, "-m", "baton.router.launch", *to_argv(self.router)]
+        return [*parts, ClusterProcess("router", argv, args.url, folder / "router.log", "/readiness")]
+
+
+def plan_cluster(config: ClusterConfig, num_gpus: int, router_flags: Sequence[str] = ()) -> ClusterPlan:
+    """Configures the processes of a cluster: servers share the GPUs evenly, each memory share shrinking where they
+    overlap. ``router_flags`` win over what the router gets by itself. Raises ConfigError."""
+    router = _plan_router(config, router_flags)
+    events_ports = _events_ports(config, router)
+    count, parallel = len(config.roles), config.servers.parallel
+    slots = max(1, num_gpus // parallel.world_size)
+    sharing = -(-count // slots) if num_gpus else 1
+    servers: dict[str, ServerConfig] = {}
+    for index, role in enumerate(config.roles):
+        number = index - config.cluster.prefill if role == "decode" else index
+        servers[f"{'server' if role == 'null' else role}-{number}"] = _plan_server(
+            config, index, gpu=index % slots * parallel.world_size, sharing=sharing, events_port=events_ports[index])
+    return ClusterPlan(servers, router)
+
+
+def _plan_router(config: ClusterConfig, router_flags: Sequence[str]) -> RouterConfig:
+    args, roles, http = config.cluster, config.roles, config.servers.http
+    urls = [f"http://127.0.0.1:{args.first_port + index}" for index in range(len(roles))]
+    by_role = {role: [url for url, of in zip(urls, roles) if of == role] for role in ("null", "prefill", "decode")}
+    logs = dataclasses.replace(config.servers.logs, log_dir=None, log_max_mb=LogArgs.log_max_mb)
+    flags = ["--policy", args.policy, *router_flags]
+    return parse(RouterConfig, flags, prog="launch_cluster", description="", defaults={
+        **vars(logs), "host": args.host, "port": args.port,
+        "pd_disaggregation": not by_role["null"], "worker_urls": tuple(by_role["null"]),
+        "prefill": tuple((url, str(_bootstrap_port(config, i))) for i, url in enumerate(by_role["prefill"])),
+        "decode": tuple((url,) for url in by_role["decode"]),
+        "api_key": http.api_key, "admin_api_key": http.admin_api_key,
+        "worker_api_key": http.admin_api_key or http.api_key})  # the administrator's key opens everything
+
+
+def _plan_server(config: ClusterConfig, index: int, *, gpu: int, sharing: int, events_port: int) -> ServerConfig:
+    args, sections, role = config.cluster, config.servers, config.roles[index]
+    replace = dataclasses.replace
+    data_parallel = sections.data_parallel
+    if data_parallel.enable_dp_attention:
+        data_parallel = replace(data_parallel, dp_size=args.dp_size or 1)
+    changed = {
+        "model": replace(sections.model, base_gpu_id=sections.model.base_gpu_id + gpu),
+        "cache": replace(sections.cache, mem_fraction_static=sections.cache.mem_fraction_static / sharing),
+        "schedule": sections.schedule.for_prefill if role == "prefill" else sections.schedule,
+        "parallel": sections.parallel.for_decode if role == "decode" else sections.parallel,
+        "data_parallel": data_parallel,
+        "disaggregation": replace(
+            sections.disaggregation, disaggregation_mode=role,
+            disaggregation_bootstrap_port=_bootstrap_port(config, index if role == "prefill" else 0)),
+        "http": replace(sections.http, port=args.first_port + index),
+        "events": replace(sections.events, kv_events_port=events_port),
+        "storage": StorageArgs() if role == "prefill" else sections.storage,
+        "logs": replace(sections.logs, log_dir=None, log_max_mb=LogArgs.log_max_mb),
+    }
+    return ServerConfig(**{**vars(sections), **changed})
+
+
+def _bootstrap_port(config: ClusterConfig, index: int) -> int:
+    return config.cluster.first_port + len(config.roles) + index
+
+
+def _events_ports(config: ClusterConfig, router: RouterConfig) -> list[int]:
+    """Ports of the servers' KV events, 0 for none: two for each server from --kv-events-port on, or free ones where
+    the router's policy needs them and the servers can publish any."""
+    sections, policy, count = config.servers, router.policy, len(config.roles)
+    if first := sections.events.kv_events_port:
+        return [first + 2 * index for index in range(count)]
+    needed = "cache_exact" in (policy.policy, policy.prefill_policy, policy.decode_policy)
+    if not needed or sections.cache.disable_radix_cache or sections.data_parallel.enable_dp_attention:
+        return [0] * count
+    return find_free_ports("127.0.0.1", config.cluster.first_port + 2 * count, count, width=2)
 
 
 @command("launch_cluster")
 def launch_cluster(argv: Sequence[str] | None = None) -> None:
     """Console script: router, prefill and decode servers on this host, the shipped chat model by default."""
-    own, of_router = co_launched(sys.argv[1:] if argv is None else argv)
-    config = parse(ClusterConfig, own, prog="launch_cluster", defaults={"model_path": "tinychat"},
+    own, router_flags = co_launched(sys.argv[1:] if argv is None else argv)
+    config = parse(ClusterConfig, own, prog="launch_cluster", defaults=DEFAULTS,
                    description="Start a router with prefill and decode servers on this host. --router-FLAG gives "
                                "launch_router its --FLAG.")
     check_engine()
-    _check_ports(config.cluster)
-    if config.logs.log_dir is not None:
-        sys.exit(_run(config, check_folder(config.logs.log_dir), of_router))
+    plan = plan_cluster(config, _count_gpus(config.servers.model.device), router_flags)
+    plan.check_ports(config.cluster)
+    if (log_dir := config.servers.logs.log_dir) is not None:
+        sys.exit(_run(config, plan, check_folder(log_dir)))
     folder = Path(tempfile.mkdtemp(prefix="baton-logs-"))
     code = None
     try:
-        code = _run(config, folder, of_router)
+        code = _run(config, plan, folder)
     finally:
         if code == 0 or not any(folder.iterdir()):
             shutil.rmtree(folder, ignore_errors=True)
     sys.exit(code)
 
 
-def _check_ports(args: ClusterArgs) -> None:
-    """Raises ConfigError where one of them is taken, before anything is started for it."""
-    check_free(args.host, args.port, "--port")
-    flag = "--router-dp-worker-base-port" if args.worker_base_port else "--port, which those of the servers follow"
-    first, count = args.worker_base_port or args.port + 1, args.dp_size or args.prefill + args.decode
-    for port in range(first, first + (count if args.dp_size else count + args.prefill)):  # the last: bootstrap servers
-        check_free("127.0.0.1", port, flag)
-
-
-def _run(config: ClusterConfig, folder: Path, of_router: Sequence[str]) -> int:
-    """Run the cluster, whose parts' output goes to ``folder``; returns the exit code."""
-    parts = plan_cluster(dataclasses.replace(config, logs=dataclasses.replace(config.logs, log_dir=str(folder))),
-                         _count_gpus(config.model.device), of_router)
-    flags = parts[-1].argv[parts[-1].argv.index("baton.router.launch") + 1:]
-    parse(RouterConfig, flags, prog="launch_cluster", description="")  # before the servers load their weights
-    setup_logging(dataclasses.replace(config.logs, log_dir=None), "cluster")
-    kept = "" if config.logs.log_dir else ", until they end without a failure"
-    say(f"The logs of all parts are in {folder}{kept}.", config.logs)
-    return run_parts(parts, lambda: _greet(config), config.logs)
-
-
-def plan_cluster(config: ClusterConfig, num_gpus: int, router_flags: Sequence[str] = ()) -> list[ClusterProcess]:
-    """The processes of a cluster: servers share the GPUs evenly, each memory share shrinking where they overlap."""
-    args = config.cluster
-    logs = Path(config.logs.log_dir or ".")
-    of_log = to_argv(dataclasses.replace(config.logs, log_dir=None, log_max_mb=LogArgs.log_max_mb))
-    count = args.dp_size or args.prefill + args.decode
-    slots = max(1, num_gpus // config.parallel.world_size)
-    sharing = -(-count // slots) if num_gpus else 1
-    first = args.worker_base_port or args.port + 1
-    parts, router = [], ["--host", args.host, "--port", str(args.port), "--policy", args.policy]
-    router += ["--worker-urls"] if args.dp_size else ["--pd-disaggregation"]
-    for index in range(count):
-        role = "server" if args.dp_size else "prefill" if index < args.prefill else "decode"
-        port, bootstrap = first + index, first + count + index
-        model = dataclasses.replace(
-            config.model, base_gpu_id=config.model.base_gpu_id + index % slots * config.parallel.world_size)
-        cache = dataclasses.replace(config.cache, mem_fraction_static=config.cache.mem_fraction_static / sharing)
-        schedule = config.schedule.for_prefill if role == "prefill" else config.schedule
-        parallel = config.parallel.for_decode if role == "decode" else config.parallel
-        sections = (model, cache, schedule, parallel, config.kernels, config.chat, config.grammar,
-                    config.answers, *([] if role == "prefill" else [config.storage]))
-        flags = [word for section in sections for word in to_argv(section)]
-        flags += ["--port", str(port), *of_log]
-        if role != "server":
-            flags += ["--disaggregation-bootstrap-port", str(bootstrap)]
-        url = f"http://127.0.0.1:{port}"
-        name = f"{role}-{index - args.prefill if role == 'decode' else index}"
-        module = ["baton.launch", "server"] if role == "server" else [f"baton.{role}.launch"]
-        parts.append(ClusterProcess(name, [sys.executable, "-m", *module, *flags], url, logs / f"{name}.log"))
-        router += {"server": [url], "prefill": ["--prefill", url, str(bootstrap)], "decode": ["--decode", url]}[role]
-    front = f"http://{'127.0.0.1' if args.host == '0.0.0.0' else args.host}:{args.port}"
-    parts.append(ClusterProcess("router",
-                                [sys.executable, "-m", "baton.router.launch", *router, *of_log, *router_flags], front,
-                                logs / "router.log", "/readiness"))
-    return parts
+def _run(config: ClusterConfig, plan: ClusterPlan, folder: Path) -> int:
+    """Runs the cluster, whose processes log to ``folder``; returns the exit code."""
+    logs = config.servers.logs
+    setup_logging(dataclasses.replace(logs, log_dir=None), "cluster")
+    until = "" if logs.log_dir else ", until they end without a failure"
+    say(f"The logs of all parts are in {folder}{until}.", logs)
+    return run_parts(plan.processes(config.cluster, folder), partial(_greet, config, plan.router), logs)
 
 
 def _count_gpus(device: str) -> int:
@@ -166,23 +230,24 @@ def _count_gpus(device: str) -> int:
     return torch.cuda.device_count()
 
 
-def _greet(config: ClusterConfig) -> bool:
-    """Say where the cluster is, and whether it should stay up: with ``--ask`` it answers and stops."""
-    args = config.cluster
-    name = config.model.served_model_name or config.model.model_path
-    url = f"http://{'127.0.0.1' if args.host == '0.0.0.0' else args.host}:{args.port}"
+def _greet(config: ClusterConfig, router: RouterConfig) -> bool:
+    """Prints the cluster's address; with ``--ask`` also an answer. Returns whether the cluster is to stay up."""
+    url, question, logs = config.cluster.url, config.cluster.question, config.servers.logs
+    name = config.servers.model.served_model_name or config.servers.model.model_path
+    key = next(iter(router.security.client_keys), None)
+    header = "" if key is None else " -H 'Authorization: Bearer KEY'"
     say(f"\nReady at {url}. Try:\n\n"
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{header} \\\n"
         f"    -d '{{\"model\": \"{name}\", \"messages\": [{{\"role\": \"user\", "
-        f"\"content\": \"What is the capital of France?\"}}]}}'\n", config.logs)
-    if args.question is None:
-        say("Ctrl-C stops all parts.", config.logs)
+        f"\"content\": \"What is the capital of France?\"}}]}}'\n", logs)
+    if question is None:
+        say("Ctrl-C stops all parts.", logs)
         return True
     try:
-        answer = ask(url, name, args.question)
+        answer = ask(url, name, question, key=key)
     except OSError as error:
         sys.exit(f"launch_cluster: the question was not answered: {error}.")
-    say(f"Question: {args.question}\nAnswer:   {answer}", config.logs)
+    say(f"Question: {question}\nAnswer:   {answer}", logs)
     return False
 
 

@@ -187,11 +187,11 @@ def _stop(parts: Sequence[ClusterProcess]) -> None:
             process.wait()
 
 
-def ask(url: str, model: str, question: str, timeout: float = 120.0) -> str:
-    """One chat request to an OpenAI-compatible server; returns the answer's text. Raises OSError."""
+def ask(url: str, model: str, question: str, timeout: float = 120.0, key: str | None = None) -> str:
+    """Sends one chat request to an OpenAI-compatible server; returns the answer's text. Raises OSError."""
     body = {"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0}
-    request = urllib.request.Request(
-        url + "/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
+    request = urllib.request.Request(url + "/v1/chat/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=timeout) as answer:
         result: str = json.load(answer)["choices"][0]["message"]["content"]
         return result

@@ -1,4 +1,4 @@
-"""``launch_decode``: a server that takes KV caches over from prefill servers and generates."""
+"""``launch_decode``: a server that receives KV caches from prefill servers and generates."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..common.engine.rank_spec import RankSpec
 @command("launch_decode")
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse(ServerConfig, argv, prog="launch_decode", description="Start a decode server.",
-                   defaults={"disaggregation_mode": "decode"}, adjust=lambda config: config.only("decode"))
+                   defaults={"disaggregation_mode": "decode"}, adjust=lambda config: config.require_mode("decode"))
     sys.exit(run(config))
 
 
 def run(config: ServerConfig) -> int:
-    """Serve until stopped; returns the process's exit code."""
+    """Serves until stopped; returns the process's exit code."""
     check_engine()
     from ..common.serving.server import run_server
 
@@ -28,7 +28,7 @@ def run(config: ServerConfig) -> int:
 
 
 def run_rank(spec: RankSpec) -> None:
-    """A rank's process. The engine, and with it torch, is imported there and not in the front process."""
+    """Runs a rank's process, which imports the engine and with it torch; the API server process does not."""
     from . import rank
 
     rank.main(spec)

@@ -1,4 +1,4 @@
-"""The prefill servers that a decode rank is connected with."""
+"""Connections of a decode rank to prefill servers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ..kvtransfer.receiver.kv_receiver import KVReceiver
 
 
 class PrefillPeers:
-    """See ``common.engine.peers``. Each rank of a group connects for itself, and the first tells what came of its own:
-    what does not fit with one does not fit with any."""
+    """Implements ``common.engine.peers`` for decode. Each rank of a group connects on its own, and the first reports
+    the outcome: what does not match one rank does not match any."""
 
     def __init__(self, receiver: KVReceiver):
         self._receiver = receiver
-        self._asked: dict[tuple[str, int], list[int]] = {}
+        self._requests: dict[tuple[str, int], list[int]] = {}
 
     @property
     def key(self) -> str:
@@ -22,20 +22,20 @@ class PrefillPeers:
 
     @property
     def busy(self) -> bool:
-        return bool(self._asked)
+        return bool(self._requests)
 
     def connect(self, message: ConnectPeer) -> None:
         address = message.host, message.port
-        if address not in self._asked:
+        if address not in self._requests:
             self._receiver.connect(address)
-        self._asked.setdefault(address, []).append(message.seq)
+        self._requests.setdefault(address, []).append(message.seq)
 
     def take_results(self) -> list[Done]:
-        found: list[Done] = []
-        for address in list(self._asked):
-            if (trial := self._receiver.connected(address)) is not None:
-                found += [_done(seq, trial.error) for seq in self._asked.pop(address)]
-        return found
+        outcomes: list[Done] = []
+        for address in list(self._requests):
+            if (attempt := self._receiver.connected(address)) is not None:
+                outcomes += [_done(seq, attempt.error) for seq in self._requests.pop(address)]
+        return outcomes
 
     def leave(self) -> None:
         self._receiver.leave()

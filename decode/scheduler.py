@@ -1,9 +1,9 @@
 """The decode server's scheduler.
 
-A request reserves its pages first (what the prefix cache has is not asked for), tells the prefill server where to write
-them, and joins the running batch when the cache and the first token have arrived. Memory is thus committed at the
-receiver before anything is written. Running requests are the composed unified scheduler's; it also
-computes prompts that come without a bootstrap room, and requests that were retracted.
+A request first reserves the pages that its own prefix cache lacks, sends their ids to the prefill server, and joins the
+running batch when the KV cache and the first token have arrived. Memory is thus committed at the receiver before
+anything is written. The composed unified scheduler runs the batch; it also computes prompts that come without a
+bootstrap room, and requests that were retracted.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from .peers import PrefillPeers
 
 
 class DecodeScheduler:
-    """Reserves, receives, decodes."""
+    """Reserves pages, receives KV caches and decodes."""
 
     def __init__(self, unified: UnifiedScheduler, receiver: KVReceiver, tp: TPGroup):
         self.unified = unified
         self.batcher = unified.batcher
         self.tracker = unified.tracker
         self.receiver = receiver
-        self.rooms = TransferTable(receiver, tp)
+        self.transfers = TransferTable(receiver, tp)
         self.peers = PrefillPeers(receiver)
         self.arrived = self.batcher.make_queue()
-        self._begun: list[TransferRequest] = []  # in this step
+        self._started: list[TransferRequest] = []  # in this step
 
     @property
     def idle(self) -> bool:
-        return self.unified.idle and not self.arrived and not len(self.rooms)
+        return self.unified.idle and not self.arrived and not len(self.transfers)
 
     @property
     def paused(self) -> bool:
@@ -49,7 +49,7 @@ class DecodeScheduler:
 
     @property
     def num_transferring(self) -> int:
-        return len(self.rooms)
+        return len(self.transfers)
 
     @property
     def counters(self) -> dict[str, float]:
@@ -57,10 +57,10 @@ class DecodeScheduler:
 
     @property
     def gauges(self) -> dict[str, float]:
-        receiving = [half for half in self.rooms if half.stage is TransferStatus.RECEIVING]
-        meeting = sum(self.receiver.phase(half.room) is Phase.RESERVING for half in receiving)
-        return {"kv_transfers_bootstrapping": meeting, "kv_transfers_in_flight": len(receiving) - meeting,
-                "kv_transfers_draining": self.rooms.count(TransferStatus.DRAINING)}
+        receiving = [transfer for transfer in self.transfers if transfer.status is TransferStatus.RECEIVING]
+        bootstrapping = sum(self.receiver.phase(transfer.room) is Phase.RESERVING for transfer in receiving)
+        return {"kv_transfers_bootstrapping": bootstrapping, "kv_transfers_in_flight": len(receiving) - bootstrapping,
+                "kv_transfers_draining": self.transfers.count(TransferStatus.DRAINING)}
 
     def add(self, req: Req) -> None:
         if req.bootstrap is None:
@@ -69,9 +69,9 @@ class DecodeScheduler:
             self.arrived.append(req)
 
     def abort(self, req: Req, error: ServingError) -> None:
-        half = self.rooms.of(req)
-        if half is not None:
-            self.rooms.abort(half, error)
+        transfer = self.transfers.find(req)
+        if transfer is not None:
+            self.transfers.abort(transfer, error)
         elif req in self.arrived:
             self.arrived.remove(req)
             assert req.bootstrap is not None
@@ -80,11 +80,11 @@ class DecodeScheduler:
             self.unified.abort(req, error)
 
     def step(self, now: float) -> bool:
-        for progress in self.rooms.poll():
+        for progress in self.transfers.poll():
             self._advance(progress)
         self._reserve_arrived()
-        self.tracker.flush()  # first tokens that have arrived need not wait for the step that is launched now
-        self._close_begun()
+        self.tracker.flush()  # so that first tokens which arrived do not wait for the step that is launched now
+        self._close_started()
         return self.unified.step(now)
 
     def synchronize(self) -> None:
@@ -94,7 +94,7 @@ class DecodeScheduler:
         self.receiver.close()
 
     def _reserve_arrived(self) -> None:
-        """Reserve in the queue's order while there is room; retracted requests that are as urgent come first."""
+        """Reserves pages in the queue's order while there are any; retracted requests that are as urgent come first."""
         while not self.paused and (req := self.arrived.peek()) is not None and self._is_next(req):
             self.unified.preempt_for(req, req.num_prompt_tokens, req.num_prompt_tokens)
             if not self.batcher.has_slot or not self.batcher.page_budget.reserve(
@@ -120,44 +120,44 @@ class DecodeScheduler:
             self.batcher.finish(req, keep=False)
             self.tracker.fail(req, error)
         else:
-            self.rooms.open(req, TransferStatus.RECEIVING)
+            self.transfers.open(req, TransferStatus.RECEIVING)
             self.batcher.add_transferring(req)
 
     def _advance(self, progress: Progress) -> None:
-        half = progress.half
-        if half.stage is TransferStatus.DRAINING:
+        transfer = progress.transfer
+        if transfer.status is TransferStatus.DRAINING:
             if progress.settled:
-                if progress.phase is Phase.DONE:  # it was aborted when all had arrived
-                    self.receiver.taken(half.room)
-                self.rooms.close(half)
-                self.batcher.finish(half.req, keep=False)
+                if progress.phase is Phase.DONE:  # it was aborted after all had arrived
+                    self.receiver.acknowledge(transfer.room)
+                self.transfers.close(transfer)
+                self.batcher.finish(transfer.req, keep=False)
         elif progress.failing:
-            self._fail(half, self.rooms.error_of(half))
+            self._fail(transfer, self.transfers.error_for(transfer))
         elif progress.settled:
-            self._start(half)
+            self._start(transfer)
 
-    def _fail(self, half: TransferRequest, error: ServingError) -> None:
-        self.rooms.abort(half, error)
-        self.tracker.fail(half.req, error)
+    def _fail(self, transfer: TransferRequest, error: ServingError) -> None:
+        self.transfers.abort(transfer, error)
+        self.tracker.fail(transfer.req, error)
 
-    def _close_begun(self) -> None:
-        """First tokens are out: prefill need not keep anything for another attempt."""
-        for half in self._begun:
-            self.receiver.taken(half.room)
-            self.rooms.close(half)
-        self._begun.clear()
+    def _close_started(self) -> None:
+        """Acknowledges the first tokens, which were sent: prefill need not retain these prompts any more."""
+        for transfer in self._started:
+            self.receiver.acknowledge(transfer.room)
+            self.transfers.close(transfer)
+        self._started.clear()
 
-    def _start(self, half: TransferRequest) -> None:
-        """Cache and first token are here: the request decodes from now on."""
-        req = half.req
-        result = self.receiver.result(half.room)
+    def _start(self, transfer: TransferRequest) -> None:
+        """Starts to decode a request whose KV cache and first token have arrived."""
+        req = transfer.req
+        result = self.receiver.result(transfer.room)
         if not 0 <= result.token_id < self.tracker.vocab_size:
-            self._fail(half, TransferFailed(
+            self._fail(transfer, TransferFailed(
                 f"The prefill server chose token {result.token_id}, and this model's vocabulary has ids 0 to "
                 f"{self.tracker.vocab_size - 1}: the two servers do not serve the same model."))
             return
         req.end_span("transfer")
-        self._begun.append(half)
+        self._started.append(transfer)
         assert req.page_table is not None
         req.num_computed_tokens = req.num_prompt_tokens
         req.num_cached_tokens = max(result.num_cached_tokens,
@@ -169,4 +169,4 @@ class DecodeScheduler:
         self.batcher.start_decode(req)
         self.unified.report(req, req.append_token(result.token_id), result.logprobs)
         if self.batcher.paused == "retract":
-            self.batcher.pause("retract")  # this one too
+            self.batcher.pause("retract")  # this request too

@@ -50,7 +50,7 @@ COMMANDS = (
     Command("launch_router", RouterConfig, "The router. What policies, admission and retries do: [router](router.md)."),
     Command("launch_cluster", ClusterConfig, "Router and servers on this host. Flags of `launch_server` go to the "
             "servers, flags that begin with `--router-` to the router (`--router-policy`, ...); `--model-path` is "
-            "`tinychat` by default."),
+            "`tinychat` and `--disaggregation-transfer-backend` is `auto` by default."),
     Command("bench_serving", BenchServing, "A load on any server: [benchmarks](benchmarks.md)."),
     Command("bench_one_batch", BenchOneBatch, "Prefill and decode steps of one batch, without a server."),
     Command("bench_offline_throughput", BenchOffline, "`baton.Engine` over a data set."),
@@ -69,7 +69,7 @@ def flags_page() -> str:
         lines += [f"## {command.name}", "", command.text, ""]
         own = sections(command.config)
         shared = [section for section, flags in own.items() if command.config is not ServerConfig
-                  and [flag.field for flag in flags] == [flag.field for flag in server.get(section, ())]]
+                  and {flag.field for flag in flags} <= {flag.field for flag in server.get(section, ())}]
         for section, flags in own.items():
             if section in shared:
                 continue
@@ -79,7 +79,10 @@ def flags_page() -> str:
             lines += [*map(flag_row, flags), ""]
         if shared:
             links = ", ".join(f"[{section}](#{anchor(f'launch_server: {section}')})" for section in shared)
-            lines += [f"It also takes these sections of [launch_server](#launch_server): {links}.", ""]
+            without = [f"--{flag.key.replace('_', '-')}" for section in shared for flag in server[section]
+                       if flag.key not in {item.key for flags in own.values() for item in flags}]
+            left_out = f", without {code(without)}" if without else ""
+            lines += [f"It also takes these sections of [launch_server](#launch_server): {links}{left_out}.", ""]
     return "\n".join(lines)
 
 
@@ -100,6 +103,7 @@ def flag_row(flag: _Flag) -> str:
 
 def values(flag: _Flag) -> str:
     kind, choices, many = _shape(flag.annotation)
+    choices = choices and tuple(choice for choice in choices if choice not in flag.field.metadata["hidden"])
     text = code(choices) if choices else {bool: "", str: "text"}.get(kind, kind.__name__)
     return f"list of {text}" if many and not flag.field.metadata["repeat"] else text
 
@@ -250,7 +254,7 @@ FAMILIES = (
     Family("KV transfer", "The backend does not start or cannot share the KV pool ([backends](transfer.md#backends)).",
            ("kvtransfer/backends", "kvtransfer/endpoint.py", "kvtransfer/bootstrap.py")),
     Family("Folders that a server writes to", "The folder cannot be made or written; give another one.",
-           ("common/serving/storage", "common/serving/lifecycle", "common/obs/logging.py")),
+           ("common/serving/storage", "common/serving/context", "common/obs/logging.py")),
     Family("Router",
            "Flags of the router that exclude each other, keys and certificates that cannot be read, or flags of sglang-"
            "router that have no meaning here ([router](router.md)).",

@@ -3,29 +3,29 @@
 ``runs_triton(tensor)`` says whether a launcher runs its kernel or the plain-torch twin: a kernel on a GPU, and on
 a CPU only under Triton's interpreter (``TRITON_INTERPRET=1`` before the import).
 
-Programmatic dependent launch (PDL, GPUs from sm_90 on) lets a kernel start before the one ahead of it in its stream has
-ended, so that its start-up, and what it may read early, cost nothing. A kernel takes part so::
+Programmatic dependent launch (PDL, GPUs from sm_90 on) lets a kernel start before the previous one in its stream has
+ended, so that its start-up, and what it may read early, cost nothing. A kernel uses it like this::
 
     def _kernel(..., PDL: tl.constexpr):
-        start_next(PDL)        # the kernel behind may start once every program of this one is here, or has ended
-        ...                    # what may be read early: see below
-        wait_for_last(PDL)     # the kernel ahead has ended, and what it wrote is seen
+        start_next(PDL)        # the next kernel may start once every program of this one is here, or has ended
+        ...                    # early reads: see below
+        wait_for_last(PDL)     # the previous kernel has ended, and its writes are visible
 
     _kernel[grid](..., **pdl(x))
 
-- ``wait_for_last`` ends when the kernel directly ahead has ended. That all kernels before have ended too follows only
+- ``wait_for_last`` ends when the directly previous kernel has ended. All earlier kernels have ended too, but only
   because each of them waits as well: *in a kernel that is launched with ``pdl`` every program waits before it returns*,
-  even if it reads nothing that is written. (One that has nothing to do need not, if another is always there that does.)
-- Before the wait nothing is written, and nothing is read that a kernel may still be writing: any of the step's, for a
-  chain of kernels that all start the next one at once runs ahead by many. That leaves weights, and what had been
-  written before the last launch without ``pdl`` in this stream: such a kernel starts when all before it have ended.
-  What changes from step to step is then read with ``cache_modifier=".cg"``: a first-level cache may hold the old.
-- Behind the wait all is as without PDL. A buffer that the allocator (or a CUDA graph's pool) gives out again after a
-  kernel has read it is overwritten by a later kernel behind its wait, when the reader has ended.
-- A kernel ahead that starts no next one (cuBLAS's, torch's) is waited for as ever, and so is one launched with ``pdl``
-  by a kernel behind that is not. CUDA graphs keep such launches (as programmatic edges).
+  even if it reads nothing that is written. (A program without work need not wait if another one always does.)
+- Before the wait nothing is written, and nothing is read that a kernel may still be writing: nothing of the step, for a
+  chain of kernels that all start the next one at once runs ahead by many. That leaves weights, and what was written
+  before the last launch without ``pdl`` in this stream: such a kernel starts when all earlier ones have ended.
+  Data that changes from step to step is then read with ``cache_modifier=".cg"``: the L1 cache may hold the old values.
+- After the wait all is as without PDL. A buffer that the allocator (or a CUDA graph's pool) hands out again after a
+  kernel has read it is overwritten by a later kernel after its wait, when the reader has ended.
+- A previous kernel that does not start the next one (cuBLAS's, torch's) is waited for as usual, and so is one launched
+  with ``pdl`` when the next one is not. CUDA graphs keep such launches (as programmatic edges).
 - A kernel whose programs wait for each other, or for a peer's, needs all of them resident: launch it without ``pdl``.
-- A profiler tells a kernel's time from its early start on: set ``PDL_ALLOWED`` to False, before anything is captured.
+- A profiler counts a kernel's time from its early start on: set ``PDL_ALLOWED`` to False before anything is captured.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from .device import is_hopper
 
 if TYPE_CHECKING:
     triton: Any
@@ -67,33 +69,27 @@ GLUON_VERSIONS = ("3.6", "3.7", "3.8", "3.9")
 
 
 def compiles_gluon(version: str) -> bool:
-    """Whether that Triton is one of ``GLUON_VERSIONS``."""
+    """Compares a version of Triton with ``GLUON_VERSIONS``."""
     return ".".join(version.split(".")[:2]) in GLUON_VERSIONS
 
 
 LOADS_PASS_STORES = AVAILABLE and tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9)
-"""Whether a loop's loads are asked for turns ahead even where the loop stores, too. From Triton 3.9 on they are not:
-without a word such a loop waits for memory in every turn."""
+"""True if the compiler pipelines the loads of a loop that also stores. From Triton 3.9 on it does not, and gives no
+warning: such a loop then waits for memory in every iteration."""
 
 
 @functools.cache
 def runs_gluon(device: torch.device) -> bool:
-    """Whether the kernels written in Gluon run there, all of them for Hopper GPUs. Gluon is young: another Triton may
-    name things otherwise, and then the kernels that do without serve (the log says so at start)."""
-    return AVAILABLE and compiles_gluon(triton.__version__) and on_hopper(device)
-
-
-@functools.cache
-def on_hopper(device: torch.device) -> bool:
-    return (device.type == "cuda" and torch.version.cuda is not None
-            and torch.cuda.get_device_capability(device) == (9, 0))
+    """Says whether the kernels written in Gluon run on a device; all of them are for Hopper GPUs. Gluon is young:
+    another Triton may use other names, and then the plain Triton kernels run (the log says so at start)."""
+    return AVAILABLE and compiles_gluon(triton.__version__) and is_hopper(device)
 
 
 PDL_ALLOWED = True
 
 
 def pdl(tensor: torch.Tensor) -> dict[str, bool]:
-    """What the launch of a kernel with ``PDL: tl.constexpr`` on the GPU of ``tensor`` adds: see above."""
+    """Options to add to the launch of a kernel with ``PDL: tl.constexpr`` on the GPU of ``tensor``: see above."""
     if PDL_ALLOWED and not INTERPRETED and tensor.is_cuda and _has_pdl(tensor.device):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
@@ -110,22 +106,22 @@ def _has_pdl(device: torch.device) -> bool:
 
 @triton.jit
 def start_next(PDL: tl.constexpr):
-    """The kernel behind may start when all programs of this one have come here or ended. It orders no memory."""
+    """Lets the next kernel start when all programs of this one have arrived here or ended. It orders no memory."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_last(PDL: tl.constexpr):
-    """Go on when the kernel ahead has ended and all that it wrote is seen."""
+    """Waits until the previous kernel has ended and all its writes are visible."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 
 
 def _mend_interpreter() -> None:
-    """Triton 3.6's interpreter turns a scalar, kept as an array of one element, into a loop bound with ``int()``,
-    which NumPy 2.4 refuses for arrays with dimensions: every kernel with a loop would raise TypeError. Its casts to
-    float8 lose the carry of a mantissa that is rounded up, which halves the value."""
+    """Repairs two faults of Triton 3.6's interpreter. It turns a scalar, stored as an array of one element, into a loop
+    bound with ``int()``, which NumPy 2.4 refuses for arrays with dimensions: every kernel with a loop would raise
+    TypeError. Its casts to float8 lose the carry of a mantissa that is rounded up, which halves the value."""
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor

@@ -1,4 +1,4 @@
-"""What kernels and their twins take beside tensors."""
+"""Parameters of kernels and their twins that are no tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ By = Literal["block", "row"]
 
 
 class HeadNorms(NamedTuple):
-    """Root-mean-square norms over each head, before it is turned: weights [D] of queries and of keys."""
+    """Root-mean-square norms over each head, before rope is applied: weights [D] of queries and of keys."""
 
     q_weight: torch.Tensor
     k_weight: torch.Tensor
@@ -19,16 +19,16 @@ class HeadNorms(NamedTuple):
 
 
 class Float8Format(NamedTuple):
-    """How a product wants its rows in float8: with a scale for each ``group`` of a row's values, of which the last may
-    be smaller, or by the one scale ``known`` [1] for all."""
+    """The format of a float8 product's activations: a scale for each ``group`` of a row's values, of which the last may
+    be smaller, or the one static scale ``known`` [1] for all."""
 
     group: int
     known: torch.Tensor | None = None
 
 
 class Float8Rows(NamedTuple):
-    """``values`` [T, width] float8 (e4m3), contiguous, of rows of ``dtype``; a value times its ``scale``, float32
-    [T, ceil(width / group)] with a group's scales beside each other, or [1], is what it was."""
+    """Quantized rows of ``dtype``: ``values`` [T, width] float8 (e4m3), contiguous, and ``scale`` float32
+    [T, ceil(width / group)], contiguous over the tokens of a group, or [1]. A value times its scale is the original."""
 
     values: torch.Tensor
     scale: torch.Tensor
@@ -36,7 +36,7 @@ class Float8Rows(NamedTuple):
 
 
 class Choice(Protocol):
-    """How a token chooses; the words are those of ``common.config.moe.MoESpec``."""
+    """Parameters of routing, by which a token's experts are chosen, named as in ``common.config.moe.MoESpec``."""
 
     @property
     def top_k(self) -> int: ...
@@ -72,7 +72,7 @@ class Scales:
 
 
 class ExpertBiases(NamedTuple):
-    """What experts' products have added to them: ``gate_up`` [S, 2 * I] and ``down`` [S, H], contiguous."""
+    """Biases of experts' products: ``gate_up`` [S, 2 * I] and ``down`` [S, H], contiguous."""
 
     gate_up: torch.Tensor
     down: torch.Tensor
@@ -80,11 +80,11 @@ class ExpertBiases(NamedTuple):
 
 @dataclass(frozen=True)
 class Segment:
-    """Pages ``[first_page, last_page)`` of the batch's ``kv_indices``, and who looks at them.
+    """Pages ``[first_page, last_page)`` of the batch's ``kv_indices``, and the query rows that attend to them.
 
-    ``table`` [B, 3] int32 has of each request: the place of its first token here, among the segment's; how many tokens
-    the segment has of it; and where its first query row's own token stands, counted from that first token: beyond the
-    segment, within it, or (negative) before it. Block i of rows starts at row ``block_row[i]`` of request
+    ``table`` [B, 3] int32 has for each request: the index of its first token among the segment's tokens; how many
+    tokens of it the segment has; and the position of its first query row's own token, counted from that first token:
+    after the segment, within it, or (negative) before it. Block i of rows starts at row ``block_row[i]`` of request
     ``block_request[i]`` (int32).
     """
 

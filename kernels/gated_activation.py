@@ -1,4 +1,4 @@
-"""What stands between the two products of a gated MLP."""
+"""Gated activations between the two products of an MLP."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from ._triton import tl, triton
 
 ALPHA = 1.702
-"""Of the clamped gate: x * sigmoid(1.702 * x) is close to a GELU (arXiv:1606.08415)."""
+"""Slope of the clamped gate: x * sigmoid(1.702 * x) is close to a GELU (arXiv:1606.08415)."""
 
 
 @triton.jit
@@ -23,8 +23,8 @@ def gate_times(gate, up, LIMIT: tl.constexpr):
 
 
 def clamped_gate(x: torch.Tensor, limit: float) -> torch.Tensor:
-    """``[T, 2 * width]``, gate beside up, to ``g * sigmoid(1.702 g) * (u + 1)`` ``[T, width]``, where g is the gate, at
-    most ``limit``, and u is up, between ``-limit`` and ``limit``."""
+    """``[T, 2 * width]``, gates followed by ups, to ``g * sigmoid(1.702 g) * (u + 1)`` ``[T, width]``, where g is the
+    gate, at most ``limit``, and u is up, between ``-limit`` and ``limit``."""
     gate, up = x.float().chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (gate * torch.sigmoid(ALPHA * gate) * (up + 1)).to(x.dtype)

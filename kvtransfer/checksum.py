@@ -1,12 +1,12 @@
-"""Whether pages arrived as they left: checksums of their 64-bit words, all of them or eight of each page.
+"""Checksums that show whether pages arrived as they left: over all of their 64-bit words, or eight of each page.
 
-A word counts times an odd number of its own, modulo 2**64, so that a changed word always shows; a page's sum is then
-scattered together with the page's place in the prompt, so that pages which arrived in each other's place show as well.
-Sampled words find pages that were not written, late, stale or elsewhere, the faults that a transfer has; a flipped bit
-only ``full`` finds for certain. This is no defence against forgery.
+Each word is multiplied by an odd number of its own, modulo 2**64, so that a changed word always shows. A page's sum is
+then scattered together with the page's position in the prompt, so that swapped pages show as well. Sampled words detect
+pages that were not written, late, stale or elsewhere, the faults that a transfer has; only ``full`` detects a flipped
+bit for certain. This is no defence against forgery.
 
-Cost on a CPU, of 512 MiB in two layer groups and pages of 1 MiB, which take 90 ms to send: sampled 0.4 ms a side with
-cold caches, full 50 ms a side.
+Cost on a CPU for 512 MiB in two layer groups and pages of 1 MiB, which take 90 ms to send: sampled 0.4 ms on each side
+with cold caches, full 50 ms on each side.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ import numpy as np
 
 from .backends.base import Region
 from .protocol.messages import Extent
-from .protocol.reshard import expand
+from .protocol.reshard import expand_blocks
 
-SAMPLES = 8
-_CHUNK_WORDS = 1 << 21  # 16 MiB of pages at a time, so that a copy of them stays small
+SAMPLED_WORDS = 8
+_CHUNK_WORDS = 1 << 21  # 16 MiB of pages at a time, which bounds the copy that is made of them
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
-def extent_of(choice: Literal["auto", "sampled", "full", "off"], regions: Sequence[Region]) -> Extent:
-    """What ``--kv-checksum`` means for a pool: by default host memory is sampled, and GPU memory is not read."""
+def resolve_extent(choice: Literal["auto", "sampled", "full", "off"], regions: Sequence[Region]) -> Extent:
+    """Resolves ``--kv-checksum`` for a pool: with auto host memory is sampled, and GPU memory is not read."""
     if choice == "auto":
         return "sampled" if all(region.device < 0 for region in regions) else "off"
     return choice
 
 
 def make_checksum(regions: Sequence[Region], num_pages: int) -> Checksum:
-    """Reads the pools in place; numpy for host memory, torch for GPUs."""
+    """Makes a Checksum that reads the pools in place, with numpy in host memory and torch on GPUs."""
     pools = [_host_words(region, num_pages) if region.device < 0 else _gpu_words(region, num_pages)
              for region in regions]
     return Checksum(pools)
@@ -47,26 +47,27 @@ class Checksum:
     def __init__(self, pools: Sequence[Any]):
         self._pools = pools
 
-    def of(self, extent: Extent, group: int, blocks: int, block_ids: np.ndarray, places: np.ndarray) -> int:
-        """Of blocks ``block_ids [n]`` of a group whose pages have ``blocks`` each; 0 to 2**64 - 1.
+    def compute(self, extent: Extent, group: int, blocks: int, block_ids: np.ndarray, positions: np.ndarray) -> int:
+        """Sums blocks ``block_ids [n]`` of a group whose pages have ``blocks`` blocks each; 0 to 2**64 - 1.
 
-        ``places [n]`` tells the blocks of a transfer apart, see ``places_of``. Sums of parts are the sum of the whole,
-        whatever the parts (modulo 2**64). ``off`` is 0.
+        ``positions [n]`` distinguish the blocks of a transfer, see ``block_positions``. The checksums of any partition
+        of the blocks add up to the checksum of all (modulo 2**64). ``off`` is 0.
         """
         if extent == "off" or len(block_ids) == 0:
             return 0
         words = self._pools[group]
         words = words.reshape(len(words) * blocks, words.shape[1] // blocks)
-        step = max(1, words.shape[1] // SAMPLES) if extent == "sampled" else 1
+        step = max(1, words.shape[1] // SAMPLED_WORDS) if extent == "sampled" else 1
         words = words[:, ::step]
         sums = _numpy_sums(words, block_ids) if isinstance(words, np.ndarray) else _torch_sums(words, block_ids)
-        return int(_scatter(sums + places.astype(np.uint64) * _ODD).sum())
+        return int(_scatter(sums + positions.astype(np.uint64) * _ODD).sum())
 
 
-def places_of(group: int, blocks: int, first: int, num_parts: int, offsets: np.ndarray, parts: int = 1) -> np.ndarray:
-    """``[num_parts * m]``: the receiver's names of blocks ``offsets [m]`` of the prompt's parts ``first`` onwards, of
-    which its pages have ``parts``."""
-    return expand(np.arange(first, first + num_parts), blocks, offsets, parts) + (group << 48)
+def block_positions(group: int, blocks: int, first: int, count: int, offsets: np.ndarray,
+                    per_page: int = 1) -> np.ndarray:
+    """``[count * m]``: positions in the prompt, as the receiver cuts it, of blocks ``offsets [m]`` in each of ``count``
+    sub-pages from ``first`` on; its pages have ``per_page`` sub-pages and ``blocks`` blocks."""
+    return expand_blocks(np.arange(first, first + count), blocks, offsets, per_page) + (group << 48)
 
 
 def _host_words(region: Region, num_pages: int) -> np.ndarray:
@@ -75,7 +76,7 @@ def _host_words(region: Region, num_pages: int) -> np.ndarray:
 
 
 class _GpuMemory:
-    """Memory that torch does not own, as torch takes it."""
+    """Memory that torch does not own, in the form that torch accepts."""
 
     def __init__(self, region: Region, num_pages: int):
         self.__cuda_array_interface__ = {
@@ -93,20 +94,20 @@ def _weights(count: int) -> np.ndarray:
 
 
 def _numpy_sums(words: np.ndarray, page_ids: np.ndarray) -> np.ndarray:
-    """``[n]`` uint64: the weighted sum of each page's words."""
+    """``[n]`` uint64: the weighted sum of the words of each page."""
     weights, pages = _weights(words.shape[1]), max(1, _CHUNK_WORDS // words.shape[1])
     return np.concatenate([words[page_ids[start:start + pages]] @ weights
                            for start in range(0, len(page_ids), pages)])
 
 
 def _torch_sums(words: Any, page_ids: np.ndarray) -> np.ndarray:
-    """The same of a tensor, on a stream of its own, so that it waits for no forward pass."""
+    """Computes ``_numpy_sums`` for a tensor, on a stream of its own, so that it waits for no forward pass."""
     import torch
     ids, weights = torch.from_numpy(page_ids), torch.from_numpy(_weights(words.shape[1]).view(np.int64))
     pages = max(1, _CHUNK_WORDS // words.shape[1])
     with _own_stream(words.device):
         ids, weights = ids.to(words.device), weights.to(words.device)
-        sums = torch.cat([(words.index_select(0, part) * weights).sum(1) for part in ids.split(pages)])
+        sums = torch.cat([(words.index_select(0, chunk) * weights).sum(1) for chunk in ids.split(pages)])
         return sums.cpu().numpy().view(np.uint64)
 
 

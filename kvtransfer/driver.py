@@ -1,4 +1,4 @@
-"""What a sender and a receiver run their cores with: a lock, a thread, the time and the effects."""
+"""Drives the core of a sender or receiver: a lock, a thread, the time and the effects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .protocol.timing import Timing
 
 
 class Core(Protocol):
-    """The state of one half, and what it asks for in ``effects``, in order. Not thread-safe."""
+    """Protocol state without I/O, which asks for I/O through ``effects``, in order. Not thread-safe."""
 
     effects: deque[Any]
     counters: dict[str, float]
@@ -27,10 +27,11 @@ C = TypeVar("C", bound=Core)
 
 
 class Driver(Generic[C]):
-    """``with driver as core:`` is a call from any thread, after which the I/O thread carries out what it led to.
+    """Runs a core from any thread and carries out its effects in the I/O thread.
 
-    The I/O thread itself takes ``lock`` alone. It runs ``work(stalled)`` as IOThread says, which calls ``tick`` and
-    ``carry_out``; each effect is given to ``effect``, without the lock.
+    ``with driver as core:`` holds the lock, then wakes the I/O thread. The I/O thread itself takes ``lock`` alone. It
+    runs ``work(stalled)`` as IOThread says, which calls ``tick`` and ``carry_out``; each effect is given to ``effect``
+    without the lock.
     """
 
     def __init__(self, name: str, core: C, timing: Timing, work: Callable[[float], float | None],
@@ -58,7 +59,7 @@ class Driver(Generic[C]):
             return dict(self.core.counters)
 
     def tick(self, stalled: float) -> None:
-        """Tell the core the time, when it is due."""
+        """Ticks the core, when a tick is due."""
         now = time.monotonic()
         if stalled > self._timing.tick or now >= self._next_tick:
             self._next_tick = now + self._timing.tick
@@ -66,12 +67,12 @@ class Driver(Generic[C]):
                 self.core.tick(now, stalled)
 
     def carry_out(self) -> None:
-        """All effects, and those that they lead to."""
+        """Carries out all effects, and those that they cause."""
         while (effect := self._next_effect()) is not None:
             self._effect(effect)
 
     def stop(self) -> list[Any] | None:
-        """End the thread and shut the core down. Returns the effects that are left; None if it was stopped before."""
+        """Ends the thread and shuts the core down. Returns the remaining effects; None where it was stopped before."""
         if self._closed:
             return None
         self._closed = True

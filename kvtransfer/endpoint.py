@@ -1,4 +1,4 @@
-"""What a sender and a receiver set up alike: who they are, their registered pool, their sockets."""
+"""Setup that senders and receivers share: their arguments, identity, registered pool and sockets."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import secrets
 import socket
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
@@ -13,23 +14,39 @@ import zmq
 from ..common.api.errors import ConfigError
 from ..common.api.identity import ModelIdentity
 from ..common.kvcache.layout import KVLayout
+from .backends import make_backend
 from .backends.base import Backend, Region
 from .protocol.messages import MAX_MESSAGE_BYTES, RankInfo
+
+if TYPE_CHECKING:
+    from ..common.engine.rank import EngineParts
+
+
+def transport_arguments(parts: EngineParts) -> dict[str, Any]:
+    """Keyword arguments that KVSender and KVReceiver have in common, from the parts of an engine rank."""
+    config, runner = parts.config, parts.runner
+    args = config.disaggregation
+    backend = make_backend(args.disaggregation_transfer_backend, config.http.host, args.disaggregation_ib_device)
+    return {
+        "args": args, "host": config.http.host, "server": config.http.shown_url, "backend": backend,
+        "rank": parts.tp.rank, "tp_size": parts.tp.size, "dp_rank": parts.parallel.dp_rank,
+        "dp_size": parts.parallel.dp_size, "model": runner.model, "layout": runner.layout,
+        "num_pages": runner.pool.num_pages, "regions": runner.pool.regions(), "spare_page": runner.spare_page}
 
 
 def rank_info(*, endpoint: str, rank: int, tp_size: int, layout: KVLayout, backend: Backend, dp_rank: int,
               dp_size: int, pp_rank: int = 0, pp_size: int = 1, model: ModelIdentity | None = None,
               server: str = "") -> RankInfo:
-    """Our identity, with a fresh instance id (the epoch of this process)."""
+    """Returns our identity, with a fresh instance id (the epoch of this process)."""
     return RankInfo(secrets.token_hex(8), endpoint, rank, tp_size, layout, backend.name, dp_rank=dp_rank,
                     dp_size=dp_size, pp_rank=pp_rank, pp_size=pp_size, model=model, server=server)
 
 
 class PairKey:
-    """Says of two servers of one role, by equal keys, that they fit with the same servers of the other.
+    """Key that two servers of one role share where they can be paired with the same servers of the other role.
 
-    A router then tries one pair of each kind and knows of all. The key tells nothing of what it is made of: of the
-    cluster's secret it holds 16 bits of a slow hash, by which guessed words can be sorted out but never confirmed.
+    A router then tries one pair of each kind for all pairs of that kind. The key reveals nothing of its inputs: of the
+    cluster's secret it has 16 bits of a slow hash, which can rule guesses out but never confirm one.
     """
 
     def __init__(self, secret: str | None, backend: Backend, regions: Sequence[tuple[int, int, int]]):
@@ -43,7 +60,7 @@ class PairKey:
 
 
 def _secret_bits(secret: str | None) -> str:
-    """30 ms and 16 MiB a guess."""
+    """Returns 16 bits of a slow hash: a guess costs 30 ms and 16 MiB."""
     if secret is None:
         return ""
     return hashlib.scrypt(secret.encode(), salt=b"baton pair key", n=2**14, r=8, p=1).hex()[:4]
@@ -51,17 +68,18 @@ def _secret_bits(secret: str | None) -> str:
 
 def register_pool(backend: Backend, layout: KVLayout, num_pages: int,
                   regions: Sequence[tuple[int, int, int]]) -> list[Region]:
-    """Register the KV pool: one ``(address, bytes, device)`` for each layer group; device -1 is host memory."""
+    """Registers the KV pool: one ``(address, bytes, device)`` for each layer group; device -1 is host memory."""
     named = [Region(*region) for region in regions]
     assert len(regions) == len(layout.groups), "one region for each layer group"
     for group, (_, num_bytes, _) in enumerate(regions):
-        assert num_bytes == num_pages * layout.group_page_bytes(group), "a region holds the pages of its group"
+        assert num_bytes == num_pages * layout.group_page_bytes(group), "a region has the size of its group's pages"
     backend.register(named, num_pages)
     return named
 
 
 def control_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
-    """A bounded frame size, no lingering, and no limit on queued messages: there are a few small ones for each room."""
+    """Creates a socket with a bounded frame size, no lingering, and no limit on queued messages: there are a few small
+    ones for each transfer."""
     sock = context.socket(kind)
     sock.setsockopt(zmq.LINGER, 0)
     sock.setsockopt(zmq.SNDHWM, 0)
@@ -71,7 +89,7 @@ def control_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.So
 
 
 def bind_control(sock: zmq.Socket[bytes], host: str) -> str:
-    """Bind to a free port of ``host`` and return the endpoint; raises ConfigError when it is no address of ours."""
+    """Binds to a free port of ``host`` and returns the endpoint; raises ConfigError where it is no address of ours."""
     try:
         address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
         if address[0] == socket.AF_INET6:
@@ -85,7 +103,7 @@ def bind_control(sock: zmq.Socket[bytes], host: str) -> str:
 
 
 def receive_all(sock: zmq.Socket[bytes], handle: Callable[[list[bytes]], None]) -> None:
-    """Hand every message that has arrived to ``handle``."""
+    """Gives every message that has arrived to ``handle``."""
     while True:
         try:
             frames = sock.recv_multipart(zmq.NOBLOCK)

@@ -1,4 +1,4 @@
-"""What waits for somebody else to come: until a deadline, and so many at most, lest a peer fill our memory."""
+"""Entries that wait for a peer until a deadline; their number is limited, so that a peer cannot fill our memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from typing import Protocol, TypeVar
 
-MAX_WAITING = 4096  # of each kind; a half is a few hundred bytes plus its page ids
+MAX_WAITING = 4096
+"""Entries of each kind; an entry is a few hundred bytes plus its page ids."""
 
 
 class Expiring(Protocol):
@@ -18,11 +19,11 @@ K = TypeVar("K", bound=Hashable)
 E = TypeVar("E", bound=Expiring)
 
 
-class Waiting(OrderedDict[K, E]):
-    """In order of arrival, which is also the order of the deadlines."""
+class ExpiringEntries(OrderedDict[K, E]):
+    """Entries in order of arrival, which is also the order of their deadlines."""
 
     def overdue(self, now: float) -> Iterator[E]:
-        """Remove and yield what has passed its deadline, and the oldest beyond the limit."""
+        """Removes and yields the entries that have passed their deadline, and the oldest ones beyond the limit."""
         while self:
             key, oldest = next(iter(self.items()))
             if oldest.deadline > now and len(self) <= MAX_WAITING:

@@ -1,4 +1,4 @@
-"""How a half fails, how that is counted, and a failure that both halves tell."""
+"""Failures of transfers: their transition, their counters, and the error of a room that is in use."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ class Failing(Protocol):
     error: ServingError | None
 
 
-def fail(half: Failing, table: Table, error: ServingError) -> bool:
-    """Returns whether it is news: a half fails once, and not when it is DONE."""
-    after = step(table, half.phase, Event.FAIL)
-    if half.phase is after:
+def fail(transfer: Failing, table: Table, error: ServingError) -> bool:
+    """Fails a transfer. Returns False where it changes nothing: the transfer failed before, or is DONE."""
+    after = step(table, transfer.phase, Event.FAIL)
+    if transfer.phase is after:
         return False
-    # Readers take no lock: whoever sees the phase must find the error.
-    half.error, half.phase = error, after
+    # Readers take no lock: a thread that sees the phase must see the error.
+    transfer.error, transfer.phase = error, after
     return True
 
 
 def count_failure(counters: dict[str, float], error: ServingError) -> None:
-    """By the error's code, and those that are no one's wish also by what broke."""
+    """Counts a failure by the error's code; one that neither client nor operator asked for also by its cause."""
     names = [f"kv_transfers_failed_{error.code}"]
     if isinstance(error, TransferFailed):
         names.append(f"kv_transfers_broken_{error.cause}")

@@ -1,4 +1,4 @@
-"""What an operator should read once, and not with every request that meets with it."""
+"""Warnings that are logged once, not with every request that runs into them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from .expiring import MAX_WAITING
 
 
 class Warn(NamedTuple):
-    """Log a warning."""
+    """Asks to log a warning."""
 
     text: str
 
 
 class Notices:
-    """Asks for each warning once, as one of a core's ``effects``."""
+    """Asks for each warning once, through a core's ``effects``."""
 
     def __init__(self, effects: deque[Any]):
         self._effects = effects
-        self._given: dict[str, None] = {}
+        self._logged: dict[str, None] = {}
 
     def warn(self, text: str) -> None:
-        if text in self._given:
+        if text in self._logged:
             return
-        self._given[text] = None
+        self._logged[text] = None
         self._effects.append(Warn(text))
-        if len(self._given) > MAX_WAITING:
-            del self._given[next(iter(self._given))]
+        if len(self._logged) > MAX_WAITING:
+            del self._logged[next(iter(self._logged))]

@@ -1,13 +1,13 @@
-"""Requests whose KV cache is on its way between two servers, one room each.
+"""Requests whose KV cache is transferred between two servers, by bootstrap room, as their scheduler sees them.
 
-Each rank of a tensor-parallel group moves its own share of the heads, and a share may fail alone. What a
-scheduler acts on is what the whole group agrees on: the least advanced phase, and whether all shares have ended.
+Each rank of a tensor-parallel group transfers its own heads, and a rank may fail alone. A scheduler acts on what the
+whole group agrees on: the least advanced phase, and whether the transfers of all ranks have ended.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -21,7 +21,7 @@ from .protocol.states import Phase
 
 
 class Transport(Protocol):
-    """What KVSender and KVReceiver have in common."""
+    """Common interface of KVSender and KVReceiver."""
 
     def phase(self, room: int) -> Phase: ...
 
@@ -33,33 +33,53 @@ class Transport(Protocol):
 
 
 class TransferStatus(Enum):
-    """Where a request with a room stands. ``DRAINING``: ended, but a write may still touch its pages."""
+    """Status of a request with a transfer, which its scheduler sets; equal on all ranks of a group.
 
-    MEETING = "meeting"
+    The ``Phase`` of states.py is each rank's own and follows the protocol's messages. The status follows the phases
+    that the group agrees on: a prefill request is BOOTSTRAPPING until all ranks are RESERVED, then COMPUTING, then
+    SENDING until all are DONE; a decode request is RECEIVING until all are DONE. A request whose transfer fails, or
+    whose client leaves, is DRAINING from the first rank's failure until all ranks are terminal: a write may still touch
+    its pages.
+    """
+
+    BOOTSTRAPPING = "bootstrapping"
     COMPUTING = "computing"
     SENDING = "sending"
     RECEIVING = "receiving"
     DRAINING = "draining"
 
 
+FOLLOWERS: Mapping[TransferStatus, frozenset[TransferStatus]] = {
+    TransferStatus.BOOTSTRAPPING: frozenset((TransferStatus.COMPUTING, TransferStatus.DRAINING)),
+    TransferStatus.COMPUTING: frozenset((TransferStatus.SENDING, TransferStatus.DRAINING)),
+    TransferStatus.SENDING: frozenset((TransferStatus.DRAINING,)),
+    TransferStatus.RECEIVING: frozenset((TransferStatus.DRAINING,)),
+    TransferStatus.DRAINING: frozenset((TransferStatus.DRAINING,)),  # aborted again
+}
+
+
 @dataclass
 class TransferRequest:
-    """This server's half of one attempt."""
+    """A request and its transfer, on this server's side."""
 
     req: Req
     room: int
-    stage: TransferStatus
-    number: int = 0  # of this half among all that this rank has opened
+    status: TransferStatus
+    number: int = 0  # counts the transfers that this rank has opened
+
+    def advance(self, status: TransferStatus) -> None:
+        assert status in FOLLOWERS[self.status], f"{status.name} after {self.status.name}"
+        self.status = status
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What the group agrees on: ``phase`` is the least advanced rank's, ``settled`` that all ranks have ended.
+    """State that the group agrees on: ``phase`` is the least advanced rank's, ``settled`` that all ranks have ended.
 
-    ``aborted``: a rank knows that the client has left, so that no other attempt will come.
+    ``aborted``: a rank knows that the client has disconnected, so that no other attempt will come.
     """
 
-    half: TransferRequest
+    transfer: TransferRequest
     phase: Phase
     settled: bool
     aborted: bool = False
@@ -70,65 +90,66 @@ class Progress:
 
 
 class TransferTable:
-    """The halves that are open on this rank, by room. Every rank of the group holds equal ones, in equal order.
+    """The open transfers of this rank, by bootstrap room. All ranks of the group have the same ones, in the same order.
 
-    Not by request id: a client's own comes again with its next attempt, while this one's pages still drain.
+    They are not kept by request id: the next attempt has the same id, while this one's pages still drain.
     """
 
     def __init__(self, transport: Transport, group: Agreeing):
         self._transport = transport
         self._group = group
-        self._halves: dict[int, TransferRequest] = {}
+        self._transfers: dict[int, TransferRequest] = {}
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
-        return len(self._halves)
+        return len(self._transfers)
 
     def __iter__(self) -> Iterator[TransferRequest]:
-        return iter(self._halves.values())
+        return iter(self._transfers.values())
 
-    def count(self, stage: TransferStatus) -> int:
-        return sum(half.stage is stage for half in self)
+    def count(self, status: TransferStatus) -> int:
+        return sum(transfer.status is status for transfer in self)
 
-    def open(self, req: Req, stage: TransferStatus) -> TransferRequest:
-        """``req``'s room is the transport's since it was told of it, and so free here."""
-        assert req.bootstrap is not None and req.bootstrap.room not in self._halves
-        half = self._halves[req.bootstrap.room] = TransferRequest(req, req.bootstrap.room, stage, next(self._numbers))
-        return half
+    def open(self, req: Req, status: TransferStatus) -> TransferRequest:
+        """Adds the request. Its room is free here, since the transport has accepted it."""
+        assert req.bootstrap is not None and req.bootstrap.room not in self._transfers
+        transfer = self._transfers[req.bootstrap.room] = TransferRequest(req, req.bootstrap.room, status,
+                                                                         next(self._numbers))
+        return transfer
 
-    def of(self, req: Req) -> TransferRequest | None:
-        half = None if req.bootstrap is None else self._halves.get(req.bootstrap.room)
-        return half if half is not None and half.req is req else None
+    def find(self, req: Req) -> TransferRequest | None:
+        transfer = None if req.bootstrap is None else self._transfers.get(req.bootstrap.room)
+        return transfer if transfer is not None and transfer.req is req else None
 
     def poll(self) -> list[Progress]:
-        """The group's view of every half, in order of opening."""
-        if not self._halves:
+        """Returns the group's state of every transfer, in order of opening."""
+        if not self._transfers:
             return []
-        halves = list(self)
-        agreed = self._group.least("rooms", [half.number for half in halves],
-                                   np.array([self._standing(half) for half in halves], np.int64),
+        transfers = list(self)
+        agreed = self._group.least("transfers", [transfer.number for transfer in transfers],
+                                   np.array([self._local_state(transfer) for transfer in transfers], np.int64),
                                    (Phase.RESERVING, False, True))
-        return [Progress(half, Phase(phase), bool(settled), not wanted)
-                for half, (phase, settled, wanted) in zip(halves, agreed)]
+        return [Progress(transfer, Phase(phase), bool(settled), not connected)
+                for transfer, (phase, settled, connected) in zip(transfers, agreed)]
 
-    def _standing(self, half: TransferRequest) -> tuple[Phase, bool, bool]:
-        """This rank's phase, whether it is the last, and whether the client is still there as far as it knows."""
-        phase = self._transport.phase(half.room)
-        left = phase <= Phase.ABORTING and isinstance(self._transport.error(half.room), Aborted)
-        return phase, phase.terminal, not left
+    def _local_state(self, transfer: TransferRequest) -> tuple[Phase, bool, bool]:
+        """Returns this rank's phase, whether it is final, and False where the client is known to have disconnected."""
+        phase = self._transport.phase(transfer.room)
+        aborted = phase <= Phase.ABORTING and isinstance(self._transport.error(transfer.room), Aborted)
+        return phase, phase.terminal, not aborted
 
-    def abort(self, half: TransferRequest, error: ServingError) -> None:
-        """Stop this half on every rank; its pages stay held until the transfer has settled."""
-        half.stage = TransferStatus.DRAINING
-        self._transport.abort(half.room, error)
+    def abort(self, transfer: TransferRequest, error: ServingError) -> None:
+        """Stops the transfer on every rank; its pages stay allocated until it has settled."""
+        transfer.advance(TransferStatus.DRAINING)
+        self._transport.abort(transfer.room, error)
 
-    def error_of(self, half: TransferRequest) -> ServingError:
-        """Why the half fails: this rank's own reason, or that another rank has one."""
-        if self._transport.phase(half.room) <= Phase.ABORTING:
-            return self._transport.error(half.room)
+    def error_for(self, transfer: TransferRequest) -> ServingError:
+        """Returns why the transfer fails: this rank's own error, or that another rank failed."""
+        if self._transport.phase(transfer.room) <= Phase.ABORTING:
+            return self._transport.error(transfer.room)
         return TransferFailed("The KV cache transfer failed on another rank of the server.", cause="other_rank")
 
-    def close(self, half: TransferRequest, forget: Callable[[int], None] | None = None) -> None:
-        """``forget``: in place of the transport's."""
-        del self._halves[half.room]
-        (forget or self._transport.forget)(half.room)
+    def close(self, transfer: TransferRequest, forget: Callable[[int], None] | None = None) -> None:
+        """Removes the transfer, and drops it in the transport by ``forget`` (by default the transport's)."""
+        del self._transfers[transfer.room]
+        (forget or self._transport.forget)(transfer.room)

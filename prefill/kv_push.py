@@ -1,4 +1,4 @@
-"""When the pages that a step computes leave for decode: beside the layers that follow, the next chunk, or nothing."""
+"""Decides when the pages that a step computes are pushed to decode: during the following layers, or the next chunk."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Leaving:
-    """Pages of one request: prompt pages ``first`` onwards."""
+class _Pages:
+    """Pages of one request to push: prompt pages ``first`` onwards."""
 
     room: int
     first: int
@@ -28,10 +28,10 @@ class _Leaving:
 
 
 class KVPush:
-    """Pushes pages to ``sender``, layer group by layer group. ``event`` marks what was launched so far.
+    """Pushes pages to ``sender``, layer group by layer group. ``event`` marks the work that was launched so far.
 
-    ``overlap`` is ``--kv-transfer-overlap``: ``layers`` lets a group leave as soon as its last layer is computed,
-    ``chunk`` all groups when the step is, and ``prompt`` all pages when the prompt's last chunk is.
+    ``overlap`` is ``--kv-transfer-overlap``: with ``layers`` a group is pushed as soon as its last layer is computed,
+    with ``chunk`` all groups after the step, and with ``prompt`` all pages after the prompt's last chunk.
     """
 
     def __init__(self, sender: KVSender, cache: KVCacheManager, num_groups: int, overlap: TransferOverlap,
@@ -42,14 +42,14 @@ class KVPush:
         self._overlap = overlap
         self._event = event
 
-    def computed_before(self, room: int, page_ids: np.ndarray) -> None:
-        """A whole prompt of an earlier attempt."""
-        self._push(_Leaving(room, 0, page_ids), range(self._num_groups), self._event())
+    def push_retained(self, room: int, page_ids: np.ndarray) -> None:
+        """Pushes a whole prompt that an earlier attempt has computed."""
+        self._push(_Pages(room, 0, page_ids), range(self._num_groups), self._event())
 
-    def cached(self, batch: ScheduledBatch) -> None:
-        """Pages that this server's prefix cache holds leave before the forward pass of a request's first chunk.
+    def push_cached(self, batch: ScheduledBatch) -> None:
+        """Pushes the pages of this server's prefix cache before the forward pass of a request's first chunk.
 
-        The step in flight may be computing them: they leave when it has run.
+        The step in flight may be computing them: they are sent when it has run.
         """
         if self._overlap == "prompt":
             return
@@ -58,40 +58,40 @@ class KVPush:
             assert hold is not None
             cached = hold.num_cached_pages
             if cached and chunk.start == cached * self._cache.page_size:
-                self._push(_Leaving(_room(chunk.req), 0, hold.ids[:cached].copy()), range(self._num_groups),
+                self._push(_Pages(_room(chunk.req), 0, hold.ids[:cached].copy()), range(self._num_groups),
                            self._event())
 
-    def of(self, batch: ScheduledBatch) -> Callable[[int, torch.cuda.Event | None], None]:
-        """A callback for the forward pass, told of each layer group that is computed."""
-        leaving = list(self._leaving(batch))
+    def callback_for(self, batch: ScheduledBatch) -> Callable[[int, torch.cuda.Event | None], None]:
+        """Returns a callback that pushes pages, which the forward pass calls after each layer group."""
+        to_push = list(self._pages_of(batch))
 
         def push(group: int, ready: torch.cuda.Event | None) -> None:
             if self._overlap == "layers":
                 groups = range(group, group + 1)
             else:
                 groups = range(self._num_groups if group == self._num_groups - 1 else 0)
-            for pages in leaving:
+            for pages in to_push:
                 self._push(pages, groups, ready)
 
         return push
 
-    def _leaving(self, batch: ScheduledBatch) -> Iterator[_Leaving]:
+    def _pages_of(self, batch: ScheduledBatch) -> Iterator[_Pages]:
         for chunk in batch.chunks:
             assert chunk.req.page_table is not None
             first, end = self._span(chunk)
             if end > first:
-                yield _Leaving(_room(chunk.req), first, chunk.req.page_table.ids[first:end].copy())
+                yield _Pages(_room(chunk.req), first, chunk.req.page_table.ids[first:end].copy())
 
     def _span(self, chunk: Chunk) -> tuple[int, int]:
-        """The prompt's pages that leave with a chunk, from the first to the one behind the last."""
+        """Returns the range of the prompt's pages that are pushed with a chunk, first and end."""
         page_size = self._cache.page_size
-        # A page that this chunk leaves partly filled waits for the chunk that fills it, or for the prompt's end.
+        # A page that this chunk fills in part is pushed with the chunk that completes it, or with the prompt's last.
         end = self._cache.pages_for(chunk.stop) if chunk.samples else chunk.stop // page_size
         if self._overlap == "prompt":
             return 0, end if chunk.samples else 0
         return chunk.start // page_size, end
 
-    def _push(self, pages: _Leaving, groups: range, ready: torch.cuda.Event | None) -> None:
+    def _push(self, pages: _Pages, groups: range, ready: torch.cuda.Event | None) -> None:
         for group in groups:
             self._sender.push(pages.room, group, pages.first, pages.page_ids, ready)
 

@@ -15,12 +15,12 @@ from ..common.engine.rank_spec import RankSpec
 @command("launch_prefill")
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse(ServerConfig, argv, prog="launch_prefill", description="Start a prefill server.",
-                   defaults={"disaggregation_mode": "prefill"}, adjust=lambda config: config.only("prefill"))
+                   defaults={"disaggregation_mode": "prefill"}, adjust=lambda config: config.require_mode("prefill"))
     sys.exit(run(config))
 
 
 def run(config: ServerConfig) -> int:
-    """Serve until stopped; returns the process's exit code."""
+    """Serves until stopped; returns the process's exit code."""
     check_engine()
     from ..common.serving.server import run_server
     from ..kvtransfer.bootstrap import BootstrapServer
@@ -31,7 +31,7 @@ def run(config: ServerConfig) -> int:
 
 
 def run_rank(spec: RankSpec) -> None:
-    """A rank's process. The engine, and with it torch, is imported there and not in the front process."""
+    """Runs a rank's process, which imports the engine and with it torch; the API server process does not."""
     from . import rank
 
     rank.main(spec)

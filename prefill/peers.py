@@ -1,4 +1,4 @@
-"""The decode servers that a prefill rank is connected with."""
+"""Connections of a prefill rank to decode servers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .retained_prompts import RetainedPrompts
 
 
 class DecodePeers:
-    """See ``common.engine.peers``. ``register`` makes a rank known to the bootstrap server."""
+    """Implements ``common.engine.peers`` for prefill. ``register`` registers a rank with the bootstrap server."""
 
     busy = False
 
-    def __init__(self, sender: KVSender, kept: RetainedPrompts, register: Callable[[RankInfo], None]):
+    def __init__(self, sender: KVSender, retained: RetainedPrompts, register: Callable[[RankInfo], None]):
         self._sender = sender
-        self._kept = kept
+        self._retained = retained
         self._register = register
 
     @property
@@ -34,7 +34,7 @@ class DecodePeers:
 
     def leave(self) -> None:
         self._sender.leave()
-        self._kept.clear()
+        self._retained.clear()
 
     def join(self, model: ModelIdentity) -> None:
         self._sender.join(model)

@@ -1,7 +1,8 @@
-"""What a model asks of an attention backend."""
+"""Interfaces of attention backends."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -12,57 +13,62 @@ from ..forward.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 
 ANY_LENGTH = 1 << 30
-"""``plan``'s ``max_length`` for ends: pieces of requests are joined whatever they need, so that a server's warm-up
-compiles that."""
+"""``plan``'s ``max_length`` for last-token rows: splits are merged whether or not requests have several, so that a
+server's warm-up compiles the merge."""
 
 
-class Planned(Protocol):
-    """Any backend, as code sees it that runs none itself."""
+class AttentionPlanner(Protocol):
+    """The part of a backend's interface that is the same for all kinds of attention: it plans batches."""
 
     def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
         """Prepare for ``batch``, a decode step or a ragged extend over existing prefixes.
 
-        With ``max_length`` what is planned is captured into a graph, whose replays find other page tables in the
-        batch's tensors, of sequences up to so many tokens. Only backends that can decode under capture take it. It is
+        With ``max_length`` the step is captured into a graph, whose replays find other page tables in the batch's
+        tensors, of sequences up to ``max_length`` tokens. Only backends that can decode under capture take it. It is
         called twice: before the run that warms up, and before the one that is captured.
         """
 
+    def warm_up(self, compute_prompt: Callable[[], None]) -> None:
+        """Compile the kernels of prompts: calls ``compute_prompt``, which plans and computes a prompt of one row by
+        this backend, once for each of them."""
+
     @property
-    def attends_ends(self) -> bool:
-        """Whether it has ``run_ends``."""
+    def attends_last_tokens(self) -> bool:
+        """True if the backend has ``run_last_tokens``."""
 
     def refresh(self, batch: ForwardBatch) -> None:
-        """What a replay needs of the host: ``batch``, of a captured size, stands in the tensors that were captured."""
+        """Do the host's part of a graph's replay: ``batch``, of a captured size, is in the tensors that were captured.
+        """
 
 
-class AttentionBackend(Planned, Protocol):
-    """Causal self-attention over the paged KV cache: ``plan`` once a batch, ``run`` once a layer. One is made for a
-    window: of all tokens up to its own, a query sees the last so many (None: all)."""
+class AttentionBackend(AttentionPlanner, Protocol):
+    """Causal self-attention over the paged KV cache: ``plan`` once a batch, ``run`` once a layer. A backend has one
+    sliding window: a query sees at most that many tokens up to its own (None: all)."""
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos_sin: torch.Tensor | None = None,
             norms: HeadNorms | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Store this step's keys and values in the pool, then attend; returns ``[T, Hq, D]``.
 
         ``q`` [T, Hq, D], ``k`` and ``v`` [T, Hkv, D]; ``cos_sin`` [positions, D] float32, when given, is the rotary
-        table by which ``q`` (in place) and ``k`` are turned on the way, ``norms`` what norms their heads before that.
+        table of the rope that is applied to ``q`` (in place) and ``k``, after ``norms`` of their heads.
         ``sinks`` [Hq] float32 are logits that join the denominators of the heads' softmaxes.
         Mutates the pool and ``q``.
         """
 
-    def run_ends(self, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                 cos_sin: torch.Tensor | None = None, norms: HeadNorms | None = None,
-                 sinks: torch.Tensor | None = None) -> torch.Tensor:
-        """``run`` for a model's last layer: keys and values of all rows are stored, but of ``batch``, which is planned
-        and has ``ends``, these rows alone attend: ``[R, Hq, D]``. What comes next has to be planned."""
+    def run_last_tokens(self, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                        cos_sin: torch.Tensor | None = None, norms: HeadNorms | None = None,
+                        sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """``run`` for a model's last layer: keys and values of all rows are stored, but only the last-token rows of
+        ``batch``, its ``ends``, attend: ``[R, Hq, D]``. ``batch`` is planned; the next step must be planned again."""
 
 
 def store(pool: KVPool, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
           cos_sin: torch.Tensor | None, norms: HeadNorms | None,
-          settled: bool = False, turn_keys: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first half of ``run``, equal for every backend; returns the layer's key and value pages. ``settled`` and
-    ``turn_keys`` are as in ``rope_and_store``."""
+          inputs_ready: bool = False, rope_keys_in_place: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Apply rope and store a layer's keys and values, the part of ``run`` that all backends share; returns the layer's
+    key and value pages. ``inputs_ready`` and ``rope_keys_in_place`` are as in ``rope_and_store``."""
     k_pages, v_pages = pool.layer(layer)
     k_scale, v_scale = pool.layout.scales_of(layer)
     rope_and_store(q, k, v, k_pages, v_pages, batch.page_of_token, batch.offset_in_page, cos_sin,
-                   batch.positions, k_scale, v_scale, norms, settled, turn_keys)
+                   batch.positions, k_scale, v_scale, norms, inputs_ready, rope_keys_in_place)
     return k_pages, v_pages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -15,7 +16,7 @@ from flashinfer import (
 )
 
 from ...kernels.arguments import HeadNorms
-from ...kernels.attention.dequantize_pages import widen_pages
+from ...kernels.attention.dequantize_pages import dequantize_pages
 from ...kernels.attention.scale_by_sinks import scale_by_sinks
 from ..forward.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
@@ -23,8 +24,10 @@ from .base import store
 from .triton_backend import TritonBackend
 
 _WORKSPACE_BYTES = 256 << 20
-_PLAN_BYTES = 8 << 20  # FlashInfer's own size for what a plan holds
-_WIDE_BYTES = 256 << 20  # of a layer's keys and values in the model's type
+_PLAN_BYTES = 8 << 20
+"""FlashInfer's own size of the buffer of a plan."""
+_DEQUANTIZED_BYTES = 256 << 20
+"""The most memory that a layer's keys and values take in the model's type."""
 # The plain decode kernel is made for small groups; from 3 query heads a KV head the tensor cores win.
 _LARGEST_PLAIN_GROUP = 2
 
@@ -32,11 +35,11 @@ _LARGEST_PLAIN_GROUP = 2
 class FlashInferBackend:
     """One decode and one prefill wrapper over a shared workspace: a batch is planned once and run by every layer.
 
-    A captured decode step has a wrapper of its own, over the graph's tensors: its plan is made anew before each replay.
-    Plans of all sizes take turns in one piece of memory.
+    A captured decode step has a wrapper of its own, over the graph's tensors: its plan is made again before each
+    replay. Plans of all sizes share one buffer.
     """
 
-    attends_ends = False  # its plan would wait for the step before
+    attends_last_tokens = False  # its plan would wait for the last step
 
     def __init__(self, pool: KVPool, num_heads: int, dtype: torch.dtype, window: int | None = None):
         """``dtype`` is the model's; the pool's may be float8."""
@@ -53,17 +56,16 @@ class FlashInferBackend:
         fa3 = torch.cuda.get_device_capability(device) == (9, 0)
         self._decode = BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=tensor_cores)
         self._prefill = BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa3" if fa3 else "fa2")
-        # FA3's kernels take queries and keys of one type: float8 pages of a prompt are brought to it, which costs far
-        # less than FA2 loses. Prompts for which that takes too much room are our kernel's.
-        self._widens = fa3 and stored != dtype
-        # Of whole prompts FA3 had rather have the step's own keys and values, by tiles, than find tokens by pages.
+        # FA3's kernels take queries and keys of one type: float8 pages of a prompt are dequantized, which costs far
+        # less than FA2 loses. Prompts for which that takes too much memory are our kernel's.
+        self._dequantizes = fa3 and stored != dtype
+        # For whole prompts FA3 is faster on the step's own contiguous keys and values than on pages.
         self._whole: Any = BatchPrefillWithRaggedKVCacheWrapper(
             workspace, "NHD", backend="fa3") if fa3 and stored == dtype else None
         self._pages = torch.empty(0, dtype=torch.int32, device=device)  # of the planned batch
-        self._most_pages = _WIDE_BYTES // (
+        self._max_dequantized_pages = _DEQUANTIZED_BYTES // (
             2 * layout.num_kv_heads * layout.page_size * layout.head_dim * dtype.itemsize)
-        self._long_prompts = TritonBackend(pool, num_heads, window) if self._widens else None
-        self._warmed = False
+        self._long_prompts = TritonBackend(pool, num_heads, window) if self._dequantizes else None
         self._captured: dict[int, Any] = {}  # by batch size
         self._captured_plans: torch.Tensor | None = None
         self._wrapper: Any = None
@@ -80,11 +82,17 @@ class FlashInferBackend:
         else:
             self._plan_prompts(batch)
 
+    def warm_up(self, compute_prompt: Callable[[], None]) -> None:
+        compute_prompt()
+        if self._long_prompts is not None:
+            max_pages, self._max_dequantized_pages = self._max_dequantized_pages, 0  # every prompt is a long one
+            try:
+                compute_prompt()
+            finally:
+                self._max_dequantized_pages = max_pages
+
     def _plan_prompts(self, batch: ForwardBatch) -> None:
-        # The first batch is a server's warm-up, and the second: both ways are compiled.
-        ours = not self._warmed or batch.kv_indptr_cpu[-1] > self._most_pages
-        self._warmed = True
-        if self._long_prompts is not None and ours:
+        if self._long_prompts is not None and batch.kv_indptr_cpu[-1] > self._max_dequantized_pages:
             self._wrapper = None
             self._long_prompts.plan(batch)
         else:
@@ -105,7 +113,7 @@ class FlashInferBackend:
         qo_indptr, kv_indptr, last_page_len, lengths = self._host_copies(batch, of_requests)
         pages = self._pages = batch.kv_indices[:int(batch.kv_indptr_cpu[-1])]
         types = self._types
-        if wrapper is self._prefill and self._widens:
+        if wrapper is self._prefill and self._dequantizes:
             pages = torch.arange(len(pages), dtype=torch.int32, device=pages.device)
             types = types | {"kv_data_type": types["q_data_type"]}
         table = (kv_indptr, pages, last_page_len)
@@ -129,13 +137,13 @@ class FlashInferBackend:
         return list(packed.split([len(array) for array in arrays]))
 
     def _lengths(self, batch: ForwardBatch) -> np.ndarray:
-        """Of each request, with what is computed in this step."""
+        """The length of each request, with the tokens of this step."""
         full_pages: np.ndarray = np.diff(batch.kv_indptr_cpu) - 1
         lengths: np.ndarray = full_pages * self._pool.layout.page_size + batch.kv_last_page_len_cpu
         return lengths
 
     def _over_tensors_of(self, batch: ForwardBatch) -> Any:
-        """A wrapper that reads the page table where a graph finds it, and plans into the memory all graphs share."""
+        """Makes a wrapper that reads the page table of a graph, and plans into the memory that all graphs share."""
         if self._captured_plans is None:
             self._captured_plans = torch.empty(_PLAN_BYTES, dtype=torch.uint8, device=self._workspace.device)
         wrapper = CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
@@ -150,21 +158,21 @@ class FlashInferBackend:
         if self._wrapper is None and self._long_prompts is not None:
             return self._long_prompts.run(layer, q, k, v, cos_sin, norms, sinks)
         whole = self._wrapper is self._whole
-        pages = store(self._pool, self._batch, layer, q, k, v, cos_sin, norms, turn_keys=whole)
-        held = (k, v) if whole else pages
-        given = self._batch.heads
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if given is None else given.view(q.shape)
+        pages = store(self._pool, self._batch, layer, q, k, v, cos_sin, norms, rope_keys_in_place=whole)
+        kv = (k, v) if whole else pages
+        buffer = self._batch.heads
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if buffer is None else buffer.view(q.shape)
         if sinks is None:
-            self._attend(layer, q, held, {"out": out})
+            self._attend(layer, q, kv, {"out": out})
         else:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-            self._attend(layer, q, held, {"out": out, "lse": lse, "return_lse": True})
+            self._attend(layer, q, kv, {"out": out, "lse": lse, "return_lse": True})
             scale_by_sinks(out, lse, sinks)
         return out
 
     def _attend(self, layer: int, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor],
                 into: dict[str, Any]) -> None:
-        """``pages``: keys and values, of whole prompts those of the step's rows."""
+        """Attend to ``pages``: keys and values, for whole prompts those of the step's rows."""
         if self._wrapper is self._whole:
             self._whole.run(q, *pages, **into)
             return
@@ -172,18 +180,18 @@ class FlashInferBackend:
             self._wrapper.run(q, pages, **into)
             return
         k_scale, v_scale = self._pool.layout.scales_of(layer)
-        if self._widens and self._wrapper is self._prefill:
-            wide = widen_pages(*pages, self._pages, q.dtype, k_scale, v_scale)
-            self._wrapper.run(q, (wide[:, 0], wide[:, 1]), **into)
+        if self._dequantizes and self._wrapper is self._prefill:
+            dequantized = dequantize_pages(*pages, self._pages, q.dtype, k_scale, v_scale)
+            self._wrapper.run(q, (dequantized[:, 0], dequantized[:, 1]), **into)
             return
-        # A scale of values is a kernel of its own behind the attention.
+        # A scale of values is a separate kernel after the attention.
         self._wrapper.run(q, pages, k_scale=k_scale, v_scale=None if v_scale == 1.0 else v_scale, **into)
 
-    def run_ends(self, *args: Any) -> torch.Tensor:
+    def run_last_tokens(self, *args: Any) -> torch.Tensor:
         raise AssertionError("this backend does not attend to ends alone")
 
 
 @lru_cache
 def _workspace_of(device: torch.device) -> torch.Tensor:
-    """What kernels of one device leave each other in: they follow each other on one stream, of whatever backend."""
+    """The workspace of all backends on a device: their kernels follow each other on one stream."""
     return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""Choice of the attention backend."""
+"""Chooses the attention backend."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ..api.errors import ConfigError
 from ..config.server import KernelArgs
 from ..kvcache.pool import KVPool
 from .base import AttentionBackend
-from .by_window import LayersBackend
-from .split import SplitBackend
+from .per_window_backend import PerWindowBackend
+from .prefill_decode_backend import PrefillDecodeBackend
 from .torch_backend import TorchBackend
 
 _FLASHINFER_DTYPES = ("float16", "bfloat16")
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
-# Of shorter windows a prompt's rows see a few tiles, which our kernel shares among the query heads of a KV head;
-# FlashInfer's would be compiled for windows, a minute at a server's first start.
-_FLASHINFER_LEAST_WINDOW = 1024
+_FLASHINFER_MIN_WINDOW = 1024
+"""With a shorter window a prompt's rows see a few tiles, which our kernel shares among the query heads of a KV head;
+FlashInfer's would be compiled for windows, a minute at a server's first start."""
 
 
 def choose_backend(name: str, device: torch.device, dtype: str, head_dim: int) -> str:
@@ -54,7 +54,7 @@ def interpreted() -> bool:
 
 
 def choose_decode_backend(args: KernelArgs, device: torch.device, dtype: str, head_dim: int) -> str:
-    """The backend of decode steps: triton on a GPU where it is installed, which under CUDA graphs needs no host.
+    """Choose the backend of decode steps: triton on a GPU where it is installed, which needs no host under CUDA graphs.
 
     Raises ConfigError where the named one cannot run, or not under the CUDA graphs that were not disabled.
     """
@@ -71,10 +71,10 @@ def choose_decode_backend(args: KernelArgs, device: torch.device, dtype: str, he
 
 def select_attention(args: KernelArgs, device: torch.device, pool: KVPool, num_heads: int,
                      dtype: str | None = None, windows: Sequence[int | None] = ()) -> AttentionBackend:
-    """What the flags ask for: one backend, or one for prompts and one for decode steps; and such of every window, where
-    the pool's layers have several.
+    """Build what the flags ask for: one backend, or one for prompts and one for decode steps; and one or two of these
+    for each window, where the pool's layers have several.
 
-    ``dtype`` is the model's, where the pool's is another. ``windows`` has each layer's; none at all, of layers that
+    ``dtype`` is the model's, where the pool's is another. ``windows`` has each layer's; it is empty where all layers
     see all tokens."""
     dtype = dtype or pool.layout.dtype
     prefill = choose_backend(args.attention_backend, device, dtype, pool.layout.head_dim)
@@ -83,21 +83,21 @@ def select_attention(args: KernelArgs, device: torch.device, pool: KVPool, num_h
     def of_window(window: int | None) -> AttentionBackend:
         made = [select_backend(name, device, pool, num_heads, dtype, window)
                 for name in dict.fromkeys((prefill, decode))]
-        return made[0] if len(made) == 1 else SplitBackend(*made)
+        return made[0] if len(made) == 1 else PrefillDecodeBackend(*made)
 
     kinds = list(dict.fromkeys(windows)) or [None]
     if len(kinds) == 1:
         return of_window(kinds[0])
-    return LayersBackend({window: of_window(window) for window in kinds}, windows)
+    return PerWindowBackend({window: of_window(window) for window in kinds}, windows)
 
 
 def select_backend(name: str, device: torch.device, pool: KVPool, num_heads: int,
                    dtype: str | None = None, window: int | None = None) -> AttentionBackend:
-    """Build the backend that ``name`` (the flag's value) means here, of layers with this ``window``; ``num_heads``
+    """Build the backend that ``name`` (the flag's value) resolves to, for layers with this ``window``; ``num_heads``
     counts this rank's query heads. ``dtype`` as in ``select_attention``."""
     dtype = dtype or pool.layout.dtype
     chosen = choose_backend(name, device, dtype, pool.layout.head_dim)
-    if chosen == "flashinfer" and (window is None or window >= _FLASHINFER_LEAST_WINDOW):
+    if chosen == "flashinfer" and (window is None or window >= _FLASHINFER_MIN_WINDOW):
         from .flashinfer_backend import FlashInferBackend
         return FlashInferBackend(pool, num_heads, getattr(torch, dtype), window)
     if chosen != "torch":

@@ -1,12 +1,13 @@
-"""Attention in plain torch: what a CPU runs, and what the other backends are compared with.
+"""Attention in plain torch: for CPUs, and as the reference of the other backends.
 
-Keys and values are gathered out of the pool straight into the ``[.., heads, tokens, head_dim]`` form that
-scaled_dot_product_attention takes. The pool's memory is seen as rows of one page and head,
+Keys and values are gathered out of the pool straight into the ``[.., heads, tokens, head_dim]`` layout that
+scaled_dot_product_attention takes. The pool's memory is viewed as rows of one page and head,
 ``[pages * layers * 2 * heads, page_size * head_dim]``, so that a gather copies ``page_size * head_dim`` values at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,8 @@ from ..forward.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 from .base import store
 
-QUERY_BLOCK = 1024  # rows of an extend's score mask: 8,192 x 8,192 at once would take 64 MiB a request
+QUERY_BLOCK = 1024
+"""Rows of an extend's score mask: 8,192 x 8,192 at once would take 64 MiB a request."""
 
 
 @dataclass
@@ -32,7 +34,7 @@ class _Bucket:
 
 
 class TorchBackend:
-    attends_ends = True
+    attends_last_tokens = True
 
     def __init__(self, pool: KVPool, window: int | None = None):
         self._pool = pool
@@ -49,7 +51,7 @@ class TorchBackend:
         pages = np.diff(batch.kv_indptr_cpu)
         lengths = (pages - 1) * self._layout.page_size + batch.kv_last_page_len_cpu
         begins = batch.kv_indptr_cpu[:-1]
-        if self._window is not None:  # whole pages before the first token that a row sees are as if they were not there
+        if self._window is not None:  # whole pages before the first token that a row sees are left out
             unseen = lengths - np.diff(batch.qo_indptr_cpu) + 1 - self._window
             unseen = np.maximum(unseen, 0) // self._layout.page_size
             begins, pages, lengths = begins + unseen, pages - unseen, lengths - unseen * self._layout.page_size
@@ -75,6 +77,9 @@ class TorchBackend:
             mask = torch.from_numpy(seen)[:, None, None].to(device)
         return _Bucket(torch.from_numpy(requests).to(device), rows, mask, lengths[requests].tolist())
 
+    def warm_up(self, compute_prompt: Callable[[], None]) -> None:
+        compute_prompt()
+
     def refresh(self, batch: ForwardBatch) -> None:
         raise AssertionError("this backend is never captured")
 
@@ -84,9 +89,9 @@ class TorchBackend:
         store(self._pool, self._batch, layer, q, k, v, cos_sin, norms)
         return self._attend(layer, q, sinks)
 
-    def run_ends(self, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                 cos_sin: torch.Tensor | None = None, norms: HeadNorms | None = None,
-                 sinks: torch.Tensor | None = None) -> torch.Tensor:
+    def run_last_tokens(self, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                        cos_sin: torch.Tensor | None = None, norms: HeadNorms | None = None,
+                        sinks: torch.Tensor | None = None) -> torch.Tensor:
         assert batch.ends is not None
         store(self._pool, batch, layer, q, k, v, cos_sin, norms)
         self.plan(batch.ends)
@@ -118,14 +123,14 @@ class TorchBackend:
         return keys, values
 
     def _scratch_of(self, rows: int, width: int) -> torch.Tensor:
-        """Memory kept from call to call: fresh memory's page faults would make a 40 MB gather 20 times slower."""
+        """Memory that is reused by all calls: page faults of new memory would make a 40 MB gather 20 times slower."""
         if self._scratch.numel() < rows * width:
             self._scratch = torch.empty(rows * width * 5 // 4, dtype=self._scratch.dtype, device=self._scratch.device)
         return self._scratch[:rows * width].view(rows, width)
 
     def _decode(self, bucket: _Bucket, keys: torch.Tensor, values: torch.Tensor, q: torch.Tensor,
                 sinks: torch.Tensor | None, out: torch.Tensor) -> None:
-        # The query heads that share a KV head take the place of query rows: no key is repeated.
+        # The query heads that share a KV head are passed as query rows: no key is repeated.
         grouped = q[bucket.requests].unflatten(1, (self._layout.num_kv_heads, -1))
         if sinks is None:
             result = scaled_dot_product_attention(grouped, keys, values, attn_mask=bucket.mask)
@@ -162,8 +167,8 @@ class TorchBackend:
 
 def _with_sinks(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor,
                 sinks: torch.Tensor) -> torch.Tensor:
-    """Attention where ``mask`` is, over one more key and value of zeros, whose score is ``sinks``: those of a query
-    [..., row] of ``q`` [..., row, D]."""
+    """Attention where ``mask`` is set, over one more key and value of zeros, whose score is ``sinks`` [..., row], one
+    for each query of ``q`` [..., row, D]."""
     keys, values = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (keys, values))
     rows = (*q.shape[:-1], 1)
     bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, float("-inf"))
@@ -172,7 +177,8 @@ def _with_sinks(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask:
 
 
 def similar(pages: np.ndarray) -> list[np.ndarray]:
-    """Requests in buckets whose longest has at most about twice the pages of the shortest: bounds the padding."""
+    """Group requests into buckets whose longest has at most about twice the pages of the shortest: this bounds the
+    padding."""
     order = np.argsort(pages, kind="stable")
     buckets = []
     while len(order):

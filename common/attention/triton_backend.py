@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
 from ...kernels.arguments import HeadNorms
 from ...kernels.attention.current_kv import CurrentKV
-from ...kernels.attention.decode_plan import DecodePlan, plan_decode, processors_of
-from ...kernels.attention.paged_decode import paged_decode, pieces_of, takes_rows_in
+from ...kernels.attention.decode_plan import DecodePlan, plan_decode
+from ...kernels.attention.paged_decode import paged_decode
 from ...kernels.attention.paged_prefill import PrefillBlocks, paged_prefill, plan_prefill
+from ...kernels.device import num_sms
+from ...kernels.tuning.policy import policy_of
 from ..forward.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 from .base import ANY_LENGTH, store
 
 
 class TritonBackend:
-    attends_ends = True
+    attends_last_tokens = True
 
     def __init__(self, pool: KVPool, num_heads: int, window: int | None = None):
         self._pool = pool
@@ -24,7 +28,8 @@ class TritonBackend:
         self._group = num_heads // pool.layout.num_kv_heads
         self._scale = pool.layout.head_dim ** -0.5
         device = pool.groups[0].device
-        self._processors = processors_of(device)
+        self._num_sms = num_sms(device)
+        self._policy = policy_of(device).attention
         self._batch: ForwardBatch | None = None
         self._longest = 0
         self._plan: DecodePlan | None = None
@@ -39,23 +44,26 @@ class TritonBackend:
         else:
             self._blocks = plan_prefill(batch.qo_indptr_cpu, self._group, batch.input_ids.device)
 
+    def warm_up(self, compute_prompt: Callable[[], None]) -> None:
+        compute_prompt()
+
     def refresh(self, batch: ForwardBatch) -> None:
-        """Nothing: the plan is made on the device."""
+        """Does nothing: the plan is made on the device."""
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos_sin: torch.Tensor | None = None,
             norms: HeadNorms | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
         batch = self._batch
         assert batch is not None
         # The first layer's attention follows a plan, and starts when all before it has ended: see kernels/_triton.py.
-        settled = batch.is_decode and self._plan is not None
-        if batch.is_decode and cos_sin is not None and self._takes_in(q):
-            return self._attend(layer, q, sinks, settled, CurrentKV(k, v, cos_sin, batch.positions, norms))
-        store(self._pool, batch, layer, q, k, v, cos_sin, norms, settled)
-        return self._attend(layer, q, sinks, settled)
+        inputs_ready = batch.is_decode and self._plan is not None
+        if batch.is_decode and cos_sin is not None and self._stores_current_kv(q):
+            return self._attend(layer, q, sinks, inputs_ready, CurrentKV(k, v, cos_sin, batch.positions, norms))
+        store(self._pool, batch, layer, q, k, v, cos_sin, norms, inputs_ready)
+        return self._attend(layer, q, sinks, inputs_ready)
 
-    def run_ends(self, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                 cos_sin: torch.Tensor | None = None, norms: HeadNorms | None = None,
-                 sinks: torch.Tensor | None = None) -> torch.Tensor:
+    def run_last_tokens(self, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                        cos_sin: torch.Tensor | None = None, norms: HeadNorms | None = None,
+                        sinks: torch.Tensor | None = None) -> torch.Tensor:
         assert batch.ends is not None
         store(self._pool, batch, layer, q, k, v, cos_sin, norms)
         if not batch.ends.num_reqs:
@@ -63,14 +71,15 @@ class TritonBackend:
         self.plan(batch.ends, ANY_LENGTH)
         return self._attend(layer, q[batch.logits_rows], sinks)
 
-    def _takes_in(self, q: torch.Tensor) -> bool:
-        """Whether attention is to turn and store the rows, too."""
+    def _stores_current_kv(self, q: torch.Tensor) -> bool:
+        """Says whether attention is to apply rope and store the step's rows, too."""
         pages = self._pool.groups[0]
         heads = len(q) * self._pool.layout.num_kv_heads
-        return pages.dtype == q.dtype and takes_rows_in(q.shape[-1], q.element_size(), pages.element_size(), heads)
+        return pages.dtype == q.dtype and self._policy.stores_current_kv(q.shape[-1], q.element_size(),
+                                                                         pages.element_size(), heads)
 
-    def _attend(self, layer: int, q: torch.Tensor, sinks: torch.Tensor | None, settled: bool = False,
-                fresh: CurrentKV | None = None) -> torch.Tensor:
+    def _attend(self, layer: int, q: torch.Tensor, sinks: torch.Tensor | None, inputs_ready: bool = False,
+                current_kv: CurrentKV | None = None) -> torch.Tensor:
         batch = self._batch
         assert batch is not None
         k_pages, v_pages = self._pool.layer(layer)
@@ -79,11 +88,12 @@ class TritonBackend:
         if batch.is_decode:
             if self._plan is None:
                 kv_heads = self._pool.layout.num_kv_heads
-                pieces = pieces_of(q.shape[-1], q.element_size(), k_pages.element_size(), len(q) * kv_heads)
+                splits = self._policy.decode_splits(q.shape[-1], q.element_size(), k_pages.element_size(),
+                                                    len(q) * kv_heads)
                 self._plan = plan_decode(batch.kv_indptr, batch.kv_last_page_len, self._pool.layout.page_size, kv_heads,
-                                         self._processors, self._longest, **pieces, window=self._window)
+                                         self._num_sms, self._longest, **splits._asdict(), window=self._window)
             return paged_decode(q, k_pages, v_pages, *table, self._scale * k_scale, self._plan, v_scale=v_scale,
-                                settled=settled, window=self._window, sinks=sinks, fresh=fresh)
+                                inputs_ready=inputs_ready, window=self._window, sinks=sinks, current_kv=current_kv)
         assert self._blocks is not None
         return paged_prefill(q, k_pages, v_pages, self._blocks, batch.qo_indptr, *table, self._scale * k_scale, v_scale,
                              self._window, sinks)

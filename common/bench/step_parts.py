@@ -18,11 +18,11 @@ from torch.profiler import ProfilerActivity, profile
 PARTS = ("attention", "GEMM", "norm", "sampling", "other", "host")
 
 _KERNELS = (
-    ("attention", r"attn|attention|flash|fmha|paged_(de|pre)|mla_|BatchDecode|BatchPrefill|join_(splits|pieces)"
+    ("attention", r"attn|attention|flash|fmha|paged_(de|pre)|decode_warp|mla_|BatchDecode|BatchPrefill|merge_splits"
                   r"|plan_decode|rope_and_store|scale_by_sinks|MergeState|merge_state"),
     ("norm", r"rms_?norm|layer_?norm"),
-    ("GEMM", r"gemm|gemv|matmul|cutlass|cublas|nvjet|xmma|splitK|moe_|_quantize_kernel|fp8"),
-    ("sampling", r"argmax|ArgMax|greatest|draw|_truncate_|softmax|SoftMax|sort|Sort|topk|TopK|cumsum|scan|exponential"
+    ("GEMM", r"gemm|gemv|matmul|split_k|warp_specialized|cutlass|cublas|nvjet|xmma|splitK|moe_|_quantize_kernel|fp8"),
+    ("sampling", r"argmax|ArgMax|_sample_|_truncate_|softmax|SoftMax|sort|Sort|topk|TopK|cumsum|scan|exponential"
                  r"|distribution|multinomial|MaxOps|penalt|bitmask"),
 )
 """Patterns of kernel names, tried in order. A kernel that matches none is "other": embedding, activation, copies."""
@@ -31,7 +31,7 @@ _FILES = (
     ("attention", ("common/attention/", "kernels/attention/")),
     ("norm", ("common/layers/norm.py",)),
     ("GEMM", ("common/layers/linear.py", "common/layers/vocab.py", "common/layers/moe", "common/quantization/",
-              "kernels/moe/")),
+              "kernels/gemm/", "kernels/float8/", "kernels/moe/")),
     ("sampling", ("common/sampling/",)),
     ("other", ("common/layers/", "common/models/")),
 )

@@ -1,31 +1,32 @@
-"""Addresses to listen on, and what to change where one cannot be had."""
+"""Checks addresses to listen on, and names the flag to change where one cannot be bound."""
 
 from __future__ import annotations
 
 import errno
 import os
 import socket
+from functools import partial
 
 from ..api.errors import ConfigError
 
-_OF_HOST = frozenset((errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT))
+_HOST_ERRORS = frozenset((errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT))
 
 
 def cannot_listen(host: str, port: int, error: OSError, *, host_flag: str = "--host",
                   port_flag: str = "--port") -> ConfigError:
-    """The error to raise where ``host`` and ``port`` cannot be bound: it names the flag that is wrong."""
+    """Returns the error to raise where ``host`` and ``port`` cannot be bound; it names the flag that is wrong."""
     if isinstance(error, socket.gaierror):
         return ConfigError(f"{host_flag} {host} is no address of this machine ({error.strerror}).")
     known = error.errno is not None and error.errno > 0  # event loops write sentences of their own into strerror
     reason = os.strerror(error.errno) if known and error.errno is not None else str(error)
-    if error.errno in _OF_HOST:
+    if error.errno in _HOST_ERRORS:
         return ConfigError(f"Cannot listen on {host} port {port}: {reason}; choose another {host_flag}, an address of "
                            "this machine.")
     return ConfigError(f"Cannot listen on {host} port {port}: {reason}; choose another {port_flag}.")
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket that is bound and does not listen yet; raises OSError."""
+    """Returns a socket that is bound and does not listen yet; raises OSError."""
     family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM,
                                                          flags=socket.AI_PASSIVE)[0]
     sock = socket.socket(family, kind, proto)
@@ -38,8 +39,32 @@ def bound(host: str, port: int) -> socket.socket:
     return sock
 
 
+def find_free_ports(host: str, first: int, count: int, *, width: int = 1) -> list[int]:
+    """Finds ``count`` ports from ``first`` on, each of which is free together with the ``width - 1`` ports above it.
+    Raises ConfigError where there are not as many."""
+    ports: list[int] = []
+    port = first
+    while len(ports) < count:
+        if port + width > 65536:
+            raise ConfigError(f"There are no {count * width} free ports above {first} on {host}.")
+        if all(map(partial(_is_free, host), range(port, port + width))):
+            ports.append(port)
+            port += width
+        else:
+            port += 1
+    return ports
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        bound(host, port).close()
+    except OSError:
+        return False
+    return True
+
+
 def check_free(host: str, port: int, port_flag: str, host_flag: str = "--host") -> None:
-    """Raises ConfigError for a port that is to be listened on later, and is taken."""
+    """Raises ConfigError where a port that a server will listen on is taken."""
     try:
         bound(host, port).close()
     except OSError as error:

@@ -14,7 +14,7 @@ import difflib
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NoReturn, TypeVar
 
 import yaml
@@ -25,23 +25,33 @@ from .packages import install
 
 C = TypeVar("C")
 
-_FILES = ("_path", "_file", "_folder", "_dir", "_template", "_plot", "certfile", "keyfile")
-"""How the names of flags end that take a file or a folder."""
+_PATH_SUFFIXES = ("_path", "_file", "_folder", "_dir", "_template", "_plot", "certfile", "keyfile")
+"""Endings of the names of flags that take a file or a folder; shells complete those with paths."""
 
 
 def flag(default: Any = dataclasses.MISSING, *, help: str, names: Sequence[str] = (), repeat: bool = False,
-         required: bool = False, some: bool = False, metavar: str | tuple[str, ...] | None = None) -> Any:
-    """A dataclass field that is also a command-line flag.
+         required: bool = False, some: bool = False, metavar: str | tuple[str, ...] | None = None,
+         hidden: Sequence[str] = ()) -> Any:
+    """Declares a dataclass field that is also a command-line flag.
 
-    ``names`` are further spellings beside the one derived from the field's name. ``repeat`` lets the
-    flag be given several times, each with one or more values (``--prefill URL [PORT]``): the field
-    then holds a tuple of tuples of strings. ``required`` fields have no default. ``some``: a flag of
-    many values takes one at least.
+    ``names`` are aliases of the name that is derived from the field's. ``repeat`` lets the flag be given several
+    times, each with one or more values (``--prefill URL [PORT]``); the field is then a tuple of tuples of strings.
+    ``required`` fields have no default. With ``some`` a flag of many values takes at least one. ``hidden`` are choices
+    that are accepted but not shown to users.
     """
-    metadata = {"help": help, "names": tuple(names), "repeat": repeat, "metavar": metavar, "some": some}
+    metadata = {"help": help, "names": tuple(names), "repeat": repeat, "metavar": metavar, "some": some,
+                "hidden": tuple(hidden)}
     if required:
         return dataclasses.field(metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def nested(*, omit: Mapping[str, str]) -> Any:
+    """Declares a field that is a nested configuration without some of its flags.
+
+    ``omit`` maps names of fields to the reason why the command has no such flag; they keep their defaults.
+    """
+    return dataclasses.field(metadata={"omit": dict(omit)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,18 +61,18 @@ class _Flag:
     field: dataclasses.Field[Any]
     annotation: Any
     section: str = ""
-    """The part of a composed configuration that it stands in; empty for a field of the configuration itself."""
+    """Name of the nested configuration that the field belongs to; empty for a field of the configuration itself."""
 
     @property
     def key(self) -> str:
         return self.field.name
 
     def default(self, defaults: Mapping[str, Any]) -> Any:
-        """Its own, or what a command has in place of it; MISSING where it must be given."""
+        """The command's default for the field, else the field's own; MISSING where the flag must be given."""
         return defaults.get(self.key, self.field.default)
 
     def add_to(self, parser: argparse._ActionsContainer, default: Any) -> None:
-        """``default``: what holds where the flag is not given; MISSING where it must be."""
+        """Adds the flag to ``parser``. ``default`` is shown in its help text; MISSING for a required flag."""
         meta = self.field.metadata
         spellings = ["--" + self.key.replace("_", "-"), *meta["names"]]
         options: dict[str, Any] = {"dest": self.key, "default": argparse.SUPPRESS, "help": self._help(default)}
@@ -78,9 +88,11 @@ class _Flag:
         elif meta["repeat"]:
             options.update(action="append", nargs="+")
         else:
-            options.update(type=kind, choices=choices, nargs=("+" if meta["some"] else "*") if many else None)
+            options.update(type=kind, choices=choices and [value for value in choices if value not in meta["hidden"]],
+                           nargs=("+" if meta["some"] else "*") if many else None)
         action = parser.add_argument(*spellings, **options)
-        if kind is str and self.key.endswith(_FILES):
+        action.hidden = meta["hidden"]  # type: ignore[attr-defined]
+        if kind is str and self.key.endswith(_PATH_SUFFIXES):
             action.complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}  # type: ignore[attr-defined]
 
     def _help(self, default: Any) -> str:
@@ -88,28 +100,29 @@ class _Flag:
         if default is dataclasses.MISSING:
             text += " (required)"
         elif default is not None and default is not False and default not in ((), ""):
-            told = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
-            text += f" (default: {told})"
-        result: str = text.replace("%", "%%")
-        return result
+            shown = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+            text += f" (default: {shown})"
+        escaped: str = text.replace("%", "%%")
+        return escaped
 
     def convert(self, value: Any) -> Any:
-        """Bring a parsed or YAML value to the field's type; raises ConfigError where it does not fit."""
+        """Converts a parsed or YAML value to the field's type; raises ConfigError where it does not fit."""
         kind, choices, many = _shape(self.annotation)
         if self.field.metadata["repeat"]:
-            return tuple(tuple(str(part) for part in ([item] if isinstance(item, str) else item)) for item in value)
+            return tuple(tuple(map(str, [item] if isinstance(item, str) else item)) for item in value)
         if value is None:
             return None
         if many:
-            return tuple(_as(kind, item, self.key) for item in ([value] if isinstance(value, str) else value))
-        value = _as(kind, value, self.key)
+            return tuple(_cast(kind, item, self.key) for item in ([value] if isinstance(value, str) else value))
+        value = _cast(kind, value, self.key)
         if choices and value not in choices:
-            raise ConfigError(f"{self.key} must be one of {', '.join(map(str, choices))}, not {value!r}.")
+            shown = (str(choice) for choice in choices if choice not in self.field.metadata["hidden"])
+            raise ConfigError(f"{self.key} must be one of {', '.join(shown)}, not {value!r}.")
         return value
 
 
-def _as(kind: type, value: Any, key: str) -> Any:
-    if kind is float and value != value:  # It would pass every check of a range: nothing is below it or above.
+def _cast(kind: type, value: Any, key: str) -> Any:
+    if kind is float and value != value:  # nan would pass every check of a range: no number is below or above it.
         raise ConfigError(f"{key} takes a number, not nan.")
     if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
         return value
@@ -135,38 +148,55 @@ def _shape(annotation: Any) -> tuple[type, tuple[Any, ...] | None, bool]:
     return annotation, None, False
 
 
-def _flags(cls: type, section: str = "") -> list[_Flag]:
+def _flags(cls: type, section: str = "", omit: Collection[str] = ()) -> list[_Flag]:
     hints = typing.get_type_hints(cls)
-    found: list[_Flag] = []
+    flags: list[_Flag] = []
     for field in dataclasses.fields(cls):
         if dataclasses.is_dataclass(hints[field.name]):
-            found.extend(_flags(hints[field.name], field.name.replace("_", " ")))
-        elif "help" in field.metadata:
-            found.append(_Flag(field, hints[field.name], section))
-    return found
+            flags.extend(_flags(hints[field.name], field.name.replace("_", " "), field.metadata.get("omit", omit)))
+        elif "help" in field.metadata and field.name not in omit:
+            flags.append(_Flag(field, hints[field.name], section))
+    return flags
+
+
+def _omitted(cls: type) -> dict[str, str]:
+    """Reasons for the flags that nested configurations of ``cls`` leave out, by name of the field."""
+    return {name: reason for field in dataclasses.fields(cls)
+            for name, reason in field.metadata.get("omit", {}).items()}
 
 
 class _Parser(argparse.ArgumentParser):
-    """Refuses with one line, and names what was most likely meant."""
+    """Refuses with one line, which names similar flags. ``omitted`` maps flags that the command lacks to the reason."""
+
+    def __init__(self, *, omitted: Mapping[str, str], **options: Any):
+        super().__init__(**options)
+        self._omitted = {"--" + name.replace("_", "-"): reason for name, reason in omitted.items()}
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if value not in getattr(action, "hidden", ()):
+            super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message.rstrip('.')}; see --help.\n")
 
     def read(self, argv: Sequence[str] | None) -> dict[str, Any]:
-        """The values of the flags that are given; ends the process where one is unknown."""
+        """Returns the values of the flags in ``argv``; ends the process where one is unknown."""
         given, unknown = self.parse_known_args(argv)
         for word in unknown:
+            name = word.partition("=")[0]
+            if name in self._omitted:
+                self.error(f"{name} is not for this command: {self._omitted[name]}")
             if word.startswith("-"):
-                self.error(f"there is no flag {word.partition('=')[0]}{self._meant(word.partition('=')[0])}")
+                self.error(f"there is no flag {name}{self._suggestions(name)}")
         if unknown:
             self.error(f"{unknown[0]!r} belongs to no flag")
         return vars(given)
 
-    def _meant(self, name: str) -> str:
+    def _suggestions(self, name: str) -> str:
         known = [flag for action in self._actions for flag in action.option_strings]
-        parts = set(name.strip("-").split("-"))
+        words = set(name.strip("-").split("-"))
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.7) or sorted(
-            flag for flag in known if len(parts & set(flag.strip("-").split("-"))) >= 2)[:3]
+            flag for flag in known if len(words & set(flag.strip("-").split("-"))) >= 2)[:3]
         return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
@@ -180,16 +210,16 @@ class _PrintCompletion(argparse.Action):
         parser.exit()
 
 
-def _parser(prog: str, description: str, flags: Iterable[_Flag], defaults: Mapping[str, Any]) -> _Parser:
-    flags = list(flags)
+def _parser(prog: str, description: str, flags: Sequence[_Flag], defaults: Mapping[str, Any],
+            omitted: Mapping[str, str]) -> _Parser:
     required = [flag for flag in flags if flag.default(defaults) is dataclasses.MISSING]
     words = [f"--{flag.key.replace('_', '-')} {flag.key.upper()}" for flag in required]
-    parser = _Parser(prog=prog, description=description, allow_abbrev=False,
+    parser = _Parser(omitted=omitted, prog=prog, description=description, allow_abbrev=False,
                      usage=" ".join(["%(prog)s", *words, "[--FLAG [VALUE] ...]"]))
     parser.add_argument("--version", action="version", version=f"Baton {__version__}")
     parser.add_argument("--print-completion", choices=("bash", "zsh", "tcsh"), action=_PrintCompletion, help=(
-        "print the shell's script for completing flags (the extra completion): eval it, or put it where the shell "
-        "looks for completions"))
+        "print the shell's script for completing flags (the extra completion): eval it, or save it in the shell's "
+        "folder of completions"))
     config = parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS,
                                  help="YAML file with the flags' names; flags win over it")
     config.complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}  # type: ignore[attr-defined]
@@ -202,25 +232,25 @@ def _parser(prog: str, description: str, flags: Iterable[_Flag], defaults: Mappi
 
 
 def build(cls: type[C], values: dict[str, Any]) -> C:
-    """``cls`` from flat values by field name, as ``parse`` would build it; raises ConfigError for unknown names and for
-    values of other types than their fields'."""
+    """Builds ``cls`` from flat values by field name, as ``parse`` would; raises ConfigError for unknown names and for
+    values whose type does not fit."""
     flags = {item.key: item for item in _flags(cls)}
     if unknown := values.keys() - flags.keys():
         raise ConfigError(f"{cls.__name__} has no {', '.join(sorted(unknown))}.")
     return _build(cls, {key: flags[key].convert(value) for key, value in values.items()})
 
 
-def _build(cls: type[C], values: dict[str, Any]) -> C:
+def _build(cls: type[C], values: dict[str, Any], omit: Collection[str] = ()) -> C:
     hints = typing.get_type_hints(cls)
-    own: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         if dataclasses.is_dataclass(hints[field.name]):
-            own[field.name] = _build(hints[field.name], values)
-        elif field.name in values:
-            own[field.name] = values[field.name]
+            fields[field.name] = _build(hints[field.name], values, field.metadata.get("omit", omit))
+        elif field.name in values and field.name not in omit:
+            fields[field.name] = values[field.name]
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ConfigError(f"--{field.name.replace('_', '-')} is required.")
-    return cls(**own)
+    return cls(**fields)
 
 
 def _read_yaml(path: str, flags: dict[str, _Flag]) -> dict[str, Any]:
@@ -232,7 +262,7 @@ def _read_yaml(path: str, flags: dict[str, _Flag]) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ConfigError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"--config {path} must hold a mapping of flag names to values.")
+        raise ConfigError(f"--config {path} must be a mapping of flag names to values.")
     values = {}
     for name, value in content.items():
         key = str(name).replace("-", "_")
@@ -244,13 +274,13 @@ def _read_yaml(path: str, flags: dict[str, _Flag]) -> dict[str, Any]:
 
 def parse(cls: type[C], argv: Sequence[str] | None = None, *, prog: str, description: str,
           defaults: dict[str, Any] | None = None, adjust: Callable[[C], C] | None = None) -> C:
-    """Build ``cls`` from a command line, or print one sentence and exit with status 2.
+    """Builds ``cls`` from a command line, or prints one sentence and exits with status 2.
 
-    ``defaults`` override the dataclass's own (a shorthand command uses it); ``adjust`` may derive a
-    final configuration and may raise ConfigError, as may the class's ``__post_init__``.
+    ``defaults`` override the dataclass's own. ``adjust`` derives the final configuration and may raise ConfigError, as
+    may the class's ``__post_init__``.
     """
     flags = {item.key: item for item in _flags(cls)}
-    given = _parser(prog, description, flags.values(), defaults or {}).read(argv)
+    given = _parser(prog, description, [*flags.values()], defaults or {}, _omitted(cls)).read(argv)
     given.pop("print_completion", None)
     try:
         values = dict(defaults or {})
@@ -265,7 +295,7 @@ def parse(cls: type[C], argv: Sequence[str] | None = None, *, prog: str, descrip
 
 
 def to_argv(config: Any) -> list[str]:
-    """The flags that make ``parse`` build ``config`` again; fields at their default are left out."""
+    """Returns the flags from which ``parse`` builds ``config`` again; fields at their default are left out."""
     argv: list[str] = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

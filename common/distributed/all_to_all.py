@@ -10,8 +10,8 @@ import torch
 
 from ...kernels._triton import AVAILABLE
 from ...kernels.arguments import Float8Rows
-from ...kernels.comm.all_to_all import peer_combine, peer_dispatch, peer_parts
-from ...kernels.comm.dispatch_buffers import GROUP, Areas, PeerAreas
+from ...kernels.comm.all_to_all import all_to_all_combine, all_to_all_dispatch, reduce_combined
+from ...kernels.comm.dispatch_buffers import GROUP, DispatchLayout, DispatchMemory
 from .dispatch_buffers import DispatchBuffers
 from .tp import TPGroup
 
@@ -40,7 +40,7 @@ class AllToAllExchange:
         try:
             if not AVAILABLE or self._group.device_group is None:
                 raise RuntimeError("it takes triton and NCCL")
-            areas = Areas(self._group.size, rows, width, choices, float8, dtype)
+            areas = DispatchLayout(self._group.size, rows, width, choices, float8, dtype)
             made = DispatchBuffers(self._group.rank, self._group.device_group, self._group.device, areas)
         except Exception as error:  # the API is young, and what it raises depends on drivers and container rights
             trouble = f"{type(error).__name__}: {error}"
@@ -55,7 +55,7 @@ class AllToAllExchange:
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._shared is None else self._shared.peers.areas.nbytes
+        return 0 if self._shared is None else self._shared.peers.layout.nbytes
 
     @property
     def connected(self) -> bool:
@@ -71,7 +71,7 @@ class AllToAllExchange:
 
     def fits(self, rows: int) -> bool:
         """Whether a step of so many rows of each rank at most can go this way."""
-        return self._shared is not None and 0 < rows <= self._shared.peers.areas.rows
+        return self._shared is not None and 0 < rows <= self._shared.peers.layout.rows
 
     def computed(self, x: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor, places: int, products: Products,
                  more: torch.Tensor | None = None) -> DeferredCombine:
@@ -80,9 +80,9 @@ class AllToAllExchange:
         assert self._shared is not None
         peers, most = self._shared.peers, self._most
         numbers = numbers.contiguous()
-        peer_dispatch(x.contiguous(), numbers, weights.contiguous(), most, places, peers)
+        all_to_all_dispatch(x.contiguous(), numbers, weights.contiguous(), most, places, peers)
         made, positions = products(peers.tokens(most), peers.choices(most)[0])
-        peer_combine(made, positions, most, places, peers)
+        all_to_all_combine(made, positions, most, places, peers)
         return DeferredCombine(numbers, places, peers, more)
 
 
@@ -93,12 +93,12 @@ class DeferredCombine:
 
     numbers: torch.Tensor
     places: int
-    peers: PeerAreas
+    peers: DispatchMemory
     more: torch.Tensor | None = None
 
     def total(self) -> torch.Tensor:
         """``[T, hidden]``"""
-        return peer_parts(self.numbers, self.places, self.peers, self.more)[0]
+        return reduce_combined(self.numbers, self.places, self.peers, self.more)[0]
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         return self.total()[index]
@@ -107,17 +107,17 @@ class DeferredCombine:
 
     def normed(self, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
         """``(norm(total + residual) * weight, total + residual)``"""
-        total, y = peer_parts(self.numbers, self.places, self.peers, self.more, residual, weight, eps)
+        total, y = reduce_combined(self.numbers, self.places, self.peers, self.more, residual, weight, eps)
         assert y is not None
         return y, total
 
 
-def _tried(peers: PeerAreas) -> str | None:
+def _tried(peers: DispatchMemory) -> str | None:
     """Exchange a few rows twice, of which every choice adds the row itself; what is wrong. A collective of the ranks.
 
     A rank that waits in vain gives up, so that this ends whatever is wrong.
     """
-    areas, device = peers.areas, peers.own.device
+    areas, device = peers.layout, peers.own.device
     try:
         rows = min(3, areas.rows)
         x = torch.randn(rows, areas.width, device=device).to(areas.dtype)
@@ -125,13 +125,13 @@ def _tried(peers: PeerAreas) -> str | None:
         weights = torch.ones(rows, areas.choices, device=device)
         back = torch.arange(areas.ranks * rows * areas.choices, dtype=torch.int32, device=device)
         for positions in (None, back):  # which are two kernels
-            peer_dispatch(x, numbers, weights, rows, 1, peers, patience=_TRIAL_PATIENCE)
+            all_to_all_dispatch(x, numbers, weights, rows, 1, peers, max_polls=_TRIAL_PATIENCE)
             came = peers.tokens(rows)
             if isinstance(came, Float8Rows):
                 came = came.values.float() * came.scale.repeat_interleave(GROUP, 1)[:, :areas.width]
             made = came.to(areas.dtype).repeat_interleave(areas.choices, 0)
-            peer_combine(made, positions, rows, 1, peers, patience=_TRIAL_PATIENCE)
-            total = peer_parts(numbers, 1, peers)[0].float() / areas.choices
+            all_to_all_combine(made, positions, rows, 1, peers, max_polls=_TRIAL_PATIENCE)
+            total = reduce_combined(numbers, 1, peers)[0].float() / areas.choices
             if not torch.allclose(total, x.float(), atol=0.1, rtol=0.1):
                 return "rows came back wrong"
     except Exception as error:  # whatever a compiler does on a machine that nobody has seen

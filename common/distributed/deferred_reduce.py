@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels.gemm.dense_matmul import dense_matmul, normed_product
+from ...kernels.gemm.dense_matmul import dense_matmul, matmul_rmsnorm
 from .all_to_all import DeferredCombine
 from .tp import TPGroup
 
@@ -79,7 +79,7 @@ class DeferredProduct:
 
     def normed(self, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
         """``(norm(total + residual) * weight, total + residual)``; ``residual`` is used up."""
-        return normed_product(residual, self.factor, self.weight, weight, eps)
+        return matmul_rmsnorm(residual, self.factor, self.weight, weight, eps)
 
 
 Summed = torch.Tensor | DeferredSum | DeferredRows | DeferredProduct | DeferredCombine

@@ -48,12 +48,13 @@ class PeerAllReduce:
     """A group's way through shared buffers. Every rank makes the same calls in the same order, on its current stream.
     """
 
-    def __init__(self, rank: int, buffers: Buffers, slots: int = kernel.SLOTS):
+    def __init__(self, rank: int, buffers: Buffers, slots: int = kernel.MIN_SLOTS):
         """``slots``: rows of each rank that can meet; the buffers have as many values as they take."""
         self._size = len(buffers.of_ranks)
         self._buffers = buffers
-        self._largest = min(_LARGEST_OF_TWO, 2 * slots * kernel.SLOT) if self._size == 2 else LARGEST_BYTES
-        self.shared = kernel.Peers(rank, buffers.of_ranks, torch.zeros(slots, dtype=torch.int32, device=buffers.device))
+        self._largest = min(_LARGEST_OF_TWO, 2 * slots * kernel.SLOT_VALUES) if self._size == 2 else LARGEST_BYTES
+        self.shared = kernel.PeerBuffers(rank, buffers.of_ranks,
+                                         torch.zeros(slots, dtype=torch.int32, device=buffers.device))
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """By what is equal on all ranks, as the others do."""
@@ -62,19 +63,19 @@ class PeerAllReduce:
     def _takes(self, tensor: torch.Tensor, sent: int) -> bool:
         return (tensor.is_cuda and tensor.dtype in _DTYPES and 0 < sent <= self._largest and tensor.is_contiguous())
 
-    def sum(self, tensor: torch.Tensor, patience: int = kernel.FOREVER) -> None:
+    def sum(self, tensor: torch.Tensor, patience: int = kernel.POLL_FOREVER) -> None:
         """Sum ``tensor``, which ``takes`` took, in place."""
-        kernel.peer_sum(tensor, self.shared, two_shots=self._in_two(tensor), patience=patience)
+        kernel.all_reduce(tensor, self.shared, two_shots=self._in_two(tensor), max_polls=patience)
 
     def takes_rows(self, rows: torch.Tensor) -> bool:
         count, width = rows.shape
-        return self.takes(rows) and kernel.rows_a_program(count, width, self.shared.slots) is not None
+        return self.takes(rows) and kernel.rows_per_program(count, width, self.shared.slots) is not None
 
     def sum_normed(self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
-                   patience: int = kernel.FOREVER) -> tuple[torch.Tensor, torch.Tensor]:
+                   patience: int = kernel.POLL_FOREVER) -> tuple[torch.Tensor, torch.Tensor]:
         """``(norm(sum + residual) * weight, sum + residual)`` of ``rows`` [T, hidden], which ``takes_rows`` took."""
-        return kernel.peer_sum_norm(rows, residual, weight, eps, self.shared, two_shots=self._in_two(rows),
-                                    patience=patience)
+        return kernel.all_reduce_rmsnorm(rows, residual, weight, eps, self.shared, two_shots=self._in_two(rows),
+                                    max_polls=patience)
 
     def warm_up(self, width: int, dtype: torch.dtype) -> None:
         """Compile all that norms sums of rows of ``width`` values, so that no request waits for it; all ranks call it.
@@ -90,35 +91,35 @@ class PeerAllReduce:
     def scatters(self, rows: torch.Tensor) -> bool:
         return self._takes(rows, rows.nbytes // self._size * (self._size - 1))
 
-    def scatter_sum(self, rows: torch.Tensor, patience: int = kernel.FOREVER) -> torch.Tensor:
+    def scatter_sum(self, rows: torch.Tensor, patience: int = kernel.POLL_FOREVER) -> torch.Tensor:
         """This rank's part of the sum of ``rows`` [ranks * n, ...], which ``scatters`` took."""
-        return kernel.peer_scatter(rows, self.shared, patience=patience)
+        return kernel.reduce_scatter(rows, self.shared, max_polls=patience)
 
     def gathers(self, rows: torch.Tensor) -> bool:
         return self._takes(rows, rows.nbytes * (self._size - 1))
 
-    def gather(self, rows: torch.Tensor, patience: int = kernel.FOREVER) -> torch.Tensor:
+    def gather(self, rows: torch.Tensor, patience: int = kernel.POLL_FOREVER) -> torch.Tensor:
         """The ranks' ``rows`` [n, ...], which ``gathers`` took, to ``[ranks * n, ...]``."""
-        return kernel.peer_gather(rows, self.shared, patience=patience)
+        return kernel.all_gather(rows, self.shared, max_polls=patience)
 
     def meets(self, rows: torch.Tensor) -> bool:
-        fits = gather_scatter_norm.rows_fit
+        fits = gather_scatter_norm.fits_slots
         return rows.is_cuda and rows.dtype in _DTYPES and fits(len(rows), rows.shape[1], self.shared)
 
     def gather_normed(self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
-                      patience: int = kernel.FOREVER) -> tuple[torch.Tensor, torch.Tensor]:
+                      patience: int = kernel.POLL_FOREVER) -> tuple[torch.Tensor, torch.Tensor]:
         """The norms of all ranks' ``rows + residual`` [ranks * n, hidden] and this rank's sum, of what ``meets``."""
-        return gather_scatter_norm.peer_norm_gather(rows.contiguous(), residual, weight, eps, self.shared,
-                                                    patience=patience)
+        return gather_scatter_norm.rmsnorm_all_gather(rows.contiguous(), residual, weight, eps, self.shared,
+                                                    max_polls=patience)
 
     def scatter_normed(self, rows: torch.Tensor, more: torch.Tensor | None, residual: torch.Tensor,
                        weight: torch.Tensor, eps: float,
-                       patience: int = kernel.FOREVER) -> tuple[torch.Tensor, torch.Tensor]:
+                       patience: int = kernel.POLL_FOREVER) -> tuple[torch.Tensor, torch.Tensor]:
         """The norm and the total of this rank's part of the sum of ``rows + more`` [ranks * n, hidden], and
         ``residual``, which ``meets``."""
         more = None if more is None else more.contiguous()
-        return gather_scatter_norm.peer_scatter_norm(rows.contiguous(), more, residual, weight, eps, self.shared,
-                                           patience=patience)
+        return gather_scatter_norm.reduce_scatter_rmsnorm(rows.contiguous(), more, residual, weight, eps, self.shared,
+                                           max_polls=patience)
 
     def _in_two(self, tensor: torch.Tensor) -> bool:
         """Two ranks send as much in one shot; shares of other sizes than a power of two are not to be had."""
@@ -170,7 +171,7 @@ def _fewest_rows(width: int, slots: int) -> list[int]:
     """For which programs take one row each, for which two, and so on."""
     found: dict[int, int] = {}
     rows = 1
-    while (each := kernel.rows_a_program(rows, width, slots)) is not None:
+    while (each := kernel.rows_per_program(rows, width, slots)) is not None:
         found.setdefault(each, rows)
         rows *= 2
     return sorted(found.values())
@@ -199,10 +200,10 @@ def connect_all(parallel: Parallel, rows: int = 0) -> None:
 
 def slots_for(ranks: int, rows: int = 0) -> int:
     """Of a group's buffers; ``rows`` as in ``connect_all``."""
-    return max(_SLOTS_OF_TWO if ranks == 2 else kernel.SLOTS, min(rows, MOST_ROWS))
+    return max(_SLOTS_OF_TWO if ranks == 2 else kernel.MIN_SLOTS, min(rows, MOST_ROWS))
 
 
-def connect(group: TPGroup, slots: int = kernel.SLOTS) -> PeerAllReduce | None:
+def connect(group: TPGroup, slots: int = kernel.MIN_SLOTS) -> PeerAllReduce | None:
     """Shared buffers of the group, a collective of it; None where its GPUs cannot have them, or do not sum right.
 
     A sentence in the log says why. All ranks get the same answer.
@@ -213,7 +214,7 @@ def connect(group: TPGroup, slots: int = kernel.SLOTS) -> PeerAllReduce | None:
         if not AVAILABLE:
             raise RuntimeError("triton is not installed")
         values = kernel.buffer_values(group.size, slots)
-        buffers = SymmetricBuffers(values, group.device_group, group.device, torch.int16, kernel.EMPTY)
+        buffers = SymmetricBuffers(values, group.device_group, group.device, torch.int16, kernel.EMPTY_BITS)
         made = PeerAllReduce(group.rank, buffers, slots)
     except Exception as error:  # the API is young, and what it raises depends on drivers and container rights
         trouble = f"{type(error).__name__}: {error}"

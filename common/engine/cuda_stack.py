@@ -9,7 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from ...kernels._triton import AVAILABLE, GLUON_VERSIONS, compiles_gluon, on_hopper, triton
+from ...kernels._triton import AVAILABLE, GLUON_VERSIONS, compiles_gluon, triton
+from ...kernels.device import is_hopper
 
 log = logging.getLogger("baton.engine")
 
@@ -46,7 +47,7 @@ def warn_of_stack(device: torch.device) -> None:
     installed = {"torch": torch.__version__, "cuda": torch.version.cuda,
                  "triton": triton.__version__ if AVAILABLE else None,
                  "flashinfer": _installed("flashinfer-python"), "nixl": _installed("nixl")}
-    if notes := notes_of(installed, on_hopper(device)):
+    if notes := notes_of(installed, is_hopper(device)):
         log.warning("%s", " ".join(notes))
 
 

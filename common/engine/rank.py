@@ -21,7 +21,6 @@ from ..distributed.expert_share import ExpertShare
 from ..distributed.parallel import Parallel, init_parallel
 from ..distributed.peer_all_reduce import connect_all
 from ..distributed.tp import TPGroup
-from ..engine.rank_spec import RankSpec
 from ..execution.executor import Executor
 from ..execution.pp_channel import PPChannel
 from ..execution.pp_executor import PPExecutor
@@ -41,6 +40,7 @@ from .garbage_collector import freeze_collector
 from .kv_event_publisher import start_publisher
 from .loop import EngineLoop, Scheduler
 from .rank_channel import PPTicker, RankChannel, Ticker
+from .rank_spec import RankSpec
 from .unified_scheduler import UnifiedScheduler
 from .watchdog import Watchdog
 

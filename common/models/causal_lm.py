@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 
 import torch
 
-from ..attention.base import Planned
+from ..attention.base import AttentionPlanner
 from ..config.model import ModelSpec
 from ..distributed.deferred_reduce import Summed
 from ..distributed.parallel import Parallel
@@ -61,7 +61,7 @@ class CausalLM:
         """Whether a step can be computed in halves: every MLP must be a sum over ranks."""
         return self.stages.size == 1 and all(layer.mlp.sums and not layer.mlp.own_tokens for layer in self.layers)
 
-    def forward(self, batch: ForwardBatch, attention: Planned, after_layer: Callable[[int], None],
+    def forward(self, batch: ForwardBatch, attention: AttentionPlanner, after_layer: Callable[[int], None],
                 halves: Sequence[MicroBatch] = (), pieces: PiecewiseStep | None = None) -> torch.Tensor:
         """Logits ``[R, vocab]`` of ``batch.logits_rows`` in the engine's type, see ``hidden``; none of a stage before
         the last."""
@@ -77,7 +77,7 @@ class CausalLM:
             return self.scored.around_columns(self.head.columns, hidden)[:, :self.head.vocab_size]
         return self.scored.around(self.head.scores, hidden)
 
-    def hidden(self, batch: ForwardBatch, attention: Planned, after_layer: Callable[[int], None],
+    def hidden(self, batch: ForwardBatch, attention: AttentionPlanner, after_layer: Callable[[int], None],
                halves: Sequence[MicroBatch] = (), pieces: PiecewiseStep | None = None) -> torch.Tensor:
         """Hidden states ``[R, hidden]`` of ``batch.logits_rows`` behind the last norm. ``attention`` has planned
         ``batch``, or each of ``halves`` its own rows. ``pieces``: what is recorded is not computed here.
@@ -89,7 +89,7 @@ class CausalLM:
         if self.tokens.decode is not None:
             self.tokens.decode.mark(batch.live)
         x, residual = self._begin(batch)
-        ends = self._scores_ends and batch.ends is not None and attention.attends_ends
+        ends = self._scores_ends and batch.ends is not None and attention.attends_last_tokens
         if halves:
             x, residual = self._in_halves(x, halves, after_layer)
         elif pieces is not None:
@@ -137,8 +137,8 @@ class CausalLM:
             made, residual = self.layers[index - 1].leave(rows, residual)
         return self.layers[index].enter(made, residual)
 
-    def _in_pieces(self, x: torch.Tensor, pieces: PiecewiseStep, attention: Planned, after_layer: Callable[[int], None],
-                   last: ForwardBatch | None) -> tuple[Summed, torch.Tensor]:
+    def _in_pieces(self, x: torch.Tensor, pieces: PiecewiseStep, attention: AttentionPlanner,
+                   after_layer: Callable[[int], None], last: ForwardBatch | None) -> tuple[Summed, torch.Tensor]:
         """All layers; of the last one only what stands before its attention is recorded."""
         final = len(self.layers) - 1
         for index in range(final):

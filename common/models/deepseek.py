@@ -98,7 +98,7 @@ class LatentSelfAttention:
         q, latent, k_rope = projected
         up = self.up.weight.unflatten(0, (-1, self.mla.nope_dim + self.mla.v_dim))  # [H, N + V, L]
         parts = (self.layer, q, latent, k_rope, up, cos_sin)
-        return (attention.run(*parts) if last is None else attention.run_ends(last, *parts)).flatten(1)
+        return (attention.run(*parts) if last is None else attention.run_last_tokens(last, *parts)).flatten(1)
 
     def slots(self) -> Iterator[Slot]:
         for module in (self.queries, self.norm, self.up, self.output):

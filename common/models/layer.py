@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from ...kernels.arguments import Float8Format, HeadNorms
-from ..attention.base import AttentionBackend, Planned
+from ..attention.base import AttentionBackend, AttentionPlanner
 from ..config.model import ModelSpec
 from ..distributed.deferred_reduce import Summed
 from ..distributed.parallel import Parallel
@@ -64,7 +64,7 @@ class SelfAttention:
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         sinks = None if self.sinks is None else self.sinks.target
         parts = (self.layer, q, k, v, cos_sin, norms, sinks)
-        return (attention.run(*parts) if last is None else attention.run_ends(last, *parts)).flatten(1)
+        return (attention.run(*parts) if last is None else attention.run_last_tokens(last, *parts)).flatten(1)
 
     def slots(self) -> Iterator[Slot]:
         for module in (self.qkv, self.output, self.q_norm, self.k_norm):
@@ -154,7 +154,7 @@ class DecoderLayer:
         self.mlp_of_groups = over_groups(self.mlp, parallel.tokens)
         self.mlp_form = as_they_are if parallel.tokens.spans else self.mlp.form
 
-    def __call__(self, x: Summed, residual: torch.Tensor | None, attention: Planned, cos_sin: torch.Tensor,
+    def __call__(self, x: Summed, residual: torch.Tensor | None, attention: AttentionPlanner, cos_sin: torch.Tensor,
                  last: ForwardBatch | None = None) -> tuple[Summed, torch.Tensor]:
         """Every sum over ranks is made by the norm behind it, the last one by the next layer's. As the last layer of
         the batch ``last`` it goes on with the rows of its ``ends`` once it has the keys and values of all."""

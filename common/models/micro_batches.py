@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import NamedTuple, TypeVar
 
-from ..attention.base import Planned
+from ..attention.base import AttentionPlanner
 from ..distributed.token_exchange import TokenExchange
 
 T = TypeVar("T")
@@ -17,7 +17,7 @@ class MicroBatch(NamedTuple):
 
     begin: int
     end: int
-    attention: Planned
+    attention: AttentionPlanner
     tokens: TokenExchange
 
 

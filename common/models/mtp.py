@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from ...kernels.gemm.dense_matmul import dense_matmul
-from ..attention.base import Planned
+from ..attention.base import AttentionPlanner
 from ..config.model import ModelSpec
 from ..distributed.parallel import Parallel
 from ..layers.norm import RMSNorm
@@ -36,7 +36,7 @@ class MTPDraftLayer:
                                   LatentSelfAttention)
         self.norm = RMSNorm(f"{name}.shared_head.norm", spec.hidden_size, spec.rms_norm_eps, allocate)
 
-    def __call__(self, hidden: torch.Tensor, tokens: torch.Tensor, attention: Planned,
+    def __call__(self, hidden: torch.Tensor, tokens: torch.Tensor, attention: AttentionPlanner,
                  cos_sin: torch.Tensor) -> torch.Tensor:
         """``hidden`` [T, hidden] of positions and ``tokens`` [T, hidden], the embeddings of the tokens behind them, to
         ``[T, hidden]``. ``attention`` has planned a batch at these positions."""

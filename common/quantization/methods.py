@@ -9,7 +9,7 @@ import torch
 
 from ...kernels.arguments import Float8Format, Float8Rows
 from ...kernels.float8.fp8_matmul import GROUP
-from ...kernels.gemm.dense_matmul import adds_products, compile_tiles, dense_matmul
+from ...kernels.gemm.dense_matmul import compile_tiles, dense_matmul, fuses_residual
 from ...kernels.rowwise.silu_and_mul import silu_and_mul
 from ..api.errors import ConfigError
 from ..config.quantization import QuantizationScheme
@@ -58,7 +58,7 @@ class Unquantized:
 
     def adds(self, x: torch.Tensor) -> bool:
         """Whether what the product is added to had better be handed to it: see kernels/gemm/dense_matmul.py."""
-        return adds_products(x, self.weight)
+        return fuses_residual(x, self.weight)
 
     def compile_activated(self) -> None:
         """So that no request waits for it."""

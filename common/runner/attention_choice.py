@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..attention.base import Planned
+from ..attention.base import AttentionPlanner
 from ..attention.mla.select import choose_latent_decode_backend, select_latent_attention
 from ..attention.select import choose_decode_backend, select_attention
 from ..config.model import ModelSpec
@@ -33,7 +33,7 @@ class AttentionChoice:
             stored = KV_DTYPES.get(self.config.cache.kv_cache_dtype, self.dtype)
             choose_latent_decode_backend(self.config.kernels, device, self.spec.mla, self.dtype, stored)
 
-    def over(self, pool: KVPool) -> Planned:
+    def over(self, pool: KVPool) -> AttentionPlanner:
         """One more attention over ``pool``, with workspaces of its own."""
         spec, device = self.spec, pool.groups[0].device
         num_heads = spec.num_heads // self.parallel.attention.size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ import torch
 from ..api.commands import MemoryKind
 from ..api.errors import ConfigError
 from ..api.identity import ModelIdentity
-from ..attention.base import Planned
+from ..attention.base import AttentionPlanner
 from ..config.model import ModelSpec
 from ..config.server import ServerConfig
 from ..distributed.capture import may_capture
@@ -54,7 +54,7 @@ class ModelRunner:
     and a last one that takes what the padding of decode batches writes.
     """
 
-    def __init__(self, config: ServerConfig, weights: ModelWeights, pool: KVPool, attention: Planned,
+    def __init__(self, config: ServerConfig, weights: ModelWeights, pool: KVPool, attention: AttentionPlanner,
                  device: torch.device, parallel: Parallel | None = None):
         self._parallel = parallel or Parallel()
         self.meeting = DPSync(self._parallel)
@@ -139,13 +139,18 @@ class ModelRunner:
         embeds, groups = self._config.model.is_embedding, self._parallel.dp_size
         compute = self.hidden if embeds else self.forward
         many = min(_MANY_ROWS, self.spec.context_length)
-        steps = [(1, False), (many, False)] + ([] if embeds else [(1, True)])
-        for done, (rows, is_decode) in enumerate(steps, 1):
+
+        def step(rows: int, is_decode: bool = False) -> None:
             self._begin(DPStepInfo([rows] * groups, [1] * groups, steady=is_decode))
             row = Row([0] * rows, 0, np.zeros(self.layout.pages_for(rows), np.int32))
-            batch = build_forward_batch([row], self.layout.page_size, self.device, is_decode)
-            compute(batch)
+            compute(build_forward_batch([row], self.layout.page_size, self.device, is_decode))
             torch.cuda.synchronize(self.device)
+
+        steps: list[Callable[[], None]] = [lambda: self._attention.warm_up(lambda: step(1)), lambda: step(many)]
+        if not embeds:
+            steps.append(lambda: step(1, is_decode=True))
+        for done, run in enumerate(steps, 1):
+            run()
             progress("warming up kernels", done / len(steps))
 
     def _capture_all(self, progress: Progress) -> None:
@@ -225,7 +230,7 @@ class ModelRunner:
             self._begin(turn.replayed(self._graphs.size_for) if self._graphs else turn)
         return turn is not None
 
-    def _overlap(self, attention: Planned) -> None:
+    def _overlap(self, attention: AttentionPlanner) -> None:
         """Compute prompts in halves from now on, the second one with ``attention``. Raises ConfigError."""
         self._two = TwoBatchOverlap.of(self._config, self._parallel, self._model, (self._attention, attention))
 

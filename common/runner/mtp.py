@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ..api.errors import ConfigError
-from ..attention.base import Planned
+from ..attention.base import AttentionPlanner
 from ..config.checkpoint import resolve_checkpoint
 from ..config.model import ModelSpec
 from ..config.server import ServerConfig
@@ -28,7 +28,7 @@ _SHARED = (".embed_tokens.weight", ".shared_head.head.weight")
 class MTPDraftLayers:
     """Over a pool of their own, in which a token's page has the number that it has in the model's."""
 
-    def __init__(self, model: CausalLM, layers: Sequence[MTPDraftLayer], attention: Planned):
+    def __init__(self, model: CausalLM, layers: Sequence[MTPDraftLayer], attention: AttentionPlanner):
         self._model = model
         self._layers = layers
         self._attention = attention

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..api.errors import ConfigError
-from ..attention.base import Planned
+from ..attention.base import AttentionPlanner
 from ..config.server import ServerConfig
 from ..distributed.parallel import Parallel
 from ..distributed.token_exchange import TokenExchange
@@ -20,8 +20,8 @@ class TwoBatchOverlap:
     attends to the first, which is stored before. All ranks cut the same steps: those in which every attention group
     computes prompts or has no work; one without takes part with a row in either half."""
 
-    def __init__(self, attentions: tuple[Planned, Planned], exchanges: tuple[TokenExchange, TokenExchange],
-                 page_size: int, group: int, least: int):
+    def __init__(self, attentions: tuple[AttentionPlanner, AttentionPlanner],
+                 exchanges: tuple[TokenExchange, TokenExchange], page_size: int, group: int, least: int):
         """``group``: this rank's attention group. ``least``: tokens of one from which its step is cut."""
         self._attentions = attentions
         self._exchanges = exchanges
@@ -32,7 +32,7 @@ class TwoBatchOverlap:
 
     @classmethod
     def of(cls, config: ServerConfig, parallel: Parallel, model: CausalLM,
-           attentions: tuple[Planned, Planned]) -> TwoBatchOverlap:
+           attentions: tuple[AttentionPlanner, AttentionPlanner]) -> TwoBatchOverlap:
         """A rank's. Raises ConfigError."""
         if not model.halves:
             raise ConfigError("--enable-two-batch-overlap is for --moe-a2a-backend none, and for MLPs without a bias: "

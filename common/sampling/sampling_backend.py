@@ -20,7 +20,7 @@ import torch
 
 from ...kernels._triton import AVAILABLE, INTERPRETED
 from ...kernels.sampling import sample as kernel
-from ...kernels.sampling.argmax import greatest
+from ...kernels.sampling.argmax import argmax
 from ..api.errors import ConfigError
 from ..api.sampling import SamplingParams
 from ..forward.host_copies import upload, upload_joined
@@ -142,7 +142,7 @@ def scaled_logits(logits: torch.Tensor, params: Sequence[SamplingParams]) -> tor
 
 
 class FusedSampling:
-    """By ``kernels.draw``. Rows without a seed get one for the step, from a generator on the host."""
+    """Samples by ``kernels.sampling``. Rows without a seed get one for the step, from a generator on the host."""
 
     def __init__(self, device: torch.device, seed: int):
         self._device = device
@@ -156,11 +156,11 @@ class FusedSampling:
             self._known, self._table = params, _Table(params, logits.shape[1])
         table = self._table
         if not table.drawn:
-            return greatest(logits)[1]
+            return argmax(logits)[1]
         filled = table.filled([row.position for row in rows], self._generator)
         sent = upload_joined([filled.ravel()], torch.int64, self._device).view(filled.shape)
-        peaks, tokens = greatest(logits)
-        chosen = kernel.draw(logits, peaks, sent, table.truncates)
+        peaks, tokens = argmax(logits)
+        chosen = kernel.sample(logits, peaks, sent, table.truncates)
         if len(table.drawn) == len(rows):
             return chosen
         tokens[sent[0]] = chosen

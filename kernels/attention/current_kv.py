@@ -1,7 +1,7 @@
-"""A decode step's keys and values before they are in pages: attention turns them, takes them in and stores them.
+"""A decode step's own keys and values, which are not in pages yet: attention applies rope to them and stores them.
 
-A kernel of its own for that (rope_and_store.py) would have attention wait for it, twice 2 us a layer on an H200; and
-what attention reads from pages has then all been written before the step.
+Attention would have to wait for a separate kernel (rope_and_store.py), twice 2 us a layer on an H200. Everything that
+attention reads from pages was then written before the step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..arguments import HeadNorms
 class CurrentKV(NamedTuple):
     """``k`` and ``v`` [B, Hkv, D], views contiguous in D with equal strides, of requests' last tokens, whose
     ``positions`` are [B] int64; ``cos_sin`` [positions, D] float32, cosines in the first half. With ``norms`` heads of
-    queries and ``k`` are normed before they are turned."""
+    queries and ``k`` are normed before rope is applied."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -27,8 +27,8 @@ class CurrentKV(NamedTuple):
 
 
 @triton.jit
-def angles_of(cos_sin_ptr, position, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """``(cosines, sines)`` [BLOCK_DIM] of a position: a head x is turned as ``x * cosines + partner * sines``, where
+def rope_angles(cos_sin_ptr, position, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """``(cosines, sines)`` [BLOCK_DIM] of a position: rope makes ``x * cosines + partner * sines`` of a head x, where
     the partners of its first half are the second, and the other way round."""
     HALF: tl.constexpr = DIM // 2
     dim = tl.arange(0, BLOCK_DIM)
@@ -39,10 +39,10 @@ def angles_of(cos_sin_ptr, position, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr)
 
 
 @triton.jit
-def turned(heads_ptr, inside, weight_ptr, eps, cos, sin, NORM: tl.constexpr, DIM: tl.constexpr,
-           BLOCK_DIM: tl.constexpr):
-    """``[N, BLOCK_DIM]`` of the heads that begin at ``heads_ptr`` [N], where they are ``inside``: rounded where
-    rope_and_store.py rounds."""
+def rope_applied(heads_ptr, inside, weight_ptr, eps, cos, sin, NORM: tl.constexpr, DIM: tl.constexpr,
+                 BLOCK_DIM: tl.constexpr):
+    """Applies norm and rope to the heads that begin at ``heads_ptr`` [N], where they are ``inside``: ``[N,
+    BLOCK_DIM]``, rounded where rope_and_store.py rounds."""
     HALF: tl.constexpr = DIM // 2
     dim = tl.arange(0, BLOCK_DIM)
     other = tl.where(dim < HALF, dim + HALF, dim - HALF)

@@ -1,9 +1,9 @@
-"""Values in float8 from pages, as tensor cores take them beside float16.
+"""Loads float8 values from pages in the layout in which tensor cores multiply them as float16.
 
-A product over tokens wants two tokens' values beside each other, and pages have one token's. Loaded value by value,
-the compiler brings them together byte by byte and converts each by itself: attention then takes longer over float8
-than over twice the bytes. So they are loaded as words of four, of which two instructions make float16, and the first,
-second, third and fourth values of words stay matrices of their own.
+A product over tokens needs two tokens' values in one register, and a page has one token's values contiguous. If they
+are loaded value by value, the compiler brings them together byte by byte and converts each by itself: attention then
+takes longer over float8 than over twice the bytes. So they are loaded as words of four, which two instructions convert
+to float16, and the first, second, third and fourth values of the words stay separate matrices.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from .._triton import INTERPRETED, tl, triton
 
 @triton.jit
 def load_quarters(pages_ptr, slot, present, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Four float16 ``[tokens, BLOCK_DIM / 4]``, the i-th of every fourth value from i on, of rows of DIM values that
-    begin at ``slot`` [tokens]; zeros where ``present`` [tokens] says that there is none."""
+    """Loads four float16 ``[tokens, BLOCK_DIM / 4]``, the i-th of every fourth value from i on, of rows of DIM values
+    that begin at ``slot`` [tokens]; zeros where ``present`` [tokens] is false."""
     word = tl.arange(0, BLOCK_DIM // 4)
     words = tl.load(pages_ptr.to(tl.pointer_type(tl.int32)) + slot[:, None] // 4 + word[None, :],
                     present[:, None] & (word < DIM // 4)[None, :], other=0)
@@ -29,12 +29,12 @@ def load_quarters(pages_ptr, slot, present, DIM: tl.constexpr, BLOCK_DIM: tl.con
 
 @triton.jit
 def merge_quarters(a, b, c, d):
-    """``[N, 4 * M]`` of four [N, M]: every fourth column of each."""
+    """Interleaves four [N, M] to ``[N, 4 * M]``: every fourth column is of one of them."""
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (a.shape[0], 4 * a.shape[1]))
 
 
 def reads_words(q: torch.Tensor, pages: torch.Tensor) -> bool:
-    """Whether ``pages`` [..., dim] can be loaded so for queries ``q``: the interpreter knows no instructions, float32
+    """Says whether ``pages`` [..., dim] can be loaded so for queries ``q``: the interpreter knows no PTX, float32
     queries need float32, and a product has 16 columns at least."""
     dim = pages.shape[-1]
     aligned = dim % 16 == 0 and all(stride % 16 == 0 for stride in pages.stride()[:-1])

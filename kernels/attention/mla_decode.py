@@ -1,8 +1,8 @@
-"""Multi-head latent attention of one query row a request over its pages of latents, cut along the sequence into pieces.
+"""Multi-head latent attention of one query row a request over its pages of latents, split along the sequence.
 
 In the absorbed form (DeepSeek-V2, arXiv:2405.04434, section 2.1.2) every query head is compared with the latents
 themselves, and its result is a mean of latents: one shared vector of a token is key and value of all heads. A program
-takes a block of heads, and loads each latent once for both products. Pieces are as in paged_decode.py.
+takes a block of heads, and loads each latent once for both products. Splits are those of paged_decode.py.
 """
 
 from __future__ import annotations
@@ -11,33 +11,27 @@ import torch
 
 from .. import reference
 from .._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
-from .decode_plan import DecodePlan, span_of
-from .merge_splits import join_pieces
+from ..tuning.attention import DecodeTile
+from ..tuning.policy import policy_of
+from .decode_plan import DecodePlan, split_range
+from .merge_splits import merge_splits
 from .mla_decode_narrow import _mla_decode_narrow_kernel
-from .paged_decode import Tile
-
-_MOST_HEADS = 64
-# Two programs of 16 heads fit a multiprocessor of an H100 or H200; of their 3 tiles one is computed.
-_NARROW = Tile(tokens=32, warps=4, stages=3)
-# Each latent is found by an index that is loaded before it: only from 5 stages on the compiler (Triton 3.6) has a
-# second tile on its way while one is computed.
-_WIDE = Tile(tokens=32, warps=8, stages=5)
-_FLOAT32 = Tile(tokens=16, warps=4, stages=2)
 
 
 @triton.jit(do_not_specialize=["requests"])
 def _mla_decode_kernel(q_ptr, qr_ptr, pages_ptr, out_ptr, part_ptr, lse_ptr, kv_indptr_ptr, kv_indices_ptr,
-                       last_page_len_ptr, owners_ptr, firsts_ptr, requests, scale_log2, page_scale, q_stride_t,
-                       q_stride_h, qr_stride_t, qr_stride_h, stride_page, stride_slot, num_heads, PAGE: tl.constexpr,
-                       RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_ROPE: tl.constexpr,
-                       BLOCK_HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PDL: tl.constexpr):
+                       last_page_len_ptr, request_of_split_ptr, split_indptr_ptr, requests, scale_log2, page_scale,
+                       q_stride_t, q_stride_h, qr_stride_t, qr_stride_h, stride_page, stride_slot, num_heads,
+                       PAGE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_RANK: tl.constexpr,
+                       BLOCK_ROPE: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+                       PDL: tl.constexpr):
     start_next(PDL)
     wait_for_last(PDL)
-    piece = tl.program_id(0)
-    if piece >= tl.load(firsts_ptr + requests):
+    split = tl.program_id(0)
+    if split >= tl.load(split_indptr_ptr + requests):
         return
-    request, pieces, first_page, begin, end = span_of(piece, owners_ptr, firsts_ptr, kv_indptr_ptr, last_page_len_ptr,
-                                                      PAGE, BLOCK_TOKENS)
+    request, splits, first_page, begin, end = split_range(split, request_of_split_ptr, split_indptr_ptr, kv_indptr_ptr,
+                                                          last_page_len_ptr, PAGE, BLOCK_TOKENS)
 
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     dim = tl.arange(0, BLOCK_RANK)
@@ -69,47 +63,25 @@ def _mla_decode_kernel(q_ptr, qr_ptr, pages_ptr, out_ptr, part_ptr, lse_ptr, kv_
         total = total * shrink + tl.sum(weights, 1)
         top = new_top
     result = acc / total[:, None] * page_scale
-    kept = real & (dim < RANK)[None, :]
-    if pieces == 1:
+    stored = real & (dim < RANK)[None, :]
+    if splits == 1:
         row = request * num_heads + heads
-        tl.store(out_ptr + row[:, None] * RANK + dim[None, :], result.to(out_ptr.dtype.element_ty), kept)
+        tl.store(out_ptr + row[:, None] * RANK + dim[None, :], result.to(out_ptr.dtype.element_ty), stored)
     else:
-        row = piece.to(tl.int64) * num_heads + heads
+        row = split.to(tl.int64) * num_heads + heads
         tl.store(lse_ptr + row, top + tl.log2(total), heads < num_heads)
-        tl.store(part_ptr + row[:, None] * RANK + dim[None, :], result, kept)
-
-
-def head_block(num_heads: int, itemsize: int) -> int:
-    """Heads that one program takes: 64 of them read each latent once for all; in float32 only 16 fit."""
-    return max(16, min(_MOST_HEADS if itemsize <= 2 else 16, triton.next_power_of_2(num_heads)))
-
-
-def tile_of(block_heads: int, itemsize: int) -> Tile:
-    if itemsize > 2:
-        return _FLOAT32
-    return _NARROW if block_heads <= 16 else _WIDE
-
-
-def is_narrow(num_heads: int, itemsize: int) -> bool:
-    """Whether mla_decode_narrow.py's kernel runs: what it does for few heads needs 16-bit tensor cores."""
-    return num_heads <= 16 and itemsize <= 2
-
-
-def pieces_of(num_heads: int, itemsize: int) -> dict[str, int]:
-    """What ``plan_decode`` is to be told for this kernel: as many pieces as programs that run at once, and short ones
-    where requests are few."""
-    return {"programs": 2, "shortest": 64} if is_narrow(num_heads, itemsize) else {}
+        tl.store(part_ptr + row[:, None] * RANK + dim[None, :], result, stored)
 
 
 def mla_decode(q: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, kv_indptr: torch.Tensor,
                kv_indices: torch.Tensor, kv_last_page_len: torch.Tensor, scale: float,
-               plan: DecodePlan, tile: Tile | None = None, page_scale: float = 1.0) -> torch.Tensor:
+               plan: DecodePlan, tile: DecodeTile | None = None, page_scale: float = 1.0) -> torch.Tensor:
     """``softmax((q l^T + q_rope k^T) * scale) l`` of each request over all its latents l and shared keys k, as
     ``[B, H, L]``.
 
     ``q`` [B, H, L] and ``q_rope`` [B, H, R], views contiguous in their last dimension; ``pages`` one layer of a pool
     of latents [pages, page_size, L + R]; the page table in FlashInfer's form (int32). ``plan`` is of the same table,
-    its pieces no shorter than ``tile.tokens`` (by default 32). Pages may be of another type than ``q``, and hold
+    its splits no shorter than ``tile.tokens`` (by default 32). Pages may be of another type than ``q``, and hold
     latents and keys over ``page_scale``.
     """
     if not runs_triton(q):
@@ -120,21 +92,22 @@ def mla_decode(q: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, kv_in
     width = q_rope.shape[2]
     out = torch.empty((requests, num_heads, rank), dtype=q.dtype, device=q.device)
     parts = lses = out
-    most = requests
-    if plan.joins:
-        most = len(plan.owners)
-        parts = torch.empty((most, num_heads, rank), dtype=torch.float32, device=q.device)
-        lses = torch.empty((most, num_heads), dtype=torch.float32, device=q.device)
-    block_heads = head_block(num_heads, q.element_size())
-    tile = tile or tile_of(block_heads, q.element_size())
-    kernel = _mla_decode_narrow_kernel if is_narrow(num_heads, q.element_size()) else _mla_decode_kernel
-    kernel[(most, triton.cdiv(num_heads, block_heads))](
-        q, q_rope, pages, out, parts, lses, kv_indptr, kv_indices, kv_last_page_len, plan.owners, plan.firsts, requests,
-        scale * page_scale * 1.4426950408889634, page_scale, q.stride(0), q.stride(1), q_rope.stride(0),
-        q_rope.stride(1), pages.stride(0), pages.stride(1), num_heads, PAGE=pages.shape[1], RANK=rank, ROPE=width,
-        BLOCK_RANK=max(16, triton.next_power_of_2(rank)), BLOCK_ROPE=max(16, triton.next_power_of_2(width)),
-        BLOCK_HEADS=block_heads, BLOCK_TOKENS=tile.tokens, num_warps=tile.warps, num_stages=tile.stages,
-        **pdl(q))
-    if plan.joins:
-        join_pieces(parts, lses, out, plan)
+    max_splits = requests
+    if plan.needs_merge:
+        max_splits = len(plan.request_of_split)
+        parts = torch.empty((max_splits, num_heads, rank), dtype=torch.float32, device=q.device)
+        lses = torch.empty((max_splits, num_heads), dtype=torch.float32, device=q.device)
+    policy = policy_of(q.device).attention
+    block_heads = policy.mla_head_block(num_heads, q.element_size())
+    tile = tile or policy.mla_decode(num_heads, q.element_size())
+    narrow = policy.mla_is_narrow(num_heads, q.element_size())
+    kernel = _mla_decode_narrow_kernel if narrow else _mla_decode_kernel
+    kernel[(max_splits, triton.cdiv(num_heads, block_heads))](
+        q, q_rope, pages, out, parts, lses, kv_indptr, kv_indices, kv_last_page_len, plan.request_of_split,
+        plan.split_indptr, requests, scale * page_scale * 1.4426950408889634, page_scale, q.stride(0), q.stride(1),
+        q_rope.stride(0), q_rope.stride(1), pages.stride(0), pages.stride(1), num_heads, PAGE=pages.shape[1], RANK=rank,
+        ROPE=width, BLOCK_RANK=max(16, triton.next_power_of_2(rank)), BLOCK_ROPE=max(16, triton.next_power_of_2(width)),
+        BLOCK_HEADS=block_heads, BLOCK_TOKENS=tile.tokens, num_warps=tile.warps, num_stages=tile.stages, **pdl(q))
+    if plan.needs_merge:
+        merge_splits(parts, lses, out, plan)
     return out

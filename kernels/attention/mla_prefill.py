@@ -1,9 +1,9 @@
 """Causal multi-head latent attention of ragged query rows over keys and values that were made from latents.
 
-Prompts are computed in the expanded form: a head's keys and values are made from the latents before (one matrix
+Prompts are computed in the expanded form: a head's keys and values are made from the latents first (one matrix
 product), which costs a third of the absorbed form's arithmetic. Expanded keys and values are many times larger than
-latents, so that a long context is taken in *segments* of bounded size: results of a segment are merged into those of
-the segments before by their log-sum-exps.
+latents, so that a long context is computed in *segments* of bounded size: results of a segment are merged into those of
+earlier segments by their log-sum-exps.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import torch
 from .. import reference
 from .._triton import runs_triton, tl, triton
 from ..arguments import Segment
+from ..tuning.policy import policy_of
 
 BLOCK_ROWS = 128
 
 
 @triton.jit
-def _absorb(q, qr, acc, top, total, begin, end, visible, kv_ptr, k_ptr, kv_stride_s, k_stride_s, scale_log2,
-            MASKED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, V: tl.constexpr, BLOCK_NOPE: tl.constexpr,
-            BLOCK_ROPE: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """Take the segment's tokens ``[begin, end)`` into the running softmax; row r sees those below ``visible[r]``."""
+def _add_tokens(q, qr, acc, top, total, begin, end, visible, kv_ptr, k_ptr, kv_stride_s, k_stride_s, scale_log2,
+                MASKED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, V: tl.constexpr, BLOCK_NOPE: tl.constexpr,
+                BLOCK_ROPE: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+    """Add the segment's tokens ``[begin, end)`` to the running softmax; row r sees those below ``visible[r]``."""
     nope = tl.arange(0, BLOCK_NOPE)
     rope = tl.arange(0, BLOCK_ROPE)
     dim = tl.arange(0, BLOCK_V)
@@ -49,8 +50,8 @@ def _absorb(q, qr, acc, top, total, begin, end, visible, kv_ptr, k_ptr, kv_strid
     return acc, top, total
 
 
-# Both begin anywhere in what plan_mla_prefill sends: specialized on alignment, the kernel would compile four times,
-# while requests wait.
+# Both begin at any address of what plan_mla_prefill sends: specialized on alignment, the kernel would compile four
+# times, while requests wait.
 @triton.jit(do_not_specialize_on_alignment=["block_request_ptr", "block_row_ptr"])
 def _mla_prefill_kernel(q_ptr, kv_ptr, k_ptr, out_ptr, lse_ptr, table_ptr, block_request_ptr, block_row_ptr,
                         qo_indptr_ptr, scale_log2, q_stride_t, q_stride_h, kv_stride_s, kv_stride_h, k_stride_s,
@@ -63,9 +64,9 @@ def _mla_prefill_kernel(q_ptr, kv_ptr, k_ptr, out_ptr, lse_ptr, table_ptr, block
     first_row = tl.load(block_row_ptr + block)
     first_token = tl.load(qo_indptr_ptr + request)
     count = tl.load(qo_indptr_ptr + request + 1) - first_token
-    place = tl.load(table_ptr + request * 3)  # of the request's first token here, among the segment's
+    first_key = tl.load(table_ptr + request * 3)  # index of the request's first token among the segment's
     size = tl.load(table_ptr + request * 3 + 1)
-    own = tl.load(table_ptr + request * 3 + 2)  # where the first row's own token stands, from the segment's first on
+    own = tl.load(table_ptr + request * 3 + 2)  # position of the first row's own token in the segment
 
     row = first_row + tl.arange(0, BLOCK_ROWS)
     real = row < count
@@ -84,13 +85,14 @@ def _mla_prefill_kernel(q_ptr, kv_ptr, k_ptr, out_ptr, lse_ptr, table_ptr, block
     top = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_ROWS,), tl.float32)
     acc = tl.zeros((BLOCK_ROWS, BLOCK_V), tl.float32)
-    kv_ptr += place.to(tl.int64) * kv_stride_s + head * kv_stride_h
-    k_ptr += place.to(tl.int64) * k_stride_s
-    acc, top, total = _absorb(q, qr, acc, top, total, 0, seen_by_all, visible, kv_ptr, k_ptr, kv_stride_s, k_stride_s,
-                              scale_log2, False, NOPE, ROPE, V, BLOCK_NOPE, BLOCK_ROPE, BLOCK_V, BLOCK_TOKENS)
-    acc, top, total = _absorb(q, qr, acc, top, total, seen_by_all, seen_by_last, visible, kv_ptr, k_ptr, kv_stride_s,
-                              k_stride_s, scale_log2, True, NOPE, ROPE, V, BLOCK_NOPE, BLOCK_ROPE, BLOCK_V,
-                              BLOCK_TOKENS)
+    kv_ptr += first_key.to(tl.int64) * kv_stride_s + head * kv_stride_h
+    k_ptr += first_key.to(tl.int64) * k_stride_s
+    acc, top, total = _add_tokens(q, qr, acc, top, total, 0, seen_by_all, visible, kv_ptr, k_ptr, kv_stride_s,
+                                  k_stride_s, scale_log2, False, NOPE, ROPE, V, BLOCK_NOPE, BLOCK_ROPE, BLOCK_V,
+                                  BLOCK_TOKENS)
+    acc, top, total = _add_tokens(q, qr, acc, top, total, seen_by_all, seen_by_last, visible, kv_ptr, k_ptr,
+                                  kv_stride_s, k_stride_s, scale_log2, True, NOPE, ROPE, V, BLOCK_NOPE, BLOCK_ROPE,
+                                  BLOCK_V, BLOCK_TOKENS)
     at = token * num_heads + head
     target = out_ptr + at[:, None] * V + dim[None, :]
     inside = real[:, None] & (dim < V)[None, :]
@@ -129,7 +131,7 @@ def _segment(first_page: int, last_page: int, counts: np.ndarray, kv_indptr: np.
     blocks = np.where(sizes > 0, -(-counts // BLOCK_ROWS), 0)
     request = np.repeat(np.arange(len(counts)), blocks)
     row = (np.arange(len(request)) - np.repeat(np.cumsum(blocks) - blocks, blocks)) * BLOCK_ROWS
-    # Blocks whose last row comes before the segment see nothing of it.
+    # Blocks whose last row precedes the segment see nothing of it.
     sees = own[request] + np.minimum(row + BLOCK_ROWS, counts[request]) > 0
     request, row = request[sees], row[sees]
     order = np.argsort(-row, kind="stable")  # later, longer blocks of a prompt start first
@@ -145,10 +147,11 @@ def mla_prefill(q: torch.Tensor, kv: torch.Tensor, k_rope: torch.Tensor, segment
                 scale: float, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Attention of the batch's rows to one segment, into ``out`` [T, H, V].
 
-    ``q`` [T, H, N + R], turned; ``kv`` [S, H, N + V] the segment's keys and values, ``k_rope`` [S, R] its shared keys;
-    all views contiguous in their last dimension. With ``lse`` [T, H] float32 (base 2) the result is merged with that
-    of earlier segments, whose ``out`` is float32: both start as minus infinity and zeros, and both are updated.
-    Without, the segment holds all that its rows see, and every row is written.
+    ``q`` [T, H, N + R] with rope applied; ``kv`` [S, H, N + V] the segment's keys and values, ``k_rope`` [S, R] its
+    shared keys; all views contiguous in their last dimension. With ``lse`` [T, H] float32 (base 2) the result is merged
+    with that of earlier segments, whose ``out`` is float32: both start as minus infinity and zeros, and both are
+    updated.
+    Without ``lse``, the segment has all tokens that its rows see, and every row is written.
     """
     if not runs_triton(q):
         reference.mla_prefill(q, kv, k_rope, segment, qo_indptr, scale, out, lse)
@@ -156,10 +159,10 @@ def mla_prefill(q: torch.Tensor, kv: torch.Tensor, k_rope: torch.Tensor, segment
     heads, width = kv.shape[1:]
     rope, v = k_rope.shape[1], out.shape[2]
     nope = width - v
-    narrow = q.element_size() <= 2
+    tile = policy_of(q.device).attention.mla_prefill(q.element_size())
     _mla_prefill_kernel[(segment.block_request.shape[0], heads)](
         q, kv, k_rope, out, out if lse is None else lse, segment.table, segment.block_request, segment.block_row,
         qo_indptr, scale * 1.4426950408889634, q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), k_rope.stride(0),
         heads, MERGES=lse is not None, NOPE=nope, ROPE=rope, V=v, BLOCK_NOPE=max(16, triton.next_power_of_2(nope)),
         BLOCK_ROPE=max(16, triton.next_power_of_2(rope)), BLOCK_V=max(16, triton.next_power_of_2(v)),
-        BLOCK_ROWS=BLOCK_ROWS, BLOCK_TOKENS=64 if narrow else 16, num_warps=8, num_stages=2)
+        BLOCK_ROWS=BLOCK_ROWS, BLOCK_TOKENS=tile.tokens, num_warps=tile.warps, num_stages=tile.stages)

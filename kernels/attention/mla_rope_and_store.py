@@ -1,6 +1,6 @@
 """Rotary embedding of multi-head latent attention, fused with storing the latents into the KV pool.
 
-Only a part of each query is turned, and one key part that all heads share.
+Rope applies to a part of each query, and to one key part that all heads share.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ _BLOCK_HEADS = 8
 
 @triton.jit
 def _stored(x, factor, DTYPE: tl.constexpr, LARGEST: tl.constexpr):
-    """For float8, whose largest value is LARGEST, times ``factor``; else LARGEST is 0 and ``x`` stays."""
+    """``x`` as pages hold it: in float8, whose largest value is LARGEST, times ``factor``; else LARGEST is 0."""
     if LARGEST > 0:
         x = tl.minimum(tl.maximum(x.to(tl.float32) * factor, -LARGEST), LARGEST).to(DTYPE)
     return x
 
 
 @triton.jit
-def _turn_pairs(source_ptr, target_ptr, stride_h, heads, num_heads, cos, sin, half, factor, LARGEST: tl.constexpr,
-                INTERLEAVED: tl.constexpr, BLOCK_HALF: tl.constexpr):
-    """Write a block of heads, each pair of its elements turned, to where they stand in the target: see ``_stored``."""
+def _apply_rope_to_pairs(source_ptr, target_ptr, stride_h, heads, num_heads, cos, sin, half, factor,
+                         LARGEST: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    """Apply rope to each pair of elements of a block of heads, and write it to the target as ``_stored``."""
     pair = tl.arange(0, BLOCK_HALF)
     inside = (heads < num_heads)[:, None] & (pair < half)[None, :]
     if INTERLEAVED:
@@ -37,10 +37,10 @@ def _turn_pairs(source_ptr, target_ptr, stride_h, heads, num_heads, cos, sin, ha
     b = tl.load(source_ptr + second, inside, other=0.0)
     x = a.to(tl.float32)
     y = b.to(tl.float32)
-    turned = (x * cos[None, :] - y * sin[None, :]).to(a.dtype)
-    tl.store(target_ptr + first, _stored(turned, factor, target_ptr.dtype.element_ty, LARGEST), inside)
-    turned = (y * cos[None, :] + x * sin[None, :]).to(a.dtype)
-    tl.store(target_ptr + second, _stored(turned, factor, target_ptr.dtype.element_ty, LARGEST), inside)
+    rope_applied = (x * cos[None, :] - y * sin[None, :]).to(a.dtype)
+    tl.store(target_ptr + first, _stored(rope_applied, factor, target_ptr.dtype.element_ty, LARGEST), inside)
+    rope_applied = (y * cos[None, :] + x * sin[None, :]).to(a.dtype)
+    tl.store(target_ptr + second, _stored(rope_applied, factor, target_ptr.dtype.element_ty, LARGEST), inside)
 
 
 @triton.jit
@@ -65,24 +65,25 @@ def _mla_rope_and_store_kernel(q_ptr, latent_ptr, k_ptr, pages_ptr, page_ptr, of
         tl.store(pages_ptr + slot + column, _stored(latent, factor, pages_ptr.dtype.element_ty, LARGEST),
                  column < rank)
         # The shared key is the one head of this block.
-        _turn_pairs(k_ptr + token * k_stride_t, pages_ptr + slot + rank, 0, heads, 1, cos, sin, half, factor,
+        _apply_rope_to_pairs(k_ptr + token * k_stride_t, pages_ptr + slot + rank, 0, heads, 1, cos, sin, half, factor,
                     LARGEST, INTERLEAVED, BLOCK_HALF)
     else:
         q = q_ptr + token * q_stride_t
-        _turn_pairs(q, q, q_stride_h, (block - 1) * BLOCK_HEADS + heads, num_heads, cos, sin, half, 1.0, 0,
+        _apply_rope_to_pairs(q, q, q_stride_h, (block - 1) * BLOCK_HEADS + heads, num_heads, cos, sin, half, 1.0, 0,
                     INTERLEAVED, BLOCK_HALF)
 
 
 def mla_rope_and_store(q: torch.Tensor, latent: torch.Tensor, k: torch.Tensor, pages: torch.Tensor,
                        page_of_token: torch.Tensor, offset_in_page: torch.Tensor, cos_sin: torch.Tensor,
                        positions: torch.Tensor, interleaved: bool, page_scale: float = 1.0) -> None:
-    """Turn ``q`` in place; store ``latent`` and, behind it, turned ``k`` at ``(page_of_token, offset_in_page)``.
+    """Apply rope to ``q`` in place and to ``k``; store ``latent``, followed by ``k``, at ``(page_of_token,
+    offset_in_page)``.
 
-    ``q`` [T, H, R], the part of the queries that is turned; ``latent`` [T, L], ``k`` [T, R], views contiguous in
-    their last dimension; ``pages`` one layer of a pool of latents [pages, page_size, L + R]; ``page_of_token``,
+    ``q`` [T, H, R], the part of the queries with rope; ``latent`` [T, L], ``k`` [T, R], views contiguous in their last
+    dimension; ``pages`` one layer of a pool of latents [pages, page_size, L + R]; ``page_of_token``,
     ``offset_in_page`` and ``positions`` [T] int64; ``cos_sin`` [positions, R] float32, cosines in the first half.
-    Elements 2i and 2i + 1 make a pair if ``interleaved``, else i and i + R / 2; they stay where they are.
-    Pages of float8 hold what is stored over ``page_scale``; else that is 1.
+    Elements 2i and 2i + 1 make a pair if ``interleaved``, else i and i + R / 2; their order does not change.
+    Float8 pages hold values divided by ``page_scale``; for other pages it is 1.
     """
     if not runs_triton(q):
         reference.mla_rope_and_store(q, latent, k, pages, page_of_token, offset_in_page, cos_sin, positions,

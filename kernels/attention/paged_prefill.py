@@ -13,17 +13,17 @@ import torch
 
 from .. import reference
 from .._triton import runs_triton, tl, triton
+from ..tuning.policy import policy_of
 
 BLOCK_ROWS = 128
-_WIDEST_ROW_BYTES = 256
 
 
 @triton.jit
-def _absorb(q, acc, top, total, begin, end, visible, k_pages_ptr, v_pages_ptr, kv_indices_ptr, first_page,
-            stride_page, stride_slot, scale_log2, MASKED: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
-            BLOCK_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr):
-    """Take tokens ``[begin, end)`` into the running softmax; row r sees those below ``visible[r]``, of these with
-    ``WINDOW`` the last so many."""
+def _add_tokens(q, acc, top, total, begin, end, visible, k_pages_ptr, v_pages_ptr, kv_indices_ptr, first_page,
+                stride_page, stride_slot, scale_log2, MASKED: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
+                BLOCK_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr):
+    """Add tokens ``[begin, end)`` to the running softmax; row r sees those below ``visible[r]``, with ``WINDOW`` only
+    the last ``WINDOW`` of them."""
     dim = tl.arange(0, BLOCK_DIM)
     for start in range(begin, end, BLOCK_TOKENS):
         token = start + tl.arange(0, BLOCK_TOKENS)
@@ -50,7 +50,7 @@ def _absorb(q, acc, top, total, begin, end, visible, k_pages_ptr, v_pages_ptr, k
     return acc, top, total
 
 
-# The row of ``row`` in plan_prefill's table is aligned for a quarter of the batches: the others would compile anew.
+# The row of ``row`` in plan_prefill's table is aligned for a quarter of the batches: the others would recompile.
 @triton.jit(do_not_specialize_on_alignment=["block_row_ptr"])
 def _paged_prefill_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, block_request_ptr, block_row_ptr,
                           qo_indptr_ptr, kv_indptr_ptr, kv_indices_ptr, last_page_len_ptr, scale_log2, v_scale,
@@ -72,9 +72,9 @@ def _paged_prefill_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, b
     token = row // GROUP
     inside = (token < count)[:, None] & (dim < DIM)[None, :]
     head = kv_head * GROUP + row % GROUP
-    place = (first_token + token).to(tl.int64)
-    q = tl.load(q_ptr + (place * q_stride_t + head * q_stride_h)[:, None] + dim[None, :], inside, other=0.0)
-    # Rows beyond the request's last see what that one sees, so that no row is left without a key (0 / 0).
+    query_row = (first_token + token).to(tl.int64)
+    q = tl.load(q_ptr + (query_row * q_stride_t + head * q_stride_h)[:, None] + dim[None, :], inside, other=0.0)
+    # Rows after the request's last see what that one sees, so that no row is without a key (0 / 0).
     visible = length - count + tl.minimum(token, count - 1) + 1
     seen_by_all = (length - count + first_row // GROUP + 1) // BLOCK_TOKENS * BLOCK_TOKENS
     seen_by_last = length - count + tl.minimum((first_row + BLOCK_ROWS - 1) // GROUP, count - 1) + 1
@@ -94,22 +94,22 @@ def _paged_prefill_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, b
         first_begin = tl.maximum(length - count + first_row // GROUP + 1 - WINDOW, 0) // BLOCK_TOKENS * BLOCK_TOKENS
         last_begin = tl.cdiv(tl.maximum(seen_by_last - WINDOW, 0), BLOCK_TOKENS) * BLOCK_TOKENS
         begin = tl.minimum(last_begin, seen_by_all)
-        acc, top, total = _absorb(q, acc, top, total, first_begin, begin, visible, k_pages_ptr, v_pages_ptr,
+        acc, top, total = _add_tokens(q, acc, top, total, first_begin, begin, visible, k_pages_ptr, v_pages_ptr,
                                   kv_indices_ptr, first_page, stride_page, stride_slot, scale_log2, True, PAGE, DIM,
                                   BLOCK_DIM, BLOCK_TOKENS, WINDOW)
-    acc, top, total = _absorb(q, acc, top, total, begin, seen_by_all, visible, k_pages_ptr, v_pages_ptr,
+    acc, top, total = _add_tokens(q, acc, top, total, begin, seen_by_all, visible, k_pages_ptr, v_pages_ptr,
                               kv_indices_ptr, first_page, stride_page, stride_slot, scale_log2, False, PAGE, DIM,
                               BLOCK_DIM, BLOCK_TOKENS, WINDOW)
-    acc, top, total = _absorb(q, acc, top, total, seen_by_all, seen_by_last, visible, k_pages_ptr, v_pages_ptr,
+    acc, top, total = _add_tokens(q, acc, top, total, seen_by_all, seen_by_last, visible, k_pages_ptr, v_pages_ptr,
                               kv_indices_ptr, first_page, stride_page, stride_slot, scale_log2, True, PAGE, DIM,
                               BLOCK_DIM, BLOCK_TOKENS, WINDOW)
     out = (acc / total[:, None] * v_scale).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + (place * out_stride_t + head * DIM)[:, None] + dim[None, :], out, inside)
+    tl.store(out_ptr + (query_row * out_stride_t + head * DIM)[:, None] + dim[None, :], out, inside)
 
 
 @dataclass(frozen=True)
 class PrefillBlocks:
-    """Which rows each program takes: block i starts at packed row ``row[i]`` of request ``request[i]`` (int32)."""
+    """The rows of each program: block i starts at packed row ``row[i]`` of request ``request[i]`` (int32)."""
 
     request: torch.Tensor
     row: torch.Tensor
@@ -136,8 +136,8 @@ def paged_prefill(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
     ``q`` [T, Hq, D], contiguous in D; request b owns rows ``qo_indptr[b]:qo_indptr[b+1]``; ``k_pages`` and
     ``v_pages`` one layer of the pool with equal strides [pages, Hkv, page_size, D]; the page table in FlashInfer's
     form (int32). Query heads ``[h * Hq / Hkv, (h + 1) * Hq / Hkv)`` share KV head h. Pages may be of another type than
-    ``q``. With ``window`` a row sees the last so many tokens up to its own. ``sinks`` [Hq] float32 are logits that join
-    each head's softmax without a value.
+    ``q``. With ``window`` a row sees the last ``window`` tokens up to its own. ``sinks`` [Hq] float32 are logits that
+    join each head's softmax without a value.
     """
     if not runs_triton(q):
         return reference.paged_attention(q, k_pages, v_pages, qo_indptr, kv_indptr, kv_indices, kv_last_page_len,
@@ -146,14 +146,11 @@ def paged_prefill(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
     num_kv_heads, page_size = k_pages.shape[1:3]
     out = torch.empty((tokens, num_q_heads, dim), dtype=q.dtype, device=q.device)
     block_dim = max(16, triton.next_power_of_2(dim))
-    # With 64 tokens of wider rows (heads of 256) registers would spill.
-    block_tokens = 64 if block_dim * q.element_size() <= _WIDEST_ROW_BYTES else 32
-    if q.element_size() > 2:
-        block_tokens //= 2  # float32 has no tensor cores: the product's operands spill seven times as many registers
+    tile = policy_of(q.device).attention.prefill(block_dim * q.element_size(), q.element_size())
     _paged_prefill_kernel[(blocks.request.shape[0], num_kv_heads)](
         q, k_pages, v_pages, sinks, out, blocks.request, blocks.row, qo_indptr, kv_indptr, kv_indices,
         kv_last_page_len, scale * 1.4426950408889634, v_scale, q.stride(0), q.stride(1), out.stride(0),
         k_pages.stride(0), k_pages.stride(1), k_pages.stride(2), PAGE=page_size, GROUP=num_q_heads // num_kv_heads,
-        DIM=dim, BLOCK_DIM=block_dim, BLOCK_ROWS=BLOCK_ROWS, BLOCK_TOKENS=block_tokens,
-        WINDOW=window or 0, SINKS=sinks is not None, num_warps=8, num_stages=2)
+        DIM=dim, BLOCK_DIM=block_dim, BLOCK_ROWS=BLOCK_ROWS, BLOCK_TOKENS=tile.tokens,
+        WINDOW=window or 0, SINKS=sinks is not None, num_warps=tile.warps, num_stages=tile.stages)
     return out

@@ -1,7 +1,7 @@
-"""Each head's rows times its own matrix, for decode steps: few rows, so that what counts is when the matrices arrive.
+"""Multiplies each head's rows with its own matrix, for decode steps: with few rows, their time is that of reading.
 
-They are weights, which a programmatic launch may read before the kernel ahead has ended. A program takes a block of one
-head's columns in their whole depth.
+A programmatic launch may read weights before the previous kernel has ended. A program takes a block of one head's
+columns in their whole depth.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import torch
 
 from .. import reference
 from .._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
+from ..tuning.policy import policy_of
 
-_MOST_ROWS = 256
-_ELEMENTS = 16384  # of a program's part of the matrix: 32 KiB
+_BLOCK_VALUES = 16384
+"""Values of the matrix that one program reads: 32 KiB."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -36,15 +37,16 @@ def _per_head_matmul_kernel(x_ptr, w_ptr, y_ptr, rows, x_stride_t, x_stride_h, w
 
 def per_head_matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """``[T, H, K]``, contiguous in its last dimension, times ``[H, K, N]`` of any strides: ``[T, H, N]``. Neither is
-    empty; the kernel is for 16-bit types, and others go to torch."""
+    empty; the kernel is for 16-bit types, and torch multiplies others."""
     rows, heads, depth = x.shape
     columns = w.shape[2]
     block_depth = max(16, triton.next_power_of_2(depth)) if runs_triton(x) else 0
-    if not runs_triton(x) or rows > _MOST_ROWS or x.element_size() != 2 or block_depth > 1024:
+    max_rows = policy_of(x.device).attention.numbers.per_head_max_rows
+    if not runs_triton(x) or rows > max_rows or x.element_size() != 2 or block_depth > 1024:
         return reference.per_head_matmul(x, w)
     y = torch.empty((rows, heads, columns), dtype=x.dtype, device=x.device)
     block_rows = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    block_columns = max(16, min(_ELEMENTS // block_depth, triton.next_power_of_2(columns)))
+    block_columns = max(16, min(_BLOCK_VALUES // block_depth, triton.next_power_of_2(columns)))
     _per_head_matmul_kernel[(heads, triton.cdiv(columns, block_columns), triton.cdiv(rows, block_rows))](
         x, w, y, rows, x.stride(0), x.stride(1), w.stride(0), w.stride(1), w.stride(2), heads, DEPTH=depth,
         COLUMNS=columns, BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, BLOCK_DEPTH=block_depth, num_warps=4,

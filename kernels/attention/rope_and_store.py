@@ -1,4 +1,4 @@
-"""Norm and rotary embedding of queries and keys, fused with storing keys and values into the KV pool."""
+"""Norms queries and keys and applies rope, fused with storing keys and values into the KV pool."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from .. import reference
 from .._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 from ..arguments import HeadNorms
 
-# Heads that one program turns: 16 KiB of a 128-wide head's bf16. One head a program took 3 % of a prefill at 8B.
 _BLOCK_HEADS = 8
+"""Heads of one program: 16 KiB of a 128-wide head's bf16. One head a program took 3 % of a prefill at 8B."""
 
 
 @triton.jit
-def _turn(x_ptr, x_stride_h, out_ptr, out_stride_h, first_head, num_heads, cos, sin, half, factor, weight_ptr, eps,
-          LARGEST: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, ROTATE: tl.constexpr,
-          NORM: tl.constexpr, IN_PLACE: tl.constexpr):
-    """Write a block of heads, the first half of each paired with its second, to ``out_ptr``; ``IN_PLACE``: and where
-    they came from.
+def _apply_rope(x_ptr, x_stride_h, out_ptr, out_stride_h, first_head, num_heads, cos, sin, half, factor, weight_ptr,
+                eps, LARGEST: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, ROTATE: tl.constexpr,
+                NORM: tl.constexpr, IN_PLACE: tl.constexpr):
+    """Apply rope to a block of heads, the first half of each paired with its second, and write it to ``out_ptr``;
+    ``IN_PLACE``: also to ``x_ptr``.
 
     Into float8, whose largest value is LARGEST, they are written times ``factor``; else LARGEST is 0.
     """
@@ -57,9 +57,9 @@ def _rope_and_store_kernel(q_ptr, k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, page_p
                            stride_page, stride_head, stride_slot, num_q_heads, num_kv_heads, half,
                            k_factor, v_factor, q_weight_ptr, k_weight_ptr, eps, LARGEST: tl.constexpr,
                            ROTATE: tl.constexpr, NORM: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
-                           TURN_KEYS: tl.constexpr, SETTLED: tl.constexpr, PDL: tl.constexpr):
+                           ROPE_KEYS_IN_PLACE: tl.constexpr, INPUTS_READY: tl.constexpr, PDL: tl.constexpr):
     start_next(PDL)
-    if not SETTLED:
+    if not INPUTS_READY:
         wait_for_last(PDL)
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -72,41 +72,41 @@ def _rope_and_store_kernel(q_ptr, k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, page_p
         sin = tl.load(table + half + columns, columns < half, other=0.0)
     slot = tl.load(page_ptr + token, cache_modifier=".cg") * stride_page
     slot += tl.load(offset_ptr + token, cache_modifier=".cg") * stride_slot
-    if SETTLED:
+    if INPUTS_READY:
         wait_for_last(PDL)
     kv_blocks = tl.cdiv(num_kv_heads, BLOCK_HEADS)
     if block < kv_blocks:
-        _turn(k_ptr + token * k_stride_t, k_stride_h, k_pages_ptr + slot, stride_head, block * BLOCK_HEADS,
+        _apply_rope(k_ptr + token * k_stride_t, k_stride_h, k_pages_ptr + slot, stride_head, block * BLOCK_HEADS,
               num_kv_heads, cos, sin, half, k_factor, k_weight_ptr, eps, LARGEST, HALF, BLOCK_HEADS, ROTATE, NORM,
-              TURN_KEYS)
+              ROPE_KEYS_IN_PLACE)
     elif block < 2 * kv_blocks:
-        _turn(v_ptr + token * v_stride_t, v_stride_h, v_pages_ptr + slot, stride_head,
+        _apply_rope(v_ptr + token * v_stride_t, v_stride_h, v_pages_ptr + slot, stride_head,
               (block - kv_blocks) * BLOCK_HEADS, num_kv_heads, cos, sin, half, v_factor, k_weight_ptr, eps, LARGEST,
               HALF, BLOCK_HEADS, False, False, False)
     else:
         q = q_ptr + token * q_stride_t
-        _turn(q, q_stride_h, q, q_stride_h, (block - 2 * kv_blocks) * BLOCK_HEADS, num_q_heads, cos, sin, half, 1.0,
-              q_weight_ptr, eps, 0, HALF, BLOCK_HEADS, ROTATE, NORM, False)
+        _apply_rope(q, q_stride_h, q, q_stride_h, (block - 2 * kv_blocks) * BLOCK_HEADS, num_q_heads, cos, sin, half,
+                    1.0, q_weight_ptr, eps, 0, HALF, BLOCK_HEADS, ROTATE, NORM, False)
 
 
 def rope_and_store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
                    page_of_token: torch.Tensor, offset_in_page: torch.Tensor,
                    cos_sin: torch.Tensor | None = None, positions: torch.Tensor | None = None,
                    k_scale: float = 1.0, v_scale: float = 1.0, norms: HeadNorms | None = None,
-                   settled: bool = False, turn_keys: bool = False) -> None:
-    """Turn ``q`` in place; store turned ``k`` and plain ``v`` at ``(page_of_token, offset_in_page)``. ``turn_keys``:
-    ``k`` is turned in place, too.
+                   inputs_ready: bool = False, rope_keys_in_place: bool = False) -> None:
+    """Apply rope to ``q`` in place and to ``k``; store ``k`` and ``v`` at ``(page_of_token, offset_in_page)``.
+    ``rope_keys_in_place``: ``k`` itself changes, too.
 
     ``q`` [T, Hq, D], ``k`` and ``v`` [T, Hkv, D], views contiguous in D; ``k_pages`` and ``v_pages`` one layer of
     the pool with equal strides [pages, Hkv, page_size, D]; ``page_of_token``, ``offset_in_page`` and ``positions``
-    [T] int64; ``cos_sin`` [positions, D] float32, cosines in the first half. Without ``cos_sin`` nothing is turned.
-    Pages of float8 hold keys over ``k_scale`` and values over ``v_scale``; else the scales are 1. With ``norms`` heads
-    of ``q`` and ``k`` are normed first. ``settled``: places, positions and ``cos_sin`` were written before the last
-    launch without PDL (kernels/_triton.py).
+    [T] int64; ``cos_sin`` [positions, D] float32, cosines in the first half. Without ``cos_sin`` there is no rope.
+    Float8 pages hold keys divided by ``k_scale`` and values divided by ``v_scale``; for others the scales are 1. With
+    ``norms`` heads of ``q`` and ``k`` are normed first. ``inputs_ready``: pages, offsets, positions and ``cos_sin``
+    were written before the last launch without PDL (kernels/_triton.py).
     """
     if not runs_triton(q):
         reference.rope_and_store(q, k, v, k_pages, v_pages, page_of_token, offset_in_page, cos_sin, positions,
-                                 k_scale, v_scale, norms, turn_keys)
+                                 k_scale, v_scale, norms, rope_keys_in_place)
         return
     assert k_pages.stride() == v_pages.stride()
     tokens, num_q_heads, head_dim = q.shape
@@ -122,6 +122,7 @@ def rope_and_store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_pages: t
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), k_pages.stride(0), k_pages.stride(1), k_pages.stride(2),
         num_q_heads, num_kv_heads, half, 1 / k_scale, 1 / v_scale, norms.q_weight if norms else q,
         norms.k_weight if norms else k, norms.eps if norms else 0.0,
-        LARGEST=torch.finfo(k_pages.dtype).max if k_pages.itemsize == 1 else 0, ROTATE=rotates,
-        NORM=norms is not None, HALF=1 << (half - 1).bit_length(), BLOCK_HEADS=_BLOCK_HEADS,
-        TURN_KEYS=turn_keys and (rotates or norms is not None), SETTLED=settled, num_warps=2, **pdl(q))
+        LARGEST=torch.finfo(k_pages.dtype).max if k_pages.itemsize == 1 else 0, ROTATE=rotates, NORM=norms is not None,
+        HALF=1 << (half - 1).bit_length(), BLOCK_HEADS=_BLOCK_HEADS,
+        ROPE_KEYS_IN_PLACE=rope_keys_in_place and (rotates or norms is not None), INPUTS_READY=inputs_ready,
+        num_warps=2, **pdl(q))

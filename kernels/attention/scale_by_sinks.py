@@ -1,4 +1,4 @@
-"""Attention sinks after the fact: a logit that joins a softmax's denominator only makes the result smaller."""
+"""Applies attention sinks to finished attention: a logit that joins a softmax's denominator only scales the result."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def _scale_by_sinks_kernel(out_ptr, lse_ptr, sinks_ptr, rows, HEADS: tl.constexp
 
 
 def scale_by_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
-    """``out`` [T, H, D], contiguous, times ``exp(lse) / (exp(lse) + exp(sink))``, in place. ``lse`` [T, H] float32 are
-    the log-sum-exps of what was attended to, to base 2; ``sinks`` [H] float32, to base e."""
+    """Multiplies ``out`` [T, H, D], contiguous, by ``exp(lse) / (exp(lse) + exp(sink))`` in place. ``lse`` [T, H]
+    float32 are the log-sum-exps of the attention scores, to base 2; ``sinks`` [H] float32, to base e."""
     if not runs_triton(out):
         reference.scale_by_sinks(out, lse, sinks)
         return

@@ -1,8 +1,8 @@
 """Copies scattered blocks of equal size between two memories that a GPU reaches: its own, and a peer's over NVLink.
 
 Copy engines take a command for each block, which costs microseconds whatever the block's size. Here a few programs go
-through all of them with vectors of 16 bytes, so that where the blocks lie makes no difference. How many programs there
-are bounds how many multiprocessors a copy takes from the work beside it.
+through all of them with vectors of 16 bytes, so that the blocks' addresses make no difference. The number of programs
+bounds how many SMs a copy takes from concurrent work.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _NUM_WARPS = 16
 @triton.jit(do_not_specialize=["src_address", "dst_address", "count", "words"])
 def _copy_blocks_kernel(src_address, dst_address, ids_ptr, count, words, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                         EVEN: tl.constexpr, ALIGNED: tl.constexpr, WORD: tl.constexpr):
-    """A tile is COLUMNS words of each of ROWS blocks. EVEN: a block is so many whole tiles wide. ALIGNED: it begins at
-    a multiple of 16 bytes, which the compiler cannot know of an address and needs for vectors."""
+    """Copies tiles of COLUMNS words of each of ROWS blocks. EVEN: a block's width is a multiple of COLUMNS. ALIGNED: it
+    begins at a multiple of 16 bytes, which the compiler cannot know of an address and needs for vectors."""
     src = src_address.to(tl.int64).to(tl.pointer_type(WORD))
     dst = dst_address.to(tl.int64).to(tl.pointer_type(WORD))
     across = tl.cdiv(words, COLUMNS)
@@ -44,7 +44,7 @@ def _copy_blocks_kernel(src_address, dst_address, ids_ptr, count, words, ROWS: t
 
 
 class BlockShape(NamedTuple):
-    """How blocks of one size are cut: ``words`` of ``word_bytes`` each, and tiles of ``rows`` blocks by ``columns``."""
+    """The tiling of blocks of one size: ``words`` of ``word_bytes`` each, tiles of ``rows`` blocks by ``columns``."""
 
     words: int
     word_bytes: int
@@ -61,7 +61,7 @@ class BlockShape(NamedTuple):
         return cls(words, word, _TILE_WORDS // columns, columns)
 
     def programs_for(self, count: int, most: int = PROGRAMS) -> int:
-        """So many programs copy ``count`` blocks."""
+        """The number of programs that copy ``count`` blocks."""
         tiles = -(-count // self.rows) * -(-self.words // self.columns)
         return max(1, min(tiles, most))
 
@@ -74,12 +74,12 @@ class BlockShape(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def compiled(shape: BlockShape, device_index: int) -> Any:
-    """The kernel for blocks of a shape, loaded on a GPU, for those who launch it by the driver: Triton's own launch
-    takes 40 us, and gives up the interpreter on its way.
+    """Compiles the kernel for blocks of a shape and loads it on a GPU, for callers that launch it by the driver:
+    Triton's own launch takes 40 us, and releases the GIL meanwhile.
 
     Its parameters are two addresses (64 bits), that of the ids, their count and ``shape.words`` (32 bits), and up to
-    two addresses of Triton's own that it does not use. ``function``, ``metadata.shared`` and ``metadata.num_warps`` of
-    the result are the launch's. One kernel serves every count, and all addresses that are multiples of 16.
+    two addresses of Triton's own that it does not use. Launch it with ``function``, ``metadata.shared`` and
+    ``metadata.num_warps`` of the result. One kernel serves every count, and all addresses that are multiples of 16.
     """
     with torch.cuda.device(device_index):
         made = _copy_blocks_kernel.warmup(1 << 40, 1 << 40, torch.int64, 1, shape.words, grid=(1,), **shape.constants)

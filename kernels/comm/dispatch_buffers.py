@@ -1,4 +1,4 @@
-"""Where in a few GPUs' memory tokens meet their experts, and come back; ``peer_tokens`` has the kernels."""
+"""Layout of the symmetric memory of all-to-all dispatch and combine; all_to_all.py has the kernels."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from ..arguments import Float8Rows
 
 GROUP = 128
-"""Values of a row that share a scale in float8."""
+"""The number of a row's values that share a float8 scale."""
 _SIGNALS = 256
-"""Bytes: two counters for each of at most 32 ranks."""
+"""Bytes of two counters for each of at most 32 ranks."""
 
 
 @dataclass(frozen=True)
-class Areas:
-    """What lies where in every rank's buffer, in bytes: counters; of each slot the places and weights of its token's
-    choices, scales, and the row of ``width`` values of ``dtype``, in ``float8`` on the way; and of each rank's part of
-    a sum the rows. ``rows``: of a rank at most."""
+class DispatchLayout:
+    """Offsets in every rank's buffer, in bytes: counters; for each slot the local expert ids and weights of its token's
+    choices, scales, and the row of ``width`` values of ``dtype``, sent in ``float8`` if set; and the rows of each
+    rank's part of a sum. ``rows`` are the maximum of a rank."""
 
     ranks: int
     rows: int
@@ -33,12 +33,12 @@ class Areas:
         return self.ranks * self.rows
 
     @cached_property
-    def places(self) -> int:
+    def expert_ids(self) -> int:
         return _SIGNALS
 
     @cached_property
     def weights(self) -> int:
-        return _whole(self.places + self.slots * self.choices * 8)
+        return _whole(self.expert_ids + self.slots * self.choices * 8)
 
     @cached_property
     def scales(self) -> int:
@@ -62,37 +62,37 @@ def _whole(size: int) -> int:
 
 
 @dataclass(frozen=True)
-class PeerAreas:
-    """What the ranks share. ``own`` [areas.nbytes] uint8 is this rank's buffer, at first zeros; ``bases`` [ranks]
-    int64, on the device, the addresses of all ranks' as this one sees them."""
+class DispatchMemory:
+    """The ranks' symmetric memory. ``own`` [areas.nbytes] uint8 is this rank's buffer, initially zeros; ``bases``
+    [ranks] int64, on the device, are the addresses of all ranks' buffers in this rank's address space."""
 
     rank: int
-    areas: Areas
+    layout: DispatchLayout
     own: torch.Tensor
     bases: torch.Tensor
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.areas.dtype
+        return self.layout.dtype
 
     def view(self, begin: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Of this rank's buffer."""
+        """Views a part of this rank's buffer."""
         size = dtype.itemsize
         for length in shape:
             size *= length
         return self.own[begin:begin + size].view(dtype).view(shape)
 
     def choices(self, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Places [ranks * most, K] int64 and weights, float32, of the tokens that have come."""
-        shape = (self.areas.ranks * most, self.areas.choices)
-        return (self.view(self.areas.places, *shape, dtype=torch.int64),
-                self.view(self.areas.weights, *shape, dtype=torch.float32))
+        """Local expert ids [ranks * most, K] int64 and weights, float32, of the tokens that were received."""
+        shape = (self.layout.ranks * most, self.layout.choices)
+        return (self.view(self.layout.expert_ids, *shape, dtype=torch.int64),
+                self.view(self.layout.weights, *shape, dtype=torch.float32))
 
     def tokens(self, most: int) -> torch.Tensor | Float8Rows:
-        """Rows [ranks * most, width] that have come; those without a choice hold anything."""
-        shape = (self.areas.ranks * most, self.areas.width)
-        if not self.areas.float8:
-            return self.view(self.areas.tokens, *shape, dtype=self.dtype)
-        groups = -(-self.areas.width // GROUP)
-        return Float8Rows(self.view(self.areas.tokens, *shape, dtype=torch.float8_e4m3fn),
-                          self.view(self.areas.scales, shape[0], groups, dtype=torch.float32), self.dtype)
+        """The rows [ranks * most, width] that were received; those without a choice are arbitrary."""
+        shape = (self.layout.ranks * most, self.layout.width)
+        if not self.layout.float8:
+            return self.view(self.layout.tokens, *shape, dtype=self.dtype)
+        groups = -(-self.layout.width // GROUP)
+        return Float8Rows(self.view(self.layout.tokens, *shape, dtype=torch.float8_e4m3fn),
+                          self.view(self.layout.scales, shape[0], groups, dtype=torch.float32), self.dtype)

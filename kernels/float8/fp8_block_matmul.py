@@ -1,7 +1,7 @@
-"""Product of two float8 matrices whose weights have a scale a block and whose rows one a group of 128 values.
+"""Multiplies two float8 matrices whose weights have a scale a block and whose rows one for each 128 values.
 
-Many rows are the library's (cuBLASLt by ``torch.nn.functional.scaled_mm``, a Hopper GPU and CUDA 12.9 or later): 1,260
-TFLOP/s on an H200, where our kernel makes 1,000. What it does not take, and fewer rows, are our kernel's.
+Many rows are multiplied by cuBLASLt (``torch.nn.functional.scaled_mm``, on a Hopper GPU with CUDA 12.9 or later): 1,260
+TFLOP/s on an H200, where our kernel reaches 1,000. Other sizes, and fewer rows, are our kernel's.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import torch
 from torch.nn import functional
 
 from .. import reference
-from .._triton import on_hopper, runs_triton
+from .._triton import runs_triton
+from ..device import is_hopper
+from ..tuning.policy import policy_of
 from .fp8_matmul import GROUP, fp8_matmul
-from .fp8_tiles import MOST_ROWS
 
-_ROWS_MULTIPLE = 4  # of what the library takes
+_LIBRARY_ROWS_MULTIPLE = 4
 
 
 def block_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor,
@@ -30,19 +31,20 @@ def block_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, w
     if not runs_triton(x):
         return reference.block_matmul(x, x_scale, weight, weight_scale, block, dtype)
     assert block[1] == GROUP
-    if len(x) > MOST_ROWS and block[0] == GROUP and dtype == torch.bfloat16 and _library_takes(weight, weight_scale):
+    max_rows = policy_of(x.device).float8.numbers.max_rows
+    if len(x) > max_rows and block[0] == GROUP and dtype == torch.bfloat16 and _library_supports(weight, weight_scale):
         return _by_library(x, x_scale, weight, weight_scale)
     return fp8_matmul(x, x_scale, weight, weight_scale, "block", dtype, tall=block[0])
 
 
-def _library_takes(weight: torch.Tensor, weight_scale: torch.Tensor) -> bool:
-    """It wants rows of scales that begin at multiples of 16 bytes."""
+def _library_supports(weight: torch.Tensor, weight_scale: torch.Tensor) -> bool:
+    """Checks sizes: the library needs rows of scales that begin at multiples of 16 bytes."""
     return _has_library(weight.device) and weight.shape[0] % 16 == 0 and weight_scale.shape[1] % 4 == 0
 
 
 @cache
 def _has_library(device: torch.device) -> bool:
-    if not on_hopper(device) or not hasattr(functional, "scaled_mm"):
+    if not is_hopper(device) or not hasattr(functional, "scaled_mm"):
         return False
     assert torch.version.cuda is not None
     return tuple(map(int, torch.version.cuda.split(".")[:2])) >= (12, 9)
@@ -51,21 +53,21 @@ def _has_library(device: torch.device) -> bool:
 def _by_library(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor,
                 weight_scale: torch.Tensor) -> torch.Tensor:
     rows = len(x)
-    x, x_scale = _with_whole_rows(x, x_scale)
+    x, x_scale = _with_padded_rows(x, x_scale)
     by = functional.ScalingType
     y = functional.scaled_mm(x, weight.t(), x_scale, by.BlockWise1x128, weight_scale.t(), by.BlockWise128x128,
                              output_dtype=torch.bfloat16)
     return y[:rows]
 
 
-def _with_whole_rows(x: torch.Tensor, x_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """So many rows that the library takes them; those behind the last have any values. ``quantize`` has made room for
-    them, where others are copied. A group's scales are beside each other."""
-    rows, whole = len(x), -(-len(x) // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
+def _with_padded_rows(x: torch.Tensor, x_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pad to a number of rows that the library takes; the added rows hold arbitrary values. ``quantize`` has allocated
+    them, and rows from elsewhere are copied. The scales of one group are contiguous."""
+    rows, whole = len(x), -(-len(x) // _LIBRARY_ROWS_MULTIPLE) * _LIBRARY_ROWS_MULTIPLE
     if x_scale.stride() != (1, whole):
-        beside = torch.ones((x_scale.shape[1], whole), device=x.device)
-        beside[:, :rows] = x_scale.t()
-        x_scale = beside.t()[:rows]
+        padded = torch.ones((x_scale.shape[1], whole), device=x.device)
+        padded[:, :rows] = x_scale.t()
+        x_scale = padded.t()[:rows]
     if whole > rows:
         if x.untyped_storage().nbytes() < x.storage_offset() + whole * x.shape[1]:
             x = functional.pad(x.view(torch.uint8), (0, 0, 0, whole - rows)).view(x.dtype)
@@ -76,11 +78,11 @@ def _with_whole_rows(x: torch.Tensor, x_scale: torch.Tensor) -> tuple[torch.Tens
 
 @lru_cache
 def compile_tiles(out: int, width: int, block_out: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Compile what products of any number of rows with such a matrix take, so that no request waits for it."""
+    """Compile the kernels of all numbers of rows for such a weight, so that no request waits for the compiler."""
     weight = torch.zeros((out, width), dtype=torch.float8_e4m3fn, device=device)
     groups = -(-width // GROUP)
     scale = torch.zeros((-(-out // block_out), groups), dtype=torch.float32, device=device)
-    for rows in (1, 65, MOST_ROWS + 1):
+    for rows in (1, 65, policy_of(device).float8.numbers.max_rows + 1):
         x = torch.zeros((rows, width), dtype=weight.dtype, device=device)
         x_scale = torch.zeros((rows, groups), dtype=torch.float32, device=device)
         block_matmul(x, x_scale, weight, scale, (block_out, GROUP), dtype)

@@ -1,5 +1,5 @@
-"""Product of two float8 matrices with a scale a row, or one for all: of many rows ``torch._scaled_mm``, of few our
-kernel, which keeps all of a GPU busy with reading the weights."""
+"""Multiplies two float8 matrices with a scale for each row or one for all: many rows by ``torch._scaled_mm``, few by
+our kernels, which keep the whole GPU reading weights."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import torch
 
 from .. import reference
 from .._triton import runs_triton
-from ..gemm.small_m_matmul import skinny_matmul
-from ..gemm.small_m_tiles import most_rows
+from ..gemm.small_m_matmul import small_m_matmul
+from ..tuning.policy import policy_of
 from .fp8_matmul import fp8_matmul
-from .fp8_tiles import MOST_ROWS
 
 
 def scaled_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor,
@@ -27,9 +26,10 @@ def scaled_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, 
     rows, out = x.shape[0], weight.shape[0]
     if not rows:
         return torch.empty((0, out), dtype=dtype, device=x.device)
-    if rows <= most_rows(weight):
-        return skinny_matmul(x, weight, x_scale=x_scale, scale=weight_scale, dtype=dtype)
-    if rows <= MOST_ROWS and runs_triton(x):
+    policy = policy_of(x.device)
+    if rows <= policy.gemm.small_m_max_rows(*weight.shape, weight.itemsize):
+        return small_m_matmul(x, weight, x_scale=x_scale, scale=weight_scale, dtype=dtype)
+    if rows <= policy.float8.numbers.max_rows and runs_triton(x):
         return fp8_matmul(x, x_scale, weight, weight_scale, "row", dtype)
     if x_scale.numel() != 1 or weight_scale.numel() != 1:
         x_scale = x_scale.flatten()[:, None].expand(rows, 1).contiguous()
@@ -39,7 +39,7 @@ def scaled_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, 
 
 @lru_cache
 def compile_tiles(out: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Compile what products of few rows with such a matrix take, so that no request waits for it."""
+    """Compile the kernels of few rows for such a weight, so that no request waits for the compiler."""
     weight = torch.zeros((out, width), dtype=torch.float8_e4m3fn, device=device)
     scale = torch.zeros(out, dtype=torch.float32, device=device)
     for rows in (1, 17, 65):

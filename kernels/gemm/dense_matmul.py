@@ -1,4 +1,10 @@
-"""Product with a weight of the rows' own type: our kernels where they are faster, else cuBLAS."""
+"""Multiplies with a weight of the rows' own type: by our kernels where they are faster, else by cuBLAS.
+
+Products of 65 to 128 rows are split_k_warp_specialized.py's in eager runs and CUDA graphs alike, although the host
+takes 72 us to launch one and 13 us for cuBLAS's. Decode steps of that size are captured, and so are prompts wherever
+launching takes longer than computing, so that the host seldom pays that; if capture decided, eager runs would compute
+other sums than graphs do.
+"""
 
 from __future__ import annotations
 
@@ -9,91 +15,109 @@ from torch.nn.functional import linear
 
 from ..rowwise.rmsnorm import rmsnorm
 from ..rowwise.silu_and_mul import silu_and_mul
-from ..rowwise.split_k_rmsnorm import joined_rmsnorm
-from . import split_k_cublas
-from .dense_tiles import MANY_ROWS, TALL, USUAL, DenseTile, gated_tile, takes_gated
-from .small_m_matmul import skinny_matmul
-from .small_m_tiles import most_rows
-from .split_k_cublas import better_plan, left_pieces, product_in_pieces
-from .split_k_tiles import LEAST_ROWS, MOST_ROWS, SplitKTile, left_tile, split_tile
+from ..rowwise.split_k_rmsnorm import split_k_rmsnorm
+from ..tuning.gemm import BatchedSplits, SplitKTile, WarpSpecializedTile
+from ..tuning.policy import policy_of
+from .small_m_matmul import small_m_matmul
 
 
 def dense_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *,
                  gated: bool = False) -> torch.Tensor:
     """``x`` [T, in] ``@ weight`` [out, in] ``.T + bias``: ``[T, out]``, in their type; ``silu_and_mul`` of that,
     ``[T, out / 2]``, where it is ``gated``."""
-    if len(x) <= most_rows(weight) and x.stride(-1) == 1:
-        return skinny_matmul(x, weight, bias, gated=gated)
-    split = split_tile(x, weight) if bias is None and _in_graph(x) else None
-    if split is not None:
-        return _split().split_matmul(x, weight, split, gated=gated)
-    many = gated_tile(x, weight) if gated and bias is None else None
-    if many is not None:
-        return _activated(x, weight, many)
-    plan = better_plan(x, weight) if bias is None else None
-    y = linear(x, weight, bias) if plan is None else plan(x, weight)
+    policy, rows = policy_of(weight.device).gemm, len(x)
+    out, width = weight.shape
+    if rows <= policy.small_m_max_rows(out, width, weight.itemsize) and x.stride(-1) == 1:
+        return small_m_matmul(x, weight, bias, gated=gated)
+    if bias is None:
+        split = policy.split_k(rows, out, width, weight.itemsize)
+        if split is not None and _has_aligned_rows(x):
+            return _split_k().split_k_matmul(x, weight, split, gated=gated)
+        fused = activation_tile(x, weight) if gated else None
+        if fused is not None:
+            return _activated(x, weight, fused)
+    y = linear(x, weight, bias)
     return silu_and_mul(y) if gated else y
 
 
-def _activated(x: torch.Tensor, weight: torch.Tensor, tile: DenseTile) -> torch.Tensor:
-    from .dense_warp_specialized import dense_product  # not there without Triton
-    return dense_product(x, weight, tile, gated=True)
+def _has_aligned_rows(x: torch.Tensor) -> bool:
+    """Says whether rows begin at multiples of 16 bytes from the first one."""
+    return x.stride(1) == 1 and not x.stride(0) % 8
 
 
-def _split() -> ModuleType:
+def activation_tile(x: torch.Tensor, weight: torch.Tensor) -> WarpSpecializedTile | None:
+    """dense_warp_specialized.py's tile of a product that ends in the activation; None where cuBLAS's, and the
+    activation after it, are as fast, or its loads cannot read both."""
+    tile = policy_of(weight.device).gemm.warp_specialized(len(x), *weight.shape, weight.itemsize)
+    readable = tile is not None and _has_aligned_rows(x) and x.dtype == weight.dtype and weight.is_contiguous() and (
+        x.data_ptr() % 16 == weight.data_ptr() % 16 == 0)
+    return tile if readable else None
+
+
+def _activated(x: torch.Tensor, weight: torch.Tensor, tile: WarpSpecializedTile) -> torch.Tensor:
+    from .dense_warp_specialized import warp_specialized_matmul  # not there without Triton
+    return warp_specialized_matmul(x, weight, tile, gated=True)
+
+
+def _split_k() -> ModuleType:
     from . import split_k_warp_specialized  # not there without Triton
     return split_k_warp_specialized
 
 
-def _in_graph(x: torch.Tensor) -> bool:
-    """Whether the launch is captured: one of split_warpgroups.py's takes the host 72 us, and cuBLAS's 13."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def adds_products(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether ``normed_product`` is the quicker way to what ``dense_matmul`` makes and the norm of a sum behind it."""
+def fuses_residual(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Says whether ``matmul_rmsnorm`` is faster than ``dense_matmul`` followed by ``rmsnorm`` with a residual."""
     if not x.is_cuda or weight.itemsize != 2:
         return False
-    if len(x) >= MANY_ROWS or left_pieces(x, weight):
-        return True
-    return _in_graph(x) and left_tile(x, weight) is not None
+    return policy_of(weight.device).gemm.adds_residual(len(x)) or _fused_reduce(x, weight) is not None
 
 
-def normed_product(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, gain: torch.Tensor,
+def matmul_rmsnorm(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, gain: torch.Tensor,
                    eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """``rmsnorm`` with ``gain`` of ``total = residual + x @ weight.T`` [T, out], and ``total``. ``residual`` is
     contiguous, and used up."""
-    tile = left_tile(x, weight)
-    if tile is not None:
-        return _joined(residual, x, weight, gain, eps, tile)
-    pieces = left_pieces(x, weight)
-    if pieces:
-        return joined_rmsnorm(product_in_pieces(x, weight, pieces), gain, eps, residual)
+    splits = _fused_reduce(x, weight)
+    if isinstance(splits, SplitKTile):
+        return _reduced(residual, x, weight, gain, eps, splits)
+    if splits is not None:
+        return split_k_rmsnorm(split_product(x, weight, splits.splits), gain, eps, residual)
     residual.addmm_(x, weight.T)  # rounded once
     return rmsnorm(residual, gain, eps)
 
 
-def _joined(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, gain: torch.Tensor, eps: float,
-            tile: SplitKTile) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pieces are rounded as the summands of tensor-parallel ranks are: in float32 they would take longer to travel
-    than the split gains."""
-    return joined_rmsnorm(_split().split_pieces(x, weight, tile, x.dtype), gain, eps, residual)
+def split_product(x: torch.Tensor, weight: torch.Tensor, splits: int) -> torch.Tensor:
+    """``[splits, T, out]``, whose sum is the product."""
+    return torch.bmm(x.unflatten(1, (splits, -1)).transpose(0, 1), weight.unflatten(1, (splits, -1)).permute(1, 2, 0))
+
+
+def _fused_reduce(x: torch.Tensor, weight: torch.Tensor) -> SplitKTile | BatchedSplits | None:
+    """The splits of a product that leaves partial sums to the norm; None where it leaves none."""
+    splits = policy_of(weight.device).gemm.fused_reduce(len(x), *weight.shape, weight.itemsize)
+    if splits is None or not _has_aligned_rows(x) or x.dtype != weight.dtype:
+        return None
+    return splits
+
+
+def _reduced(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, gain: torch.Tensor, eps: float,
+             tile: SplitKTile) -> tuple[torch.Tensor, torch.Tensor]:
+    """Partial sums are rounded as the summands of tensor-parallel ranks are: in float32 they would take longer to
+    travel than the split gains."""
+    return split_k_rmsnorm(_split_k().split_k_partials(x, weight, tile, x.dtype), gain, eps, residual)
 
 
 def compile_tiles(weight: torch.Tensor, *, gated: bool = False) -> None:
     """Compile what products with it take, so that no request waits for it; its values do not matter."""
+    policy, (out, width) = policy_of(weight.device).gemm, weight.shape
+    numbers = policy.numbers
     for rows in (1, 2, 9, 17, 33):
-        if rows <= most_rows(weight):
-            skinny_matmul(weight.new_zeros((rows, weight.shape[1])), weight, gated=gated)
-    for tall in (TALL, USUAL) if gated and takes_gated(weight) else ():
-        _activated(weight.new_zeros((1, weight.shape[1])), weight, tall)
-    for rows in (LEAST_ROWS, MOST_ROWS):
-        x = weight.new_zeros((rows, weight.shape[1]))
-        split, left = split_tile(x, weight), left_tile(x, weight)
+        if rows <= policy.small_m_max_rows(out, width, weight.itemsize):
+            small_m_matmul(weight.new_zeros((rows, width)), weight, gated=gated)
+    if gated and policy.fuses_activation(out, width, weight.itemsize) and weight.is_contiguous():
+        for tile in (numbers.warp_specialized.tall, numbers.warp_specialized.usual):
+            _activated(weight.new_zeros((1, width)), weight, tile)
+    for rows in (numbers.split_k.min_rows, numbers.split_k.max_rows, numbers.batched_splits.max_rows):
+        x = weight.new_zeros((rows, width))
+        split = policy.split_k(rows, out, width, weight.itemsize)
         if split is not None:
-            _split().split_matmul(x, weight, split, gated=gated)
-        elif left is not None and not gated:
-            _joined(weight.new_zeros((rows, len(weight))), x, weight, weight.new_zeros(len(weight)), 1.0, left)
-    x = weight.new_zeros((split_k_cublas.MOST_ROWS, weight.shape[1]))
-    if not gated and left_pieces(x, weight):
-        normed_product(weight.new_zeros((len(x), len(weight))), x, weight, weight.new_zeros(len(weight)), 1.0)
+            _split_k().split_k_matmul(x, weight, split, gated=gated)
+        elif _fused_reduce(x, weight) is not None and not gated:
+            matmul_rmsnorm(weight.new_zeros((rows, out)), x, weight, weight.new_zeros(out), 1.0)

@@ -1,12 +1,12 @@
-"""Products of many rows with a dense weight on a Hopper GPU, by groups of four warps that multiply 64 rows each.
+"""Multiplies many rows with a dense weight on a Hopper GPU, by warp groups of 64 rows each.
 
-A program stays on its multiprocessor and goes through tiles of 128 or 192 rows x 256 of the weight's rows. A gated
-product's are 128 of gates and the 128 of ups that belong to them, so that the activation is made of the sums before
-they leave the multiprocessor: neither gates nor ups are written. The first group asks for what all multiply,
-``STAGES`` - 1 steps ahead, into the next tile too: a group that only loads would take the third one's registers.
+A program stays on its SM and goes through tiles of 128 or 192 rows x 256 of the weight's rows. A gated product's are
+128 gates and their 128 ups, so that the activation is applied to the sums before they leave the SM: neither gates nor
+ups are written. The first group loads for all groups, ``STAGES`` - 1 steps ahead and across tiles: a group that only
+loads would take the third one's registers.
 
-A step of prefill is bound by the card's power, and what is moved takes power: that 192 rows share what is loaded of the
-weight, where 128 did, makes 1.4 % of a layer's time.
+A step of prefill is bound by the card's power, and moving data takes power: tiles of 192 rows, which share one load of
+the weight, save 1.4 % of a layer's time compared with 128.
 
 Written in Gluon, which has no interpreter: ``linear`` and ``silu_and_mul`` are the twin (tests/gpu compares).
 """
@@ -25,21 +25,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .._gluon import tma_load
-from ..attention.decode_plan import processors_of
-from .dense_tiles import DenseTile
-from .tma_tiles import tiles_of
+from ..device import num_sms
+from ..tuning.gemm import WarpSpecializedTile
+from .tma_tiles import tma_descriptor
 from .warp_specialized_products import store, store_gated, wait_for_step
 
 DEPTH = gl.constexpr(64)
-"""Of a step: as wide, in bytes, as the tensor memory accelerator's swizzle."""
+"""Values of a step: as wide, in bytes, as TMA's swizzle."""
 REGISTERS = 168
-"""Of each thread; 128 of them are sums."""
+"""Registers of each thread, of which 128 hold sums."""
 
 
 @gluon.jit
 def _tile_at(tile, work, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """``(first row, first column)``: through a band of row blocks column by column, for its rows and the few columns
-    that all programs are at find room in the second-level cache. Behind the last tile anything."""
+    """``(first row, first column)`` of a tile; arbitrary after the last one. Tiles go through a band of row blocks
+    column by column, since its rows and the few columns that all programs read fit the L2 cache."""
     row_blocks, column_blocks, band = work
     first = tile // (band * column_blocks) * band
     height = gl.maximum(gl.minimum(row_blocks - first, band), 1)
@@ -49,8 +49,8 @@ def _tile_at(tile, work, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _load(a_desc, b_desc, ring, step, row, column, other, start, more, GROUPS: gl.constexpr, STAGES: gl.constexpr):
-    """A step from ``start`` on of the tile at ``row``, of the weight's rows from ``column`` and from ``other`` on, once
-    all groups have read what its slot held; nothing unless there is ``more``."""
+    """Loads a step from ``start`` on of the tile at ``row``, and of the weight's rows from ``column`` and from
+    ``other`` on, once all groups have read the slot's previous content; nothing unless ``more``."""
     a_bufs, b_bufs, ready, empty = ring
     slot = step % STAGES
     mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1, pred=more)
@@ -65,7 +65,7 @@ def _load(a_desc, b_desc, ring, step, row, column, other, start, more, GROUPS: g
 @gluon.jit
 def _multiply(descs, out, ring, work, columns, depth, GROUP: gl.constexpr, GROUPS: gl.constexpr, GATED: gl.constexpr,
               STAGES: gl.constexpr):
-    """A group, of each tile's rows from the 64 * ``GROUP``-th on."""
+    """Runs a multiplying group, for each tile's rows from the 64 * ``GROUP``-th on."""
     a_desc, b_desc, out_desc = descs
     a_bufs, b_bufs, ready, empty = ring
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
@@ -73,10 +73,10 @@ def _multiply(descs, out, ring, work, columns, depth, GROUP: gl.constexpr, GROUP
     step, tile, tiles = 0, gl.program_id(0), work[0] * work[1]
     COLUMNS: gl.constexpr = 128 if GATED else 256
     row, column = _tile_at(tile, work, 64 * GROUPS, COLUMNS)
-    beside = columns if GATED else 128
+    pair_offset = columns if GATED else 128
     if GROUP == 0:
         for first in gl.static_range(AHEAD):
-            _load(a_desc, b_desc, ring, first, row, column, column + beside, first * DEPTH, True, GROUPS, STAGES)
+            _load(a_desc, b_desc, ring, first, row, column, column + pair_offset, first * DEPTH, True, GROUPS, STAGES)
     while tile < tiles:
         tile += gl.num_programs(0)
         next_row, next_column = _tile_at(tile, work, 64 * GROUPS, COLUMNS)
@@ -85,13 +85,13 @@ def _multiply(descs, out, ring, work, columns, depth, GROUP: gl.constexpr, GROUP
             slot = wait_for_step(ring, step, False, STAGES)
             acc = warpgroup_mma(a_bufs.index(GROUPS * slot + GROUP), b_bufs.index(slot).permute((1, 0)), acc,
                                 use_acc=start > 0, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=(acc,))  # the step before has been read
+            acc = warpgroup_mma_wait(1, deps=(acc,))  # the previous step has been read
             mbarrier.arrive(empty.index((step + AHEAD) % STAGES), pred=start > 0)
             if GROUP == 0:
                 ahead = start + AHEAD * DEPTH
                 inside = ahead < depth
                 at = gl.where(inside, column, next_column)
-                _load(a_desc, b_desc, ring, step + AHEAD, gl.where(inside, row, next_row), at, at + beside,
+                _load(a_desc, b_desc, ring, step + AHEAD, gl.where(inside, row, next_row), at, at + pair_offset,
                       gl.where(inside, ahead, ahead - depth), inside | (tile < tiles), GROUPS, STAGES)
             step += 1
         made = warpgroup_mma_wait(0, deps=(acc,))
@@ -106,11 +106,11 @@ def _multiply(descs, out, ring, work, columns, depth, GROUP: gl.constexpr, GROUP
     tma.store_wait(0)
 
 
-# Sizes that change with every step compile nothing anew.
+# Sizes that change with every step must not recompile the kernel.
 @gluon.jit(do_not_specialize=["row_blocks", "band"])
-def _dense_warpgroups_kernel(a_desc, b_desc, out_desc, row_blocks, columns, depth, band, GATED: gl.constexpr,
-                             GROUPS: gl.constexpr, STAGES: gl.constexpr):
-    """``depth``: in whole steps."""
+def _dense_warp_specialized_kernel(a_desc, b_desc, out_desc, row_blocks, columns, depth, band, GATED: gl.constexpr,
+                                   GROUPS: gl.constexpr, STAGES: gl.constexpr):
+    """``depth`` is a multiple of a step's."""
     outs = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, 64, 128], out_desc.layout)
     a_bufs = gl.allocate_shared_memory(b_desc.dtype, [GROUPS * STAGES, 64, DEPTH], b_desc.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 256, DEPTH], b_desc.layout)
@@ -136,16 +136,17 @@ def _dense_warpgroups_kernel(a_desc, b_desc, out_desc, row_blocks, columns, dept
         ], [4, 4], [168, 168])
 
 
-def dense_product(x: torch.Tensor, weight: torch.Tensor, tile: DenseTile, *, gated: bool = False) -> torch.Tensor:
-    """``x`` [T, in] ``@ weight`` [out, in] ``.T``: ``[T, out]``; or ``silu_and_mul`` of that, [T, out / 2]. Of 16 bits,
-    in rows of whole 16 bytes, of more values than ``tile.stages`` - 2 steps."""
+def warp_specialized_matmul(x: torch.Tensor, weight: torch.Tensor, tile: WarpSpecializedTile, *,
+                            gated: bool = False) -> torch.Tensor:
+    """``x`` [T, in] ``@ weight`` [out, in] ``.T``: ``[T, out]``; or ``silu_and_mul`` of that, [T, out / 2]. Both are of
+    16 bits, their rows multiples of 16 bytes and longer than ``tile.stages`` - 2 steps."""
     columns, depth = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     steps = -(-depth // 64)
     assert steps >= tile.stages - 1
     out = torch.empty((len(x), columns), dtype=x.dtype, device=x.device)
     row_blocks = -(-len(x) // tile.rows)
-    programs = min(processors_of(x.device), row_blocks * -(-columns // (128 if gated else 256)))
-    _dense_warpgroups_kernel[(programs,)](
-        tiles_of(x, 64, 64), tiles_of(weight, 128, 64), tiles_of(out, 64, 128), row_blocks, columns, 64 * steps,
-        tile.band, GATED=gated, GROUPS=tile.rows // 64, STAGES=tile.stages, num_warps=4, maxnreg=REGISTERS)
+    programs = min(num_sms(x.device), row_blocks * -(-columns // (128 if gated else 256)))
+    _dense_warp_specialized_kernel[(programs,)](
+        tma_descriptor(x, 64, 64), tma_descriptor(weight, 128, 64), tma_descriptor(out, 64, 128), row_blocks, columns,
+        64 * steps, tile.band, GATED=gated, GROUPS=tile.rows // 64, STAGES=tile.stages, num_warps=4, maxnreg=REGISTERS)
     return out

@@ -1,4 +1,4 @@
-"""Products cut into pieces along the depth: the program that comes last adds up what all have left."""
+"""Adds up a split-K product: the program of a tile that ends last sums the partial results of all splits."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from .._triton import tl, triton
 
 
 @triton.jit
-def last_piece(acc, part_ptr, count_ptr, program, piece, pieces, size, place, inside):
-    """``(whether this program is the last of the tile's, the tile's sum if so)``.
+def last_split_sum(acc, partial_ptr, counter_ptr, program, split, splits, size, offset, inside):
+    """``(is this program the tile's last, the tile's sum if it is)``.
 
-    ``acc`` is this piece's tile, of ``size`` values in all tiles together; its values' places among them are ``place``.
-    Pieces are added in their order, whoever comes last: no race decides a sum.
+    ``acc`` is this split's tile, of ``size`` values in all tiles together, and ``offset`` where among them its values
+    are. Splits are added in their order, whichever ends last: no race decides a sum.
     """
-    tl.store(part_ptr + piece.to(tl.int64) * size + place, acc, inside)
+    tl.store(partial_ptr + split.to(tl.int64) * size + offset, acc, inside)
     tl.debug_barrier()
-    last = tl.atomic_add(count_ptr + program, 1, sem="acq_rel") == pieces - 1
+    last = tl.atomic_add(counter_ptr + program, 1, sem="acq_rel") == splits - 1
     if last:
-        tl.store(count_ptr + program, 0)
+        tl.store(counter_ptr + program, 0)
         acc = tl.zeros(acc.shape, tl.float32)
-        for other in range(pieces):
-            acc += tl.load(part_ptr + tl.cast(other, tl.int64) * size + place, inside, other=0.0, cache_modifier=".cg")
+        for other in range(splits):
+            acc += tl.load(partial_ptr + tl.cast(other, tl.int64) * size + offset, inside, other=0.0,
+                           cache_modifier=".cg")
     return last, acc
 
 
 @lru_cache
-def counts_of(device: torch.device) -> torch.Tensor:
-    """How many of a tile's pieces are there: zeros between launches, which the last piece leaves. Products of one
-    device follow each other on one stream, so that they share them."""
+def split_counters(device: torch.device) -> torch.Tensor:
+    """Counters of each tile's finished splits: zeros between launches, which the last split restores. Products of one
+    device follow each other on one stream, so that they share the counters."""
     return torch.zeros(1 << 14, dtype=torch.int32, device=device)

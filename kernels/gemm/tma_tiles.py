@@ -1,4 +1,4 @@
-"""Tiles of a matrix that the tensor memory accelerator of a Hopper GPU moves."""
+"""Descriptors of matrices for the tensor memory accelerator (TMA) of a Hopper GPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
-def tiles_of(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """``matrix`` [R, C], contiguous in its columns, by tiles; swizzled in shared memory over 128 bytes, or over a row
-    where that is less."""
+def tma_descriptor(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Describes tiles of ``matrix`` [R, C], contiguous in its columns; swizzled in shared memory over 128 bytes, or
+    over a row where that is less."""
     layout = gl.NVMMASharedLayout(min(128, columns * matrix.itemsize), 8 * matrix.itemsize, 2)
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns], layout)

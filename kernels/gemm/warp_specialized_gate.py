@@ -1,7 +1,8 @@
-"""``gate.gate_times`` as a tile's end can afford it: both multiplying groups are there together, the tensor cores wait.
+"""Computes ``gated_activation.gate_times`` cheaply at a tile's end, where both multiplying groups arrive together and
+the tensor cores wait.
 
-Half of the instructions, and three quarters of those of the special function units, which are few, that exact division
-and exponentials take.
+It takes half of the instructions of exact division and exponentials, and three quarters of their instructions for the
+special function units, which are few.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def _sigmoid(x):
-    """Two at once: ``1 / a`` and ``1 / b`` by one reciprocal of ``a * b``. Below -42 it is 2^-62 at least, so that the
-    product of two is finite; others are right to some 2^-22."""
+    """Sigmoids of two values at once: ``1 / a`` and ``1 / b`` by one reciprocal of ``a * b``. Below -42 the result is
+    2^-62 at least, so that the product of two is finite; others are right to some 2^-22."""
     return gl.inline_asm_elementwise(
         """
         {
@@ -47,7 +48,7 @@ def gate_times(gate, up, LIMIT: gl.constexpr):
 
 @gluon.jit
 def rounded(x, TYPE: gl.constexpr):
-    """To 16 bits and back, two at once: one at a time the conversion is as slow as a reciprocal."""
+    """Rounds to 16 bits and back, two values at once: one at a time the conversion is as slow as a reciprocal."""
     if TYPE is gl.bfloat16:
         made = gl.inline_asm_elementwise(
             """

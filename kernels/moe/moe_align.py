@@ -1,4 +1,4 @@
-"""Rows of a grouped product, sorted by the matrix that each is multiplied with and padded to whole blocks.
+"""Sorts the rows of a grouped product by expert and pads each expert's to whole blocks.
 
 All sizes follow from shapes, so that nothing waits for the device and a CUDA graph can hold it; and no atomics, so
 that the order is the same every time.
@@ -14,43 +14,45 @@ from .. import reference
 from .._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 
 _FEW = 1024
-"""Choices that every program of one kernel counts for itself."""
+"""The most choices that one kernel sorts, each of whose programs counts all of them."""
 _CHUNK = 128
-"""Choices that are compared with each other, to number those of a place."""
+"""Choices that are compared with each other, to number those of an expert."""
 _PARTS = 128
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """Block b multiplies rows ``rows[b * block : (b + 1) * block]`` with matrix ``place[b]`` (int32 both).
+    """Block b multiplies choices ``sorted_choices[b * block : (b + 1) * block]`` with the matrix of
+    ``expert_of_block[b]`` (int32 both).
 
-    A row is an index into the flattened ``[T, K]`` choices, T * K where the block is padded. Blocks behind the last
-    have place -1. ``positions`` [T * K] int32 is the way back: where ``rows`` has each choice, arbitrary where it has
-    not.
+    A choice is an index into the flattened ``[T, K]`` ones, T * K where the block is padded. Blocks after the last have
+    expert -1. ``positions`` [T * K] int32 is the inverse: the index of each choice in ``sorted_choices``, arbitrary
+    where it has none.
 
-    ``spans`` [n, 3] int32, where they are asked for, are ``(first block, blocks, place)`` of tiles that have up to
-    ``tall`` blocks of one place, as equal as they can be; behind the last ``(0, 0, -1)``. ``turn`` [1] int32 is zero,
-    for kernels whose programs take such tiles in turn.
+    ``spans`` [n, 3] int32, on request, are ``(first block, blocks, expert)`` of tiles that have up to ``max_blocks``
+    blocks of one expert, as equal as they can be; after the last ``(0, 0, -1)``. ``tile_counter`` [1] int32 is zero,
+    for kernels whose programs take the next free tile.
     """
 
-    rows: torch.Tensor
-    place: torch.Tensor
+    sorted_choices: torch.Tensor
+    expert_of_block: torch.Tensor
     positions: torch.Tensor
     block: int
-    tall: int = 0
+    max_blocks: int = 0
     spans: torch.Tensor | None = None
-    turn: torch.Tensor | None = None
+    tile_counter: torch.Tensor | None = None
 
 
 @triton.jit
-def _fill_spans(spans_ptr, turn_ptr, blocks, each, place, num_places, num_spans, first, last, TALL: tl.constexpr):
-    """The place's ``[first, last)`` of all blocks, cut into tiles; ``num_places``: those behind the last."""
-    tiles = (blocks + TALL - 1) // TALL
-    begin = tl.sum(tl.where(each < place, tiles, 0), 0)
-    count = (last - first + TALL - 1) // TALL
-    value = place
-    if place == num_places:
-        tl.store(turn_ptr, 0)
+def _fill_spans(spans_ptr, tile_counter_ptr, blocks, each, expert, num_experts, num_spans, first, last,
+                MAX_BLOCKS: tl.constexpr):
+    """Cuts the expert's blocks ``[first, last)`` into tiles; expert ``num_experts`` has the blocks after the last."""
+    tiles = (blocks + MAX_BLOCKS - 1) // MAX_BLOCKS
+    begin = tl.sum(tl.where(each < expert, tiles, 0), 0)
+    count = (last - first + MAX_BLOCKS - 1) // MAX_BLOCKS
+    value = expert
+    if expert == num_experts:
+        tl.store(tile_counter_ptr, 0)
         count, last, value = num_spans - begin, first, -1
     for start in range(0, count, 128):
         tile = start + tl.arange(0, 128)
@@ -62,129 +64,131 @@ def _fill_spans(spans_ptr, turn_ptr, blocks, each, place, num_places, num_spans,
 
 
 @triton.jit
-def _fill_place(rows_ptr, place_ptr, spans_ptr, turn_ptr, counts, each, place, num_places, num_blocks, num_spans, total,
-                ROWS: tl.constexpr, TALL: tl.constexpr):
-    """Writes which blocks are the place's, of ``counts`` choices each, and the padding of its last one. Where they
-    begin. ``num_places``: what is behind the last."""
+def _fill_expert(rows_ptr, expert_of_block_ptr, spans_ptr, tile_counter_ptr, counts, each, expert, num_experts,
+                 num_blocks, num_spans, total, ROWS: tl.constexpr, MAX_BLOCKS: tl.constexpr):
+    """Writes the expert's blocks, where experts have ``counts`` choices, and the padding of its last one; returns where
+    they begin. Expert ``num_experts`` has the blocks after the last."""
     blocks = (counts + ROWS - 1) // ROWS
-    first = tl.sum(tl.where(each < place, blocks, 0), 0)
-    last = first + tl.sum(tl.where(each == place, blocks, 0), 0)
-    if TALL:
-        _fill_spans(spans_ptr, turn_ptr, blocks, each, place, num_places, num_spans, first, last, TALL)
-    value = place
-    if place == num_places:
+    first = tl.sum(tl.where(each < expert, blocks, 0), 0)
+    last = first + tl.sum(tl.where(each == expert, blocks, 0), 0)
+    if MAX_BLOCKS:
+        _fill_spans(spans_ptr, tile_counter_ptr, blocks, each, expert, num_experts, num_spans, first, last, MAX_BLOCKS)
+    value = expert
+    if expert == num_experts:
         last, value = num_blocks, -1
     for start in range(first, last, 128):
         block = start + tl.arange(0, 128)
-        tl.store(place_ptr + block, tl.zeros((128,), tl.int32) + value, block < last)
-    if place < num_places:
-        pad = first * ROWS + tl.sum(tl.where(each == place, counts, 0), 0) + tl.arange(0, ROWS)
+        tl.store(expert_of_block_ptr + block, tl.zeros((128,), tl.int32) + value, block < last)
+    if expert < num_experts:
+        pad = first * ROWS + tl.sum(tl.where(each == expert, counts, 0), 0) + tl.arange(0, ROWS)
         tl.store(rows_ptr + pad, tl.zeros((ROWS,), tl.int32) + total, pad < last * ROWS)
     return first
 
 
 # Counts change with every step: specialized on 1 and on multiples of 16 the kernels would compile while requests wait.
 @triton.jit(do_not_specialize=["total", "num_blocks", "num_spans"])
-def _moe_sort_few_kernel(places_ptr, rows_ptr, place_ptr, positions_ptr, spans_ptr, turn_ptr, total, num_blocks,
-                         num_spans, num_places, ROWS: tl.constexpr, TALL: tl.constexpr, BLOCK_PLACES: tl.constexpr,
-                         FEW: tl.constexpr, PDL: tl.constexpr):
+def _moe_sort_few_kernel(topk_ids_ptr, rows_ptr, expert_of_block_ptr, positions_ptr, spans_ptr, tile_counter_ptr, total,
+                         num_blocks, num_spans, num_experts, ROWS: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+                         BLOCK_EXPERTS: tl.constexpr, FEW: tl.constexpr, PDL: tl.constexpr):
     start_next(PDL)
     wait_for_last(PDL)
-    place = tl.program_id(0)  # num_places: what is behind the last
-    each = tl.arange(0, BLOCK_PLACES)
+    expert = tl.program_id(0)  # num_places: the blocks after the last
+    each = tl.arange(0, BLOCK_EXPERTS)
     index = tl.arange(0, FEW)
-    chosen = tl.load(places_ptr + index, index < total, other=-1)
-    held = (chosen >= 0) & (chosen < num_places)
-    counts = tl.histogram(tl.where(held, chosen, 0).to(tl.int32), BLOCK_PLACES, held)
-    first = _fill_place(rows_ptr, place_ptr, spans_ptr, turn_ptr, counts, each, place, num_places, num_blocks,
-                        num_spans, total, ROWS, TALL)
-    hit = held & (chosen == place)
+    chosen = tl.load(topk_ids_ptr + index, index < total, other=-1)
+    chosen_here = (chosen >= 0) & (chosen < num_experts)
+    counts = tl.histogram(tl.where(chosen_here, chosen, 0).to(tl.int32), BLOCK_EXPERTS, chosen_here)
+    first = _fill_expert(rows_ptr, expert_of_block_ptr, spans_ptr, tile_counter_ptr, counts, each, expert, num_experts,
+                         num_blocks, num_spans, total, ROWS, MAX_BLOCKS)
+    hit = chosen_here & (chosen == expert)
     at = first * ROWS + tl.cumsum(hit.to(tl.int32), 0) - 1
     tl.store(rows_ptr + at, index, hit)
     tl.store(positions_ptr + index, at, hit)
 
 
 @triton.jit(do_not_specialize=["total", "per_part"])
-def _moe_count_kernel(places_ptr, counts_ptr, total, per_part, num_places, BLOCK_PLACES: tl.constexpr,
+def _moe_count_kernel(topk_ids_ptr, counts_ptr, total, per_part, num_experts, BLOCK_EXPERTS: tl.constexpr,
                       CHUNK: tl.constexpr, PDL: tl.constexpr):
     start_next(PDL)
     wait_for_last(PDL)
     part = tl.program_id(0)
     begin = part * per_part
     end = tl.minimum(begin + per_part, total)
-    counts = tl.zeros((BLOCK_PLACES,), tl.int32)
+    counts = tl.zeros((BLOCK_EXPERTS,), tl.int32)
     for start in range(begin, end, CHUNK):
         index = start + tl.arange(0, CHUNK)
-        chosen = tl.load(places_ptr + index, index < end, other=-1)
-        held = (chosen >= 0) & (chosen < num_places)
-        counts += tl.histogram(tl.where(held, chosen, 0).to(tl.int32), BLOCK_PLACES, held)
-    tl.store(counts_ptr + part * BLOCK_PLACES + tl.arange(0, BLOCK_PLACES), counts)
+        chosen = tl.load(topk_ids_ptr + index, index < end, other=-1)
+        chosen_here = (chosen >= 0) & (chosen < num_experts)
+        counts += tl.histogram(tl.where(chosen_here, chosen, 0).to(tl.int32), BLOCK_EXPERTS, chosen_here)
+    tl.store(counts_ptr + part * BLOCK_EXPERTS + tl.arange(0, BLOCK_EXPERTS), counts)
 
 
 @triton.jit(do_not_specialize=["total", "per_part", "num_blocks", "num_spans"])
-def _moe_sort_kernel(places_ptr, counts_ptr, rows_ptr, place_ptr, positions_ptr, spans_ptr, turn_ptr, total, per_part,
-                     num_blocks, num_spans, num_places, ROWS: tl.constexpr, TALL: tl.constexpr, PARTS: tl.constexpr,
-                     BLOCK_PLACES: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+def _moe_sort_kernel(topk_ids_ptr, counts_ptr, rows_ptr, expert_of_block_ptr, positions_ptr, spans_ptr,
+                     tile_counter_ptr, total, per_part, num_blocks, num_spans, num_experts, ROWS: tl.constexpr,
+                     MAX_BLOCKS: tl.constexpr, PARTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
+                     PDL: tl.constexpr):
     start_next(PDL)
     wait_for_last(PDL)
     part = tl.program_id(0)
-    each, parts, lane = tl.arange(0, BLOCK_PLACES), tl.arange(0, PARTS), tl.arange(0, CHUNK)
-    counts = tl.load(counts_ptr + parts[:, None] * BLOCK_PLACES + each[None, :])
-    of_place = tl.sum(counts, 0)
-    blocks = (of_place + ROWS - 1) // ROWS
+    each, parts, index_in_chunk = tl.arange(0, BLOCK_EXPERTS), tl.arange(0, PARTS), tl.arange(0, CHUNK)
+    counts = tl.load(counts_ptr + parts[:, None] * BLOCK_EXPERTS + each[None, :])
+    of_expert = tl.sum(counts, 0)
+    blocks = (of_expert + ROWS - 1) // ROWS
     firsts = tl.cumsum(blocks, 0) - blocks
-    for place in range(part, num_places + 1, PARTS):
-        _fill_place(rows_ptr, place_ptr, spans_ptr, turn_ptr, of_place, each, place, num_places, num_blocks, num_spans,
-                    total, ROWS, TALL)
+    for expert in range(part, num_experts + 1, PARTS):
+        _fill_expert(rows_ptr, expert_of_block_ptr, spans_ptr, tile_counter_ptr, of_expert, each, expert, num_experts,
+                     num_blocks, num_spans, total, ROWS, MAX_BLOCKS)
     ahead = firsts * ROWS + tl.sum(tl.where((parts < part)[:, None], counts, 0), 0)
     end = tl.minimum(part * per_part + per_part, total)
     for start in range(part * per_part, end, CHUNK):
-        index = start + lane
-        chosen = tl.load(places_ptr + index, index < end, other=-1).to(tl.int32)
-        again = tl.load(places_ptr + index, index < end, other=-1).to(tl.int32)  # in the other direction's layout
-        held = (chosen >= 0) & (chosen < num_places)
-        before = (chosen[:, None] == again[None, :]) & (lane[None, :] < lane[:, None])
-        at = tl.gather(ahead, tl.where(held, chosen, 0), 0) + tl.sum(before.to(tl.int32), 1)
-        tl.store(rows_ptr + at, index, held)
-        tl.store(positions_ptr + index, at, held)
-        ahead += tl.histogram(tl.where(held, chosen, 0), BLOCK_PLACES, held)
+        index = start + index_in_chunk
+        chosen = tl.load(topk_ids_ptr + index, index < end, other=-1).to(tl.int32)
+        chosen_columns = tl.load(topk_ids_ptr + index, index < end,
+                                 other=-1).to(tl.int32)  # in the other direction's layout
+        chosen_here = (chosen >= 0) & (chosen < num_experts)
+        before = (chosen[:, None] == chosen_columns[None, :]) & (index_in_chunk[None, :] < index_in_chunk[:, None])
+        at = tl.gather(ahead, tl.where(chosen_here, chosen, 0), 0) + tl.sum(before.to(tl.int32), 1)
+        tl.store(rows_ptr + at, index, chosen_here)
+        tl.store(positions_ptr + index, at, chosen_here)
+        ahead += tl.histogram(tl.where(chosen_here, chosen, 0), BLOCK_EXPERTS, chosen_here)
 
 
-def num_blocks_of(choices: int, num_places: int, block: int) -> int:
-    """Blocks at most: each place that is chosen may leave one unfilled."""
-    return min(choices, choices // block + min(num_places, choices))
+def num_blocks_of(choices: int, num_experts: int, block: int) -> int:
+    """The most blocks that ``choices`` may fill: each expert that is chosen may leave one partly empty."""
+    return min(choices, choices // block + min(num_experts, choices))
 
 
-def moe_align(places: torch.Tensor, num_places: int, block: int, tall: int = 0) -> Alignment:
-    """Sort the choices ``places`` [T, K] int64 by place; those outside of ``[0, num_places)`` are left out.
+def moe_align(topk_ids: torch.Tensor, num_experts: int, block: int, max_blocks: int = 0) -> Alignment:
+    """Sort the choices ``topk_ids`` [T, K] int64 by expert; those outside of ``[0, num_experts)`` are left out.
 
-    ``block`` is a power of two. With ``tall`` there are spans of so many blocks at most, on a GPU.
+    ``block`` is a power of two. With ``max_blocks`` there are spans of at most that many blocks, on a GPU.
     """
-    if not runs_triton(places):
-        return Alignment(*reference.moe_align(places, num_places, block), block)
-    total = places.numel()
-    num_blocks = num_blocks_of(total, num_places, block)
-    rows = torch.empty(num_blocks * block, dtype=torch.int32, device=places.device)
-    place = torch.empty(num_blocks, dtype=torch.int32, device=places.device)
-    positions = torch.empty(total, dtype=torch.int32, device=places.device)
-    num_spans, spans, turn = 0, None, None
-    if tall:
-        num_spans = num_blocks_of(total, num_places, block * tall)
-        spans = torch.empty((num_spans, 3), dtype=torch.int32, device=places.device)
-        turn = torch.empty(1, dtype=torch.int32, device=places.device)
+    if not runs_triton(topk_ids):
+        return Alignment(*reference.moe_align(topk_ids, num_experts, block), block)
+    total = topk_ids.numel()
+    num_blocks = num_blocks_of(total, num_experts, block)
+    sorted_choices = torch.empty(num_blocks * block, dtype=torch.int32, device=topk_ids.device)
+    expert_of_block = torch.empty(num_blocks, dtype=torch.int32, device=topk_ids.device)
+    positions = torch.empty(total, dtype=torch.int32, device=topk_ids.device)
+    num_spans, spans, tile_counter = 0, None, None
+    if max_blocks:
+        num_spans = num_blocks_of(total, num_experts, block * max_blocks)
+        spans = torch.empty((num_spans, 3), dtype=torch.int32, device=topk_ids.device)
+        tile_counter = torch.empty(1, dtype=torch.int32, device=topk_ids.device)
     if total:
-        places, block_places = places.contiguous(), max(32, triton.next_power_of_2(num_places))
+        topk_ids, block_experts = topk_ids.contiguous(), max(32, triton.next_power_of_2(num_experts))
         if total <= _FEW:
-            _moe_sort_few_kernel[(num_places + 1,)](
-                places, rows, place, positions, spans, turn, total, num_blocks, num_spans, num_places, ROWS=block,
-                TALL=tall, BLOCK_PLACES=block_places, FEW=_FEW, **pdl(places))
+            _moe_sort_few_kernel[(num_experts + 1,)](
+                topk_ids, sorted_choices, expert_of_block, positions, spans, tile_counter, total, num_blocks, num_spans,
+                num_experts, ROWS=block, MAX_BLOCKS=max_blocks, BLOCK_EXPERTS=block_experts, FEW=_FEW, **pdl(topk_ids))
         else:
             per_part = triton.cdiv(triton.cdiv(total, _PARTS), _CHUNK) * _CHUNK
-            counts = torch.empty((_PARTS, block_places), dtype=torch.int32, device=places.device)
-            _moe_count_kernel[(_PARTS,)](places, counts, total, per_part, num_places, BLOCK_PLACES=block_places,
-                                         CHUNK=_CHUNK, **pdl(places))
+            counts = torch.empty((_PARTS, block_experts), dtype=torch.int32, device=topk_ids.device)
+            _moe_count_kernel[(_PARTS,)](topk_ids, counts, total, per_part, num_experts, BLOCK_EXPERTS=block_experts,
+                                         CHUNK=_CHUNK, **pdl(topk_ids))
             _moe_sort_kernel[(_PARTS,)](
-                places, counts, rows, place, positions, spans, turn, total, per_part, num_blocks, num_spans, num_places,
-                ROWS=block, TALL=tall, PARTS=_PARTS, BLOCK_PLACES=block_places, CHUNK=_CHUNK, num_warps=8,
-                **pdl(places))
-    return Alignment(rows, place, positions, block, tall, spans, turn)
+                topk_ids, counts, sorted_choices, expert_of_block, positions, spans, tile_counter, total, per_part,
+                num_blocks, num_spans, num_experts, ROWS=block, MAX_BLOCKS=max_blocks, PARTS=_PARTS,
+                BLOCK_EXPERTS=block_experts, CHUNK=_CHUNK, num_warps=8, **pdl(topk_ids))
+    return Alignment(sorted_choices, expert_of_block, positions, block, max_blocks, spans, tile_counter)

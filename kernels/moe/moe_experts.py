@@ -1,4 +1,4 @@
-"""The gated MLPs of a mixture of experts: align, two grouped products, and the sum of each token's experts."""
+"""Computes the gated MLPs of a mixture of experts: align, two grouped products, and the sum of each token's experts."""
 
 from __future__ import annotations
 
@@ -8,46 +8,48 @@ from .. import reference
 from .._triton import runs_triton
 from ..arguments import ExpertBiases, Float8Rows, Scales
 from ..rowwise.fp8_quantize import quantize_groups
+from ..tuning.moe import Tiles
+from ..tuning.policy import policy_of
 from .moe_align import Alignment, moe_align
 from .moe_gemm import SCALE_GROUP, moe_gemm
-from .moe_sorted import fits, moe_down, moe_up, moe_up_in_float8, takes_warpgroups
+from .moe_sorted import fits, moe_down, moe_up, moe_up_in_float8, supports_warp_specialized
 from .moe_sum import moe_sum
-from .moe_tiles import Tiles, device_name, tiles_for
 
 Biases = tuple[torch.Tensor | None, torch.Tensor | None]
 Quantized = tuple[torch.Tensor, torch.Tensor | None]
-"""Rows, and their scales where they are in float8."""
+"""A pair of rows and, where they are in float8, their scales."""
 
 
-def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, places: torch.Tensor,
+def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, topk_ids: torch.Tensor,
                 weights: torch.Tensor, scales: Scales | None = None, tiles: Tiles | None = None,
                 biases: ExpertBiases | None = None, limit: float = 0.0) -> torch.Tensor:
-    """``sum over k of weights[t, k] * down[p] (silu(gate[p] x[t]) * up[p] x[t])`` with ``p = places[t, k]``.
+    """``sum over k of weights[t, k] * down[p] (silu(gate[p] x[t]) * up[p] x[t])`` with ``p = topk_ids[t, k]``.
 
-    ``x`` [T, H]; ``gate_up`` [S, 2 * I, H], each expert's gate before its up; ``down`` [S, H, I]; ``places`` [T, K]
-    int64, of which those outside of ``[0, S)`` add nothing; ``weights`` [T, K] float32. A token names a place once.
-    Float8 experts come with ``scales``; then ``x`` and what is between the products are made float8 too, with a scale
-    a token, or a group of 128 of its values. ``tiles`` override what ``moe_tiles`` chooses. ``biases`` are added to
-    the products; with a ``limit`` ``silu(g) * u`` is ``kernels.gate``'s clamped gate instead.
+    ``x`` [T, H]; ``gate_up`` [S, 2 * I, H], each expert's gate before its up; ``down`` [S, H, I]; ``topk_ids`` [T, K]
+    int64, of which those outside of ``[0, S)`` add nothing; ``weights`` [T, K] float32. A token chooses an expert once.
+    Float8 experts come with ``scales``; then ``x`` and the activation between the products are quantized too, with a
+    scale a token, or a group of 128 of its values. ``tiles`` replace the policy's. ``biases`` are added to the
+    products; with a ``limit`` the activation is ``gated_activation.clamped_gate`` instead of ``silu(g) * u``.
     """
     if not runs_triton(x):
-        return reference.moe_experts(x, gate_up, down, places, weights, scales, biases, limit)
+        return reference.moe_experts(x, gate_up, down, topk_ids, weights, scales, biases, limit)
     out = torch.empty_like(x)
     if len(x):
-        made, positions = moe_products(x, gate_up, down, places, scales, tiles, biases, limit)
-        moe_sum(made, places.contiguous(), len(gate_up), weights.contiguous(), positions, out)
+        made, positions = moe_products(x, gate_up, down, topk_ids, scales, tiles, biases, limit)
+        moe_sum(made, topk_ids.contiguous(), len(gate_up), weights.contiguous(), positions, out)
     return out
 
 
-def moe_products(x: torch.Tensor | Float8Rows, gate_up: torch.Tensor, down: torch.Tensor, places: torch.Tensor,
+def moe_products(x: torch.Tensor | Float8Rows, gate_up: torch.Tensor, down: torch.Tensor, topk_ids: torch.Tensor,
                  scales: Scales | None = None, tiles: Tiles | None = None, biases: ExpertBiases | None = None,
                  limit: float = 0.0) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What ``moe_sum`` adds up for ``moe_experts``: rows, and where each choice's is. ``x`` may be in float8 already,
-    with a scale for each 128 of a row's values, for experts by blocks. On a GPU, of one token or more."""
+    """The rows that ``moe_sum`` adds up for ``moe_experts``, and the position of each choice's row. ``x`` may be in
+    float8 already, with a scale for each 128 of a row's values, for experts with block scales. It needs a GPU and one
+    token or more."""
     rows, dtype = (x.values, x.dtype) if isinstance(x, Float8Rows) else (x, x.dtype)
-    hidden, num_places, choices, size = rows.shape[1], gate_up.shape[0], places.shape[1], down.shape[2]
+    hidden, num_experts, choices, size = rows.shape[1], gate_up.shape[0], topk_ids.shape[1], down.shape[2]
     tiles = tiles or _tiles_of(rows, gate_up, down, choices, scales)
-    aligned = moe_align(places, num_places, tiles.gate_up.block, tiles.gate_up.tall)
+    aligned = moe_align(topk_ids, num_experts, tiles.gate_up.block, tiles.gate_up.max_blocks)
     by_block = scales is not None and scales.by == "block"
     assert by_block or not isinstance(x, Float8Rows)
     in_order = not (tiles.sorted and fits(tiles.gate_up, hidden, size, by_block)
@@ -61,7 +63,7 @@ def moe_products(x: torch.Tensor | Float8Rows, gate_up: torch.Tensor, down: torc
 def _products_in_order(x: Quantized, dtype: torch.dtype, gate_up: torch.Tensor, down: torch.Tensor,
                        aligned: Alignment, choices: int, tiles: Tiles, scales: Scales | None, biases: Biases,
                        limit: float) -> torch.Tensor:
-    """A row for each choice, in their order."""
+    """Computes a row for each choice, in the order of choices."""
     up_scale, down_scale = (None, None) if scales is None else (scales.gate_up, scales.down)
     given, given_scale = x
     total = len(given) * choices
@@ -74,11 +76,11 @@ def _products_in_order(x: Quantized, dtype: torch.dtype, gate_up: torch.Tensor, 
 
 def _sorted_products(x: Quantized, dtype: torch.dtype, gate_up: torch.Tensor, down: torch.Tensor, aligned: Alignment,
                      choices: int, tiles: Tiles, scales: Scales | None, biases: Biases, limit: float) -> torch.Tensor:
-    """A row for each of ``aligned``'s."""
+    """Computes a row for each of ``aligned``'s, in the order of experts."""
     up_scale, down_scale = (None, None) if scales is None else (scales.gate_up, scales.down)
     given, given_scale = x
     total = len(given) * choices
-    if given_scale is not None and tiles.gate_up.by_warpgroups:
+    if given_scale is not None and tiles.gate_up.is_warp_specialized:
         given, given_scale = moe_up_in_float8(given, gate_up, aligned, choices, total, tiles.gate_up, dtype,
                                               given_scale, up_scale, biases[0], limit)
     else:
@@ -90,12 +92,12 @@ def _sorted_products(x: Quantized, dtype: torch.dtype, gate_up: torch.Tensor, do
 
 def _tiles_of(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, choices: int,
               scales: Scales | None) -> Tiles:
-    """What ``moe_tiles`` has for this layer. Warp groups know of float8 only scales by blocks, and of tokens whose
-    rows begin at whole 16 bytes."""
+    """The policy's tiles of this layer. Warp-specialized products in float8 need block scales, and tokens whose rows
+    begin at multiples of 16 bytes."""
     hidden, size, dtype = x.shape[1], down.shape[2], gate_up.dtype
-    warpgroups = (scales is None or scales.by == "block") and takes_warpgroups(x.device, hidden, size, dtype) and (
-        x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0)
-    return tiles_for(len(x), len(gate_up), hidden, size, choices, dtype, device_name(x.device), warpgroups)
+    warp_specialized = (scales is None or scales.by == "block") and x.stride(0) % 16 == x.data_ptr() % 16 == 0 and (
+        supports_warp_specialized(x.device, hidden, size, dtype))
+    return policy_of(x.device).moe.tiles(len(x), len(gate_up), hidden, size, choices, dtype, warp_specialized)
 
 
 def _quantized(rows: torch.Tensor | Float8Rows, scales: Scales | None) -> Quantized:

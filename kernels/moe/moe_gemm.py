@@ -1,4 +1,4 @@
-"""Grouped matrix products: each row with the matrix of its expert.
+"""Grouped matrix products: multiplies each row with the matrix of its expert.
 
 A program takes one block of ``moe_align``'s rows, all of one expert, and some columns. The gate and up products of a
 gated MLP run in one program, so that its activation needs no pass of its own.
@@ -10,14 +10,14 @@ import torch
 
 from .._triton import pdl, start_next, tl, triton, wait_for_last
 from ..gated_activation import gate_times
+from ..tuning.moe import Tile
 from .moe_align import Alignment
-from .moe_tiles import Tile
 
 SCALE_GROUP = 128
 
 
 @triton.jit(do_not_specialize=["total", "num_blocks", "scale_columns", "scale_depth", "choices"])
-def _moe_gemm_kernel(a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, bias_ptr, out_ptr, rows_ptr, place_ptr, total,
+def _moe_gemm_kernel(a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, bias_ptr, out_ptr, rows_ptr, expert_of_block_ptr, total,
                      num_blocks, columns, depth, a_stride, b_stride, scale_columns, scale_depth, choices,
                      GATED: tl.constexpr, LIMIT: tl.constexpr, BLOCK_SCALED: tl.constexpr,
                      ROW_SCALED: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr,
@@ -32,8 +32,8 @@ def _moe_gemm_kernel(a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, bias_ptr, out_ptr, 
     height = tl.minimum(num_blocks - first, BAND)
     within = program % (BAND * column_blocks)
     block = first + within % height
-    place = tl.load(place_ptr + block).to(tl.int64)
-    if place < 0:
+    expert = tl.load(expert_of_block_ptr + block).to(tl.int64)
+    if expert < 0:
         return
     choice = tl.load(rows_ptr + block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
     present = choice < total
@@ -43,12 +43,12 @@ def _moe_gemm_kernel(a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, bias_ptr, out_ptr, 
     safe = tl.where(column_in, column, 0).to(tl.int64)
     inner = tl.arange(0, BLOCK_DEPTH)
     a_at = a_ptr + row[:, None] * a_stride + inner[None, :]
-    b_at = b_ptr + place * b_stride + safe[None, :] * depth + inner[:, None]
+    b_at = b_ptr + expert * b_stride + safe[None, :] * depth + inner[:, None]
     up_at = b_at + columns * depth
     if BLOCK_SCALED:
         a_scale_at = a_scale_ptr + row * scale_depth
-        b_scale_at = b_scale_ptr + (place * scale_columns + safe // GROUP) * scale_depth
-        up_scale_at = b_scale_ptr + (place * scale_columns + (columns + safe) // GROUP) * scale_depth
+        b_scale_at = b_scale_ptr + (expert * scale_columns + safe // GROUP) * scale_depth
+        up_scale_at = b_scale_ptr + (expert * scale_columns + (columns + safe) // GROUP) * scale_depth
     acc = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
     up = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
     for start in range(0, depth, BLOCK_DEPTH):
@@ -79,12 +79,12 @@ def _moe_gemm_kernel(a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, bias_ptr, out_ptr, 
         b_at += BLOCK_DEPTH
     if ROW_SCALED:
         row_scale = tl.load(a_scale_ptr + row)[:, None]
-        b_scale_at = b_scale_ptr + place * scale_columns + safe
+        b_scale_at = b_scale_ptr + expert * scale_columns + safe
         acc *= row_scale * tl.load(b_scale_at)[None, :]
         if GATED:
             up *= row_scale * tl.load(b_scale_at + columns)[None, :]
     if bias_ptr is not None:
-        bias_at = bias_ptr + (place * 2 if GATED else place) * columns + safe
+        bias_at = bias_ptr + (expert * 2 if GATED else expert) * columns + safe
         acc += tl.load(bias_at).to(tl.float32)[None, :]
         if GATED:
             up += tl.load(bias_at + columns).to(tl.float32)[None, :]
@@ -98,28 +98,28 @@ def moe_gemm(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, choices: int,
              dtype: torch.dtype, *, gated: bool = False, a_scale: torch.Tensor | None = None,
              b_scale: torch.Tensor | None = None,
              bias: torch.Tensor | None = None, limit: float = 0.0) -> torch.Tensor:
-    """``[total, N]`` in ``dtype``: row c is ``a[c // choices]`` times its place's matrix, transposed; rows that
+    """``[total, N]`` in ``dtype``: row c is ``a[c // choices]`` times its expert's matrix, transposed; rows that
     ``aligned`` leaves out are not written.
 
     ``a`` [., depth], contiguous in depth; ``b`` [S, N, depth], contiguous. ``gated``: ``b`` [S, 2 * N, depth], and the
-    result is ``silu`` of the first half's product times the second's, with a ``limit`` the clamped gate of
-    ``kernels.gate``. ``bias`` [S, N], or [S, 2 * N], is added before that.
+    result is ``silu`` of the gates' product times the ups', with a ``limit`` ``gated_activation.clamped_gate``.
+    ``bias`` [S, N], or [S, 2 * N], is added before that.
     With float8 ``a`` and ``b`` come float32 scales: ``a_scale`` [., ceil(depth / 128)] and ``b_scale``
     [S, ceil(N / 128), ceil(depth / 128)], or [., 1] and [S, N].
     """
     columns, depth = b.shape[1] // (2 if gated else 1), b.shape[2]
-    sizes = [0, 0] if b_scale is None else list(b_scale.shape[1:])  # one is a row's, two are blocks
+    sizes = [0, 0] if b_scale is None else list(b_scale.shape[1:])  # one size is row scales', two are block scales'
     by_block, by_row = b_scale is not None and len(sizes) == 2, len(sizes) == 1
     assert a.stride(-1) == 1 and b.is_contiguous() and aligned.block == tile.rows
     assert b_scale is None or (a_scale is not None and a_scale.is_contiguous() and b_scale.is_contiguous())
     out = torch.empty((total, columns), dtype=dtype, device=a.device)
-    num_blocks = aligned.place.shape[0]
+    num_blocks = aligned.expert_of_block.shape[0]
     deep = SCALE_GROUP if by_block else tile.depth
     if num_blocks:
         _moe_gemm_kernel[(num_blocks * triton.cdiv(columns, tile.columns),)](
-            a, a_scale, b, b_scale, bias, out, aligned.rows, aligned.place, total, num_blocks, columns, depth,
-            a.stride(0), b.stride(0), sizes[0], sizes[-1], choices,
-            GATED=gated, LIMIT=limit, BLOCK_SCALED=by_block, ROW_SCALED=by_row,
-            WHOLE=depth % deep == 0, GROUP=SCALE_GROUP, BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns,
-            BLOCK_DEPTH=deep, BAND=tile.band, num_warps=tile.warps, num_stages=tile.stages, **pdl(a))
+            a, a_scale, b, b_scale, bias, out, aligned.sorted_choices, aligned.expert_of_block, total, num_blocks,
+            columns, depth, a.stride(0), b.stride(0), sizes[0], sizes[-1], choices, GATED=gated, LIMIT=limit,
+            BLOCK_SCALED=by_block, ROW_SCALED=by_row, WHOLE=depth % deep == 0, GROUP=SCALE_GROUP, BLOCK_ROWS=tile.rows,
+            BLOCK_COLUMNS=tile.columns, BLOCK_DEPTH=deep, BAND=tile.band, num_warps=tile.warps, num_stages=tile.stages,
+            **pdl(a))
     return out

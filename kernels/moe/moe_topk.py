@@ -1,4 +1,4 @@
-"""A token's experts by its router logits: scores, groups, the best, and their weights, in one kernel."""
+"""Chooses each token's experts by its router logits: scores, groups, top-k and weights in one kernel."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ def _moe_topk_kernel(logits_ptr, bias_ptr, live_ptr, ids_ptr, weights_ptr, strid
         if PAIRS:
             first = tl.argmax(choice, 1)
             best += tl.max(tl.where(member[None, :] == first[:, None], float("-inf"), choice), 1)
-        kept = tl.zeros((BLOCK_GROUPS,), tl.int32)
+        selected = tl.zeros((BLOCK_GROUPS,), tl.int32)
         for _ in tl.static_range(TOP_GROUPS):
             chosen = group == tl.argmax(best, 0)
-            kept = tl.where(chosen, 1, kept)
+            selected = tl.where(chosen, 1, selected)
             best = tl.where(chosen, float("-inf"), best)
-        choice = tl.where((kept != 0)[:, None], choice, float("-inf"))
+        choice = tl.where((selected != 0)[:, None], choice, float("-inf"))
     choice = tl.reshape(choice, (BLOCK_GROUPS * BLOCK_EACH,))
     scores = tl.reshape(scores, (BLOCK_GROUPS * BLOCK_EACH,))
     expert = tl.reshape(expert, (BLOCK_GROUPS * BLOCK_EACH,))
-    place = tl.arange(0, BLOCK_GROUPS * BLOCK_EACH)
+    index = tl.arange(0, BLOCK_GROUPS * BLOCK_EACH)
     rank = tl.arange(0, BLOCK_K)
     ids = tl.zeros((BLOCK_K,), tl.int32)
     weights = tl.zeros((BLOCK_K,), tl.float32)
     for k in tl.static_range(TOP_K):
-        chosen = place == tl.argmax(choice, 0)
+        chosen = index == tl.argmax(choice, 0)
         ids = tl.where(rank == k, tl.sum(tl.where(chosen, expert, 0), 0), ids)
         weights = tl.where(rank == k, tl.sum(tl.where(chosen, scores, 0.0), 0), weights)
         choice = tl.where(chosen, float("-inf"), choice)
@@ -68,8 +68,8 @@ def moe_topk(logits: torch.Tensor, bias: torch.Tensor | None, how: Choice,
              live: torch.Tensor | None = None, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """``(expert ids [T, top_k] int64, weights [T, top_k] float32)``, the best first.
 
-    Rows where ``live`` [T] (of any type) is 0 have the id -1, which no rank holds: they are no tokens. ``first`` is
-    taken from all ids: those of a rank's own experts then begin with 0.
+    Rows where ``live`` [T] (of any type) is 0 are padding and get the id -1, which no rank has. ``first`` is subtracted
+    from all ids: those of a rank's own experts then begin with 0.
 
     ``logits`` [T, experts]; a token chooses by its scores plus ``bias`` [experts] float32 and weighs by the scores
     alone (DeepSeek-V3's balancing without a loss, arXiv:2412.19437, 2.1.2).

@@ -11,7 +11,7 @@ from .rows import rmsnorm
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """``x`` [T, heads, D] turned by ``cos``, ``sin`` [T, D / 2]; element i pairs with element i + D / 2."""
+    """Applies rope to ``x`` [T, heads, D] by ``cos``, ``sin`` [T, D / 2]; element i pairs with element i + D / 2."""
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -21,8 +21,8 @@ def rope_and_store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_pages: t
                    page_of_token: torch.Tensor, offset_in_page: torch.Tensor,
                    cos_sin: torch.Tensor | None = None, positions: torch.Tensor | None = None,
                    k_scale: float = 1.0, v_scale: float = 1.0, norms: HeadNorms | None = None,
-                   turn_keys: bool = False) -> None:
-    """See ``kernels.rope_and_store.rope_and_store``."""
+                   rope_keys_in_place: bool = False) -> None:
+    """Twin of ``attention.rope_and_store.rope_and_store``."""
     given = k
     if norms is not None:
         q.copy_(rmsnorm(q, norms.q_weight, norms.eps)[0])
@@ -32,14 +32,14 @@ def rope_and_store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_pages: t
         cos, sin = cos_sin[positions].chunk(2, dim=-1)
         q.copy_(rotate(q, cos, sin))
         k = rotate(k, cos, sin)
-    if turn_keys:
+    if rope_keys_in_place:
         given.copy_(k)
     k_pages[page_of_token, :, offset_in_page] = stored(k, k_scale, k_pages.dtype)
     v_pages[page_of_token, :, offset_in_page] = stored(v, v_scale, v_pages.dtype)
 
 
 def stored(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """``x`` as pages of ``dtype`` hold it; of float8, what is beyond its largest value is cut off."""
+    """``x`` as pages of ``dtype`` hold it; float8 values saturate."""
     if dtype.itemsize > 1:
         return x
     largest = torch.finfo(dtype).max
@@ -50,7 +50,7 @@ def paged_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tenso
                     kv_indptr: torch.Tensor, kv_indices: torch.Tensor, kv_last_page_len: torch.Tensor,
                     scale: float, v_scale: float = 1.0, window: int | None = None,
                     sinks: torch.Tensor | None = None) -> torch.Tensor:
-    """Causal attention over paged KV, request by request; see ``kernels.paged_prefill.paged_prefill``.
+    """Causal attention over paged KV, request by request: the twin of ``attention.paged_prefill.paged_prefill``.
 
     Written for clarity, in float32 and with the whole score matrix.
     """
@@ -76,36 +76,37 @@ def paged_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tenso
 
 
 def scale_by_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
-    """See ``kernels.scale_by_sinks.scale_by_sinks``."""
+    """Twin of ``attention.scale_by_sinks.scale_by_sinks``."""
     share = torch.sigmoid(lse * math.log(2) - sinks)
     out.copy_((out.float() * share[..., None]).to(out.dtype))
 
 
-def plan_decode(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, owners: torch.Tensor, firsts: torch.Tensor,
-                page_size: int, wanted: int, shortest: int, turns: int = 1, window: int | None = None) -> None:
-    """See ``kernels.decode_plan.plan_decode``."""
+def plan_decode(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, request_of_split: torch.Tensor,
+                split_indptr: torch.Tensor, page_size: int, programs: int, min_tokens: int, max_rounds: int = 1,
+                window: int | None = None) -> None:
+    """Twin of ``attention.decode_plan.plan_decode``."""
     lengths = (kv_indptr.diff() - 1) * page_size + kv_last_page_len
     if window:
         lengths = lengths.clamp(max=window)
-    share = -(-int(lengths.sum()) // wanted)
-    piece = max(shortest, share)
-    counts = ((lengths + piece // 2) // piece).clamp(min=1)
-    if -(-int(counts.sum()) // wanted) * int((-(-lengths // counts)).max()) > share + share // 8:
-        piece = max(shortest, -(-share // turns))
-        counts = ((lengths + piece // 2) // piece).clamp(min=1)
-    firsts[0] = 0
-    firsts[1:] = counts.cumsum(0)
-    owners[:int(counts.sum())] = torch.arange(len(counts), dtype=owners.dtype,
-                                              device=owners.device).repeat_interleave(counts)
+    share = -(-int(lengths.sum()) // programs)
+    tokens_per_split = max(min_tokens, share)
+    counts = ((lengths + tokens_per_split // 2) // tokens_per_split).clamp(min=1)
+    if -(-int(counts.sum()) // programs) * int((-(-lengths // counts)).max()) > share + share // 8:
+        tokens_per_split = max(min_tokens, -(-share // max_rounds))
+        counts = ((lengths + tokens_per_split // 2) // tokens_per_split).clamp(min=1)
+    split_indptr[0] = 0
+    split_indptr[1:] = counts.cumsum(0)
+    request_of_split[:int(counts.sum())] = torch.arange(len(counts), dtype=request_of_split.dtype,
+                                              device=request_of_split.device).repeat_interleave(counts)
 
 
 def _tokens(pool: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
-    """Pages of one request as ``[heads, length, D]``."""
+    """Gathers the pages of one request to ``[heads, length, D]``."""
     return pool[pages].transpose(0, 1).flatten(1, 2)[:, :length]
 
 
-def widen_pages(k_pages: torch.Tensor, v_pages: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype,
-                k_scale: float = 1.0, v_scale: float = 1.0) -> torch.Tensor:
-    """See ``kernels.widen_pages.widen_pages``."""
+def dequantize_pages(k_pages: torch.Tensor, v_pages: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype,
+                     k_scale: float = 1.0, v_scale: float = 1.0) -> torch.Tensor:
+    """Twin of ``attention.dequantize_pages.dequantize_pages``."""
     taken = [pages[ids.long()].float() * scale for pages, scale in ((k_pages, k_scale), (v_pages, v_scale))]
     return torch.stack(taken, 1).to(dtype)

@@ -7,22 +7,22 @@ import torch
 
 def scaled_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor,
                   dtype: torch.dtype) -> torch.Tensor:
-    """See ``kernels.fp8_scaled_matmul.scaled_matmul``."""
+    """Twin of ``float8.fp8_scaled_matmul.scaled_matmul``."""
     return (x.float() @ weight.float().T * x_scale * weight_scale).to(dtype)
 
 
 def block_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor,
                  block: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    """See ``kernels.fp8_block_matmul.block_matmul``."""
+    """Twin of ``float8.fp8_block_matmul.block_matmul``."""
     wide = x.float() * _spread(x_scale, block[1], x.shape[1], dim=1)
     scale = _spread(_spread(weight_scale, block[0], weight.shape[0], dim=0), block[1], weight.shape[1], dim=1)
     return (wide @ (weight.float() * scale).T).to(dtype)
 
 
-def skinny_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *,
-                  x_scale: torch.Tensor | None = None, scale: torch.Tensor | None = None,
-                  dtype: torch.dtype | None = None) -> torch.Tensor:
-    """See ``kernels.skinny_matmul.skinny_matmul``."""
+def small_m_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *,
+                   x_scale: torch.Tensor | None = None, scale: torch.Tensor | None = None,
+                   dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Twin of ``gemm.small_m_matmul.small_m_matmul``."""
     y = x.float() @ weight.float().T
     if x_scale is not None and scale is not None:
         y = y * x_scale * scale
@@ -30,10 +30,10 @@ def skinny_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 
 def _spread(scale: torch.Tensor, size: int, total: int, dim: int) -> torch.Tensor:
-    """Each scale repeated for the ``size`` values of its group, cut to ``total``."""
+    """Repeats each scale for the ``size`` values of its group, cut to ``total``."""
     return scale.repeat_interleave(size, dim).narrow(dim, 0, total)
 
 
 def per_head_matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """See ``kernels.per_head_matmul.per_head_matmul``; a view, its heads before its rows."""
+    """Twin of ``attention.per_head_matmul.per_head_matmul``; returns a view, its heads before its rows."""
     return torch.bmm(x.transpose(0, 1), w).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Twins of kernels of a mixture's experts."""
+"""Twins of mixture-of-experts kernels."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .gemm import block_matmul, scaled_matmul
 from .rows import silu_and_mul
 
 
-def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, places: torch.Tensor,
+def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, topk_ids: torch.Tensor,
                 weights: torch.Tensor, scales: Scales | None = None, biases: ExpertBiases | None = None,
                 limit: float = 0.0) -> torch.Tensor:
-    """Expert by expert of those that have a token; see ``kernels.moe_experts.moe_experts``."""
+    """Twin of ``moe.moe_experts.moe_experts``: computes expert by expert of those that have a token."""
     def product(rows: torch.Tensor, matrix: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         if scale is None:
             return torch.nn.functional.linear(rows, matrix)
@@ -23,50 +23,51 @@ def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, plac
         return block_matmul(*quantize_groups(rows, 128), matrix, scale, (128, 128), rows.dtype)
 
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    held = (places >= 0) & (places < gate_up.shape[0])
-    for place in places[held].unique().tolist():
-        tokens, choices = (places == place).nonzero(as_tuple=True)
-        hidden = product(x[tokens], gate_up[place], None if scales is None else scales.gate_up[place])
-        hidden = hidden if biases is None else hidden + biases.gate_up[place]
+    is_local = (topk_ids >= 0) & (topk_ids < gate_up.shape[0])
+    for expert in topk_ids[is_local].unique().tolist():
+        tokens, choices = (topk_ids == expert).nonzero(as_tuple=True)
+        hidden = product(x[tokens], gate_up[expert], None if scales is None else scales.gate_up[expert])
+        hidden = hidden if biases is None else hidden + biases.gate_up[expert]
         hidden = clamped_gate(hidden, limit) if limit else silu_and_mul(hidden)
-        made = product(hidden, down[place], None if scales is None else scales.down[place])
-        made = made if biases is None else made + biases.down[place]
+        made = product(hidden, down[expert], None if scales is None else scales.down[expert])
+        made = made if biases is None else made + biases.down[expert]
         total.index_add_(0, tokens, made.float() * weights[tokens, choices, None])
     return total.to(x.dtype)
 
 
-def moe_align(places: torch.Tensor, num_places: int,
+def moe_align(topk_ids: torch.Tensor, num_experts: int,
               block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``(rows, place, positions)`` of the ``Alignment`` that ``kernels.moe_align.moe_align`` makes, without the blocks
-    behind the last; positions of choices that are left out are -1."""
-    flat = places.flatten()
-    rows, place = [], []
-    for expert in range(num_places):
-        found = (flat == expert).nonzero()[:, 0]
-        blocks = -(-len(found) // block)
-        rows.append(torch.nn.functional.pad(found, (0, blocks * block - len(found)), value=len(flat)))
-        place += [expert] * blocks
-    joined = torch.cat(rows) if rows else flat[:0]
-    positions = torch.full((len(flat) + 1,), -1, dtype=torch.int32, device=places.device)
-    positions[joined] = torch.arange(len(joined), dtype=torch.int32, device=places.device)
-    return joined.int(), torch.tensor(place, dtype=torch.int32, device=places.device), positions[:-1]
+    """Twin of ``moe.moe_align.moe_align``: ``(sorted_choices, expert_of_block, positions)`` of its ``Alignment``,
+    without the blocks after the last; positions of choices that are left out are -1."""
+    flat = topk_ids.flatten()
+    sorted_choices, expert_of_block = [], []
+    for expert in range(num_experts):
+        choices = (flat == expert).nonzero()[:, 0]
+        blocks = -(-len(choices) // block)
+        sorted_choices.append(torch.nn.functional.pad(choices, (0, blocks * block - len(choices)), value=len(flat)))
+        expert_of_block += [expert] * blocks
+    joined = torch.cat(sorted_choices) if sorted_choices else flat[:0]
+    positions = torch.full((len(flat) + 1,), -1, dtype=torch.int32, device=topk_ids.device)
+    positions[joined] = torch.arange(len(joined), dtype=torch.int32, device=topk_ids.device)
+    experts = torch.tensor(expert_of_block, dtype=torch.int32, device=topk_ids.device)
+    return joined.int(), experts, positions[:-1]
 
 
-def moe_spans(place: torch.Tensor, tall: int) -> torch.Tensor:
-    """The ``spans`` of blocks with these places, of which none is -1, without those behind the last."""
-    found, first = [], 0
-    for expert, blocks in zip(*torch.unique_consecutive(place, return_counts=True), strict=True):
-        tiles = -(-int(blocks) // tall)
+def moe_spans(expert_of_block: torch.Tensor, max_blocks: int) -> torch.Tensor:
+    """The ``spans`` of blocks with these experts, of which none is -1, without those after the last."""
+    spans, first = [], 0
+    for expert, blocks in zip(*torch.unique_consecutive(expert_of_block, return_counts=True), strict=True):
+        tiles = -(-int(blocks) // max_blocks)
         for tile in range(tiles):
             begin, end = (at * int(blocks) // tiles for at in (tile, tile + 1))
-            found.append((first + begin, end - begin, int(expert)))
+            spans.append((first + begin, end - begin, int(expert)))
         first += int(blocks)
-    return torch.tensor(found, dtype=torch.int32, device=place.device).reshape(-1, 3)
+    return torch.tensor(spans, dtype=torch.int32, device=expert_of_block.device).reshape(-1, 3)
 
 
 def moe_topk(logits: torch.Tensor, bias: torch.Tensor | None, how: Choice,
              live: torch.Tensor | None = None, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ``kernels.moe_topk.moe_topk``."""
+    """Twin of ``moe.moe_topk.moe_topk``."""
     scores = logits.float().softmax(-1) if how.scoring == "softmax" else logits.float().sigmoid()
     choice = limit_to_groups(scores if bias is None else scores + bias, how)
     ids = choice.topk(how.top_k, dim=-1).indices
@@ -79,7 +80,7 @@ def moe_topk(logits: torch.Tensor, bias: torch.Tensor | None, how: Choice,
 
 
 def limit_to_groups(choice: torch.Tensor, how: Choice) -> torch.Tensor:
-    """``choice`` [T, experts] with minus infinity for the experts of all but the ``top_groups`` best groups."""
+    """Masks ``choice`` [T, experts] with minus infinity for the experts of all but the ``top_groups`` best groups."""
     if how.top_groups == how.num_groups:
         return choice
     best = group_scores(choice, how).topk(how.top_groups, dim=-1).indices
@@ -89,6 +90,6 @@ def limit_to_groups(choice: torch.Tensor, how: Choice) -> torch.Tensor:
 
 
 def group_scores(choice: torch.Tensor, how: Choice) -> torch.Tensor:
-    """``[T, num_groups]`` of what tokens choose by: each group's best expert, or its two best added."""
+    """Scores ``[T, num_groups]`` of the groups: each group's best expert, or the sum of its two best."""
     grouped = choice.unflatten(-1, (how.num_groups, -1))
     return grouped.topk(2, dim=-1).values.sum(-1) if how.group_score == "top2" else grouped.amax(-1)

@@ -1,8 +1,8 @@
-"""Activations to float8 (e4m3), with one float32 scale a token, a group of a token's values, or for all.
+"""Quantizes activations to float8 (e4m3), with one float32 scale for each token, for groups of its values, or for all.
 
-A float8 value times its scale is the value. 448 is the largest float8; a scale maps the greatest magnitude to it.
+A float8 value times its scale is the value. 448 is the largest float8; a scale maps the largest magnitude to it.
 
-``gated`` inputs are what ``silu_and_mul`` takes, ``[T, 2 * width]``: its result is made float8 without a way through
+``gated`` inputs are what ``silu_and_mul`` takes, ``[T, 2 * width]``: its result is quantized without being written to
 memory.
 """
 
@@ -19,13 +19,13 @@ _TILE = 1024  # values of one program where groups are smaller
 
 @triton.jit
 def scales_of(x, largest, least):
-    """``[groups]`` of ``x`` [groups, values]."""
+    """The scales ``[groups]`` of ``x`` [groups, values]."""
     return tl.maximum(tl.max(tl.abs(x), 1), least) / largest
 
 
 @triton.jit
 def to_float8(x, scale, largest, dtype: tl.constexpr):
-    """``x`` [groups, values] by ``scale`` [groups]."""
+    """Divides ``x`` [groups, values] by ``scale`` [groups] and casts it."""
     q = x / scale[:, None]
     # Not all casts saturate: beyond the largest value some give NaN.
     return tl.minimum(tl.maximum(q, -largest), largest).to(dtype)
@@ -57,17 +57,17 @@ def _quantize_kernel(x_ptr, q_ptr, scale_ptr, x_stride, scale_row, scale_group, 
 
 
 def quantize(x: torch.Tensor, form: Float8Format, *, gated: bool = False) -> Float8Rows:
-    """``x`` [T, width], contiguous in its last dimension. What is beyond the reach of a known scale is cut off."""
+    """Quantizes ``x`` [T, width], contiguous in its last dimension. Values beyond a static scale's range saturate."""
     if form.known is not None:
         return Float8Rows(quantize_by(x, form.known, gated=gated), form.known, x.dtype)
-    made = room_for(x, _width(x, gated), form.group)
+    made = allocate_rows(x, _width(x, gated), form.group)
     _quantize_into(made.values, made.scale, x, form.group, gated=gated)
     return made
 
 
-def room_for(x: torch.Tensor, width: int, group: int) -> Float8Rows:
-    """Uninitialised, for as many rows as ``x`` has. Behind the last one there is room for up to three more: libraries
-    take rows by fours."""
+def allocate_rows(x: torch.Tensor, width: int, group: int) -> Float8Rows:
+    """Allocates rows for those of ``x``, uninitialised, and up to three more after the last: libraries take rows by
+    fours."""
     rows, whole, groups = len(x), -(-len(x) // 4) * 4, -(-width // group)
     values = torch.empty((whole, width), dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty((groups, whole), dtype=torch.float32, device=x.device)
@@ -75,12 +75,13 @@ def room_for(x: torch.Tensor, width: int, group: int) -> Float8Rows:
 
 
 def quantize_tokens(x: torch.Tensor, *, gated: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x`` [T, width], contiguous in its last dimension, to float8 of that shape and float32 scales [T, 1]."""
+    """Quantizes ``x`` [T, width], contiguous in its last dimension, to float8 and float32 scales [T, 1]."""
     return quantize_groups(x, _width(x, gated), gated=gated)
 
 
 def quantize_groups(x: torch.Tensor, group: int, *, gated: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x`` [T, width] to float8 and contiguous scales [T, ceil(width / group)]; a last group may be smaller."""
+    """Quantizes ``x`` [T, width] to float8 and contiguous scales [T, ceil(width / group)]; a last group may be
+    smaller."""
     width = _width(x, gated)
     q = torch.empty((len(x), width), dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty((len(x), -(-width // group)), dtype=torch.float32, device=x.device)
@@ -89,7 +90,7 @@ def quantize_groups(x: torch.Tensor, group: int, *, gated: bool = False) -> tupl
 
 
 def quantize_by(x: torch.Tensor, scale: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
-    """``x`` [T, width] to float8 by a scale known before, float32 [1]; what is beyond its reach is cut off."""
+    """Quantizes ``x`` [T, width] to float8 by a static scale, float32 [1]; values beyond its range saturate."""
     if not runs_triton(x):
         return reference.quantize_by(reference.silu_and_mul(x) if gated else x, scale)
     width = _width(x, gated)
@@ -103,9 +104,9 @@ def _quantize_into(q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, group:
     if runs_triton(x):
         _launch(x, q, scale, scale.stride(), group, scale.shape[1], gated=gated, static=False)
         return
-    values, found = reference.quantize_groups(reference.silu_and_mul(x) if gated else x, group)
+    values, scales = reference.quantize_groups(reference.silu_and_mul(x) if gated else x, group)
     q.copy_(values)
-    scale.copy_(found)
+    scale.copy_(scales)
 
 
 def _width(x: torch.Tensor, gated: bool) -> int:

@@ -1,6 +1,6 @@
-"""Root-mean-square norm, with the residual addition before it, whose result is float8 at once.
+"""Fuses root-mean-square norm, and the residual addition before it, with quantizing the result to float8.
 
-A layer whose weights are float8 then reads its input from memory once, and has a launch less.
+A layer whose weights are float8 then reads its input from memory once, and has one launch less.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from .. import reference
 from .._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 from ..arguments import Float8Format, Float8Rows
-from .fp8_quantize import quantize, room_for, scales_of, to_float8
+from .fp8_quantize import allocate_rows, quantize, scales_of, to_float8
 
 
 # A scale's stride may be the number of rows, which changes with every step.
@@ -44,14 +44,14 @@ def _fp8_rmsnorm_kernel(x_ptr, residual_ptr, sum_ptr, q_ptr, scale_ptr, weight_p
 
 def fp8_rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: Float8Format,
                 residual: torch.Tensor | None = None) -> tuple[Float8Rows, torch.Tensor]:
-    """``quantize`` of ``rmsnorm``'s first result, and its second; see there. ``x`` is ``[T, width]``."""
+    """``(quantize(normed, form), total)`` of ``rmsnorm``'s results ``(normed, total)``. ``x`` is ``[T, width]``."""
     if not runs_triton(x):
         normed, total = reference.rmsnorm(x, weight, eps, residual)
         return quantize(normed, form), total
     rows, width = x.shape
     group = min(form.group, width) if form.known is None else width
     groups = triton.cdiv(width, group)
-    q, scale, _ = made = room_for(x, width, group)
+    q, scale, _ = made = allocate_rows(x, width, group)
     if form.known is not None:
         made = made._replace(scale=form.known)
     total = torch.empty_like(x, memory_format=torch.contiguous_format) if residual is not None else x

@@ -1,4 +1,4 @@
-"""Rows of a table by their numbers: an embedding.
+"""Gathers rows of a table by their numbers: an embedding.
 
 torch's kernel for few rows takes 8 us for eight rows of 8 KiB on an H200, where a step's first product waits for it.
 """
@@ -14,15 +14,15 @@ _CHUNK = 1024
 
 @triton.jit
 def _gather_rows_kernel(table_ptr, row_ptr, y_ptr, width, CHUNK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    row = tl.load(row_ptr + place)
+    row = tl.load(row_ptr + index)
     inside = column < width
-    tl.store(y_ptr + place * width + column, tl.load(table_ptr + row * width + column, inside), inside)
+    tl.store(y_ptr + index * width + column, tl.load(table_ptr + row * width + column, inside), inside)
 
 
 def gather_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """``table[rows]`` [T, width], of a contiguous ``table`` [R, width] and ``rows`` [T] int64, each of them in it."""
+    """``table[rows]`` [T, width], of a contiguous ``table`` [R, width] and ``rows`` [T] int64, all within the table."""
     if not runs_triton(table):
         return torch.nn.functional.embedding(rows, table)
     width = table.shape[1]

@@ -1,4 +1,4 @@
-"""Root-mean-square norm, with the residual addition before it."""
+"""Root-mean-square norm, fused with the residual addition before it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 
 @triton.jit
 def normed(x, weight, eps, width):
-    """``x`` [BLOCK], of which the first ``width`` values are a row and the others 0, normed, in its type."""
+    """Norms ``x`` [BLOCK], of which the first ``width`` values are a row and the others 0, in its type."""
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
     # Rounded before the weight is applied: transformers does so, and in bf16 the other order gives other values.

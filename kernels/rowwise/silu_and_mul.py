@@ -28,7 +28,7 @@ def _silu_and_mul_kernel(x_ptr, y_ptr, width, BLOCK: tl.constexpr, PDL: tl.const
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """``[T, 2 * width]``, gate beside up and contiguous, to ``silu(gate) * up`` ``[T, width]``."""
+    """``[T, 2 * width]``, contiguous rows of gates followed by ups, to ``silu(gate) * up`` ``[T, width]``."""
     if not runs_triton(x):
         return reference.silu_and_mul(x)
     rows, width = x.shape[0], x.shape[1] // 2

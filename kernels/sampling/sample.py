@@ -1,11 +1,12 @@
-"""Drawing tokens from truncated distributions without sorting them.
+"""Samples tokens from truncated distributions without sorting them.
 
-Two kernels. The first finds, for each row that is truncated, the least logit that top-k and then top-p of the rest
-leave: a search by pivots, five parts a turn, each turn one pass that sums counts or probabilities at and above its
-pivots (the idea of FlashInfer's sorting-free sampling, whose pivots are drawn; here they halve in on the exact cut, so
-that a seeded choice is that of a stable sort, equal logits included). The second kernel runs over all rows in chunks:
-it hashes the noise of the tokens that are left, and the greatest probability / noise wins by an atomic maximum of
-64-bit words, the ratio above, the token below: no order of programs changes the result.
+There are two kernels. The first finds, for each row that is truncated, the smallest logit that top-k and then top-p of
+the rest leave: a search by pivots, which cut the range in five in each iteration, one pass that sums counts or
+probabilities at and above them (the idea of FlashInfer's sorting-free sampling, whose pivots are random; here they
+converge to the exact cut, so that a seeded choice is that of a stable sort, equal logits included). The second kernel
+runs over all rows in chunks: it hashes Gumbel noise of the remaining tokens, and the largest probability / noise wins
+by an atomic maximum of 64-bit words, the ratio in the high half, the token in the low one: no order of programs changes
+the result.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from .._triton import tl, triton
 _SEARCH_BLOCK = 4096
 _CHUNK = 1024
 INTS, FLOATS = 4, 3
-"""Rows of ``draw``'s parameters: row, seed, position, top_k; then temperature, top_p, log of min_p."""
+"""The numbers of ``sample``'s parameters: row, seed, position, top_k; then temperature, top_p, log of min_p."""
 
 # SplitMix64: the noise of common/sampling/gumbel_noise.py, bit by bit.
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_A = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_B = tl.constexpr(0x94D049BB133111EB)
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# Beyond so many times the temperature below the greatest logit, a probability is 0 in float32.
+# A logit that is lower than the largest one by more than _DEPTH * temperature has probability 0 in float32.
 _DEPTH = tl.constexpr(104.0)
-# A float32 range falls to one value in 30 turns; more are made of NaN.
-_MOST_TURNS = tl.constexpr(64)
-_LEAST_NOISE = tl.constexpr(2.0**-24)
+# A float32 range shrinks to one value in 30 iterations; only NaN takes more.
+_MAX_ITERATIONS = tl.constexpr(64)
+_MIN_NOISE = tl.constexpr(2.0**-24)
 
 
 @triton.jit
@@ -41,7 +42,7 @@ def _mix(x):
 
 @triton.jit
 def _noise(seed, position, token):
-    """Exponential noise of ``token`` [n] by seed and position (uint64 all)."""
+    """Hashes exponential noise of ``token`` [n] from seed and position (uint64 all)."""
     key = _mix(_mix(seed) ^ position)
     bits = _mix(key + token * _GOLDEN)
     uniform = (((bits >> 41) & 0x7FFFFF).to(tl.int32).to(tl.float32) + 0.5) * (2.0**-23)
@@ -52,12 +53,12 @@ def _noise(seed, position, token):
     series = 1.0 / 11.0 + square * (1.0 / 13.0 + square * (1.0 / 15.0))
     series = 1.0 / 5.0 + square * (1.0 / 7.0 + square * (1.0 / 9.0 + square * series))
     near = 2.0 * z * (1.0 + square * (1.0 / 3.0 + square * series))
-    return tl.maximum(tl.where(uniform >= 0.5, near, -tl.log(uniform)), _LEAST_NOISE)
+    return tl.maximum(tl.where(uniform >= 0.5, near, -tl.log(uniform)), _MIN_NOISE)
 
 
 @triton.jit
 def _weigh(x, peak, slope, BY_MASS: tl.constexpr):
-    """What a token counts for: its probability over the likeliest one's, or 1."""
+    """The weight of a token: its probability divided by the largest one, or 1."""
     if BY_MASS:
         weight = tl.exp2((x - peak) * slope)
     else:
@@ -67,7 +68,7 @@ def _weigh(x, peak, slope, BY_MASS: tl.constexpr):
 
 @triton.jit
 def _sum_above(row_ptr, vocab, peak, slope, floor, BLOCK: tl.constexpr):
-    """Probabilities of the tokens above ``floor``, over the likeliest one's."""
+    """Sums the probabilities of the tokens above ``floor``, divided by the largest one."""
     acc = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, vocab, BLOCK):
         token = start + tl.arange(0, BLOCK)
@@ -79,9 +80,9 @@ def _sum_above(row_ptr, vocab, peak, slope, floor, BLOCK: tl.constexpr):
 @triton.jit
 def _search(row_ptr, vocab, peak, slope, low, high, at_low, at_high, target, BY_MASS: tl.constexpr,
             BLOCK: tl.constexpr):
-    """The greatest logit t in ``[low, high)`` so that the tokens at and above it weigh ``target`` or more; with it,
-    what these weigh and what those above do. ``at_low`` and ``at_high`` are the same of the bounds."""
-    turn = 0
+    """Finds the largest logit t in ``[low, high)`` with a weight of ``target`` or more at and above it; returns t, that
+    weight, and the weight above t. ``at_low`` and ``at_high`` are the weights at and above the bounds."""
+    iteration = 0
     searching = at_low > at_high  # true of any numbers
     while searching:
         step = (high - low) * 0.2
@@ -93,8 +94,8 @@ def _search(row_ptr, vocab, peak, slope, low, high, at_low, at_high, target, BY_
         a2 = tl.zeros((BLOCK,), tl.float32)
         a3 = tl.zeros((BLOCK,), tl.float32)
         a4 = tl.zeros((BLOCK,), tl.float32)
-        greatest = tl.full((BLOCK,), float("-inf"), tl.float32)
-        least = tl.full((BLOCK,), float("inf"), tl.float32)
+        largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+        smallest = tl.full((BLOCK,), float("inf"), tl.float32)
         for start in range(0, vocab, BLOCK):
             token = start + tl.arange(0, BLOCK)
             x = tl.load(row_ptr + token, token < vocab, other=float("-inf")).to(tl.float32)
@@ -103,16 +104,16 @@ def _search(row_ptr, vocab, peak, slope, low, high, at_low, at_high, target, BY_
             a2 += tl.where(x >= p2, weight, 0.0)
             a3 += tl.where(x >= p3, weight, 0.0)
             a4 += tl.where(x >= p4, weight, 0.0)
-            greatest = tl.maximum(greatest, tl.where(x < high, x, float("-inf")))
-            least = tl.minimum(least, tl.where(x >= low, x, float("inf")))
+            largest = tl.maximum(largest, tl.where(x < high, x, float("-inf")))
+            smallest = tl.minimum(smallest, tl.where(x >= low, x, float("inf")))
         f1 = tl.sum(a1, 0)
         f2 = tl.sum(a2, 0)
         f3 = tl.sum(a3, 0)
         f4 = tl.sum(a4, 0)
-        found = tl.max(greatest, 0)
-        turn += 1
-        # One value is left between the bounds: it is the one.
-        searching = (found > tl.min(least, 0)) & (turn < _MOST_TURNS)
+        result = tl.max(largest, 0)
+        iteration += 1
+        # One value is left between the bounds: the result.
+        searching = (result > tl.min(smallest, 0)) & (iteration < _MAX_ITERATIONS)
         if searching:
             new_high = tl.where(f1 < target, p1, tl.where(f2 < target, p2, tl.where(f3 < target, p3,
                                 tl.where(f4 < target, p4, high))))
@@ -125,15 +126,15 @@ def _search(row_ptr, vocab, peak, slope, low, high, at_low, at_high, target, BY_
             high = new_high
             low = new_low
         else:
-            low = found
+            low = result
     return low, at_low, at_high
 
 
 @triton.jit
-def _place_of(row_ptr, vocab, value, nth, BLOCK: tl.constexpr):
-    """The token that is the ``nth`` (from 1) of those whose logit is ``value``."""
+def _token_of(row_ptr, vocab, value, nth, BLOCK: tl.constexpr):
+    """Finds the ``nth`` (from 1) of the tokens whose logit is ``value``."""
     seen = 0
-    place = vocab + 0
+    index = vocab + 0
     for start in range(0, vocab, BLOCK):
         token = start + tl.arange(0, BLOCK)
         x = tl.load(row_ptr + token, token < vocab, other=float("-inf")).to(tl.float32)
@@ -141,33 +142,33 @@ def _place_of(row_ptr, vocab, value, nth, BLOCK: tl.constexpr):
         here = tl.sum(equal, 0)
         if (seen < nth) & (seen + here >= nth):
             rank = tl.cumsum(equal, 0)
-            place = tl.min(tl.where((x == value) & (rank == nth - seen), token, vocab), 0)
+            index = tl.min(tl.where((x == value) & (rank == nth - seen), token, vocab), 0)
         seen += here
-    return place
+    return index
 
 
-# ``floats`` begins behind ``count`` words, aligned for half of the batches: the others would compile anew, a second's
-# pause for every running request.
+# ``floats`` begins after ``count`` words, aligned for half of the batches: the others would recompile, a second's pause
+# for every running request.
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["floats_ptr"])
 def _truncate_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, floor_ptr, last_ptr, count, vocab,
                      BLOCK: tl.constexpr):
-    """Of row ``place`` the tokens above ``floor`` stay, and of those that equal it the ones up to ``last``."""
-    place = tl.program_id(0)
-    row = tl.load(ints_ptr + place)
-    top_k = tl.load(ints_ptr + 3 * count + place).to(tl.int32)
-    top_p = tl.load(floats_ptr + count + place).to(tl.float32)
+    """Stores each sample's ``floor`` and ``last``: tokens above ``floor`` remain, and equal ones up to ``last``."""
+    index = tl.program_id(0)
+    row = tl.load(ints_ptr + index)
+    top_k = tl.load(ints_ptr + 3 * count + index).to(tl.int32)
+    top_p = tl.load(floats_ptr + count + index).to(tl.float32)
     floor = float("-inf") + 0.0 * top_p
     last = vocab + 0
     if (top_k > 0) | (top_p < 1.0):
         row_ptr = logits_ptr + row * stride_row
         peak = tl.load(peak_ptr + row)
-        temperature = tl.load(floats_ptr + place).to(tl.float32)
-        slope = tl.minimum(_LOG2_E / temperature, 1e30)  # of a tiny temperature it would be infinite, and 0 * it NaN
+        temperature = tl.load(floats_ptr + index).to(tl.float32)
+        slope = tl.minimum(_LOG2_E / temperature, 1e30)  # a tiny temperature would make it infinite, and 0 * it NaN
         deepest = peak - _DEPTH * temperature
         mass = tl.zeros((BLOCK,), tl.float32)
         tokens = tl.zeros((BLOCK,), tl.float32)
         peaks = tl.zeros((BLOCK,), tl.float32)
-        least = tl.full((BLOCK,), float("inf"), tl.float32)
+        smallest = tl.full((BLOCK,), float("inf"), tl.float32)
         for start in range(0, vocab, BLOCK):
             token = start + tl.arange(0, BLOCK)
             x = tl.load(row_ptr + token, token < vocab, other=float("-inf")).to(tl.float32)
@@ -175,81 +176,81 @@ def _truncate_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, flo
             mass += tl.where(counts, _weigh(x, peak, slope, True), 0.0)
             tokens += tl.where(counts, 1.0, 0.0)
             peaks += tl.where(x == peak, 1.0, 0.0)
-            least = tl.minimum(least, tl.where(counts, x, float("inf")))
-        whole = tl.sum(mass, 0)
+            smallest = tl.minimum(smallest, tl.where(counts, x, float("inf")))
+        total_weight = tl.sum(mass, 0)
         num_tokens = tl.sum(tokens, 0)
         num_peaks = tl.sum(peaks, 0)
-        low = tl.min(least, 0)
-        equals = 0.0 * whole  # tokens at ``low``, where top-k has told them
-        wanted = top_k.to(tl.float32)
-        if (top_k > 0) & (wanted < num_tokens):
+        low = tl.min(smallest, 0)
+        equals = 0.0 * total_weight  # tokens at ``low`` that top-k leaves
+        limit = top_k.to(tl.float32)
+        if (top_k > 0) & (limit < num_tokens):
             floor = peak
             at_floor = num_peaks
-            above = 0.0 * whole
-            if num_peaks < wanted:
-                floor, at_floor, above = _search(row_ptr, vocab, peak, slope, low, peak, num_tokens, num_peaks, wanted,
+            above = 0.0 * total_weight
+            if num_peaks < limit:
+                floor, at_floor, above = _search(row_ptr, vocab, peak, slope, low, peak, num_tokens, num_peaks, limit,
                                                  False, BLOCK)
-            nth = wanted - above
+            nth = limit - above
             if nth < at_floor - above:
-                last = _place_of(row_ptr, vocab, floor, nth.to(tl.int32), BLOCK)
+                last = _token_of(row_ptr, vocab, floor, nth.to(tl.int32), BLOCK)
             equals = nth
             low = floor
-            whole = _sum_above(row_ptr, vocab, peak, slope, floor, BLOCK) + nth * tl.exp2((floor - peak) * slope)
+            total_weight = _sum_above(row_ptr, vocab, peak, slope, floor, BLOCK) + nth * tl.exp2((floor - peak) * slope)
         if top_p < 1.0:
-            target = top_p * whole
+            target = top_p * total_weight
             cut = peak
             at_cut = num_peaks
-            above = 0.0 * whole
+            above = 0.0 * total_weight
             if low == peak:
-                at_cut = whole
+                at_cut = total_weight
             elif num_peaks < target:
-                cut, at_cut, above = _search(row_ptr, vocab, peak, slope, low, peak, whole, num_peaks, target, True,
-                                             BLOCK)
+                cut, at_cut, above = _search(row_ptr, vocab, peak, slope, low, peak, total_weight, num_peaks, target,
+                                             True, BLOCK)
             weight = tl.exp2((cut - peak) * slope)
             nth = tl.maximum(tl.ceil((target - above) / weight), 1.0)
             same = (cut == floor) & (equals > 0.0)
             floor = cut
             if nth < tl.floor((at_cut - above) / weight + 0.5):
-                last = _place_of(row_ptr, vocab, cut, nth.to(tl.int32), BLOCK)
+                last = _token_of(row_ptr, vocab, cut, nth.to(tl.int32), BLOCK)
             elif not same:
                 last = vocab + 0
-    tl.store(floor_ptr + place, floor)
-    tl.store(last_ptr + place, last)
+    tl.store(floor_ptr + index, floor)
+    tl.store(last_ptr + index, last)
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["floats_ptr"])
-def _draw_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, floor_ptr, last_ptr, best_ptr, count, vocab,
-                 TRUNCATES: tl.constexpr, BLOCK: tl.constexpr):
-    place = tl.program_id(0)
+def _sample_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, floor_ptr, last_ptr, best_ptr, count, vocab,
+                   TRUNCATES: tl.constexpr, BLOCK: tl.constexpr):
+    index = tl.program_id(0)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
-    row = tl.load(ints_ptr + place)
-    temperature = tl.load(floats_ptr + place).to(tl.float32)
-    least = tl.load(floats_ptr + 2 * count + place).to(tl.float32)
+    row = tl.load(ints_ptr + index)
+    temperature = tl.load(floats_ptr + index).to(tl.float32)
+    smallest = tl.load(floats_ptr + 2 * count + index).to(tl.float32)
     peak = tl.load(peak_ptr + row)
     x = tl.load(logits_ptr + row * stride_row + token, inside, other=float("-inf")).to(tl.float32)
     scaled = tl.div_rn(x - peak, temperature + tl.zeros((BLOCK,), tl.float32))
-    kept = inside & (scaled >= least)
+    remains = inside & (scaled >= smallest)
     if TRUNCATES:
-        floor = tl.load(floor_ptr + place)
-        kept = kept & ((x > floor) | ((x == floor) & (token <= tl.load(last_ptr + place))))
-    if tl.max(kept.to(tl.int32), 0) > 0:
-        seed = tl.load(ints_ptr + count + place).to(tl.uint64, bitcast=True)
-        position = tl.load(ints_ptr + 2 * count + place).to(tl.uint64, bitcast=True)
+        floor = tl.load(floor_ptr + index)
+        remains = remains & ((x > floor) | ((x == floor) & (token <= tl.load(last_ptr + index))))
+    if tl.max(remains.to(tl.int32), 0) > 0:
+        seed = tl.load(ints_ptr + count + index).to(tl.uint64, bitcast=True)
+        position = tl.load(ints_ptr + 2 * count + index).to(tl.uint64, bitcast=True)
         ratio = tl.exp(scaled) / _noise(seed, position, token.to(tl.uint64))
-        ratio = tl.where(kept & (ratio > 0.0), ratio, 0.0)
+        ratio = tl.where(remains & (ratio > 0.0), ratio, 0.0)
         most = tl.max(ratio, 0)
         first = tl.min(tl.where(ratio == most, token, vocab), 0)
         word = (most.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (0x7FFFFFFF - first).to(tl.int64)
-        tl.atomic_max(best_ptr + place, word)
+        tl.atomic_max(best_ptr + index, word)
 
 
-def draw(logits: torch.Tensor, peaks: torch.Tensor, params: torch.Tensor, truncates: bool) -> torch.Tensor:
-    """Tokens ``[n]`` int64 drawn from n of the rows of ``logits`` [R, vocab] of 16 or 32 bits, which is not changed.
+def sample(logits: torch.Tensor, peaks: torch.Tensor, params: torch.Tensor, truncates: bool) -> torch.Tensor:
+    """Sample tokens ``[n]`` int64 from n of the rows of ``logits`` [R, vocab] of 16 or 32 bits, which is not changed.
 
-    ``peaks`` [R] float32 are the rows' greatest logits. ``params`` [7, n] int64 are each draw's row, seed, position and
-    top_k (below 1: all), and as float64 bits its temperature (above 0), top_p, and log of min_p. ``truncates``: some
-    draw has a top_k or a top_p below 1. A row without a finite logit draws token 0. Runs on a GPU or under the
+    ``peaks`` [R] float32 are the rows' largest logits. ``params`` [7, n] int64 are each sample's row, seed, position
+    and top_k (below 1: all), and as float64 bits its temperature (above 0), top_p, and log of min_p. ``truncates``:
+    some sample has a top_k or a top_p below 1. A row without a finite logit yields token 0. Runs on a GPU or under the
     interpreter.
     """
     count, vocab = params.shape[1], logits.shape[1]
@@ -261,7 +262,7 @@ def draw(logits: torch.Tensor, peaks: torch.Tensor, params: torch.Tensor, trunca
         lasts = torch.empty(count, dtype=torch.int32, device=logits.device)
         _truncate_kernel[(count,)](logits, logits.stride(0), peaks, ints, floats, floors, lasts, count, vocab,
                                    BLOCK=_SEARCH_BLOCK, num_warps=16)
-    _draw_kernel[(count, triton.cdiv(vocab, _CHUNK))](
+    _sample_kernel[(count, triton.cdiv(vocab, _CHUNK))](
         logits, logits.stride(0), peaks, ints, floats, floors, lasts, best, count, vocab, TRUNCATES=truncates,
         BLOCK=_CHUNK, num_warps=4)
     return 0x7FFFFFFF - (best & 0xFFFFFFFF)

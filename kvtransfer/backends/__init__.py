@@ -1,4 +1,4 @@
-"""Transfer backends: how bytes of KV pages get from one process to another."""
+"""Transfer backends, which move bytes of KV pages from one process to another."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ logger = logging.getLogger(__name__)
 
 
 def make_backend(name: str, host: str = "127.0.0.1", ib_device: str | None = None) -> Backend:
-    """The backend of ``--disaggregation-transfer-backend``; imports what it needs on demand.
+    """Makes the backend of ``--disaggregation-transfer-backend``; imports its library on demand.
 
     ``host`` is the address that peers reach this server at, ``ib_device`` is ``--disaggregation-ib-device``.
 
     Raises ConfigError for an unknown name or a missing library.
     """
     if name == "auto":
-        return _nearest(host)
+        return _make_auto(host)
     if name == "fake":
         from .fake import FakeBackend
         return FakeBackend()
@@ -31,11 +31,11 @@ def make_backend(name: str, host: str = "127.0.0.1", ib_device: str | None = Non
     if name == "mooncake":
         from .mooncake import MooncakeBackend
         return MooncakeBackend(host, ib_device)
-    raise ConfigError(f"--disaggregation-transfer-backend must be auto, nixl, ipc, mooncake or fake, not {name!r}.")
+    raise ConfigError(f"--disaggregation-transfer-backend must be auto, nixl, ipc or mooncake, not {name!r}.")
 
 
-def _nearest(host: str) -> Backend:
-    """Of a host's memory, and of a network where its library is installed."""
+def _make_auto(host: str) -> Backend:
+    """Combines ipc, for a host's memory, with nixl, for a network, where its library is installed."""
     from .auto import AutoBackend
     backends = [make_backend("ipc")]
     try:

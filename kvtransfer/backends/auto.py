@@ -1,7 +1,7 @@
-"""Several backends as one: each peer is reached by the first of them that reaches it.
+"""The auto backend: several backends as one, of which each peer gets the first that reaches it.
 
 Between two servers of a host that is mapped memory (ipc), between hosts a network (nixl). Both sides register their
-pools with all of theirs, and a peer's metadata has a part for each.
+pools with all of their backends, and a peer's metadata has one entry for each.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ logger = logging.getLogger(__name__)
 
 
 class _Reached(NamedTuple):
-    """A peer, or a write to it, as the backend knows it that reaches it."""
+    """A peer, or a write to it, with the backend that reaches it and the handle that this backend has for it."""
 
     backend: Backend
     handle: Any
 
 
 class AutoBackend:
-    """``backends``: the nearest first. One that cannot register the pool is left out."""
+    """Tries ``backends`` in order, the fastest first. One that cannot register the pool is left out."""
 
     name = "auto"
     scope = ""
 
     def __init__(self, backends: Sequence[Backend]):
         self._backends = list(backends)
-        self.lingering = max(backend.lingering for backend in backends)
+        self.quarantine_seconds = max(backend.quarantine_seconds for backend in backends)
         intervals = [backend.progress_interval for backend in backends if backend.progress_interval is not None]
         self.progress_interval: float | None = min(intervals, default=None)
 
@@ -56,19 +56,19 @@ class AutoBackend:
 
     def add_peer(self, metadata: bytes, src_blocks: Sequence[int], dst_blocks: Sequence[int]) -> Peer:
         try:
-            parts = msgspec.msgpack.decode(metadata, type=dict[str, bytes])
+            metadata_of = msgspec.msgpack.decode(metadata, type=dict[str, bytes])
         except UNREADABLE as error:
             raise TransferFailed(f"the peer's description of its memory is unreadable: {error}") from None
-        why = TransferFailed(f"the peer's pages travel by {', '.join(parts) or 'nothing'}, and ours by "
-                             f"{', '.join(backend.name for backend in self._backends)}", cause="mismatch")
+        reason = TransferFailed(f"the peer's pages travel by {', '.join(metadata_of) or 'nothing'}, and ours by "
+                                f"{', '.join(backend.name for backend in self._backends)}", cause="mismatch")
         for backend in self._backends:
-            if backend.name in parts:
+            if backend.name in metadata_of:
                 try:
-                    return _Reached(backend, backend.add_peer(parts[backend.name], src_blocks, dst_blocks))
+                    return _Reached(backend, backend.add_peer(metadata_of[backend.name], src_blocks, dst_blocks))
                 except TransferFailed as refused:
                     logger.info("A peer is not reached by %s: %s", backend.name, refused.message)
-                    why = refused
-        raise why
+                    reason = refused
+        raise reason
 
     def remove_peer(self, peer: Peer) -> None:
         peer.backend.remove_peer(peer.handle)
@@ -80,13 +80,13 @@ class AutoBackend:
         state: WriteState = write.backend.poll(write.handle)
         return state
 
-    def ring(self, peer: Peer, value: int) -> int | None:
-        place: int | None = peer.backend.ring(peer.handle, value)
-        return place
+    def write_flag(self, peer: Peer, value: int) -> int | None:
+        flag: int | None = peer.backend.write_flag(peer.handle, value)
+        return flag
 
-    def bells(self) -> np.ndarray | None:
-        """Those of the nearest backend that has any."""
-        return next((bells for backend in self._backends if (bells := backend.bells()) is not None), None)
+    def completion_flags(self) -> np.ndarray | None:
+        """Returns the flags of the first backend that has any."""
+        return next((flags for backend in self._backends if (flags := backend.completion_flags()) is not None), None)
 
     def progress(self) -> None:
         for backend in self._backends:

@@ -1,8 +1,8 @@
-"""What we need of the CUDA driver, called by itself (ctypes), in the context that torch uses on a GPU.
+"""Bindings to the CUDA driver (ctypes), in the context that torch uses on a GPU.
 
-torch has CUDA IPC for whole tensors of its own only, and its and Triton's launches give up the interpreter on their
-way: in a server whose scheduler computes meanwhile, each of them may come back milliseconds later. Calls that return
-at once keep the interpreter here (``_quick``); those that map and unmap memory do not.
+torch has CUDA IPC only for whole tensors of its own, and its and Triton's launches release the interpreter's lock: in a
+server whose scheduler computes meanwhile, each of them may return milliseconds later. Calls that return at once hold
+the lock here (``_quick``); those that map and unmap memory release it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ _PORTABLE, _MAPPED = 1, 2
 
 
 class DriverError(Exception):
-    """What the driver says."""
+    """An error code of the driver, as its text."""
 
 
 class Handle(ctypes.Structure):
-    """Of an allocation, for other processes."""
+    """CUDA IPC handle of an allocation."""
 
     _fields_ = [("reserved", ctypes.c_ubyte * 64)]
 
 
 class Staging(NamedTuple):
-    """``host`` is page-locked; ``ids`` as large on the GPU, at ``address``. Both go when nobody has them any more."""
+    """Buffers of equal size: ``host`` in page-locked memory and ``ids`` on the GPU, at ``address``. Both are freed with
+    this object."""
 
     host: np.ndarray
     ids: torch.Tensor | None
@@ -38,8 +39,11 @@ class Staging(NamedTuple):
 
 
 class Driver:
-    """Its functions, for one GPU and a stream of its own, whose work goes before other work that waits. Those of the
-    stream and its events are called after ``enter``, in the same thread; all but ``synchronize`` return at once."""
+    """Driver functions for one GPU and a stream of our own that has priority over other work.
+
+    Methods for the stream and its events must be called after ``enter``, in the same thread; all but ``synchronize``
+    return at once.
+    """
 
     def __init__(self, device: int):
         self._lib = ctypes.CDLL("libcuda.so.1")
@@ -74,14 +78,15 @@ class Driver:
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(begin))
 
     def map_host(self, address: int, num_bytes: int) -> int:
-        """Host memory's address on the GPU."""
+        """Maps host memory and returns its address on the GPU."""
         if not hasattr(self._quick, "cuStreamWriteValue64_v2"):
-            raise DriverError("the driver writes no values")
-        there = ctypes.c_uint64()
+            raise DriverError("the driver has no cuStreamWriteValue64")
+        device_address = ctypes.c_uint64()
         self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(num_bytes),
                    ctypes.c_uint(_PORTABLE | _MAPPED))
-        self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(there), ctypes.c_void_p(address), ctypes.c_uint(0))
-        return there.value
+        self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(device_address), ctypes.c_void_p(address),
+                   ctypes.c_uint(0))
+        return device_address.value
 
     def unmap_host(self, address: int) -> None:
         self._call("cuMemHostUnregister", ctypes.c_void_p(address))
@@ -89,7 +94,7 @@ class Driver:
     # -- the stream -----------------------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """The calls that follow in this thread, which may have no context yet, are of our GPU."""
+        """Makes our GPU's context current for the calls that follow in this thread."""
         self._check(self._quick.cuCtxSetCurrent(self._context))
 
     def new_event(self) -> ctypes.c_void_p:
@@ -101,30 +106,32 @@ class Driver:
         self._check(self._quick.cuEventRecord(event, self._stream))
 
     def has_happened(self, event: ctypes.c_void_p) -> bool:
-        """Raises DriverError also for what failed before the event."""
+        """Returns whether the event has happened. Raises DriverError also for work that failed before it."""
         if (code := self._quick.cuEventQuery(event)) != _NOT_READY:
             self._check(code)
             return True
         return False
 
     def copy(self, dst: int, src: int, num_bytes: int) -> None:
-        """Between any two of: this GPU, one that is mapped, page-locked host memory."""
+        """Starts a copy between any two of: this GPU, a mapped GPU, page-locked host memory."""
         self._check(self._quick.cuMemcpyAsync(ctypes.c_uint64(dst), ctypes.c_uint64(src), ctypes.c_size_t(num_bytes),
                                               self._stream))
 
     def launch(self, kernel: Any, programs: int, parameters: Any) -> None:
-        """``kernel`` is one that Triton has compiled and loaded, ``parameters`` an array of pointers to its own."""
+        """Launches ``kernel``, which Triton has compiled and loaded; ``parameters`` is an array of pointers to its
+        parameters."""
         self._check(self._quick.cuLaunchKernel(
             ctypes.c_void_p(kernel.function), programs, 1, 1, kernel.metadata.num_warps * 32, 1, 1,
             kernel.metadata.shared, self._stream, parameters, None))
 
-    def put(self, address: int, value: int) -> None:
-        """Behind the stream's work so far, and when all of that can be seen."""
+    def write_value(self, address: int, value: int) -> None:
+        """Writes 64 bits once the stream's work so far is complete and visible."""
         self._check(self._quick.cuStreamWriteValue64_v2(self._stream, ctypes.c_uint64(address), ctypes.c_uint64(value),
                                                         ctypes.c_uint(0)))
 
     def stage(self, count: int) -> Staging:
-        """Room for ``count`` integers of 64 bits. It is the stream's, or what has used the memory before may still."""
+        """Allocates ``count`` integers of 64 bits on both sides, on our stream: on another, earlier users of the memory
+        might still run."""
         with torch.cuda.stream(self._torch_stream):
             ids = torch.empty(count, dtype=torch.int64, device=self._torch_stream.device)
             return Staging(torch.empty(count, dtype=torch.int64, pin_memory=True).numpy(), ids, ids.data_ptr())
@@ -133,7 +140,7 @@ class Driver:
         self._call("cuStreamSynchronize", self._stream)
 
     def _call(self, name: str, *arguments: Any) -> None:
-        self._check(self._lib.cuCtxSetCurrent(self._context))  # of this thread, which may have none yet
+        self._check(self._lib.cuCtxSetCurrent(self._context))  # this thread may have none yet
         self._check(getattr(self._lib, name)(*arguments))
 
     def _check(self, code: int) -> None:

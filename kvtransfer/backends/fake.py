@@ -1,8 +1,8 @@
-"""A transfer backend without RDMA, for tests: pages travel through a ZMQ socket of the target's own thread.
+"""A transfer backend without RDMA, for tests: pages travel over a ZMQ socket to a thread of the target.
 
-To its caller it behaves as one-sided writes do: the target's engine takes no part, writes complete out of step with
-the control channel, and one that was posted may land late. ``gate``, ``fail_writes`` and ``lose_pages`` inject the
-faults that a real link would have.
+To its caller it behaves as one-sided writes do: the target's engine takes no part, writes complete out of step with the
+control channel, and a posted write may arrive late. ``gate``, ``fail_writes`` and ``lose_pages`` inject the faults that
+a real link would have.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class _Write:
 
 
 class FakeBackend:
-    """Host memory only. ``gate``: while cleared, incoming writes are in flight and do not land.
-    ``fail_writes``: so many of the next writes of ours fail. ``lose_pages``: of so many the last page stays behind."""
+    """Moves host memory only. While ``gate`` is cleared, incoming writes stay in flight. The next ``fail_writes``
+    writes of ours fail, and the next ``lose_pages`` writes lose their last page."""
 
     name = "fake"
-    lingering = 0.0
+    quarantine_seconds = 0.0
     scope = ""
     progress_interval: float | None = None
 
@@ -56,7 +56,7 @@ class FakeBackend:
         self.gate.set()
         self.fail_writes = 0
         self.lose_pages = 0
-        self.landed = 0
+        self.num_arrived = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._pages: list[np.ndarray] = []
         self._endpoint = ""
@@ -75,7 +75,7 @@ class FakeBackend:
         inbox.setsockopt(zmq.RCVTIMEO, 50)
         inbox.setsockopt(zmq.LINGER, 0)
         self._endpoint = f"tcp://127.0.0.1:{inbox.bind_to_random_port('tcp://127.0.0.1')}"
-        self._thread = threading.Thread(target=self._land, args=(inbox,), name="kv-fake", daemon=True)
+        self._thread = threading.Thread(target=self._receive_writes, args=(inbox,), name="kv-fake", daemon=True)
         self._thread.start()
 
     def local_metadata(self) -> bytes:
@@ -131,14 +131,14 @@ class FakeBackend:
             del peer.writes[write.number]
         return state
 
-    def ring(self, peer: object, value: int) -> None:
+    def write_flag(self, peer: object, value: int) -> None:
         return None
 
-    def bells(self) -> None:
+    def completion_flags(self) -> None:
         return None
 
     def progress(self) -> None:
-        pass  # the landing thread does it
+        pass  # the receiving thread does it
 
     def close(self) -> None:
         self._closing = True
@@ -149,7 +149,7 @@ class FakeBackend:
             self._thread.join()
         self._context.term()
 
-    def _land(self, inbox: zmq.Socket[bytes]) -> None:
+    def _receive_writes(self, inbox: zmq.Socket[bytes]) -> None:
         while not self._closing:
             try:
                 writer, number, group, blocks, dst_ids, payload = inbox.recv_multipart()
@@ -161,11 +161,11 @@ class FakeBackend:
             target = _blocks(self._pages[int(group)], int(blocks))
             target[np.frombuffer(dst_ids, dtype=np.int64)] = \
                 np.frombuffer(payload, dtype=np.uint8).reshape(-1, target.shape[1])
-            self.landed += 1
+            self.num_arrived += 1
             inbox.send_multipart([writer, number])
         inbox.close()
 
 
 def _blocks(pages: np.ndarray, blocks: int) -> np.ndarray:
-    """A view of a layer group, cut: ``[pages * blocks, bytes of a block]``."""
+    """Views a layer group as ``[pages * blocks, bytes of a block]``."""
     return pages.reshape(len(pages) * blocks, -1)

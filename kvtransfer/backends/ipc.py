@@ -1,14 +1,14 @@
-"""Memory of a peer on the same host, mapped and written by ourselves: over NVLink between GPUs, else by the processor.
+"""The ipc backend: maps the memory of a peer on the same host and copies into it, over NVLink between GPUs.
 
-A receiver gives out handles of its memory (CUDA IPC's, or those of shared host memory). A sender maps them when it
-connects and then copies blocks straight to their places, with one kernel of its own for a whole write, so that neither
-the size of the blocks nor where they lie costs anything, and the transport has no thread, queue or protocol.
+A receiver exports handles of its memory (CUDA IPC's, or those of shared host memory). A sender maps them when it
+connects and then copies blocks straight to their destinations, with one kernel for a whole write, so that neither the
+size of the blocks nor their order costs anything, and the transport has no thread, queue or protocol.
 
 When is a write visible at the target? A kernel's stores reach the memory of a GPU before the kernel is complete, and
-completion is what its event tells; the host's memory is one.
+its event marks that completion. Host memory is coherent.
 
-A peer is removed in this order: its copies end (they take milliseconds, and nothing can hold them up), then its memory
-is unmapped. So nothing of ours lands afterwards.
+A peer is removed in this order: its copies end (they take milliseconds, and nothing can delay them), then its memory is
+unmapped. So no write of ours arrives afterwards.
 """
 
 from __future__ import annotations
@@ -32,49 +32,49 @@ from .base import Region, WriteState
 logger = logging.getLogger(__name__)
 
 _PROCESS = secrets.token_hex(8)
-"""Tells this process from others; a PID means something only within its namespace."""
-_PLACES = 4096
-"""Bells of a process; a ring that nobody has looked at may be overwritten when so many more have come."""
+"""Unique to this process; a PID is unique only within its namespace."""
+_NUM_FLAGS = 4096
+"""Completion flags of a process. They are reused in turn: an unread flag is overwritten after as many more writes."""
 
 
 class Copy(Protocol):
-    """Blocks on their way."""
+    """A copy of blocks in flight."""
 
     def poll(self) -> WriteState: ...
 
 
 class Memory(Protocol):
-    """One kind of memory. The functions of mapped addresses may be called in any thread, one at a time."""
+    """One kind of memory, on a GPU or in the host. Methods may be called in any thread, one at a time."""
 
     def export(self, region: Region) -> bytes:
-        """A handle for other processes of this host. Raises ConfigError where there can be none."""
+        """Returns a handle for other processes of this host. Raises ConfigError where there can be none."""
 
     def attach(self, handle: bytes, region: Region, *, ours: bool) -> int:
-        """The address at which we reach a peer's region; ``ours``: the peer is in this process.
-        Raises TransferFailed where we cannot."""
+        """Maps a peer's region and returns its address here; ``ours``: the peer is in this process.
+        Raises TransferFailed where that is impossible."""
 
     def detach(self, address: int) -> None:
-        """Unmap what ``attach`` returned."""
+        """Unmaps the region that ``attach`` mapped at ``address``."""
 
     def prepare(self, block_bytes: int) -> None:
-        """Copies of blocks of this size are going to come."""
+        """Prepares for copies of blocks of this size."""
 
     def copy(self, src: int, dst: int, src_ids: np.ndarray, dst_ids: np.ndarray, block_bytes: int) -> Copy:
-        """Start to copy blocks ``src_ids[i]`` from address ``src`` on to ``dst_ids[i]`` from ``dst`` on."""
+        """Starts to copy blocks ``src_ids[i]``, counted from address ``src``, to blocks ``dst_ids[i]`` from ``dst``."""
 
-    def enroll(self, bells: np.ndarray) -> int:
-        """Host memory of a peer, whose ``ring`` reaches it at the address returned. Raises TransferFailed where none
-        does."""
+    def map_flags(self, flags: np.ndarray) -> int:
+        """Maps a peer's completion flags, in host memory, and returns their address for ``write_flag``. Raises
+        TransferFailed where that is impossible."""
 
-    def dismiss(self, bells: np.ndarray) -> None:
-        """Undo ``enroll``."""
+    def unmap_flags(self, flags: np.ndarray) -> None:
+        """Undoes ``map_flags``."""
 
-    def ring(self, address: int, value: int, after: Sequence[Copy]) -> None:
-        """Put ``value`` there when ``after``, all copies to a peer that are under way, are done. Raises TransferFailed
-        when it never will."""
+    def write_flag(self, address: int, value: int, after: Sequence[Copy]) -> None:
+        """Writes ``value`` to ``address`` when ``after``, all copies to a peer that are in flight, are done. Raises
+        TransferFailed where that is impossible."""
 
-    def settle(self) -> None:
-        """Returns when no copy is running any more."""
+    def wait_for_copies(self) -> None:
+        """Waits until no copy is running any more."""
 
 
 class _Metadata(msgspec.Struct):
@@ -83,7 +83,7 @@ class _Metadata(msgspec.Struct):
     regions: list[tuple[int, int, int]]
     num_pages: int
     handles: list[bytes]
-    bells: HostHandle | None = None
+    flags: HostHandle | None = msgspec.field(default=None, name="bells")
 
 
 @dataclass(eq=False)
@@ -91,9 +91,9 @@ class _Peer:
     addresses: list[int]
     src_blocks: Sequence[int]
     dst_blocks: Sequence[int]
-    copies: dict[int, Copy] = field(default_factory=dict)  # under way, by the ids of their writes
-    bells: np.ndarray | None = None
-    bells_address: int = 0
+    copies: dict[int, Copy] = field(default_factory=dict)  # in flight, by the ids of their writes
+    flags: np.ndarray | None = None
+    flags_address: int = 0
     removed: bool = False
 
 
@@ -104,10 +104,10 @@ class _Write:
 
 
 class IpcBackend:
-    """``register`` finds out which kind of memory the pool is of."""
+    """Copies into mapped memory; ``register`` determines the kind of memory from the pool."""
 
     name = "ipc"
-    lingering = 0.0
+    quarantine_seconds = 0.0
     progress_interval: float | None = None
 
     def __init__(self) -> None:
@@ -117,23 +117,23 @@ class IpcBackend:
         self._num_pages = 0
         self._handles: list[bytes] = []
         self._peers: list[_Peer] = []
-        self._bells: np.ndarray | None = None
-        self._places = itertools.count(secrets.randbelow(_PLACES))
+        self._flags: np.ndarray | None = None
+        self._flag_numbers = itertools.count(secrets.randbelow(_NUM_FLAGS))
 
     def register(self, regions: Sequence[Region], num_pages: int) -> None:
-        self.scope = _host()
-        self._memory = _memory_of(regions)
+        self.scope = _host_id()
+        self._memory = _make_memory(regions)
         self._handles = [self._memory.export(region) for region in regions]
         self._regions, self._num_pages = list(regions), num_pages
         try:
-            self._bells = shared_bytes(8 * _PLACES).view(np.int64)
+            self._flags = shared_bytes(8 * _NUM_FLAGS).view(np.int64)
         except OSError as error:
-            logger.info("There is no shared memory for bells, so that messages alone tell of pages: %s", error)
+            logger.info("There is no shared memory for completion flags; messages alone report pages: %s", error)
 
     def local_metadata(self) -> bytes:
         regions = [(region.address, region.num_bytes, region.device) for region in self._regions]
-        bells = None if self._bells is None else handle_of(self._bells.ctypes.data, self._bells.nbytes)
-        return msgspec.msgpack.encode(_Metadata(self.scope, _PROCESS, regions, self._num_pages, self._handles, bells))
+        flags = None if self._flags is None else handle_of(self._flags.ctypes.data, self._flags.nbytes)
+        return msgspec.msgpack.encode(_Metadata(self.scope, _PROCESS, regions, self._num_pages, self._handles, flags))
 
     def add_peer(self, metadata: bytes, src_blocks: Sequence[int], dst_blocks: Sequence[int]) -> _Peer:
         try:
@@ -150,14 +150,14 @@ class IpcBackend:
         peer = _Peer([], src_blocks, dst_blocks)
         try:
             for handle, region in zip(description.handles, theirs):
-                peer.addresses.append(self._reach.attach(handle, region, ours=description.process == _PROCESS))
+                peer.addresses.append(self._pool_memory.attach(handle, region, ours=description.process == _PROCESS))
             for region, blocks in zip(self._regions, src_blocks):
-                self._reach.prepare(region.num_bytes // (self._num_pages * blocks))
+                self._pool_memory.prepare(region.num_bytes // (self._num_pages * blocks))
         except TransferFailed:
             self._detach(peer)
             raise
-        if description.bells is not None:
-            self._enroll(peer, description.bells)
+        if description.flags is not None:
+            self._map_flags(peer, description.flags)
         self._peers.append(peer)
         return peer
 
@@ -166,8 +166,8 @@ class IpcBackend:
             return
         peer.removed = True
         self._peers.remove(peer)
-        if peer.copies or peer.bells is not None:  # a ring may be behind the last of them
-            self._reach.settle()
+        if peer.copies or peer.flags is not None:  # a write of a flag may follow the last copy
+            self._pool_memory.wait_for_copies()
         self._detach(peer)
 
     def write(self, peer: _Peer, src_group: int, src_ids: np.ndarray, dst_group: int, dst_ids: np.ndarray) -> _Write:
@@ -175,7 +175,7 @@ class IpcBackend:
             raise TransferFailed("the peer is not connected")
         region = self._regions[src_group]
         block_bytes = region.num_bytes // (self._num_pages * peer.src_blocks[src_group])
-        copy = self._reach.copy(region.address, peer.addresses[dst_group], src_ids, dst_ids, block_bytes)
+        copy = self._pool_memory.copy(region.address, peer.addresses[dst_group], src_ids, dst_ids, block_bytes)
         write = _Write(peer, copy)
         peer.copies[id(write)] = copy
         return write
@@ -188,19 +188,19 @@ class IpcBackend:
             del write.peer.copies[id(write)]
         return state
 
-    def ring(self, peer: _Peer, value: int) -> int | None:
-        if peer.removed or peer.bells is None:
+    def write_flag(self, peer: _Peer, value: int) -> int | None:
+        if peer.removed or peer.flags is None:
             return None
-        place = next(self._places) % len(peer.bells)
+        flag = next(self._flag_numbers) % len(peer.flags)
         try:
-            self._reach.ring(peer.bells_address + 8 * place, value, list(peer.copies.values()))
+            self._pool_memory.write_flag(peer.flags_address + 8 * flag, value, list(peer.copies.values()))
         except TransferFailed as error:
-            logger.warning("A peer is not rung at: %s", error.message)
+            logger.warning("A peer's completion flag is not written: %s", error.message)
             return None
-        return place
+        return flag
 
-    def bells(self) -> np.ndarray | None:
-        return self._bells
+    def completion_flags(self) -> np.ndarray | None:
+        return self._flags
 
     def progress(self) -> None:
         pass  # the target takes no part
@@ -210,28 +210,28 @@ class IpcBackend:
             self.remove_peer(peer)
 
     @property
-    def _reach(self) -> Memory:
+    def _pool_memory(self) -> Memory:
         assert self._memory is not None, "register comes first"
         return self._memory
 
-    def _enroll(self, peer: _Peer, handle: HostHandle) -> None:
+    def _map_flags(self, peer: _Peer, handle: HostHandle) -> None:
         try:
-            bells = map_handle(handle, 8 * _PLACES).view(np.int64)
-            peer.bells_address = self._reach.enroll(bells)
+            flags = map_handle(handle, 8 * _NUM_FLAGS).view(np.int64)
+            peer.flags_address = self._pool_memory.map_flags(flags)
         except (OSError, TransferFailed) as error:
-            logger.info("A peer's bells are out of reach, so that it learns of pages by messages alone: %s", error)
+            logger.info("A peer's completion flags cannot be mapped; messages alone report pages to it: %s", error)
             return
-        peer.bells = bells
+        peer.flags = flags
 
     def _detach(self, peer: _Peer) -> None:
-        if peer.bells is not None:
-            self._reach.dismiss(peer.bells)
-            peer.bells = None
+        if peer.flags is not None:
+            self._pool_memory.unmap_flags(peer.flags)
+            peer.flags = None
         for address in peer.addresses:
-            self._reach.detach(address)
+            self._pool_memory.detach(address)
 
 
-def _memory_of(regions: Sequence[Region]) -> Memory:
+def _make_memory(regions: Sequence[Region]) -> Memory:
     devices = {region.device for region in regions}
     assert len(devices) == 1, "a pool lies on one device"
     if (device := devices.pop()) < 0:
@@ -241,8 +241,8 @@ def _memory_of(regions: Sequence[Region]) -> Memory:
     return CudaMemory(device)
 
 
-def _host() -> str:
-    """The same for all processes of a running kernel, in containers too."""
+def _host_id() -> str:
+    """Returns an id that all processes of a running kernel share, in containers too."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

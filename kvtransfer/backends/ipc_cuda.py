@@ -1,11 +1,11 @@
 """GPU memory by CUDA IPC, for the ipc backend.
 
-A handle leads to the allocation that an address lies in; the offset travels beside it. The same memory opened twice is
+A handle identifies the allocation that an address is in; the offset is sent with it. The same memory opened twice is
 one mapping, counted by the driver.
 
-Long runs of neighbouring blocks are left to the copy engines, which fill the link and leave the multiprocessors alone,
-but take microseconds for each run; scattered blocks are copied by a kernel. The host's part of a write is short either
-way: what a copy needs (room for its ids on both sides, an event, the parameters of a launch) is kept and used again.
+Long runs of neighbouring blocks are left to the copy engines, which fill the link and use no SMs, but take microseconds
+for each run; a kernel copies scattered blocks. The host spends little time on a write in both cases: the buffers of a
+copy (its ids on both sides, an event, the parameters of a launch) are reused.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from .cuda_driver import Driver, DriverError, Staging
 
 logger = logging.getLogger(__name__)
 
-RUN_BYTES = 32 << 20
-"""Blocks go in runs from this length on, on the average. A run costs a copy engine 6 us beside its bytes: between two
-H200s runs of 4 MiB go at 225 GB/s, of 16 at 319, a single one at 389; the kernel copies at 348."""
+MIN_RUN_BYTES = 32 << 20
+"""Mean length in bytes from which blocks are copied in runs. A run costs a copy engine 6 us in addition to its bytes:
+between two H200s runs of 4 MiB reach 225 GB/s, of 16 MiB 319, a single run 389; the kernel reaches 348."""
 
-Run = tuple[int, int]  # the place of its first block, and how many there are
+Run = tuple[int, int]
+"""Index of the first block, and number of blocks."""
 
 
 class _Exported(msgspec.Struct):
@@ -39,15 +40,15 @@ class _Exported(msgspec.Struct):
 
 
 class CudaMemory:
-    """Pools on one GPU. Copies run on a stream of their own, before other work that waits: they are short, and
-    requests wait for them."""
+    """Pools on one GPU. Copies run on a stream of their own with priority over other work: they are short, and requests
+    wait for them."""
 
     def __init__(self, device: int):
         if not _triton.AVAILABLE:
             raise ConfigError("--disaggregation-transfer-backend ipc needs the triton package on GPUs.")
         self._device = device
         self._driver = Driver(device)
-        self._mapped: dict[int, int | None] = {}  # a region's address, and where its allocation begins; None: our own
+        self._mapped: dict[int, int | None] = {}  # allocations of mapped regions; None: this process's
         self._running: set[_CudaCopy] = set()
         self._idle: list[_Slot] = []
 
@@ -62,7 +63,7 @@ class CudaMemory:
         return msgspec.msgpack.encode(_Exported(handle, region.address - begin))
 
     def attach(self, handle: bytes, region: Region, *, ours: bool) -> int:
-        if ours:  # which the driver refuses to open
+        if ours:  # the driver refuses to open handles of its own process
             if region.device != self._device:
                 raise TransferFailed("two GPUs of one process")
             self._mapped[region.address] = None
@@ -86,31 +87,31 @@ class CudaMemory:
         except DriverError as error:
             logger.warning("GPU memory of a peer stays mapped: %s", error)
 
-    def enroll(self, bells: np.ndarray) -> int:
+    def map_flags(self, flags: np.ndarray) -> int:
         try:
-            return self._driver.map_host(bells.ctypes.data, bells.nbytes)
+            return self._driver.map_host(flags.ctypes.data, flags.nbytes)
         except DriverError as error:
             raise TransferFailed(f"the GPU does not reach host memory of the peer: {error}") from None
 
-    def dismiss(self, bells: np.ndarray) -> None:
+    def unmap_flags(self, flags: np.ndarray) -> None:
         try:
-            self._driver.unmap_host(bells.ctypes.data)
+            self._driver.unmap_host(flags.ctypes.data)
         except DriverError as error:
             logger.warning("Host memory of a peer stays mapped: %s", error)
 
-    def ring(self, address: int, value: int, after: Sequence[object]) -> None:
-        """The stream's order is enough."""
+    def write_flag(self, address: int, value: int, after: Sequence[object]) -> None:
+        """Writes the value in the stream's order, which is enough."""
         try:
             self._driver.enter()
-            self._driver.put(address, value)
+            self._driver.write_value(address, value)
         except DriverError as error:
             raise TransferFailed(f"the GPU writes no value: {error}") from error
 
     def prepare(self, block_bytes: int) -> None:
-        """Compile the kernel now, which the first prompt would wait for, and make room for a few copies."""
+        """Compiles the kernel, which the first prompt would wait for, and allocates slots for a few copies."""
         compiled(BlockShape.of(block_bytes), self._device)
         self._driver.enter()
-        while len(self._idle) < _SLOTS:
+        while len(self._idle) < _NUM_SLOTS:
             self._idle.append(_Slot(self._driver))
 
     def copy(self, src: int, dst: int, src_ids: np.ndarray, dst_ids: np.ndarray, block_bytes: int) -> _CudaCopy:
@@ -119,22 +120,22 @@ class CudaMemory:
             slot = self._idle.pop() if self._idle else _Slot(self._driver)
             copy = _CudaCopy(self, slot)
             self._running.add(copy)
-            runs = runs_of(src_ids, dst_ids, max(1, len(src_ids) * block_bytes // RUN_BYTES))
+            runs = find_runs(src_ids, dst_ids, max(1, len(src_ids) * block_bytes // MIN_RUN_BYTES))
             if runs is None:
                 self._scatter(slot, src, dst, src_ids, dst_ids, block_bytes)
             else:
                 self._copy_runs(runs, src, dst, src_ids, dst_ids, block_bytes)
             self._driver.record(slot.done)
         except (DriverError, RuntimeError) as error:  # the driver's; torch's and Triton's
-            self.settle()  # a part may have been started
+            self.wait_for_copies()  # a part of the copy may have been started
             raise TransferFailed(f"the GPU copies nothing: {error}") from error
         return copy
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         state = WriteState.DONE
         try:
             self._driver.synchronize()
-        except DriverError as error:  # of a kernel that failed; what it has not written, it will not write
+        except DriverError as error:  # of a kernel that failed; it will write nothing more
             logger.warning("A copy to a peer's GPU memory failed: %s", error)
             state = WriteState.FAILED
         for copy in list(self._running):
@@ -161,7 +162,7 @@ class CudaMemory:
                  block_bytes: int) -> None:
         shape, count = BlockShape.of(block_bytes), len(src_ids)
         kernel = compiled(shape, self._device)
-        ids, address = slot.room_for(2 * count)
+        ids, address = slot.reserve_ids(2 * count)
         ids[:count], ids[count:] = src_ids, dst_ids
         self._driver.copy(address, ids.ctypes.data, ids.nbytes)
         parameters = slot.parameters
@@ -176,8 +177,8 @@ class CudaMemory:
             self._idle.append(copy.slot)
 
 
-def runs_of(src_ids: np.ndarray, dst_ids: np.ndarray, most: int) -> list[Run] | None:
-    """Runs of blocks that are neighbours on both sides; None where they are more than ``most``."""
+def find_runs(src_ids: np.ndarray, dst_ids: np.ndarray, most: int) -> list[Run] | None:
+    """Finds runs of blocks that are neighbours on both sides; None where there are more than ``most``."""
     breaks = np.flatnonzero((src_ids[1:] - src_ids[:-1] != 1) | (dst_ids[1:] - dst_ids[:-1] != 1)) + 1
     if len(breaks) >= most:
         return None
@@ -194,19 +195,19 @@ class _CudaCopy:
         return self._memory.state_of(self) if self.state is WriteState.PENDING else self.state
 
 
-_SLOTS = 8
+_NUM_SLOTS = 8
 _SLOT_IDS = 1 << 15
 
 
 class _Parameters(ctypes.Structure):
-    """Of the kernel; the last two are Triton's own."""
+    """Parameters of the kernel; the last two are Triton's own."""
 
     _fields_ = [("src", ctypes.c_uint64), ("dst", ctypes.c_uint64), ("ids", ctypes.c_uint64), ("count", ctypes.c_int32),
                 ("words", ctypes.c_int32), ("scratch", ctypes.c_uint64), ("profile", ctypes.c_uint64)]
 
 
 class _Slot:
-    """What one copy needs while it runs."""
+    """Buffers and event of one copy while it runs."""
 
     def __init__(self, driver: Driver):
         self._driver = driver
@@ -217,8 +218,8 @@ class _Slot:
         offsets = [getattr(_Parameters, field[0]).offset for field in _Parameters._fields_]
         self.pointers = (ctypes.c_void_p * len(offsets))(*(begin + offset for offset in offsets))
 
-    def room_for(self, count: int) -> tuple[np.ndarray, int]:
-        """Page-locked memory for so many ids, and the address of as much on the GPU."""
+    def reserve_ids(self, count: int) -> tuple[np.ndarray, int]:
+        """Returns page-locked memory for ``count`` ids, and the address of as much memory on the GPU."""
         if count > len(self._staging.host):
             self._staging = self._driver.stage(1 << (count - 1).bit_length())
         return self._staging.host[:count], self._staging.address

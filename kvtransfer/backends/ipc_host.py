@@ -15,12 +15,12 @@ from ...common.api.unreadable import UNREADABLE
 from ...common.kvcache.host_memory import HostHandle, handle_of, map_handle
 from .base import Region, WriteState
 
-_STEP_BYTES = 8 << 20
-"""So much is copied by one poll, in a millisecond or two: between polls the same thread answers pings."""
+_BYTES_PER_POLL = 8 << 20
+"""Bytes that one poll copies, in a millisecond or two: between polls the same thread answers pings."""
 
 
 class HostMemory:
-    """Pools in memory of ``common.kvcache.host_memory``; copied while they are polled, by the caller's thread."""
+    """Pools in memory of ``common.kvcache.host_memory``; polling a copy copies, in the caller's thread."""
 
     def __init__(self) -> None:
         self._mapped: dict[int, np.ndarray] = {}
@@ -48,48 +48,50 @@ class HostMemory:
     def prepare(self, block_bytes: int) -> None:
         pass
 
-    def enroll(self, bells: np.ndarray) -> int:
-        address: int = bells.ctypes.data
+    def map_flags(self, flags: np.ndarray) -> int:
+        address: int = flags.ctypes.data
         return address
 
-    def dismiss(self, bells: np.ndarray) -> None:
+    def unmap_flags(self, flags: np.ndarray) -> None:
         pass
 
-    def ring(self, address: int, value: int, after: Sequence[Any]) -> None:
-        bell = _Bell(address, value, len(after))
+    def write_flag(self, address: int, value: int, after: Sequence[Any]) -> None:
+        flag = _PendingFlag(address, value, len(after))
         for copy in after:
-            copy.bells.append(bell)
+            copy.flags.append(flag)
         if not after:
-            bell.ring()
+            flag.write()
 
     def copy(self, src: int, dst: int, src_ids: np.ndarray, dst_ids: np.ndarray, block_bytes: int) -> _HostCopy:
         return _HostCopy(_blocks_at(src, src_ids, block_bytes), _blocks_at(dst, dst_ids, block_bytes), src_ids, dst_ids)
 
-    def settle(self) -> None:
-        pass  # a copy that is not polled does not go on
+    def wait_for_copies(self) -> None:
+        pass  # a copy that is not polled does not continue
 
 
 @dataclass
-class _Bell:
+class _PendingFlag:
+    """A completion flag to be written after ``num_copies`` more copies."""
+
     address: int
     value: int
-    awaited: int  # copies
+    num_copies: int
 
-    def ring(self) -> None:
+    def write(self) -> None:
         ctypes.c_int64.from_address(self.address).value = self.value
 
-    def copied(self) -> None:
-        self.awaited -= 1
-        if self.awaited == 0:
-            self.ring()
+    def count_copy(self) -> None:
+        self.num_copies -= 1
+        if self.num_copies == 0:
+            self.write()
 
 
 class _HostCopy:
     def __init__(self, src: np.ndarray, dst: np.ndarray, src_ids: np.ndarray, dst_ids: np.ndarray):
         self._src, self._dst, self._src_ids, self._dst_ids = src, dst, src_ids, dst_ids
-        self._step = max(1, _STEP_BYTES // src.shape[1])
+        self._step = max(1, _BYTES_PER_POLL // src.shape[1])
         self._done = 0
-        self.bells: list[_Bell] = []
+        self.flags: list[_PendingFlag] = []
 
     def poll(self) -> WriteState:
         now = slice(self._done, self._done + self._step)
@@ -97,13 +99,13 @@ class _HostCopy:
         self._done += self._step
         if self._done < len(self._src_ids):
             return WriteState.PENDING
-        for bell in self.bells:
-            bell.copied()
+        for flag in self.flags:
+            flag.count_copy()
         return WriteState.DONE
 
 
 def _blocks_at(address: int, ids: np.ndarray, block_bytes: int) -> np.ndarray:
-    """``[blocks, block_bytes]`` of memory that others own, as far as ``ids`` reach."""
+    """``[blocks, block_bytes]``: a view of memory that others own, up to the largest of ``ids``."""
     num_bytes = (int(ids.max()) + 1) * block_bytes
     memory = memoryview((ctypes.c_uint8 * num_bytes).from_address(address)).cast("B")
     return np.frombuffer(memory, dtype=np.uint8).reshape(-1, block_bytes)

@@ -1,16 +1,15 @@
-"""Mooncake's transfer engine: RDMA by the devices of ``--disaggregation-ib-device``, else TCP.
+"""Mooncake's transfer engine: RDMA over the devices of ``--disaggregation-ib-device``, else TCP.
 
-Its batches take lists of addresses, so runs of blocks that are neighbours on both sides are merged by numpy first: the
-engine handles each entry by itself. A call blocks until its batch is complete at the target, without the interpreter's
-lock; threads of our own make the calls, so that several writes are under way.
+Its batches take lists of addresses, so numpy first merges runs of blocks that are neighbours on both sides: the engine
+handles each entry separately. A call blocks until its batch is complete at the target, without the interpreter's lock;
+threads of our own make the calls, so that several writes are in flight.
 
-The engine cannot withdraw a write that was posted. A call returns when its writes have ended, or fails after
-MC_TRANSFER_TIMEOUT (30 s unless the environment says otherwise) with the rest of them still on their way; the same
-holds when a peer is removed. Such a write can land when a broken network heals. The decode server therefore sets the
-pages of a connection that ended aside for ``lingering`` seconds, or until another instance of the prefill server
-answers:
+The engine cannot withdraw a posted write. A call returns when its writes have ended, or fails after MC_TRANSFER_TIMEOUT
+(30 s unless the environment says otherwise) with the rest of them still in flight; so does the removal of a peer. Such
+a write can arrive when a broken network heals. The decode server therefore quarantines the pages of a connection that
+ended for ``quarantine_seconds``, or until another instance of the prefill server answers:
 
-* RDMA: a queue pair retransmits for some 4 s before it gives up, and the engine tries a slice 9 times at most, on other
+* RDMA: a queue pair retransmits for some 4 s before it gives up, and the engine tries a slice at most 9 times, on other
   paths too (MC_RETRY_CNT).
 * TCP: the kernel retransmits for 924 s (net.ipv4.tcp_retries2 at its default of 15).
 """
@@ -35,8 +34,8 @@ from .base import Region, WriteState
 
 logger = logging.getLogger(__name__)
 
-_THREADS = 4
-_RDMA_LINGERS, _TCP_LINGERS = 60.0, 960.0  # seconds, see above
+_NUM_THREADS = 4
+_RDMA_QUARANTINE_SECONDS, _TCP_QUARANTINE_SECONDS = 60.0, 960.0  # see above
 _WILDCARDS = ("0.0.0.0", "::")
 
 
@@ -56,7 +55,7 @@ class _Peer:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """A layer group's memory, cut into blocks of equal size."""
+    """Memory of a layer group, cut into blocks of equal size."""
 
     address: int
     num_bytes: int
@@ -78,7 +77,7 @@ class MooncakeBackend:
     def __init__(self, host: str, ib_device: str | None) -> None:
         os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # its other lines go to stderr for every connection
         try:
-            with quiet():
+            with capture_stderr():
                 from mooncake.engine import TransferEngine
         except ImportError as error:
             raise ConfigError(
@@ -88,18 +87,18 @@ class MooncakeBackend:
             raise ConfigError(f"--disaggregation-transfer-backend mooncake needs the address that peers reach this "
                               f"server at as --host, not {host}.")
         protocol, device = ("tcp", "") if ib_device is None else ("rdma", ib_device)
-        with quiet() as told:
+        with capture_stderr() as lines:
             self._engine = TransferEngine()
             failed = self._engine.initialize(host, "P2PHANDSHAKE", protocol, device) != 0
         if failed:
             raise ConfigError(f"Mooncake's transfer engine does not start on {host} over {protocol}"
                               f"{' with --disaggregation-ib-device ' + device if device else ''}: "
-                              f"{told[-1] if told else 'it does not say why'}.")
-        self.lingering = _TCP_LINGERS if ib_device is None else _RDMA_LINGERS
+                              f"{lines[-1] if lines else 'it does not say why'}.")
+        self.quarantine_seconds = _TCP_QUARANTINE_SECONDS if ib_device is None else _RDMA_QUARANTINE_SECONDS
         self._session = f"{host}:{self._engine.get_rpc_port()}"
         self._regions: list[Region] = []
         self._num_pages = 0
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kv-mooncake")
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="kv-mooncake")
 
     def register(self, regions: Sequence[Region], num_pages: int) -> None:
         for region in regions:
@@ -128,7 +127,7 @@ class MooncakeBackend:
         if peer.removed:
             raise TransferFailed("the peer is not connected")
         src, dst = peer.src[src_group], peer.dst[dst_group]
-        starts, lengths = runs(src_ids, dst_ids)
+        starts, lengths = find_runs(src_ids, dst_ids)
         return _Write(peer, self._threads.submit(
             self._engine.batch_transfer_sync_write, peer.session,
             (src.address + src_ids[starts] * src.num_bytes).tolist(),
@@ -140,10 +139,10 @@ class MooncakeBackend:
         ok = write.future.exception() is None and write.future.result() == 0 and not write.peer.removed
         return WriteState.DONE if ok else WriteState.FAILED
 
-    def ring(self, peer: object, value: int) -> None:
+    def write_flag(self, peer: object, value: int) -> None:
         return None
 
-    def bells(self) -> None:
+    def completion_flags(self) -> None:
         return None
 
     def progress(self) -> None:
@@ -157,27 +156,27 @@ class MooncakeBackend:
 
 
 @contextmanager
-def quiet() -> Iterator[list[str]]:
-    """Keep what the engine's C++ writes to stderr while it starts, an error of each good start included: the lines are
-    in the list afterwards, and in our log from debug on."""
-    told: list[str] = []
+def capture_stderr() -> Iterator[list[str]]:
+    """Captures what the engine's C++ writes to stderr while it starts, which includes an error even on success: the
+    lines are in the list afterwards, and in our log at debug level."""
+    lines: list[str] = []
     sys.stderr.flush()
     stderr = os.dup(2)
     with tempfile.TemporaryFile() as file:
         os.dup2(file.fileno(), 2)
         try:
-            yield told
+            yield lines
         finally:
             os.dup2(stderr, 2)
             os.close(stderr)
             file.seek(0)
-            told.extend(file.read().decode(errors="replace").splitlines())
-    for line in told:
+            lines.extend(file.read().decode(errors="replace").splitlines())
+    for line in lines:
         logger.debug("Mooncake: %s", line)
 
 
-def runs(src_ids: np.ndarray, dst_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """``(starts, lengths)`` of the runs within which both sides' ids count up by one; ids ``[n]``, n >= 1."""
+def find_runs(src_ids: np.ndarray, dst_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns ``(starts, lengths)`` of the runs in which both sides' ids ``[n]``, n >= 1, increase by one."""
     breaks = np.flatnonzero((np.diff(src_ids) != 1) | (np.diff(dst_ids) != 1)) + 1
     starts = np.concatenate([np.zeros(1, np.int64), breaks])
     return starts, np.diff(starts, append=len(src_ids))

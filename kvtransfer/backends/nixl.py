@@ -3,14 +3,14 @@
 When is a write visible at the target? NIXL's UCX plugin posts the pages of one transfer as UCX puts, followed by a
 flush of the endpoint, and reports the transfer done when the flush is. UCX defines a flush as the completion of all
 earlier puts "both at the origin and at the target", and NIXL sends its own notification no earlier than that. So
-DONE means visible, and the result message that follows it over the control channel needs no second signal.
+DONE means visible, and the result message that follows over the control channel needs no second signal.
 
 Descriptors of all blocks are prepared once, per layer group and peer. A write then names them by index arrays, which
 NIXL turns into one transfer in C++, merging runs that are neighbours on both sides. That takes 20 to 40 us for 256 MiB;
-merged by numpy and handed over as descriptors of their own, the same runs take 150 to 240 us and arrive no sooner.
+the same runs merged by numpy and passed as new descriptors take 150 to 240 us and arrive no sooner.
 
 NIXL's progress thread spins on a core when its delay is 0, and its Python API offers no other value. We have
-a thread anyway, so the writer progresses UCX by polling its writes, and the target through ``progress``.
+a thread anyway, so the writer progresses UCX by polling its writes, and the target by ``progress``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class NixlBackend:
 
     name = "nixl"
     scope = ""
-    lingering = 0.0
+    quarantine_seconds = 0.0
     progress_interval: float | None = 1e-3
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class NixlBackend:
         rows = [(region.address, region.num_bytes, max(region.device, 0), "") for region in regions]
         try:
             self._registered = self._agent.register_memory(rows, _memory_kind(regions))
-        except Exception as error:  # as above
+        except Exception as error:  # no common base, as above
             raise ConfigError(f"NIXL cannot register the KV pool: {error}.") from error
 
     def local_metadata(self) -> bytes:
@@ -140,7 +140,7 @@ class NixlBackend:
         try:
             write.state = self._agent.transfer(transfer)
         except Exception as error:
-            # Part of it may have been started: no exception, but a failed write, which ends the connection.
+            # Part of the write may have started: it is reported as failed, which ends the connection.
             logger.warning("A NIXL write failed: %s", error)
             write.state = "ERR"
         return write
@@ -160,10 +160,10 @@ class NixlBackend:
         _release(write.transfer)
         return WriteState.DONE if write.state == "DONE" else WriteState.FAILED
 
-    def ring(self, peer: object, value: int) -> None:
+    def write_flag(self, peer: object, value: int) -> None:
         return None
 
-    def bells(self) -> None:
+    def completion_flags(self) -> None:
         return None
 
     def progress(self) -> None:
@@ -190,7 +190,7 @@ class NixlBackend:
 
 def _memory_kind(regions: Sequence[Region]) -> str:
     on_gpu = {region.device >= 0 for region in regions}
-    assert len(on_gpu) == 1, "a pool lies either on GPUs or in host memory"
+    assert len(on_gpu) == 1, "a pool is either on GPUs or in host memory"
     return "VRAM" if on_gpu.pop() else "DRAM"
 
 

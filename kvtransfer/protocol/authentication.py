@@ -1,12 +1,13 @@
-"""Proof that a message comes from a holder of ``--cluster-secret``: HMAC-SHA256 over it and its place.
+"""Authenticates messages between servers that share a ``--cluster-secret``: HMAC-SHA256 over a message and its
+position.
 
-On the control channel a sealed message is two frames, the message and its seal. The seal covers the session's id (fresh
-random of the receiver), the direction and a counter that must grow, so nothing can be altered, replayed within its
-session, reflected, or carried into another one. Counters of a session outlive it: its id is never new again, and
-Hello names the sender's instance, which dies with the process. Without a secret a message is one frame.
+On the control channel a signed message is two frames, the message and its authentication code. The code covers the
+session's id (fresh random of the receiver), the direction and a counter that must grow, so a message cannot be altered,
+replayed within its session, reflected, or carried into another one. Counters of a session outlive it: its id is never
+new again, and Hello names the sender's instance, which dies with the process. Without a secret a message is one frame.
 
-The bootstrap server's HTTP is sealed in the same way, see bootstrap.py. Seals prove; they hide nothing: pages and
-messages travel as they are.
+The bootstrap server's HTTP is authenticated in the same way, see bootstrap.py. Nothing is encrypted: pages and messages
+travel as they are.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ import hmac
 
 TO_SENDER, TO_RECEIVER = b"to sender", b"to receiver"
 
-OTHER_SECRET = "the two servers have different --cluster-secrets, or only one of them has any"
+SECRET_MISMATCH = "the two servers have different --cluster-secrets, or only one of them has any"
 
 _COUNTER_BYTES = 8
-_SEAL_BYTES = _COUNTER_BYTES + hashlib.sha256().digest_size
+_MAC_BYTES = _COUNTER_BYTES + hashlib.sha256().digest_size
 
 
 class AuthError(Exception):
-    """A message without a valid seal, or with one that was seen before, or with a seal that nobody can check."""
+    """Raised for a message whose authentication code is missing, invalid, replayed, or cannot be checked."""
 
 
 class Secret:
-    """A cluster's shared secret. Equal words make equal seals, in whatever process."""
+    """A cluster's shared secret. Equal words make equal authentication codes in every process."""
 
     def __init__(self, words: str):
         self._key = hashlib.sha256(b"baton cluster secret\0" + words.encode()).digest()
 
     def mac(self, *parts: bytes) -> bytes:
-        """Of the parts and their boundaries: ``(b"ab", b"c")`` and ``(b"a", b"bc")`` differ."""
+        """Returns the code of the parts and their boundaries: ``(b"ab", b"c")`` and ``(b"a", b"bc")`` differ."""
         state = hmac.new(self._key, digestmod="sha256")
         for part in parts:
             state.update(len(part).to_bytes(8, "little"))
@@ -44,12 +45,12 @@ class Secret:
         return hmac.compare_digest(mac, self.mac(*parts))
 
 
-def secret_of(words: str | None) -> Secret | None:
+def make_secret(words: str | None) -> Secret | None:
     return None if words is None else Secret(words)
 
 
 class Channel:
-    """Both directions of one session, at one of its ends: ``sends`` is the direction of our own messages."""
+    """Signs and verifies the messages of one session at one end; ``sends`` is the direction of our own messages."""
 
     def __init__(self, secret: Secret | None, session: bytes, sends: bytes):
         self._secret = secret
@@ -59,20 +60,20 @@ class Channel:
         self._sent = 0
         self._received = 0
 
-    def seal(self, message: bytes) -> list[bytes]:
+    def sign(self, message: bytes) -> list[bytes]:
         if self._secret is None:
             return [message]
         self._sent += 1
         counter = self._sent.to_bytes(_COUNTER_BYTES, "little")
         return [message, counter + self._secret.mac(self._session, self._sends, counter, message)]
 
-    def open(self, frames: list[bytes]) -> bytes:
-        """The message of ``frames``. Raises Unsealed, and then remembers nothing of it."""
+    def verify(self, frames: list[bytes]) -> bytes:
+        """Verifies ``frames`` and returns their message. Raises Unsealed, and then remembers nothing of it."""
         if self._secret is None:
             if len(frames) != 1:
                 raise AuthError
             return frames[0]
-        if len(frames) != 2 or len(frames[1]) != _SEAL_BYTES:
+        if len(frames) != 2 or len(frames[1]) != _MAC_BYTES:
             raise AuthError
         message, (counter, mac) = frames[0], (frames[1][:_COUNTER_BYTES], frames[1][_COUNTER_BYTES:])
         number = int.from_bytes(counter, "little")
@@ -83,10 +84,10 @@ class Channel:
 
 
 class Channels:
-    """The sender's channels, one a session.
+    """The sender's channels, one for each session.
 
-    With a secret none is forgotten, lest a recorded session be played again: 300 bytes for each time that a decode
-    server connected. Only messages with a valid seal add one.
+    With a secret none is forgotten, so that a recorded session cannot be replayed: 300 bytes for each connection of a
+    decode server. Only messages with a valid authentication code add one.
     """
 
     def __init__(self, secret: Secret | None):
@@ -94,19 +95,19 @@ class Channels:
         self._plain = Channel(None, b"", TO_RECEIVER)
         self._channels: dict[bytes, Channel] = {}
 
-    def open(self, session: bytes, frames: list[bytes]) -> bytes:
-        """As Channel.open."""
+    def verify(self, session: bytes, frames: list[bytes]) -> bytes:
+        """Verifies ``frames`` and returns their message, as ``Channel.verify`` does."""
         if self._secret is None:
-            return self._plain.open(frames)
+            return self._plain.verify(frames)
         channel = self._channels.get(session) or self._new(session)
-        message = channel.open(frames)
+        message = channel.verify(frames)
         self._channels[session] = channel
         return message
 
-    def seal(self, session: bytes, message: bytes) -> list[bytes]:
+    def sign(self, session: bytes, message: bytes) -> list[bytes]:
         if self._secret is None:
-            return self._plain.seal(message)
-        return (self._channels.get(session) or self._new(session)).seal(message)
+            return self._plain.sign(message)
+        return (self._channels.get(session) or self._new(session)).sign(message)
 
     def _new(self, session: bytes) -> Channel:
         return Channel(self._secret, session, TO_RECEIVER)

@@ -3,28 +3,28 @@
 A receiver's DEALER socket is a *session*: it has a fresh random identity, never reconnects, and begins with Hello.
 Within a session ZMQ neither reorders nor duplicates; a broken session is never continued, so a lost message
 means a lost session. ``stamp`` is the receiver's number of one reservation, unique within its instance and greater than
-all before, so that it tells this use of a room from every earlier one, and a Reserve that comes again from a new one;
+all before: it distinguishes this use of a bootstrap room from earlier ones, and a repeated Reserve from a new one.
 ``instance`` is a process's random id (its epoch).
 
     receiver                                   sender
-    Hello(who, where its memory is)      ->
+    Hello(identity, memory metadata)     ->
                                          <-    Welcome, or Refused(why)
     Reserve(room, stamp, destination)    ->                                (after Welcome; any number)
-                                         <-    Landing(room, stamp, bell)  every write is on its way
+                                         <-    EarlyResult(room, stamp, flag)   every write is in flight
                                          <-    Result(room, stamp)         every write is complete
-    Taken(room, stamp)                   ->                                the first token is on its way to the client
+    FirstTokenAck(room, stamp)           ->                                the first token is on its way to the client
     Decline(room, error)                 ->                                it will not reserve for this room
     Abort(room, stamp, error)            ->    or   <-   Abort(room, stamp, error)
-                                         <-    Stopped(room, stamp)        answers each Abort, once writing has ended
+                                         <-    Stopped(room, stamp)        answers each Abort, once writes have drained
     Pong(time)                           ->    <-   Ping(time)             the lease, see sessions.py
     Bye                                  ->    <-   Gone(why)              the session has ended
 
-History: version 1 is the first. Version 2 has seals (seal.py), checksums (checksum.py) and lanes
-(lanes.py): a decode rank has sessions with all prefill ranks that it has lanes from, reserves with each, and waits for
-the result of each. Version 3 has Taken, until which prefill keeps what another attempt at the request would need, and
-Decline. Landing is sent only to peers whose memory has bells, which know it. A prefill server may
-have stages: its ranks then have some of the layers each, which an older peer refuses by their number. A server whose
-weights were replaced is another instance, and tells another model.
+History: version 1 is the first. Version 2 adds message authentication (authentication.py), checksums (checksum.py) and
+reshard plans (reshard.py): a decode rank has sessions with all prefill ranks that write to it, reserves with each, and
+waits for the result of each. Version 3 adds FirstTokenAck, until which prefill retains what another attempt at the
+request would need, and Decline. EarlyResult is sent only to peers whose memory has completion flags, which know the
+message. A prefill server may have pipeline stages: each of its ranks then has some of the layers, which an older peer
+refuses by their number. A server whose weights were replaced is another instance with another model.
 """
 
 from __future__ import annotations
@@ -38,21 +38,22 @@ from ...common.api import errors
 from ...common.api.identity import ModelIdentity
 from ...common.api.messages import Logprobs
 from ...common.kvcache.layout import KVLayout
-from .reshard import RankLayout, why_not
+from .reshard import RankLayout, find_mismatch
 
 Extent = Literal["sampled", "full", "off"]
 """How much of the transferred pages a checksum covers."""
 
 PROTOCOL = 3
-_Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
-# The largest message is the result of a 128K-token prompt with 20 alternatives a token: about 40 MiB.
+_NumRanks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+
 MAX_MESSAGE_BYTES = 64 << 20
+"""The largest message is the result of a prompt of 128K tokens with 20 alternatives for each: about 40 MiB."""
 
 
 class PrefillResult(msgspec.Struct, frozen=True):
-    """What decode needs beside the pages: the first token, and how much of the prompt prefill had cached.
+    """Result of a prompt's computation: the first token, and how much of the prompt prefill had cached.
 
-    ``hidden_states`` are the prompt's, float32 rows, where the request wants them: 32 MiB at most.
+    ``hidden_states`` are the prompt's, as float32 rows, where the request asks for them: 32 MiB at most.
     """
 
     token_id: int
@@ -61,40 +62,40 @@ class PrefillResult(msgspec.Struct, frozen=True):
     prompt_logprobs: Logprobs | None = None
     hidden_states: bytes | None = None
 
-    def told_before(self, other: PrefillResult | None) -> PrefillResult:
-        """Of the results of two ranks the one that tells more: log-probabilities of the token come from one rank."""
+    def merge(self, other: PrefillResult | None) -> PrefillResult:
+        """Returns the result that has log-probabilities of the token, which only one of the ranks reports."""
         return self if other is None or other.logprobs is None else other
 
 
 class RankInfo(msgspec.Struct, frozen=True):
-    """One rank of one server instance, as its peers need to know it. Receivers have no ``endpoint``.
+    """Description of one rank of a server instance for its peers. Receivers have no ``endpoint``.
 
-    ``rank`` of ``tp_size`` is its place in its attention group, which is data-parallel rank ``dp_rank`` of ``dp_size``,
-    or stage ``pp_rank`` of ``pp_size``, whose layers the layout tells. ``model`` is None of a peer that does not
-    tell it; ``server`` is what logs call it.
+    ``rank`` of ``tp_size`` is its rank in its attention group, which is data-parallel rank ``dp_rank`` of ``dp_size``,
+    or pipeline stage ``pp_rank`` of ``pp_size``, whose layers are in ``layout``. ``model`` is None for a peer that does
+    not send it; ``server`` is its name in logs.
     """
 
     instance: str
     endpoint: str
     rank: int
-    tp_size: _Ranks
+    tp_size: _NumRanks
     layout: KVLayout
     backend: str
     protocol: int = PROTOCOL
     dp_rank: int = 0
-    dp_size: _Ranks = 1
+    dp_size: _NumRanks = 1
     pp_rank: int = 0
-    pp_size: _Ranks = 1
+    pp_size: _NumRanks = 1
     model: ModelIdentity | None = None
     server: str = ""
 
     def __post_init__(self) -> None:
-        places = ((self.rank, self.tp_size), (self.dp_rank, self.dp_size), (self.pp_rank, self.pp_size))
-        if any(not 0 <= rank < size for rank, size in places):
+        ranks = ((self.rank, self.tp_size), (self.dp_rank, self.dp_size), (self.pp_rank, self.pp_size))
+        if any(not 0 <= rank < size for rank, size in ranks):
             raise ValueError("a rank lies outside of its group")
 
     def mismatch(self, peer: RankInfo) -> str | None:
-        """Why pages cannot travel from ``peer`` to us, as the name and both values of what differs; None: they can."""
+        """Names what keeps pages from travelling from ``peer`` to us, with both values; None where nothing does."""
         for name in ("protocol", "backend"):
             ours, theirs = getattr(self, name), getattr(peer, name)
             if ours != theirs:
@@ -102,15 +103,15 @@ class RankInfo(msgspec.Struct, frozen=True):
         mine, its = self.model, peer.model
         if mine is not None and its is not None and mine.fingerprint != its.fingerprint:
             return f"the model is {mine} here and {its} there"
-        return why_not(peer.side, self.side)
+        return find_mismatch(peer.rank_layout, self.rank_layout)
 
     @property
-    def side(self) -> RankLayout:
+    def rank_layout(self) -> RankLayout:
         return RankLayout(self.tp_size, self.layout)
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """``expected`` is the sender's instance that the receiver was told of; ``metadata`` the backend's own.
+    """``expected`` is the sender's instance that the bootstrap server named; ``metadata`` is the backend's own.
 
     ``checksum`` says which words of its pages each result must be accompanied by a checksum of. ``spare_page`` is one
     that nobody reads: what is written there opens the data path before the first request.
@@ -130,7 +131,7 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
     """``restarted``: the sender is another instance than expected; ask the bootstrap server again. ``unfit``: the two
-    will never fit together."""
+    servers never match."""
 
     message: str
     restarted: bool = False
@@ -138,7 +139,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
 
 
 class Reserve(msgspec.Struct, tag="reserve", frozen=True):
-    """A destination: ``page_ids`` (int32, little endian) take the prompt's pages from ``first_page`` on."""
+    """A destination: ``page_ids`` (int32, little endian) receive the prompt's pages from ``first_page`` on."""
 
     room: int
     stamp: int
@@ -156,19 +157,21 @@ class Result(msgspec.Struct, tag="result", frozen=True):
     checksum: int = 0
 
 
-class Landing(msgspec.Struct, tag="landing", frozen=True):
-    """The result, before its pages: they have landed when the receiver's bell at ``place`` shows ``value``. The sender
-    rings no other with that value, and sends the Result all the same."""
+class EarlyResult(msgspec.Struct, tag="landing", frozen=True):
+    """An early result, ahead of its pages: they have arrived when the receiver's completion flag number ``flag`` has
+    ``value``. The sender writes ``value`` to no other flag, and sends the Result all the same."""
 
     room: int
     stamp: int
     instance: str
     result: PrefillResult
-    place: int
+    flag: int = msgspec.field(name="place")
     value: int
 
 
-class Taken(msgspec.Struct, tag="taken", frozen=True):
+class FirstTokenAck(msgspec.Struct, tag="taken", frozen=True):
+    """Acknowledges the first token: it is on its way to the client, so no other attempt will need the prompt."""
+
     room: int
     stamp: int
 
@@ -215,14 +218,13 @@ class Gone(msgspec.Struct, tag="gone", frozen=True):
     message: str
 
 
-
-def misfit(why: str) -> str:
-    """A sentence on what RankInfo.mismatch of a decode rank tells."""
+def describe_mismatch(why: str) -> str:
+    """Returns a sentence for the result of a decode rank's ``RankInfo.mismatch``."""
     return f"prefill and decode do not fit together: {why} (decode, prefill)"
 
 
-ToSender = Hello | Reserve | Decline | Taken | Abort | Pong | Bye
-ToReceiver = Welcome | Refused | Landing | Result | Abort | Stopped | Ping | Gone
+ToSender = Hello | Reserve | Decline | FirstTokenAck | Abort | Pong | Bye
+ToReceiver = Welcome | Refused | EarlyResult | Result | Abort | Stopped | Ping | Gone
 
 encode = msgspec.msgpack.Encoder().encode
 _to_sender = msgspec.msgpack.Decoder(ToSender)
@@ -242,9 +244,10 @@ def decode_to_receiver(frame: bytes) -> ToReceiver:
 
 
 def pack_page_ids(page_ids: np.ndarray) -> bytes:
+    """Packs ``page_ids [n]`` as int32, little endian."""
     return np.ascontiguousarray(page_ids, dtype="<i4").tobytes()
 
 
 def unpack_page_ids(packed: bytes) -> np.ndarray:
-    """``[num_pages]`` int64. Raises ValueError when the length is no multiple of 4."""
+    """Unpacks ``[num_pages]`` int64. Raises ValueError where the length is no multiple of 4."""
     return np.frombuffer(packed, dtype="<i4").astype(np.int64)

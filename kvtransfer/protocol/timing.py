@@ -1,4 +1,4 @@
-"""The protocol's times, in seconds, all derived from three settings."""
+"""Times of the transfer protocol in seconds, all derived from three settings."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ class Timing:
         return self.peer_timeout / 6
 
     @property
-    def silence(self) -> float:
-        """Of a peer, that counts as its death. Ticks find it late, and within ``peer_timeout`` all the same."""
+    def silence_seconds(self) -> float:
+        """Silence of a peer that counts as its death. Ticks notice it late, yet within ``peer_timeout``."""
         return self.peer_timeout - 2 * self.tick
 
     @property
     def lease(self) -> float:
-        """How long after a Ping the writer may rely on its Pong; three pings may be late before writing pauses."""
+        """Time after a Ping for which its Pong allows writes; three pings may be late before writing pauses."""
         return self.peer_timeout / 2
 
     @property
-    def landing(self) -> float:
-        """How long a write may still land once the sender must have torn it down: the rest of the quarantine.
+    def teardown_seconds(self) -> float:
+        """Time for which a write may still arrive once the sender must have torn it down: the rest of the quarantine.
 
         It covers the sender's tick and the backend's teardown, which take some tens of milliseconds.
         """
         return self.peer_timeout / 6
 
-    def forgiven(self, stalled: float) -> float:
-        """How much of our own lateness to take off a peer's silence: no jitter, whose sum would hide real silence."""
+    def excused(self, stalled: float) -> float:
+        """Returns how much of our own lateness to subtract from a peer's silence: not jitter, whose sum would hide real
+        silence."""
         return stalled if stalled >= self.ping_interval else 0.0
 
     @property

@@ -1,9 +1,9 @@
-"""The ways from a receiver to prefill servers: looked up, connected, used, and given up.
+"""Connections of a receiver to prefill servers: looked up, opened, used and given up.
 
-A *link* is our side of a session: one connection to one sender instance. It is never repaired. When it breaks, the
-rooms published over it fail, and the next reservation looks the sender up anew, which is also how a restarted
-prefill server behind the same address is found: its instance id differs. The links to all ranks of a prefill server
-that we have lanes from make a *route*; a room is published over all of them, and done when each has sent its result.
+A *session* is one connection to one sender instance. It is never repaired. When it breaks, the transfers published over
+it fail, and the next reservation looks the sender up anew, which is also how a restarted prefill server at the same
+address is found: its instance id differs. A receiver has sessions with all ranks of a prefill server that write to it;
+a transfer is published over all of them, and done when each has sent its result.
 """
 
 from __future__ import annotations
@@ -17,61 +17,75 @@ import msgspec
 from ...common.api.errors import PairMismatch, ServingError, TransferFailed
 from ..expiring import MAX_WAITING
 from ..protocol import messages as m
-from ..protocol.reshard import lane, writers_of
+from ..protocol.reshard import make_plan, writer_ranks
 from ..protocol.timing import Timing
-from .receiver_state import Address, Close, Connect, Effect, Link, Lookup, Route, Search, Send
+from .receiver_state import (
+    Address,
+    Close,
+    Connect,
+    Effect,
+    Lookup,
+    LookupState,
+    ReceiverSession,
+    Send,
+    ServerConnection,
+)
 
 RETRY_INTERVAL = 0.25
 
 
 class Connections:
-    """``hello`` is what we say of ourselves, to every sender with its instance; ``awaited`` tells whether rooms wait
-    for a way to an address. What becomes of these rooms, and of those of a link, is the owner's business."""
+    """Sessions with prefill servers, by server.
 
-    def __init__(self, hello: m.Hello, timing: Timing, effects: deque[Effect], awaited: Callable[[Address], bool]):
+    ``hello`` is sent to every sender, with that sender's instance; ``is_awaited`` returns whether transfers wait for a
+    connection to an address. The owner decides what becomes of transfers, waiting or published.
+    """
+
+    def __init__(self, hello: m.Hello, timing: Timing, effects: deque[Effect], is_awaited: Callable[[Address], bool]):
         self.hello = hello
         self.timing = timing
         self.effects = effects
-        self.routes: dict[Address, Route] = {}  # the usable one to each prefill server, or the one that is to be
-        self.links: dict[bytes, Link] = {}  # all whose connection stands
-        self.searches: dict[Address, Search] = {}
-        self.declines: dict[Address, deque[tuple[float, m.Decline]]] = {}  # with deadlines; no way there is known yet
-        self._awaited = awaited
-        self._told: dict[Address, str] = {}  # the instance there that has heard why it does not fit
+        self.servers: dict[Address, ServerConnection] = {}  # connected, or about to be
+        self.sessions: dict[bytes, ReceiverSession] = {}  # all that have a connection
+        self.lookups: dict[Address, LookupState] = {}
+        self.declines: dict[Address, deque[tuple[float, m.Decline]]] = {}  # with deadlines, until there is a connection
+        self._is_awaited = is_awaited
+        self._warned_instances: dict[Address, str] = {}  # instances that were sent our mismatch
 
     def __bool__(self) -> bool:
-        """Whether anything here has a deadline."""
-        return bool(self.links or self.searches or self.declines)
+        """True where anything here has a deadline."""
+        return bool(self.sessions or self.lookups or self.declines)
 
     @property
-    def expecting(self) -> bool:
-        """Whether anybody may be writing to us."""
-        return any(link.rooms or not link.welcome for link in self.links.values())
+    def has_writers(self) -> bool:
+        """True where a sender may be writing to us."""
+        return any(session.transfers or not session.welcome for session in self.sessions.values())
 
-    def send(self, link: Link, message: m.ToSender) -> None:
-        self.effects.append(Send(link.id, message))
+    def send(self, session: ReceiverSession, message: m.ToSender) -> None:
+        self.effects.append(Send(session.id, message))
 
-    def tell(self, link_id: bytes, message: m.ToSender) -> None:
-        """Unless its connection is gone."""
-        if (link := self.links.get(link_id)) is not None:
-            self.send(link, message)
+    def send_if_open(self, session_id: bytes, message: m.ToSender) -> None:
+        """Sends the message unless the session's connection is gone."""
+        if (session := self.sessions.get(session_id)) is not None:
+            self.send(session, message)
 
-    # -- searches -------------------------------------------------------------------------------------------------
+    # -- lookups --------------------------------------------------------------------------------------------------
 
-    def way_to(self, address: Address) -> Route | None:
-        """The route to a server, if all of its ranks have welcomed us; without any it is searched for from now on."""
-        route = self.routes.get(address)
-        if route is not None:
-            return route if route.welcome else None
-        if address not in self.searches:
-            self.searches[address] = Search()
+    def connection_to(self, address: Address) -> ServerConnection | None:
+        """Returns a server once all of its ranks have welcomed us, else None; starts to connect where needed."""
+        server = self.servers.get(address)
+        if server is not None:
+            return server if server.welcome else None
+        if address not in self.lookups:
+            self.lookups[address] = LookupState()
             self.effects.append(Lookup(address))
         return None
 
     def connect(self, address: Address, ranks: Sequence[m.RankInfo], now: float) -> ServingError | None:
-        """All ranks of the server at ``address`` were found, in order. Returns why there can be no way to them."""
-        if not self.wanted(address) or address in self.routes:
-            self.drop_search(address)
+        """Opens sessions with the ranks of the server at ``address``, all of them in order. Returns an error where its
+        pages cannot travel to us."""
+        if not self.is_needed(address) or address in self.servers:
+            self.drop_lookup(address)
             return None
         ours = self.hello.info
         if len({rank.model for rank in ranks}) > 1:
@@ -79,154 +93,155 @@ class Connections:
             return None
         why = next((why for rank in ranks if (why := ours.mismatch(rank)) is not None), None)
         if why is not None:
-            self.drop_search(address)
-            self._tell_misfit(address, ranks[0], now)
-            return PairMismatch(m.misfit(why))
-        route = self.routes[address] = Route({}, dp_size=ranks[0].dp_size)
-        writers = writers_of(ours.rank, ranks[0].side, ours.side)
+            self.drop_lookup(address)
+            self._report_mismatch(address, ranks[0], now)
+            return PairMismatch(m.describe_mismatch(why))
+        server = self.servers[address] = ServerConnection({}, dp_size=ranks[0].dp_size)
+        writers = writer_ranks(ours.rank, ranks[0].rank_layout, ours.rank_layout)
         for info in (info for info in ranks if info.rank in writers):
-            way = lane(info.rank, ranks[0].side, ours.rank, ours.side)
-            assert way is not None
-            route.blocks, route.parts = way.dst_blocks, way.dst_parts  # equal of all
-            link = self._open(address, info, now)
-            route.links[link.id] = link
+            plan = make_plan(info.rank, ranks[0].rank_layout, ours.rank, ours.rank_layout)
+            assert plan is not None
+            server.blocks, server.subpages = plan.dst_blocks, plan.dst_subpages  # the same for all ranks
+            session = self._open(address, info, now)
+            server.sessions[session.id] = session
         return None
 
-    def _open(self, address: Address, info: m.RankInfo, now: float) -> Link:
-        link = Link(secrets.token_hex(16).encode(), address, info.instance, heard=now, last_pong=-float("inf"),
-                    dp_rank=info.dp_rank)
-        self.links[link.id] = link
-        self.effects.append(Connect(link, _seen_from(address, info.endpoint)))
-        self.send(link, msgspec.structs.replace(self.hello, expected=info.instance))
-        return link
+    def _open(self, address: Address, info: m.RankInfo, now: float) -> ReceiverSession:
+        session = ReceiverSession(secrets.token_hex(16).encode(), address, info.instance, heard=now,
+                                  last_pong=-float("inf"), dp_rank=info.dp_rank)
+        self.sessions[session.id] = session
+        self.effects.append(Connect(session, _reachable_endpoint(address, info.endpoint)))
+        self.send(session, msgspec.structs.replace(self.hello, expected=info.instance))
+        return session
 
-    def _tell_misfit(self, address: Address, info: m.RankInfo, now: float) -> None:
-        """Say Hello all the same, once, on a link that is of no route: prefill's refusal puts it into its log, too."""
-        if self._told.get(address) != info.instance:
-            self._told[address] = info.instance
+    def _report_mismatch(self, address: Address, info: m.RankInfo, now: float) -> None:
+        """Says Hello once all the same, on a session outside of ``servers``, so that prefill logs the mismatch, too."""
+        if self._warned_instances.get(address) != info.instance:
+            self._warned_instances[address] = info.instance
             self._open(address, info, now)
 
-    def leads(self, link: Link) -> bool:
-        """Whether the link is of the route that rooms for its address take."""
-        route = self.routes.get(link.address)
-        return route is not None and link.id in route.links
+    def is_current(self, session: ReceiverSession) -> bool:
+        """True where new transfers to the session's address use it."""
+        server = self.servers.get(session.address)
+        return server is not None and session.id in server.sessions
 
-    def introduce(self, info: m.RankInfo) -> None:
-        """Who we say that we are from now on."""
+    def set_info(self, info: m.RankInfo) -> None:
+        """Replaces our description, for the sessions that follow."""
         self.hello = msgspec.structs.replace(self.hello, info=info)
-        self._told.clear()
+        self._warned_instances.clear()
 
     def not_registered(self, address: Address, reason: str, now: float) -> None:
-        """The bootstrap server answers, and its rank is still starting: try again until each room's deadline."""
+        """Retries until each transfer's deadline: the bootstrap server answers, and its ranks are still starting."""
         self._retry(address, reason, now).unreachable_since = None
 
     def unreachable(self, address: Address, reason: str, now: float) -> ServingError | None:
-        """Nobody answers: try again for as long as a silent peer is tolerated. Then returns with what to give up."""
-        search = self._retry(address, reason, now)
-        if search.unreachable_since is None:
-            search.unreachable_since = now
-        if now - search.unreachable_since < self.timing.peer_timeout:
+        """Retries a server that does not answer, for ``peer_timeout``; then returns the error to give up with."""
+        lookup = self._retry(address, reason, now)
+        if lookup.unreachable_since is None:
+            lookup.unreachable_since = now
+        if now - lookup.unreachable_since < self.timing.peer_timeout:
             return None
-        self.drop_search(address)
+        self.drop_lookup(address)
         return TransferFailed(f"the prefill server at {address[0]}:{address[1]} cannot be reached: {reason}",
                               cause="unreachable")
 
-    def drop_search(self, address: Address) -> None:
-        self.searches.pop(address, None)
+    def drop_lookup(self, address: Address) -> None:
+        self.lookups.pop(address, None)
 
-    def _retry(self, address: Address, reason: str, now: float) -> Search:
-        search = self.searches.setdefault(address, Search())
-        search.retry_at, search.reason = now + RETRY_INTERVAL, reason
-        return search
+    def _retry(self, address: Address, reason: str, now: float) -> LookupState:
+        lookup = self.lookups.setdefault(address, LookupState())
+        lookup.retry_at, lookup.reason = now + RETRY_INTERVAL, reason
+        return lookup
 
-    # -- words for rooms that were never published -------------------------------------------------------------------
+    # -- declines of transfers that were never published -------------------------------------------------------------
 
     def decline(self, room: int, address: Address, error: ServingError, now: float) -> None:
-        """Tell the senders there that nothing will be reserved for a room, at once or as soon as there is a way."""
+        """Tells the senders there, now or once connected, that nothing will be reserved for a room."""
         decline = m.Decline(room, error.code, error.message)
-        if (route := self.way_to(address)) is not None:
-            for link in route.links.values():
-                self.send(link, decline)
+        if (server := self.connection_to(address)) is not None:
+            for session in server.sessions.values():
+                self.send(session, decline)
             return
         waiting = self.declines.setdefault(address, deque(maxlen=MAX_WAITING))
         waiting.append((now + self.timing.bootstrap_timeout, decline))
 
-    def deliver_declines(self, address: Address, route: Route) -> None:
+    def send_declines(self, address: Address, server: ServerConnection) -> None:
         for _, decline in self.declines.pop(address, ()):
-            for link in route.links.values():
-                self.send(link, decline)
+            for session in server.sessions.values():
+                self.send(session, decline)
 
     def drop_declines(self, address: Address) -> None:
-        """There is nobody to tell."""
+        """Drops the declines for a server that is not there."""
         self.declines.pop(address, None)
 
-    # -- links ----------------------------------------------------------------------------------------------------
+    # -- sessions -------------------------------------------------------------------------------------------------
 
-    def welcomed(self, link: Link) -> Route | None:
-        """The sender's Welcome has come. Returns the link's route where it is the last that was missing."""
-        link.welcome = True
-        route = self.routes.get(link.address)
-        if route is None or link.id not in route.links or not route.welcome:
+    def add_welcomed(self, session: ReceiverSession) -> ServerConnection | None:
+        """Records the sender's Welcome. Returns the session's server where that was the last Welcome missing."""
+        session.welcome = True
+        server = self.servers.get(session.address)
+        if server is None or session.id not in server.sessions or not server.welcome:
             return None
-        self.drop_search(link.address)
-        return route
+        self.drop_lookup(session.address)
+        return server
 
-    def lose(self, link: Link, now: float) -> None:
-        """Its connection is gone."""
-        del self.links[link.id]
-        self.unroute(link, now)
+    def remove(self, session: ReceiverSession, now: float) -> None:
+        """Removes a session whose connection is gone."""
+        del self.sessions[session.id]
+        self.detach(session, now)
 
-    def unroute(self, link: Link, now: float) -> None:
-        """A link has ended, or is given up: the other links of its route are used for what is under way, and closed."""
-        route = self.routes.get(link.address)
-        if route is None or link.id not in route.links:
+    def detach(self, session: ReceiverSession, now: float) -> None:
+        """Stops using a session that has ended or was given up. The other sessions with its server serve open
+        transfers, and are then closed."""
+        server = self.servers.get(session.address)
+        if server is None or session.id not in server.sessions:
             return
-        del self.routes[link.address]
-        for other in route.links.values():
+        del self.servers[session.address]
+        for other in server.sessions.values():
             other.retired = True
-        if self.wanted(link.address):
-            # Not at once: a bootstrap server may still hold the route of a rank that has just died.
-            self.searches.setdefault(link.address, Search()).retry_at = now + RETRY_INTERVAL / 5
+        if self.is_needed(session.address):
+            # Not at once: a bootstrap server may still list a rank that has just died.
+            self.lookups.setdefault(session.address, LookupState()).retry_at = now + RETRY_INTERVAL / 5
         else:
-            self.drop_search(link.address)
+            self.drop_lookup(session.address)
 
-    def close_unused(self, link: Link) -> None:
-        if (link.silent or link.retired) and not link.rooms:
-            del self.links[link.id]
-            self._say_goodbye(link)
+    def close_unused(self, session: ReceiverSession) -> None:
+        if (session.silent or session.retired) and not session.transfers:
+            del self.sessions[session.id]
+            self._send_bye(session)
 
     def close(self) -> None:
-        for link in list(self.links.values()):
-            self._say_goodbye(link)
-        self.links.clear()
-        self.routes.clear()
+        for session in list(self.sessions.values()):
+            self._send_bye(session)
+        self.sessions.clear()
+        self.servers.clear()
 
     def tick(self, now: float) -> None:
-        """Look-ups that are to be tried again, and declines that need not be told any more."""
+        """Retries lookups that are due, and drops declines that are too old."""
         for address, declines in list(self.declines.items()):
             while declines and declines[0][0] <= now:
                 declines.popleft()
             if not declines:
                 del self.declines[address]
-        for address, search in list(self.searches.items()):
-            if search.retry_at is not None and now >= search.retry_at:
-                search.retry_at = None
-                if self.wanted(address):
+        for address, lookup in list(self.lookups.items()):
+            if lookup.retry_at is not None and now >= lookup.retry_at:
+                lookup.retry_at = None
+                if self.is_needed(address):
                     self.effects.append(Lookup(address))
                 else:
-                    del self.searches[address]
+                    del self.lookups[address]
 
-    def wanted(self, address: Address) -> bool:
-        """Whether there is anything to be said there."""
-        return self._awaited(address) or address in self.declines
+    def is_needed(self, address: Address) -> bool:
+        """True where transfers or declines wait for a connection."""
+        return self._is_awaited(address) or address in self.declines
 
-    def _say_goodbye(self, link: Link) -> None:
-        self.send(link, m.Bye())
-        self.effects.append(Close(link.id))
+    def _send_bye(self, session: ReceiverSession) -> None:
+        self.send(session, m.Bye())
+        self.effects.append(Close(session.id))
 
 
-def _seen_from(address: Address, endpoint: str) -> str:
-    """Where to connect: a server that listens on all of its addresses is reached where its bootstrap server is."""
+def _reachable_endpoint(address: Address, endpoint: str) -> str:
+    """Returns where to connect: a server that listens on all addresses is reached at its bootstrap server's host."""
     for wildcard in ("tcp://0.0.0.0:", "tcp://[::]:"):
         if endpoint.startswith(wildcard):
             host = f"[{address[0]}]" if ":" in address[0] else address[0]

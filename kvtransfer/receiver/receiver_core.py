@@ -1,7 +1,8 @@
-"""The receiver's half of the protocol, without I/O: calls, messages and the time go in, effects come out.
+"""The receiver's side of the protocol, without I/O: calls, messages and the time go in, effects come out.
 
-A room waits for a way to its sender (ways.py) and is published over it. From then on its life is told here: until its
-result has come from every rank, or its pages are safe from all that might be writing into them (writers.py).
+A transfer waits for a connection to its sender (connections.py) and is published over it. From then on it is handled
+here, until its result has come from every rank, or its pages are safe from all senders that might write into them
+(writers.py).
 """
 
 from __future__ import annotations
@@ -17,32 +18,42 @@ from ...common.api.errors import DeadlineExceeded, InvalidRequest, PairMismatch,
 from ..failures import count_failure, fail, room_in_use
 from ..notices import Notices
 from ..protocol import messages as m
-from ..protocol.authentication import OTHER_SECRET
+from ..protocol.authentication import SECRET_MISMATCH
 from ..protocol.messages import Extent
 from ..protocol.states import RECEIVER, Event, Phase, step
 from ..protocol.timing import Timing
 from .connections import Connections
-from .receiver_state import Address, Close, Effect, Link, RecvRoom, Route, Trial, Verify
+from .receiver_state import (
+    Address,
+    Close,
+    ConnectAttempt,
+    Effect,
+    ReceiverSession,
+    RecvTransfer,
+    ServerConnection,
+    Verify,
+)
 
 
 class ReceiverCore:
-    """State of one receiver. Not thread-safe; ``effects`` fill up and are carried out by the owner, in order.
+    """State of one receiver. Not thread-safe; the owner carries ``effects`` out in order.
 
     Times are seconds of one monotonic clock.
     """
 
     def __init__(self, info: m.RankInfo, timing: Timing, num_pages: int, metadata: bytes = b"",
-                 checksum: Extent = "off", lingering: float = 0.0, spare_page: int | None = None):
+                 checksum: Extent = "off", quarantine_seconds: float = 0.0, spare_page: int | None = None):
         """``lingering`` is the backend's."""
         self.info = info
         self.timing = timing
         self.checksum = checksum
-        self.lingering = lingering
+        self.quarantine_seconds = quarantine_seconds
         self.effects: deque[Effect] = deque()
-        self.rooms: dict[int, RecvRoom] = {}
-        self.ways = Connections(m.Hello(info, "", num_pages, metadata, checksum, spare_page), timing, self.effects,
-                                lambda address: bool(self._waiting(address)) or self._tries(address))
-        self.trials: dict[Address, Trial] = {}
+        self.transfers: dict[int, RecvTransfer] = {}
+        self.connections = Connections(m.Hello(info, "", num_pages, metadata, checksum, spare_page), timing,
+                                       self.effects,
+                                       lambda address: bool(self._waiting(address)) or self._is_attempting(address))
+        self.attempts: dict[Address, ConnectAttempt] = {}
         self._notices = Notices(self.effects)
         self.counters: dict[str, float] = {"kv_bytes_received": 0, "kv_transfers_done": 0, "kv_transfer_seconds": 0,
                                            "kv_messages_dropped": 0}
@@ -52,288 +63,297 @@ class ReceiverCore:
 
     def reserve(self, room: int, address: Address, prompt_digest: int, num_prompt_tokens: int, first_page: int,
                 page_ids: np.ndarray, now: float, dp_rank: int | None = None) -> None:
-        if room in self.rooms:
+        if room in self.transfers:
             raise room_in_use(room)
-        assert len(page_ids) == self.info.layout.pages_for(num_prompt_tokens) - first_page, "a page for every gap"
+        assert len(page_ids) == self.info.layout.pages_for(num_prompt_tokens) - first_page, "one for each missing page"
         reserve = m.Reserve(room, next(self._stamps), prompt_digest, num_prompt_tokens, first_page,
                             m.pack_page_ids(page_ids))
-        half = self.rooms[room] = RecvRoom(room, address, reserve, now, dp_rank=dp_rank)
-        if (route := self.ways.way_to(address)) is not None:
-            self._publish(half, route, now)
+        transfer = self.transfers[room] = RecvTransfer(room, address, reserve, now, dp_rank=dp_rank)
+        if (server := self.connections.connection_to(address)) is not None:
+            self._publish(transfer, server, now)
 
     def abort(self, room: int, error: ServingError, now: float) -> None:
-        if (half := self.rooms.get(room)) is not None:
-            if half.phase is Phase.RESERVING:
-                self.ways.decline(room, half.address, error, now)
-            self._fail(half, error, now)
+        if (transfer := self.transfers.get(room)) is not None:
+            if transfer.phase is Phase.RESERVING:
+                self.connections.decline(room, transfer.address, error, now)
+            self._fail(transfer, error, now)
 
-    def taken(self, room: int) -> None:
-        """Tell the senders of a room that is DONE that they need not keep anything for another attempt."""
-        half = self.rooms[room]
-        assert half.phase is Phase.DONE, "taken before the room is done"
-        for link_id in half.writers.instances:
-            self.ways.tell(link_id, m.Taken(room, half.reserve.stamp))
+    def acknowledge(self, room: int) -> None:
+        """Acknowledges the first token to the senders of a transfer that is DONE, which then forget the prompt."""
+        transfer = self.transfers[room]
+        assert transfer.phase is Phase.DONE, "acknowledged before the transfer is done"
+        for session_id in transfer.writers.instances:
+            self.connections.send_if_open(session_id, m.FirstTokenAck(room, transfer.reserve.stamp))
 
     def forget(self, room: int) -> None:
-        assert self.rooms[room].phase.terminal, "forget before the room has ended"
-        del self.rooms[room]
+        assert self.transfers[room].phase.terminal, "forget before the room has ended"
+        del self.transfers[room]
 
-    # -- without a room -------------------------------------------------------------------------------------------
+    # -- connections without a transfer ---------------------------------------------------------------------------
 
     def connect(self, address: Address, now: float) -> None:
-        """Seek a way to a sender before a room needs it; ``trials`` tells what comes of it."""
-        trial = self.trials[address] = Trial(now + self.timing.bootstrap_timeout)
-        trial.done = self.ways.way_to(address) is not None
+        """Connects to a sender before a request needs it; ``attempts`` has the outcome."""
+        attempt = self.attempts[address] = ConnectAttempt(now + self.timing.bootstrap_timeout)
+        attempt.done = self.connections.connection_to(address) is not None
 
     def leave(self, now: float) -> None:
-        """End all sessions: our cache is going to be of other weights. No room is open."""
-        self.ways.close()
-        for address in {*self.trials, *self.ways.searches}:
-            self.ways.drop_search(address)
+        """Ends all sessions, since our weights change. Requires that no transfer is open."""
+        self.connections.close()
+        for address in {*self.attempts, *self.connections.lookups}:
+            self.connections.drop_lookup(address)
             self._fail_waiting(address, TransferFailed("the decode server's weights are being replaced",
                                                        cause="weights"), now)
 
     def join(self, info: m.RankInfo) -> None:
-        """What we say of ourselves from now on."""
+        """Introduces ourselves by ``info`` from now on."""
         self.info = info
-        self.ways.introduce(info)
+        self.connections.set_info(info)
 
-    def _tries(self, address: Address) -> bool:
-        return address in self.trials and not self.trials[address].done
+    def _is_attempting(self, address: Address) -> bool:
+        return address in self.attempts and not self.attempts[address].done
 
-    # -- what a look-up brings ------------------------------------------------------------------------------------
+    # -- results of lookups ---------------------------------------------------------------------------------------
 
     def found(self, address: Address, ranks: Sequence[m.RankInfo], now: float) -> None:
-        """All ranks of the server at ``address``, in order."""
-        for half in self.rooms.values():
-            if half.address == address and half.phase is Phase.ABORTING:
-                half.writers.outlived({rank.instance for rank in ranks}, now, self.lingering, self.timing.landing)
-        if (error := self.ways.connect(address, ranks, now)) is not None:
+        """Connects to the ranks of the server at ``address``, given in order."""
+        for transfer in self.transfers.values():
+            if transfer.address == address and transfer.phase is Phase.ABORTING:
+                transfer.writers.mark_dead({rank.instance for rank in ranks}, now, self.quarantine_seconds,
+                                           self.timing.teardown_seconds)
+        if (error := self.connections.connect(address, ranks, now)) is not None:
             self._fail_waiting(address, error, now)
 
     def unreachable(self, address: Address, reason: str, now: float) -> None:
-        """Nobody answers."""
-        if (error := self.ways.unreachable(address, reason, now)) is not None:
+        """Records that no server answers at ``address``."""
+        if (error := self.connections.unreachable(address, reason, now)) is not None:
             self._fail_waiting(address, error, now)
 
     def refused(self, address: Address, reason: str, now: float) -> None:
-        """The bootstrap server will not answer us, now or later."""
-        self.ways.drop_search(address)
+        """Fails what waits for a bootstrap server that will never answer us."""
+        self.connections.drop_lookup(address)
         self._fail_waiting(address, PairMismatch(
             f"the prefill server at {address[0]}:{address[1]} is not of this cluster: {reason}", cause="refused"), now)
 
     # -- the channel's events -------------------------------------------------------------------------------------
 
-    def unreadable(self, link_id: bytes, now: float, *, unsealed: bool) -> None:
-        """Something else than a message of ours came; ``unsealed``: without a seal that we can verify."""
+    def unreadable(self, session_id: bytes, now: float, *, unauthenticated: bool) -> None:
+        """Counts a message that cannot be read; ``unauthenticated``: its authentication code is missing or wrong."""
         self.counters["kv_messages_dropped"] += 1
-        link = self.ways.links.get(link_id)
-        if unsealed and link is not None and not link.welcome:
-            self._refused(link, m.Refused(OTHER_SECRET, unfit=True), now)
+        session = self.connections.sessions.get(session_id)
+        if unauthenticated and session is not None and not session.welcome:
+            self._on_refused(session, m.Refused(SECRET_MISMATCH, unfit=True), now)
 
-    def receive(self, link_id: bytes, message: m.ToReceiver, now: float) -> None:
-        link = self.ways.links.get(link_id)
-        if link is None:
+    def receive(self, session_id: bytes, message: m.ToReceiver, now: float) -> None:
+        session = self.connections.sessions.get(session_id)
+        if session is None:
             self.counters["kv_messages_dropped"] += 1
             return
-        link.heard = now
+        session.heard = now
         if isinstance(message, m.Ping):
-            if not link.silent:  # a Pong would confirm a session that we have given up
-                link.last_pong = now
-                self.ways.send(link, m.Pong(message.time))
+            if not session.silent:  # else a Pong would confirm a session that we have given up
+                session.last_pong = now
+                self.connections.send(session, m.Pong(message.time))
         elif isinstance(message, m.Welcome):
-            self._welcome(link, message, now)
+            self._on_welcome(session, message, now)
         elif isinstance(message, m.Refused):
-            self._refused(link, message, now)
+            self._on_refused(session, message, now)
         elif isinstance(message, m.Gone):
             error = TransferFailed(f"the prefill server ended the session: {message.message}", cause="ended")
-            self._break(link, error, now, quiet_at=now + self.timing.landing)
-            self.effects.append(Close(link.id))
+            self._end_session(session, error, now, drained_at=now + self.timing.teardown_seconds)
+            self.effects.append(Close(session.id))
         else:
-            self._about_room(link, message, now)
+            self._on_transfer_message(session, message, now)
 
-    def disconnected(self, link_id: bytes, now: float) -> None:
-        """The connection is closed; the owner has no socket for it any more."""
-        if (link := self.ways.links.get(link_id)) is None:
+    def disconnected(self, session_id: bytes, now: float) -> None:
+        """Ends a session whose connection is closed; the owner has no socket for it any more."""
+        if (session := self.connections.sessions.get(session_id)) is None:
             return
         error = TransferFailed("the connection to the prefill server was lost", cause="connection_lost")
-        torn_down = max(now, link.last_pong + self.timing.peer_timeout)
-        led = self.ways.leads(link)
-        self._break(link, error, now, quiet_at=torn_down + self.timing.landing)
-        if led and not link.welcome and self.ways.wanted(link.address):
-            self.unreachable(link.address, "its engine does not accept connections", now)
+        torn_down_at = max(now, session.last_pong + self.timing.peer_timeout)
+        was_current = self.connections.is_current(session)
+        self._end_session(session, error, now, drained_at=torn_down_at + self.timing.teardown_seconds)
+        if was_current and not session.welcome and self.connections.is_needed(session.address):
+            self.unreachable(session.address, "its engine does not accept connections", now)
 
-    def look(self, half: RecvRoom, bells: np.ndarray, now: float) -> None:
-        """Whether the last pages of a room have landed, before its Result tells: see messages.Landing."""
-        for link_id, told in half.landed(bells):
-            link = self.ways.links.get(link_id)
-            if half.phase is Phase.RESERVED and link is not None and half.room in link.rooms:
-                link.landed.add(told.stamp)
-                half.accept(told.result)
-                self._quiet(half, link_id, now)
+    def check_flags(self, transfer: RecvTransfer, flags: np.ndarray, now: float) -> None:
+        """Completes the transfer where the flags say that its last pages have arrived, ahead of its Result: see
+        messages.EarlyResult."""
+        for session_id, early in transfer.take_completed(flags):
+            session = self.connections.sessions.get(session_id)
+            if transfer.phase is Phase.RESERVED and session is not None and transfer.room in session.transfers:
+                session.completed_early.add(early.stamp)
+                transfer.accept(early.result)
+                self._on_drained(transfer, session_id, now)
 
-    def verified(self, half: RecvRoom, matches: bool, now: float) -> None:
-        """The room's pages were compared with the sender's. Its result has proven that nothing is written any more."""
-        if half.phase.terminal:
+    def verified(self, transfer: RecvTransfer, matches: bool, now: float) -> None:
+        """Completes or fails a transfer whose pages were compared with the sender's. Its result has proven that nothing
+        is written any more."""
+        if transfer.phase.terminal:
             return
         if not matches:
-            self._fail(half, TransferFailed(
+            self._fail(transfer, TransferFailed(
                 "the KV cache arrived damaged: its checksum differs from the prefill server's", cause="damaged"), now)
-        self._completed(half, now)
+        self._completed(transfer, now)
 
     # -- time -----------------------------------------------------------------------------------------------------
 
     def tick(self, now: float, stalled: float = 0.0) -> None:
-        """Deadlines. ``stalled``: seconds that we ourselves did not run, which are not the peers' silence."""
-        for link in list(self.ways.links.values()):
-            link.heard = min(now, link.heard + self.timing.forgiven(stalled))
-            if not link.silent and now - link.heard > self.timing.silence:
-                self._silence(link, now)
-            self.ways.close_unused(link)
-        for half in list(self.rooms.values()):
-            self._check_deadlines(half, now)
-        for address, trial in self.trials.items():
-            if not trial.done and now >= trial.deadline:
-                search = self.ways.searches.get(address)
-                trial.done, trial.error = True, DeadlineExceeded(
-                    f"decode found no way to the prefill server at {address[0]}:{address[1]} within "
-                    f"{self.timing.bootstrap_timeout:g} s" + (f": {search.reason}" if search else ""))
-        self.ways.tick(now)
+        """Handles deadlines. ``stalled``: seconds in which we did not run, which are not the peers' silence."""
+        for session in list(self.connections.sessions.values()):
+            session.heard = min(now, session.heard + self.timing.excused(stalled))
+            if not session.silent and now - session.heard > self.timing.silence_seconds:
+                self._give_up(session, now)
+            self.connections.close_unused(session)
+        for transfer in list(self.transfers.values()):
+            self._check_deadlines(transfer, now)
+        for address, attempt in self.attempts.items():
+            if not attempt.done and now >= attempt.deadline:
+                lookup = self.connections.lookups.get(address)
+                attempt.done, attempt.error = True, DeadlineExceeded(
+                    f"decode could not connect to the prefill server at {address[0]}:{address[1]} within "
+                    f"{self.timing.bootstrap_timeout:g} s" + (f": {lookup.reason}" if lookup else ""))
+        self.connections.tick(now)
 
     @property
     def idle(self) -> bool:
-        """Nothing has a deadline."""
-        return not (self.rooms or self.ways)
+        """True where nothing has a deadline."""
+        return not (self.transfers or self.connections)
 
     def shut_down(self, now: float) -> None:
-        """Say goodbye. Our memory goes away with us, so nothing waits for the writers."""
-        for half in list(self.rooms.values()):
-            self._fail(half, TransferFailed("the decode server shut down", cause="shutdown"), now)
-        self.ways.close()
+        """Fails all transfers and ends all sessions. Our memory goes away with us, so nothing waits for the writers."""
+        for transfer in list(self.transfers.values()):
+            self._fail(transfer, TransferFailed("the decode server shut down", cause="shutdown"), now)
+        self.connections.close()
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _waiting(self, address: Address) -> list[RecvRoom]:
-        return [half for half in self.rooms.values() if half.phase is Phase.RESERVING and half.address == address]
+    def _waiting(self, address: Address) -> list[RecvTransfer]:
+        return [transfer for transfer in self.transfers.values()
+                if transfer.phase is Phase.RESERVING and transfer.address == address]
 
     def _fail_waiting(self, address: Address, error: ServingError, now: float) -> None:
-        self.ways.drop_declines(address)
+        self.connections.drop_declines(address)
         if isinstance(error, PairMismatch):
             self._notices.warn(f"Prefill server {address[0]}:{address[1]} is not used: {error.message}.")
-        if self._tries(address):
-            self.trials[address].done, self.trials[address].error = True, error
-        for half in self._waiting(address):
-            self._fail(half, error, now)
+        if self._is_attempting(address):
+            self.attempts[address].done, self.attempts[address].error = True, error
+        for transfer in self._waiting(address):
+            self._fail(transfer, error, now)
 
-    def _publish(self, half: RecvRoom, route: Route, now: float) -> None:
-        links = route.links_of(half)
-        if not links:
-            self._fail(half, InvalidRequest(f"The prefill server has no data-parallel rank {half.dp_rank}, only "
-                                            f"{route.dp_size} of them.", param="disagg_prefill_dp_rank"), now)
+    def _publish(self, transfer: RecvTransfer, server: ServerConnection, now: float) -> None:
+        sessions = server.sessions_for(transfer)
+        if not sessions:
+            self._fail(transfer, InvalidRequest(
+                f"The prefill server has no data-parallel rank {transfer.dp_rank}, only {server.dp_size} of them.",
+                param="disagg_prefill_dp_rank"), now)
             return
-        half.publish(route, links)
-        for link in links:
-            self.ways.send(link, half.reserve)
+        transfer.publish(server, sessions)
+        for session in sessions:
+            self.connections.send(session, transfer.reserve)
 
-    def _welcome(self, link: Link, welcome: m.Welcome, now: float) -> None:
-        if link.silent or welcome.instance != link.instance:
+    def _on_welcome(self, session: ReceiverSession, welcome: m.Welcome, now: float) -> None:
+        if session.silent or welcome.instance != session.instance:
             self.counters["kv_messages_dropped"] += 1
-        elif not self.ways.leads(link):
-            link.retired = True
-        elif (route := self.ways.welcomed(link)) is not None:
-            if self._tries(link.address):
-                self.trials[link.address].done = True
-            for half in self._waiting(link.address):
-                self._publish(half, route, now)
-            self.ways.deliver_declines(link.address, route)
+        elif not self.connections.is_current(session):
+            session.retired = True
+        elif (server := self.connections.add_welcomed(session)) is not None:
+            if self._is_attempting(session.address):
+                self.attempts[session.address].done = True
+            for transfer in self._waiting(session.address):
+                self._publish(transfer, server, now)
+            self.connections.send_declines(session.address, server)
 
-    def _refused(self, link: Link, refused: m.Refused, now: float) -> None:
+    def _on_refused(self, session: ReceiverSession, refused: m.Refused, now: float) -> None:
         error = (PairMismatch if refused.unfit else TransferFailed)(refused.message, cause="refused")
-        if not refused.restarted and self.ways.leads(link):
-            self._fail_waiting(link.address, error, now)
-        self._break(link, error, now, quiet_at=now)
-        self.effects.append(Close(link.id))
+        if not refused.restarted and self.connections.is_current(session):
+            self._fail_waiting(session.address, error, now)
+        self._end_session(session, error, now, drained_at=now)
+        self.effects.append(Close(session.id))
 
-    def _about_room(self, link: Link, message: m.Landing | m.Result | m.Abort | m.Stopped, now: float) -> None:
-        half = link.rooms.get(message.room)
-        if message.stamp in link.landed:  # it has ended here already
+    def _on_transfer_message(self, session: ReceiverSession, message: m.EarlyResult | m.Result | m.Abort | m.Stopped,
+                             now: float) -> None:
+        transfer = session.transfers.get(message.room)
+        if message.stamp in session.completed_early:  # its transfer is DONE already
             if not isinstance(message, m.Abort):
-                link.landed.remove(message.stamp)
-        elif half is None or half.reserve.stamp != message.stamp:
+                session.completed_early.remove(message.stamp)
+        elif transfer is None or transfer.reserve.stamp != message.stamp:
             self.counters["kv_messages_dropped"] += 1
         elif isinstance(message, m.Abort):
-            self._fail(half, message.error, now, told_by=link.id)
+            self._fail(transfer, message.error, now, reported_by=session.id)
         elif isinstance(message, m.Stopped):
-            if half.phase is Phase.RESERVED:
-                self._fail(half, TransferFailed("the prefill server stopped writing"), now, told_by=link.id)
-            self._quiet(half, link.id, now)
-        elif message.instance != link.instance:
+            if transfer.phase is Phase.RESERVED:
+                self._fail(transfer, TransferFailed("the prefill server stopped writing"), now, reported_by=session.id)
+            self._on_drained(transfer, session.id, now)
+        elif message.instance != session.instance:
             self.counters["kv_messages_dropped"] += 1
-        elif isinstance(message, m.Landing):
+        elif isinstance(message, m.EarlyResult):
             if self.checksum == "off":
-                half.landings[link.id] = message
+                transfer.early_results[session.id] = message
         else:
-            half.accept(message.result, message.checksum)
-            self._quiet(half, link.id, now)
+            transfer.accept(message.result, message.checksum)
+            self._on_drained(transfer, session.id, now)
 
-    def _quiet(self, half: RecvRoom, link_id: bytes, now: float) -> None:
-        """Nothing is written over this link any more. When that is true of all, the room ends."""
-        if (link := self.ways.links.get(link_id)) is not None:
-            link.rooms.pop(half.room, None)
-        if not half.writers.stopped(link_id):
+    def _on_drained(self, transfer: RecvTransfer, session_id: bytes, now: float) -> None:
+        """Records that nothing is written over a session any more; when that is true of all sessions, the transfer
+        ends."""
+        if (session := self.connections.sessions.get(session_id)) is not None:
+            session.transfers.pop(transfer.room, None)
+        if not transfer.writers.mark_drained(session_id):
             return
-        if half.phase is Phase.ABORTING:
-            half.phase = step(RECEIVER, half.phase, Event.QUIET)
-            self._ended(half, now)
+        if transfer.phase is Phase.ABORTING:
+            transfer.phase = step(RECEIVER, transfer.phase, Event.DRAINED)
+            self._count_end(transfer, now)
         elif self.checksum == "off":
-            self._completed(half, now)
+            self._completed(transfer, now)
         else:
-            self.effects.append(Verify(half))
+            self.effects.append(Verify(transfer))
 
-    def _completed(self, half: RecvRoom, now: float) -> None:
-        half.phase = step(RECEIVER, half.phase, Event.COMPLETE)
-        self._ended(half, now)
+    def _completed(self, transfer: RecvTransfer, now: float) -> None:
+        transfer.phase = step(RECEIVER, transfer.phase, Event.COMPLETE)
+        self._count_end(transfer, now)
 
-    def _break(self, link: Link, error: ServingError, now: float, *, quiet_at: float) -> None:
-        """The connection is gone: what was published waits until ``quiet_at``, and for writes that linger; the rest
-        tries a new link."""
-        self.ways.lose(link, now)
-        for half in list(link.rooms.values()):
-            half.writers.lost(link.id, quiet_at + self.lingering)
-            self._fail(half, error, now, told_by=link.id)
+    def _end_session(self, session: ReceiverSession, error: ServingError, now: float, *, drained_at: float) -> None:
+        """Ends a session whose connection is gone. Published transfers wait until ``drained_at`` and for the backend's
+        quarantine; the others try a new session."""
+        self.connections.remove(session, now)
+        for transfer in list(session.transfers.values()):
+            transfer.writers.mark_disconnected(session.id, drained_at + self.quarantine_seconds)
+            self._fail(transfer, error, now, reported_by=session.id)
 
-    def _silence(self, link: Link, now: float) -> None:
-        link.silent = True
+    def _give_up(self, session: ReceiverSession, now: float) -> None:
+        session.silent = True
         error = TransferFailed(f"the prefill server was silent for {self.timing.peer_timeout:g} s", cause="silent")
-        for half in list(link.rooms.values()):
-            self._fail(half, error, now)
-        if not link.welcome and self.ways.leads(link):  # it never answered: whoever listens there is no live sender
-            self._fail_waiting(link.address, error, now)
-        self.ways.unroute(link, now)
+        for transfer in list(session.transfers.values()):
+            self._fail(transfer, error, now)
+        if not session.welcome and self.connections.is_current(session):  # it never answered: no live sender is there
+            self._fail_waiting(session.address, error, now)
+        self.connections.detach(session, now)
 
-    def _check_deadlines(self, half: RecvRoom, now: float) -> None:
-        search = self.ways.searches.get(half.address)
-        if (error := half.overdue(now, self.timing, "" if search is None else search.reason)) is not None:
-            self._fail(half, error, now)
-        elif half.phase is Phase.ABORTING:
-            for link_id in half.writers.overdue(now):
-                self._quiet(half, link_id, now)
+    def _check_deadlines(self, transfer: RecvTransfer, now: float) -> None:
+        lookup = self.connections.lookups.get(transfer.address)
+        if (error := transfer.overdue(now, self.timing, "" if lookup is None else lookup.reason)) is not None:
+            self._fail(transfer, error, now)
+        elif transfer.phase is Phase.ABORTING:
+            for session_id in transfer.writers.overdue(now):
+                self._on_drained(transfer, session_id, now)
 
-    def _fail(self, half: RecvRoom, error: ServingError, now: float, *, told_by: bytes | None = None) -> None:
-        if not fail(half, RECEIVER, error):
+    def _fail(self, transfer: RecvTransfer, error: ServingError, now: float, *,
+              reported_by: bytes | None = None) -> None:
+        if not fail(transfer, RECEIVER, error):
             return
-        if half.phase is Phase.FAILED:
-            self._ended(half, now)
-        for link_id in half.writers.pending:
-            if link_id != told_by:
-                self.ways.tell(link_id, m.Abort(half.room, half.reserve.stamp, error.code, error.message))
+        if transfer.phase is Phase.FAILED:
+            self._count_end(transfer, now)
+        for session_id in transfer.writers.pending:
+            if session_id != reported_by:
+                self.connections.send_if_open(session_id, m.Abort(transfer.room, transfer.reserve.stamp, error.code,
+                                                                  error.message))
 
-    def _ended(self, half: RecvRoom, now: float) -> None:
-        if half.phase is Phase.DONE:
-            num_pages = len(half.reserve.page_ids) // 4
+    def _count_end(self, transfer: RecvTransfer, now: float) -> None:
+        if transfer.phase is Phase.DONE:
+            num_pages = len(transfer.reserve.page_ids) // 4
             self.counters["kv_bytes_received"] += num_pages * self.info.layout.page_bytes
             self.counters["kv_transfers_done"] += 1
-            self.counters["kv_transfer_seconds"] += now - half.began
+            self.counters["kv_transfer_seconds"] += now - transfer.began
         else:
-            assert half.error is not None
-            count_failure(self.counters, half.error)
+            assert transfer.error is not None
+            count_failure(self.counters, transfer.error)

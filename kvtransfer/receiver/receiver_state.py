@@ -1,4 +1,4 @@
-"""What a receiver knows: its rooms, links and searches, and the effects that its core asks for."""
+"""State of a receiver: its transfers, sessions and lookups, and the effects that its core asks for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ Address = tuple[str, int]  # host and port of a prefill server's bootstrap serve
 
 
 @dataclass(eq=False)
-class RecvRoom:
+class RecvTransfer:
+    """The receiver's side of one transfer."""
+
     room: int
     address: Address
     reserve: m.Reserve
@@ -26,42 +28,42 @@ class RecvRoom:
     phase: Phase = Phase.RESERVING
     error: ServingError | None = None
     result: m.PrefillResult | None = None
-    checksum: int = 0  # of what the senders say that they wrote
-    blocks: tuple[int, ...] = ()  # that they cut our pages into, by layer group
-    parts: int = 1  # of our pages, that a page of theirs holds the tokens of
+    checksum: int = 0  # of the bytes that the senders wrote, by their results
+    blocks: tuple[int, ...] = ()  # into which the senders cut our pages, by layer group
+    subpages: int = 1  # in one of our pages
     writers: Writers = field(default_factory=Writers)
-    dp_rank: int | None = None  # the sender's data-parallel rank; None: by room
-    landings: dict[bytes, m.Landing] = field(default_factory=dict)  # by link, of those that are awaited
+    dp_rank: int | None = None  # the sender's data-parallel rank; None: chosen by room
+    early_results: dict[bytes, m.EarlyResult] = field(default_factory=dict)  # by session, until the flag is set
 
     def dp_rank_of(self, dp_size: int) -> int:
-        """The data-parallel rank, of ``dp_size``, that computes the prompt."""
+        """Returns the data-parallel rank, of ``dp_size``, that computes the prompt."""
         return self.room % dp_size if self.dp_rank is None else self.dp_rank
 
-    def publish(self, route: Route, links: list[Link]) -> None:
+    def publish(self, server: ServerConnection, sessions: list[ReceiverSession]) -> None:
         self.phase = step(RECEIVER, self.phase, Event.PUBLISH)
-        self.blocks, self.parts = route.blocks, route.parts
-        for link in links:
-            link.rooms[self.room] = self
-            self.writers.add(link.id, link.instance)
+        self.blocks, self.subpages = server.blocks, server.subpages
+        for session in sessions:
+            session.transfers[self.room] = self
+            self.writers.add(session.id, session.instance)
 
     def accept(self, result: m.PrefillResult, checksum: int = 0) -> None:
-        """Of one of the sender's ranks; before DONE, since readers take no lock."""
-        self.result = result.told_before(self.result)
+        """Stores the result of one of the sender's ranks. Called before DONE, since readers take no lock."""
+        self.result = result.merge(self.result)
         self.checksum = (self.checksum + checksum) % 2**64
 
-    def landed(self, bells: np.ndarray) -> list[tuple[bytes, m.Landing]]:
-        """The landings that have been rung for since they were awaited, each once."""
-        rung = [(link_id, told) for link_id, told in self.landings.items()
-                if 0 <= told.place < len(bells) and bells[told.place] == told.value]
-        for link_id, _ in rung:
-            del self.landings[link_id]
-        return rung
+    def take_completed(self, flags: np.ndarray) -> list[tuple[bytes, m.EarlyResult]]:
+        """Removes and returns the early results whose completion flags are set, with their sessions."""
+        completed = [(session_id, early) for session_id, early in self.early_results.items()
+                     if 0 <= early.flag < len(flags) and flags[early.flag] == early.value]
+        for session_id, _ in completed:
+            del self.early_results[session_id]
+        return completed
 
     def overdue(self, now: float, timing: Timing, reason: str) -> DeadlineExceeded | None:
-        """Why the room must fail now; ``reason`` is why no way to its sender was found yet."""
+        """Returns why the transfer must fail now; ``reason`` is why there is no connection to its sender yet."""
         if self.phase is Phase.RESERVING and now >= self.began + timing.bootstrap_timeout:
             return DeadlineExceeded(
-                f"decode found no way to the prefill server at {self.address[0]}:{self.address[1]} within "
+                f"decode could not connect to the prefill server at {self.address[0]}:{self.address[1]} within "
                 f"{timing.bootstrap_timeout:g} s" + (f": {reason}" if reason else ""))
         if self.phase is Phase.RESERVED and now >= self.began + timing.transfer_timeout:
             return DeadlineExceeded(
@@ -70,9 +72,12 @@ class RecvRoom:
 
 
 @dataclass
-class Link:
-    """``welcome`` turns true with the sender's Welcome; ``silent`` when it was given up but its connection stands.
-    ``retired`` when another link of its route has ended: it is used for what is under way, and then closed."""
+class ReceiverSession:
+    """Our side of a session: one connection to one sender instance.
+
+    ``welcome`` is set by the sender's Welcome; ``silent`` when the session was given up although its connection exists;
+    ``retired`` when another session with the same server has ended: it serves open transfers, and is then closed.
+    """
 
     id: bytes
     address: Address
@@ -82,34 +87,35 @@ class Link:
     welcome: bool = False
     silent: bool = False
     retired: bool = False
-    dp_rank: int = 0  # that the sender is part of
-    rooms: dict[int, RecvRoom] = field(default_factory=dict)
-    landed: set[int] = field(default_factory=set)  # stamps of reservations whose last word is still to come
+    dp_rank: int = 0  # the sender's
+    transfers: dict[int, RecvTransfer] = field(default_factory=dict)
+    completed_early: set[int] = field(default_factory=set)  # stamps of transfers that are DONE before their Result
 
 
 @dataclass
-class Route:
-    """The links to all ranks of one prefill server that we have lanes from, which cut our pages into ``blocks``
-    and ``parts``."""
+class ServerConnection:
+    """The sessions with all ranks of one prefill server that write to us. They cut our pages into ``blocks``, by layer
+    group, and into ``subpages``."""
 
-    links: dict[bytes, Link]
+    sessions: dict[bytes, ReceiverSession]
     blocks: tuple[int, ...] = ()
-    parts: int = 1
+    subpages: int = 1
     dp_size: int = 1
 
-    def links_of(self, half: RecvRoom) -> list[Link]:
-        """The links to the data-parallel rank that computes the room's prompt; none where there is no such rank."""
-        dp_rank = half.dp_rank_of(self.dp_size)
-        return [link for link in self.links.values() if link.dp_rank == dp_rank]
+    def sessions_for(self, transfer: RecvTransfer) -> list[ReceiverSession]:
+        """Returns the sessions with the data-parallel rank that computes the prompt; none where there is no such
+        rank."""
+        dp_rank = transfer.dp_rank_of(self.dp_size)
+        return [session for session in self.sessions.values() if session.dp_rank == dp_rank]
 
     @property
     def welcome(self) -> bool:
-        return all(link.welcome for link in self.links.values())
+        return all(session.welcome for session in self.sessions.values())
 
 
 @dataclass
-class Search:
-    """The way to one sender, from the first look-up to its Welcome; to be tried again at ``retry_at``."""
+class LookupState:
+    """State of connecting to one sender, from the first lookup to its Welcome; the next try is at ``retry_at``."""
 
     retry_at: float | None = None
     unreachable_since: float | None = None
@@ -117,8 +123,8 @@ class Search:
 
 
 @dataclass
-class Trial:
-    """A way to a sender that was asked for without a room. ``error``: why there is none; DONE: there is one."""
+class ConnectAttempt:
+    """An attempt to connect to a sender before a request needs it: ``done`` without ``error`` means connected."""
 
     deadline: float
     done: bool = False
@@ -126,30 +132,30 @@ class Trial:
 
 
 class Lookup(NamedTuple):
-    """Ask the bootstrap server for its ranks; then call ``found``, ``unreachable``, ``refused`` or
-    ``ways.not_registered``."""
+    """Asks the bootstrap server for its ranks; then ``found``, ``unreachable``, ``refused`` or
+    ``connections.not_registered`` is to be called."""
 
     address: Address
 
 
 class Connect(NamedTuple):
-    link: Link
+    session: ReceiverSession
     endpoint: str
 
 
 class Send(NamedTuple):
-    link: bytes
+    session: bytes
     message: m.ToSender
 
 
 class Close(NamedTuple):
-    link: bytes
+    session: bytes
 
 
 class Verify(NamedTuple):
-    """Compute the checksum of the pages of a room; then call ``verified``."""
+    """Asks for the checksum of a transfer's pages; then ``verified`` is to be called."""
 
-    half: RecvRoom
+    transfer: RecvTransfer
 
 
 Effect = Lookup | Connect | Send | Close | Verify | Warn

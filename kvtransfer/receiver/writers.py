@@ -1,18 +1,19 @@
-"""Who may be writing into a room's pages, and when they must have stopped.
+"""Tracks the senders that may be writing into a transfer's pages, and when they must have stopped.
 
-When a published room fails, its pages wait until the writer is quiet (see states.py):
+When a published transfer fails, its pages wait until every writer has drained (see states.py):
 
-* The link works: until the sender answers our Abort with Stopped (or its result crosses the Abort).
-* The link is closed (the process ended, or the network is cut): until ``peer_timeout`` after our last Pong, when the
-  sender must have torn its writes down (see sessions.py), and ``landing`` more. When the sender itself has dismissed
-  us, it has just done so, and ``landing`` is enough.
-  Where the backend cannot take writes back, for as long as they linger in addition, or until another instance of the
-  sender's answers at its address.
-* The link is silent, yet its connection stands (the process is stopped): a stopped process may resume in the middle of
-  a write at any time, so only its answer, or the end of its connection, frees the pages. Their error is known at once.
+* The session works: until the sender answers our Abort with Stopped (or its result crosses the Abort).
+* The session is closed (the process ended, or the network is cut): until ``peer_timeout`` after our last Pong, when the
+  sender must have torn its writes down (see sessions.py), and ``teardown_seconds`` more. Where the sender itself ended
+  the session, it has just torn them down, and ``teardown_seconds`` is enough.
+  Where the backend cannot withdraw writes, its ``quarantine_seconds`` are added, unless another instance of the sender
+  answers at its address before.
+* The session is silent, but its connection exists (the process is stopped): a stopped process may resume in the middle
+  of a write at any time, so only its answer, or the end of its connection, frees the pages. Their error is known at
+  once.
 
 One assumption remains: what closes the connection of a process *while it is stopped* (a network cut, a dead host) also
-breaks the path of its data, so that a write which it had begun cannot go on when it resumes.
+breaks the path of its data, so that a write which it had begun cannot continue when it resumes.
 """
 
 from __future__ import annotations
@@ -22,31 +23,33 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Writers:
-    """The senders that a room was published to, by link. ``pending`` are those that have not said that they are quiet
-    yet; for one whose connection is gone, with the time when it must be."""
+    """The senders that a transfer was published to, by session. ``pending`` are those that may still be writing; the
+    value is the time by which a sender must have drained whose connection is gone, else None."""
 
     instances: dict[bytes, str] = field(default_factory=dict)
     pending: dict[bytes, float | None] = field(default_factory=dict)
 
-    def add(self, link_id: bytes, instance: str) -> None:
-        self.instances[link_id] = instance
-        self.pending[link_id] = None
+    def add(self, session_id: bytes, instance: str) -> None:
+        self.instances[session_id] = instance
+        self.pending[session_id] = None
 
-    def lost(self, link_id: bytes, quiet_at: float) -> None:
-        """The connection is gone."""
-        self.pending[link_id] = quiet_at
+    def mark_disconnected(self, session_id: bytes, drained_at: float) -> None:
+        """Records that the connection is gone."""
+        self.pending[session_id] = drained_at
 
-    def stopped(self, link_id: bytes) -> bool:
-        """It is quiet. Returns whether all are."""
-        del self.pending[link_id]
+    def mark_drained(self, session_id: bytes) -> bool:
+        """Records that a sender has drained. Returns whether all have."""
+        del self.pending[session_id]
         return not self.pending
 
     def overdue(self, now: float) -> list[bytes]:
-        """Those that must be quiet by now."""
-        return [link_id for link_id, quiet_at in self.pending.items() if quiet_at is not None and now >= quiet_at]
+        """Returns the sessions whose senders must have drained by now."""
+        return [session_id for session_id, drained_at in self.pending.items()
+                if drained_at is not None and now >= drained_at]
 
-    def outlived(self, alive: set[str], now: float, lingering: float, landing: float) -> None:
-        """Where others answer in place of instances, those are dead, and their hosts send no more for them."""
-        for link_id, quiet_at in self.pending.items():
-            if quiet_at is not None and self.instances[link_id] not in alive:
-                self.pending[link_id] = min(quiet_at, max(now, quiet_at - lingering) + landing)
+    def mark_dead(self, alive: set[str], now: float, quarantine_seconds: float, teardown_seconds: float) -> None:
+        """Shortens the wait for instances that are not ``alive``: other instances answer at their address, so they are
+        dead, and their hosts send nothing more for them."""
+        for session_id, drained_at in self.pending.items():
+            if drained_at is not None and self.instances[session_id] not in alive:
+                self.pending[session_id] = min(drained_at, max(now, drained_at - quarantine_seconds) + teardown_seconds)

@@ -1,4 +1,4 @@
-"""The prefill side of KV transfers: one KVSender for each prefill rank."""
+"""Prefill's side of KV transfers: one KVSender for each prefill rank."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ...common.api.unreadable import UNREADABLE
 from ...common.config.server import DisaggregationArgs
 from ...common.kvcache.layout import KVLayout
 from ..backends.base import Backend, WriteState
-from ..checksum import make_checksum, places_of
+from ..checksum import block_positions, make_checksum
 from ..driver import Driver
 from ..endpoint import PairKey, bind_control, control_socket, rank_info, receive_all, register_pool
 from ..io_thread import BUSY_INTERVAL
 from ..notices import Warn
-from ..protocol.authentication import OTHER_SECRET, AuthError, Channels, secret_of
+from ..protocol.authentication import SECRET_MISMATCH, AuthError, Channels, make_secret
 from ..protocol.messages import PrefillResult, RankInfo, Refused, decode_to_sender, encode
-from ..protocol.reshard import BlockRange, expand
+from ..protocol.reshard import BlockRange
 from ..protocol.states import Phase
 from ..protocol.timing import Timing
 from .sender_core import SenderCore
@@ -37,15 +37,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("baton.kvtransfer")
 
-LATENESS = 1 / 32  # of the time that a write takes: so much later its end is noticed
+POLL_FRACTION = 1 / 32
+"""A write in flight is polled again after this fraction of the time that it has taken so far, which bounds how late its
+end is noticed."""
 
 
 class KVSender:
-    """Pushes the KV pages of prompts to the decode ranks that reserved room for them.
+    """Pushes the KV pages of prompts to the decode ranks that reserved pages for them.
 
-    ``host`` is the address that decode reaches us at; ``regions[g]`` is ``(address, bytes, device)`` of layer group g's
-    memory, ``num_pages`` pages of ``layout.group_page_bytes(g)`` each, device -1 for the host. ``spare_page`` is one
-    that no request uses: it opens the data path of a connection before a request needs it. All methods but the
+    ``host`` is the address at which decode reaches us; ``regions[g]`` is ``(address, bytes, device)`` of layer group
+    g's memory, ``num_pages`` pages of ``layout.group_page_bytes(g)`` each, device -1 for host memory. No request uses
+    ``spare_page``: writing it opens the data path of a connection before a request needs it. All methods but the
     constructor and ``close`` return at once and may be called from any thread. Raises ConfigError when ``host`` cannot
     be bound or the backend refuses the memory.
     """
@@ -62,22 +64,21 @@ class KVSender:
                                         layout=layout, backend=backend, dp_rank=dp_rank, dp_size=dp_size,
                                         pp_rank=pp_rank, pp_size=pp_size, model=model, server=server)
         self._pair_key = PairKey(args.cluster_secret, backend, regions)
-        self._channels = Channels(secret_of(args.cluster_secret))
+        self._channels = Channels(make_secret(args.cluster_secret))
         self._timing = Timing.of(args)
         self._core = SenderCore(self.info, self._timing, _bytes_of(layout))
         self._driver = Driver(f"kv-sender-{rank}", self._core, self._timing, self._work, self._carry_out)
         self._in_flight: list[_Posting] = []
         self._spare_page = spare_page
         self._opening: list[_Opening] = []
-        self._driver.io.watch(self._router, lambda: receive_all(self._router, self._receive))
+        self._driver.io.add_reader(self._router, lambda: receive_all(self._router, self._receive))
         self._driver.io.start()
 
-    # -- rooms ----------------------------------------------------------------------------------------------------
+    # -- transfers ------------------------------------------------------------------------------------------------
 
     def expect(self, room: int, prompt_digest: int, num_prompt_tokens: int) -> None:
-        """Our half of a request has arrived; its room becomes RESERVING until decode's half comes, or a deadline.
-
-        Raises Conflict when the room is in use.
+        """Opens the transfer of a request that has arrived. It is RESERVING until decode's destination comes, or a
+        deadline. Raises Conflict when the bootstrap room is in use.
         """
         self._driver.io.check()
         with self._driver as core:
@@ -85,64 +86,64 @@ class KVSender:
 
     def phase(self, room: int) -> Phase:
         self._driver.io.check()
-        return self._core.rooms[room].phase
+        return self._core.transfers[room].phase
 
     def error(self, room: int) -> ServingError:
-        """Why the room failed; valid in ABORTING and FAILED."""
-        error = self._core.rooms[room].error
-        assert error is not None, "the room has not failed"
+        """Returns why the transfer failed; valid in ABORTING and FAILED."""
+        error = self._core.transfers[room].error
+        assert error is not None, "the transfer has not failed"
         return error
 
     def first_page(self, room: int) -> int:
-        """The first prompt page that decode lacks; valid from RESERVED on."""
-        destinations = self._core.rooms[room].destinations
+        """Returns the first prompt page that decode lacks; valid from RESERVED on."""
+        destinations = self._core.transfers[room].destinations
         assert destinations, "the destination is not known before RESERVED"
         return min(destination.first_page for destination in destinations)
 
     def push(self, room: int, group: int, first: int, src_page_ids: np.ndarray, ready: torch.cuda.Event | None) -> None:
-        """Prompt pages ``first..first+n-1`` of a layer group are in our pages ``src_page_ids [n]``, once ``ready``.
+        """Sends prompt pages ``first..first+n-1`` of a layer group from our pages ``src_page_ids [n]``, once ``ready``.
 
-        Pages that decode has are skipped. The source pages must keep their content until the room is terminal. May be
-        called from RESERVED on; does nothing once the room has failed.
+        Pages that decode has are skipped. The source pages must keep their content until the transfer is terminal. May
+        be called from RESERVED on; does nothing once the transfer has failed.
         """
         with self._driver as core:
             core.push(room, group, first, src_page_ids, ready)
 
     def finish(self, room: int, result: PrefillResult) -> None:
-        """All pages were pushed: when they have arrived, send the result; the room is DONE with that."""
+        """Sends the result when all pages, which were pushed before, have arrived; the transfer is then DONE."""
         with self._driver as core:
             core.finish(room, result, time.monotonic())
 
     def abort(self, room: int, error: ServingError) -> None:
-        """Fail a room and tell decode. FAILED follows once none of its writes is in flight."""
+        """Fails a transfer and informs decode. FAILED follows once none of its writes is in flight."""
         with self._driver as core:
             core.abort(room, error, time.monotonic())
 
     def forget(self, room: int) -> None:
-        """Drop a room that is DONE or FAILED; its pages may be reused from then on."""
+        """Drops a transfer that is DONE or FAILED; its pages may be reused from then on."""
         with self._driver.lock:
             self._core.forget(room)
 
-    def watch(self, room: int) -> None:
-        """Drop a room that is DONE or FAILED, but go on listening for what becomes of the request: see ``taken``."""
+    def await_ack(self, room: int) -> None:
+        """Drops a transfer that is DONE or FAILED, but keeps listening for its first-token acknowledgement."""
         with self._driver.lock:
-            self._core.watch(room)
+            self._core.await_ack(room)
 
-    def taken(self, room: int) -> bool:
-        """Whether decode has told that the first token of a watched room is on its way to the client."""
-        return self._core.taken(room)
+    def is_acknowledged(self, room: int) -> bool:
+        """True once decode has acknowledged, after ``await_ack``, that the first token is on its way to the client."""
+        return self._core.is_acknowledged(room)
 
-    def unwatch(self, room: int) -> None:
+    def stop_awaiting_ack(self, room: int) -> None:
         with self._driver.lock:
-            self._core.unwatch(room)
+            self._core.stop_awaiting_ack(room)
 
     def leave(self) -> None:
-        """The weights are about to change: end all sessions and let nobody in. No room is open."""
+        """Ends all sessions and admits no receiver, before the weights change. Requires that no transfer is open."""
         with self._driver as core:
             core.leave(time.monotonic())
 
     def join(self, model: ModelIdentity) -> None:
-        """The weights are these now: peers find another instance, once its ``info`` is registered."""
+        """Admits receivers again, for the new weights: they find another instance once its ``info`` is registered."""
         self.info = replace(self.info, instance=secrets.token_hex(8), model=model)
         with self._driver as core:
             core.join(self.info)
@@ -154,16 +155,16 @@ class KVSender:
 
     @property
     def counters(self) -> dict[str, float]:
-        """Totals: ``kv_bytes_sent``, ``kv_transfers_done``, ``kv_transfers_failed_<error code>``, …"""
+        """Totals ``kv_bytes_sent``, ``kv_transfers_done``, ``kv_transfers_failed_<error code>``, …"""
         return self._driver.counters
 
     @property
     def writes_waiting(self) -> tuple[int, int]:
-        """Writes that wait for their forward pass or a lease, and those that are on their way."""
+        """Number of writes that wait for their forward pass or a lease, and of those in flight."""
         return len(self._core.queue), len(self._in_flight)
 
     def close(self) -> None:
-        """End all sessions, telling the peers, and stop."""
+        """Ends all sessions, informing the peers, and stops."""
         if (effects := self._driver.stop()) is None:
             return
         for effect in effects:
@@ -178,13 +179,13 @@ class KVSender:
     def _receive(self, frames: list[bytes]) -> None:
         session_id, *rest = frames
         try:
-            message = decode_to_sender(self._channels.open(session_id, rest))
+            message = decode_to_sender(self._channels.verify(session_id, rest))
         except (AuthError, *UNREADABLE) as error:
             with self._driver.lock:
                 self._core.counters["kv_messages_dropped"] += 1
                 known = session_id in self._core.sessions.open
             if isinstance(error, AuthError) and not known:
-                self._send(Send(session_id, Refused(OTHER_SECRET, unfit=True)))
+                self._send(Send(session_id, Refused(SECRET_MISMATCH, unfit=True)))
             return
         with self._driver.lock:
             self._core.receive(session_id, message, time.monotonic())
@@ -195,10 +196,10 @@ class KVSender:
         self._poll_openings()
         self._post_writes()
         self._poll_writes()
-        self._announce()
+        self._send_early_results()
         self._driver.carry_out()
         if self._in_flight:
-            return min(BUSY_INTERVAL, (time.monotonic() - self._in_flight[0].posted) * LATENESS)
+            return min(BUSY_INTERVAL, (time.monotonic() - self._in_flight[0].posted) * POLL_FRACTION)
         if self._core.queue or self._opening:
             return BUSY_INTERVAL
         return None if self._core.idle else self._timing.tick
@@ -214,13 +215,13 @@ class KVSender:
             self._dismiss(effect)
 
     def _send(self, send: Send) -> None:
-        # A ROUTER drops what it cannot deliver: that peer is gone, and its silence ends the session.
-        self._router.send_multipart([send.session, *self._channels.seal(send.session, encode(send.message))])
+        # A ROUTER socket drops what it cannot deliver: that peer is gone, and its silence ends the session.
+        self._router.send_multipart([send.session, *self._channels.sign(send.session, encode(send.message))])
 
     def _admit(self, admit: Admit) -> None:
         session: Session = admit.session
         try:
-            peer = self._backend.add_peer(admit.metadata, session.lane.src_blocks, session.lane.dst_blocks)
+            peer = self._backend.add_peer(admit.metadata, session.plan.src_blocks, session.plan.dst_blocks)
             opening = _Opening(session, peer, time.monotonic() + self._timing.bootstrap_timeout)
             self._opening.append(opening)
             self._write_spare(opening)
@@ -229,19 +230,20 @@ class KVSender:
                 self._core.sessions.rejected(session, error.message)
 
     def _write_spare(self, opening: _Opening) -> None:
-        """Use each path that pages will take, which sets it up: over NIXL that takes longer than all else."""
-        session, lane = opening.session, opening.session.lane
+        """Writes once over each path that pages will take, which sets it up: over NIXL that takes longer than the
+        rest."""
+        session, plan = opening.session, opening.session.plan
         if self._spare_page is None or session.spare_page is None:
             return
-        src_id, dst_id = (np.array([page * parts]) for page, parts in (
-            (self._spare_page, lane.src_parts), (session.spare_page, lane.dst_parts)))
-        for piece in lane.pieces:
-            src = expand(src_id, lane.src_blocks[piece.src_group], piece.src, lane.src_parts)
-            dst = expand(dst_id, lane.dst_blocks[piece.dst_group], piece.dst, lane.dst_parts)
-            opening.handles.append(self._backend.write(opening.peer, piece.src_group, src, piece.dst_group, dst))
+        src_subpage, dst_subpage = (np.array([page * per_page]) for page, per_page in (
+            (self._spare_page, plan.src_subpages), (session.spare_page, plan.dst_subpages)))
+        for blocks in plan.ranges:
+            opening.handles.append(self._backend.write(
+                opening.peer, blocks.src_group, plan.src_block_ids(blocks, src_subpage),
+                blocks.dst_group, plan.dst_block_ids(blocks, dst_subpage)))
 
     def _poll_openings(self) -> None:
-        """Welcome whoever can be written to."""
+        """Welcomes the receivers whose memory can be written to."""
         for opening in list(self._opening):
             opening.poll(self._backend)
             if opening.handles and time.monotonic() < opening.deadline:
@@ -268,23 +270,24 @@ class KVSender:
             writes = self._core.queue.take(time.monotonic(), lambda event: event.query())
         for write in writes:
             posting = _Posting(write, time.monotonic())
-            for piece in write.session.lane.pieces_of(write.group):
-                self._post(posting, piece)
+            for blocks in write.session.plan.ranges_of(write.group):
+                self._post(posting, blocks)
             self._in_flight.append(posting)
 
-    def _post(self, posting: _Posting, piece: BlockRange) -> None:
-        write, lane = posting.write, posting.write.session.lane
-        src_blocks, dst_blocks = lane.src_blocks[piece.src_group], lane.dst_blocks[piece.dst_group]
-        src = expand(write.src_ids, src_blocks, piece.src, lane.src_parts)
+    def _post(self, posting: _Posting, blocks: BlockRange) -> None:
+        write, plan = posting.write, posting.write.session.plan
+        src_ids = plan.src_block_ids(blocks, write.src_ids)
         try:
             posting.handles.append(self._backend.write(
-                write.session.peer, piece.src_group, src, piece.dst_group,
-                expand(write.dst_ids, dst_blocks, piece.dst, lane.dst_parts)))
+                write.session.peer, blocks.src_group, src_ids, blocks.dst_group,
+                plan.dst_block_ids(blocks, write.dst_ids)))
         except ServingError:
             posting.failed = True
         if write.session.checksum != "off":  # the pages are read while they travel
-            places = places_of(piece.dst_group, dst_blocks, write.first, len(write.dst_ids), piece.dst, lane.dst_parts)
-            posting.checksum += self._checksum.of(write.session.checksum, write.group, src_blocks, src, places)
+            positions = block_positions(blocks.dst_group, plan.dst_blocks[blocks.dst_group], write.first,
+                                        len(write.dst_ids), blocks.dst, plan.dst_subpages)
+            posting.checksum += self._checksum.compute(write.session.checksum, write.group,
+                                                       plan.src_blocks[blocks.src_group], src_ids, positions)
 
     def _poll_writes(self) -> None:
         pending = []
@@ -296,19 +299,19 @@ class KVSender:
                 self._written(posting)
         self._in_flight = pending
 
-    def _announce(self) -> None:
-        """Tell receivers of rooms whose last writes are on their way where to look for their end."""
+    def _send_early_results(self) -> None:
+        """Sends results whose pages are still in flight, with the completion flag that is written after the pages."""
         if any(posting.failed for posting in self._in_flight):
             return
-        for half in {id(posting.write.room): posting.write.room for posting in self._in_flight}.values():
+        for transfer in {id(posting.write.transfer): posting.write.transfer for posting in self._in_flight}.values():
             with self._driver.lock:
-                destinations = self._core.landing(half)
+                destinations = self._core.early_completion_targets(transfer)
             for destination in destinations:
                 value = secrets.randbits(63)
-                place = self._backend.ring(destination.session.peer, value)
-                if place is not None and half.result is not None:
+                flag = self._backend.write_flag(destination.session.peer, value)
+                if flag is not None and transfer.result is not None:
                     with self._driver.lock:
-                        self._core.announce(destination, half.result, place, value)
+                        self._core.send_early_result(destination, transfer.result, flag, value)
 
     def _written(self, posting: _Posting) -> None:
         with self._driver.lock:
@@ -316,8 +319,8 @@ class KVSender:
 
 
 @dataclass(kw_only=True)
-class _Transfers:
-    """What the backend has of one thing that is written: one transfer for each piece, all of which must end."""
+class _Handles:
+    """The backend's handles of one write, one for each block range. All of them must end."""
 
     handles: list[Any] = field(default_factory=list)
     failed: bool = False
@@ -334,8 +337,8 @@ class _Transfers:
 
 
 @dataclass
-class _Posting(_Transfers):
-    """A write as the backend has it."""
+class _Posting(_Handles):
+    """A write that was posted to the backend."""
 
     write: Write
     posted: float
@@ -343,7 +346,7 @@ class _Posting(_Transfers):
 
 
 @dataclass(eq=False)
-class _Opening(_Transfers):
+class _Opening(_Handles):
     """A session whose data path is being used for the first time."""
 
     session: Session
@@ -353,8 +356,8 @@ class _Opening(_Transfers):
 
 def _bytes_of(layout: KVLayout) -> Callable[[Write], int]:
     def count(write: Write) -> int:
-        lane, page_bytes = write.session.lane, layout.group_page_bytes(write.group)
-        blocks = sum(len(piece.src) for piece in lane.pieces_of(write.group))
-        return len(write.src_ids) * page_bytes * blocks // lane.src_blocks[write.group]
+        plan, page_bytes = write.session.plan, layout.group_page_bytes(write.group)
+        blocks = sum(len(blocks.src) for blocks in plan.ranges_of(write.group))
+        return len(write.src_ids) * page_bytes * blocks // plan.src_blocks[write.group]
 
     return count

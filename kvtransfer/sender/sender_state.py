@@ -1,4 +1,4 @@
-"""What a sender knows: its sessions, rooms, destinations and writes, and the effects that its core asks for."""
+"""State of a sender: its sessions, transfers, destinations and writes, and the effects that its core asks for."""
 
 from __future__ import annotations
 
@@ -17,46 +17,49 @@ from ..protocol.states import SENDER, Event, Phase, step
 
 @dataclass
 class Session:
-    """One connection from one rank of a receiver; ``lane`` is what of our pages goes there."""
+    """A connection from one rank of a receiver; ``plan`` says which bytes of our pages it gets."""
 
     id: bytes
     info: m.RankInfo
-    lane: ReshardPlan
+    plan: ReshardPlan
     num_pages: int
     confirmed: float
     checksum: Extent = "off"
-    spare_page: int | None = None  # of the receiver's
+    spare_page: int | None = None  # in the receiver's pool
     peer: Any = None
-    lease: float = 0.0  # until when writes may be posted
-    stamp: int = -1  # of the last Reserve
-    rooms: dict[int, SendRoom] = field(default_factory=dict)
+    lease: float = 0.0  # time until which writes may be posted
+    stamp: int = -1  # the last Reserve's
+    transfers: dict[int, SendTransfer] = field(default_factory=dict)
 
     def confirm(self, sent: float, now: float, lease: float) -> None:
-        """The Pong to a Ping of time ``sent`` has come; from then on writes may be posted for ``lease``."""
+        """Records the Pong to a Ping of time ``sent``, from which writes may be posted for ``lease`` seconds."""
         sent = min(sent, now)
         self.confirmed = max(self.confirmed, sent)
         self.lease = max(self.lease, sent + lease)
 
 
 @dataclass
-class SendRoom:
+class SendTransfer:
+    """The sender's side of one transfer."""
+
     room: int
     prompt_digest: int
     num_prompt_tokens: int
     began: float
     deadline: float
-    computed: float = 0.0  # when nothing was left to do but to wait for writes
+    computed: float = 0.0  # time from which only writes were waited for
     phase: Phase = Phase.RESERVING
     error: ServingError | None = None
-    destinations: tuple[Destination, ...] = ()  # one for each decode rank that has a lane from here
+    destinations: tuple[Destination, ...] = ()  # one for each decode rank that this rank writes to
     result: m.PrefillResult | None = None
     queued: int = 0
     in_flight: int = 0
-    announced: bool = False  # that the last writes are on their way
-    untaken: set[tuple[bytes, int]] = field(default_factory=set)  # session and stamp of each destination without Taken
+    early_result_sent: bool = False
+    # session and stamp of each destination whose first-token acknowledgement has not come
+    unacknowledged: set[tuple[bytes, int]] = field(default_factory=set)
 
-    def differs(self, destination: Destination) -> str | None:
-        """Why the destination is for another prompt than this; None: it is for this one."""
+    def find_difference(self, destination: Destination) -> str | None:
+        """Explains why the destination is for another prompt than this one; None where it is for this one."""
         ours, theirs = self.num_prompt_tokens, destination.num_prompt_tokens
         if (self.prompt_digest, ours) == (destination.prompt_digest, theirs):
             return None
@@ -66,14 +69,14 @@ class SendRoom:
     def join(self, destinations: list[Destination]) -> None:
         self.destinations = tuple(destinations)
         for destination in destinations:
-            destination.session.rooms[self.room] = self
-            self.untaken.add((destination.session.id, destination.stamp))
+            destination.session.transfers[self.room] = self
+            self.unacknowledged.add((destination.session.id, destination.stamp))
         self.phase = step(SENDER, self.phase, Event.JOIN)
 
 
 @dataclass(eq=False)
 class Destination:
-    """A Reserve that arrived, and where from. ``checksum`` is of the pages that were written to it so far."""
+    """A Reserve that arrived, with its session. ``checksum`` covers the pages that were written to it so far."""
 
     session: Session
     room: int
@@ -100,7 +103,8 @@ class Destination:
 
     @property
     def flaw(self) -> str | None:
-        """Why nothing can be written there: it has too few or too many pages, or such as the receiver does not have."""
+        """Explains why nothing can be written there: the number of pages is wrong, or some are not in the receiver's
+        pool; None where it can."""
         pages = self.session.info.layout.pages_for(self.num_prompt_tokens)
         ids, first = self.page_ids, self.first_page
         if not 0 <= first <= pages or len(ids) != pages - first:
@@ -111,13 +115,13 @@ class Destination:
 
 
 class Write(NamedTuple):
-    """Pages of one layer group on their way, or their parts; to be posted once ``ready`` (a CUDA event or None) has
-    happened.
+    """Pages (or sub-pages) of one layer group to be written to one destination.
 
-    ``first`` is the place in the prompt of the first of them.
+    It may be posted once ``ready``, a CUDA event or None, has happened. ``first`` is the index in the prompt of the
+    first of them.
     """
 
-    room: SendRoom
+    transfer: SendTransfer
     destination: Destination
     group: int
     first: int
@@ -136,14 +140,14 @@ class Send(NamedTuple):
 
 
 class Admit(NamedTuple):
-    """Connect the backend to a new session's memory, then call ``admitted`` or ``rejected``."""
+    """Asks to connect the backend to a new session's memory, then to call ``admitted`` or ``rejected``."""
 
     session: Session
     metadata: bytes
 
 
 class Dismiss(NamedTuple):
-    """Tear down the backend's connection. Its pending writes fail, and must be reported with ``written``."""
+    """Asks to tear down the backend's connection. Its pending writes fail, and must be reported with ``written``."""
 
     session: Session
 

@@ -1,16 +1,16 @@
-"""A sender's sessions: whom it may write to, and until when.
+"""Sessions of a sender: the receivers that it may write to, and the leases that limit until when.
 
 Leases
 ------
-A receiver that loses us may reuse its pages after a while, so we must not write after that while, however long our
-process was stopped or cut off in between. Every Ping carries our time of sending, and its Pong *confirms* the session
+A receiver that loses us may reuse its pages after some time, so we must not write after that, however long our process
+was stopped or cut off in between. Every Ping carries our time of sending, and its Pong *confirms* the session
 as of that time. A Pong that waited in a socket while we were stopped carries an old time, and confirms little.
 
 * A write is posted only within ``lease`` of the last confirmation.
 * A session that is not confirmed for ``silence`` ends, and the backend tears its writes down, by ``peer_timeout``.
 
 The receiver sends a Pong later than we sent its Ping. So from its last Pong on it need only wait ``peer_timeout``,
-and ``landing`` for our own slowness, to be certain that nothing of ours is on its way (see writers.py).
+and ``teardown_seconds`` for our own slowness, to be certain that no write of ours is on its way (see writers.py).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 
 from ..notices import Notices
 from ..protocol import messages as m
-from ..protocol.reshard import ReshardPlan, lane
+from ..protocol.reshard import ReshardPlan, make_plan
 from ..protocol.timing import Timing
 from .sender_state import Admit, Dismiss, Effect, Send, Session
 
 
 class Sessions:
-    """By their ids. What becomes of the rooms of a session that ends is the owner's business."""
+    """Sessions by id. The owner decides what becomes of the transfers of a session that ends."""
 
     def __init__(self, info: m.RankInfo, timing: Timing, effects: deque[Effect]):
         self.info = info
@@ -35,44 +35,44 @@ class Sessions:
         self.notices = Notices(effects)
         self.open: dict[bytes, Session] = {}
         self.joining: dict[bytes, Session] = {}  # admitted by us, not yet by the backend
-        self.closed = False  # nobody is let in for the time being
+        self.closed = False  # while weights are replaced, no receiver is admitted
         self._next_ping = 0.0
 
     def send(self, session_id: bytes, message: m.ToReceiver) -> None:
         self.effects.append(Send(session_id, message))
 
-    def tell(self, session: Session, message: m.ToReceiver) -> None:
-        """Unless the session has ended: its receiver waits for nothing any more."""
+    def send_if_open(self, session: Session, message: m.ToReceiver) -> None:
+        """Sends the message unless the session has ended: its receiver waits for nothing any more."""
         if session.id in self.open:
             self.send(session.id, message)
 
     # -- their beginning ------------------------------------------------------------------------------------------
 
-    def knows(self, session_id: bytes) -> bool:
+    def contains(self, session_id: bytes) -> bool:
         return session_id in self.open or session_id in self.joining
 
-    def of_instance(self, instance: str) -> list[Session]:
-        """All of one receiver: there is one at most, and its successor for a moment."""
+    def sessions_of(self, instance: str) -> list[Session]:
+        """Returns the sessions of one receiver: at most one, and its successor for a moment."""
         return [session for session in (*self.open.values(), *self.joining.values())
                 if session.info.instance == instance]
 
-    def lane_of(self, session_id: bytes, hello: m.Hello) -> ReshardPlan | None:
-        """What we have to send to whoever says Hello; None: it was refused, and told why."""
+    def plan_for(self, session_id: bytes, hello: m.Hello) -> ReshardPlan | None:
+        """Returns the plan for a receiver that says Hello; None where it was refused, with a reason."""
         if self.closed or hello.expected != self.info.instance:
             self.send(session_id, m.Refused("the prefill server was restarted", restarted=True))
             return None
-        way = None
+        plan = None
         if (why := hello.info.mismatch(self.info)) is None:
-            way = lane(self.info.rank, self.info.side, hello.info.rank, hello.info.side)
-            why = f"no lane leads from rank {self.info.rank} there to rank {hello.info.rank} here"
-        if way is None:
-            sentence = m.misfit(str(why))
+            plan = make_plan(self.info.rank, self.info.rank_layout, hello.info.rank, hello.info.rank_layout)
+            why = f"rank {self.info.rank} there writes nothing to rank {hello.info.rank} here"
+        if plan is None:
+            sentence = m.describe_mismatch(str(why))
             self.send(session_id, m.Refused(sentence, unfit=True))
             self.notices.warn(f"Decode server {hello.info.server or '(unnamed)'} is refused: {sentence}.")
-        return way
+        return plan
 
     def admit(self, session: Session, metadata: bytes) -> None:
-        """Open it as soon as the backend has connected: ``admitted`` or ``rejected`` follows."""
+        """Starts to open a session; ``admitted`` or ``rejected`` follows when the backend has connected."""
         self.joining[session.id] = session
         self.effects.append(Admit(session, metadata))
 
@@ -92,20 +92,21 @@ class Sessions:
     # -- their time and end ---------------------------------------------------------------------------------------
 
     def ping(self, now: float) -> None:
-        """All of them, when it is time."""
+        """Sends a Ping to all receivers, when it is due."""
         if now >= self._next_ping:
             self._next_ping = now + self.timing.ping_interval
             for session in (*self.open.values(), *self.joining.values()):
                 self.send(session.id, m.Ping(now))
 
-    def silent(self, now: float, stalled: float) -> list[Session]:
-        """Those that were not confirmed for ``silence``; ``stalled``: as in ``SenderCore.tick``."""
+    def find_silent(self, now: float, stalled: float) -> list[Session]:
+        """Returns the sessions that were not confirmed for ``silence_seconds``; ``stalled`` as in
+        ``SenderCore.tick``."""
         for session in self.open.values():
-            session.confirmed = min(now, session.confirmed + self.timing.forgiven(stalled))
-        return [session for session in self.open.values() if now - session.confirmed > self.timing.silence]
+            session.confirmed = min(now, session.confirmed + self.timing.excused(stalled))
+        return [session for session in self.open.values() if now - session.confirmed > self.timing.silence_seconds]
 
     def close(self, session: Session, why: str) -> bool:
-        """Returns whether it was open, so that the backend has a connection to tear down."""
+        """Ends a session. Returns whether it was open, so that the backend has a connection to tear down."""
         was_open = self.open.pop(session.id, None) is not None
         self.joining.pop(session.id, None)
         self.send(session.id, m.Gone(why))

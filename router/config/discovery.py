@@ -1,4 +1,4 @@
-"""Workers found in Kubernetes."""
+"""Flags of service discovery in Kubernetes."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Endpoint(NamedTuple):
         """Read ``http://host[:port][/prefix]`` (or https); raises ValueError with a sentence for the user."""
         url = url.strip()
         if any(not "!" <= c <= "~" for c in url):  # urlsplit would drop line breaks in silence.
-            raise ValueError(f"Worker URL {url!r} holds characters that a URL cannot hold.")
+            raise ValueError(f"Worker URL {url!r} has characters that a URL cannot have.")
         try:
             parts = urlsplit(url)
             port = parts.port

@@ -1,4 +1,4 @@
-"""When a failed attempt is repeated."""
+"""Flags of retries."""
 
 from __future__ import annotations
 

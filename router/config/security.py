@@ -1,4 +1,4 @@
-"""Who may talk to the router, and how it shows itself to workers: keys and certificates."""
+"""Flags of security: keys and certificates of clients, administrators and workers."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class SecurityArgs:
                 lines = [line.partition("#")[0].strip() for line in file]
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"Cannot read --api-key-file {self.api_key_file}: {error}.") from None
-        found = tuple(line for line in lines if line)
-        if not found:  # An empty file would open the router to everyone.
+        file_keys = tuple(line for line in lines if line)
+        if not file_keys:  # An empty file would open the router to everyone.
             raise ConfigError(f"--api-key-file {self.api_key_file} holds no key.")
-        return keys + found
+        return keys + file_keys
 
     @property
     def admin_keys(self) -> tuple[str, ...]:

@@ -53,14 +53,14 @@ class WorkerArgs:
     @property
     def aliases(self) -> dict[str, str]:
         """Real names by alias; raises ConfigError."""
-        found: dict[str, str] = {}
+        aliases: dict[str, str] = {}
         for entry in self.model_alias:
             alias, _, name = entry.partition("=")
             if not alias or not name:
                 raise ConfigError(f"--model-alias takes ALIAS=NAME, not {entry!r}.")
-            if found.setdefault(alias, name) != name:
+            if aliases.setdefault(alias, name) != name:
                 raise ConfigError(f"--model-alias names {alias} more than once.")
-        return found
+        return aliases
 
     @property
     def specs(self) -> tuple[WorkerSpec, ...]:
@@ -102,12 +102,12 @@ class HealthArgs:
 
 
 def _prefill_specs(values: tuple[str, ...]) -> list[WorkerSpec]:
-    """The workers of one ``--prefill``: URLs, each of which a bootstrap port may follow."""
+    """Returns the workers of one ``--prefill``: URLs, each of which a bootstrap port may follow."""
     specs: list[WorkerSpec] = []
-    for place, value in enumerate(values):
-        if "/" in value or not place:
+    for index, value in enumerate(values):
+        if "/" in value or not index:
             specs.append(WorkerSpec(Endpoint.parse(value).url, "prefill"))
-        elif "/" in values[place - 1]:
+        elif "/" in values[index - 1]:
             specs[-1] = dataclasses.replace(specs[-1], bootstrap_port=parse_bootstrap_port(value))
         else:
             raise ConfigError(f"--prefill takes URLs, each with a bootstrap port, not {' '.join(values)!r}.")

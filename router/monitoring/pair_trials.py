@@ -76,7 +76,7 @@ class PairTrials:
         self._client: WorkerClient | None = None
 
     def update(self, worker: Worker, info: dict[str, Any], client: WorkerClient) -> bool:
-        """Take in a worker's ``/get_server_info``; returns True if its weights changed."""
+        """Takes in a worker's ``/get_server_info``; returns True if its weights changed."""
         self._client = client
         if not info:
             return False  # It will be asked again.
@@ -122,12 +122,12 @@ class PairTrials:
         prefill, decode = pair
         if prefill.pair_key is None or decode.pair_key is None:
             return ""
-        found = self._verdicts.get(pair.kinds)
-        if not found and None not in (prefill.model_fingerprint, decode.model_fingerprint) \
+        verdict = self._verdicts.get(pair.kinds)
+        if not verdict and None not in (prefill.model_fingerprint, decode.model_fingerprint) \
                 and prefill.model_fingerprint != decode.model_fingerprint:
             return (f"the model is of fingerprint {decode.model_fingerprint} here and {prefill.model_fingerprint} "
                     "there (decode, prefill)")
-        return found
+        return verdict
 
     def _refit(self) -> None:
         """Derive the kinds that each worker fits with from one worker of each kind."""
@@ -260,7 +260,7 @@ class PairTrials:
         self._refit()
 
     def _make_own_kinds(self, pair: _Pair) -> None:
-        """Give two workers kinds of their own: they differ from others of their kinds in what keys do not show."""
+        """Gives two workers kinds of their own: they differ from others of their kinds in what keys do not show."""
         for worker in pair:
             worker.pair_key = f"{worker.pair_key}#{worker.id}"
             self._forget_trials(worker)

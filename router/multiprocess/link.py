@@ -13,7 +13,7 @@ _LENGTH_BYTES = 4
 
 
 class Link(asyncio.Protocol):
-    """``received`` gets each message of type ``kind``; ``lost`` is called once, when the other side is gone."""
+    """``received`` gets each message of type ``kind``; ``lost`` is called once, once the other side has hung up."""
 
     def __init__(self, kind: Any, received: Callable[[Any], None], lost: Callable[[], None]):
         self._decode = msgspec.msgpack.Decoder(kind).decode
@@ -34,7 +34,7 @@ class Link(asyncio.Protocol):
         return link
 
     def send(self, message: msgspec.Struct) -> None:
-        """Sends a message; does nothing when the other side is gone."""
+        """Sends a message; does nothing once the other side has hung up."""
         if self._transport is not None:
             payload = self._encode(message)
             self._transport.write(len(payload).to_bytes(_LENGTH_BYTES, "big") + payload)

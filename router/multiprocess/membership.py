@@ -1,4 +1,4 @@
-"""The parent's workers, and the updates that tell children of them; rows of shared memory that count their requests."""
+"""The parent's workers, the updates that it sends to children, and the rows of shared memory that count requests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Rows:
         self._rows: dict[int, int] = {}
         self._free = list(range(MAX_WORKERS))
         self._retired: list[tuple[int, int]] = []
-        """Version of the update from which on no child places requests there, and row: free when the last has ended."""
+        """Version of the update from which on no child sends requests there, and row: free when the last has ended."""
 
     def __getitem__(self, worker_id: int) -> int:
         """The row of a worker, its own from now on."""
@@ -89,7 +89,7 @@ class UpdateFeed:
         """Ids of workers whose requests are cut when they leave."""
 
     def next_update(self) -> WorkerUpdates | None:
-        """What changed since the last call; None when nothing did."""
+        """Returns the changes since the last call; None when there are none."""
         now = {state.id: state for state in self._current()}
         changed = tuple(state for state in now.values()
                         if state.id in self._repeated or self._sent.get(state.id) != state)

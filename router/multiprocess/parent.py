@@ -1,6 +1,6 @@
 """The parent process of a router: its workers, their health, its own endpoints, the sums of metrics.
 
-It is a router that accepts no client and places no request. Children report to it what they see, and pass on what
+It is a router that accepts no client and sends no request of one. Children report to it what they see, and pass on what
 clients ask of the router itself.
 """
 
@@ -122,7 +122,7 @@ class Parent:
 
     def dispatcher(self, config: RouterConfig, registry: Registry, metrics: Metrics, rng: Random,
                    suspect: Callable[[Worker, Failure], None]) -> Dispatcher:
-        """Only asks workers: it places no request, so its policies need not know anything."""
+        """A dispatcher that only checks workers: it makes no decisions, so its policies need not know anything."""
         policy = dataclasses.replace(config.policy, policy="random", prefill_policy=None, decode_policy=None)
         return Dispatcher(dataclasses.replace(config, policy=policy), registry, metrics, rng, suspect)
 
@@ -261,7 +261,7 @@ class Parent:
     def _end_drains(self) -> bool:
         """Removes draining workers that have no request in any process; returns whether there were any.
 
-        Only once all children have applied the drain: until then one might still place a request there.
+        Only once all children have applied the drain: until then one might still send a request there.
         """
         self._send_update()
         if self._applied_version() < self._feed.version:

@@ -15,7 +15,8 @@ import os
 from collections.abc import Callable, Sequence
 
 from ...common.api.errors import ServingError
-from ..admission.admission import Admission, KeyShare, Permit, TokenBucket, TtftEstimate, Waiting
+from ..admission.admission import Admission, Permit, Waiting
+from ..admission.limits import KeyShare, TokenBucket, TtftEstimate
 from ..config.admission import AdmissionRules
 from .shared_keys import KeyTable
 from .shared_stats import HEAD_PRIORITY, HEAD_SINCE, LEVEL, PACE, TTFT_WAITING, SharedCount, SharedStats

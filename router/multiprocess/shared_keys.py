@@ -1,6 +1,6 @@
 """The shares of API keys over all processes of a router: each key's running requests, and the level of its bucket.
 
-A key has a row of the shared memory, which passes to another key once it holds nothing that would be missed.
+A key has a row of the shared memory, which passes to another key once nothing of the first needs to be remembered.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from ..admission.admission import TokenBucket
+from ..admission.limits import TokenBucket
 from .shared_stats import MAX_KEYS, SharedCount, SharedStats
 
 

@@ -1,7 +1,7 @@
 """Busy polling of the sockets instead of sleeping: a whole core for lower latency.
 
 A sleeping process is woken by the kernel, which takes tens of microseconds on most machines, and more where the core
-has gone to sleep too. A router that has a core to itself may ask its sockets again and again instead, for a while after
+has gone to sleep too. A router that has a core to itself may poll its sockets instead, for a while after
 something arrived (as HAProxy's ``busy-polling`` does).
 """
 
@@ -26,7 +26,7 @@ class BusyPoll:
         self._polling = False
 
     def heard(self) -> None:
-        """Something arrived."""
+        """Notes that data arrived."""
         self._count += 1
         if not self._polling:
             self._polling = True
@@ -35,7 +35,7 @@ class BusyPoll:
     def _poll(self) -> None:
         """A loop with something to call soon looks at its sockets without waiting, so this is all that it takes."""
         now = self._now()
-        if self._count != self._seen:  # The clock is read once a turn of the loop, not once an arrival.
+        if self._count != self._seen:  # The clock is read once an iteration of the loop, not once an arrival.
             self._seen = self._count
             self._until = now + self._seconds
         if now < self._until:

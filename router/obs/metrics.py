@@ -110,6 +110,14 @@ class Metrics:
                          self.first_tokens)
         yield _histogram("inter_token_seconds", "Mean gap between the events of a stream, one observation a stream.",
                          self.inter_tokens)
+        yield from self._workers()
+        yield from self._admission()
+        yield _counter("worker_failures", "Attempts that their worker failed.", ("worker",),
+                       self.worker_failures)
+        yield _counter("circuits_opened", "Circuits opened by requests that failed in a row.", ("worker",),
+                       self.circuits_opened)
+
+    def _workers(self) -> Iterator[Metric]:
         labels = ("worker", "role")
         load = GaugeMetricFamily("baton_router_worker_inflight_requests", "Requests of this router on a worker.",
                                  labels=labels)
@@ -130,17 +138,14 @@ class Metrics:
         yield cached
         yield healthy
         yield circuit
+
+    def _admission(self) -> Iterator[Metric]:
         admission = self.admission
         yield _gauge("running_requests", "Requests that were let in and have not ended.",
                      admission.running if admission else 0)
         yield _gauge("queued_requests", "Requests that wait to be let in.", admission.queued if admission else 0)
         yield _counter("refused_requests", "Requests not let in.", ("reason",),
                        admission.refused if admission else dict.fromkeys(REFUSALS, 0))
-        yield _counter("worker_failures", "Attempts that their worker failed.", ("worker",),
-                       self.worker_failures)
-        yield _counter("circuits_opened", "Circuits opened by requests that failed in a row.", ("worker",),
-                       self.circuits_opened)
-
 
     def _pairs(self) -> Iterator[Metric]:
         yield _gauge("pairs", "Pairs of a prefill and a decode worker that take requests and fit together.",

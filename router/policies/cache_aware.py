@@ -39,7 +39,7 @@ every stream would stop; a sixteenth of it takes 2 ms."""
 def block_hashes(text: bytes) -> list[int]:
     """Returns the hashes of the prefixes of ``text`` that end on a block's end.
 
-    An unfinished last block is left out, as the next turn of a conversation would change it; a
+    An unfinished last block is left out, as the conversation's next message would change it; a
     text below one block counts as one. Not to be changed by callers.
     """
     size = len(text)
@@ -153,7 +153,7 @@ class PrefixMemory:
         return matched, depth
 
     def replicate(self, replication: Replication) -> None:
-        """Records what other processes record, and tells them what this one does."""
+        """Records what other processes record, and publishes what this one does."""
         self._publish = replication.channel(partial(self.record, publish=False))
 
     def record(self, hashes: list[int], worker_id: int, capacity: int, publish: bool = True) -> None:

@@ -17,7 +17,7 @@ from .base import by_load
 EXACT_UP_TO = 64
 """Number of workers up to which all are compared for every decision (3 us for 64)."""
 _MAX_COMPARED = 32
-"""Of more workers, the first of the least loaded ones are compared by their caches' sizes."""
+"""Number of the least loaded workers, where there are more, that are compared by their caches' sizes."""
 _MAX_CACHED = 8
 """Tuples of workers that requests may alternate between: one for each kind of decode workers that coexist."""
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain, islice
+from typing import cast
 
 from ...common.api.kv_events import Cleared, Event, Hash, Removed, Stored, page_hashes
 from .worker_sets import EMPTY_SET, WorkerSets
 
 MAX_PAGES_PER_WORKER = 2**20
-"""200 MB at worst: 16 million tokens in pages of 16, more than a GPU has room for."""
+"""200 MB at worst: 16 million tokens in pages of 16, more than fit on a GPU."""
 
 MAX_PAGES = 2**22
 """Different pages of all workers, 700 MB at worst: 67 million tokens in pages of 16. Those beyond count as absent."""
@@ -124,7 +125,7 @@ class KVIndex:
     def _page_hashes(known: dict[Hash, int], event: Stored, native: bool) -> Sequence[int]:
         """The pages of an event by ``page_hashes``."""
         if native:
-            return event.hashes  # type: ignore[return-value]  # integers
+            return cast(Sequence[int], event.hashes)
         parent = None
         if event.parent is not None:
             parent = known.get(event.parent)

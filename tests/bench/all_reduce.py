@@ -24,7 +24,7 @@ import torch.multiprocessing
 
 from ...common.distributed.peer_all_reduce import connect, slots_for
 from ...common.distributed.tp import TPGroup, init_tp
-from ...kernels.comm.all_reduce import SLOT, Peers, peer_sum, peer_sum_norm, rows_a_program
+from ...kernels.comm.all_reduce import SLOT_VALUES, PeerBuffers, all_reduce, all_reduce_rmsnorm, rows_per_program
 from ...kernels.rowwise.rmsnorm import rmsnorm
 from .device_time import run_seconds
 
@@ -50,7 +50,7 @@ def per_call(work: Work, rows: int, width: int, device: torch.device) -> float:
     return statistics.median(run_seconds(graph.replay, 25)[5:]) / CALLS
 
 
-def ways(group: TPGroup, peers: Peers | None, rows: int, width: int) -> dict[str, Work]:
+def ways(group: TPGroup, peers: PeerBuffers | None, rows: int, width: int) -> dict[str, Work]:
     residual = torch.zeros(rows, width, dtype=torch.bfloat16, device=group.device)
     weight = torch.ones(width, dtype=torch.bfloat16, device=group.device)
     nccl = partial(dist.all_reduce, group=group.device_group)
@@ -63,11 +63,11 @@ def ways(group: TPGroup, peers: Peers | None, rows: int, width: int) -> dict[str
     for name, two_shots in (("one shot", False), ("two shots", True)):
         if peers is None or (two_shots and peers.size & (peers.size - 1)):
             continue
-        if rows * width <= peers.slots * SLOT:
-            found[name] = partial(peer_sum, peers=peers, two_shots=two_shots)
-        if rows_a_program(rows, width, peers.slots) is not None:
-            found[f"{name} with norm"] = partial(peer_sum_norm, residual=residual, weight=weight, eps=1e-5, peers=peers,
-                                                 two_shots=two_shots)
+        if rows * width <= peers.slots * SLOT_VALUES:
+            found[name] = partial(all_reduce, peers=peers, two_shots=two_shots)
+        if rows_per_program(rows, width, peers.slots) is not None:
+            found[f"{name} with norm"] = partial(all_reduce_rmsnorm, residual=residual, weight=weight, eps=1e-5,
+                                                 peers=peers, two_shots=two_shots)
     return found
 
 

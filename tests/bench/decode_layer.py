@@ -26,25 +26,27 @@ import torch
 from torch.nn.functional import linear
 
 from ...kernels.attention.current_kv import CurrentKV
-from ...kernels.attention.decode_plan import plan_decode, processors_of
-from ...kernels.attention.paged_decode import Tile, paged_decode, pieces_of, takes_rows_in
-from ...kernels.gemm.persistent_tiles import PersistentTile, streamed_tile, streams
-from ...kernels.gemm.small_m_matmul import skinny_matmul
-from ...kernels.gemm.small_m_tiles import SmallMTile, most_rows, tile_for
-from ...kernels.gemm.split_k_cublas import better_plan, product_in_pieces
-from ...kernels.gemm.split_k_tiles import SplitKTile
-from ...kernels.gemm.split_k_warp_specialized import split_matmul, split_pieces
+from ...kernels.attention.decode_plan import plan_decode
+from ...kernels.attention.paged_decode import paged_decode
+from ...kernels.device import num_sms
+from ...kernels.gemm.dense_matmul import split_product
+from ...kernels.gemm.small_m_matmul import small_m_matmul
+from ...kernels.gemm.split_k_warp_specialized import split_k_matmul, split_k_partials
 from ...kernels.rowwise.silu_and_mul import silu_and_mul
+from ...kernels.tuning.attention import DecodeTile
+from ...kernels.tuning.gemm import PersistentTile, SmallMTile, SplitKTile
+from ...kernels.tuning.policy import policy_of
 from . import ceilings
 from .device_time import captured, run_seconds
 from .small_kernels import LAYERS, SHAPES, Batch
 
 CALLS = 32
+POLICY = policy_of(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
 KIB = 1024
 Ways = dict[str, Any]
-"""Of a part of the layer how it is computed: a product's tile, a Library, or None for what torch takes of cuBLAS's;
+"""Of a part of the layer how it is computed: a product's tile, Splits, or None for what torch takes of cuBLAS's;
 ``gated``: whether the activation is part of the product; ``attention``: its tile, and what its plan is told;
-``takes_in``: see Batch."""
+``stores_current_kv``: see Batch."""
 
 
 class Left(NamedTuple):
@@ -54,10 +56,10 @@ class Left(NamedTuple):
     dtype: torch.dtype
 
 
-class Library(NamedTuple):
-    """cuBLAS's products as kernels/gemm/split_k_cublas.py makes them: by better tiles, or split for the norm."""
+class Splits(NamedTuple):
+    """cuBLAS's batched product of so many parts of the inner dimension, for the norm."""
 
-    pieces: int = 1
+    splits: int
 
 
 def tiles(columns: int, depth: int, warps: int, stages: int, pieces: tuple[int, ...],
@@ -128,10 +130,14 @@ def many_rows() -> dict[str, list[SmallMTile]]:
 def split(rows: int) -> dict[str, list[Any]]:
     """Of more than 64 rows; the sums of ``o`` and ``down`` are left to the norm."""
     if rows > 128:
-        return {"gate_up": [Library()], "qkv": [], "o": [Library(2)], "down": [Library(2), Library(4)]}
+        return {"gate_up": [], "qkv": [], "o": [Splits(2)], "down": [Splits(2), Splits(4)]}
     narrow = SplitKTile(128, 64, 64, 6)
-    left = [Left(replace(narrow, pieces=4), dtype) for dtype in (torch.float32, torch.bfloat16)]
+    left = [Left(replace(narrow, splits=4), dtype) for dtype in (torch.float32, torch.bfloat16)]
     return {"gate_up": [narrow, SplitKTile(128, 128, 64, 4)], "qkv": [], "o": left, "down": left}
+
+
+def attention_splits(kv_heads: int) -> dict[str, int]:
+    return POLICY.attention.decode_splits(128, 2, 2, kv_heads)._asdict()
 
 
 def candidates(rows: int) -> dict[str, list[Any]]:
@@ -140,35 +146,25 @@ def candidates(rows: int) -> dict[str, list[Any]]:
     else:
         products = one_row() if rows == 1 else few_rows() if rows <= 32 else many_rows()
         found = {name: [None, *streamed(rows), *some] for name, some in products.items()}
-    usual = pieces_of(128, 2, 2, rows * 8)
-    found["attention"] = [(None, usual), (Tile(64, 4, 2), usual | {"programs": 4}),
-                          (Tile(64, 4, 3), usual | {"programs": 3}),
-                          (Tile(64, 4, 3), usual | {"programs": 2}), (Tile(64, 4, 4), usual | {"programs": 2}),
-                          (Tile(64, 2, 3), usual | {"programs": 3}), (Tile(32, 2, 4), usual | {"programs": 4}),
-                          (Tile(32, 2, 3), usual | {"programs": 5}), (Tile(64, 4, 2, 1), usual | {"programs": 4}),
-                          (Tile(128, 4, 2), usual | {"programs": 2})]
+    usual = attention_splits(rows * 8)
+    tried = [(DecodeTile(64, 4, 2), 4), (DecodeTile(64, 4, 3), 3), (DecodeTile(64, 4, 3), 2), (DecodeTile(64, 4, 4), 2),
+             (DecodeTile(64, 2, 3), 3), (DecodeTile(32, 2, 4), 4), (DecodeTile(32, 2, 3), 5),
+             (DecodeTile(64, 4, 2, 1), 4), (DecodeTile(128, 4, 2), 2)]
+    found["attention"] = [(None, usual), *((tile, usual | {"programs_per_sm": count}) for tile, count in tried)]
     return found
 
 
-def product(tile: SmallMTile | PersistentTile | SplitKTile | Left | Library | None, gated: bool, x: torch.Tensor,
+def product(tile: SmallMTile | PersistentTile | SplitKTile | Left | Splits | None, gated: bool, x: torch.Tensor,
             weight: torch.Tensor) -> torch.Tensor:
-    if isinstance(tile, Library):
-        return of_library(tile.pieces, gated, x, weight)
+    if isinstance(tile, Splits):
+        return split_product(x, weight, tile.splits)
     if isinstance(tile, Left):
-        return split_pieces(x, weight, tile.tile, tile.dtype)
+        return split_k_partials(x, weight, tile.tile, tile.dtype)
     if isinstance(tile, SplitKTile):
-        return split_matmul(x, weight, tile, gated=gated)
+        return split_k_matmul(x, weight, tile, gated=gated)
     if tile is not None:
-        return skinny_matmul(x, weight, tile=tile, gated=gated)
+        return small_m_matmul(x, weight, tile=tile, gated=gated)
     return silu_and_mul(linear(x, weight)) if gated else linear(x, weight)
-
-
-def of_library(pieces: int, gated: bool, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    if pieces > 1:
-        return product_in_pieces(x, weight, pieces)
-    plan = better_plan(x, weight)
-    assert plan is not None, "torch's choice serves"
-    return silu_and_mul(plan(x, weight)) if gated else plan(x, weight)
 
 
 def apply(batch: Batch, ways: Ways) -> None:
@@ -176,7 +172,7 @@ def apply(batch: Batch, ways: Ways) -> None:
     one, tile = ways["gated"], ways["gate_up"]
     batch.gated = lambda x, w: product(tile, True, x, w) if one else silu_and_mul(product(tile, False, x, w))
     batch.tile, batch.pieces = ways["attention"]
-    batch.takes_in = ways["takes_in"]
+    batch.stores_current_kv = ways["stores_current_kv"]
 
 
 def micros(batch: Batch, ways: Ways) -> float:
@@ -224,8 +220,8 @@ def short(option: Any) -> str:
     told = str(option)
     for long, brief in (
             ("SmallMTile", ""), ("SplitKTile", "split"), ("PersistentTile", "streamed"),
-            ("block=", ""), ("split=", "/"), ("programs=", "n"), ("columns=", ""), ("depth=", ""), ("pieces=", "p"),
-            ("warps=", "w"), ("stages=", "s"), ("ahead=", "a")):
+            ("block=", ""), ("folds=", "/"), ("programs_per_sm=", "n"), ("columns=", ""), ("depth=", ""),
+            ("splits=", "p"), ("warps=", "w"), ("stages=", "s"), ("prefetch_bytes=", "a")):
         told = told.replace(long, brief)
     return told
 
@@ -234,14 +230,14 @@ def usual_ways(rows: int) -> Ways:
     shapes = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
     ways: Ways = {}
     for name, shape in shapes.items():
-        weight = torch.empty(shape, device="cuda", dtype=torch.bfloat16)
-        few = tile_for(rows, *shape, torch.bfloat16) if rows <= most_rows(weight) else None
-        ways[name] = streams(weight) and streamed_tile(rows, *shape) or few
-    return ways | {"gated": True, "takes_in": takes_rows_in(128, 2, 2, rows * 8),
-                   "attention": (None, pieces_of(128, 2, 2, rows * 8))}
+        few = POLICY.gemm.small_m(rows, *shape, torch.bfloat16) if rows <= POLICY.gemm.small_m_max_rows(
+            *shape, 2) else None
+        ways[name] = POLICY.gemm.is_persistent(*shape, 2) and POLICY.gemm.persistent(rows, *shape) or few
+    return ways | {"gated": True, "stores_current_kv": POLICY.attention.stores_current_kv(128, 2, 2, rows * 8),
+                   "attention": (None, attention_splits(rows * 8))}
 
 
-Job = tuple[int, SmallMTile | PersistentTile | SplitKTile | Left, bool] | Tile
+Job = tuple[int, SmallMTile | PersistentTile | SplitKTile | Left, bool] | DecodeTile
 """A product's rows, tile, and whether it is gated; or attention's tile."""
 
 
@@ -251,22 +247,23 @@ def compile_product(rows: int, tile: SmallMTile | PersistentTile | SplitKTile | 
     product(tile, gated, weight.new_zeros(rows, 4096), weight)
 
 
-def compile_attention(tile: Tile, device: str = "cuda") -> None:
+def compile_attention(tile: DecodeTile, device: str = "cuda") -> None:
     pool = torch.zeros(4, LAYERS, 2, 8, 16, 128, device=device, dtype=torch.bfloat16)
     indptr = torch.tensor([0, 4], dtype=torch.int32, device=device)
     q, k, v = pool.new_zeros(1, 48, 128).split([32, 8, 8], 1)
     last = torch.full((1,), 16, dtype=torch.int32, device=device)
-    fresh = CurrentKV(k, v, torch.zeros(64, 128, device=device), torch.full((1,), 63, device=device))
-    plan = plan_decode(indptr, last, 16, 8, processors_of(pool.device), 2048, **pieces_of(128, 2, 2, 8))
-    for early, rows in pairs((False, True), (None, fresh)):
-        paged_decode(q, pool[:, 0, 0], pool[:, 0, 1], indptr, indptr, last, 0.1, plan, tile, settled=early, fresh=rows)
+    current_kv = CurrentKV(k, v, torch.zeros(64, 128, device=device), torch.full((1,), 63, device=device))
+    plan = plan_decode(indptr, last, 16, 8, num_sms(pool.device), 2048, **attention_splits(8))
+    for early, rows in pairs((False, True), (None, current_kv)):
+        paged_decode(q, pool[:, 0, 0], pool[:, 0, 1], indptr, indptr, last, 0.1, plan, tile, inputs_ready=early,
+                     current_kv=rows)
 
 
 def build(todo: list[Job]) -> list[str]:
     errors = []
     for job in todo:
         try:
-            if isinstance(job, Tile):
+            if isinstance(job, DecodeTile):
                 compile_attention(job)
             else:
                 compile_product(*job)
@@ -285,15 +282,15 @@ def jobs(batches: list[int]) -> list[Job]:
                     found[option[0]] = None
                 elif isinstance(option, PersistentTile):
                     for gated in (False, True)[:1 + (name == "gate_up")]:
-                        found[max(rows, 8), replace(option, programs=1), gated] = None
+                        found[max(rows, 8), replace(option, programs_per_sm=1), gated] = None
                 elif isinstance(option, (SplitKTile, Left)):
                     for gated in (False, True)[:1 + (name == "gate_up")]:
                         found[rows, option, gated] = None
-                elif name != "attention" and option and not isinstance(option, Library):
-                    narrow = rows == 1 and option.pieces == 1 and option.columns <= 16
+                elif name != "attention" and option and not isinstance(option, Splits):
+                    narrow = rows == 1 and option.splits == 1 and option.columns <= 16
                     tall = 1 if narrow else 8 if rows <= 16 else rows
                     for gated in (False, True)[:1 + (name == "gate_up")]:
-                        found[tall, replace(option, pieces=min(option.pieces, 2)), gated] = None
+                        found[tall, replace(option, splits=min(option.splits, 2)), gated] = None
     return list(found)
 
 
@@ -310,8 +307,8 @@ def search(rows: int, context: int, copy: float, seconds: float) -> dict[str, An
     options = candidates(rows)
     found = Search(batch, rows, usual_ways(rows), time.monotonic() + seconds)
     before = found.best
-    options["gated"] = options["takes_in"] = [False, True]
-    for name in ("gate_up", "down", "qkv", "o", "attention", "gated", "takes_in"):
+    options["gated"] = options["stores_current_kv"] = [False, True]
+    for name in ("gate_up", "down", "qkv", "o", "attention", "gated", "stores_current_kv"):
         options[name] = [found.ways[name], *found.part(name, options[name])]
     for name in ("gate_up", "down", "qkv", "o"):  # once more, beside what has been found since
         found.part(name, options[name])

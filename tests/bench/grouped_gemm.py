@@ -24,13 +24,14 @@ import torch
 
 from ...common.config.moe import MoESpec
 from ...kernels import reference
-from ...kernels.attention.decode_plan import processors_of
+from ...kernels.device import device_name, num_sms
 from ...kernels.moe.moe_experts import moe_experts
 from ...kernels.moe.moe_gemm import SCALE_GROUP
-from ...kernels.moe.moe_sorted import takes_warpgroups
-from ...kernels.moe.moe_tiles import Tiles, device_name, tiles_for
+from ...kernels.moe.moe_sorted import supports_warp_specialized
 from ...kernels.moe.moe_topk import moe_topk
 from ...kernels.rowwise.fp8_quantize import quantize_groups
+from ...kernels.tuning.moe import Tiles
+from ...kernels.tuning.policy import policy_of
 from . import ceilings
 from .moe_shapes import SHAPES, Layer, Shape, micros
 from .tune_moe import DEVICE, Products, compile_all
@@ -77,7 +78,7 @@ def _waves(products: Products, tiles: Tiles) -> dict[str, float]:
     """Tiles of each product for a multiprocessor, where warps with roles share them."""
     if products.aligned.spans is None:
         return {}
-    spans = int((products.aligned.spans[:, 2] >= 0).sum()) / processors_of(products.x.device)
+    spans = int((products.aligned.spans[:, 2] >= 0).sum()) / num_sms(products.x.device)
     shape = products.layer.shape
     return {"up_waves": spans * -(-shape.size // tiles.gate_up.columns),
             "down_waves": spans * -(-shape.hidden // tiles.down.columns)}
@@ -110,8 +111,8 @@ def _loop_us(layer: Layer, draws: list) -> float:
 
 def _tiles(shape: Shape, tokens: int, dtype: torch.dtype, device: torch.device) -> Tiles:
     """What ``moe_experts`` takes."""
-    return tiles_for(tokens, shape.experts, shape.hidden, shape.size, shape.top_k, dtype, device_name(device),
-                     takes_warpgroups(device, shape.hidden, shape.size, dtype))
+    return policy_of(device).moe.tiles(tokens, shape.experts, shape.hidden, shape.size, shape.top_k, dtype,
+                     supports_warp_specialized(device, shape.hidden, shape.size, dtype))
 
 
 def _compile(shapes: list[str], tokens: list[int], dtype: str) -> None:

@@ -30,8 +30,9 @@ from ...common.forward.forward_batch import Row, build_forward_batch
 from ...common.kvcache.layout import KVLayout
 from ...common.kvcache.pool import KVPool
 from ...kernels.attention.decode_plan import plan_decode
-from ...kernels.attention.mla_decode import head_block, mla_decode, pieces_of, tile_of
-from ...kernels.attention.paged_decode import Tile
+from ...kernels.attention.mla_decode import mla_decode
+from ...kernels.tuning.attention import DecodeTile
+from ...kernels.tuning.policy import policy_of
 from . import ceilings
 from .device_time import captured, run_seconds
 
@@ -63,7 +64,7 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
-def decode(heads: int, batch: int, context: int, copy_tb_s: float, tile: Tile) -> dict[str, Any]:
+def decode(heads: int, batch: int, context: int, copy_tb_s: float, tile: DecodeTile) -> dict[str, Any]:
     pages_each = -(-context // PAGE_SIZE)
     pool = KVPool(KVLayout((1,), 1, MLA.latent_dim, PAGE_SIZE, "bfloat16", "latent"), batch * pages_each, "cuda")
     pool.groups[0].normal_()
@@ -71,9 +72,10 @@ def decode(heads: int, batch: int, context: int, copy_tb_s: float, tile: Tile) -
     rows = [Row([0], context - 1, order[b]) for b in range(batch)]
     made = build_forward_batch(rows, PAGE_SIZE, torch.device("cuda"), True)
     table = (made.kv_indptr, made.kv_indices, made.kv_last_page_len)
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
-    plan = plan_decode(made.kv_indptr, made.kv_last_page_len, PAGE_SIZE, -(-heads // head_block(heads, 2)), processors,
-                       context, **pieces_of(heads, 2))
+    policy = policy_of(made.kv_indptr.device)
+    plan = plan_decode(made.kv_indptr, made.kv_last_page_len, PAGE_SIZE,
+                       -(-heads // policy.attention.mla_head_block(heads, 2)), policy.facts.num_sms, context,
+                       **policy.attention.mla_splits(heads, 2)._asdict())
     q, up, pages = random(batch, heads, MLA.qk_dim), random(heads, 256, 512) * 512**-0.5, pool.latents(0)
     absorbed, q_rope = absorb(q, up, MLA.nope_dim), q[..., MLA.nope_dim:]
 
@@ -132,9 +134,9 @@ def main() -> None:
     print(f"{args.heads} heads, bfloat16; copy {copy:.2f} TB/s, matrix product {tflops:.0f} TFLOP/s")
     print("| tile | batch | context | kernel us | with absorbing us | FlashInfer us | floor us | kernel / floor |")
     print("|---" * 8 + "|")
-    tiles = [tile_of(head_block(args.heads, 2), 2)]
+    tiles = [policy_of(torch.device("cuda", 0)).attention.mla_decode(args.heads, 2)]
     if args.tiles:
-        tiles = [Tile(*map(int, name.split("x"))) for name in args.tiles.split(",")]
+        tiles = [DecodeTile(*map(int, name.split("x"))) for name in args.tiles.split(",")]
     decodes = []
     for tile, context, batch in itertools.product(tiles, _ints(args.contexts), _ints(args.batches)):
         row = decode(args.heads, batch, context, copy, tile)

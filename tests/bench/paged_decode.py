@@ -20,7 +20,9 @@ import numpy as np
 import torch
 
 from ...kernels.attention.decode_plan import plan_decode
-from ...kernels.attention.paged_decode import TILE, Tile, paged_decode, pieces_of
+from ...kernels.attention.paged_decode import paged_decode
+from ...kernels.tuning.attention import DecodeTile
+from ...kernels.tuning.policy import policy_of
 from . import ceilings
 from .device_time import run_seconds
 
@@ -31,7 +33,8 @@ BEYOND_L2 = 512 << 20
 POOL_BYTES = 24 << 30
 GRID = [(1, 2048), (8, 2048), (16, 2048), (64, 2048), (256, 2048), (1, 8192), (8, 8192), (16, 8192), (64, 8192),
         (1, 32768), (8, 32768), (16, 32768)]
-TILES = [TILE, TILE._replace(ahead=0), Tile(64, 4, 2), Tile(64, 4, 3), Tile(64, 4, 4), Tile(64, 4, 5), Tile(64, 2, 3)]
+TILES = [DecodeTile(), DecodeTile(prefetched=0), *(DecodeTile(64, 4, stages) for stages in (2, 3, 4, 5)),
+         DecodeTile(64, 2, 3)]
 STORED = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -58,16 +61,16 @@ class Case:
     def layer_bytes(self) -> int:
         return sum(self.lengths) * self.kv_heads * DIM * 2 * self.stored.itemsize
 
-    def seconds(self, pieces: dict[str, int], tile: Tile | None) -> float:
+    def seconds(self, splits: dict[str, int], tile: DecodeTile | None) -> float:
         """Of one layer, with the kernel and tile that is usual where none is told: a graph of the plan and all layers,
         its replays timed."""
-        processors = torch.cuda.get_device_properties(0).multi_processor_count
+        num_sms = torch.cuda.get_device_properties(0).multi_processor_count
 
         def step() -> None:
-            plan = plan_decode(self.indptr, self.last, PAGE, self.kv_heads, processors, 1 << 17, **pieces)
+            plan = plan_decode(self.indptr, self.last, PAGE, self.kv_heads, num_sms, 1 << 17, **splits)
             for layer in range(self.layers):
                 paged_decode(self.q, self.pool[:, layer, 0], self.pool[:, layer, 1], self.indptr, self.indices,
-                             self.last, DIM**-0.5, plan, tile, settled=layer > 0)
+                             self.last, DIM**-0.5, plan, tile, inputs_ready=layer > 0)
 
         step()
         torch.cuda.synchronize()
@@ -97,15 +100,16 @@ def main() -> None:
     torch.cuda.empty_cache()
     ways: list[dict[str, int]] = []
     if args.sweep:
-        ways = [{"programs": programs, "shortest": shortest, "turns": turns} for programs in (2, 3, 4, 8)
-                 for shortest in (64, 128, 256) for turns in (1, 2)]
+        ways = [{"programs_per_sm": programs, "min_tokens": tokens, "max_rounds": rounds} for programs in (2, 3, 4, 8)
+                 for tokens in (64, 128, 256) for rounds in (1, 2)]
     stored = getattr(torch, args.stored)
     grid = [(batch, context, "") for batch, context in args.grid or GRID]
     if not args.grid:
         grid += [(64, 16384, "mixed"), (256, 8192, "mixed")]
     rows = []
     print(f"copy ceiling {copy:.0f} GB/s; {args.heads} query heads, {args.kv_heads} KV heads, {args.stored}")
-    print("| batch | context | programs | shortest | turns | tile | us a layer | GB/s | of copy |\n" + "|---" * 9 + "|")
+    print("| batch | context | programs an SM | min tokens | max rounds | tile | us a layer | GB/s | of copy |\n"
+          + "|---" * 9 + "|")
     for batch, context, kind in grid:
         if batch * context * args.kv_heads * DIM * 2 * stored.itemsize * LAYERS > POOL_BYTES and not kind:
             print(f"| {batch} | {context} | left out: it does not fit the pool |")
@@ -113,16 +117,16 @@ def main() -> None:
         case = Case(args.heads, args.kv_heads, mixed(batch, context) if kind else [context] * batch,
                     stored)
         chosen = (DIM, 2, stored.itemsize, batch * args.kv_heads)
-        swept = [(pieces, tile) for tile in TILES for pieces in ways]
-        for pieces, tile in [(pieces_of(*chosen), None), *swept]:
-            if tile and tile.tokens > pieces["shortest"]:
+        swept = [(splits, tile) for tile in TILES for splits in ways]
+        for splits, tile in [(policy_of(case.q.device).attention.decode_splits(*chosen)._asdict(), None), *swept]:
+            if tile and tile.tokens > splits["min_tokens"]:
                 continue
-            seconds = case.seconds(pieces, tile)
-            row = {"batch": batch, "context": context, "kind": kind, **pieces,
+            seconds = case.seconds(splits, tile)
+            row = {"batch": batch, "context": context, "kind": kind, **splits,
                    "tile": tuple(tile) if tile else "usual",
                    "us": seconds * 1e6, "gb_s": case.layer_bytes / seconds / 1e9}
             rows.append(row)
-            cut = " | ".join(map(str, pieces.values()))
+            cut = " | ".join(map(str, splits.values()))
             print(f"| {batch} {kind} | {context} | {cut} | {row['tile']} | {row['us']:.1f} | {row['gb_s']:.0f} | "
                   f"{row['gb_s'] / copy:.2f} |", flush=True)
         del case

@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 from torch.nn.functional import linear
 
-from ...kernels.gemm.dense_tiles import DenseTile
 from ...kernels.rowwise.rmsnorm import rmsnorm
 from ...kernels.rowwise.silu_and_mul import silu_and_mul
+from ...kernels.tuning.gemm import WarpSpecializedTile
 from . import ceilings
 from .host_profile import Clocks
 
@@ -52,8 +52,8 @@ def way(words: str) -> Step:
     flags = named.split("+")
 
     def by_warpgroups(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> torch.Tensor:
-        from ...kernels.gemm.dense_warp_specialized import dense_product  # not there without Triton
-        return dense_product(x, weight, DenseTile(rows, 3 if rows == 192 else 4, band), gated=gated)
+        from ...kernels.gemm.dense_warp_specialized import warp_specialized_matmul  # not there without Triton
+        return warp_specialized_matmul(x, weight, WarpSpecializedTile(rows, 3 if rows == 192 else 4, band), gated=gated)
 
     other = by_warpgroups if "all" in flags else linear
 

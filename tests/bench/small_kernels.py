@@ -23,13 +23,16 @@ from torch.nn.functional import linear
 from ...kernels import _triton
 from ...kernels.arguments import HeadNorms
 from ...kernels.attention.current_kv import CurrentKV
-from ...kernels.attention.decode_plan import DecodePlan, plan_decode, processors_of
-from ...kernels.attention.paged_decode import Tile, paged_decode, pieces_of
+from ...kernels.attention.decode_plan import DecodePlan, plan_decode
+from ...kernels.attention.paged_decode import paged_decode
 from ...kernels.attention.rope_and_store import rope_and_store
+from ...kernels.device import num_sms
 from ...kernels.rowwise.rmsnorm import rmsnorm
 from ...kernels.rowwise.silu_and_mul import silu_and_mul
-from ...kernels.rowwise.split_k_rmsnorm import joined_rmsnorm
-from ...kernels.sampling.argmax import greatest
+from ...kernels.rowwise.split_k_rmsnorm import split_k_rmsnorm
+from ...kernels.sampling.argmax import argmax
+from ...kernels.tuning.attention import DecodeTile
+from ...kernels.tuning.policy import policy_of
 from . import ceilings
 from .device_time import run_seconds
 
@@ -62,8 +65,8 @@ class Batch:
 
     times: Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor] = staticmethod(lambda name, x, w: linear(x, w))
     gated: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = staticmethod(lambda x, w: silu_and_mul(linear(x, w)))
-    tile: Tile | None = None
-    takes_in = True  # whether attention turns and stores the rows, in place of a kernel before it
+    tile: DecodeTile | None = None
+    stores_current_kv = True  # whether attention turns and stores the rows, in place of a kernel before it
 
     def __init__(self, shape: Shape, rows: int, context: int, device: str = "cuda"):
         self.shape, self.rows = shape, rows
@@ -85,7 +88,8 @@ class Batch:
         self._positions = torch.full((rows,), context - 1, device=device)
         self._cos_sin = torch.rand(context, shape.dim, device=device)
         self._context = context
-        self.pieces = pieces_of(shape.dim, 2, 2, rows * shape.kv_heads)
+        self.pieces = policy_of(torch.device("cuda", 0)).attention.decode_splits(
+            shape.dim, 2, 2, rows * shape.kv_heads)._asdict()
         self._plan: DecodePlan | None = None
         self._products = [[self._random(out, wide) * 0.02 for out, wide in (
             (self._fused.shape[1], shape.hidden), (shape.hidden, shape.heads * shape.dim),
@@ -107,19 +111,20 @@ class Batch:
     def _rope(self, layer: int, fused: torch.Tensor) -> torch.Tensor:
         q, k, v = self._heads(fused)
         rope_and_store(q, k, v, self._pool[:, layer, 0], self._pool[:, layer, 1], self._pages, self._offsets,
-                       self._cos_sin, self._positions, norms=self._norms, settled=self._plan is not None)
+                       self._cos_sin, self._positions, norms=self._norms, inputs_ready=self._plan is not None)
         return q
 
-    def _attend(self, layer: int, q: torch.Tensor, fresh: CurrentKV | None = None) -> torch.Tensor:
-        settled = self._plan is not None
+    def _attend(self, layer: int, q: torch.Tensor, current_kv: CurrentKV | None = None) -> torch.Tensor:
+        inputs_ready = self._plan is not None
         if self._plan is None:
-            self._plan = plan_decode(self._indptr, self._last, PAGE, self.shape.kv_heads, processors_of(self._device),
+            self._plan = plan_decode(self._indptr, self._last, PAGE, self.shape.kv_heads, num_sms(self._device),
                                      self._context, **self.pieces)
         return paged_decode(q, self._pool[:, layer, 0], self._pool[:, layer, 1], self._indptr, self._indices,
-                            self._last, self.shape.dim**-0.5, self._plan, self.tile, settled=settled, fresh=fresh)
+                            self._last, self.shape.dim**-0.5, self._plan, self.tile, inputs_ready=inputs_ready,
+                            current_kv=current_kv)
 
     def _attended(self, layer: int, fused: torch.Tensor) -> torch.Tensor:
-        if not self.takes_in:
+        if not self.stores_current_kv:
             return self._attend(layer, self._rope(layer, fused))
         q, k, v = self._heads(fused)
         return self._attend(layer, q, CurrentKV(k, v, self._cos_sin, self._positions, self._norms))
@@ -132,7 +137,7 @@ class Batch:
             "rope_and_store": lambda i: self._rope(i, self._fused),
             "paged_decode": lambda i: self._attend(i, q),
             "silu_and_mul": lambda i: silu_and_mul(self._gate_up),
-            "greatest": lambda i: greatest(self.logits),
+            "argmax": lambda i: argmax(self.logits),
             "torch's argmax": lambda i: self.logits.argmax(-1),
             "a layer's small kernels": self.small,
             "a layer": self.layer,
@@ -147,7 +152,7 @@ class Batch:
     def _norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         if x.dim() == 3:
             assert residual is not None
-            return joined_rmsnorm(x, self._weight, 1e-5, residual)
+            return split_k_rmsnorm(x, self._weight, 1e-5, residual)
         return rmsnorm(x, self._weight, 1e-5, residual)
 
     def layer(self, layer: int) -> None:
@@ -195,7 +200,7 @@ def main() -> None:
         batch = Batch(shape, size, args.context)
         keys = 4 * size * args.context * shape.kv_heads * shape.dim
         floors = {"paged_decode": keys, "a layer's small kernels": keys, "a layer": keys + 2 * shape.layer_values,
-                  "greatest": 4 * batch.logits.numel(), "torch's argmax": 4 * batch.logits.numel()}
+                  "argmax": 4 * batch.logits.numel(), "torch's argmax": 4 * batch.logits.numel()}
         for name, step in batch.steps().items():
             if args.only and not any(word in name for word in args.only.split(",")):
                 continue

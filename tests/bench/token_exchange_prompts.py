@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from ...common.distributed.dispatch_buffers import DispatchBuffers
 from ...common.distributed.parallel import Parallel
-from ...kernels.comm.all_to_all import peer_combine, peer_dispatch, peer_parts
-from ...kernels.comm.dispatch_buffers import Areas, PeerAreas
+from ...kernels.comm.all_to_all import all_to_all_combine, all_to_all_dispatch, reduce_combined
+from ...kernels.comm.dispatch_buffers import DispatchLayout, DispatchMemory
 from ...kernels.moe.moe_sum import moe_sum
 from ...kernels.rowwise.rmsnorm import rmsnorm
 
@@ -77,8 +77,8 @@ class Layer:
 
     def _by_peers(self, float8: bool) -> dict[str, float]:
         assert self._group.device_group is not None
-        areas = Areas(self._group.size, self._rows, self.x.shape[1], CHOICES, float8, self.x.dtype)
-        shared = DispatchBuffers(self._group.rank, self._group.device_group, self._group.device, areas)
+        layout = DispatchLayout(self._group.size, self._rows, self.x.shape[1], CHOICES, float8, self.x.dtype)
+        shared = DispatchBuffers(self._group.rank, self._group.device_group, self._group.device, layout)
         peers, n = shared.peers, self._rows
         ids, weights = peers.choices(n)
         self._dispatch(peers)
@@ -93,13 +93,14 @@ class Layer:
             return {"dispatch float8": found["dispatch"]}
         return found | timed(self._group.barrier, {
             "sum": lambda: moe_sum(made, ids, self._places, weights, positions, self.every),
-            "parts": lambda: peer_parts(self.numbers, self._places, peers, None, self.residual, self.weight, 1e-5)})
+            "parts": lambda: reduce_combined(self.numbers, self._places, peers, None, self.residual, self.weight,
+                                             1e-5)})
 
-    def _dispatch(self, peers: PeerAreas) -> None:
-        peer_dispatch(self.x, self.numbers, self.weights, self._rows, self._places, peers)
+    def _dispatch(self, peers: DispatchMemory) -> None:
+        all_to_all_dispatch(self.x, self.numbers, self.weights, self._rows, self._places, peers)
 
-    def _combine(self, peers: PeerAreas, made: torch.Tensor, positions: torch.Tensor) -> None:
-        peer_combine(made, positions, self._rows, self._places, peers)
+    def _combine(self, peers: DispatchMemory, made: torch.Tensor, positions: torch.Tensor) -> None:
+        all_to_all_combine(made, positions, self._rows, self._places, peers)
 
 
 def timed(barrier: Callable[[], None], works: dict[str, Callable[[], object]]) -> dict[str, float]:

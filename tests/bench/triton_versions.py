@@ -25,37 +25,38 @@ import torch
 TESTS = Path(__file__).parent.parent / "gpu"
 PYTEST = ["-m", "pytest", "-q", "-W", "ignore", "--maxfail", "4", "-p", "no:cacheprovider", "-o", "addopts=",
           "--import-mode=importlib"]
-GLUON = [*(str(TESTS / f"test_{name}_warpgroups.py") for name in ("decode", "dense", "split")),
-         f"{TESTS}/test_skinny_matmul.py::test_streamed_products_equal_torch_and_rows_do_not_depend_on_their_number",
+GLUON = [*(str(TESTS / f"test_{name}_warp_specialized.py") for name in ("decode", "dense", "split_k")),
+         f"{TESTS}/test_small_m_matmul.py::test_streamed_products_equal_torch_and_rows_do_not_depend_on_their_number",
          f"{TESTS}/test_moe.py::test_warp_groups_equal_the_twin"]
 CALLS, REPEATS = 16, 20
 
 
 def cases() -> dict[str, Callable[[], object]]:
     """Calls on the GPU by a name: those of kernels in Gluon, then of Triton's own that a decode step spends most in."""
-    from ...kernels.gemm.dense_tiles import TALL
-    from ...kernels.gemm.dense_warp_specialized import dense_product
-    from ...kernels.gemm.persistent_tiles import streamed_tile
-    from ...kernels.gemm.small_m_matmul import skinny_matmul
-    from ...kernels.gemm.split_k_tiles import SplitKTile
-    from ...kernels.gemm.split_k_warp_specialized import split_matmul, split_pieces
+    from ...kernels.gemm.dense_warp_specialized import warp_specialized_matmul
+    from ...kernels.gemm.small_m_matmul import small_m_matmul
+    from ...kernels.gemm.split_k_warp_specialized import split_k_matmul, split_k_partials
     from ...kernels.moe.moe_experts import moe_experts
-    from ...kernels.moe.moe_tiles import warpgroup_tiles
     from ...kernels.rowwise.rmsnorm import rmsnorm
+    from ...kernels.tuning.gemm import SplitKTile
+    from ...kernels.tuning.moe import warp_specialized_tiles
+    from ...kernels.tuning.policy import policy_of
 
     torch.manual_seed(0)
+    gemm = policy_of(torch.device("cuda", 0)).gemm
     up, down = of(28672, 4096), of(4096, 4096)
     many, some, few = of(8192, 4096), of(128, 4096), of(8, 4096)
     gate_up, back = of(128, 1536, 2048), of(128, 2048, 768)
     tokens, own = of(8192, 2048), of(8192, 128).float()
     places, weights = own.topk(8).indices, torch.rand(8192, 8, device="cuda")
     return {
-        "dense, 8,192 rows, gated": lambda: dense_product(many, up, TALL, gated=True),
-        "split, 128 rows, gated": lambda: split_matmul(some, up, SplitKTile(128, 64, 64, 4), gated=True),
-        "split, 128 rows, pieces": lambda: split_pieces(some, down, SplitKTile(128, 64, 64, 6, 4)),
-        "streamed, 8 rows, gated": lambda: skinny_matmul(few, up, gated=True, tile=streamed_tile(8, 28672, 4096)),
+        "dense, 8,192 rows, gated": lambda: warp_specialized_matmul(many, up, gemm.numbers.warp_specialized.tall,
+                                                                    gated=True),
+        "split, 128 rows, gated": lambda: split_k_matmul(some, up, SplitKTile(128, 64, 64, 4), gated=True),
+        "split, 128 rows, pieces": lambda: split_k_partials(some, down, SplitKTile(128, 64, 64, 6, 4)),
+        "streamed, 8 rows, gated": lambda: small_m_matmul(few, up, gated=True, tile=gemm.persistent(8, 28672, 4096)),
         "experts, 8,192 tokens": lambda: moe_experts(tokens, gate_up, back, places, weights, None,
-                                                     warpgroup_tiles(torch.bfloat16)),
+                                                     warp_specialized_tiles(torch.bfloat16)),
         "attention, 256 of 2,048": attention(256, 2048),
         "attention, 8 of 2,048": attention(8, 2048),
         "attention, 8 of 16,384": attention(8, 16384),
@@ -70,16 +71,19 @@ def of(*sizes: int) -> torch.Tensor:
 
 def attention(requests: int, length: int) -> Callable[[], object]:
     """Decode attention of Llama-3-8B's heads, as an engine plans it."""
-    from ...kernels.attention.decode_plan import plan_decode, processors_of
-    from ...kernels.attention.paged_decode import paged_decode, pieces_of
+    from ...kernels.attention.decode_plan import plan_decode
+    from ...kernels.attention.paged_decode import paged_decode
+    from ...kernels.tuning.policy import policy_of
 
     page, count = 16, length // 16
     pool, q = of(requests * count, 2, 8, page, 128), of(requests, 32, 128)
     ends = torch.arange(requests + 1, device="cuda", dtype=torch.int32) * count
     order = torch.randperm(requests * count, device="cuda").int()
     last = torch.full((requests,), page, device="cuda", dtype=torch.int32)
-    plan = plan_decode(ends, last, page, 8, processors_of(q.device), length, **pieces_of(128, 2, 2, requests * 8))
-    return lambda: paged_decode(q, pool[:, 0], pool[:, 1], ends, order, last, 128**-0.5, plan, settled=True)
+    policy = policy_of(q.device)
+    splits = policy.attention.decode_splits(128, 2, 2, requests * 8)._asdict()
+    plan = plan_decode(ends, last, page, 8, policy.facts.num_sms, length, **splits)
+    return lambda: paged_decode(q, pool[:, 0], pool[:, 1], ends, order, last, 128**-0.5, plan, inputs_ready=True)
 
 
 def microseconds() -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Finds the fastest tiles of layers of experts and writes them into the table of this device.
 
     python -m baton.tests.bench.tune_moe [--shapes qwen3-30b-a3b,...] [--dtypes bfloat16,float8_e4m3fn]
-        [--tokens 1,16,...] [--folder kernels/tiles]
+        [--tokens 1,16,...] [--folder kernels/tuning]
 
 What other runs have found for other shapes or counts stays in the table, which is written after each count. All
 candidates are compiled first, by as many processes as there are cores; one shape's kernels serve the others.
@@ -19,23 +19,15 @@ from pathlib import Path
 
 import torch
 
-from ...kernels.moe import moe_tiles
+from ...kernels.device import device_name
 from ...kernels.moe.moe_align import Alignment, moe_align
 from ...kernels.moe.moe_experts import moe_experts
 from ...kernels.moe.moe_gemm import moe_gemm
-from ...kernels.moe.moe_sorted import fits, moe_down, moe_up, moe_up_in_float8, takes_warpgroups
+from ...kernels.moe.moe_sorted import fits, moe_down, moe_up, moe_up_in_float8, supports_warp_specialized
 from ...kernels.moe.moe_sum import moe_sum
-from ...kernels.moe.moe_tiles import (
-    Tile,
-    Tiles,
-    default_tiles,
-    device_name,
-    file_of,
-    shape_key,
-    to_json,
-    warpgroup_tiles,
-)
 from ...kernels.rowwise.fp8_quantize import quantize_groups
+from ...kernels.tuning.moe import Tile, Tiles, default_tiles, shape_key, warp_specialized_tiles
+from ...kernels.tuning.policy import FOLDER, file_of, policy_of, write_moe_tiles
 from .moe_shapes import SHAPES, Layer, Shape, micros
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -70,8 +62,8 @@ def candidates(rows: int, dtype: torch.dtype, gated: bool) -> Iterator[Tile]:
 
 
 def warpgroup_candidates(dtype: torch.dtype, gated: bool) -> list[Tile]:
-    tiles = warpgroup_tiles(dtype, 16)
-    return [tiles.gate_up if gated else tiles.down] if takes_warpgroups(DEVICE, 256, 128, dtype) else []
+    tiles = warp_specialized_tiles(dtype, 16)
+    return [tiles.gate_up if gated else tiles.down] if supports_warp_specialized(DEVICE, 256, 128, dtype) else []
 
 
 def suits(tile: Tile, depth: int, layer: Layer) -> bool:
@@ -88,9 +80,9 @@ class Products:
         self.up_bias, self.down_bias = layer.biases or (None, None)
         self.x, self.places, self.weights = layer.tokens(tokens)
         self.in_order = tile.rows in FEW_ROWS
-        self.aligned: Alignment = moe_align(self.places, layer.shape.experts, tile.block, tile.tall)
+        self.aligned: Alignment = moe_align(self.places, layer.shape.experts, tile.block, tile.max_blocks)
         self.given, self.given_scale = self._quantized(self.x)
-        length = self.places.numel() if self.in_order else len(self.aligned.rows)
+        length = self.places.numel() if self.in_order else len(self.aligned.sorted_choices)
         self.between, self.between_scale = self._quantized(
             torch.randn(length, layer.shape.size, device=self.x.device).to(layer.dtype))
 
@@ -100,7 +92,7 @@ class Products:
     def up(self, tile: Tile) -> torch.Tensor:
         layer, total = self.layer, self.places.numel()
         scale = None if layer.scales is None else layer.scales.gate_up
-        if scale is not None and self.given_scale is not None and tile.by_warpgroups:
+        if scale is not None and self.given_scale is not None and tile.is_warp_specialized:
             return moe_up_in_float8(self.given, layer.gate_up, self.aligned, layer.shape.top_k, total, tile,
                                     layer.dtype, self.given_scale, scale, self.up_bias, layer.shape.gate_limit)[0]
         if not self.in_order:
@@ -127,8 +119,8 @@ class Products:
     def others(self) -> tuple[Callable[[], object], Callable[[], object]]:
         """The alignment and, of sorted rows, the sum."""
         out, count = torch.empty_like(self.x), self.layer.shape.experts
-        made = torch.zeros(len(self.aligned.rows), self.x.shape[1], dtype=self.x.dtype, device=self.x.device)
-        return (lambda: moe_align(self.places, count, self.tile.block, self.tile.tall),
+        made = torch.zeros(len(self.aligned.sorted_choices), self.x.shape[1], dtype=self.x.dtype, device=self.x.device)
+        return (lambda: moe_align(self.places, count, self.tile.block, self.tile.max_blocks),
                 lambda: moe_sum(made, self.places, count, self.weights, self.aligned.positions, out))
 
 
@@ -230,16 +222,14 @@ def main() -> None:
     parser.add_argument("--dtypes", default="bfloat16" if torch.cuda.is_available() else "float32")
     parser.add_argument("--tokens", default="1,16,64,256,1024,2048,4096,8192")
     parser.add_argument("--most-rows", type=int, default=128)
-    parser.add_argument("--folder", type=Path, default=moe_tiles.FOLDER)
+    parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--verbose", action="store_true", help="each product's time by each number of rows in a block")
     args = parser.parse_args()
     name, dtypes = device_name(DEVICE), args.dtypes.split(",")
     if DEVICE.type == "cuda":
         limits = {SHAPES[shape].gate_limit for shape in args.shapes.split(",")}
         compile_all(all_candidates(dtypes, args.most_rows, limits))
-    measured = dict(moe_tiles.table(name))
-    args.folder.mkdir(exist_ok=True, parents=True)
-    file = file_of(args.folder, name)
+    measured = dict(policy_of(DEVICE).moe.numbers.tiles)
     for dtype, shape_name in ((getattr(torch, dtype), shape) for dtype in dtypes for shape in args.shapes.split(",")):
         shape = SHAPES[shape_name]
         layer = Layer(shape, dtype, DEVICE.type)
@@ -248,8 +238,8 @@ def main() -> None:
         measured[key] = dict(measured.get(key, {}))
         for tokens in map(int, args.tokens.split(",")):
             measured[key][tokens] = tune(layer, tokens, args.most_rows, args.verbose)
-            file.write_text(to_json(measured))
-    print(f"written to {file}")
+            write_moe_tiles(name, measured, args.folder)
+    print(f"written to {file_of(name, args.folder)}")
 
 
 if __name__ == "__main__":

@@ -13,9 +13,10 @@ import statistics
 import numpy as np
 import torch
 
-from ...kernels.attention.decode_plan import plan_decode, processors_of
-from ...kernels.attention.paged_decode import paged_decode, pieces_of
+from ...kernels.attention.decode_plan import plan_decode
+from ...kernels.attention.paged_decode import paged_decode
 from ...kernels.attention.paged_prefill import paged_prefill, plan_prefill
+from ...kernels.tuning.policy import policy_of
 from . import ceilings
 from .device_time import captured, run_seconds
 
@@ -42,12 +43,15 @@ class Sequences:
 
     def decode(self, window: int | None, sinks: torch.Tensor | None) -> float:
         """Seconds of a layer."""
+        policy = policy_of(CUDA)
+        splits = policy.attention.decode_splits(DIM, 2, 2, self.count * KV_HEADS)._asdict()
+
         def step() -> None:
-            plan = plan_decode(self.table[0], self.table[2], PAGE, KV_HEADS, processors_of(CUDA), self.length,
-                               **pieces_of(DIM, 2, 2, self.count * KV_HEADS), window=window)
+            plan = plan_decode(self.table[0], self.table[2], PAGE, KV_HEADS, policy.facts.num_sms, self.length,
+                               **splits, window=window)
             for layer in range(self.layers):
                 paged_decode(self.q, self.pool[:, layer, 0], self.pool[:, layer, 1], *self.table, DIM**-0.5, plan,
-                             settled=layer > 0, window=window, sinks=sinks)
+                             inputs_ready=layer > 0, window=window, sinks=sinks)
 
         return statistics.median(run_seconds(captured(step), 9)) / self.layers
 

@@ -25,4 +25,4 @@ def main(device: int, pipe: Connection) -> None:
     torch.cuda.synchronize()
     pipe.send(backend.local_metadata())
     while (asked := pipe.recv()) is not None:
-        pipe.send((pool.cpu().numpy() if asked == "content" else backend.bells()).tobytes())
+        pipe.send((pool.cpu().numpy() if asked == "content" else backend.completion_flags()).tobytes())

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from baton.kernels import _triton
-from baton.kernels.sampling.argmax import greatest
+from baton.kernels.sampling.argmax import argmax
 from baton.tests.bench import small_kernels
 from baton.tests.helpers.rank_processes import SECONDS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-@pytest.mark.parametrize("file", ["kernel_cases.py", "draw_cases.py", "fp8_cases.py", "skinny_cases.py"])
+@pytest.mark.parametrize("file", ["kernel_cases.py", "sample_cases.py", "fp8_cases.py", "small_m_cases.py"])
 def test_kernels_equal_their_twins(file):
     cases = Path(__file__).parents[1] / "kernels" / file
     done = subprocess.run([sys.executable, "-m", "pytest", "--import-mode=importlib", "-p", "no:cacheprovider",
@@ -50,7 +50,7 @@ def _decode_layers(rows: int) -> list[torch.Tensor]:
         batch.plan()
         for layer in range(small_kernels.LAYERS):
             hidden, residual = batch.run(layer, hidden, residual)
-        return torch.cat((hidden.float(), residual.float(), greatest(hidden.float())[0][:, None]), -1)
+        return torch.cat((hidden.float(), residual.float(), argmax(hidden.float())[0][:, None]), -1)
 
     x.normal_()
     step()

@@ -151,14 +151,14 @@ def test_a_bell_rings_behind_the_writes(source, device):
     backend.register([region_of(source)], PAGES)
     peer, ids = backend.add_peer(target.metadata, [1], [1]), over_and_over("scattered")
     write = backend.write(peer, 0, ids, 0, ids)
-    place, began = backend.ring(peer, 77), time.monotonic()
-    while not target.bells().any():
+    place, began = backend.write_flag(peer, 77), time.monotonic()
+    while not target.completion_flags().any():
         assert time.monotonic() - began < 30, "nobody rang"
     assert backend.poll(write) is WriteState.DONE
-    assert target.bells()[place] == 77 and np.array_equal(target.content(), source.cpu().numpy())
-    backend.ring(peer, 78)
+    assert target.completion_flags()[place] == 77 and np.array_equal(target.content(), source.cpu().numpy())
+    backend.write_flag(peer, 78)
     backend.remove_peer(peer)
-    assert np.count_nonzero(target.bells()) == 2
+    assert np.count_nonzero(target.completion_flags()) == 2
     target.process.kill()
     backend.close()
 

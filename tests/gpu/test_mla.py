@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from baton.common.attention.mla.select import choose_latent_backend, choose_latent_decode_backend, latent_backend
-from baton.common.attention.split import SplitBackend
+from baton.common.attention.prefill_decode_backend import PrefillDecodeBackend
 from baton.common.config.mla import MLASpec
 from baton.common.config.server import KernelArgs
 from baton.common.forward.forward_batch import Row, build_forward_batch
@@ -51,7 +51,7 @@ def test_backends_agree_at_deepseeks_widths(heads, expanded_mib, decode):
     pools = [KVPool(layout, NUM_PAGES, CUDA) for _ in range(2)]
     triton = latent_backend("triton", pools[1], DEEPSEEK, heads, "bfloat16")
     triton._most_tokens = (expanded_mib << 20) // (heads * 256 * 2)
-    split = SplitBackend(triton, latent_backend(decode, pools[1], DEEPSEEK, heads, "bfloat16"))
+    split = PrefillDecodeBackend(triton, latent_backend(decode, pools[1], DEEPSEEK, heads, "bfloat16"))
     runs = [latent_backend("torch", pools[0], DEEPSEEK, heads, "bfloat16"), split]
     generator = torch.Generator(CUDA).manual_seed(9)
     table = torch.randn(600, 64, device=CUDA, generator=generator)

@@ -18,8 +18,8 @@ from baton.common.weights.slots import allocator
 from baton.kernels import reference
 from baton.kernels.arguments import ExpertBiases, Scales
 from baton.kernels.moe.moe_experts import moe_experts
-from baton.kernels.moe.moe_sorted import takes_warpgroups
-from baton.kernels.moe.moe_tiles import default_tiles, warpgroup_tiles
+from baton.kernels.moe.moe_sorted import supports_warp_specialized
+from baton.kernels.tuning.moe import default_tiles, warp_specialized_tiles
 from baton.tests.common.distributed.moe_rank import TOKENS
 from baton.tests.common.distributed.test_moe_ranks import MOE_RANK
 from baton.tests.gpu.whole_models import check_graphs_and_overlap
@@ -88,7 +88,7 @@ def test_warp_groups_equal_the_twin(tokens, num_places, hidden, size, dtype, lim
     """Few places far from even, some of other ranks, halves of blocks, columns that no tile divides, many tiles a
     program; the same bits each time, and nearly those of the other sorted products. The twin's float8 differs where the
     first product's last digit moves a rounding."""
-    assert takes_warpgroups(torch.device("cuda", 0), hidden, size, dtype)
+    assert supports_warp_specialized(torch.device("cuda", 0), hidden, size, dtype)
     generator = torch.Generator("cuda").manual_seed(0)
     given = torch.bfloat16 if dtype.itemsize == 1 else dtype
     x = torch.randn(tokens, hidden, generator=generator, device="cuda").to(given)
@@ -101,7 +101,7 @@ def test_warp_groups_equal_the_twin(tokens, num_places, hidden, size, dtype, lim
         gate_up, down = ((matrix * 100).to(dtype) for matrix in (gate_up, down))
         scales = Scales(*(torch.rand(n, rows // 128, depth // 128, generator=generator, device="cuda") * 0.01
                           for n, rows, depth in shapes), "block")
-    tiles, biases = warpgroup_tiles(dtype), None
+    tiles, biases = warp_specialized_tiles(dtype), None
     if limit:
         biases = ExpertBiases(*(torch.randn(shape[:2], generator=generator, device="cuda").to(given)
                                 for shape in shapes))

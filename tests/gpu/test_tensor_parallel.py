@@ -30,7 +30,7 @@ def test_ranks_sum_and_capture(tmp_path, size):
     def ranks_of(part: str) -> list:
         folder = tmp_path / part
         folder.mkdir()
-        return run_ranks(Path(__file__).with_name("peer_rank.py"), size, folder, part, str(checkpoint))
+        return run_ranks(Path(__file__).with_name("tensor_parallel_rank.py"), size, folder, part, str(checkpoint))
 
     with ThreadPoolExecutor() as pool:
         running = {part: pool.submit(ranks_of, part) for part in PARTS}

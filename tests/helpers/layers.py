@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 FLOORS: dict[str, list[list[str]]] = {
     "": [["kernels"], ["common"], ["kvtransfer", "router"], ["prefill", "decode"], ["launch", "offline"], ["bench"]],
-    "kernels": [["_triton", "_gluon", "device", "arguments", "tuning"], ["gated_activation"], ["reference"],
+    "kernels": [["device", "arguments"], ["_triton"], ["_gluon", "tuning"], ["gated_activation"], ["reference"],
                 ["rowwise"], ["comm", "sampling", "gemm"], ["float8", "attention"], ["moe"]],
     "common": [["version", "process", "tinychat"], ["api"], ["parsers"], ["config"], ["obs"], ["tokenizer"],
                ["weights", "distributed", "kvcache", "forward"], ["quantization"], ["layers", "attention"], ["models"],

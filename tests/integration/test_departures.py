@@ -24,12 +24,12 @@ def pushed(overlap, *batches):
     told, now = [], [""]
     sender = SimpleNamespace(push=lambda room, group, first, ids, ready: told.append(
         (now[0], room, group, first, [int(i) - 100 * room for i in ids], ready)))
-    departures = KVPush(sender, CACHE, GROUPS, overlap, lambda: "launched")
+    kv_push = KVPush(sender, CACHE, GROUPS, overlap, lambda: "launched")
     for number, chunks in enumerate(batches):
         batch = ScheduledBatch(chunks, is_decode=False)
         now[0] = f"before {number}"
-        departures.cached(batch)
-        push = departures.of(batch)
+        kv_push.push_cached(batch)
+        push = kv_push.callback_for(batch)
         for group in range(GROUPS):
             now[0] = f"{number}.{group}"
             push(group, f"event {number}.{group}")

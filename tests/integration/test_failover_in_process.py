@@ -25,7 +25,7 @@ class Fleet:
     """A prefill server and as many decode servers as a test uses up."""
 
     def __init__(self, folder, port):
-        self.folder, self.port, self.rooms = folder, port, iter(range(1, 1000))
+        self.folder, self.port, self.transfers = folder, port, iter(range(1, 1000))
         self.prefill = Side(folder, make_prefill, "prefill", port, "fake", chunk=23, max_total_tokens=512)
         self.decodes = []
         self.launches = 0
@@ -50,7 +50,7 @@ class Fleet:
     def start(self, prompt, decode, previous=None, sampling=None, rid=None, **fields):
         """Both halves of an attempt; returns prefill's request and the room."""
         self.prefill.take()
-        room = next(self.rooms)
+        room = next(self.transfers)
         sampling = sampling or SamplingParams(temperature=0.0, max_new_tokens=6)
         halves = []
         for side in (self.prefill, decode):
@@ -123,7 +123,7 @@ def drain(fleet):
     """Decode's word of what it took over arrives."""
     def done():
         fleet.prefill.scheduler.step(0.0)
-        return not len(fleet.prefill.scheduler._kept) and not len(fleet.prefill.cache.partial_pages)
+        return not len(fleet.prefill.scheduler._retained) and not len(fleet.prefill.cache.partial_pages)
     wait_until(done)
 
 
@@ -183,7 +183,7 @@ def test_another_attempt_may_have_the_same_id(fleet, answer):
     for side, half in ((fleet.prefill, req), (decode, decode.tracker.live["mine"])):
         side.abort(half)
         side.take()
-    assert len(fleet.prefill.scheduler.rooms) == len(decode.scheduler.rooms) == 1, "both wait for the writes"
+    assert len(fleet.prefill.scheduler.transfers) == len(decode.scheduler.transfers) == 1, "both wait for the writes"
     fleet.start(prompt, decode, previous=room, rid="mine")
     gate.set()
     assert tokens_in(answered(fleet, decode)) == answer(prompt)
@@ -222,7 +222,7 @@ def test_what_was_kept_is_for_the_same_request_only(fleet, answer, other):
     fleet.start(prompt, second, previous=None if other == "no room named" else room, sampling=sampling)
     assert tokens_in(answered(fleet, second)) == answer(prompt)
     assert fleet.launches > launches
-    fleet.prefill.scheduler._kept.drop(room)
+    fleet.prefill.scheduler._retained.drop(room)
     drain(fleet)
 
 
@@ -252,7 +252,7 @@ def test_memory_that_others_need_ends_it(fleet, answer):
     fleet.until_computed(req, first)
     wait_until(lambda: fleet.prefill.scheduler.step(0.0) or fleet.prefill.scheduler.idle, 20)
     fleet.kill(first)
-    tail = fleet.prefill.scheduler._kept._kept[room].tail
+    tail = fleet.prefill.scheduler._retained._prompts[room].partial_page
     assert tail.page is not None
     fleet.start(prompt_of(511, 11), second, sampling=SamplingParams(temperature=0.0, max_new_tokens=1))
     answered(fleet, second)
@@ -280,8 +280,8 @@ def test_time_ends_it_and_so_does_a_client_that_left(fleet):
         if not leaves:
             assert len(fleet.prefill.cache.partial_pages) == 1
             fleet.prefill.scheduler.step(1000.0)
-        assert len(fleet.prefill.cache.partial_pages) == 0 and not len(fleet.prefill.scheduler._kept)
-        assert not fleet.prefill.scheduler.sender._core.watched
+        assert len(fleet.prefill.cache.partial_pages) == 0 and not len(fleet.prefill.scheduler._retained)
+        assert not fleet.prefill.scheduler.sender._core.awaiting_ack
         fleet.prefill.assert_clean()
         fleet.kill(first)
         fleet.prefill.take()

@@ -10,7 +10,7 @@ from baton.common.config.server import ScheduleArgs
 from baton.common.kvcache.manager import KVCacheManager
 from baton.common.request.req import Req
 from baton.common.scheduler.batcher import Batcher
-from baton.prefill.step_size import most_together
+from baton.prefill.step_size import step_tokens
 
 
 def steps(lengths, **args):
@@ -21,7 +21,7 @@ def steps(lengths, **args):
         batcher.waiting.append(Req.from_message(message, eos_ids=frozenset(), now=float(i), timeout=1e9))
     found = []
     while batcher.waiting or batcher.prefilling:
-        batch = batcher.next_prefill(most_together(batcher))
+        batch = batcher.next_prefill(step_tokens(batcher))
         found.append({int(chunk.req.rid): chunk.stop - chunk.start for chunk in batch.chunks})
         for chunk in batch.chunks:
             chunk.req.num_computed_tokens = chunk.stop

@@ -132,7 +132,7 @@ class Side:
 def run(*sides, seconds=30.0):
     deadline = time.monotonic() + seconds
     while not all(side.scheduler.idle for side in sides):
-        assert time.monotonic() < deadline, [side.scheduler.rooms.__dict__ for side in sides]
+        assert time.monotonic() < deadline, [side.scheduler.transfers.__dict__ for side in sides]
         worked = [side.scheduler.step(0.0) for side in sides]
         if not any(worked):
             time.sleep(0.001)

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,10 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from baton.kernels.tuning.moe import MoENumbers, MoEPolicy
+
 from . import hopper_cases
+from .h200 import policy_of_h200
 
 
 class Compiler:
@@ -40,11 +44,16 @@ class Compiler:
         triton.runtime.driver.set_active(SimpleNamespace(
             get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0,
             get_current_stream=lambda device: 0))
+        h200 = policy_of_h200(runs_gluon=False)  # cases name the tiles of kernels written in Gluon
+        # Measured tiles of experts change with the number of tokens, and a server compiles all of them at start.
+        policy = replace(h200, moe=MoEPolicy(h200.facts, MoENumbers()))
         for name, module in list(sys.modules.items()):
             if name.startswith("baton.kernels.") and hasattr(module, "runs_triton"):
                 module.runs_triton = lambda tensor: True
             if name.startswith("baton.kernels.") and hasattr(module, "pdl"):
                 module.pdl = lambda tensor: {"PDL": True, "launch_pdl": True}
+            if name.startswith("baton.kernels.") and hasattr(module, "policy_of"):
+                module.policy_of = lambda device: policy
 
     def _compile(self, kernel: JITFunction, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         known = {id(made) for _, made in self.found}

@@ -10,7 +10,7 @@ from baton.common.quantization.float8 import quantize_blocks, quantize_channels
 from baton.kernels import reference
 from baton.kernels.arguments import Float8Format
 from baton.kernels.attention.decode_plan import plan_decode
-from baton.kernels.attention.dequantize_pages import widen_pages
+from baton.kernels.attention.dequantize_pages import dequantize_pages
 from baton.kernels.attention.paged_decode import paged_decode
 from baton.kernels.attention.paged_prefill import paged_prefill, plan_prefill
 from baton.kernels.attention.rope_and_store import rope_and_store
@@ -66,18 +66,18 @@ FORMS = {"token": Float8Format(1026), "group": Float8Format(128), "known": Float
 def test_rmsnorm_to_float8(form, residual, dtype, atol, rtol):
     """As the norm and then the quantizing; of rows that lie apart."""
     group, known = FORMS[form]
-    wanted = Float8Format(group, None if known is None else known.to(DEVICE))
+    programs = Float8Format(group, None if known is None else known.to(DEVICE))
     x, weight = random(3, 1040, dtype=dtype)[:, :1026], random(1026, dtype=dtype, seed=1)
     before = random(3, 1026, dtype=dtype, seed=2) if residual else None
-    got, total = fp8_rmsnorm(x, weight, 1e-6, wanted, before)
+    got, total = fp8_rmsnorm(x, weight, 1e-6, programs, before)
     normed, want_total = reference.rmsnorm(x, weight, 1e-6, before)
-    want = quantize(normed, wanted)
+    want = quantize(normed, programs)
     torch.testing.assert_close(total, want_total)
     torch.testing.assert_close(got.scale, want.scale, atol=1e-6, rtol=2e-3)
     assert got.dtype == dtype and got.scale.stride() == want.scale.stride()
     torch.testing.assert_close(got.values.float(), want.values.float(), atol=2**-9, rtol=0.13)
     assert (got.values.float() != want.values.float()).float().mean() < 0.02  # the sum's order may turn a rounding
-    assert torch.equal(fp8_rmsnorm(x[:0], weight, 1e-6, wanted)[0].values, want.values[:0])
+    assert torch.equal(fp8_rmsnorm(x[:0], weight, 1e-6, programs)[0].values, want.values[:0])
 
 
 @each_dtype
@@ -145,10 +145,10 @@ def float8_pool(pages: int, heads: int, page_size: int, dim: int, stored: torch.
 def test_widen_pages(stored, dtype, atol, rtol):
     pool = float8_pool(9, 3, 4, 20, stored)
     ids = torch.tensor([7, 0, 7, 3], dtype=torch.int32, device=DEVICE)
-    got = widen_pages(*pool, ids, dtype, 0.5, 0.3)
-    torch.testing.assert_close(got, reference.widen_pages(*pool, ids, dtype, 0.5, 0.3), atol=atol, rtol=rtol)
+    got = dequantize_pages(*pool, ids, dtype, 0.5, 0.3)
+    torch.testing.assert_close(got, reference.dequantize_pages(*pool, ids, dtype, 0.5, 0.3), atol=atol, rtol=rtol)
     assert torch.equal(got[:, 0].float(), pool[0][ids.long()].float() * 0.5)
-    assert widen_pages(*pool, ids[:0], dtype).shape == (0, 2, 3, 4, 20)
+    assert dequantize_pages(*pool, ids[:0], dtype).shape == (0, 2, 3, 4, 20)
 
 
 @each_dtype
@@ -163,8 +163,8 @@ def test_attention(dim, stored, dtype, atol, rtol):
     q = random(len(lengths), heads, dim, dtype=dtype)
     scale = dim**-0.5 * 0.25
     want = reference.paged_attention(q, *pool, torch.arange(len(lengths) + 1), *table, scale, 0.5)
-    for processors in (1, 100):
-        plan = plan_decode(table[0], table[2], page_size, kv_heads, processors, max(lengths), shortest=64)
+    for num_sms in (1, 100):
+        plan = plan_decode(table[0], table[2], page_size, kv_heads, num_sms, max(lengths), min_tokens=64)
         got = paged_decode(q, *pool, *table, scale, plan, v_scale=0.5)
         torch.testing.assert_close(got, want, atol=4 * atol, rtol=4 * rtol)
     indptr = np.array([0, 1, 6, 40], np.int32)

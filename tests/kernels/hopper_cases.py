@@ -17,52 +17,51 @@ import torch
 from baton.kernels.arguments import ExpertBiases, Float8Format, HeadNorms, Scales
 from baton.kernels.attention.current_kv import CurrentKV
 from baton.kernels.attention.decode_plan import DecodePlan, plan_decode
-from baton.kernels.attention.decode_warp_specialized import launch_warpgroups
-from baton.kernels.attention.dequantize_pages import widen_pages
+from baton.kernels.attention.decode_warp_specialized import decode_warp_specialized
+from baton.kernels.attention.dequantize_pages import dequantize_pages
 from baton.kernels.attention.mla_decode import mla_decode
 from baton.kernels.attention.mla_prefill import mla_prefill, plan_mla_prefill
 from baton.kernels.attention.mla_rope_and_store import mla_rope_and_store
-from baton.kernels.attention.paged_decode import paged_decode, pieces_of
+from baton.kernels.attention.paged_decode import paged_decode
 from baton.kernels.attention.paged_prefill import paged_prefill, plan_prefill
 from baton.kernels.attention.per_head_matmul import per_head_matmul
 from baton.kernels.attention.rope_and_store import rope_and_store
 from baton.kernels.attention.scale_by_sinks import scale_by_sinks
 from baton.kernels.comm.all_reduce import (
-    SLOTS,
-    Peers,
+    MIN_SLOTS,
+    PeerBuffers,
+    all_gather,
+    all_reduce,
+    all_reduce_rmsnorm,
     buffer_values,
-    peer_gather,
-    peer_scatter,
-    peer_sum,
-    peer_sum_norm,
+    reduce_scatter,
 )
-from baton.kernels.comm.all_to_all import peer_combine, peer_dispatch, peer_parts
+from baton.kernels.comm.all_to_all import all_to_all_combine, all_to_all_dispatch, reduce_combined
 from baton.kernels.comm.copy_blocks import copy_blocks
-from baton.kernels.comm.dispatch_buffers import Areas, PeerAreas
-from baton.kernels.comm.gather_scatter_norm import peer_norm_gather, peer_scatter_norm
+from baton.kernels.comm.dispatch_buffers import DispatchLayout, DispatchMemory
+from baton.kernels.comm.gather_scatter_norm import reduce_scatter_rmsnorm, rmsnorm_all_gather
 from baton.kernels.float8.fp8_block_matmul import block_matmul
 from baton.kernels.float8.fp8_matmul import fp8_matmul
-from baton.kernels.gemm.dense_tiles import DenseTile
-from baton.kernels.gemm.dense_warp_specialized import dense_product
-from baton.kernels.gemm.persistent_tiles import PersistentTile, streamed_tile
-from baton.kernels.gemm.small_m_matmul import skinny_matmul
-from baton.kernels.gemm.split_k_tiles import SplitKTile
-from baton.kernels.gemm.split_k_warp_specialized import split_matmul, split_pieces
+from baton.kernels.gemm.dense_warp_specialized import warp_specialized_matmul
+from baton.kernels.gemm.small_m_matmul import small_m_matmul
+from baton.kernels.gemm.split_k_warp_specialized import split_k_matmul, split_k_partials
 from baton.kernels.moe.moe_experts import moe_experts
-from baton.kernels.moe.moe_tiles import Tiles, warpgroup_tiles
 from baton.kernels.moe.moe_topk import moe_topk
 from baton.kernels.rowwise.fp8_quantize import quantize_by, quantize_groups, quantize_tokens
 from baton.kernels.rowwise.fp8_rmsnorm import fp8_rmsnorm
 from baton.kernels.rowwise.gather_rows import gather_rows
 from baton.kernels.rowwise.rmsnorm import rmsnorm
 from baton.kernels.rowwise.silu_and_mul import silu_and_mul
-from baton.kernels.rowwise.split_k_rmsnorm import joined_rmsnorm
-from baton.kernels.sampling.argmax import greatest
-from baton.kernels.sampling.sample import draw
+from baton.kernels.rowwise.split_k_rmsnorm import split_k_rmsnorm
+from baton.kernels.sampling.argmax import argmax
+from baton.kernels.sampling.sample import sample
+from baton.kernels.tuning.gemm import PersistentTile, SplitKTile, WarpSpecializedTile
+from baton.kernels.tuning.moe import Tiles, warp_specialized_tiles
+
+from .h200 import H200, NUM_SMS
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 META = torch.device("meta")
-PROCESSORS = 132
 PAGE, PAGES, LAYERS = 16, 64, 4
 
 
@@ -86,8 +85,8 @@ def int64(*shape: int) -> torch.Tensor:
     return of(*shape, dtype=torch.int64)
 
 
-def plan(requests: int, kv_heads: int, **pieces: int | None) -> DecodePlan:
-    return plan_decode(int32(requests + 1), int32(requests), PAGE, kv_heads, PROCESSORS, 8192, **pieces)
+def plan(requests: int, kv_heads: int, **splits: int | None) -> DecodePlan:
+    return plan_decode(int32(requests + 1), int32(requests), PAGE, kv_heads, NUM_SMS, 8192, **splits)
 
 
 def pool(kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,7 +96,7 @@ def pool(kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, tor
 
 
 def split(rows: int, out: int, tile: SplitKTile, gated: bool = False) -> object:
-    return split_matmul(of(rows, 4096), of(out, 4096), tile, gated=gated)
+    return split_k_matmul(of(rows, 4096), of(out, 4096), tile, gated=gated)
 
 
 def latents(dtype: torch.dtype) -> torch.Tensor:
@@ -112,27 +111,27 @@ def store_heads(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.d
     weights = HeadNorms(of(dim, dtype=dtype), of(dim, dtype=dtype), 1e-6) if norms else None
     scales = (0.5, 0.25) if cache else (1.0, 1.0)
     rope_and_store(q, k, v, *pool(kv_heads, dim, cache or dtype), int64(tokens), int64(tokens), fp32(8192, dim),
-                   int64(tokens), *scales, weights, settled=True)
+                   int64(tokens), *scales, weights, inputs_ready=True)
 
 
 def decode_heads(requests: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
-                 cache: torch.dtype | None = None, settled: bool = True, window: int | None = None,
-                 sinks: bool = False, takes_in: bool = False, norms: bool = False) -> None:
+                 cache: torch.dtype | None = None, inputs_ready: bool = True, window: int | None = None,
+                 sinks: bool = False, stores_current_kv: bool = False, norms: bool = False) -> None:
     q, k, v = of(requests, heads + 2 * kv_heads, dim, dtype=dtype).split([heads, kv_heads, kv_heads], 1)
     weights = HeadNorms(of(dim, dtype=dtype), of(dim, dtype=dtype), 1e-6) if norms else None
-    fresh = CurrentKV(k, v, fp32(8192, dim), int64(requests), weights) if takes_in else None
-    pieces = pieces_of(dim, dtype.itemsize, (cache or dtype).itemsize, requests * kv_heads)
+    current_kv = CurrentKV(k, v, fp32(8192, dim), int64(requests), weights) if stores_current_kv else None
+    splits = H200.attention.decode_splits(dim, dtype.itemsize, (cache or dtype).itemsize, requests * kv_heads)
     paged_decode(q, *pool(kv_heads, dim, cache or dtype), int32(requests + 1), int32(requests * 8), int32(requests),
-                 dim**-0.5, plan(requests, kv_heads, **pieces, window=window),
-                 v_scale=0.5 if cache else 1.0, settled=settled, window=window, sinks=fp32(heads) if sinks else None,
-                 fresh=fresh)
+                 dim**-0.5, plan(requests, kv_heads, **splits._asdict(), window=window), v_scale=0.5 if cache else 1.0,
+                 inputs_ready=inputs_ready, window=window, sinks=fp32(heads) if sinks else None, current_kv=current_kv)
 
 
-def many_heads(requests: int, heads: int, kv_heads: int, dtype: torch.dtype, settled: bool = True) -> None:
+def many_heads(requests: int, heads: int, kv_heads: int, dtype: torch.dtype, inputs_ready: bool = True) -> None:
+    splits = H200.attention.decode_splits(128, 2, 2, requests * kv_heads)._asdict()
     outs = of(requests, heads, 128, dtype=dtype), fp32(requests + 66, heads, 128), fp32(requests + 66, heads)
-    launch_warpgroups(of(requests, heads + 2 * kv_heads, 128, dtype=dtype)[:, :heads], *pool(kv_heads, 128, dtype),
-                      int32(requests + 1), int32(requests * 8), int32(requests), 128**-0.5,
-                      plan(requests, kv_heads, **pieces_of(128, 2, 2, requests * kv_heads)), 1.0, settled, outs)
+    decode_warp_specialized(of(requests, heads + 2 * kv_heads, 128, dtype=dtype)[:, :heads],
+                            *pool(kv_heads, 128, dtype), int32(requests + 1), int32(requests * 8), int32(requests),
+                            128**-0.5, plan(requests, kv_heads, **splits), 1.0, inputs_ready, outs)
 
 
 def prefill_heads(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
@@ -206,52 +205,52 @@ def by_rows(rows: int, out: int, width: int) -> None:
 def few_rows(rows: int, out: int, width: int, float8: bool = False, gated: bool = False,
              tile: PersistentTile | None = None) -> None:
     if float8:
-        skinny_matmul(fp8(rows, width), fp8(out, width), x_scale=fp32(rows, 1), scale=fp32(out), dtype=BF16)
+        small_m_matmul(fp8(rows, width), fp8(out, width), x_scale=fp32(rows, 1), scale=fp32(out), dtype=BF16)
     else:
-        skinny_matmul(of(rows, width), of(out, width), tile=tile, gated=gated)
+        small_m_matmul(of(rows, width), of(out, width), tile=tile, gated=gated)
 
 
 def many_rows(rows: int, out: int, width: int, gated: bool = False, dtype: torch.dtype = BF16, tall: int = 192) -> None:
-    tile = DenseTile(tall, 3 if tall == 192 else 4, 16)
-    dense_product(of(rows, width, dtype=dtype), of(out, width, dtype=dtype), tile, gated=gated)
+    tile = WarpSpecializedTile(tall, 3 if tall == 192 else 4, 16)
+    warp_specialized_matmul(of(rows, width, dtype=dtype), of(out, width, dtype=dtype), tile, gated=gated)
 
 
 def drawn(logits: torch.Tensor, truncates: bool) -> None:
-    draw(logits, fp32(len(logits)), int64(7, len(logits)), truncates)
+    sample(logits, fp32(len(logits)), int64(7, len(logits)), truncates)
 
 
 def summed(tokens: int, world: int, dtype: torch.dtype, two_shots: bool) -> None:
-    peer_sum(of(tokens, 4096, dtype=dtype), peers(world), two_shots=two_shots)
+    all_reduce(of(tokens, 4096, dtype=dtype), peers(world), two_shots=two_shots)
 
 
 def summed_and_normed(tokens: int, width: int, world: int, two_shots: bool) -> None:
-    peer_sum_norm(of(tokens, width), of(tokens, width), of(width), 1e-5, peers(world), two_shots=two_shots)
+    all_reduce_rmsnorm(of(tokens, width), of(tokens, width), of(width), 1e-5, peers(world), two_shots=two_shots)
 
 
 def met(tokens: int, world: int) -> None:
-    peer_scatter(peer_gather(of(tokens, 4096), peers(world)), peers(world))
+    reduce_scatter(all_gather(of(tokens, 4096), peers(world)), peers(world))
 
 
 def met_and_normed(tokens: int, width: int, world: int) -> None:
-    rows, _ = peer_norm_gather(of(tokens, width), of(tokens, width), of(width), 1e-5, peers(world))
+    rows, _ = rmsnorm_all_gather(of(tokens, width), of(tokens, width), of(width), 1e-5, peers(world))
     for more in (None, rows):
-        peer_scatter_norm(rows, more, of(tokens, width), of(width), 1e-5, peers(world))
+        reduce_scatter_rmsnorm(rows, more, of(tokens, width), of(width), 1e-5, peers(world))
 
 
 def exchanged(tokens: int, width: int, world: int, float8: bool = False, choices: int = 8) -> None:
-    areas = Areas(world, 8192, width, choices, float8)
-    peers, most = PeerAreas(1, areas, of(areas.nbytes, dtype=torch.uint8), int64(world)), tokens + 1
+    layout = DispatchLayout(world, 8192, width, choices, float8)
+    peers, most = DispatchMemory(1, layout, of(layout.nbytes, dtype=torch.uint8), int64(world)), tokens + 1
     numbers, rows = int64(tokens, choices), of(tokens, width)
-    peer_dispatch(rows, numbers, fp32(tokens, choices), most, 128 // world, peers)
+    all_to_all_dispatch(rows, numbers, fp32(tokens, choices), most, 128 // world, peers)
     for positions in (None, int32(world * most * choices)):
-        peer_combine(of(20_000, width), positions, most, 128 // world, peers)
+        all_to_all_combine(of(20_000, width), positions, most, 128 // world, peers)
     for more in (None, rows):
-        peer_parts(numbers, 128 // world, peers, more)
-        peer_parts(numbers, 128 // world, peers, more, rows, of(width), 1e-5)
+        reduce_combined(numbers, 128 // world, peers, more)
+        reduce_combined(numbers, 128 // world, peers, more, rows, of(width), 1e-5)
 
 
-def peers(world: int) -> Peers:
-    return Peers(1, tuple(of(buffer_values(world), dtype=torch.int16) for _ in range(world)), int32(SLOTS))
+def peers(world: int) -> PeerBuffers:
+    return PeerBuffers(1, tuple(of(buffer_values(world), dtype=torch.int16) for _ in range(world)), int32(MIN_SLOTS))
 
 
 def copied(count: int, block_bytes: int) -> None:
@@ -272,13 +271,13 @@ CASES: dict[str, Callable[[], object]] = {
     "rope_and_store Qwen3, float8": lambda: store_heads(7, 32, 4, 128, BF16, True, FP8),
     "rope_and_store Qwen3, float8 e5m2": lambda: store_heads(7, 32, 4, 128, BF16, True, torch.float8_e5m2),
     "paged_decode Llama": lambda: decode_heads(7, 32, 8, 128, BF16),
-    "paged_decode Llama, first layer": lambda: decode_heads(7, 32, 8, 128, BF16, settled=False),
+    "paged_decode Llama, first layer": lambda: decode_heads(7, 32, 8, 128, BF16, inputs_ready=False),
     "paged_decode Llama, float8": lambda: decode_heads(7, 32, 8, 128, BF16, FP8),
     "paged_decode Llama, float8 e5m2": lambda: decode_heads(7, 32, 8, 128, BF16, torch.float8_e5m2),
     "paged_decode Llama, one KV head a rank": lambda: decode_heads(7, 4, 1, 128, BF16),
     "paged_decode Qwen3": lambda: decode_heads(7, 32, 4, 128, BF16),
-    "paged_decode Llama, takes rows in": lambda: decode_heads(7, 32, 8, 128, BF16, takes_in=True),
-    "paged_decode Qwen3, takes rows in": lambda: decode_heads(7, 32, 4, 128, BF16, takes_in=True, norms=True),
+    "paged_decode Llama, takes rows in": lambda: decode_heads(7, 32, 8, 128, BF16, stores_current_kv=True),
+    "paged_decode Qwen3, takes rows in": lambda: decode_heads(7, 32, 4, 128, BF16, stores_current_kv=True, norms=True),
     "paged_decode Llama, many requests": lambda: many_heads(135, 32, 8, BF16),
     "paged_decode Qwen3, many requests, first layer": lambda: many_heads(135, 32, 4, FP16, False),
     "paged_decode 64 wide": lambda: decode_heads(7, 32, 8, 64, FP16),
@@ -325,10 +324,11 @@ CASES: dict[str, Callable[[], object]] = {
     "moe_experts Qwen3, 400 tokens": lambda: experts(400, 128, 2048, 768, 8),
     "moe_experts Qwen3, 1000 tokens": lambda: experts(1000, 128, 2048, 768, 8),
     "moe_experts Qwen3, 8192 tokens": lambda: experts(8192, 128, 2048, 768, 8),
-    "moe_experts Qwen3, by warp groups": lambda: experts(8192, 128, 2048, 768, 8, tiles=warpgroup_tiles(BF16)),
-    "moe_experts float16, by warp groups": lambda: experts(8192, 128, 2048, 768, 8, FP16, tiles=warpgroup_tiles(FP16)),
+    "moe_experts Qwen3, by warp groups": lambda: experts(8192, 128, 2048, 768, 8, tiles=warp_specialized_tiles(BF16)),
+    "moe_experts float16, by warp groups": lambda: experts(8192, 128, 2048, 768, 8, FP16,
+                                                           tiles=warp_specialized_tiles(FP16)),
     "moe_experts float8, by warp groups": lambda: experts(8192, 128, 2048, 768, 8, BF16, by_block(128, 2048, 768),
-                                                          tiles=warpgroup_tiles(FP8)),
+                                                          tiles=warp_specialized_tiles(FP8)),
     "moe_experts V2-Lite, 7 tokens": lambda: experts(7, 64, 2048, 1408, 6),
     "moe_experts V2-Lite, 8192 tokens": lambda: experts(8192, 64, 2048, 1408, 6),
     "moe_experts float8 by blocks, 7 tokens": lambda: experts(7, 128, 2048, 768, 8, BF16, by_block(128, 2048, 768)),
@@ -343,8 +343,8 @@ CASES: dict[str, Callable[[], object]] = {
                                                                      by_row(64, 2048, 1408)),
     "moe_experts float32, 7 tokens": lambda: experts(7, 64, 2048, 1408, 6, FP32),
     "moe_experts float32, 8192 tokens": lambda: experts(8192, 64, 2048, 1408, 6, FP32),
-    "widen_pages": lambda: widen_pages(*pool(8, 128, FP8), int32(7), BF16, 0.5, 0.25),
-    "widen_pages, scales of one": lambda: widen_pages(*pool(8, 128, FP8), int32(7), BF16),
+    "dequantize_pages": lambda: dequantize_pages(*pool(8, 128, FP8), int32(7), BF16, 0.5, 0.25),
+    "dequantize_pages, scales of one": lambda: dequantize_pages(*pool(8, 128, FP8), int32(7), BF16),
     "fp8_rmsnorm 4096, a scale a token": lambda: float8_norm(7, 4096, Float8Format(4096)),
     "fp8_rmsnorm 4096, a scale a group": lambda: float8_norm(7, 4096, Float8Format(128)),
     "fp8_rmsnorm 4096, a known scale": lambda: float8_norm(7, 4096, Float8Format(4096, fp32(1))),
@@ -371,64 +371,64 @@ CASES: dict[str, Callable[[], object]] = {
     "fp8_matmul 60 rows, deep": lambda: by_rows(60, 4096, 14336),
     "fp8_matmul 100 rows": lambda: by_rows(100, 4096, 4096),
     "fp8_matmul 100 rows, wide": lambda: by_rows(100, 28672, 4096),
-    "dense_product Llama": lambda: many_rows(8192, 4096, 14336),
-    "dense_product Llama, gated": lambda: many_rows(8192, 28672, 4096, True),
-    "dense_product Llama, gated, 128 rows": lambda: many_rows(1024, 28672, 4096, True, tall=128),
-    "dense_product float16, gated": lambda: many_rows(8192, 28672, 4096, True, FP16),
-    "skinny_matmul one row": lambda: few_rows(1, 4096, 4096),
-    "skinny_matmul one row, odd width": lambda: few_rows(1, 4096, 1100),
-    "skinny_matmul 7 rows": lambda: few_rows(7, 4096, 4096),
-    "skinny_matmul 7 rows, wide": lambda: few_rows(7, 28672, 4096),
-    "skinny_matmul one row, gated": lambda: few_rows(1, 28672, 4096, gated=True),
-    "skinny_matmul 7 rows, gated": lambda: few_rows(7, 28672, 4096, gated=True),
-    "skinny_matmul 7 rows, narrow": lambda: few_rows(7, 1024, 2048),
-    "skinny_matmul 7 rows, odd width": lambda: few_rows(7, 4096, 4100),
-    "skinny_matmul 30 rows": lambda: few_rows(30, 4096, 14336),
-    "skinny_matmul 7 rows, streamed": lambda: few_rows(7, 4096, 4096, tile=streamed_tile(7, 4096, 4096)),
-    "skinny_matmul 7 rows, streamed and gated": lambda: few_rows(7, 28672, 4096, gated=True,
-                                                                 tile=streamed_tile(7, 28672, 4096)),
-    "skinny_matmul 30 rows, streamed and gated": lambda: few_rows(30, 28672, 4096, gated=True,
-                                                                  tile=streamed_tile(30, 28672, 4096)),
-    "skinny_matmul 60 rows, streamed": lambda: few_rows(60, 4096, 14336, tile=streamed_tile(60, 4096, 14336)),
-    "skinny_matmul 7 rows of float8": lambda: few_rows(7, 4096, 4096, True),
-    "skinny_matmul 7 rows of float8, wide": lambda: few_rows(7, 28672, 4096, True),
-    "skinny_matmul 7 rows of float8, narrow": lambda: few_rows(7, 1024, 2048, True),
+    "warp_specialized_matmul Llama": lambda: many_rows(8192, 4096, 14336),
+    "warp_specialized_matmul Llama, gated": lambda: many_rows(8192, 28672, 4096, True),
+    "warp_specialized_matmul Llama, gated, 128 rows": lambda: many_rows(1024, 28672, 4096, True, tall=128),
+    "warp_specialized_matmul float16, gated": lambda: many_rows(8192, 28672, 4096, True, FP16),
+    "small_m_matmul one row": lambda: few_rows(1, 4096, 4096),
+    "small_m_matmul one row, odd width": lambda: few_rows(1, 4096, 1100),
+    "small_m_matmul 7 rows": lambda: few_rows(7, 4096, 4096),
+    "small_m_matmul 7 rows, wide": lambda: few_rows(7, 28672, 4096),
+    "small_m_matmul one row, gated": lambda: few_rows(1, 28672, 4096, gated=True),
+    "small_m_matmul 7 rows, gated": lambda: few_rows(7, 28672, 4096, gated=True),
+    "small_m_matmul 7 rows, narrow": lambda: few_rows(7, 1024, 2048),
+    "small_m_matmul 7 rows, odd width": lambda: few_rows(7, 4096, 4100),
+    "small_m_matmul 30 rows": lambda: few_rows(30, 4096, 14336),
+    "small_m_matmul 7 rows, streamed": lambda: few_rows(7, 4096, 4096, tile=H200.gemm.persistent(7, 4096, 4096)),
+    "small_m_matmul 7 rows, streamed and gated": lambda: few_rows(7, 28672, 4096, gated=True,
+                                                                 tile=H200.gemm.persistent(7, 28672, 4096)),
+    "small_m_matmul 30 rows, streamed and gated": lambda: few_rows(30, 28672, 4096, gated=True,
+                                                                  tile=H200.gemm.persistent(30, 28672, 4096)),
+    "small_m_matmul 60 rows, streamed": lambda: few_rows(60, 4096, 14336, tile=H200.gemm.persistent(60, 4096, 14336)),
+    "small_m_matmul 7 rows of float8": lambda: few_rows(7, 4096, 4096, True),
+    "small_m_matmul 7 rows of float8, wide": lambda: few_rows(7, 28672, 4096, True),
+    "small_m_matmul 7 rows of float8, narrow": lambda: few_rows(7, 1024, 2048, True),
     "gather_rows 4096": lambda: gather_rows(of(128256, 4096), int64(7)),
-    "greatest": lambda: greatest(fp32(7, 128256)),
-    "greatest of bfloat16": lambda: greatest(of(7, 128256), int64(7)),
-    "draw": lambda: drawn(fp32(7, 128256), False),
-    "draw, truncated": lambda: drawn(of(7, 128256), True),
-    "peer_sum of 2, one shot": lambda: summed(7, 2, BF16, False),
-    "peer_sum of 8, one shot": lambda: summed(7, 8, BF16, False),
-    "peer_sum of 2, two shots": lambda: summed(7, 2, BF16, True),
-    "peer_sum of 4, two shots": lambda: summed(7, 4, BF16, True),
-    "peer_sum of 8, two shots": lambda: summed(7, 8, BF16, True),
-    "peer_sum of 4, float16": lambda: summed(7, 4, FP16, True),
-    "peer_gather and peer_scatter of 2": lambda: met(7, 2),
-    "peer_gather and peer_scatter of 8": lambda: met(7, 8),
-    "peer_sum_norm 4096 of 2": lambda: summed_and_normed(7, 4096, 2, False),
-    "peer_sum_norm 5120 of 2": lambda: summed_and_normed(7, 5120, 2, False),
-    "peer_sum_norm 2048 of 2, 200 rows": lambda: summed_and_normed(200, 2048, 2, False),
-    "peer_sum_norm 2048 of 2, 512 rows": lambda: summed_and_normed(512, 2048, 2, False),
-    "peer_sum of 2, most values": lambda: summed(2 * SLOTS, 2, BF16, False),
-    "peer_gather and peer_scatter of 2, most values": lambda: met(2 * SLOTS, 2),
-    "peer_sum_norm 8192 of 8": lambda: summed_and_normed(7, 8192, 8, False),
-    "peer_sum_norm 4096 of 4, two shots": lambda: summed_and_normed(7, 4096, 4, True),
-    "peer_sum_norm 8192 of 8, two shots": lambda: summed_and_normed(7, 8192, 8, True),
-    "peer_norm_gather and peer_scatter_norm 2048 of 2": lambda: met_and_normed(7, 2048, 2),
-    "peer_norm_gather and peer_scatter_norm 7168 of 2": lambda: met_and_normed(7, 7168, 2),
-    "peer_norm_gather and peer_scatter_norm 7168 of 8": lambda: met_and_normed(7, 7168, 8),
-    "peer_tokens 2048 of 2": lambda: exchanged(7, 2048, 2),
-    "peer_tokens 2048 of 2, float8": lambda: exchanged(7, 2048, 2, True),
-    "peer_tokens 7168 of 8": lambda: exchanged(7, 7168, 8),
-    "peer_tokens 7168 of 8, float8": lambda: exchanged(7, 7168, 8, True),
+    "argmax": lambda: argmax(fp32(7, 128256)),
+    "argmax of bfloat16": lambda: argmax(of(7, 128256), int64(7)),
+    "sample": lambda: drawn(fp32(7, 128256), False),
+    "sample, truncated": lambda: drawn(of(7, 128256), True),
+    "all_reduce of 2, one shot": lambda: summed(7, 2, BF16, False),
+    "all_reduce of 8, one shot": lambda: summed(7, 8, BF16, False),
+    "all_reduce of 2, two shots": lambda: summed(7, 2, BF16, True),
+    "all_reduce of 4, two shots": lambda: summed(7, 4, BF16, True),
+    "all_reduce of 8, two shots": lambda: summed(7, 8, BF16, True),
+    "all_reduce of 4, float16": lambda: summed(7, 4, FP16, True),
+    "all_gather and reduce_scatter of 2": lambda: met(7, 2),
+    "all_gather and reduce_scatter of 8": lambda: met(7, 8),
+    "all_reduce_rmsnorm 4096 of 2": lambda: summed_and_normed(7, 4096, 2, False),
+    "all_reduce_rmsnorm 5120 of 2": lambda: summed_and_normed(7, 5120, 2, False),
+    "all_reduce_rmsnorm 2048 of 2, 200 rows": lambda: summed_and_normed(200, 2048, 2, False),
+    "all_reduce_rmsnorm 2048 of 2, 512 rows": lambda: summed_and_normed(512, 2048, 2, False),
+    "all_reduce of 2, most values": lambda: summed(2 * MIN_SLOTS, 2, BF16, False),
+    "all_gather and reduce_scatter of 2, most values": lambda: met(2 * MIN_SLOTS, 2),
+    "all_reduce_rmsnorm 8192 of 8": lambda: summed_and_normed(7, 8192, 8, False),
+    "all_reduce_rmsnorm 4096 of 4, two shots": lambda: summed_and_normed(7, 4096, 4, True),
+    "all_reduce_rmsnorm 8192 of 8, two shots": lambda: summed_and_normed(7, 8192, 8, True),
+    "rmsnorm_all_gather and reduce_scatter_rmsnorm 2048 of 2": lambda: met_and_normed(7, 2048, 2),
+    "rmsnorm_all_gather and reduce_scatter_rmsnorm 7168 of 2": lambda: met_and_normed(7, 7168, 2),
+    "rmsnorm_all_gather and reduce_scatter_rmsnorm 7168 of 8": lambda: met_and_normed(7, 7168, 8),
+    "all_to_all 2048 of 2": lambda: exchanged(7, 2048, 2),
+    "all_to_all 2048 of 2, float8": lambda: exchanged(7, 2048, 2, True),
+    "all_to_all 7168 of 8": lambda: exchanged(7, 7168, 8),
+    "all_to_all 7168 of 8, float8": lambda: exchanged(7, 7168, 8, True),
     "copy_blocks 1 MiB": lambda: copied(7, 1 << 20),
     "copy_blocks 4 KiB": lambda: copied(7, 4096),
     "copy_blocks 18 KiB, of latents": lambda: copied(7, 18432),
-    "split_matmul 256 rows, gated": lambda: split(256, 28672, SplitKTile(256, 64, 64, 4), True),
-    "joined_rmsnorm of 4": lambda: joined_rmsnorm(fp32(4, 256, 4096), of(4096), 1e-5, of(200, 4096)),
-    "split_matmul 128 rows": lambda: split(128, 128256, SplitKTile(128, 128, 64, 4)),
-    "split_pieces 256 rows": lambda: split_pieces(of(256, 4096), of(4096, 4096), SplitKTile(256, 64, 64, 4, 4)),
+    "split_k_matmul 256 rows, gated": lambda: split(256, 28672, SplitKTile(256, 64, 64, 4), True),
+    "split_k_rmsnorm of 4": lambda: split_k_rmsnorm(fp32(4, 256, 4096), of(4096), 1e-5, of(200, 4096)),
+    "split_k_matmul 128 rows": lambda: split(128, 128256, SplitKTile(128, 128, 64, 4)),
+    "split_k_partials 256 rows": lambda: split_k_partials(of(256, 4096), of(4096, 4096), SplitKTile(256, 64, 64, 4, 4)),
     "copy_blocks 24 bytes": lambda: copied(7, 24),
     "copy_blocks 9 bytes": lambda: copied(7, 9),
 }
@@ -437,14 +437,15 @@ FEW = ["rmsnorm 4096, residual", "scale_by_sinks", "fp8_rmsnorm 4096, a scale a 
        "rope_and_store Qwen3, float8", "paged_decode Qwen3", "paged_prefill Llama", "mla_rope_and_store V2-Lite",
        "paged_decode Llama, many requests",
        "mla_decode V2-Lite", "mla_decode V3", "per_head_matmul V2-Lite, absorbed", "mla_prefill V2-Lite, merges",
-       "moe_topk Qwen3", "moe_experts Qwen3, by warp groups", "dense_product Llama, gated",
-       "moe_experts Qwen3, 7 tokens", "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows", "widen_pages",
-       "skinny_matmul one row", "skinny_matmul 7 rows of float8", "skinny_matmul 7 rows, streamed",
-       "split_matmul 256 rows, gated", "split_pieces 256 rows", "joined_rmsnorm of 4",
-       "gather_rows 4096", "greatest of bfloat16", "draw, truncated",
-       "peer_sum of 2, one shot", "peer_sum of 2, two shots",
-       "peer_sum_norm 4096 of 2", "peer_gather and peer_scatter of 2",
-       "peer_norm_gather and peer_scatter_norm 2048 of 2", "peer_tokens 2048 of 2", "copy_blocks 4 KiB"]
+       "moe_topk Qwen3", "moe_experts Qwen3, by warp groups", "warp_specialized_matmul Llama, gated",
+       "moe_experts Qwen3, 7 tokens", "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows",
+       "dequantize_pages", "small_m_matmul one row", "small_m_matmul 7 rows of float8",
+       "small_m_matmul 7 rows, streamed",
+       "split_k_matmul 256 rows, gated", "split_k_partials 256 rows", "split_k_rmsnorm of 4",
+       "gather_rows 4096", "argmax of bfloat16", "sample, truncated",
+       "all_reduce of 2, one shot", "all_reduce of 2, two shots",
+       "all_reduce_rmsnorm 4096 of 2", "all_gather and reduce_scatter of 2",
+       "rmsnorm_all_gather and reduce_scatter_rmsnorm 2048 of 2", "all_to_all 2048 of 2", "copy_blocks 4 KiB"]
 """Each kernel once; test_compiles_for_hopper.py says which one is missing."""
 
 OTHER_SIZES: dict[str, Callable[[int], object]] = {
@@ -453,12 +454,13 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "paged_prefill gpt-oss, window": lambda n: prefill_heads(n * 32, 64, 8, 64, BF16, window=128, sinks=True),
     "rmsnorm 4096, residual": lambda n: rmsnorm(of(n, 4096), of(4096), 1e-5, of(n, 4096)),
     "fp8_rmsnorm 4096, a scale a group": lambda n: float8_norm(n, 4096, Float8Format(128)),
-    "widen_pages": lambda n: widen_pages(*pool(8, 128, FP8), int32(n), BF16, 0.5, 0.25),
+    "dequantize_pages": lambda n: dequantize_pages(*pool(8, 128, FP8), int32(n), BF16, 0.5, 0.25),
     "silu_and_mul 14336": lambda n: silu_and_mul(of(n, 28672)),
     "rope_and_store Qwen3, float8": lambda n: store_heads(n, 32, 4, 128, BF16, True, FP8),
     "paged_decode Qwen3": lambda n: decode_heads(n, 32, 4, 128, BF16),
     "paged_decode Llama, many requests": lambda n: many_heads(128 + n, 32, 8, BF16),
-    "paged_decode Qwen3, takes rows in": lambda n: decode_heads(n, 32, 4, 128, BF16, takes_in=True, norms=True),
+    "paged_decode Qwen3, takes rows in": lambda n: decode_heads(n, 32, 4, 128, BF16, stores_current_kv=True,
+                                                                norms=True),
     "paged_prefill Llama": lambda n: prefill_heads(n * 32, 32, 8, 128, BF16),
     "mla_rope_and_store V2-Lite": lambda n: store_latents(n, 16, BF16),
     "mla_decode V2-Lite": lambda n: decode_latents(n, 16, BF16),
@@ -466,24 +468,26 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "mla_prefill V2-Lite, merges": lambda n: prefill_latents(n * 128, 16, BF16, True),
     "moe_topk Qwen3": lambda n: route(n, 128, BF16),
     "moe_experts Qwen3, 7 tokens": lambda n: experts(n, 128, 2048, 768, 8),
-    "moe_experts Qwen3, by warp groups": lambda n: experts(8192 + n, 128, 2048, 768, 8, tiles=warpgroup_tiles(BF16)),
+    "moe_experts Qwen3, by warp groups": lambda n: experts(8192 + n, 128, 2048, 768, 8,
+                                                           tiles=warp_specialized_tiles(BF16)),
     "moe_experts float8 by rows, 8192 tokens": lambda n: experts(8192 + n, 128, 2048, 768, 8, BF16,
                                                                  by_row(128, 2048, 768)),
     "block_matmul 7 rows": lambda n: blocks(n, 4096, 4096),
-    "dense_product Llama, gated": lambda n: many_rows(8176 + n, 28672, 4096, True),
-    "skinny_matmul 7 rows of float8": lambda n: few_rows(n, 4096, 4096, True),
-    "split_pieces 256 rows": lambda n: split_pieces(of(200 + n, 4096), of(4096, 4096), SplitKTile(256, 64, 64, 4, 4)),
-    "joined_rmsnorm of 4": lambda n: joined_rmsnorm(fp32(4, 256, 4096), of(4096), 1e-5, of(n, 4096)),
-    "split_matmul 256 rows, gated": lambda n: split(200 + n, 28672, SplitKTile(256, 64, 64, 4), True),
-    "greatest": lambda n: greatest(fp32(n, 128256)),
-    "greatest of bfloat16": lambda n: greatest(of(n, 128256), int64(n)),
-    "draw, truncated": lambda n: drawn(of(n, 128256), True),
-    "peer_sum of 2, one shot": lambda n: summed(n, 2, BF16, False),
-    "peer_sum of 2, two shots": lambda n: summed(n, 2, BF16, True),
-    "peer_sum_norm 4096 of 2": lambda n: summed_and_normed(n, 4096, 2, False),
-    "peer_gather and peer_scatter of 2": lambda n: met(n, 2),
-    "peer_norm_gather and peer_scatter_norm 2048 of 2": lambda n: met_and_normed(n, 2048, 2),
-    "peer_tokens 2048 of 2": lambda n: exchanged(n, 2048, 2),
+    "warp_specialized_matmul Llama, gated": lambda n: many_rows(8176 + n, 28672, 4096, True),
+    "small_m_matmul 7 rows of float8": lambda n: few_rows(n, 4096, 4096, True),
+    "split_k_partials 256 rows": lambda n: split_k_partials(of(200 + n, 4096), of(4096, 4096),
+                                                            SplitKTile(256, 64, 64, 4, 4)),
+    "split_k_rmsnorm of 4": lambda n: split_k_rmsnorm(fp32(4, 256, 4096), of(4096), 1e-5, of(n, 4096)),
+    "split_k_matmul 256 rows, gated": lambda n: split(200 + n, 28672, SplitKTile(256, 64, 64, 4), True),
+    "argmax": lambda n: argmax(fp32(n, 128256)),
+    "argmax of bfloat16": lambda n: argmax(of(n, 128256), int64(n)),
+    "sample, truncated": lambda n: drawn(of(n, 128256), True),
+    "all_reduce of 2, one shot": lambda n: summed(n, 2, BF16, False),
+    "all_reduce of 2, two shots": lambda n: summed(n, 2, BF16, True),
+    "all_reduce_rmsnorm 4096 of 2": lambda n: summed_and_normed(n, 4096, 2, False),
+    "all_gather and reduce_scatter of 2": lambda n: met(n, 2),
+    "rmsnorm_all_gather and reduce_scatter_rmsnorm 2048 of 2": lambda n: met_and_normed(n, 2048, 2),
+    "all_to_all 2048 of 2": lambda n: exchanged(n, 2048, 2),
     "copy_blocks 4 KiB": lambda n: copied(n, 4096),
 }
 """Cases by the size of their batch: what was compiled for the case serves ``SIZES`` too, while requests wait."""

@@ -11,13 +11,14 @@ from baton.kernels import _triton, reference
 from baton.kernels.arguments import HeadNorms
 from baton.kernels.attention.current_kv import CurrentKV
 from baton.kernels.attention.decode_plan import plan_decode
-from baton.kernels.attention.paged_decode import paged_decode, tile_of
+from baton.kernels.attention.paged_decode import paged_decode
 from baton.kernels.attention.paged_prefill import paged_prefill, plan_prefill
 from baton.kernels.attention.rope_and_store import rope_and_store
 from baton.kernels.rowwise.gather_rows import gather_rows
 from baton.kernels.rowwise.rmsnorm import rmsnorm
 from baton.kernels.rowwise.silu_and_mul import silu_and_mul
-from baton.kernels.sampling.argmax import greatest
+from baton.kernels.sampling.argmax import argmax
+from baton.kernels.tuning.policy import policy_of
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -71,7 +72,7 @@ def test_gather_rows(rows, width, dtype, atol, rtol):
 def test_greatest(rows, width):
     x = random(rows, width, dtype=torch.float32).mul(4).round()  # so that many are equal
     x[-1, width // 2:] = 100
-    for got, want in zip(greatest(x), reference.greatest(x)):
+    for got, want in zip(argmax(x), reference.argmax(x)):
         assert torch.equal(got, want)
 
 
@@ -79,7 +80,7 @@ def test_greatest(rows, width):
 def test_the_greatest_are_told_twice(dtype, atol, rtol):
     x = random(3, 9016, dtype=dtype)[:, :9001]
     again = torch.zeros(3, dtype=torch.int64, device=DEVICE)
-    values, columns = greatest(x, again)
+    values, columns = argmax(x, again)
     assert torch.equal(again, columns) and again.data_ptr() != columns.data_ptr()
     assert values.dtype == torch.float32 and torch.equal(values, x.float().amax(-1))
     assert columns.tolist() == x.float().argmax(-1).tolist()
@@ -91,7 +92,7 @@ def test_greatest_of_numbers_that_are_none():
     x[1, 7], x[1, 4500] = float("inf"), float("nan")
     x[2, 4999] = float("inf")
     x[3, [3, 4100]] = float("nan")
-    values, columns = greatest(x)
+    values, columns = argmax(x)
     assert columns.tolist() == x.argmax(-1).tolist() == [0, 4500, 4999, 3]
     assert values[[1, 3]].isnan().all() and values[[0, 2]].tolist() == [float("-inf"), float("inf")]
 
@@ -106,7 +107,7 @@ def paged_pool(pages: int, heads: int, page_size: int, dim: int, dtype: torch.dt
 @pytest.mark.parametrize("rotate,norm", [(False, False), (True, False), (True, True), (False, True)])
 @pytest.mark.parametrize("heads,kv_heads,dim,page_size", [(4, 2, 16, 4), (3, 1, 10, 1), (2, 2, 64, 16)])
 def test_rope_and_store(heads, kv_heads, dim, page_size, rotate, norm, dtype, atol, rtol):
-    tokens, pages, turn_keys = 7, 9, page_size == 4
+    tokens, pages, rope_keys_in_place = 7, 9, page_size == 4
     fused = random(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
     slots = torch.randperm(pages * page_size, generator=torch.Generator().manual_seed(5))[:tokens].to(DEVICE)
     angles = torch.rand(50, dim // 2, generator=torch.Generator().manual_seed(6)) * 6
@@ -118,11 +119,12 @@ def test_rope_and_store(heads, kv_heads, dim, page_size, rotate, norm, dtype, at
         parts = fused.clone().split([heads * dim, kv_heads * dim, kv_heads * dim], -1)
         q, k, v = (part.unflatten(-1, (-1, dim)) for part in parts)
         stored = [x.clone() for x in paged_pool(pages, kv_heads, page_size, dim, dtype)]
-        op(q, k, v, *stored, slots // page_size, slots % page_size, table, positions, norms=norms, turn_keys=turn_keys)
+        op(q, k, v, *stored, slots // page_size, slots % page_size, table, positions, norms=norms,
+           rope_keys_in_place=rope_keys_in_place)
         results.append((q, k, v, *stored))
     for got, want in zip(*results):
         torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
-    if turn_keys:
+    if rope_keys_in_place:
         assert torch.equal(stored[0][slots // page_size, :, slots % page_size], k)
 
 
@@ -140,28 +142,28 @@ ATTENTION = [  # heads, KV heads, head_dim, page_size
 
 
 @each_dtype
-@pytest.mark.parametrize("processors", [1, 100])
+@pytest.mark.parametrize("num_sms", [1, 100])
 @pytest.mark.parametrize("heads,kv_heads,dim,page_size", ATTENTION)
-def test_paged_decode(heads, kv_heads, dim, page_size, processors, dtype, atol, rtol):
+def test_paged_decode(heads, kv_heads, dim, page_size, num_sms, dtype, atol, rtol):
     """One piece a request, and with many processors up to 20 of the longest: more than one turn of the join."""
-    lengths = [1, 63, 64, 65, 200, 1300 if processors > 1 else 90]
+    lengths = [1, 63, 64, 65, 200, 1300 if num_sms > 1 else 90]
     table = page_table(lengths, page_size, 1800)
     pool = paged_pool(1800, kv_heads, page_size, dim, dtype)
     q = random(len(lengths), heads + 2, dim, dtype=dtype)[:, :heads]
     rows = torch.arange(len(lengths) + 1)
     want = reference.paged_attention(q, *pool, rows, *table, dim**-0.5)
-    plan = plan_decode(table[0], table[2], page_size, kv_heads, processors, max(lengths), shortest=64,
-                       programs=1 if processors == 1 else 8)
-    counts = plan.firsts.diff().tolist()
-    assert max(counts) > 16 if processors > 1 else max(counts) <= 2
-    found = paged_decode(q, *pool, *table, dim**-0.5, plan, settled=GPU)
+    plan = plan_decode(table[0], table[2], page_size, kv_heads, num_sms, max(lengths), min_tokens=64,
+                       programs_per_sm=1 if num_sms == 1 else 8)
+    counts = plan.split_indptr.diff().tolist()
+    assert max(counts) > 16 if num_sms > 1 else max(counts) <= 2
+    found = paged_decode(q, *pool, *table, dim**-0.5, plan, inputs_ready=GPU)
     torch.testing.assert_close(found, want, atol=atol, rtol=rtol)
 
 
 @each_dtype
-@pytest.mark.parametrize("heads,kv_heads,dim,page_size,processors,norm,window", [
+@pytest.mark.parametrize("heads,kv_heads,dim,page_size,num_sms,norm,window", [
     (4, 2, 16, 4, 100, False, None), (3, 3, 20, 1, 1, True, None), (6, 1, 64, 16, 100, True, 90)])
-def test_paged_decode_takes_in_fresh_rows(heads, kv_heads, dim, page_size, processors, norm, window, dtype, atol, rtol):
+def test_paged_decode_takes_in_fresh_rows(heads, kv_heads, dim, page_size, num_sms, norm, window, dtype, atol, rtol):
     """As rope_and_store and attention behind it; of requests that have no other token, and of new pages and tiles."""
     lengths = [1, 64, 65, 400]
     table = page_table(lengths, page_size, 600)
@@ -170,18 +172,19 @@ def test_paged_decode_takes_in_fresh_rows(heads, kv_heads, dim, page_size, proce
     turns = torch.cat((angles.cos(), angles.sin()), -1).to(DEVICE)
     positions = torch.tensor(lengths, device=DEVICE) - 1
     norms = HeadNorms(random(dim, dtype=dtype, seed=8), random(dim, dtype=dtype, seed=9), 1e-5) if norm else None
-    plan = plan_decode(table[0], table[2], page_size, kv_heads, processors, max(lengths), shortest=64,
-                       programs=1 if processors == 1 else 8, window=window)
+    plan = plan_decode(table[0], table[2], page_size, kv_heads, num_sms, max(lengths), min_tokens=64,
+                       programs_per_sm=1 if num_sms == 1 else 8, window=window)
     results = []
-    tile = tile_of(dim, dtype.itemsize, dtype.itemsize, len(lengths) * kv_heads)
-    for fresh in ("late", "early", None):
+    attention = policy_of(torch.device(DEVICE)).attention
+    tile = attention.decode(dim, dtype.itemsize, dtype.itemsize, len(lengths) * kv_heads)
+    for waits in ("late", "early", None):
         q, k, v = (part.unflatten(-1, (-1, dim)) for part in
                    fused.clone().split([heads * dim, kv_heads * dim, kv_heads * dim], -1))
         pool = [x.clone() for x in paged_pool(600, kv_heads, page_size, dim, dtype)]
         rows = CurrentKV(k, v, turns, positions, norms)
-        if fresh:
-            found = paged_decode(q, *pool, *table, dim**-0.5, plan, tile._replace(late=fresh == "late"), settled=True,
-                                 window=window, fresh=rows)
+        if waits:
+            found = paged_decode(q, *pool, *table, dim**-0.5, plan, tile._replace(waits_late=waits == "late"),
+                                 inputs_ready=True, window=window, current_kv=rows)
         else:
             reference.rope_and_store(q, k, v, *pool, table[1][table[0][1:] - 1].long(), table[2].long() - 1, turns,
                                      positions, norms=norms)
@@ -192,24 +195,24 @@ def test_paged_decode_takes_in_fresh_rows(heads, kv_heads, dim, page_size, proce
         torch.testing.assert_close(early, want, atol=atol, rtol=rtol)
 
 
-@pytest.mark.parametrize("lengths,kv_heads,processors", [
+@pytest.mark.parametrize("lengths,kv_heads,num_sms", [
     ([1], 8, 132), ([8192], 8, 132), ([2048] * 64, 8, 132), ([2048] * 256, 8, 132), ([100] * 20 + [30_000], 8, 132),
     ([100_000, 1, 1, 700], 1, 132), (list(range(1, 3000, 17)), 4, 16)])
-def test_plan_of_a_decode_batch(lengths, kv_heads, processors):
+def test_plan_of_a_decode_batch(lengths, kv_heads, num_sms):
     indptr, _, last = page_table(lengths, 16, sum(lengths))
-    made = plan_decode(indptr, last, 16, kv_heads, processors, max(lengths))
-    wanted = 8 * processors // kv_heads
-    owners, firsts = torch.full_like(made.owners, -1), torch.empty_like(made.firsts)
-    reference.plan_decode(indptr, last, owners, firsts, 16, wanted, 256)
-    assert made.firsts.tolist() == firsts.tolist()
-    total = int(firsts[-1])
-    assert len(lengths) <= total <= len(made.owners) == len(lengths) + wanted
-    assert made.owners[:total].tolist() == owners[:total].tolist()
-    piece = max(256, sum(lengths) / wanted)
-    for count, length in zip(firsts.diff().tolist(), lengths):
+    made = plan_decode(indptr, last, 16, kv_heads, num_sms, max(lengths))
+    programs = 8 * num_sms // kv_heads
+    request_of_split, split_indptr = torch.full_like(made.request_of_split, -1), torch.empty_like(made.split_indptr)
+    reference.plan_decode(indptr, last, request_of_split, split_indptr, 16, programs, 256)
+    assert made.split_indptr.tolist() == split_indptr.tolist()
+    total = int(split_indptr[-1])
+    assert len(lengths) <= total <= len(made.request_of_split) == len(lengths) + programs
+    assert made.request_of_split[:total].tolist() == request_of_split[:total].tolist()
+    piece = max(256, sum(lengths) / programs)
+    for count, length in zip(split_indptr.diff().tolist(), lengths):
         assert count == 1 or length / count >= piece * 2 / 3 - 1
         assert length / count <= 1.5 * piece + 1, "a request keeps its programs longer than the others"
-    assert made.joins == (2 * max(lengths) >= 768)
+    assert made.needs_merge == (2 * max(lengths) >= 768)
 
 
 @pytest.mark.parametrize("lengths,pieces", [
@@ -217,12 +220,13 @@ def test_plan_of_a_decode_batch(lengths, kv_heads, processors):
 def test_a_plan_cuts_mixed_lengths_finer(lengths, pieces):
     """66 programs run at once: where one turn of them would wait for the longest, pieces are about half as long."""
     indptr, _, last = page_table(lengths, 16, sum(lengths))
-    how = {"programs": 4, "shortest": 128, "turns": 2}
+    how = {"programs_per_sm": 4, "min_tokens": 128, "max_rounds": 2}
     made = plan_decode(indptr, last, 16, 8, 132, max(lengths), **how)
-    owners, firsts = torch.full_like(made.owners, -1), torch.empty_like(made.firsts)
-    reference.plan_decode(indptr, last, owners, firsts, 16, 66, 128, 2)
-    assert made.firsts.tolist() == firsts.tolist() and int(firsts[-1]) == pieces <= len(owners)
-    assert made.owners[:pieces].tolist() == owners[:pieces].tolist()
+    request_of_split, split_indptr = torch.full_like(made.request_of_split, -1), torch.empty_like(made.split_indptr)
+    reference.plan_decode(indptr, last, request_of_split, split_indptr, 16, 66, 128, 2)
+    assert made.split_indptr.tolist() == split_indptr.tolist()
+    assert int(split_indptr[-1]) == pieces <= len(request_of_split)
+    assert made.request_of_split[:pieces].tolist() == request_of_split[:pieces].tolist()
 
 
 @each_dtype

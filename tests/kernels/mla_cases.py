@@ -9,10 +9,11 @@ import torch
 
 from baton.kernels import reference
 from baton.kernels.attention.decode_plan import plan_decode
-from baton.kernels.attention.mla_decode import head_block, mla_decode
+from baton.kernels.attention.mla_decode import mla_decode
 from baton.kernels.attention.mla_prefill import mla_prefill, plan_mla_prefill
 from baton.kernels.attention.mla_rope_and_store import mla_rope_and_store
 from baton.kernels.attention.per_head_matmul import per_head_matmul
+from baton.kernels.tuning.policy import policy_of
 from baton.tests.kernels.kernel_cases import DEVICE, DTYPES, GPU, page_table, random
 from baton.tests.kernels.kernel_cases import pytestmark as pytestmark
 
@@ -81,8 +82,8 @@ def test_per_head_matmul(rows, heads, depth, columns, dtype):
 
 
 @cases("heads,rank,rope", SHAPES, 128)
-@pytest.mark.parametrize("processors", [1, 100])
-def test_decode(heads, rank, rope, page_size, processors, dtype, atol, rtol):
+@pytest.mark.parametrize("num_sms", [1, 100])
+def test_decode(heads, rank, rope, page_size, num_sms, dtype, atol, rtol):
     """One piece a request, and with many processors several of the longer ones."""
     lengths = [1, 31, 32, 33, 150]
     table = page_table(lengths, page_size, PAGES)
@@ -91,9 +92,9 @@ def test_decode(heads, rank, rope, page_size, processors, dtype, atol, rtol):
     q_rope = random(len(lengths), heads, 5 + rope, dtype=dtype, seed=1)[..., 5:]
     scale = (rank + rope) ** -0.5
     want = reference.mla_attention(q, q_rope, pages, torch.arange(len(lengths) + 1), *table, scale)
-    plan = plan_decode(table[0], table[2], page_size, 1, processors, max(lengths), shortest=32,
-                       programs=1 if processors == 1 else 8)
-    assert (plan.firsts[-1] > len(lengths)) == (processors > 1)
+    plan = plan_decode(table[0], table[2], page_size, 1, num_sms, max(lengths), min_tokens=32,
+                       programs_per_sm=1 if num_sms == 1 else 8)
+    assert (plan.split_indptr[-1] > len(lengths)) == (num_sms > 1)
     torch.testing.assert_close(mla_decode(q, q_rope, pages, *table, scale, plan), want, atol=atol, rtol=rtol)
 
 
@@ -166,5 +167,6 @@ def test_pages_of_float8(stored):
 
 
 def test_a_block_of_heads_is_as_wide_as_the_type_allows():
+    head_block = policy_of(torch.device(DEVICE)).attention.mla_head_block
     assert [head_block(heads, 2) for heads in (1, 16, 20, 64, 128)] == [16, 16, 32, 64, 64]
     assert head_block(128, 4) == 16

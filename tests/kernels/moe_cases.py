@@ -11,8 +11,8 @@ from baton.kernels import reference
 from baton.kernels.arguments import Scales
 from baton.kernels.moe.moe_align import moe_align, num_blocks_of
 from baton.kernels.moe.moe_experts import moe_experts
-from baton.kernels.moe.moe_tiles import Tile, Tiles
 from baton.kernels.moe.moe_topk import moe_topk
+from baton.kernels.tuning.moe import Tile, Tiles
 from baton.tests.kernels.kernel_cases import DEVICE, each_dtype, pytestmark, random
 
 __all__ = ["pytestmark"]
@@ -38,9 +38,9 @@ def test_moe_align(tokens, num_places, choices, outside, block):
         got = moe_align(places, num_places, block)
         rows, place, positions = reference.moe_align(places, num_places, block)
         used = len(place)
-        assert used <= len(got.place) == num_blocks_of(tokens * choices, num_places, block)
-        assert torch.equal(got.place[:used], place) and (got.place[used:] == -1).all()
-        assert torch.equal(got.rows[:used * block], rows)
+        assert used <= len(got.expert_of_block) == num_blocks_of(tokens * choices, num_places, block)
+        assert torch.equal(got.expert_of_block[:used], place) and (got.expert_of_block[used:] == -1).all()
+        assert torch.equal(got.sorted_choices[:used * block], rows)
         held = positions >= 0
         assert torch.equal(got.positions[held], positions[held])
         assert got.spans is None
@@ -59,7 +59,7 @@ def test_tiles_of_blocks(tokens, num_places, choices, outside, tall):
         assert used <= len(got.spans) == num_blocks_of(tokens * choices, num_places, 16 * tall)
         assert torch.equal(got.spans[:used], want)
         assert (got.spans[used:] == torch.tensor([0, 0, -1], device=DEVICE)).all()
-        assert got.turn.tolist() == [0]
+        assert got.tile_counter.tolist() == [0]
 
 
 @each_dtype

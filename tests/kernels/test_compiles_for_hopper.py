@@ -64,7 +64,7 @@ def troubles(rows: list[dict[str, Any]]) -> list[str]:
 def test_every_kernel_compiles_and_serves_batches_of_other_sizes():
     rows = compiled(hopper_cases.FEW, timeout=280)
     assert not troubles(rows)
-    written = {name for file in KERNELS.glob("*.py") for name in re.findall(r"def (_\w+_kernel)\(", file.read_text())}
+    written = {name for file in KERNELS.rglob("*.py") for name in re.findall(r"def (_\w+_kernel)\(", file.read_text())}
     assert {row["kernel"] for row in rows} == written, "give it a case in hopper_cases.py, and a place in FEW"
 
 
@@ -83,8 +83,8 @@ def test_every_case_compiles():
 
 
 def test_what_does_not_compile_is_told():
-    rows = [{"case": "draw", "error": "CompilationError: at 3:5"},
-            {"case": "draw", "kernel": "_draw_kernel", "shared": MOST_SHARED + 1, "spilled": 0},
-            {"case": "draw", "kernel": "_draw_kernel", "shared": 0, "spilled": hopper_cases.MOST_SPILLED + 1},
-            {"case": "draw", "kernel": "_draw_kernel", "shared": 0, "spilled": 0, "size": 3}]
+    rows = [{"case": "sample", "error": "CompilationError: at 3:5"},
+            {"case": "sample", "kernel": "_sample_kernel", "shared": MOST_SHARED + 1, "spilled": 0},
+            {"case": "sample", "kernel": "_sample_kernel", "shared": 0, "spilled": hopper_cases.MOST_SPILLED + 1},
+            {"case": "sample", "kernel": "_sample_kernel", "shared": 0, "spilled": 0, "size": 3}]
     assert len(troubles(rows)) == 4

@@ -29,11 +29,11 @@ def test_kernels_equal_their_twins():
 
 
 def test_a_rank_sums_what_its_peers_left():
-    run_interpreted("peer_sum_cases.py")
+    run_interpreted("all_reduce_cases.py")
 
 
 def test_rows_meet_and_part_as_the_peers_left_them():
-    run_interpreted("peer_rows_cases.py", "peer_tokens_cases.py")
+    run_interpreted("gather_scatter_norm_cases.py", "all_to_all_cases.py")
 
 
 def test_blocks_are_copied_where_they_belong():
@@ -41,7 +41,7 @@ def test_blocks_are_copied_where_they_belong():
 
 
 def test_draws_equal_the_plain_path():
-    run_interpreted("draw_cases.py")
+    run_interpreted("sample_cases.py")
 
 
 def test_latent_attention_equals_its_twins():
@@ -53,7 +53,7 @@ def test_mixtures_of_experts_equal_their_twins():
 
 
 def test_products_of_few_rows_equal_their_twin():
-    run_interpreted("skinny_cases.py")
+    run_interpreted("small_m_cases.py")
 
 
 def test_float8_equals_its_twins():

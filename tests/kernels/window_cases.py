@@ -14,38 +14,38 @@ from baton.kernels.attention.paged_decode import paged_decode
 from baton.kernels.attention.paged_prefill import paged_prefill, plan_prefill
 from baton.kernels.attention.scale_by_sinks import scale_by_sinks
 from baton.kernels.moe.moe_experts import moe_experts
-from baton.kernels.moe.moe_tiles import Tile, Tiles
+from baton.kernels.tuning.moe import Tile, Tiles
 from baton.tests.kernels.kernel_cases import DEVICE, DTYPES, GPU, page_table, paged_pool, pytestmark, random
 from baton.tests.kernels.moe_cases import choices_of
 
 __all__ = ["pytestmark"]
 
 
-def sinks_of(heads: int, wanted: bool) -> torch.Tensor | None:
+def sinks_of(heads: int, programs: bool) -> torch.Tensor | None:
     """Some far below the scores, some far above."""
-    return random(heads, dtype=torch.float32, seed=8) * 4 if wanted else None
+    return random(heads, dtype=torch.float32, seed=8) * 4 if programs else None
 
 
-@pytest.mark.parametrize("heads,kv_heads,dim,page_size,processors,window,sinks", [
+@pytest.mark.parametrize("heads,kv_heads,dim,page_size,num_sms,window,sinks", [
     (6, 2, 16, 4, 1, 1, False), (6, 2, 16, 4, 1, 70, True), (8, 1, 64, 16, 100, None, True),
     (8, 1, 64, 16, 100, 200, True),
 ])
-def test_paged_decode(heads, kv_heads, dim, page_size, processors, window, sinks):
+def test_paged_decode(heads, kv_heads, dim, page_size, num_sms, window, sinks):
     """Lengths below, at and beyond the window, in one piece and in several."""
     lengths = [1, 70, 71, 300]
     table = page_table(lengths, page_size, 800)
     pool = paged_pool(800, kv_heads, page_size, dim, torch.float32)
     q, given = random(len(lengths), heads, dim, dtype=torch.float32), sinks_of(heads, sinks)
     want = reference.paged_attention(q, *pool, torch.arange(len(lengths) + 1), *table, dim**-0.5, 1.0, window, given)
-    plan = plan_decode(table[0], table[2], page_size, kv_heads, processors, max(lengths), shortest=64,
-                       programs=1 if processors == 1 else 8, window=window)
-    owners, firsts = torch.full_like(plan.owners, -1), torch.empty_like(plan.firsts)
-    wanted = max(1, (1 if processors == 1 else 8) * processors // kv_heads)
-    reference.plan_decode(table[0], table[2], owners, firsts, page_size, wanted, 64, window=window)
-    assert plan.firsts.tolist() == firsts.tolist()
-    assert plan.joins == (min(max(lengths), window or 300) >= 96) and int(firsts.diff().max()) <= 5
-    assert processors == 1 or int(firsts.diff().max()) == {None: 5, 1: 1, 70: 1, 200: 3}[window]
-    found = paged_decode(q, *pool, *table, dim**-0.5, plan, settled=GPU, window=window, sinks=given)
+    plan = plan_decode(table[0], table[2], page_size, kv_heads, num_sms, max(lengths), min_tokens=64,
+                       programs_per_sm=1 if num_sms == 1 else 8, window=window)
+    request_of_split, split_indptr = torch.full_like(plan.request_of_split, -1), torch.empty_like(plan.split_indptr)
+    programs = max(1, (1 if num_sms == 1 else 8) * num_sms // kv_heads)
+    reference.plan_decode(table[0], table[2], request_of_split, split_indptr, page_size, programs, 64, window=window)
+    assert plan.split_indptr.tolist() == split_indptr.tolist()
+    assert plan.needs_merge == (min(max(lengths), window or 300) >= 96) and int(split_indptr.diff().max()) <= 5
+    assert num_sms == 1 or int(split_indptr.diff().max()) == {None: 5, 1: 1, 70: 1, 200: 3}[window]
+    found = paged_decode(q, *pool, *table, dim**-0.5, plan, inputs_ready=GPU, window=window, sinks=given)
     torch.testing.assert_close(found, want, atol=2e-5, rtol=2e-5)
 
 

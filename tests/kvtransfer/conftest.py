@@ -180,16 +180,16 @@ class Pair:
         """A whole transfer of 3 pages, checked."""
         self.reserve(room)
         self.expect(room)
-        self.until(room, Phase.RESERVED, half=self.sender)
+        self.until(room, Phase.RESERVED, endpoint=self.sender)
         self.push_all(room)
         self.finish(room)
         self.until(room, Phase.DONE)
         assert self.receiver.result(room).token_id == 42
 
-    def until(self, room: int, phase: Phase, *, half: KVSender | KVReceiver | None = None,
+    def until(self, room: int, phase: Phase, *, endpoint: KVSender | KVReceiver | None = None,
               timeout: float = 5.0) -> float:
-        halves = [self.sender, self.receiver] if half is None else [half]
-        return wait_until(lambda: all(h.phase(room) is phase for h in halves), timeout)
+        endpoints = [self.sender, self.receiver] if endpoint is None else [endpoint]
+        return wait_until(lambda: all(end.phase(room) is phase for end in endpoints), timeout)
 
     def close(self) -> None:
         self.closers.close()

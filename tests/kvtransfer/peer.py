@@ -33,36 +33,36 @@ class Peer:
                 pages[:] = rng.integers(0, 256, pages.shape, dtype=np.uint8)
         build = KVSender if role == "sender" else KVReceiver
         args = DisaggregationArgs(peer_timeout=peer_timeout)
-        self.half = build(args=args, host="127.0.0.1", rank=0, tp_size=1, layout=self.layout,
+        self.transfer = build(args=args, host="127.0.0.1", rank=0, tp_size=1, layout=self.layout,
                           num_pages=num_pages, regions=[(a.ctypes.data, a.nbytes, -1) for a in self.pool],
                           backend=make_backend(backend))
         if role == "sender":
-            register_rank(f"http://127.0.0.1:{port}", self.half.info)
+            register_rank(f"http://127.0.0.1:{port}", self.transfer.info)
 
     def expect(self, room, num_tokens):
-        self.half.expect(room, 77, num_tokens)
+        self.transfer.expect(room, 77, num_tokens)
 
     def reserve(self, room, port, num_tokens, page_ids):
-        self.half.reserve(room, ("127.0.0.1", port), 77, num_tokens, 0, np.array(page_ids))
+        self.transfer.reserve(room, ("127.0.0.1", port), 77, num_tokens, 0, np.array(page_ids))
 
     def push(self, room, first, src):
         for group in range(len(self.pool)):
-            self.half.push(room, group, first, np.array(src), None)
+            self.transfer.push(room, group, first, np.array(src), None)
 
     def finish(self, room, token_id):
-        self.half.finish(room, PrefillResult(token_id, 0))
+        self.transfer.finish(room, PrefillResult(token_id, 0))
 
     def phase(self, room):
-        return self.half.phase(room).name
+        return self.transfer.phase(room).name
 
     def error(self, room):
-        return [self.half.error(room).code, self.half.error(room).message]
+        return [self.transfer.error(room).code, self.transfer.error(room).message]
 
     def digest(self, page_ids):
         return [hashlib.sha256(pages[page_ids].tobytes()).hexdigest() for pages in self.pool]
 
     def close(self):
-        self.half.close()
+        self.transfer.close()
 
 
 def main() -> None:

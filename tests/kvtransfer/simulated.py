@@ -11,7 +11,7 @@ import numpy as np
 
 from baton.kvtransfer.sender import sender_state
 
-BELLS = 4
+NUM_FLAGS = 4
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Memory:
         self.ranks = ranks
         self.owner: dict[int, int | None] = dict.fromkeys(range(num_pages))  # page -> serial
         self.written: dict[tuple[int, int], set[int]] = {}  # rank and page -> senders that wrote it for its owner
-        self.bells = [np.zeros(BELLS, np.int64) for _ in range(ranks)]
+        self.completion_flags = [np.zeros(NUM_FLAGS, np.int64) for _ in range(ranks)]
         self.rings: list[Ring] = []
 
     @property
@@ -128,5 +128,5 @@ class Memory:
             if flight in ring.after:
                 ring.after.remove(flight)
                 if not ring.after:
-                    self.bells[ring.receiver][ring.value % BELLS] = ring.value
+                    self.completion_flags[ring.receiver][ring.value % NUM_FLAGS] = ring.value
         self.rings = [ring for ring in self.rings if ring.after]

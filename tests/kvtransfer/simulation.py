@@ -23,7 +23,7 @@ from baton.kvtransfer.protocol.states import Phase
 from baton.kvtransfer.protocol.timing import Timing
 from baton.kvtransfer.receiver import receiver_core, receiver_state
 from baton.kvtransfer.sender import sender_core, sender_state
-from baton.tests.kvtransfer.simulated import BELLS, Flight, Group, Job, Memory, Request, Ring, Wire
+from baton.tests.kvtransfer.simulated import NUM_FLAGS, Flight, Group, Job, Memory, Request, Ring, Wire
 
 TIMING = Timing(bootstrap_timeout=8.0, transfer_timeout=20.0, peer_timeout=3.0)
 ADDRESS = ("prefill", 1)
@@ -36,11 +36,11 @@ def layout(ranks: int) -> KVLayout:
 
 
 class World:
-    def __init__(self, prefill_ranks: int = 1, decode_ranks: int = 1, lingering: float = 0.0,
+    def __init__(self, prefill_ranks: int = 1, decode_ranks: int = 1, quarantine_seconds: float = 0.0,
                  checksum: Extent = "sampled") -> None:
         """``lingering``: how long the backend's writes may still land that it has given up. Decode's bells tell it what
         has landed where ``checksum`` is off."""
-        self.now, self.lingering, self.checksum = 100.0, lingering, checksum
+        self.now, self.quarantine_seconds, self.checksum = 100.0, quarantine_seconds, checksum
         self.late: list[tuple[float, Flight]] = []  # given up, with the time until which each may land
         self.instances, self.serials = itertools.count(), itertools.count()
         self.wires: dict[bytes, Wire] = {}
@@ -59,12 +59,12 @@ class World:
         self.prefill = Group([sender_core.SenderCore(self.identity(rank, self.ranks[0]), TIMING)
                               for rank in range(self.ranks[0])])
         self.jobs: dict[int, Job] = {}
-        self.watched: dict[int, int] = {}  # room -> the request that its pages were for
+        self.awaiting_ack: dict[int, int] = {}  # room -> the request that its pages were for
 
     def start_decode(self) -> None:
         self.decode = Group([
             receiver_core.ReceiverCore(self.identity(rank, self.ranks[1]), TIMING, NUM_PAGES, checksum=self.checksum,
-                                   lingering=self.lingering) for rank in range(self.ranks[1])])
+                                   quarantine_seconds=self.quarantine_seconds) for rank in range(self.ranks[1])])
         self.memory = Memory(NUM_PAGES, self.ranks[1])
         self.requests: dict[int, Request] = {}
         self.unverified.clear()
@@ -77,8 +77,8 @@ class World:
     def expect(self, n: int) -> None:
         room = n % ROOMS
         if room not in self.jobs and not self.prefill.stopped:
-            if room in self.watched:
-                self.unwatch(room)
+            if room in self.awaiting_ack:
+                self.stop_awaiting_ack(room)
             self.jobs[room] = Job(room, 1 + room)
             self.prefill.call("expect", room, 1 if n % 32 == 31 else 0, 1 + room, self.now)
 
@@ -94,21 +94,21 @@ class World:
 
         def on_rank(core: receiver_core.ReceiverCore) -> None:
             core.reserve(room, ADDRESS, 0, num_tokens, first_page, pages, now)
-            self.serial_of[core.info.instance, core.rooms[room].reserve.stamp] = request.serial
+            self.serial_of[core.info.instance, core.transfers[room].reserve.stamp] = request.serial
 
         for queue in self.decode.todo:
             queue.append(on_rank)
 
     def decline(self, n: int) -> None:
         if n % ROOMS not in self.requests:
-            self.decode.call("ways.decline", n % ROOMS, ADDRESS, Aborted("by decode, early"), self.now)
+            self.decode.call("connections.decline", n % ROOMS, ADDRESS, Aborted("by decode, early"), self.now)
 
     def push(self, n: int) -> None:
         """A chunk of one page or more, once the group agrees that both halves have met."""
         job = self.jobs.get(n % ROOMS)
         if job is None or job.answered or job.pushed == job.num_tokens or not self.prefill.run_all():
             return
-        if min(core.rooms[job.room].phase for core in self.prefill.cores) >= Phase.RESERVED:
+        if min(core.transfers[job.room].phase for core in self.prefill.cores) >= Phase.RESERVED:
             stop = job.num_tokens if n % 2 else job.pushed + 1
             self.prefill.call("push", job.room, 0, job.pushed, np.arange(job.pushed, stop), None)
             job.pushed = stop
@@ -121,8 +121,8 @@ class World:
             self.prefill.call("finish", job.room, PrefillResult(job.room, 0), self.now)
 
     def meet(self, n: int) -> None:
-        for half in (self.expect, self.reserve) if n % 2 else (self.reserve, self.expect):
-            half(n)
+        for transfer in (self.expect, self.reserve) if n % 2 else (self.reserve, self.expect):
+            transfer(n)
 
     def work(self, n: int = 0) -> None:
         """Prefill's scheduler does all that it can."""
@@ -149,51 +149,52 @@ class World:
         if not self.prefill.run_all():
             return
         for job in list(self.jobs.values()):
-            halves = [core.rooms[job.room] for core in self.prefill.cores]
-            if min(half.phase for half in halves) <= Phase.ABORTING and not job.answered:
+            transfers = [core.transfers[job.room] for core in self.prefill.cores]
+            if min(transfer.phase for transfer in transfers) <= Phase.ABORTING and not job.answered:
                 self.end_job(job, TransferFailed("as decode or another rank has it"))
                 self.prefill.run_all()
-            if all(half.phase.terminal for half in halves):
-                self.close_job(job, halves)
-        for room in [room for room in self.watched if all(core.taken(room) for core in self.prefill.cores)]:
-            assert self.watched[room] in self.gone_on, "prefill let go of what nobody had taken"
-            self.unwatch(room)
+            if all(transfer.phase.terminal for transfer in transfers):
+                self.close_job(job, transfers)
+        cores = self.prefill.cores
+        for room in [room for room in self.awaiting_ack if all(core.is_acknowledged(room) for core in cores)]:
+            assert self.awaiting_ack[room] in self.gone_on, "prefill let go of what nobody had taken"
+            self.stop_awaiting_ack(room)
 
     def poll_decode(self, n: int = 0) -> None:
         self.decode.run_all()
-        for core, bells in zip(self.decode.cores, self.memory.bells):
-            for half in core.rooms.values():
-                if half.landings and half.room in self.requests:
-                    core.look(half, bells, self.now)
-                    self.rung += half.phase is Phase.DONE
+        for core, bells in zip(self.decode.cores, self.memory.completion_flags):
+            for transfer in core.transfers.values():
+                if transfer.early_results and transfer.room in self.requests:
+                    core.check_flags(transfer, bells, self.now)
+                    self.rung += transfer.phase is Phase.DONE
         for request in list(self.requests.values()):
-            halves = [core.rooms[request.room] for core in self.decode.cores]
-            if min(half.phase for half in halves) <= Phase.ABORTING and not request.answered:
-                assert any(half.error is not None for half in halves)
+            transfers = [core.transfers[request.room] for core in self.decode.cores]
+            if min(transfer.phase for transfer in transfers) <= Phase.ABORTING and not request.answered:
+                assert any(transfer.error is not None for transfer in transfers)
                 self.end_request(request, TransferFailed("as prefill or another rank has it"))
                 self.decode.run_all()
-            if all(half.phase.terminal for half in halves):
-                self.close_request(request, halves)
+            if all(transfer.phase.terminal for transfer in transfers):
+                self.close_request(request, transfers)
 
     def end_job(self, job: Job, error: Exception) -> None:
         assert not job.answered, "a second end at prefill"
         job.answered = True
         self.prefill.call("abort", job.room, error, self.now)
 
-    def close_job(self, job: Job, halves: list) -> None:
-        assert not any(half.in_flight for half in halves), "source pages freed under a write"
-        assert all((half.error is None) is (half.phase is Phase.DONE) for half in halves)
+    def close_job(self, job: Job, transfers: list) -> None:
+        assert not any(transfer.in_flight for transfer in transfers), "source pages freed under a write"
+        assert all((transfer.error is None) is (transfer.phase is Phase.DONE) for transfer in transfers)
         del self.jobs[job.room]
         if job.answered:
             self.prefill.call("forget", job.room)
         else:
-            self.watched[job.room] = self.serial(halves[0].destinations[0])
-            self.prefill.call("watch", job.room)
+            self.awaiting_ack[job.room] = self.serial(transfers[0].destinations[0])
+            self.prefill.call("await_ack", job.room)
         self.prefill.run_all()
 
-    def unwatch(self, room: int) -> None:
-        del self.watched[room]
-        self.prefill.call("unwatch", room)
+    def stop_awaiting_ack(self, room: int) -> None:
+        del self.awaiting_ack[room]
+        self.prefill.call("stop_awaiting_ack", room)
         self.prefill.run_all()
 
     def end_request(self, request: Request, error: Exception) -> None:
@@ -202,22 +203,22 @@ class World:
         self.failed += 1
         self.decode.call("abort", request.room, error, self.now)
 
-    def close_request(self, request: Request, halves: list) -> None:
+    def close_request(self, request: Request, transfers: list) -> None:
         if not request.answered:
-            self.check_content(request, halves)
+            self.check_content(request, transfers)
             request.answered = True
             self.completed += 1
             self.gone_on.add(request.serial)
-            self.decode.call("taken", request.room)
+            self.decode.call("acknowledge", request.room)
         del self.requests[request.room]
         self.decode.call("forget", request.room)
         self.decode.run_all()
         self.memory.take_back(request)
 
-    def check_content(self, request: Request, halves: list) -> None:
-        for rank, half in enumerate(halves):
-            assert half.result == PrefillResult(request.room, 0)
-            carriers = self.carriers(rank, {self.sender_of[link] for link in half.writers.instances})
+    def check_content(self, request: Request, transfers: list) -> None:
+        for rank, transfer in enumerate(transfers):
+            assert transfer.result == PrefillResult(request.room, 0)
+            carriers = self.carriers(rank, {self.sender_of[session] for session in transfer.writers.instances})
             for page in request.page_ids:
                 assert self.memory.written[rank, page] == carriers, "DONE without the page's content"
 
@@ -238,11 +239,11 @@ class World:
         wires = list(self.wires.items())
         if not wires:
             return
-        link, wire = wires[n // 2 % len(wires)]
+        session, wire = wires[n // 2 % len(wires)]
         if n % 2 and wire.to_receiver:
-            self.decode.cores[wire.receiver].receive(link, wire.to_receiver.popleft(), self.now)
+            self.decode.cores[wire.receiver].receive(session, wire.to_receiver.popleft(), self.now)
         elif wire.to_sender and wire.sender not in self.prefill.stopped:
-            self.prefill.cores[wire.sender].receive(link, wire.to_sender.popleft(), self.now)
+            self.prefill.cores[wire.sender].receive(session, wire.to_sender.popleft(), self.now)
 
     def repeat(self, n: int) -> None:
         """A message comes once more, however late. ZMQ does not do that; nothing may depend on it."""
@@ -252,10 +253,10 @@ class World:
             queue.append(message)
 
     def read_inbox(self, n: int) -> None:
-        for place, (rank, link, message) in enumerate(self.inbox):
+        for place, (rank, session, message) in enumerate(self.inbox):
             if rank not in self.prefill.stopped:
                 del self.inbox[place]
-                self.prefill.cores[rank].receive(link, message, self.now)
+                self.prefill.cores[rank].receive(session, message, self.now)
                 return
 
     def post(self, n: int = 0) -> None:
@@ -266,18 +267,18 @@ class World:
                 info = write.session.info
                 alive = self.decode.cores[info.rank].info.instance == info.instance
                 self.flights.append(Flight(write, self.serial(write.destination), rank, info.rank, lost=not alive))
-            self.announce(rank, core)
+            self.send_early_result(rank, core)
 
-    def announce(self, rank: int, core: sender_core.SenderCore) -> None:
+    def send_early_result(self, rank: int, core: sender_core.SenderCore) -> None:
         """As the sender's I/O thread does: it rings behind all that is on its way to the peer."""
         mine = [flight for flight in self.flights if flight.sender == rank]
-        for half in {id(flight.write.room): flight.write.room for flight in mine}.values():
-            for destination in core.landing(half):
+        for transfer in {id(flight.write.transfer): flight.write.transfer for flight in mine}.values():
+            for destination in core.early_completion_targets(transfer):
                 value, info = next(self.serials) + 1, destination.session.info
                 after = [flight for flight in mine if flight.session == destination.session.id]
                 if after and self.decode.cores[info.rank].info.instance == info.instance:
                     self.memory.rings.append(Ring(info.rank, value, after))
-                core.announce(destination, half.result, value % BELLS, value)
+                core.send_early_result(destination, transfer.result, value % NUM_FLAGS, value)
 
     def land(self, n: int) -> None:
         moving = [flight for flight in self.flights if flight.sender not in self.prefill.stopped]
@@ -293,7 +294,7 @@ class World:
         if moving:
             flight = moving[n % len(moving)]
             self.flights.remove(flight)
-            self.late.append((self.now + self.lingering, flight))
+            self.late.append((self.now + self.quarantine_seconds, flight))
             self.prefill.cores[flight.sender].written(flight.write, False, self.now)
 
     def land_late(self, n: int) -> None:
@@ -316,13 +317,13 @@ class World:
         """A connection breaks. Some of what was on it has arrived: at the sender's host, where it is read as late as
         the sender likes, and at the receiver, which reads it first. The sender hears only silence."""
         if self.wires:
-            link = list(self.wires)[n % len(self.wires)]
-            wire = self.wires[link]
-            self.inbox += [(wire.sender, link, message) for message in list(wire.to_sender)[:n // 8 % 4]]
+            session = list(self.wires)[n % len(self.wires)]
+            wire = self.wires[session]
+            self.inbox += [(wire.sender, session, message) for message in list(wire.to_sender)[:n // 8 % 4]]
             for message in list(wire.to_receiver)[:n // 32 % 4]:
-                self.decode.cores[wire.receiver].receive(link, message, self.now)
-            self.wires.pop(link, None)
-            self.decode.cores[wire.receiver].disconnected(link, self.now)
+                self.decode.cores[wire.receiver].receive(session, message, self.now)
+            self.wires.pop(session, None)
+            self.decode.cores[wire.receiver].disconnected(session, self.now)
             self.lose_stopped_writes()
 
     def kill_prefill(self, n: int) -> None:
@@ -334,17 +335,17 @@ class World:
         self.late.clear()
         self.inbox.clear()
         self.start_prefill()
-        for link, wire in list(self.wires.items()):
-            del self.wires[link]
-            self.decode.cores[wire.receiver].disconnected(link, self.now)
+        for session, wire in list(self.wires.items()):
+            del self.wires[session]
+            self.decode.cores[wire.receiver].disconnected(session, self.now)
 
     def kill_decode(self, n: int) -> None:
         """Its memory is gone with it; a successor starts with memory of its own. Prefill hears nothing."""
         for flight in [*self.flights, *(flight for _, flight in self.late)]:
             flight.lost = True
-        for link, wire in list(self.wires.items()):
-            self.inbox += [(wire.sender, link, message) for message in list(wire.to_sender)[:n // 8 % 4]]
-            del self.wires[link]
+        for session, wire in list(self.wires.items()):
+            self.inbox += [(wire.sender, session, message) for message in list(wire.to_sender)[:n // 8 % 4]]
+            del self.wires[session]
         self.start_decode()
 
     def stop(self, n: int) -> None:
@@ -379,17 +380,17 @@ class World:
         """A comparison of checksums ends, which takes its time; now and then they differ."""
         if self.unverified:
             core, effect = self.unverified.popleft()
-            core.verified(effect.half, n % 16 != 0, self.now)
+            core.verified(effect.transfer, n % 16 != 0, self.now)
 
     def flow(self, n: int) -> None:
         """Everything on its way arrives, and what may be written is."""
         for _ in range(3):
-            for link in list(self.wires):
-                while (wire := self.wires.get(link)) and wire.to_sender and wire.sender not in self.prefill.stopped:
-                    self.prefill.cores[wire.sender].receive(link, wire.to_sender.popleft(), self.now)
+            for session in list(self.wires):
+                while (wire := self.wires.get(session)) and wire.to_sender and wire.sender not in self.prefill.stopped:
+                    self.prefill.cores[wire.sender].receive(session, wire.to_sender.popleft(), self.now)
                     self.settle()
-                while (wire := self.wires.get(link)) and wire.to_receiver:
-                    self.decode.cores[wire.receiver].receive(link, wire.to_receiver.popleft(), self.now)
+                while (wire := self.wires.get(session)) and wire.to_receiver:
+                    self.decode.cores[wire.receiver].receive(session, wire.to_receiver.popleft(), self.now)
                     self.settle()
             self.post()
             self.verify(1)
@@ -425,18 +426,18 @@ class World:
             core.found(effect.address, [sender.info for sender in self.prefill.cores], self.now)
         elif isinstance(effect, receiver_state.Connect):
             instances = [sender.info.instance for sender in self.prefill.cores]
-            sender = instances.index(effect.link.instance)
-            self.wires[effect.link.id] = Wire(sender, core.info.rank)
-            self.sender_of[effect.link.id] = sender
+            sender = instances.index(effect.session.instance)
+            self.wires[effect.session.id] = Wire(sender, core.info.rank)
+            self.sender_of[effect.session.id] = sender
         elif isinstance(effect, receiver_state.Send):
-            if effect.link in self.wires:
-                wire = self.wires[effect.link]
+            if effect.session in self.wires:
+                wire = self.wires[effect.session]
                 wire.to_sender.append(effect.message)
                 wire.past.append((wire.to_sender, effect.message))
         elif isinstance(effect, receiver_state.Verify):
             self.unverified.append((core, effect))
         else:
-            self.wires.pop(effect.link, None)
+            self.wires.pop(effect.session, None)
 
     def sender_effect(self, core: sender_core.SenderCore, effect: sender_state.Effect) -> None:
         if isinstance(effect, sender_state.Send):
@@ -449,7 +450,7 @@ class World:
         else:
             for flight in [f for f in self.flights if f.session == effect.session.id]:
                 self.flights.remove(flight)
-                self.late.append((self.now + self.lingering, flight))
+                self.late.append((self.now + self.quarantine_seconds, flight))
                 core.written(flight.write, False, self.now)
 
     def finale(self) -> None:
@@ -465,7 +466,7 @@ class World:
                 break
         self.post()
         assert not self.jobs and not self.requests, "a room that never ends"
-        assert not any(core.rooms for core in (*self.prefill.cores, *self.decode.cores))
+        assert not any(core.transfers for core in (*self.prefill.cores, *self.decode.cores))
         assert len(self.memory.free) == NUM_PAGES, "a page leaked"
         assert not self.flights and not any(core.queue for core in self.prefill.cores)
 
@@ -488,7 +489,7 @@ _NAMES = COMMON * 6 + RARE
 def run_seed(seed: int) -> World:
     """One schedule, which is all in its seed. An AssertionError names it, whatever went wrong."""
     rng = Random(seed)
-    world = World(*SHAPES[seed % len(SHAPES)], lingering=(0.0, 10.0)[seed // len(SHAPES) % 2],
+    world = World(*SHAPES[seed % len(SHAPES)], quarantine_seconds=(0.0, 10.0)[seed // len(SHAPES) % 2],
                   checksum=("sampled", "off")[seed // len(SHAPES) // 2 % 2])
     schedule = [(rng.choice(_NAMES), rng.randrange(1024)) for _ in range(rng.randrange(10, 120))]
     try:

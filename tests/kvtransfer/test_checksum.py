@@ -8,18 +8,18 @@ import torch
 
 from baton.common.api.errors import TransferFailed
 from baton.kvtransfer.backends.base import Region
-from baton.kvtransfer.checksum import SAMPLES, Checksum, extent_of, make_checksum, places_of
+from baton.kvtransfer.checksum import SAMPLED_WORDS, Checksum, block_positions, make_checksum, resolve_extent
 from baton.kvtransfer.protocol.states import Phase
 from baton.tests.kvtransfer.conftest import BACKENDS
 
 
 def of(checksum, extent, group, page_ids, first):
     """Of whole pages that hold the prompt's pages ``first`` onwards."""
-    places = places_of(group, 1, first, len(page_ids), np.zeros(1, np.int64))
-    return checksum.of(extent, group, 1, page_ids, places)
+    places = block_positions(group, 1, first, len(page_ids), np.zeros(1, np.int64))
+    return checksum.compute(extent, group, 1, page_ids, places)
 
 
-WORDS = 7 * SAMPLES + 3  # sampling does not come out even
+WORDS = 7 * SAMPLED_WORDS + 3  # sampling does not come out even
 
 
 @pytest.fixture
@@ -65,14 +65,14 @@ def test_full_sees_every_bit_and_sampled_a_few(pool):
         assert of(checksum, "full", 0, ids, 0) != full
         seen += of(checksum, "sampled", 0, ids, 0) != sampled
         pool[1, word] ^= np.uint64(1 << 63 >> word % 64)
-    assert SAMPLES <= seen < WORDS / 4
+    assert SAMPLED_WORDS <= seen < WORDS / 4
     assert of(checksum, "off", 0, ids, 0) == 0
 
 
 def test_the_default_reads_host_memory_only():
-    assert extent_of("auto", [Region(0, 0, -1)]) == "sampled"
-    assert extent_of("auto", [Region(0, 0, 0)]) == "off"
-    assert extent_of("full", [Region(0, 0, 0)]) == "full"
+    assert resolve_extent("auto", [Region(0, 0, -1)]) == "sampled"
+    assert resolve_extent("auto", [Region(0, 0, 0)]) == "off"
+    assert resolve_extent("full", [Region(0, 0, 0)]) == "full"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -92,8 +92,8 @@ def test_a_page_that_did_not_arrive_fails_the_request_and_no_other(make_pair, ex
     pair.until(1, Phase.RESERVED)
     pair.push_all(1)
     pair.finish(1)
-    pair.until(1, Phase.DONE, half=pair.sender)
-    pair.until(1, Phase.FAILED, half=pair.receiver)
+    pair.until(1, Phase.DONE, endpoint=pair.sender)
+    pair.until(1, Phase.FAILED, endpoint=pair.receiver)
     assert isinstance(pair.receiver.error(1), TransferFailed) and "arrived damaged" in pair.receiver.error(1).message
     pair.sender.forget(1)
     pair.receiver.forget(1)

@@ -22,7 +22,7 @@ PAGES, PAGE_BYTES = 8, 64
 @pytest.fixture
 def ends(monkeypatch):
     """A sender's and a receiver's backend; a poll copies one page."""
-    monkeypatch.setattr(ipc_host, "_STEP_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(ipc_host, "_BYTES_PER_POLL", PAGE_BYTES)
     made = []
     for _ in range(2):
         pool = shared_bytes(PAGES * PAGE_BYTES)
@@ -41,30 +41,30 @@ def test_a_bell_rings_when_all_copies_to_the_peer_are_done(ends):
     ids = np.array([1, 4])
     first, second = (sender.write(peer, 0, ids, 0, ids) for _ in range(2))
     elsewhere = sender.write(other, 0, ids, 0, ids)
-    place = sender.ring(peer, 77)
+    place = sender.write_flag(peer, 77)
     assert [sender.poll(second), sender.poll(second)] == [WriteState.PENDING, WriteState.DONE]
-    assert sender.poll(first) is WriteState.PENDING and not receiver.bells().any()
+    assert sender.poll(first) is WriteState.PENDING and not receiver.completion_flags().any()
     assert sender.poll(first) is WriteState.DONE
-    assert receiver.bells()[place] == 77 and np.count_nonzero(receiver.bells()) == 1
+    assert receiver.completion_flags()[place] == 77 and np.count_nonzero(receiver.completion_flags()) == 1
     assert sender.poll(elsewhere) is WriteState.PENDING
-    assert receiver.bells()[sender.ring(peer, 78)] == 78
+    assert receiver.completion_flags()[sender.write_flag(peer, 78)] == 78
 
 
 def test_a_removed_peer_is_rung_at_no_more(ends):
     sender, receiver = ends
     peer = sender.add_peer(receiver.local_metadata(), [1], [1])
     write = sender.write(peer, 0, np.array([1, 4]), 0, np.array([1, 4]))
-    sender.ring(peer, 77)
+    sender.write_flag(peer, 77)
     sender.remove_peer(peer)
-    assert sender.poll(write) is WriteState.FAILED and sender.ring(peer, 78) is None
-    assert not receiver.bells().any()
+    assert sender.poll(write) is WriteState.FAILED and sender.write_flag(peer, 78) is None
+    assert not receiver.completion_flags().any()
 
 
 def test_a_peer_without_bells_is_written_to_all_the_same(ends, monkeypatch):
     sender, receiver = ends
-    monkeypatch.setattr(receiver, "_bells", None)
+    monkeypatch.setattr(receiver, "_flags", None)
     peer = sender.add_peer(receiver.local_metadata(), [1], [1])
-    assert sender.ring(peer, 77) is None
+    assert sender.write_flag(peer, 77) is None
     write = sender.write(peer, 0, np.array([3]), 0, np.array([2]))
     assert sender.poll(write) is WriteState.DONE
 
@@ -72,7 +72,7 @@ def test_a_peer_without_bells_is_written_to_all_the_same(ends, monkeypatch):
 @pytest.fixture
 def pair(make_pair, monkeypatch):
     """Whose sender's messages of the kinds in ``lost`` do not arrive."""
-    monkeypatch.setattr(ipc, "_PLACES", 8)
+    monkeypatch.setattr(ipc, "_NUM_FLAGS", 8)
     pair = make_pair("ipc", kv_checksum="off")
     pair.lost, send = (), pair.sender._send
     monkeypatch.setattr(pair.sender, "_send", lambda told: isinstance(told.message, pair.lost) or send(told))
@@ -89,7 +89,7 @@ def held_back(pair, monkeypatch):
 def begun(pair, room):
     pair.reserve(room)
     pair.expect(room)
-    pair.until(room, Phase.RESERVED, half=pair.sender)
+    pair.until(room, Phase.RESERVED, endpoint=pair.sender)
     pair.push_all(room)
     pair.finish(room)
 
@@ -97,7 +97,7 @@ def begun(pair, room):
 def test_pages_have_arrived_when_the_bell_says_so(pair, monkeypatch):
     pair.lost, release = m.Result, held_back(pair, monkeypatch)
     begun(pair, 1)
-    wait_until(lambda: bool(pair.receiver._core.rooms[1].landings))
+    wait_until(lambda: bool(pair.receiver._core.transfers[1].early_results))
     time.sleep(0.02)
     assert pair.receiver.phase(1) is Phase.RESERVED
     release()
@@ -112,16 +112,16 @@ def test_the_result_that_follows_is_no_surprise(pair):
     for room in (1, 2, 1, *range(3, 23)):
         begun(pair, room)
         pair.until(room, Phase.DONE)
-        for half in (pair.sender, pair.receiver):
-            half.forget(room)
-    (link,) = pair.receiver._core.ways.links.values()
-    wait_until(lambda: not link.landed)
+        for transfer in (pair.sender, pair.receiver):
+            transfer.forget(room)
+    (session,) = pair.receiver._core.connections.sessions.values()
+    wait_until(lambda: not session.completed_early)
     assert pair.receiver.counters["kv_messages_dropped"] == 0
     assert pair.receiver.counters["kv_transfers_done"] == 23
 
 
 def test_without_a_bell_the_result_tells(pair):
-    pair.lost = m.Landing
+    pair.lost = m.EarlyResult
     begun(pair, 1)
     pair.until(1, Phase.DONE)
 
@@ -130,9 +130,9 @@ def test_an_abort_goes_before_a_bell(pair, monkeypatch):
     """Pages are given back when the writer is quiet, whatever was announced."""
     release = held_back(pair, monkeypatch)
     begun(pair, 1)
-    wait_until(lambda: bool(pair.receiver._core.rooms[1].landings))
+    wait_until(lambda: bool(pair.receiver._core.transfers[1].early_results))
     pair.receiver.abort(1, Aborted("the client has left"))
     assert pair.receiver.phase(1) is Phase.ABORTING
-    pair.until(1, Phase.ABORTING, half=pair.sender)
+    pair.until(1, Phase.ABORTING, endpoint=pair.sender)
     release()
     pair.until(1, Phase.FAILED)

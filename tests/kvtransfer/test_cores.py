@@ -67,7 +67,7 @@ def test_a_pong_that_waited_grants_nothing(sender):
     sender.receive(b"s", m.Pong(10.5), 15.0)
     assert take(sender, 15.0) == 0
     sender.tick(15.0)
-    assert sender.rooms[1].phase is Phase.FAILED
+    assert sender.transfers[1].phase is Phase.FAILED
 
 
 def test_a_pong_from_the_future_grants_no_more_than_one_of_now(sender):
@@ -81,9 +81,9 @@ def test_a_silent_peer_is_noticed_within_the_peer_timeout(sender, receiver):
     writing(sender)
     for core in (sender, receiver):
         core.tick(12.88)
-        assert core.rooms[1].phase > Phase.ABORTING
+        assert core.transfers[1].phase > Phase.ABORTING
         core.tick(12.88 + TIMING.tick)
-        assert core.rooms[1].phase <= Phase.ABORTING and "silent for 3 s" in core.rooms[1].error.message
+        assert core.transfers[1].phase <= Phase.ABORTING and "silent for 3 s" in core.transfers[1].error.message
 
 
 def test_time_with_writes_under_way_is_counted_once(sender):
@@ -112,7 +112,7 @@ def test_an_abort_for_an_earlier_use_of_a_room_is_answered_and_harmless(sender):
     writing(sender)
     sender.receive(b"s", m.Abort(1, 4, "request_aborted", "old"), 10.0)
     assert sent(sender) == [m.Stopped(1, 4)]
-    assert sender.rooms[1].phase is Phase.WRITING
+    assert sender.transfers[1].phase is Phase.WRITING
 
 
 def test_an_unknown_session_is_told_that_it_is_gone(sender):
@@ -124,7 +124,7 @@ def test_an_unknown_session_is_told_that_it_is_gone(sender):
 def test_a_repeated_reserve_is_dropped(sender):
     writing(sender)
     sender.receive(b"s", reserve(), 10.0)
-    assert sent(sender) == [] and sender.rooms[1].phase is Phase.WRITING
+    assert sent(sender) == [] and sender.transfers[1].phase is Phase.WRITING
 
 
 def test_a_reserve_that_comes_again_after_its_room_has_ended_is_not_the_next_one(sender):
@@ -133,9 +133,9 @@ def test_a_reserve_that_comes_again_after_its_room_has_ended_is_not_the_next_one
     sender.forget(1)
     sent(sender)
     sender.receive(b"s", reserve(), 10.0)
-    assert sent(sender) == [] and not sender.lobby.early
+    assert sent(sender) == [] and not sender.rendezvous.unmatched
     sender.receive(b"s", reserve(stamp=6), 10.0)
-    assert list(sender.lobby.early) == [(1, 0)]
+    assert list(sender.rendezvous.unmatched) == [(1, 0)]
 
 
 @pytest.mark.parametrize("bad, words", [
@@ -149,7 +149,7 @@ def test_a_destination_that_cannot_be_is_refused(sender, bad, words):
     sender.receive(b"s", reserve(**bad), 10.0)
     abort, stopped = sent(sender)
     assert words in abort.message and stopped == m.Stopped(1, 5)
-    assert not sender.lobby.early
+    assert not sender.rendezvous.unmatched
 
 
 def test_early_destinations_are_bounded(sender, monkeypatch):
@@ -159,13 +159,13 @@ def test_early_destinations_are_bounded(sender, monkeypatch):
     sender.tick(10.0)
     sender.effects.popleft()  # the Ping
     assert [type(message) for message in sent(sender)] == [m.Abort, m.Stopped]
-    assert list(sender.lobby.early) == [(1, 0), (2, 0), (3, 0)]
+    assert list(sender.rendezvous.unmatched) == [(1, 0), (2, 0), (3, 0)]
 
 
 def test_a_new_session_of_the_same_receiver_ends_the_old_one(sender):
     writing(sender)
     sender.receive(b"t", m.Hello(DECODE, "prefill", 8, b""), 10.0)
-    assert sender.rooms[1].phase is Phase.FAILED
+    assert sender.transfers[1].phase is Phase.FAILED
     assert isinstance(sender.effects[0].message, m.Gone) and isinstance(sender.effects[1], sender_state.Dismiss)
 
 
@@ -186,52 +186,52 @@ def receiver() -> receiver_core.ReceiverCore:
 
 
 def link_of(core: receiver_core.ReceiverCore) -> bytes:
-    return next(iter(core.ways.links))
+    return next(iter(core.connections.sessions))
 
 
 def test_the_end_of_an_earlier_use_of_a_room_is_not_the_end_of_this_one(receiver):
-    link, old = link_of(receiver), receiver.rooms[1].reserve.stamp
+    session, old = link_of(receiver), receiver.transfers[1].reserve.stamp
     receiver.abort(1, Aborted("left"), 10.0)
-    receiver.receive(link, m.Result(1, old, "prefill", m.PrefillResult(7, 0)), 10.0)
-    assert receiver.rooms[1].phase is Phase.FAILED
+    receiver.receive(session, m.Result(1, old, "prefill", m.PrefillResult(7, 0)), 10.0)
+    assert receiver.transfers[1].phase is Phase.FAILED
     receiver.forget(1)
     receiver.reserve(1, ADDRESS, 77, 2, 0, np.array([3, 4]), 10.0)
-    receiver.receive(link, m.Stopped(1, old), 10.0)
-    receiver.receive(link, m.Result(1, old, "prefill", m.PrefillResult(7, 0)), 10.0)
-    assert receiver.rooms[1].phase is Phase.RESERVED
+    receiver.receive(session, m.Stopped(1, old), 10.0)
+    receiver.receive(session, m.Result(1, old, "prefill", m.PrefillResult(7, 0)), 10.0)
+    assert receiver.transfers[1].phase is Phase.RESERVED
     assert receiver.counters["kv_messages_dropped"] == 2
 
 
 def test_a_result_of_another_instance_is_dropped(receiver):
-    stamp = receiver.rooms[1].reserve.stamp
+    stamp = receiver.transfers[1].reserve.stamp
     receiver.receive(link_of(receiver), m.Result(1, stamp, "impostor", m.PrefillResult(7, 0)), 10.0)
-    assert receiver.rooms[1].phase is Phase.RESERVED
+    assert receiver.transfers[1].phase is Phase.RESERVED
 
 
 def test_a_closed_link_holds_the_pages_until_the_writer_has_given_up(receiver):
-    link = link_of(receiver)
-    receiver.receive(link, m.Ping(11.0), 11.0)
-    receiver.disconnected(link, 11.2)
-    assert receiver.rooms[1].phase is Phase.ABORTING
+    session = link_of(receiver)
+    receiver.receive(session, m.Ping(11.0), 11.0)
+    receiver.disconnected(session, 11.2)
+    assert receiver.transfers[1].phase is Phase.ABORTING
     receiver.tick(14.4)
-    assert receiver.rooms[1].phase is Phase.ABORTING
+    assert receiver.transfers[1].phase is Phase.ABORTING
     receiver.tick(14.5)
-    assert receiver.rooms[1].phase is Phase.FAILED
+    assert receiver.transfers[1].phase is Phase.FAILED
 
 
 def test_a_silent_link_holds_the_pages_for_as_long_as_its_connection_stands(receiver):
-    link = link_of(receiver)
+    session = link_of(receiver)
     receiver.tick(13.1)
-    assert receiver.rooms[1].phase is Phase.ABORTING
+    assert receiver.transfers[1].phase is Phase.ABORTING
     assert [type(message) for message in sent(receiver)] == [m.Abort]
-    receiver.receive(link, m.Ping(12.0), 500.0)
+    receiver.receive(session, m.Ping(12.0), 500.0)
     assert sent(receiver) == [], "a Pong would confirm the session"
     receiver.tick(1000.0)
-    assert receiver.rooms[1].phase is Phase.ABORTING
-    receiver.receive(link, m.Stopped(1, receiver.rooms[1].reserve.stamp), 1000.0)
-    assert receiver.rooms[1].phase is Phase.FAILED
+    assert receiver.transfers[1].phase is Phase.ABORTING
+    receiver.receive(session, m.Stopped(1, receiver.transfers[1].reserve.stamp), 1000.0)
+    assert receiver.transfers[1].phase is Phase.FAILED
     receiver.tick(1000.1)
-    assert not receiver.ways.links and isinstance(receiver.effects[-1], receiver_state.Close)
+    assert not receiver.connections.sessions and isinstance(receiver.effects[-1], receiver_state.Close)
 
 
 def test_a_restarted_sender_is_looked_up_again(receiver):
@@ -240,7 +240,7 @@ def test_a_restarted_sender_is_looked_up_again(receiver):
     assert isinstance(receiver.effects[-1], receiver_state.Lookup)
     receiver.found(ADDRESS, [PREFILL], 10.0)
     receiver.receive(link_of(receiver), m.Refused("the prefill server was restarted", restarted=True), 10.0)
-    assert receiver.rooms[2].phase is Phase.RESERVING
+    assert receiver.transfers[2].phase is Phase.RESERVING
     receiver.tick(10.1)
     assert isinstance(receiver.effects[-1], receiver_state.Lookup)
 
@@ -274,15 +274,16 @@ def test_a_room_leads_to_one_data_parallel_rank_of_the_sender():
     for room, named in ((4, None), (5, None), (6, 1), (7, 2)):
         core.reserve(room, ADDRESS, 77, 2, 0, pages, 10.0, named)
     core.found(ADDRESS, [ranked(0), ranked(1)], 10.0)
-    links = {link.dp_rank: link for link in core.ways.links.values()}
+    sessions = {session.dp_rank: session for session in core.connections.sessions.values()}
     core.effects.clear()
     for dp_rank in (0, 1):
-        core.receive(links[dp_rank].id, m.Welcome(f"prefill{dp_rank}"), 10.0)
-    told = {(effect.link, effect.message.room) for effect in core.effects
+        core.receive(sessions[dp_rank].id, m.Welcome(f"prefill{dp_rank}"), 10.0)
+    told = {(effect.session, effect.message.room) for effect in core.effects
             if isinstance(effect, receiver_state.Send) and isinstance(effect.message, m.Reserve)}
-    assert told == {(links[0].id, 4), (links[1].id, 5), (links[1].id, 6)}
-    assert "no data-parallel rank 2, only 2" in core.rooms[7].error.message and core.rooms[7].error.status == 400
-    assert core.rooms[7].phase is Phase.FAILED
+    assert told == {(sessions[0].id, 4), (sessions[1].id, 5), (sessions[1].id, 6)}
+    error = core.transfers[7].error
+    assert "no data-parallel rank 2, only 2" in error.message and error.status == 400
+    assert core.transfers[7].phase is Phase.FAILED
 
 
 @pytest.mark.parametrize("told", [

@@ -31,7 +31,8 @@ def script(first: str, second: str) -> list[tuple[str, int]]:
 
 def phases(world: World) -> set[tuple[str, Phase]]:
     sides = (("sender", world.prefill), ("receiver", world.decode))
-    return {(side, core.rooms[ROOM].phase) for side, group in sides for core in group.cores if ROOM in core.rooms}
+    return {(side, core.transfers[ROOM].phase) for side, group in sides for core in group.cores
+            if ROOM in core.transfers}
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: "-".join(map(str, fault)))

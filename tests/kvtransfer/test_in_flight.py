@@ -39,7 +39,7 @@ def test_an_abort_waits_for_writes_in_flight(pair, by):
     assert isinstance(pair.receiver.error(1), Aborted)
     gate.set()
     pair.until(1, Phase.FAILED)
-    assert pair.receiver._backend.landed == 2
+    assert pair.receiver._backend.num_arrived == 2
 
 
 def test_a_failed_write_fails_the_room_and_the_next_session_works(pair):
@@ -47,9 +47,9 @@ def test_a_failed_write_fails_the_room_and_the_next_session_works(pair):
     pair.push_all(1)
     pair.finish(1)
     pair.until(1, Phase.FAILED)
-    for half in (pair.sender, pair.receiver):
-        assert isinstance(half.error(1), TransferFailed)
-        assert half.counters["kv_transfers_failed_kv_transfer_failed"] == 1
+    for transfer in (pair.sender, pair.receiver):
+        assert isinstance(transfer.error(1), TransferFailed)
+        assert transfer.counters["kv_transfers_failed_kv_transfer_failed"] == 1
     assert pair.sender.counters["kv_transfers_broken_write_failed"] == 1
     assert pair.receiver.counters["kv_transfers_broken_ended"] == 1
     pair.transfer(2)
@@ -78,8 +78,8 @@ def test_a_cut_connection_ends_both_halves_and_the_next_session_works(make_pair)
         proxy.cut()
         assert wait_until(lambda: pair.receiver.phase(1) is Phase.ABORTING) < 0.3
         assert 0.3 < pair.until(1, Phase.FAILED) < 2  # not before the sender must have given up
-        for half in (pair.sender, pair.receiver):
-            assert isinstance(half.error(1), TransferFailed)
+        for transfer in (pair.sender, pair.receiver):
+            assert isinstance(transfer.error(1), TransferFailed)
         assert pair.receiver.counters["kv_transfers_broken_connection_lost"] == 1
         assert pair.sender.counters["kv_transfers_broken_silent"] == 1
         pair.transfer(2)
@@ -88,7 +88,7 @@ def test_a_cut_connection_ends_both_halves_and_the_next_session_works(make_pair)
 def test_seconds_that_a_transfer_was_waited_for_are_told_apart(pair):
     gate = pair.receiver._backend.gate
     pair.push_all(1)
-    wait_until(lambda: pair.receiver._backend.landed == 2)  # while prefill computes
+    wait_until(lambda: pair.receiver._backend.num_arrived == 2)  # while prefill computes
     time.sleep(0.2)
     pair.finish(1)
     pair.until(1, Phase.DONE)

@@ -22,7 +22,8 @@ def connect(pair, receiver=None):
     receiver = receiver or pair.receiver
     receiver.connect(pair.bootstrap.address)
     found = []
-    wait_until(lambda: (trial := receiver.connected(pair.bootstrap.address)) is not None and not found.append(trial))
+    address = pair.bootstrap.address
+    wait_until(lambda: (attempt := receiver.connected(address)) is not None and not found.append(attempt))
     return found[0].error
 
 
@@ -64,8 +65,8 @@ def test_a_data_path_that_fails_is_told_and_tried_again(pair):
 
 def test_nobody_there_is_no_misfit(pair):
     pair.receiver.connect(("127.0.0.1", 9))
-    wait_until(lambda: (trial := pair.receiver.connected(("127.0.0.1", 9))) is not None
-               and not isinstance(trial.error, PairMismatch) and trial.error is not None)
+    wait_until(lambda: (attempt := pair.receiver.connected(("127.0.0.1", 9))) is not None
+               and not isinstance(attempt.error, PairMismatch) and attempt.error is not None)
 
 
 def test_other_weights_are_refused_with_both_names_and_told_once_on_both_sides(pair, caplog):
@@ -127,9 +128,9 @@ def test_sessions_end_with_the_weights_of_prefill(pair):
     sender.join(NEW)
     assert sender.key != key and sender.info.instance != instance
     register_rank(pair.bootstrap.url, sender.info)
-    trials = []
-    wait_until(lambda: (trial := receiver.connected(pair.bootstrap.address)) and not trials.append(trial))
-    assert isinstance(trials[0].error, PairMismatch)
+    attempts = []
+    wait_until(lambda: (attempt := receiver.connected(pair.bootstrap.address)) and not attempts.append(attempt))
+    assert isinstance(attempts[0].error, PairMismatch)
     receiver.leave()
     receiver.join(NEW)
     assert connect(pair, receiver) is None

@@ -77,10 +77,10 @@ def test_many_pages_between_two_processes(make_pair, start_peer, backend):
         src, dst = rng.permutation(32)[:20].tolist(), rng.permutation(32)[:20].tolist()
         decode.call("reserve", room, pair.bootstrap.server.port, 80, dst)
         pair.expect(room, num_tokens=80)
-        pair.until(room, Phase.RESERVED, half=pair.sender)
+        pair.until(room, Phase.RESERVED, endpoint=pair.sender)
         pair.push_all(room, src=tuple(src))
         pair.finish(room)
-        pair.until(room, Phase.DONE, half=pair.sender)
+        pair.until(room, Phase.DONE, endpoint=pair.sender)
         until(lambda: decode.call("phase", room) == "DONE")  # noqa: B023
         expected = [hashlib.sha256(pages[src].tobytes()).hexdigest() for pages in pair.source]
         assert decode.call("digest", dst) == expected
@@ -91,7 +91,7 @@ def joined(pair, peer: PeerProcess, room: int, *, peer_is: str) -> None:
     if peer_is == "receiver":
         peer.call("reserve", room, pair.bootstrap.server.port, 10, [5, 9, 2])
         pair.expect(room)
-        pair.until(room, Phase.RESERVED, half=pair.sender)
+        pair.until(room, Phase.RESERVED, endpoint=pair.sender)
     else:
         pair.reserve(room)
         peer.call("expect", room, 10)

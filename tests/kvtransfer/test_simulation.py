@@ -38,14 +38,14 @@ def free_at_abort(monkeypatch):
 
 def settle_with_writes_in_flight(monkeypatch, phase):
     """Prefill takes the writes of rooms in ``phase`` for ended."""
-    settle = sender_core.SenderCore._settle
+    settle = sender_core.SenderCore._finish_if_drained
 
-    def early(self, half, now):
-        in_flight, half.in_flight = half.in_flight, 0 if half.phase is phase else half.in_flight
-        settle(self, half, now)
-        half.in_flight = in_flight
+    def unmatched(self, transfer, now):
+        in_flight, transfer.in_flight = transfer.in_flight, 0 if transfer.phase is phase else transfer.in_flight
+        settle(self, transfer, now)
+        transfer.in_flight = in_flight
 
-    monkeypatch.setattr(sender_core.SenderCore, "_settle", early)
+    monkeypatch.setattr(sender_core.SenderCore, "_finish_if_drained", unmatched)
 
 
 def stop_before_writes_have_ended(monkeypatch):
@@ -59,16 +59,16 @@ def result_before_writes_have_ended(monkeypatch):
 
 def no_quarantine(monkeypatch):
     """What is cut off counts as quiet at once."""
-    broken = receiver_core.ReceiverCore._break
-    monkeypatch.setattr(receiver_core.ReceiverCore, "_break",
-                        lambda self, link, error, now, *, quiet_at: broken(self, link, error, now, quiet_at=now))
+    end_session = receiver_core.ReceiverCore._end_session
+    monkeypatch.setattr(receiver_core.ReceiverCore, "_end_session", lambda self, session, error, now, *, drained_at:
+                        end_session(self, session, error, now, drained_at=now))
 
 
 def no_time_for_what_lingers(monkeypatch):
     """Decode trusts in writes that were given up, whatever the backend says of them."""
     begin = receiver_core.ReceiverCore.__init__
     monkeypatch.setattr(receiver_core.ReceiverCore, "__init__",
-                        lambda self, *args, lingering, **named: begin(self, *args, **named))
+                        lambda self, *args, quarantine_seconds, **named: begin(self, *args, **named))
 
 
 def no_lease(monkeypatch):
@@ -86,58 +86,58 @@ def no_lease(monkeypatch):
 
 def one_result_is_enough(monkeypatch):
     """Decode does not wait for the other prefill ranks that it has lanes from."""
-    quiet = receiver_core.ReceiverCore._quiet
+    quiet = receiver_core.ReceiverCore._on_drained
 
-    def hasty(self, half, link_id, now):
-        if half.phase is Phase.RESERVED:
-            for other in half.writers.pending.keys() - {link_id}:
-                self.ways.links[other].rooms.pop(half.room, None)
-            half.writers.pending = {link_id: None}
-        quiet(self, half, link_id, now)
+    def hasty(self, transfer, session_id, now):
+        if transfer.phase is Phase.RESERVED:
+            for other in transfer.writers.pending.keys() - {session_id}:
+                self.connections.sessions[other].transfers.pop(transfer.room, None)
+            transfer.writers.pending = {session_id: None}
+        quiet(self, transfer, session_id, now)
 
-    monkeypatch.setattr(receiver_core.ReceiverCore, "_quiet", hasty)
+    monkeypatch.setattr(receiver_core.ReceiverCore, "_on_drained", hasty)
 
 
 def any_stamp_will_do(monkeypatch):
     """A result of the room's use before counts for this one."""
-    about = receiver_core.ReceiverCore._about_room
+    about = receiver_core.ReceiverCore._on_transfer_message
 
-    def trusting(self, link, message, now):
-        if (half := link.rooms.get(message.room)) is not None and type(message).__name__ == "Stopped":
-            message = type(message)(message.room, half.reserve.stamp)
-        about(self, link, message, now)
+    def trusting(self, session, message, now):
+        if (transfer := session.transfers.get(message.room)) is not None and type(message).__name__ == "Stopped":
+            message = type(message)(message.room, transfer.reserve.stamp)
+        about(self, session, message, now)
 
-    monkeypatch.setattr(receiver_core.ReceiverCore, "_about_room", trusting)
-    peer_abort = sender_core.SenderCore._peer_abort
+    monkeypatch.setattr(receiver_core.ReceiverCore, "_on_transfer_message", trusting)
+    peer_abort = sender_core.SenderCore._on_abort
 
     def twice(self, session, abort, now):
         peer_abort(self, session, abort, now)
         self.sessions.send(session.id, sender_core.m.Stopped(abort.room, abort.stamp))
 
-    monkeypatch.setattr(sender_core.SenderCore, "_peer_abort", twice)
+    monkeypatch.setattr(sender_core.SenderCore, "_on_abort", twice)
 
 
 def taken_by_anybody(monkeypatch):
     """Prefill takes decode's word on one request for another's."""
-    monkeypatch.setattr(sender_core.SenderCore, "taken", lambda self, room: True)
+    monkeypatch.setattr(sender_core.SenderCore, "is_acknowledged", lambda self, room: True)
 
 
 def bells_are_believed_before_they_ring(monkeypatch):
     """Decode takes a bell's announcement for its ringing."""
-    monkeypatch.setattr(receiver_state.RecvRoom, "landed", lambda self, bells: [
-        (link_id, self.landings.pop(link_id)) for link_id in list(self.landings)])
+    monkeypatch.setattr(receiver_state.RecvTransfer, "take_completed", lambda self, bells: [
+        (session_id, self.early_results.pop(session_id)) for session_id in list(self.early_results)])
 
 
 def deaf_to_failure(monkeypatch):
     """Decode hears of no failure at prefill, and waits."""
-    about = receiver_core.ReceiverCore._about_room
+    about = receiver_core.ReceiverCore._on_transfer_message
 
-    def deaf(self, link, message, now):
+    def deaf(self, session, message, now):
         if type(message).__name__ == "Result":
-            about(self, link, message, now)
+            about(self, session, message, now)
 
-    monkeypatch.setattr(receiver_core.ReceiverCore, "_about_room", deaf)
-    monkeypatch.setattr(receiver_core.ReceiverCore, "_check_deadlines", lambda self, half, now: None)
+    monkeypatch.setattr(receiver_core.ReceiverCore, "_on_transfer_message", deaf)
+    monkeypatch.setattr(receiver_core.ReceiverCore, "_check_deadlines", lambda self, transfer, now: None)
 
 
 @pytest.mark.parametrize("break_a_rule", [

@@ -39,10 +39,10 @@ class Server:
         for rank in range(tp_size):
             mine = whole[:, :, :, self.heads(rank, tp_size)]
             self.pools.append([shareable(part) for part in np.split(mine, np.cumsum(groups)[:-1], axis=1)])
-            half = build(args=fleet.args, host=HOST, rank=rank, tp_size=tp_size, layout=self.layout,
+            transfer = build(args=fleet.args, host=HOST, rank=rank, tp_size=tp_size, layout=self.layout,
                          num_pages=NUM_PAGES, regions=regions_of(self.pools[-1]), backend=make_backend(fleet.backend))
-            fleet.closers.callback(half.close)
-            self.ranks.append(half)
+            fleet.closers.callback(transfer.close)
+            self.ranks.append(transfer)
 
     def heads(self, rank: int, tp_size: int) -> slice:
         first = rank * self.whole.shape[3] // tp_size
@@ -63,7 +63,7 @@ class Fleet:
             register_rank(self.bootstrap.url, sender.info, secret=self.args.cluster_secret)
 
     @property
-    def halves(self):
+    def transfers(self):
         return [*self.prefill.ranks, *self.decode.ranks]
 
     def expect(self, room):
@@ -74,8 +74,8 @@ class Fleet:
         for receiver in self.decode.ranks if ranks is None else ranks:
             receiver.reserve(room, self.bootstrap.address, 77, TOKENS, 0, DST)
 
-    def until(self, room, phase, halves=None):
-        return wait_until(lambda: all(half.phase(room) is phase for half in halves or self.halves))
+    def until(self, room, phase, transfers=None):
+        return wait_until(lambda: all(transfer.phase(room) is phase for transfer in transfers or self.transfers))
 
     def push(self, room):
         for sender in self.prefill.ranks:
@@ -137,7 +137,7 @@ def test_a_failure_between_two_ranks_ends_all_of_the_room(make_fleet, p, d):
     fleet.push(1)
     met = [*fleet.prefill.ranks[-1:], *fleet.decode.ranks]
     fleet.until(1, Phase.FAILED, met)
-    assert all(isinstance(half.error(1), TransferFailed) for half in met)
+    assert all(isinstance(transfer.error(1), TransferFailed) for transfer in met)
     fleet.until(1, Phase.FAILED)
     fleet.transfer(2)
 
@@ -153,11 +153,11 @@ def test_an_abort_by_one_rank_reaches_those_that_it_has_lanes_with(make_fleet, p
     getattr(fleet, by).ranks[0].abort(1, Aborted("the client left"))
     others = fleet.decode.ranks if by == "prefill" else fleet.prefill.ranks
     fleet.until(1, Phase.FAILED, [getattr(fleet, by).ranks[0], others[0]])
-    for half in fleet.halves:  # as the schedulers do when they see that one rank fails
-        half.abort(1, Aborted("the client left"))
+    for transfer in fleet.transfers:  # as the schedulers do when they see that one rank fails
+        transfer.abort(1, Aborted("the client left"))
     fleet.until(1, Phase.FAILED)
-    for half in fleet.halves:
-        half.forget(1)
+    for transfer in fleet.transfers:
+        transfer.forget(1)
     fleet.transfer(1)
 
 
@@ -183,7 +183,7 @@ def test_a_server_that_comes_back_with_other_ranks_is_met_anew(make_fleet):
     register_rank(fleet.bootstrap.url, fleet.prefill.ranks[0].info)
     fleet.transfer(2)
     fleet.assert_pages()
-    assert len(fleet.decode.ranks[0]._core.ways.links) == 1
+    assert len(fleet.decode.ranks[0]._core.connections.sessions) == 1
 
 
 def test_one_link_that_breaks_ends_the_route(make_fleet):
@@ -194,5 +194,5 @@ def test_one_link_that_breaks_ends_the_route(make_fleet):
     fleet.until(1, Phase.RESERVED)
     fleet.prefill.ranks[1].close()
     fleet.until(1, Phase.FAILED, [fleet.prefill.ranks[0], fleet.decode.ranks[0]])
-    wait_until(lambda: not fleet.decode.ranks[0]._core.ways.links)
+    wait_until(lambda: not fleet.decode.ranks[0]._core.connections.sessions)
     wait_until(lambda: not fleet.prefill.ranks[0]._core.sessions.open)

@@ -30,8 +30,8 @@ def assert_pages(pair, dst, src):
 
 @pytest.mark.parametrize("receiver_first", [True, False])
 def test_pages_and_result_arrive(pair, receiver_first):
-    for half in (pair.reserve, pair.expect) if receiver_first else (pair.expect, pair.reserve):
-        half(1)
+    for transfer in (pair.reserve, pair.expect) if receiver_first else (pair.expect, pair.reserve):
+        transfer(1)
     pair.until(1, Phase.RESERVED)
     assert pair.sender.first_page(1) == 0
     pair.push_all(1)
@@ -124,19 +124,19 @@ def test_writes_wait_for_the_event_of_their_forward(pair):
 @pytest.mark.parametrize("by", ["sender", "receiver"])
 @pytest.mark.parametrize("progress", ["alone", "reserved", "pushed"])
 def test_abort_ends_both_halves_with_its_error(pair, by, progress):
-    half = getattr(pair, by)
+    transfer = getattr(pair, by)
     if progress == "alone":
         (pair.expect if by == "sender" else pair.reserve)(1)
-        pair.until(1, Phase.RESERVING if by == "sender" else Phase.RESERVED, half=half)
+        pair.until(1, Phase.RESERVING if by == "sender" else Phase.RESERVED, endpoint=transfer)
     else:
         pair.reserve(1)
         pair.expect(1)
         pair.until(1, Phase.RESERVED)
     if progress == "pushed":
         pair.push_all(1)
-    half.abort(1, Aborted("the client left"))
-    half.abort(1, Aborted("once more"))
-    pair.until(1, Phase.FAILED, half=half)
+    transfer.abort(1, Aborted("the client left"))
+    transfer.abort(1, Aborted("once more"))
+    pair.until(1, Phase.FAILED, endpoint=transfer)
     if progress == "alone":
         (pair.reserve if by == "sender" else pair.expect)(1)
     pair.until(1, Phase.FAILED)
@@ -161,13 +161,13 @@ def test_a_room_that_decode_declines_fails_prefill_s_half_at_once(pair, met, pre
         pair.reserve(2)
         time.sleep(0.05)
         pair.receiver.abort(2, Aborted("the client left"))
-        pair.until(2, Phase.FAILED, half=pair.receiver)
+        pair.until(2, Phase.FAILED, endpoint=pair.receiver)
         pair.receiver.forget(2)
     pair.bootstrap.server.ranks[0, 0, 0] = info
     if not prefill_first:
         time.sleep(0.1)  # either comes first
         pair.expect(2)
-    assert pair.until(2, Phase.FAILED, half=pair.sender) < 2
+    assert pair.until(2, Phase.FAILED, endpoint=pair.sender) < 2
     assert isinstance(pair.sender.error(2), Aborted)
     pair.sender.forget(2)
     pair.transfer(2)
@@ -203,7 +203,7 @@ def test_a_room_in_use_is_a_conflict(pair):
     other = pair.make_receiver(pair.target)
     pair.until(1, Phase.RESERVED)
     pair.reserve(1, receiver=other)
-    pair.until(1, Phase.FAILED, half=other)
+    pair.until(1, Phase.FAILED, endpoint=other)
     assert isinstance(other.error(1), Conflict)
     assert pair.sender.phase(1) is pair.receiver.phase(1) is Phase.RESERVED
 
@@ -211,9 +211,9 @@ def test_a_room_in_use_is_a_conflict(pair):
 @pytest.mark.parametrize("wrong", [{"digest": 78}, {"num_tokens": 11}])
 @pytest.mark.parametrize("receiver_first", [True, False])
 def test_different_prompts_are_refused_on_both_sides(pair, wrong, receiver_first):
-    halves = [pair.reserve, lambda room: pair.expect(room, **wrong)]
-    for half in halves if receiver_first else reversed(halves):
-        half(1)
+    transfers = [pair.reserve, lambda room: pair.expect(room, **wrong)]
+    for transfer in transfers if receiver_first else reversed(transfers):
+        transfer(1)
     pair.until(1, Phase.FAILED)
     for each in (pair.sender, pair.receiver):
         assert isinstance(each.error(1), TransferFailed)
@@ -223,12 +223,12 @@ def test_different_prompts_are_refused_on_both_sides(pair, wrong, receiver_first
 def test_the_same_address_with_a_restarted_prefill(pair):
     pair.transfer(1)
     pair.reserve(2)
-    pair.until(2, Phase.RESERVED, half=pair.receiver)
+    pair.until(2, Phase.RESERVED, endpoint=pair.receiver)
     pair.sender.close()
     pair.sender = pair.make_sender(pair.source)
     if pair.backend == "mooncake":  # its late writes may land until a successor answers, which a request looks up
         pair.transfer(4)
-    assert pair.until(2, Phase.FAILED, half=pair.receiver) < 3.5
+    assert pair.until(2, Phase.FAILED, endpoint=pair.receiver) < 3.5
     assert isinstance(pair.receiver.error(2), TransferFailed)
     pair.transfer(3)
 
@@ -264,14 +264,14 @@ def test_layouts_that_do_not_fit_are_refused_with_the_field(make_pair, field, ch
     receiver = pair.make_receiver(pool, layout=layout)
     pages = layout.pages_for(10)
     pair.reserve(1, receiver=receiver, page_ids=tuple(range(pages)))
-    pair.until(1, Phase.FAILED, half=receiver)
+    pair.until(1, Phase.FAILED, endpoint=receiver)
     assert field in receiver.error(1).message
 
 
 def test_another_backend_is_refused(make_pair):
     pair, other = make_pair("fake"), make_pair("nixl")
     pair.receiver.reserve(1, other.bootstrap.address, 77, 10, 0, np.array([1, 2, 3]))
-    pair.until(1, Phase.FAILED, half=pair.receiver)
+    pair.until(1, Phase.FAILED, endpoint=pair.receiver)
     assert "backend is 'fake' here and 'nixl' there" in pair.receiver.error(1).message
 
 
@@ -279,12 +279,12 @@ def test_a_half_that_stays_alone_fails_by_its_deadline(make_pair):
     pair = make_pair(disaggregation_bootstrap_timeout=0.2)
     pair.expect(1)
     pair.reserve(2)
-    assert 0.1 < pair.until(1, Phase.FAILED, half=pair.sender) < 1
+    assert 0.1 < pair.until(1, Phase.FAILED, endpoint=pair.sender) < 1
     assert isinstance(pair.sender.error(1), DeadlineExceeded)
     assert "decode did not reserve" in pair.sender.error(1).message
-    pair.until(2, Phase.FAILED, half=pair.receiver)
+    pair.until(2, Phase.FAILED, endpoint=pair.receiver)
     assert isinstance(pair.receiver.error(2), DeadlineExceeded)
-    assert "prefill was not sent its half" in pair.receiver.error(2).message
+    assert "prefill was not sent this request" in pair.receiver.error(2).message
 
 
 def test_a_stalled_transfer_fails_by_its_deadline(make_pair):
@@ -292,8 +292,8 @@ def test_a_stalled_transfer_fails_by_its_deadline(make_pair):
     pair.reserve(1)
     pair.expect(1)
     pair.until(1, Phase.FAILED)
-    for half in (pair.sender, pair.receiver):
-        assert isinstance(half.error(1), DeadlineExceeded)
+    for transfer in (pair.sender, pair.receiver):
+        assert isinstance(transfer.error(1), DeadlineExceeded)
 
 
 def test_an_unregistered_prefill_is_awaited_until_the_deadline(make_pair):
@@ -303,12 +303,12 @@ def test_an_unregistered_prefill_is_awaited_until_the_deadline(make_pair):
     time.sleep(0.3)
     assert pair.receiver.phase(1) is Phase.RESERVING
     pair.bootstrap.server.ranks[0, 0, 0] = info
-    pair.until(1, Phase.RESERVED, half=pair.receiver)
+    pair.until(1, Phase.RESERVED, endpoint=pair.receiver)
     pair.bootstrap.server.ranks.pop((0, 0, 0))
     pair.sender.close()
-    pair.until(1, Phase.FAILED, half=pair.receiver)
+    pair.until(1, Phase.FAILED, endpoint=pair.receiver)
     pair.reserve(2)
-    pair.until(2, Phase.FAILED, half=pair.receiver)
+    pair.until(2, Phase.FAILED, endpoint=pair.receiver)
     assert isinstance(pair.receiver.error(2), DeadlineExceeded)
     assert "not all of its ranks have registered" in pair.receiver.error(2).message
 
@@ -316,7 +316,7 @@ def test_an_unregistered_prefill_is_awaited_until_the_deadline(make_pair):
 def test_an_unreachable_bootstrap_server_fails_soon(make_pair):
     pair = make_pair(peer_timeout=0.3)
     pair.receiver.reserve(1, ("127.0.0.1", 9), 77, 10, 0, np.array([1, 2, 3]))
-    assert pair.until(1, Phase.FAILED, half=pair.receiver) < 2
+    assert pair.until(1, Phase.FAILED, endpoint=pair.receiver) < 2
     assert isinstance(pair.receiver.error(1), TransferFailed)
     assert "127.0.0.1:9 cannot be reached" in pair.receiver.error(1).message
 

@@ -1,4 +1,4 @@
-"""What multi-head latent attention asks of a backend, and what all backends do alike."""
+"""Interface of the backends of multi-head latent attention, and functions that all of them share."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from ....kernels.attention.per_head_matmul import per_head_matmul
 from ...config.mla import MLASpec
 from ...forward.forward_batch import ForwardBatch
 from ...kvcache.pool import KVPool
-from ..base import Planned
+from ..base import AttentionPlanner
 
 
-class LatentBackend(Planned, Protocol):
+class LatentBackend(AttentionPlanner, Protocol):
     """``plan`` once a batch, as other backends do; ``run`` once a layer."""
 
     def run(self, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, up: torch.Tensor,
             cos_sin: torch.Tensor) -> torch.Tensor:
         """Store this step's latents in the pool, then attend; returns ``[T, H, V]``.
 
-        ``q`` [T, H, N + R], of which the last R values are turned (in place); ``latent`` [T, L], normalised;
-        ``k_rope`` [T, R], not yet turned; ``up`` [H, N + V, L] makes a head's key and value of a latent; ``cos_sin``
+        ``q`` [T, H, N + R], to whose last R values rope is applied (in place); ``latent`` [T, L], normalised;
+        ``k_rope`` [T, R] without rope; ``up`` [H, N + V, L] makes a head's key and value of a latent; ``cos_sin``
         [positions, R] float32 the rotary table. Mutates the pool and ``q``.
         """
 
-    def run_ends(self, batch: ForwardBatch, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor,
-                 up: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-        """As AttentionBackend's: ``[R, H, V]``."""
+    def run_last_tokens(self, batch: ForwardBatch, layer: int, q: torch.Tensor, latent: torch.Tensor,
+                        k_rope: torch.Tensor, up: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+        """``run`` for a model's last layer, as AttentionBackend's: ``[R, H, V]``."""
 
 
 def store(pool: KVPool, mla: MLASpec, batch: ForwardBatch, layer: int, q: torch.Tensor, latent: torch.Tensor,
           k_rope: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """The first half of ``run``, equal for every backend; returns the layer's pages of latents."""
+    """Apply rope and store a layer's latents, the part of ``run`` that all backends share; returns its pages."""
     pages = pool.latents(layer)
     page_scale, _ = pool.layout.scales_of(layer)
     mla_rope_and_store(q[..., mla.nope_dim:], latent, k_rope, pages, batch.page_of_token, batch.offset_in_page, cos_sin,
@@ -42,7 +42,7 @@ def store(pool: KVPool, mla: MLASpec, batch: ForwardBatch, layer: int, q: torch.
 
 
 def gather(rows: torch.Tensor, indices: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """``rows[indices]`` in ``dtype``; those of float8 times ``scale``."""
+    """Gather ``rows[indices]`` in ``dtype``; float8 rows are multiplied by ``scale``."""
     if rows.itemsize > 1:
         return rows.index_select(0, indices)
     # As bytes: not every device indexes float8.
@@ -50,10 +50,10 @@ def gather(rows: torch.Tensor, indices: torch.Tensor, dtype: torch.dtype, scale:
 
 
 def absorb(q: torch.Tensor, up: torch.Tensor, nope_dim: int) -> torch.Tensor:
-    """``[T, H, N] -> [T, H, L]``: queries that compare with latents as ``q`` does with the keys made of them."""
+    """``[T, H, N] -> [T, H, L]``: queries whose scores with latents are those of ``q`` with the keys made of them."""
     return per_head_matmul(q[..., :nope_dim], up[:, :nope_dim])
 
 
 def values_of(latents: torch.Tensor, up: torch.Tensor, nope_dim: int) -> torch.Tensor:
-    """``[T, H, L] -> [T, H, V]``: each head's values of (mean) latents."""
+    """``[T, H, L] -> [T, H, V]``: expands each head's values from (mean) latents."""
     return per_head_matmul(latents, up[:, nope_dim:].transpose(1, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,10 @@ _WORKSPACE_BYTES = 128 << 20
 
 
 class MLAFlashInferBackend:
-    """Absorbed, as our own decode steps are. A captured step has a wrapper of its own, over the graph's table of pages:
-    its plan is made anew before each replay."""
+    """Decodes in the absorbed form. A captured step has a wrapper of its own, over the graph's page table: its plan is
+    made again before each replay."""
 
-    attends_ends = False  # its plan would wait for the step before
+    attends_last_tokens = False  # its plan would wait for the last step
 
     def __init__(self, pool: KVPool, mla: MLASpec, num_heads: int, dtype: torch.dtype):
         """``num_heads`` counts this rank's heads; ``dtype`` is the model's and the pool's."""
@@ -45,11 +46,14 @@ class MLAFlashInferBackend:
             self._captured[batch.num_reqs] = self._over_tensors_of(batch)
         self.refresh(batch)
 
+    def warm_up(self, compute_prompt: Callable[[], None]) -> None:
+        compute_prompt()
+
     def refresh(self, batch: ForwardBatch) -> None:
         self._plan(self._captured[batch.num_reqs], batch)
 
     def _over_tensors_of(self, batch: ForwardBatch) -> Any:
-        """A wrapper that finds the page indices where the graph does."""
+        """Makes a wrapper that reads the page indices of the graph."""
         rows = torch.zeros(3, batch.num_reqs + 1, dtype=torch.int32, device=self._workspace.device)
         return BatchMLAPagedAttentionWrapper(
             self._workspace, use_cuda_graph=True, qo_indptr=rows[0], kv_indptr=rows[1], kv_indices=batch.kv_indices,
@@ -76,5 +80,5 @@ class MLAFlashInferBackend:
         latents = self._wrapper.run(queries, q[..., nope:].contiguous(), pages[..., :rank], pages[..., rank:])
         return values_of(latents, up, nope)
 
-    def run_ends(self, *args: Any) -> torch.Tensor:
+    def run_last_tokens(self, *args: Any) -> torch.Tensor:
         raise AssertionError("this backend does not attend to ends alone")

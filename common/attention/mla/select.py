@@ -1,4 +1,4 @@
-"""Choice of the backends of multi-head latent attention, by the flags that choose other backends."""
+"""Chooses the backends of multi-head latent attention, by the same flags as other backends."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ...api.errors import ConfigError
 from ...config.mla import MLASpec
 from ...config.server import KernelArgs
 from ...kvcache.pool import KVPool
+from ..prefill_decode_backend import PrefillDecodeBackend
 from ..select import interpreted
-from ..split import SplitBackend
 from .base import LatentBackend
 from .torch_backend import MLATorchBackend
 from .triton_backend import MLATritonBackend
 
 
 def choose_latent_backend(name: str, device: torch.device) -> str:
-    """The backend of prompts. ``auto`` is triton on a GPU, torch on a CPU. Raises ConfigError where the named backend
-    cannot run."""
+    """Choose the backend of prompts. ``auto`` is triton on a GPU, torch on a CPU. Raises ConfigError where the named
+    backend cannot run."""
     if name == "auto":
         return "triton" if device.type == "cuda" and find_spec("triton") else "torch"
     if name == "torch":
@@ -36,7 +36,7 @@ def choose_latent_backend(name: str, device: torch.device) -> str:
 
 def choose_latent_decode_backend(args: KernelArgs, device: torch.device, mla: MLASpec, dtype: str,
                                  stored: str) -> str:
-    """The backend of decode steps, of a model in ``dtype`` whose latents are ``stored`` in another or the same.
+    """Choose the backend of decode steps, for a model in ``dtype`` whose latents are ``stored`` in another or the same.
 
     Raises ConfigError where the named one cannot run, or not under the CUDA graphs that were not disabled.
     """
@@ -67,12 +67,13 @@ def _check_flashinfer(device: torch.device, mla: MLASpec, dtype: str, stored: st
 
 def select_latent_attention(args: KernelArgs, device: torch.device, pool: KVPool, mla: MLASpec,
                             num_heads: int, dtype: str) -> LatentBackend:
-    """What the flags ask for: one backend, or one for prompts and one for decode steps. ``dtype`` is the model's."""
+    """Build what the flags ask for: one backend, or one for prompts and one for decode steps. ``dtype`` is the model's.
+    """
     prefill = choose_latent_backend(args.attention_backend, device)
     decode = choose_latent_decode_backend(args, device, mla, dtype, pool.layout.dtype)
     if prefill == decode:
         return latent_backend(prefill, pool, mla, num_heads, dtype)
-    return SplitBackend(latent_backend(prefill, pool, mla, num_heads, dtype),
+    return PrefillDecodeBackend(latent_backend(prefill, pool, mla, num_heads, dtype),
                         latent_backend(decode, pool, mla, num_heads, dtype))
 
 

@@ -1,11 +1,12 @@
-"""Multi-head latent attention in plain torch: what a CPU runs.
+"""Multi-head latent attention in plain torch, for CPUs.
 
-Latents are gathered out of the pool a page at a time: the memory of a layer group is seen as rows of one page and
+Latents are gathered out of the pool a page at a time: the memory of a layer group is viewed as rows of one page and
 layer, ``[pages * layers, page_size * latent_dim]``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,8 +22,8 @@ from .base import absorb, gather, store, values_of
 
 @dataclass
 class _Bucket:
-    """Requests gathered together, padded to the longest: their ``pages`` [b, n], and what they see of the n pages'
-    tokens ``[b, 1, 1, tokens]``."""
+    """Requests gathered together, padded to the longest: their ``pages`` [b, n], and the ``mask`` [b, 1, 1, tokens] of
+    the n pages' tokens that they see."""
 
     requests: torch.Tensor
     pages: torch.Tensor
@@ -31,7 +32,7 @@ class _Bucket:
 
 
 class MLATorchBackend:
-    attends_ends = True
+    attends_last_tokens = True
 
     def __init__(self, pool: KVPool, mla: MLASpec):
         self._pool = pool
@@ -57,6 +58,9 @@ class MLATorchBackend:
         return _Bucket(torch.from_numpy(requests).to(device), torch.from_numpy(padded).to(device), mask,
                        lengths[requests].tolist())
 
+    def warm_up(self, compute_prompt: Callable[[], None]) -> None:
+        compute_prompt()
+
     def refresh(self, batch: ForwardBatch) -> None:
         raise AssertionError("this backend is never captured")
 
@@ -66,8 +70,8 @@ class MLATorchBackend:
         store(self._pool, self._mla, self._batch, layer, q, latent, k_rope, cos_sin)
         return self._attend(layer, q, up)
 
-    def run_ends(self, batch: ForwardBatch, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor,
-                 up: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    def run_last_tokens(self, batch: ForwardBatch, layer: int, q: torch.Tensor, latent: torch.Tensor,
+                        k_rope: torch.Tensor, up: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
         assert batch.ends is not None
         store(self._pool, self._mla, batch, layer, q, latent, k_rope, cos_sin)
         self.plan(batch.ends)
@@ -93,7 +97,7 @@ class MLATorchBackend:
 
     def _decode(self, batch: ForwardBatch, bucket: _Bucket, context: torch.Tensor, q: torch.Tensor, up: torch.Tensor,
                 out: torch.Tensor) -> None:
-        """Absorbed: the heads take the place of query rows over one key and value, the latents."""
+        """Decode in the absorbed form: the heads are query rows over one key and value, the latents."""
         nope, keys, rows = self._mla.nope_dim, context[:, None], q[bucket.requests]
         queries = torch.cat((absorb(rows, up, nope), rows[..., nope:]), dim=-1)[:, None]
         latents = scaled_dot_product_attention(queries, keys, keys[..., :self._mla.kv_lora_rank],
@@ -102,7 +106,7 @@ class MLATorchBackend:
 
     def _extend(self, batch: ForwardBatch, bucket: _Bucket, context: torch.Tensor, q: torch.Tensor, up: torch.Tensor,
                 out: torch.Tensor) -> None:
-        """Expanded: each head's keys and values are made of the latents."""
+        """Extend in the expanded form: each head's keys and values are made of the latents."""
         mla = self._mla
         (b,), (length,) = bucket.requests.tolist(), bucket.lengths
         begin, end = batch.qo_indptr_cpu[b:b + 2].tolist()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch.nn.functional import linear
 
 from ....kernels.arguments import Segment
-from ....kernels.attention.decode_plan import DecodePlan, plan_decode, processors_of
-from ....kernels.attention.mla_decode import head_block, mla_decode, pieces_of
+from ....kernels.attention.decode_plan import DecodePlan, plan_decode
+from ....kernels.attention.mla_decode import mla_decode
 from ....kernels.attention.mla_prefill import mla_prefill, plan_mla_prefill
+from ....kernels.device import num_sms
+from ....kernels.tuning.policy import policy_of
 from ...config.mla import MLASpec
 from ...forward.forward_batch import ForwardBatch
 from ...kvcache.pool import KVPool
@@ -17,21 +21,22 @@ from ..base import ANY_LENGTH
 from .base import absorb, gather, store, values_of
 
 _EXPANDED_BYTES = 256 << 20
-"""Of a context's keys and values at once: 32,768 tokens of 16 heads in bfloat16."""
+"""The most memory of a context's keys and values at once: 32,768 tokens of 16 heads in bfloat16."""
 
 
 class MLATritonBackend:
-    attends_ends = True
+    attends_last_tokens = True
 
     def __init__(self, pool: KVPool, mla: MLASpec, num_heads: int, dtype: torch.dtype):
         """``num_heads`` counts this rank's heads; ``dtype`` is the model's."""
         self._pool = pool
         self._mla = mla
         device = pool.groups[0].device
-        self._head_blocks = -(-num_heads // head_block(num_heads, dtype.itemsize))
-        self._pieces = pieces_of(num_heads, dtype.itemsize)
+        policy = policy_of(device).attention
+        self._head_blocks = -(-num_heads // policy.mla_head_block(num_heads, dtype.itemsize))
+        self._splits = policy.mla_splits(num_heads, dtype.itemsize)._asdict()
         self._most_tokens = _EXPANDED_BYTES // (num_heads * (mla.nope_dim + mla.v_dim) * dtype.itemsize)
-        self._processors = processors_of(device)
+        self._num_sms = num_sms(device)
         self._batch: ForwardBatch | None = None
         self._longest = 0
         self._plan: DecodePlan | None = None
@@ -40,7 +45,7 @@ class MLATritonBackend:
             self.compile_merging(num_heads, dtype)
 
     def compile_merging(self, num_heads: int, dtype: torch.dtype) -> None:
-        """Run the kernel that merges segments: the first long context would else wait for its compilation."""
+        """Run the kernel that merges segments: the first long context would otherwise wait for its compilation."""
         mla, page_size, device = self._mla, self._pool.layout.page_size, self._pool.groups[0].device
         one = np.array([0, 1], np.int32)
         (segment,) = plan_mla_prefill(one, one, one[1:], page_size, page_size, device)
@@ -63,8 +68,11 @@ class MLATritonBackend:
             self._segments = plan_mla_prefill(batch.qo_indptr_cpu, batch.kv_indptr_cpu, batch.kv_last_page_len_cpu,
                                               page_size, self._most_tokens, batch.input_ids.device)
 
+    def warm_up(self, compute_prompt: Callable[[], None]) -> None:
+        compute_prompt()
+
     def refresh(self, batch: ForwardBatch) -> None:
-        """Nothing: the plan is made on the device."""
+        """Does nothing: the plan is made on the device."""
 
     def run(self, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, up: torch.Tensor,
             cos_sin: torch.Tensor) -> torch.Tensor:
@@ -72,8 +80,8 @@ class MLATritonBackend:
         store(self._pool, self._mla, self._batch, layer, q, latent, k_rope, cos_sin)
         return self._attend(layer, q, up)
 
-    def run_ends(self, batch: ForwardBatch, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor,
-                 up: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    def run_last_tokens(self, batch: ForwardBatch, layer: int, q: torch.Tensor, latent: torch.Tensor,
+                        k_rope: torch.Tensor, up: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
         assert batch.ends is not None
         store(self._pool, self._mla, batch, layer, q, latent, k_rope, cos_sin)
         if not batch.ends.num_reqs:
@@ -89,7 +97,7 @@ class MLATritonBackend:
             return self._extend(batch, q, pages, page_scale, up)
         if self._plan is None:
             self._plan = plan_decode(batch.kv_indptr, batch.kv_last_page_len, self._pool.layout.page_size,
-                                     self._head_blocks, self._processors, self._longest, **self._pieces)
+                                     self._head_blocks, self._num_sms, self._longest, **self._splits)
         latents = mla_decode(absorb(q, up, nope), q[..., nope:], pages, batch.kv_indptr, batch.kv_indices,
                              batch.kv_last_page_len, self._mla.scale, self._plan, page_scale=page_scale)
         return values_of(latents, up, nope)

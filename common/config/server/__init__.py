@@ -1,7 +1,7 @@
-"""Configuration of one server (unified, prefill or decode), composed from one dataclass a concern.
+"""Configuration of one server (unified, prefill or decode), composed from one dataclass for each concern.
 
-Flag names are SGLang's where the thing is the same. A flag lives in the class of its concern; what spans two is checked
-here.
+Flag names are SGLang's where the meaning is the same. A flag lives in the class of its concern; rules that span two
+classes are checked by ServerConfig.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from .storage import StorageArgs
 __all__ = [
     "AnswerArgs", "CacheArgs", "ChatArgs", "DataParallelArgs", "DisaggregationArgs", "EventsArgs", "GrammarArgs",
     "HttpArgs", "KernelArgs", "LogArgs", "Mode", "ModelArgs", "NodeArgs", "ObserveArgs", "ParallelArgs", "ScheduleArgs",
-    "ServerConfig", "StorageArgs",
+    "ServerConfig", "ServerSections", "StorageArgs",
 ]
 
 
 @dataclass(frozen=True)
-class ServerConfig:
+class ServerSections:
+    """All flags of a server, one section for each concern. Each section checks its own flags alone."""
+
     model: ModelArgs
     cache: CacheArgs
     schedule: ScheduleArgs
@@ -47,7 +49,20 @@ class ServerConfig:
     nodes: NodeArgs = NodeArgs()
     logs: LogArgs = LogArgs()
 
+
+@dataclass(frozen=True)
+class ServerConfig(ServerSections):
+    """Configuration of one server. Construction raises ConfigError where flags of different sections do not fit."""
+
     def __post_init__(self) -> None:
+        self._check_ranges()
+        self._check_mode()
+        self._check_ranks()
+        if self.parallel.pp_size > 1:
+            self._check_pipeline()
+        self._check_data_parallel()
+
+    def _check_ranges(self) -> None:
         positive = {
             "--page-size": self.cache.page_size, "--tp-size": self.parallel.tp_size,
             "--stream-interval": self.http.stream_interval, "--max-payload-size": self.http.max_payload_size,
@@ -65,6 +80,11 @@ class ServerConfig:
             raise ConfigError(f"--base-gpu-id must be 0 or more, not {self.model.base_gpu_id}.")
         if not 0 <= self.events.kv_events_port < 65535:
             raise ConfigError(f"--kv-events-port must be between 0 and 65534, not {self.events.kv_events_port}.")
+        if not 0 < self.cache.mem_fraction_static < 1:
+            raise ConfigError(f"--mem-fraction-static must be between 0 and 1, not {self.cache.mem_fraction_static}.")
+
+    def _check_mode(self) -> None:
+        """Checks flags that some roles of a server do not have."""
         if self.storage.file_storage_path is not None and self.mode == "prefill":
             raise ConfigError("--file-storage-path is for unified and decode servers: a prefill server answers no "
                               "requests by itself, so it cannot run batches.")
@@ -78,34 +98,45 @@ class ServerConfig:
                      "--retract-host-memory-gb": self.schedule.retract_host_memory_gb}
             for name in filter(given.get, given):
                 raise ConfigError(f"{name} is for servers that decode; leave it out here.")
-        if self.parallel.tp_size % self.data_parallel.dp_size:
-            raise ConfigError(f"--dp-size {self.data_parallel.dp_size} must divide --tp-size {self.parallel.tp_size}, "
+
+    def _check_ranks(self) -> None:
+        """Checks the number of data-parallel ranks and of hosts against the number of all ranks."""
+        groups = self.data_parallel
+        if groups.dp_size > 1 and not groups.enable_dp_attention:
+            raise ConfigError(f"--dp-size {groups.dp_size} needs --enable-dp-attention; for whole replicas start "
+                              "several servers behind the router (launch_cluster --dp-size does).")
+        if groups.dp_size == 1 and (groups.enable_dp_attention or groups.enable_dp_lm_head):
+            raise ConfigError("--enable-dp-attention and --enable-dp-lm-head need a --dp-size above 1.")
+        if groups.enable_two_batch_overlap and groups.dp_size == 1:
+            raise ConfigError("--enable-two-batch-overlap hides what attention groups exchange: it needs "
+                              "--enable-dp-attention and a --dp-size above 1.")
+        if self.parallel.tp_size % groups.dp_size:
+            raise ConfigError(f"--dp-size {groups.dp_size} must divide --tp-size {self.parallel.tp_size}, "
                               "which counts all ranks of the server.")
         if self.parallel.world_size % self.nodes.nnodes:
             stages = f" times --pp-size {self.parallel.pp_size}" if self.parallel.pp_size > 1 else ""
             raise ConfigError(f"--nnodes {self.nodes.nnodes} must divide --tp-size {self.parallel.tp_size}{stages}, "
                               "which counts the ranks of all hosts.")
-        if self.parallel.pp_size > 1:
-            self._check_stages()
-        backend = self.parallel.moe_a2a_backend
+
+    def _check_data_parallel(self) -> None:
+        """Checks flags that depend on attention groups."""
+        backend, groups = self.parallel.moe_a2a_backend, self.data_parallel
         if backend in ("low_latency", "peer") and not 1 < self.dp_size == self.parallel.tp_size:
             raise ConfigError(f"--moe-a2a-backend {backend} is for several ranks that each have tokens of their own: "
                               "set --enable-dp-attention, and --dp-size and --tp-size to the same number of 2 or more.")
-        if backend == "peer" and self.data_parallel.enable_two_batch_overlap:
+        if backend == "peer" and groups.enable_two_batch_overlap:
             raise ConfigError("--enable-two-batch-overlap hides sums over all ranks, and --moe-a2a-backend peer sends "
                               "tokens to some: leave one of them out.")
-        two, chunk = self.data_parallel.two_batch_min_tokens, self.schedule.chunked_prefill_size
-        if self.data_parallel.enable_two_batch_overlap and 0 < min(chunk, self.schedule.max_prefill_tokens) < two:
+        two, chunk = groups.two_batch_min_tokens, self.schedule.chunked_prefill_size
+        if groups.enable_two_batch_overlap and 0 < min(chunk, self.schedule.max_prefill_tokens) < two:
             raise ConfigError(f"--enable-two-batch-overlap cuts steps of --two-batch-min-tokens {two}, and no step has "
                               "as many: raise --chunked-prefill-size and --max-prefill-tokens to as many or more.")
-        if self.data_parallel.dp_size > 1 and self.events.kv_events_port:
+        if groups.dp_size > 1 and self.events.kv_events_port:
             raise ConfigError("--kv-events-port tells of one prefix cache, and every attention group of "
                               "--enable-dp-attention has its own: leave it out.")
-        if not 0 < self.cache.mem_fraction_static < 1:
-            raise ConfigError(f"--mem-fraction-static must be between 0 and 1, not {self.cache.mem_fraction_static}.")
 
-    def _check_stages(self) -> None:
-        """What does not go through the stages of a pipeline."""
+    def _check_pipeline(self) -> None:
+        """Checks flags that do not work with pipeline stages."""
         if self.mode == "decode":
             raise ConfigError("--pp-size is for prefill and unified servers: a decode step is too short to be parted; "
                               "use --tp-size on decode servers.")
@@ -121,11 +152,11 @@ class ServerConfig:
 
     @property
     def largest_captured(self) -> int:
-        """Decode batch that runs as a CUDA graph at most."""
+        """The largest decode batch that runs as a CUDA graph."""
         return min(self.kernels.cuda_graph_max_bs, self.schedule.max_running_requests)
 
     def captured_prompts(self, context_length: int) -> int:
-        """Tokens of a step of prompts that runs as CUDA graphs at most, of each attention group; 0: none does."""
+        """Returns the largest prefill step, in tokens of an attention group, that runs as CUDA graphs; 0: none does."""
         kernels = self.kernels
         if kernels.disable_cuda_graph or kernels.disable_piecewise_cuda_graph or self.parallel.pp_size > 1:
             return 0
@@ -140,8 +171,8 @@ class ServerConfig:
     def mode(self) -> Mode:
         return self.disaggregation.disaggregation_mode
 
-    def only(self, mode: Mode) -> ServerConfig:
-        """Itself, for a command that starts servers of one mode; raises ConfigError for another."""
+    def require_mode(self, mode: Mode) -> ServerConfig:
+        """Returns itself, for a command that starts servers of one mode; raises ConfigError for another mode."""
         if self.mode != mode:
             raise ConfigError(f"launch_{mode} starts {mode} servers; for --disaggregation-mode {self.mode} there is "
                               "launch_server.")

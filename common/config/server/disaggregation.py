@@ -1,4 +1,4 @@
-"""The role of a server, and how it hands over."""
+"""Role of a server, and the transfer of KV caches between prefill and decode."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ TransferOverlap = Literal["layers", "chunk", "prompt"]
 @dataclass(frozen=True)
 class DisaggregationArgs:
     disaggregation_mode: Mode = flag("null", help="role of this server: both phases in one engine, or one of them")
-    disaggregation_transfer_backend: Literal["auto", "nixl", "ipc", "mooncake", "fake"] = flag("nixl", help=(
-        "how KV pages travel; 'ipc' copies them between GPUs (or processes) of one host at the speed of their link, "
-        "'auto' does that where it reaches and else takes nixl; 'fake' moves them over the control channel, for tests"))
+    disaggregation_transfer_backend: Literal["auto", "nixl", "ipc", "mooncake", "fake"] = flag(
+        "nixl", hidden=("fake",), help=(
+            "how KV pages travel; ipc copies them between GPUs (or processes) of one host at the speed of their link, "
+            "auto is ipc within a host and nixl between hosts"))
     disaggregation_ib_device: str | None = flag(None, help=(
         "RDMA devices of the mooncake backend, with commas between them; without it mooncake uses TCP"))
     disaggregation_bootstrap_port: int = flag(8998, help="port of a prefill server's bootstrap server")
     disaggregation_bootstrap_timeout: float = flag(30.0, help=(
-        "seconds that one half of a request waits for the other before it fails"))
+        "seconds that prefill or decode waits for the other side of a request before the request fails"))
     kv_transfer_timeout: float = flag(120.0, help="seconds a reserved request may wait for its KV cache")
     kv_transfer_overlap: TransferOverlap = flag("layers", help=(
-        "what pages of a prompt wait for before they leave: the layers of their group, so that they travel while "
-        "others compute, the whole chunk, or the whole prompt, to see what overlap is worth"))
+        "when a prompt's pages are sent: after the layers of their group, so that they travel while other layers "
+        "compute, after the whole chunk, or after the whole prompt, to measure what overlap is worth"))
     peer_timeout: float = flag(3.0, help="seconds of silence after which a prefill or decode peer counts as dead")
     kv_retain_seconds: float = flag(5.0, help=(
-        "seconds that a prefill server keeps what it computed of a request whose decode server has not told that it "
-        "goes on, so that another attempt costs no forward pass (0: not at all); memory that others need ends it "
-        "sooner"))
+        "seconds that a prefill server retains a computed prompt whose first token decode has not acknowledged, so "
+        "that another attempt needs no forward pass (0: not at all); other requests may take its memory sooner"))
     kv_checksum: Literal["auto", "sampled", "full", "off"] = flag("auto", help=(
         "how much of each page that arrives a decode server compares with what prefill sent; auto is sampled for "
         "pages in host memory and off on GPUs"))
     cluster_secret: str | None = flag(None, help=(
-        "words that prefill and decode servers share: they refuse each other's messages without its seal; better "
+        "secret that prefill and decode servers share: they refuse messages that are not authenticated with it; better "
         "given in a --config file than on the command line, where other users see it"))
 
     @property
     def shares_memory(self) -> bool:
-        """Whether peers on this host map the KV pool."""
+        """True where peers on this host map the KV pool."""
         return self.disaggregation_mode != "null" and self.disaggregation_transfer_backend in ("auto", "ipc")
 
     def __post_init__(self) -> None:

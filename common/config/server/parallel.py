@@ -107,16 +107,8 @@ class DataParallelArgs:
     def __post_init__(self) -> None:
         if self.dp_size < 1:
             raise ConfigError(f"--dp-size must be 1 or more, not {self.dp_size}.")
-        if self.dp_size > 1 and not self.enable_dp_attention:
-            raise ConfigError(f"--dp-size {self.dp_size} needs --enable-dp-attention; for whole replicas start several "
-                              "servers behind the router (launch_cluster --dp-size does).")
-        if self.dp_size == 1 and (self.enable_dp_attention or self.enable_dp_lm_head):
-            raise ConfigError("--enable-dp-attention and --enable-dp-lm-head need a --dp-size above 1.")
         if self.two_batch_min_tokens < 4:
             raise ConfigError(f"--two-batch-min-tokens must be 4 or more, not {self.two_batch_min_tokens}.")
-        if self.enable_two_batch_overlap and self.dp_size == 1:
-            raise ConfigError("--enable-two-batch-overlap hides what attention groups exchange: it needs "
-                              "--enable-dp-attention and a --dp-size above 1.")
 
 
 @dataclass(frozen=True)

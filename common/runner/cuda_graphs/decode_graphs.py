@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....kernels.sampling.argmax import greatest
-from ...attention.base import Planned
+from ....kernels.sampling.argmax import argmax
+from ...attention.base import AttentionPlanner
 from ...forward.forward_batch import DecodeTable, ForwardBatch, Row, build_forward_batch
 from ...models.causal_lm import CausalLM
 from .decode_inputs import DecodeInputs
@@ -43,7 +43,7 @@ class DecodeGraphs:
     """Captures at construction; ``run`` replays. ``max_pages`` bounds the pages of one request. ``begin`` is told of a
     size before a step of it is computed."""
 
-    def __init__(self, model: CausalLM, attention: Planned, sizes: Sequence[int], page_size: int,
+    def __init__(self, model: CausalLM, attention: AttentionPlanner, sizes: Sequence[int], page_size: int,
                  max_pages: int, scratch_page: int, device: torch.device, begin: Callable[[int], None],
                  progress: Callable[[float], None]):
         self._sizes = sorted(sizes)
@@ -137,7 +137,7 @@ class DecodeGraphs:
         def forward() -> tuple[torch.Tensor, torch.Tensor]:
             batch.live = batch.page_of_token != self._scratch_page
             logits = model.forward(batch, attention, lambda layer: None)
-            return logits, greatest(logits, batch.input_ids)[1]
+            return logits, argmax(logits, batch.input_ids)[1]
 
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

@@ -112,8 +112,8 @@ def test_float8_pages_are_widened_for_the_library_and_too_many_are_not(backend_o
     backends = [TorchBackend(pools[0]), backend_of(pools[1], 8, torch.float32)]
     pages = np.random.default_rng(0).permutation(60)[:40].reshape(2, 20)
     before = Wrapper.runs
-    # The first batch, and one whose pages are too many, are our kernel's.
-    for start, count, by_library in [(0, 100, 0), (100, 50, 3), (150, 20, 3)]:
+    # A batch whose pages are too many is our kernel's.
+    for start, count, by_library in [(0, 100, 3), (100, 50, 6), (150, 20, 6)]:
         batch = build_forward_batch([Row([0] * count, start, row) for row in pages], 16, CPU, False)
         for backend in backends:
             backend.plan(batch)
@@ -121,4 +121,21 @@ def test_float8_pages_are_widened_for_the_library_and_too_many_are_not(backend_o
             want, got = results_of(backends, pages, start, count, layer)
             torch.testing.assert_close(got, want)
         assert Wrapper.runs - before == by_library
-        backends[1]._most_pages = 10**6 if start == 0 else 3
+        backends[1]._max_dequantized_pages = 10**6 if start == 0 else 3
+
+
+def test_a_warm_up_computes_prompts_by_both_kernels(backend_of):
+    """No later batch is treated in another way because it is the first."""
+    layout = KVLayout((1,), num_kv_heads=2, head_dim=16, page_size=16, dtype="float8_e4m3fn", scales=SCALES[:1])
+    backend, pages = backend_of(KVPool(layout, 60, CPU), 8, torch.float32), np.arange(4)[None]
+    before, by_library = Wrapper.runs, []
+
+    def compute_prompt() -> None:
+        backend.plan(build_forward_batch([Row([0], 0, row) for row in pages], 16, CPU, False))
+        results_of([backend], pages, 0, 1, 0)
+        by_library.append(Wrapper.runs - before)
+
+    backend.warm_up(compute_prompt)
+    assert by_library == [1, 1]
+    compute_prompt()
+    assert by_library == [1, 1, 2]

@@ -9,8 +9,8 @@ from baton.common.bench.step_parts import advances, of_frame, of_kernel
 
 @pytest.mark.parametrize("name, part", [
     ("_paged_decode_kernel", "attention"), ("_paged_prefill_kernel", "attention"), ("_mla_decode_kernel", "attention"),
-    ("_rope_and_store_kernel", "attention"), ("_join_pieces_kernel", "attention"),
-    ("_plan_decode_kernel", "attention"), ("_greatest_of_chunks_kernel", "sampling"), ("_draw_kernel", "sampling"),
+    ("_rope_and_store_kernel", "attention"), ("_merge_splits_kernel", "attention"),
+    ("_plan_decode_kernel", "attention"), ("_argmax_of_chunks_kernel", "sampling"), ("_sample_kernel", "sampling"),
     ("void flashinfer::BatchPrefillWithPagedKVCacheKernel<...>", "attention"),
     ("_rmsnorm_kernel", "norm"), ("_silu_and_mul_kernel", "other"), ("Memcpy HtoD (Pinned -> Device)", "other"),
     ("nvjet_tst_128x64_64x8_1x2_h_bz_TNT", "GEMM"), ("void cutlass::Kernel2<...>", "GEMM"),

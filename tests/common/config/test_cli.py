@@ -11,7 +11,7 @@ import baton
 from baton.common.api.errors import ConfigError
 from baton.common.config.cli import build, flag, parse, to_argv
 from baton.common.config.server import ServerConfig
-from baton.common.serving.lifecycle.request_log import RequestLog
+from baton.common.serving.context.request_log import RequestLog
 
 
 @dataclass(frozen=True)
@@ -162,3 +162,15 @@ def test_a_dump_folder_that_cannot_be_is_refused_at_the_start(tmp_path):
         RequestLog(None, tmp_path / "file")
     RequestLog(None, tmp_path / "new")
     assert (tmp_path / "new").is_dir()
+
+
+def test_the_backend_for_tests_is_not_shown(capsys):
+    with pytest.raises(SystemExit):
+        parse(ServerConfig, ["--help"], prog="p", description="")
+    assert "fake" not in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        parse(ServerConfig, ["--model-path", "m", "--disaggregation-transfer-backend", "x"], prog="p", description="")
+    assert "fake" not in capsys.readouterr().err
+    config = parse(ServerConfig, ["--model-path", "m", "--disaggregation-transfer-backend", "fake"], prog="p",
+                   description="")
+    assert config.disaggregation.disaggregation_transfer_backend == "fake"

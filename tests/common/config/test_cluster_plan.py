@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from baton.common.config.cli import parse
+from baton.common.config.cli import _flags, parse
 from baton.common.config.server import ServerConfig
-from baton.launch import ClusterConfig, launch_cluster, plan_cluster
+from baton.launch import DECIDED_BY_CLUSTER, DEFAULTS, ClusterConfig, launch_cluster, plan_cluster
 from baton.router.config import RouterConfig
 
 
 def plan(tmp_path, *argv: str, num_gpus: int = 0):
     config = parse(ClusterConfig, ["--model-path", "m", "--log-dir", str(tmp_path), *argv], prog="x", description="")
-    *servers, router = plan_cluster(config, num_gpus)
+    *servers, router = plan_cluster(config, num_gpus).processes(config.cluster, tmp_path)
     flags = router.argv[router.argv.index("baton.router.launch") + 1:]
     return servers, parse(RouterConfig, flags, prog="launch_router", description="")
 
@@ -59,7 +59,8 @@ def test_whole_servers(tmp_path, num_gpus, ids):
 def test_router_flags_and_the_first_server_s_port(tmp_path, capfd):
     config = parse(ClusterConfig, ["--log-dir", str(tmp_path), "--dp-size", "2", "--model-path", "m",
                                    "--router-dp-worker-base-port", "31000"], prog="x", description="")
-    *servers, router = plan_cluster(config, 0, ["--policy", "random", "--queue-size", "7"])
+    planned = plan_cluster(config, 0, ["--policy", "random", "--queue-size", "7"])
+    *servers, router = planned.processes(config.cluster, tmp_path)
     assert [part.url for part in servers] == ["http://127.0.0.1:31000", "http://127.0.0.1:31001"]
     found = parse(RouterConfig, router.argv[3:], prog="x", description="")
     assert (found.policy.policy, found.admission.queue_size, found.http.port) == ("random", 7, 30000)
@@ -69,3 +70,56 @@ def test_router_flags_and_the_first_server_s_port(tmp_path, capfd):
             launch_cluster(["--log-dir", str(tmp_path), *flags])
         assert refusal.value.code == 2
         assert sentence in capfd.readouterr().err
+
+
+def spellings(config: type) -> dict[str, set[str]]:
+    return {item.key: {f"--{item.key.replace('_', '-')}", *item.field.metadata["names"]} for item in _flags(config)}
+
+
+def test_every_flag_of_a_server_is_taken_or_left_out_with_a_reason():
+    server, cluster = spellings(ServerConfig), spellings(ClusterConfig)
+    given = set().union(*cluster.values())
+    assert set(DECIDED_BY_CLUSTER) <= set(server)
+    for name, flags in server.items():
+        assert name in DECIDED_BY_CLUSTER or flags <= given, name
+    assert not {name for name in cluster if name in DECIDED_BY_CLUSTER} - {"host", "port", "dp_size"}
+
+
+def test_a_flag_that_is_left_out_is_refused_with_its_reason(capsys):
+    with pytest.raises(SystemExit):
+        launch_cluster(["--nnodes", "2"])
+    assert "--nnodes is not for this command: all servers run on this host" in capsys.readouterr().err
+
+
+def configs(*argv: str):
+    config = parse(ClusterConfig, argv, prog="x", description="", defaults=DEFAULTS)
+    return plan_cluster(config, 0)
+
+
+def test_flags_reach_every_server():
+    found = configs("--api-key", "k", "--log-requests", "--kv-events-port", "7000", "--peer-timeout", "9")
+    for server in found.servers.values():
+        assert server.http.api_key == "k" and server.observe.log_requests
+        assert server.disaggregation.peer_timeout == 9
+        assert server.disaggregation.disaggregation_transfer_backend == "auto"
+    assert [server.events.kv_events_port for server in found.servers.values()] == [7000, 7002]
+    assert (found.router.security.api_key, found.router.security.worker_api_key) == ("k", "k")
+
+
+@pytest.mark.parametrize("flags", [("--policy", "cache_exact"), ("--policy", "cache_exact", "--dp-size", "3")])
+def test_cache_exact_turns_kv_events_on(flags):
+    servers = list(configs(*flags).servers.values())
+    ports = [port for server in servers for port in (server.events.kv_events_port, server.events.kv_events_port + 1)]
+    taken = [server.http.port for server in servers]
+    taken += [server.disaggregation.disaggregation_bootstrap_port for server in servers if server.mode == "prefill"]
+    assert min(ports) > 0 and len({*ports, *taken}) == len(ports) + len(taken)
+
+
+def test_other_policies_and_no_prefix_cache_leave_kv_events_off():
+    for flags in ([], ["--policy", "cache_exact", "--disable-radix-cache"]):
+        assert {server.events.kv_events_port for server in configs(*flags).servers.values()} == {0}
+
+
+def test_attention_groups_of_pairs():
+    found = configs("--enable-dp-attention", "--dp-size", "2", "--tp-size", "2")
+    assert [(name, server.dp_size) for name, server in found.servers.items()] == [("prefill-0", 2), ("decode-0", 2)]

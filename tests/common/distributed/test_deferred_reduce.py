@@ -39,7 +39,7 @@ class Peers:
 
     def sum_normed(self, rows, residual, weight, eps):
         self.normed += 1
-        return reference.peer_sum_norm([rows, rows], residual, weight, eps)
+        return reference.all_reduce_rmsnorm([rows, rows], residual, weight, eps)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_a_bias_is_one_rank_s_summand():
 
 def test_a_product_is_added_as_it_is_made(norm, monkeypatch):
     """On a GPU, of many rows; a float8 weight, or one with a bias, has no such product."""
-    monkeypatch.setattr(methods, "adds_products", lambda x, weight: len(x) >= 5)
+    monkeypatch.setattr(methods, "fuses_residual", lambda x, weight: len(x) >= 5)
     alone, biased = (RowLinear("row", 2 * HIDDEN, HIDDEN, bias, TPGroup(), ALLOCATE) for bias in (False, True))
     for tensor in (alone.method.weight, biased.method.weight, biased.bias):
         tensor.normal_()

@@ -37,7 +37,7 @@ def test_a_differing_stack_gives_a_warning(others, hopper, said):
 
 def test_one_warning_at_most(monkeypatch, caplog):
     monkeypatch.setattr(torch.version, "cuda", "13.9")
-    monkeypatch.setattr(cuda_stack, "on_hopper", lambda device: True)
+    monkeypatch.setattr(cuda_stack, "is_hopper", lambda device: True)
     cuda_stack.warn_of_stack(torch.device("cpu"))
     assert not caplog.records
     cuda_stack.warn_of_stack(torch.device("cuda"))

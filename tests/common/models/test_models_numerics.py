@@ -70,7 +70,7 @@ def test_equals_transformers(tmp_path, family, shape):
 
 def test_products_added_as_they_are_made_equal_transformers(tmp_path, monkeypatch):
     """As a GPU computes many rows."""
-    monkeypatch.setattr(methods, "adds_products", lambda x, weight: True)
+    monkeypatch.setattr(methods, "fuses_residual", lambda x, weight: True)
     model = save_model(tmp_path, FAMILIES[0])
     check_whole_and_decode(load_runner(server_config(tmp_path)), model)
 

@@ -156,7 +156,7 @@ def test_tokens_go_by_collectives_where_memory_cannot_be_shared(monkeypatch, cap
     monkeypatch.setattr(all_to_all, "_tried", lambda peers: None)
     sending = parallel()
     assert sending.tokens.sent.takes and may_capture(sending)
-    assert sending.tokens.sent.nbytes == all_to_all.Areas(2, 8, 64, 2).nbytes > 2 * 2 * 8 * 64 * 2
+    assert sending.tokens.sent.nbytes == all_to_all.DispatchLayout(2, 8, 64, 2).nbytes > 2 * 2 * 8 * 64 * 2
     sending.tokens.sent.begin([9, 1])
     assert not sending.tokens.sent.takes, "there is no room for as many"
 

@@ -62,7 +62,7 @@ def test_what_cannot_register_the_pool_is_left_out(pools):
 
 def test_it_is_as_careful_as_the_most_careful_of_its_backends():
     backends = [FakeBackend(), IpcBackend()]
-    backends[0].lingering, backends[1].progress_interval = 3.0, 0.25
+    backends[0].quarantine_seconds, backends[1].progress_interval = 3.0, 0.25
     backend = AutoBackend(backends)
-    assert (backend.lingering, backend.progress_interval) == (3.0, 0.25)
+    assert (backend.quarantine_seconds, backend.progress_interval) == (3.0, 0.25)
     backend.close()

@@ -45,7 +45,7 @@ def changed(metadata: bytes, **fields) -> bytes:
 
 
 def test_a_large_write_goes_on_with_each_poll(pair, pools, monkeypatch):
-    monkeypatch.setattr(ipc_host, "_STEP_BYTES", 2 * PAGE_BYTES)
+    monkeypatch.setattr(ipc_host, "_BYTES_PER_POLL", 2 * PAGE_BYTES)
     sender, receiver = pair
     peer = sender.add_peer(receiver.local_metadata(), [1], [1])
     ids = np.array([5, 2, 7, 0, 1])
@@ -57,7 +57,7 @@ def test_a_large_write_goes_on_with_each_poll(pair, pools, monkeypatch):
 
 
 def test_nothing_lands_once_a_peer_is_removed(pair, pools, monkeypatch):
-    monkeypatch.setattr(ipc_host, "_STEP_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(ipc_host, "_BYTES_PER_POLL", PAGE_BYTES)
     sender, receiver = pair
     peer = sender.add_peer(receiver.local_metadata(), [1], [1])
     write = sender.write(peer, 0, np.array([1, 2]), 0, np.array([1, 2]))

@@ -15,7 +15,7 @@ from baton.kernels import _triton, reference
 from baton.kvtransfer.backends import ipc_cuda
 from baton.kvtransfer.backends.base import WriteState
 from baton.kvtransfer.backends.cuda_driver import DriverError, Staging
-from baton.kvtransfer.backends.ipc_cuda import CudaMemory, runs_of
+from baton.kvtransfer.backends.ipc_cuda import CudaMemory, find_runs
 
 BLOCK, BLOCKS = 1 << 20, 24
 
@@ -66,7 +66,7 @@ class SlowDriver:
             raise DriverError("out of memory")
         return address
 
-    def put(self, address: int, value: int) -> None:
+    def write_value(self, address: int, value: int) -> None:
         if self.broken:
             raise DriverError("out of order")
         self.asked.append(lambda: setattr(ctypes.c_int64.from_address(address), "value", value))
@@ -83,7 +83,7 @@ class SlowDriver:
 def memory(monkeypatch):
     monkeypatch.setattr(ipc_cuda, "Driver", SlowDriver)
     monkeypatch.setattr(ipc_cuda, "_SLOT_IDS", 4)
-    monkeypatch.setattr(ipc_cuda, "RUN_BYTES", 4 * BLOCK)
+    monkeypatch.setattr(ipc_cuda, "MIN_RUN_BYTES", 4 * BLOCK)
     monkeypatch.setattr(_triton, "AVAILABLE", True)
     monkeypatch.setattr(ipc_cuda, "compiled",
                         lambda shape, device: SimpleNamespace(block_bytes=shape.words * shape.word_bytes))
@@ -129,9 +129,9 @@ def test_long_runs_are_left_to_the_copy_engines(memory, pools):
 
 
 def test_runs_are_neighbours_on_both_sides():
-    assert runs_of(np.array([3, 4, 5, 9]), np.array([0, 1, 7, 8]), 3) == [(0, 2), (2, 1), (3, 1)]
-    assert runs_of(np.array([3, 4, 5, 9]), np.array([0, 1, 7, 8]), 2) is None
-    assert runs_of(np.array([3]), np.array([0]), 1) == [(0, 1)]
+    assert find_runs(np.array([3, 4, 5, 9]), np.array([0, 1, 7, 8]), 3) == [(0, 2), (2, 1), (3, 1)]
+    assert find_runs(np.array([3, 4, 5, 9]), np.array([0, 1, 7, 8]), 2) is None
+    assert find_runs(np.array([3]), np.array([0]), 1) == [(0, 1)]
 
 
 def test_a_copy_that_cannot_start_leaves_none_under_way(memory, pools):
@@ -145,9 +145,9 @@ def test_a_copy_that_cannot_start_leaves_none_under_way(memory, pools):
 
 def test_a_bell_rings_behind_the_copies(memory, pools):
     bells = np.zeros(4, np.int64)
-    address = memory.enroll(bells)
+    address = memory.map_flags(bells)
     copy(memory, pools, [1, 5], [2, 0])
-    memory.ring(address + 16, 77, [])
+    memory.write_flag(address + 16, 77, [])
     memory._driver.work(3)  # ids, kernel, event
     assert not bells.any() and pools[1][2].any()
     memory._driver.work(1)
@@ -157,14 +157,14 @@ def test_a_bell_rings_behind_the_copies(memory, pools):
 def test_a_bell_out_of_reach_is_told(memory):
     memory._driver.broken = True
     with pytest.raises(TransferFailed, match="out of memory"):
-        memory.enroll(np.zeros(4, np.int64))
+        memory.map_flags(np.zeros(4, np.int64))
     with pytest.raises(TransferFailed, match="out of order"):
-        memory.ring(0, 77, [])
+        memory.write_flag(0, 77, [])
 
 
 def test_settled_copies_have_ended(memory, pools):
     one = copy(memory, pools, [1, 5], [2, 0])
     assert one.poll() is WriteState.PENDING
-    memory.settle()
+    memory.wait_for_copies()
     again = copy(memory, pools, [6, 8], [3, 1])
     assert (one.poll(), again.poll()) == (WriteState.DONE, WriteState.PENDING)

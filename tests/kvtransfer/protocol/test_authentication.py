@@ -12,11 +12,11 @@ import zmq
 from baton.common.api.errors import ConfigError, TransferFailed
 from baton.common.config.server import DisaggregationArgs
 from baton.kvtransfer import bootstrap
-from baton.kvtransfer.bootstrap import BootstrapServer, OtherSecret, fetch_ranks, register_rank
+from baton.kvtransfer.bootstrap import BootstrapServer, SecretMismatch, fetch_ranks, register_rank
 from baton.kvtransfer.protocol import messages as m
 from baton.kvtransfer.protocol.authentication import TO_RECEIVER, TO_SENDER, AuthError, Channel, Channels, Secret
 from baton.kvtransfer.protocol.states import Phase
-from baton.kvtransfer.receiver.receiver_state import Search
+from baton.kvtransfer.receiver.receiver_state import LookupState
 from baton.tests.kvtransfer.conftest import BACKENDS, wait_until
 from baton.tests.kvtransfer.test_bootstrap import info
 
@@ -28,44 +28,44 @@ def ends(secret_here="words", secret_there="words", session=b"s"):
 def test_sealed_messages_are_read_in_both_directions():
     receiver, sender = ends()
     for message in (b"one", b"", b"three"):
-        assert sender.open(receiver.seal(message)) == message
-        assert receiver.open(sender.seal(message)) == message
+        assert sender.verify(receiver.sign(message)) == message
+        assert receiver.verify(sender.sign(message)) == message
 
 
 @pytest.mark.parametrize("forge", [
-    lambda message, seal: [message], lambda message, seal: [message + b"!", seal],
-    lambda message, seal: [message, seal[:-1]], lambda message, seal: [message, seal[:-1] + bytes([seal[-1] ^ 1])],
-    lambda message, seal: [message, b"\xff" + seal[1:]], lambda message, seal: [message, seal, b""],
-    lambda message, seal: []])
+    lambda message, code: [message], lambda message, code: [message + b"!", code],
+    lambda message, code: [message, code[:-1]], lambda message, code: [message, code[:-1] + bytes([code[-1] ^ 1])],
+    lambda message, code: [message, b"\xff" + code[1:]], lambda message, code: [message, code, b""],
+    lambda message, code: []])
 def test_a_changed_message_or_seal_is_refused_and_the_right_one_still_counts(forge):
     receiver, sender = ends()
-    frames = receiver.seal(b"message")
+    frames = receiver.sign(b"message")
     with pytest.raises(AuthError):
-        sender.open(forge(*frames))
-    assert sender.open(frames) == b"message"
+        sender.verify(forge(*frames))
+    assert sender.verify(frames) == b"message"
 
 
 def test_a_seal_counts_once_and_in_its_own_session_and_direction():
     receiver, sender = ends()
-    first, second = receiver.seal(b"1"), receiver.seal(b"2")
-    assert sender.open(second) == b"2"
+    first, second = receiver.sign(b"1"), receiver.sign(b"2")
+    assert sender.verify(second) == b"2"
     for frames in (first, second):
         with pytest.raises(AuthError):
-            sender.open(frames)
+            sender.verify(frames)
     with pytest.raises(AuthError):
-        receiver.open(receiver.seal(b"reflected"))
+        receiver.verify(receiver.sign(b"reflected"))
     with pytest.raises(AuthError):
-        ends(session=b"t")[1].open(receiver.seal(b"3"))
+        ends(session=b"t")[1].verify(receiver.sign(b"3"))
     with pytest.raises(AuthError):
-        ends(secret_there="other words")[1].open(receiver.seal(b"4"))
+        ends(secret_there="other words")[1].verify(receiver.sign(b"4"))
 
 
 def test_only_holders_of_the_secret_are_remembered():
     channels = Channels(Secret("words"))
     with pytest.raises(AuthError):
-        channels.open(b"stranger", [b"message", b"x" * 40])
+        channels.verify(b"stranger", [b"message", b"x" * 40])
     assert channels._channels == {}
-    channels.open(b"s", ends()[0].seal(b"message"))
+    channels.verify(b"s", ends()[0].sign(b"message"))
     assert list(channels._channels) == [b"s"]
 
 
@@ -81,7 +81,7 @@ def test_another_secret_is_refused_at_the_bootstrap_server(make_pair, prefill, d
     pair = make_pair("fake", cluster_secret=prefill)
     stranger = pair.make_receiver(pair.target, cluster_secret=decode)
     pair.reserve(1, receiver=stranger)
-    assert pair.until(1, Phase.FAILED, half=stranger) < 1
+    assert pair.until(1, Phase.FAILED, endpoint=stranger) < 1
     assert "different --cluster-secrets" in stranger.error(1).message
     pair.transfer(2)
 
@@ -93,11 +93,11 @@ def test_another_secret_is_refused_on_the_control_channel(make_pair, prefill, de
     stranger = pair.make_receiver(pair.target, cluster_secret=decode)
     address = pair.bootstrap.address
     with stranger._driver.lock:
-        stranger._core.ways.searches[address] = Search()  # its look-up never answers
+        stranger._core.connections.lookups[address] = LookupState()  # its look-up never answers
         stranger._core.reserve(1, address, 77, 10, 3, m.np.empty(0, m.np.int64), time.monotonic())
         stranger._core.found(address, [pair.sender.info], time.monotonic())
     stranger._driver.io.wake()
-    assert pair.until(1, Phase.FAILED, half=stranger) < 1
+    assert pair.until(1, Phase.FAILED, endpoint=stranger) < 1
     assert isinstance(stranger.error(1), TransferFailed) and "different --cluster-secrets" in stranger.error(1).message
     assert not pair.sender._core.sessions.open
 
@@ -108,7 +108,7 @@ def test_a_recorded_session_cannot_be_played_again(make_pair):
     channel, session = Channel(Secret("words"), b"recorded", TO_SENDER), b"recorded"
     hello = m.Hello(msgspec.structs.replace(pair.receiver.info, instance="decode"), pair.sender.info.instance, 32,
                     pair.receiver._backend.local_metadata())
-    recording = [channel.seal(m.encode(message)) for message in (hello, m.Bye())]
+    recording = [channel.sign(m.encode(message)) for message in (hello, m.Bye())]
     for expected in (m.Welcome, m.Refused):
         with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
             sock.setsockopt(zmq.ROUTING_ID, session)
@@ -128,11 +128,11 @@ def test_the_bootstrap_server_refuses_other_secrets_and_repetitions(monkeypatch)
                 with pytest.raises(ConfigError, match="different --cluster-secrets"):
                     await asyncio.to_thread(register_rank, url, info(), 5.0, secret)
             assert server.ranks == {}
-            sent, exchange = [], bootstrap._exchange
-            monkeypatch.setattr(bootstrap, "_exchange", lambda *args: sent.append(args) or exchange(*args))
+            sent, exchange = [], bootstrap._send_request
+            monkeypatch.setattr(bootstrap, "_send_request", lambda *args: sent.append(args) or exchange(*args))
             await asyncio.to_thread(register_rank, url, info(), 5.0, "words")
             assert await asyncio.to_thread(fetch_ranks, address, 1.0, Secret("words")) == [info()]
-            with pytest.raises(OtherSecret):
+            with pytest.raises(SecretMismatch):
                 await asyncio.to_thread(fetch_ranks, address, 1.0, Secret("other"))
             server.ranks.clear()
             for args in [args for args in sent if args[2] != "/session"]:
@@ -146,7 +146,7 @@ def test_an_answer_without_the_secret_is_not_believed():
     async def scenario():
         async with BootstrapServer("127.0.0.1", 0) as server:
             server.ranks[0, 0, 0] = info("impostor")
-            with pytest.raises(OtherSecret):
+            with pytest.raises(SecretMismatch):
                 await asyncio.to_thread(fetch_ranks, ("127.0.0.1", server.port), 1.0, Secret("words"))
     asyncio.run(scenario())
 

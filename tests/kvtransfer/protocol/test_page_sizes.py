@@ -7,7 +7,7 @@ import pytest
 
 from baton.common.kvcache.layout import KVLayout
 from baton.kvtransfer.protocol.messages import PrefillResult
-from baton.kvtransfer.protocol.reshard import RankLayout, why_not
+from baton.kvtransfer.protocol.reshard import RankLayout, find_mismatch
 from baton.kvtransfer.protocol.states import Phase
 from baton.tests.kvtransfer.conftest import BACKENDS, wait_until
 from baton.tests.kvtransfer.test_tp import NUM_PAGES, Fleet, make_fleet  # noqa: F401 (a fixture)
@@ -37,10 +37,10 @@ def transfer(fleet: Fleet, room: int, tokens: int, first_page: int, chunk: int) 
                 sender.push(room, group, first, src[first:first + chunk], None)
     for sender in prefill.ranks:
         sender.finish(room, PrefillResult(42, 3))
-    wait_until(lambda: all(half.phase(room) in (Phase.DONE, Phase.FAILED) for half in fleet.halves))
-    for half in fleet.halves:
-        assert half.phase(room) is Phase.DONE, half.error(room)
-        half.forget(room)
+    wait_until(lambda: all(transfer.phase(room) in (Phase.DONE, Phase.FAILED) for transfer in fleet.transfers))
+    for transfer in fleet.transfers:
+        assert transfer.phase(room) is Phase.DONE, transfer.error(room)
+        transfer.forget(room)
     skipped = first_page * decode.layout.page_size
     for rank, (pools, was) in enumerate(zip(decode.pools, before)):
         got, old = (np.concatenate(each, axis=1) for each in (pools, was))
@@ -71,6 +71,6 @@ def test_page_sizes_of_which_none_is_a_multiple_are_refused_with_both():
     def side(page_size: int) -> RankLayout:
         return RankLayout(1, KVLayout((1,), 2, 8, page_size, "float32"))
 
-    assert why_not(side(16), side(64)) is None and why_not(side(64), side(16)) is None
-    why = why_not(side(24), side(16))
+    assert find_mismatch(side(16), side(64)) is None and find_mismatch(side(64), side(16)) is None
+    why = find_mismatch(side(24), side(16))
     assert why is not None and "page_size of the KV layout is 16 here and 24 there" in why

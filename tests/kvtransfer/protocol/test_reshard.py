@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from baton.common.kvcache.layout import KVLayout
-from baton.kvtransfer.protocol.reshard import RankLayout, expand, lane, readers_of, why_not, writers_of
+from baton.kvtransfer.protocol.reshard import (
+    RankLayout,
+    expand_blocks,
+    find_mismatch,
+    make_plan,
+    reader_ranks,
+    writer_ranks,
+)
 
 PAGE_SIZE, HEAD_DIM, PAGES = 2, 3, 3
 
@@ -47,28 +54,28 @@ def test_each_decode_rank_gets_its_latents_from_one_prefill_rank(p, d, groups):
     prefill, decode = (side(size, 1, cut, "latent") for size, cut in zip((p, d), groups))
     check_lanes(prefill, decode, 1)
     for j in range(d):
-        carrying = [i for i in writers_of(j, prefill, decode) if lane(i, prefill, j, decode).pieces]
+        carrying = [i for i in writer_ranks(j, prefill, decode) if make_plan(i, prefill, j, decode).ranges]
         assert len(carrying) == 1
         assert p != d or carrying == [j]
 
 
 def check_lanes(prefill: RankLayout, decode: RankLayout, heads: int) -> None:
     p, d = prefill.tp_size, decode.tp_size
-    assert why_not(prefill, decode) is None
+    assert find_mismatch(prefill, decode) is None
     sources, targets, expected = (pools(prefill, heads, True), pools(decode, heads, False), pools(decode, heads, True))
     met = set()
     for j in range(d):
-        for i in writers_of(j, prefill, decode):
+        for i in writer_ranks(j, prefill, decode):
             met.add(i)
-            assert j in readers_of(i, prefill, decode)
-            way = lane(i, prefill, j, decode)
-            for piece in way.pieces:
-                n, m = way.src_blocks[piece.src_group], way.dst_blocks[piece.dst_group]
-                src = sources[i][piece.src_group].reshape(PAGES * n, -1)
-                dst = targets[j][piece.dst_group].reshape(PAGES * m, -1)
-                blocks = expand(np.arange(PAGES), m, piece.dst)
+            assert j in reader_ranks(i, prefill, decode)
+            way = make_plan(i, prefill, j, decode)
+            for block_range in way.ranges:
+                n, m = way.src_blocks[block_range.src_group], way.dst_blocks[block_range.dst_group]
+                src = sources[i][block_range.src_group].reshape(PAGES * n, -1)
+                dst = targets[j][block_range.dst_group].reshape(PAGES * m, -1)
+                blocks = expand_blocks(np.arange(PAGES), m, block_range.dst)
                 assert not dst[blocks].any(), "written twice"
-                dst[blocks] = src[expand(np.arange(PAGES), n, piece.src)]
+                dst[blocks] = src[expand_blocks(np.arange(PAGES), n, block_range.src)]
     assert met == set(range(p)), "a prefill rank that nobody meets"
     for got, want in zip(itertools.chain(*targets), itertools.chain(*expected)):
         np.testing.assert_array_equal(got, want)
@@ -76,11 +83,11 @@ def check_lanes(prefill: RankLayout, decode: RankLayout, heads: int) -> None:
 
 def test_equal_layouts_move_whole_pages_and_heads_stay_together():
     same = side(2, 8, (3, 2))
-    assert lane(1, same, 1, same).src_blocks == (1, 1) and lane(0, same, 1, same) is None
-    other_groups = lane(0, side(1, 8, (3, 2)), 0, side(1, 8, (5,)))
+    assert make_plan(1, same, 1, same).src_blocks == (1, 1) and make_plan(0, same, 1, same) is None
+    other_groups = make_plan(0, side(1, 8, (3, 2)), 0, side(1, 8, (5,)))
     assert other_groups.src_blocks == (3, 2) and other_groups.dst_blocks == (5,)
-    halves = lane(0, side(1, 8, (2,)), 1, side(2, 8, (2,)))
-    assert halves.src_blocks == (2 * 2 * 2,) and halves.dst_blocks == (2 * 2,)
+    transfers = make_plan(0, side(1, 8, (2,)), 1, side(2, 8, (2,)))
+    assert transfers.src_blocks == (2 * 2 * 2,) and transfers.dst_blocks == (2 * 2,)
 
 
 @pytest.mark.parametrize("change, words", [
@@ -93,7 +100,7 @@ def test_equal_layouts_move_whole_pages_and_heads_stay_together():
 def test_what_does_not_fit_is_named(change, words):
     prefill = side(2, 8, (5,))
     layout = {name: getattr(prefill.layout, name) for name in KVLayout.__struct_fields__} | change
-    assert words in why_not(prefill, RankLayout(1, KVLayout(**layout)))
+    assert words in find_mismatch(prefill, RankLayout(1, KVLayout(**layout)))
 
 
 def stages_of(whole: RankLayout, counts: tuple[int, ...]) -> list[RankLayout]:
@@ -114,19 +121,19 @@ def test_stages_write_their_layers_of_every_decode_rank(p, d, counts, groups, fo
     sources, targets, expected = pools(whole, heads, True), pools(decode, heads, False), pools(decode, heads, True)
     cuts, first = set(), 0
     for stage, count in zip(stages_of(whole, counts), counts):
-        assert why_not(stage, decode) is None
+        assert find_mismatch(stage, decode) is None
         for j in range(d):
-            for i in writers_of(j, stage, decode):
-                way = lane(i, stage, j, decode)
+            for i in writer_ranks(j, stage, decode):
+                way = make_plan(i, stage, j, decode)
                 cuts.add(way.dst_blocks)
                 mine = np.split(sources[i][0][:, first:first + count], np.cumsum(stage.layout.groups)[:-1], axis=1)
-                for piece in way.pieces:
-                    n, m = way.src_blocks[piece.src_group], way.dst_blocks[piece.dst_group]
-                    dst = targets[j][piece.dst_group].reshape(PAGES * m, -1)
-                    blocks = expand(np.arange(PAGES), m, piece.dst)
+                for block_range in way.ranges:
+                    n, m = way.src_blocks[block_range.src_group], way.dst_blocks[block_range.dst_group]
+                    dst = targets[j][block_range.dst_group].reshape(PAGES * m, -1)
+                    blocks = expand_blocks(np.arange(PAGES), m, block_range.dst)
                     assert not dst[blocks].any(), "written twice"
-                    dst[blocks] = np.ascontiguousarray(mine[piece.src_group]).reshape(PAGES * n, -1)[
-                        expand(np.arange(PAGES), n, piece.src)]
+                    dst[blocks] = np.ascontiguousarray(mine[block_range.src_group]).reshape(PAGES * n, -1)[
+                        expand_blocks(np.arange(PAGES), n, block_range.src)]
         first += count
     assert len(cuts) == 1, "all stages cut decode's pages alike"
     for got, want in zip(itertools.chain(*targets), itertools.chain(*expected)):
@@ -135,7 +142,8 @@ def test_stages_write_their_layers_of_every_decode_rank(p, d, counts, groups, fo
 
 def test_stages_of_another_model_do_not_fit():
     (_, last), decode = stages_of(side(1, 4, (5,)), (3, 2)), side(1, 4, (4,))
-    assert why_not(last, decode) == "num_layers of the KV layout is 4 here and 5 there (3 to 4 in this stage)"
+    assert find_mismatch(last, decode) == "num_layers of the KV layout is 4 here and 5 there (3 to 4 in this stage)"
     scaled = msgspec.structs.replace(last.layout, scales=((1.0, 1.0), (1.0, 2.0)))
     own = msgspec.structs.replace(side(1, 4, (5,)).layout, scales=((1.0, 1.0),) * 5)
-    assert "in layer 4 are (1.0, 1.0) here and (1.0, 2.0) there" in why_not(RankLayout(1, scaled), RankLayout(1, own))
+    assert "in layer 4 are (1.0, 1.0) here and (1.0, 2.0) there" in find_mismatch(RankLayout(1, scaled),
+                                                                                  RankLayout(1, own))

@@ -8,7 +8,7 @@ from baton.kvtransfer.protocol.states import RECEIVER, SENDER, TRANSITIONS, Even
 
 SENDER_EXPECTED = {
     "FAILED": "WRITE>FAILED FAIL>FAILED",
-    "ABORTING": "WRITE>ABORTING FAIL>ABORTING QUIET>FAILED",
+    "ABORTING": "WRITE>ABORTING FAIL>ABORTING DRAINED>FAILED",
     "RESERVING": "JOIN>RESERVED FAIL>FAILED",
     "RESERVED": "WRITE>WRITING COMPLETE>DONE FAIL>ABORTING",
     "WRITING": "WRITE>WRITING COMPLETE>DONE FAIL>ABORTING",
@@ -16,7 +16,7 @@ SENDER_EXPECTED = {
 }
 RECEIVER_EXPECTED = {
     "FAILED": "FAIL>FAILED",
-    "ABORTING": "FAIL>ABORTING QUIET>FAILED COMPLETE>FAILED",
+    "ABORTING": "FAIL>ABORTING DRAINED>FAILED COMPLETE>FAILED",
     "RESERVING": "PUBLISH>RESERVED FAIL>FAILED",
     "RESERVED": "COMPLETE>DONE FAIL>ABORTING",
     "WRITING": "",
@@ -47,7 +47,7 @@ def test_a_shared_destination_is_freed_only_by_proof(table):
     """Whoever may be writing, or be written to, ends in FAILED by way of ABORTING."""
     for (phase, event), after in table.items():
         if after is Phase.FAILED and not phase.terminal and phase is not Phase.RESERVING:
-            assert phase is Phase.ABORTING and event in (Event.QUIET, Event.COMPLETE)
+            assert phase is Phase.ABORTING and event in (Event.DRAINED, Event.COMPLETE)
 
 
 def test_minimum_over_ranks_reads_least_advanced_or_failed():

@@ -406,13 +406,13 @@ def depths(router, tokens) -> set[int]:
     return set(policy_of(router).kv_index.match(numbered(tokens)).values())
 
 
-async def test_requests_follow_what_the_workers_publish(worker, router, request_to, publishing, script):
+async def test_requests_follow_what_the_workers_publish(worker, start_router, request_to, publishing, script):
     """Late subscription, events, eviction, a restart: each is seen, and requests go where the pages are."""
     caches = [publishing(), publishing()]
     tokens = ids(1, 160)
     caches[1].compute(tokens)  # before anybody listens
     mocks = [await worker(kv_events_port=cache.port, page_size=PAGE) for cache in caches]
-    made = await router(*mocks, policy="cache_exact")
+    made = await start_router(*mocks, policy="cache_exact")
     await script.until(lambda: len(policy_of(made).followed) == 2 and depths(made, tokens) == {10})
     for _ in range(3):
         await request_to(made, "POST", "/generate", {"input_ids": tokens})
@@ -435,10 +435,10 @@ async def test_requests_follow_what_the_workers_publish(worker, router, request_
     assert made.metrics.decisions["regular", "cache_hit"] == hits
 
 
-async def test_a_missed_batch_is_fetched(worker, router, publishing, script):
+async def test_a_missed_batch_is_fetched(worker, start_router, publishing, script):
     cache = publishing()
     mock = await worker(kv_events_port=cache.port)
-    made = await router(mock, policy="cache_exact")
+    made = await start_router(mock, policy="cache_exact")
     await script.until(lambda: policy_of(made).followed)
     lost, send = ids(5, 160), cache.publisher._publisher.send_multipart
     cache.publisher._publisher.send_multipart = lambda frames: None
@@ -449,7 +449,7 @@ async def test_a_missed_batch_is_fetched(worker, router, publishing, script):
     await script.until(lambda: depths(made, lost) == {10})
 
 
-async def test_the_pages_of_a_chat_are_learnt_from_answers(worker, router, chat, publishing, script):
+async def test_the_pages_of_a_chat_are_learnt_from_answers(worker, start_router, chat, publishing, script):
     """The second time a chat comes, its text leads to the worker that tables its pages."""
     caches = [publishing() for _ in range(3)]
     text, tokens = words(1, 600)
@@ -463,7 +463,7 @@ async def test_the_pages_of_a_chat_are_learnt_from_answers(worker, router, chat,
         return answer
 
     mocks = [await worker(telling(i), kv_events_port=cache.port) for i, cache in enumerate(caches)]
-    made = await router(*mocks, policy="cache_exact")
+    made = await start_router(*mocks, policy="cache_exact")
     await script.until(lambda: len(policy_of(made).followed) == 3)
     messages = [{"role": "user", "content": text}]
     reply = await chat(made, messages=messages)
@@ -476,14 +476,14 @@ async def test_the_pages_of_a_chat_are_learnt_from_answers(worker, router, chat,
     assert sorted(len(mock.posts) for mock in mocks) == [0, 0, 4]
 
 
-async def test_a_foreign_publisher_is_followed_through_gaps(worker, router, script):
+async def test_a_foreign_publisher_is_followed_through_gaps(worker, start_router, script):
     """SGLang's form of announcing, no replay: after a gap the worker counts as empty."""
     context = zmq.Context()
     publisher = context.socket(zmq.PUB)
     port = publisher.bind_to_random_port("tcp://127.0.0.1")
     announced = json.dumps({"publisher": "zmq", "endpoint": f"tcp://*:{port}", "topic": "kv"})
     mock = await worker(kv_events_config=announced)
-    made = await router(mock, policy="cache_exact")
+    made = await start_router(mock, policy="cache_exact")
     first, second = ids(1, 32), ids(2, 32)
 
     def send(number, *events):

@@ -163,9 +163,9 @@ def test_requests_without_a_session_go_to_the_least_loaded():
     assert policy.choose(pool, b"") == Decision(pool[1], "no_session")
 
 
-async def test_sessions_stay_over_http(worker, router, chat, request_to):
+async def test_sessions_stay_over_http(worker, start_router, chat, request_to):
     mocks = [await worker() for _ in range(4)]
-    made = await router(*mocks, policy="consistent_hash")
+    made = await start_router(*mocks, policy="consistent_hash")
     for i in range(12):
         for _ in range(2):
             await chat(made, user=f"user-{i}")
@@ -240,12 +240,12 @@ def test_a_conversation_stays_although_its_worker_is_busier():
         assert policy.choose(pool, block_hashes(talk)) == Decision(home, "cache_hit")
 
 
-async def test_chats_that_share_a_system_prompt_spread_over_http(worker, router, request_to, script):
+async def test_chats_that_share_a_system_prompt_spread_over_http(worker, start_router, request_to, script):
     """Each chat waits for its answer, as on a real worker: forty at once end up on all four workers."""
     import asyncio
 
     mocks = [await worker(script.stream("x", pause=0.5)) for _ in range(4)]
-    made = await router(*mocks, policy="cache_aware")
+    made = await start_router(*mocks, policy="cache_aware")
     system = {"role": "system", "content": "You are helpful. " * 400}
     await asyncio.gather(*(request_to(made, "POST", "/v1/chat/completions", {
         "messages": [system, {"role": "user", "content": f"question {i}"}]}) for i in range(40)))

@@ -1,0 +1,134 @@
+"""Chooses tiles of attention over pages, and how a decode step's keys are split among programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+from .._triton import LOADS_PASS_STORES
+from ..device import DeviceFacts
+
+
+class DecodeTile(NamedTuple):
+    """``tokens`` of one iteration, and how the compiler is to pipeline the loop. ``prefetched`` tiles are fetched into
+    the L2 cache while the previous kernel runs. ``waits_late``: where attention takes the step's own keys and values
+    itself, its loop begins before that kernel has ended, at the cost of registers."""
+
+    tokens: int = 64
+    warps: int = 4
+    stages: int = 2
+    prefetched: int = 1
+    waits_late: bool = False
+
+
+class PrefillTile(NamedTuple):
+    """``tokens`` of keys and values in one iteration."""
+
+    tokens: int
+    warps: int = 8
+    stages: int = 2
+
+
+class DecodeSplits(NamedTuple):
+    """Parameters of ``plan_decode``: splits for about ``programs_per_sm`` programs, of ``min_tokens`` tokens at least,
+    and up to ``max_rounds`` times as many where lengths are mixed.
+
+    Two programs fit an SM; four rounds of them leave an eighth of a round idle at the end, on average. A shorter
+    split's start-up and merge cost more than what it takes off the others."""
+
+    programs_per_sm: int = 8
+    min_tokens: int = 256
+    max_rounds: int = 1
+
+
+@dataclass(frozen=True)
+class AttentionNumbers:
+    """``few_kv_heads`` of all requests give the SMs two programs each at most: longer splits, of which more is on its
+    way, then take less than four programs to an SM. The tiles of ``wide`` heads and of float32 are as large as
+    registers, or the shared memory of more than one program, hold.
+
+    ``mla_wide``: each latent is found by an index that is loaded before it, and only from 5 stages on the compiler
+    (Triton 3.6) has a second tile on its way while one is computed. Two programs of ``mla_narrow``, of 16 heads, fit an
+    SM of an H100 or H200; of their 3 tiles one is computed."""
+
+    few_kv_heads: int
+    per_head_max_rows: int = 256
+    mla_max_heads: int = 64
+    usual: DecodeTile = field(default_factory=DecodeTile)
+    few: DecodeTile = DecodeTile(64, 4, 3, 2, LOADS_PASS_STORES)
+    float8: DecodeTile = DecodeTile(64, 4, 3)
+    wide: DecodeTile = DecodeTile(32, 4, 3)
+    float32: DecodeTile = DecodeTile(32, 4, 2)
+    mla_narrow: DecodeTile = DecodeTile(32, 4, 3)
+    mla_wide: DecodeTile = DecodeTile(32, 8, 5)
+    mla_float32: DecodeTile = DecodeTile(16, 4, 2)
+
+    @classmethod
+    def derived(cls, facts: DeviceFacts) -> AttentionNumbers:
+        """The rule for a GPU that nobody has measured: the widest tile, DeepSeek's latents of 576 values, has as many
+        stages as its shared memory holds."""
+        stages = max(2, min(5, facts.shared_bytes // (32 * 576 * 2)))
+        return cls(2 * facts.num_sms, mla_wide=DecodeTile(32, 8, stages))
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionPolicy:
+    facts: DeviceFacts
+    numbers: AttentionNumbers
+
+    @lru_cache(4096)  # noqa: B019 (policies live as long as the process)
+    def decode(self, dim: int, itemsize: int, cache_itemsize: int, kv_heads: int) -> DecodeTile:
+        """The tile for queries of ``dim`` values of ``itemsize`` bytes, pages of ``cache_itemsize``, and ``kv_heads``
+        of all requests together."""
+        if itemsize > 2:
+            return self.numbers.float32
+        if dim > 128:
+            return self.numbers.wide
+        if cache_itemsize == 1:
+            return self.numbers.float8
+        return self.numbers.few if kv_heads <= self.numbers.few_kv_heads else self.numbers.usual
+
+    def stores_current_kv(self, dim: int, itemsize: int, cache_itemsize: int, kv_heads: int) -> bool:
+        """Says whether attention itself stores the step's own keys and values faster than ``rope_and_store`` before it:
+        where the loop's registers leave space for that. At 64 requests of 8 heads it gains nothing."""
+        return cache_itemsize == itemsize and self.decode(dim, itemsize, cache_itemsize, kv_heads).waits_late
+
+    @lru_cache(4096)  # noqa: B019
+    def decode_splits(self, dim: int, itemsize: int, cache_itemsize: int, kv_heads: int) -> DecodeSplits:
+        """As many splits as programs that run at once, and twice that for mixed lengths."""
+        if dim > 128 or itemsize > 2:
+            return DecodeSplits()
+        few = cache_itemsize > 1 and kv_heads <= self.numbers.few_kv_heads
+        return DecodeSplits(2 if few else 4, 128, 2)
+
+    def decode_warp_specialized(self, kv_heads: int) -> bool:
+        """Says whether the warp-specialized kernel is faster for ``kv_heads`` of all requests."""
+        return self.facts.runs_gluon and kv_heads > self.numbers.few_kv_heads
+
+    def prefill(self, row_bytes: int, itemsize: int) -> PrefillTile:
+        """For heads of ``row_bytes``: with 64 tokens of wider ones (256 values) registers would spill."""
+        tokens = 64 if row_bytes <= 256 else 32
+        # float32 has no tensor cores: the product's operands spill seven times as many registers.
+        return PrefillTile(tokens // 2 if itemsize > 2 else tokens)
+
+    def mla_prefill(self, itemsize: int) -> PrefillTile:
+        return PrefillTile(64 if itemsize <= 2 else 16)
+
+    def mla_head_block(self, num_heads: int, itemsize: int) -> int:
+        """Heads that one program takes: 64 of them read each latent once for all; in float32 only 16 fit."""
+        padded = 1 << (num_heads - 1).bit_length()
+        return max(16, min(self.numbers.mla_max_heads if itemsize <= 2 else 16, padded))
+
+    def mla_decode(self, num_heads: int, itemsize: int) -> DecodeTile:
+        if itemsize > 2:
+            return self.numbers.mla_float32
+        return self.numbers.mla_narrow if self.mla_head_block(num_heads, itemsize) <= 16 else self.numbers.mla_wide
+
+    def mla_is_narrow(self, num_heads: int, itemsize: int) -> bool:
+        """Says whether mla_decode_narrow.py's kernel runs, which is for few heads and needs 16-bit tensor cores."""
+        return num_heads <= 16 and itemsize <= 2
+
+    def mla_splits(self, num_heads: int, itemsize: int) -> DecodeSplits:
+        """As many splits as programs that run at once, and short ones where requests are few."""
+        return DecodeSplits(2, 64) if self.mla_is_narrow(num_heads, itemsize) else DecodeSplits()

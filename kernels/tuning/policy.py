@@ -1,0 +1,91 @@
+"""Chooses kernels: every launcher asks the policy of its device which kernel runs, by which tile, for how many rows.
+
+A device has measured numbers and tiles in ``<its name>.json`` in this folder. What its file leaves out, and all of a
+device without a file, follows from rules: by the SMs of the GPU and the shared memory of a program. No choice depends
+on whether a CUDA graph is being captured, so that eager runs compute what graphs do.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, is_dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from .. import _triton, device
+from ..device import DeviceFacts, device_slug
+from .all_to_all import AllToAllPolicy
+from .attention import AttentionNumbers, AttentionPolicy
+from .float8 import Float8Numbers, Float8Policy
+from .gemm import GemmNumbers, GemmPolicy
+from .moe import MoENumbers, MoEPolicy, tiles_from_json, tiles_to_json
+
+FOLDER = Path(__file__).parent
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Policy:
+    facts: DeviceFacts
+    gemm: GemmPolicy
+    float8: Float8Policy
+    attention: AttentionPolicy
+    moe: MoEPolicy
+    all_to_all: AllToAllPolicy
+
+    @classmethod
+    def load(cls, facts: DeviceFacts, folder: Path = FOLDER) -> Policy:
+        """The policy of a device: its file over the rules. Raises TypeError or AttributeError where the file names what
+        no rule has."""
+        measured = read_file(facts.name, folder)
+        moe = MoENumbers.derived(facts)
+        of_experts = dict(measured.get("moe", {}))
+        tiles = tiles_from_json(of_experts.pop("tiles", {}))
+        return cls(facts, GemmPolicy(facts, _over(GemmNumbers.derived(facts), measured.get("gemm", {}))),
+                   Float8Policy(facts, _over(Float8Numbers.derived(facts), measured.get("float8", {}))),
+                   AttentionPolicy(facts, _over(AttentionNumbers.derived(facts), measured.get("attention", {}))),
+                   MoEPolicy(facts, replace(_over(moe, of_experts), tiles=tiles)),
+                   _over(AllToAllPolicy.derived(facts), measured.get("all_to_all", {})))
+
+
+@functools.cache
+def policy_of(of: torch.device) -> Policy:
+    return Policy.load(DeviceFacts(
+        device.device_name(of), device.num_sms(of), device.shared_bytes(of),
+        runs_triton=_triton.INTERPRETED or (_triton.AVAILABLE and of.type == "cuda"),
+        runs_gluon=_triton.runs_gluon(of), is_hopper=device.is_hopper(of)))
+
+
+def read_file(name: str, folder: Path = FOLDER) -> dict[str, Any]:
+    """The content of a device's file; empty where nobody has measured it."""
+    file = file_of(name, folder)
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return content
+
+
+def write_moe_tiles(name: str, measured: Mapping[str, Any], folder: Path = FOLDER) -> None:
+    """Replace the tiles of experts in a device's file."""
+    content = read_file(name, folder)
+    content.setdefault("moe", {})["tiles"] = tiles_to_json(measured)
+    folder.mkdir(exist_ok=True, parents=True)
+    file_of(name, folder).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def file_of(name: str, folder: Path = FOLDER) -> Path:
+    return folder / f"{device_slug(name)}.json"
+
+
+def _over(rule: T, measured: Any) -> T:
+    """``rule`` with the values of ``measured`` in place of its own, field by field."""
+    if is_dataclass(rule) and not isinstance(rule, type):
+        return replace(rule, **{name: _over(getattr(rule, name), value) for name, value in measured.items()})
+    if isinstance(rule, tuple) and hasattr(rule, "_replace"):
+        return rule._replace(**measured)  # type: ignore[no-any-return]
+    if isinstance(rule, tuple):
+        return tuple(tuple(each) for each in measured)  # type: ignore[return-value]
+    return measured  # type: ignore[no-any-return]

@@ -1,0 +1,76 @@
+"""Decode attention by a loading warp and a multiplying group, on a Hopper GPU: against plain torch and its twin."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from baton.kernels import reference
+from baton.kernels.attention.decode_plan import plan_decode
+from baton.kernels.attention.paged_decode import paged_decode, supports_warp_specialized
+from baton.kernels.tuning.attention import DecodeTile
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="Hopper's alone")]
+
+SCALE = 128**-0.5
+
+
+def batch_of(heads: int, kv_heads: int, page: int, dtype: torch.dtype, lengths: list[int]) -> tuple:
+    """Queries in wider rows, keys and values of one of three layers, page table; what pages hold behind a request's
+    last token, and those of nobody, is NaN."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    counts = [-(-length // page) for length in lengths]
+    order = np.random.default_rng(4).permutation(sum(counts) + 3)[:sum(counts)]
+    ends = np.cumsum([0, *counts])
+    last = [length - (count - 1) * page for length, count in zip(lengths, counts, strict=True)]
+    pool = torch.full((len(order) + 3, 3, 2, kv_heads, page, 128), float("nan"), device="cuda", dtype=dtype)
+    pool[torch.from_numpy(order).cuda()] = torch.randn(len(order), *pool.shape[1:], device="cuda", dtype=dtype,
+                                                       generator=generator)
+    for end, rest in zip(ends[1:], last, strict=True):
+        pool[order[end - 1], ..., rest:, :] = float("nan")
+    q = 2 * torch.randn(len(lengths), heads + 2 * kv_heads, 128, device="cuda", dtype=dtype, generator=generator)
+    table = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in (ends, order, last)]
+    return q[:, :heads], pool[:, 1, 0], pool[:, 1, 1], table
+
+
+def captured(work) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = work()
+    return graph, out
+
+
+@pytest.mark.parametrize("inputs_ready", [False, True])
+@pytest.mark.parametrize("num_sms,programs,scale", [(1, 1, SCALE), (132, 4, SCALE), (132, 4, 1.0)],
+                         ids=["whole requests", "pieces", "scores that outgrow each other"])
+@pytest.mark.parametrize("heads,kv_heads,page,dtype,lengths", [
+    (32, 8, 16, torch.bfloat16, [1, 63, 64, 65, 200, 1300, 2048] * 12),
+    (32, 4, 16, torch.float16, [5, 128, 700, 3000] * 24),
+    (16, 8, 32, torch.bfloat16, [2048, 31, 33] * 12), (48, 3, 64, torch.bfloat16, [1, 127, 64, 1001] * 24)])
+def test_attention_equals_plain_torch(heads, kv_heads, page, dtype, lengths, num_sms, programs, scale, inputs_ready):
+    """As near as the kernel that takes all else, and the same bits in each replay."""
+    q, k, v, table = batch_of(heads, kv_heads, page, dtype, lengths)
+    assert supports_warp_specialized(q, k)
+    plan = plan_decode(table[0], table[2], page, kv_heads, num_sms, max(lengths), programs_per_sm=programs,
+                       min_tokens=128, max_rounds=2)
+    graph, got = captured(lambda: paged_decode(q, k, v, *table, scale, plan, inputs_ready=inputs_ready))
+    twin = paged_decode(q, k, v, *table, scale, plan, DecodeTile())
+    rows = torch.arange(len(lengths) + 1)
+    want = reference.paged_attention(q.float(), k.float().nan_to_num(), v.float().nan_to_num(), rows, *table, scale)
+    assert not torch.equal(got, twin)
+    for _ in range(3):
+        got.zero_()
+        graph.replay()
+        assert (got.float() - want).norm() <= 1.3 * (twin.float() - want).norm()
+
+
+def test_what_it_does_not_take():
+    q, k, _, _ = batch_of(32, 8, 16, torch.bfloat16, [100] * 34)
+    assert supports_warp_specialized(q, k) and not supports_warp_specialized(q[:33], k)
+    assert not supports_warp_specialized(q, k.to(torch.float8_e4m3fn))
+    assert not supports_warp_specialized(q[..., :64], k[..., :64])
+    assert not supports_warp_specialized(q, k[..., :8, :])
