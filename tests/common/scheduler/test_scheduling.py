@@ -369,7 +369,7 @@ def test_arguments_that_cannot_be_are_refused_with_a_sentence(wrong):
 @pytest.mark.parametrize("flags, sentence", [
     (["--disaggregation-mode", "prefill", "--enable-mixed-chunk"], "--enable-mixed-chunk is for servers that decode"),
     (["--is-embedding", "--retract-host-memory-gb", "1"], "--retract-host-memory-gb is for servers that decode"),
-    (["--schedule-policy", "dfs-weight", "--disable-radix-cache"], "goes by the prefix cache")])
+    (["--schedule-policy", "dfs-weight", "--disable-radix-cache"], "needs the prefix cache")])
 def test_flags_that_do_not_fit_the_server_are_refused(flags, sentence, capsys):
     with pytest.raises(SystemExit):
         parse(ServerConfig, ["--model-path", "m", *flags], prog="x", description="")
