@@ -66,7 +66,7 @@ class Route(NamedTuple):
     is_plain: bool = False
     """True for an exact path that changes no worker: it needs no check of its spelling, or for an admin key."""
     hint: str = ""
-    """What to do instead, for an unknown path."""
+    """The alternative to an unsupported path."""
 
 
 _UNKNOWN = Route("unknown")

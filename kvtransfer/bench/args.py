@@ -24,7 +24,7 @@ class BenchArgs:
         "nixl", hidden=("fake",), help="transfer backend")
     prompt_tokens: tuple[int, ...] = flag((1024, 4096), help="prompt lengths")
     descriptor_kib: tuple[int, ...] = flag((64, 256, 1024, 2048), help=(
-        "KiB of one page of one layer group, met as closely as a whole number of groups can"))
+        "KiB of one page of one layer group, approximated by a whole number of groups"))
     order: Literal["both", "scattered", "contiguous"] = flag("both", help="how the pages lie in both pools")
     repeat: int = flag(10, help="timed transfers of each case, after one that is not timed")
     num_layers: int = flag(32, help="layers of the model")

@@ -52,14 +52,14 @@ class AdmissionGate:
         """Start a relay, or make it wait as its connection's handler; raises Overloaded."""
         request = response.request
         streamed = bool(self.admission.rules.slo_ttft and _decode_fields(request.body).stream)
-        entry = _Entry(response, relay)
+        pending = _PendingRelay(response, relay)
         admitted = self.admission.acquire(request.authorization, streamed, lambda: priority_of(request),
-                                          entry.start, entry.refuse)
+                                          pending.start, pending.refuse)
         if isinstance(admitted, Permit):
-            entry.start(admitted)
+            pending.start(admitted)
             return
-        entry.waiting = admitted
-        response.connection.handler = entry
+        pending.waiting = admitted
+        response.connection.handler = pending
         if self._timer is None:
             self._arm(admitted.since + self.admission.rules.queue_timeout)
 
@@ -75,8 +75,8 @@ class AdmissionGate:
         self._arm(self.admission.expire())
 
 
-class _Entry:
-    """A request that asks for admission; while it waits, the handler of its connection."""
+class _PendingRelay:
+    """A relay that asks for admission; while it waits, the handler of its connection."""
 
     __slots__ = ("_response", "_relay", "waiting")
 

@@ -76,7 +76,7 @@ def retry_or_fail(relay: Attempting, reason: str, error: ServingError, *, at_onc
         response.retries += 1
         relay.dispatcher.metrics.retries[reason] += 1
     elif response.began:
-        response.break_off(error, Failure(reason, f"the stream could not go on ({reason})"))
+        response.break_off(error, Failure(reason, f"the stream could not be continued ({reason})"))
     else:
         response.fail(error)
 

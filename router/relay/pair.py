@@ -31,7 +31,7 @@ _Candidates = tuple[Sequence[Worker], Sequence[Worker]]
 class PairCall(msgspec.Struct, eq=False):
     """One of the two calls of an attempt. It reports to its pair until it is detached.
 
-    A prefill call may outlive the response to the client by a moment, since nobody reads its own response. It then ends
+    A prefill call may outlive the response to the client by a moment, as its own response is not read. It then ends
     by itself, and still releases its reservation.
     """
 
@@ -80,7 +80,7 @@ class PairCall(msgspec.Struct, eq=False):
 
 
 class _AttemptNotes(msgspec.Struct, eq=False, gc=False):
-    """What an attempt leaves to the one after it."""
+    """The notes of an attempt for the next one."""
 
     prefill: Worker | None = None
     """The prefill worker to go back to: only decode failed, so it retains the prompt's KV cache."""

@@ -218,8 +218,8 @@ FAST = {"port": 0, "health_check_interval_secs": 0.1, "retry_initial_backoff_ms"
 
 
 @pytest.fixture
-async def router():
-    """``await router(*workers, **config)`` starts a router and waits until all its workers are healthy.
+async def start_router():
+    """``await start_router(*workers, **config)`` starts a router and waits until all its workers are healthy.
 
     ``prefill=[...]`` and ``decode=[...]`` make it one of pairs. Afterwards no load may be left.
     """

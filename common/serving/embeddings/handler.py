@@ -16,10 +16,11 @@ from ...api.messages import Generate
 from ...api.sampling import SamplingParams
 from ...api.token_ids import check_ids
 from ...tokenizer.tokenizer import Tokenizer
-from ..context import ServingContext, engine_requests
-from ..generation import Choice, refuse_aborted
-from ..native.schema import LogprobOptions
+from ..context.generation import Choice, refuse_aborted
+from ..context.request_planner import engine_requests
+from ..context.serving_context import ServingContext
 from ..protocol.bootstrap import Placement
+from ..protocol.logprobs import LogprobOptions
 from ..protocol.prompts import Prompts, parse_prompts, too_long
 from ..web import json_response
 from .schema import (
@@ -219,8 +220,8 @@ def _requests(context: ServingContext, ids: list[list[int]], sampling: SamplingP
     for prompt in ids:
         if len(prompt) + sampling.max_new_tokens > context.planner.token_limit:
             raise too_long(f"A prompt in {param}", len(prompt), context.planner.token_limit, param=param)
-    places = [Placement(None, None)] * len(ids)
-    return engine_requests(ids, [sampling] * len(ids), 1, rid, places, [logprobs] * len(ids), priority)
+    placements = [Placement(None, None)] * len(ids)
+    return engine_requests(ids, [sampling] * len(ids), 1, rid, placements, [logprobs] * len(ids), priority)
 
 
 async def _complete(context: ServingContext, requests: list[Generate]) -> list[Choice]:

@@ -69,7 +69,7 @@ def test_a_thousand_waiting_requests_that_fail_at_once_do_not_pile_up():
 
 @pytest.mark.parametrize("leaves", [True, False], ids=["left", "served"])
 def test_requests_that_waited_are_freed(leaves):
-    """Each would keep its body: where clients come and go in front of a full router, that is all of its memory."""
+    """Each would keep its body: where clients come and go at a full router, that is all of its memory."""
     scene, refs = Scene(max_concurrent=1, queue_size=4), []
     last = scene.enter()
     urgent = scene.enter("urgent", priority=9) if leaves else None
@@ -123,7 +123,7 @@ def test_rates_tell_when_to_come_again_and_a_refused_request_costs_nothing():
         with pytest.raises(Overloaded) as refusal:
             scene.enter(key=b"a")
         assert refusal.value.retry_after == pytest.approx(1.0)
-    scene.enter(key=b"b")  # the second of everybody's two
+    scene.enter(key=b"b")  # the second of the two that all may send
     with pytest.raises(Overloaded):
         scene.enter(key=b"c")
     assert scene.admission.refused["key"] == 5 and scene.admission.refused["rate"] == 1
@@ -153,8 +153,8 @@ def test_keys_that_are_done_are_forgotten(monkeypatch):
 def test_estimate_grows_with_those_that_wait_and_shrinks_with_parallel_workers():
     estimate = TtftEstimate()
     assert estimate.next == 0
-    place = estimate.begin()
-    estimate.observe(place, 0.2)
+    position = estimate.begin()
+    estimate.observe(position, 0.2)
     assert estimate.next == pytest.approx(0.4)
     estimate.begin()
     assert estimate.next == pytest.approx(0.6)
@@ -167,7 +167,7 @@ def test_slo_refuses_what_would_come_too_late_and_recovers():
     scene = Scene(slo_ttft=1.0)
     ticket = scene.enter(streamed=True)
     scene.now = 0.4
-    ticket.first_token()  # 0.4 s a place
+    ticket.first_token()  # 0.4 s a waiting request
     tickets = [scene.enter(streamed=True) for _ in range(2)]
     with pytest.raises(Overloaded) as refusal:
         scene.enter(streamed=True)
@@ -182,7 +182,7 @@ def test_slo_refuses_what_would_come_too_late_and_recovers():
 # ---------------------------------------------------------------------- over sockets
 
 
-async def test_concurrency_is_exact(router, worker, script, chat, request_to):
+async def test_concurrency_is_exact(start_router, worker, script, chat, request_to):
     running = most = 0
 
     async def count(served):
@@ -193,33 +193,33 @@ async def test_concurrency_is_exact(router, worker, script, chat, request_to):
         running -= 1
         served.answer()
 
-    front = await router(await worker(count), max_concurrent_requests=4)
-    replies = await asyncio.gather(*(chat(front) for _ in range(40)))
+    router = await start_router(await worker(count), max_concurrent_requests=4)
+    replies = await asyncio.gather(*(chat(router) for _ in range(40)))
     assert ({reply.status for reply in replies}, most) == ({200}, 4)
-    assert b"baton_router_running_requests 0.0" in (await request_to(front, "GET", "/metrics")).body
+    assert b"baton_router_running_requests 0.0" in (await request_to(router, "GET", "/metrics")).body
 
 
-async def test_queue_answers_429_when_full_and_408_in_time(router, worker, script, chat, connect):
+async def test_queue_answers_429_when_full_and_408_in_time(start_router, worker, script, chat, connect):
     mock = await worker(script.silence)
-    front = await router(mock, max_concurrent_requests=1, queue_size=1, queue_timeout_secs=0.2)
-    client = await connect(front)
+    router = await start_router(mock, max_concurrent_requests=1, queue_size=1, queue_timeout_secs=0.2)
+    client = await connect(router)
     client.send("POST", "/generate", b"{}")
     await script.until(lambda: mock.posts)
-    waiting = asyncio.ensure_future(chat(front))
+    waiting = asyncio.ensure_future(chat(router))
     await asyncio.sleep(0.05)
-    full = await chat(front)
+    full = await chat(router)
     late = await waiting
     assert [(reply.status, reply.headers["retry-after"]) for reply in (full, late)] == [(429, "1"), (408, "1")]
     client.leave()
     await script.until(lambda: mock.left == 1)
     mock.behaviour = script.answer
-    assert (await chat(front)).status == 200
+    assert (await chat(router)).status == 200
 
 
-async def test_the_queue_goes_by_priority(router, worker, script, connect):
+async def test_the_queue_goes_by_priority(start_router, worker, script, connect):
     mock = await worker(script.silence)
-    front = await router(mock, max_concurrent_requests=1)
-    first, *others = [await connect(front) for _ in range(5)]
+    router = await start_router(mock, max_concurrent_requests=1)
+    first, *others = [await connect(router) for _ in range(5)]
     first.send("POST", "/generate", b"{}")
     await script.until(lambda: mock.posts)
     mock.behaviour = script.answer
@@ -227,28 +227,28 @@ async def test_the_queue_goes_by_priority(router, worker, script, connect):
     others[1].send("POST", "/generate", b'{"text": "body", "priority": 2}')
     others[2].send("POST", "/generate", b'{"text": "header", "priority": -9}', "X-Priority: 7\r\n")
     others[3].send("POST", "/generate", b'{"text": "gone", "priority": 9}')
-    await script.until(lambda: front._gate.admission.queued == 4)
+    await script.until(lambda: router._gate.admission.queued == 4)
     others[3].leave()
-    await script.until(lambda: front._gate.admission.queued == 3)
+    await script.until(lambda: router._gate.admission.queued == 3)
     first.leave()
     for client in others[:3]:
         assert (await client.reply()).status == 200
     assert [served.json["text"] for served in mock.posts[1:]] == ["header", "body", "low"]
 
 
-async def test_keys_are_distinguished(router, worker, chat, request_to):
-    front = await router(await worker(), rate_limit_per_key=1.0)
+async def test_keys_are_distinguished(start_router, worker, chat, request_to):
+    router = await start_router(await worker(), rate_limit_per_key=1.0)
     bearers = ("Authorization: Bearer a\r\n", "Authorization: Bearer b\r\n", "Authorization: Bearer a\r\n")
-    replies = [await request_to(front, "POST", "/generate", b"{}", bearer) for bearer in bearers]
+    replies = [await request_to(router, "POST", "/generate", b"{}", bearer) for bearer in bearers]
     assert [reply.status for reply in replies] == [200, 200, 429]
     assert replies[2].headers["retry-after"] == "1"
 
 
-async def test_questions_are_not_counted(router, worker, request_to):
-    front = await router(await worker(), rate_limit_tokens_per_second=1.0)
-    assert {(await request_to(front, "GET", "/v1/models")).status for _ in range(5)} == {200}
+async def test_questions_are_not_counted(start_router, worker, request_to):
+    router = await start_router(await worker(), rate_limit_tokens_per_second=1.0)
+    assert {(await request_to(router, "GET", "/v1/models")).status for _ in range(5)} == {200}
 
 
-async def test_all_limits_off_means_no_gate(router, worker, chat):
-    front = await router(await worker(), max_concurrent_requests=0)
-    assert front._gate is None and (await chat(front)).status == 200
+async def test_all_limits_off_means_no_gate(start_router, worker, chat):
+    router = await start_router(await worker(), max_concurrent_requests=0)
+    assert router._gate is None and (await chat(router)).status == 200

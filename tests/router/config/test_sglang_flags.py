@@ -147,10 +147,10 @@ def test_history_of_conversations_is_refused():
         translate(["--history-backend", "redis"])
 
 
-async def test_metrics_on_a_port_of_their_own(router, unused_tcp_port):
+async def test_metrics_on_a_port_of_their_own(start_router, unused_tcp_port):
     import asyncio
 
-    await router(prometheus_port=unused_tcp_port, prometheus_host="127.0.0.1", api_key="k")
+    await start_router(prometheus_port=unused_tcp_port, prometheus_host="127.0.0.1", api_key="k")
     for path, status in (("/metrics", b"200"), ("/generate", b"404")):
         reader, writer = await asyncio.open_connection("127.0.0.1", unused_tcp_port)
         writer.write(f"GET {path} HTTP/1.1\r\nhost: r\r\n\r\n".encode())
@@ -158,10 +158,10 @@ async def test_metrics_on_a_port_of_their_own(router, unused_tcp_port):
         writer.close()
 
 
-async def test_health_check_endpoint(router, worker, script):
+async def test_health_check_endpoint(start_router, worker, script):
     mock = await worker(script.status(500))
-    front = await router(mock, health_check_endpoint="/alive", wait=False)
+    router = await start_router(mock, health_check_endpoint="/alive", wait=False)
     await script.until(lambda: mock.posts)
     assert mock.posts[0].target == b"/alive"
     mock.behaviour = script.answer
-    await script.until(lambda: front.registry.available("regular"))
+    await script.until(lambda: router.registry.available("regular"))

@@ -26,45 +26,45 @@ def test_quantiles():
     assert quantile(counts, 0.99) == SECONDS[-1]
 
 
-async def test_samples(router, worker, request_to, chat, script):
+async def test_samples(start_router, worker, request_to, chat, script):
     stream = script.stream("a", "b", "c", pause=0.02)
-    front = await router(await worker(stream), await worker(stream))
-    front.sampler.sample()
-    front.sampler.samples.clear()
+    router = await start_router(await worker(stream), await worker(stream))
+    router.sampler.sample()
+    router.sampler.samples.clear()
     for _ in range(3):
-        assert (await chat(front)).status == 200
-    await request_to(front, "POST", "/v1/nowhere", b"", "Connection: close\r\n")
-    front.sampler.sample()
-    sample = (await request_to(front, "GET", "/dashboard/data")).json["samples"][-1]
+        assert (await chat(router)).status == 200
+    await request_to(router, "POST", "/v1/nowhere", b"", "Connection: close\r\n")
+    router.sampler.sample()
+    sample = (await request_to(router, "GET", "/dashboard/data")).json["samples"][-1]
     assert (sample["requests"], sample["failures"], sample["decisions"], sample["running"]) == (4, 0, 4, 0)
     assert sample["hits"] >= 2
     assert 0.01 < sample["itl_p50"] <= 0.05
-    assert (await request_to(front, "GET", f"/dashboard/data?since={sample['at']}")).json["samples"] == []
-    assert (await request_to(front, "GET", f"/dashboard/data?since={'9' * 5000}")).json["samples"]
+    assert (await request_to(router, "GET", f"/dashboard/data?since={sample['at']}")).json["samples"] == []
+    assert (await request_to(router, "GET", f"/dashboard/data?since={'9' * 5000}")).json["samples"]
 
 
-async def test_samples_of_the_queue(router, worker, connect, chat, script):
+async def test_samples_of_the_queue(start_router, worker, connect, chat, script):
     mock = await worker(script.silence)
-    front = await router(mock, max_concurrent_requests=1, queue_size=2)
-    clients = [await connect(front) for _ in range(3)]
+    router = await start_router(mock, max_concurrent_requests=1, queue_size=2)
+    clients = [await connect(router) for _ in range(3)]
     for client in clients:
         client.send("POST", "/generate", b"{}")
-    await script.until(lambda: mock.posts and front._gate.admission.queued == 2)
-    assert (await chat(front)).status == 429
-    front.sampler.sample()
-    sample = front.sampler.samples[-1]
+    await script.until(lambda: mock.posts and router._gate.admission.queued == 2)
+    assert (await chat(router)).status == 429
+    router.sampler.sample()
+    sample = router.sampler.samples[-1]
     assert (sample.running, sample.queued, sample.refused, sample.healthy, sample.healthy_prefill) == (1, 2, 1, 1, None)
     for client in reversed(clients):
         client.leave()
-    await script.until(lambda: not front._gate.admission.queued)
-    front.sampler.sample()
-    assert (front.sampler.samples[-1].queued, front.sampler.samples[-1].refused) == (0, 0)
+    await script.until(lambda: not router._gate.admission.queued)
+    router.sampler.sample()
+    assert (router.sampler.samples[-1].queued, router.sampler.samples[-1].refused) == (0, 0)
 
 
-async def test_samples_of_pairs(router, worker):
-    front = await router(prefill=[await worker()], decode=[await worker(), await worker()])
-    front.sampler.sample()
-    assert (front.sampler.samples[-1].healthy, front.sampler.samples[-1].healthy_prefill) == (2, 1)
+async def test_samples_of_pairs(start_router, worker):
+    router = await start_router(prefill=[await worker()], decode=[await worker(), await worker()])
+    router.sampler.sample()
+    assert (router.sampler.samples[-1].healthy, router.sampler.samples[-1].healthy_prefill) == (2, 1)
 
 
 OURS = """# HELP baton:num_requests_running x
@@ -98,35 +98,35 @@ def test_reports_are_read_from_either_system_s_metrics():
     assert read("") == {}
 
 
-async def test_workers_are_asked_while_somebody_looks(router, worker, request_to, script):
+async def test_workers_are_asked_while_somebody_looks(start_router, worker, request_to, script):
     prefill, decode = await worker(), await worker()
     prefill.metrics = decode.metrics = (OURS % (0, 0, 0, 0, 0)).encode()
-    front = await router(prefill=[prefill], decode=[decode])
-    front.sampler.sample()
-    assert front.sampler.samples[-1].tokens_in is None
+    router = await start_router(prefill=[prefill], decode=[decode])
+    router.sampler.sample()
+    assert router.sampler.samples[-1].tokens_in is None
 
     async def reports():
-        return {w["url"]: w["report"] for w in (await request_to(front, "GET", "/dashboard/data")).json["workers"]}
+        return {w["url"]: w["report"] for w in (await request_to(router, "GET", "/dashboard/data")).json["workers"]}
 
     assert await reports() == {prefill.url: None, decode.url: None}
-    await script.until(lambda: front.reports.of(front.registry.get(decode.url)))
+    await script.until(lambda: router.reports.of(router.registry.get(decode.url)))
     prefill.metrics = decode.metrics = (OURS % (1000, 1000, 500, 1.0, 2)).encode()
-    await script.until(lambda: (front.reports.tokens() or (0, 0))[1], 6.0)
-    found = await reports()
-    assert (found[decode.url]["waiting"], found[decode.url]["ttft"]) == (2.0, 0.5)
-    tokens_in, tokens_out = front.reports.tokens()
+    await script.until(lambda: (router.reports.tokens() or (0, 0))[1], 6.0)
+    response = await reports()
+    assert (response[decode.url]["waiting"], response[decode.url]["ttft"]) == (2.0, 0.5)
+    tokens_in, tokens_out = router.reports.tokens()
     assert tokens_in == pytest.approx(2 * tokens_out, rel=0.1)  # prefill's prompts, decode's output
     decode.metrics = None
     decode.behaviour = script.status(500)
-    await script.until(lambda: front.reports.of(front.registry.get(decode.url)) is None, 6.0)
+    await script.until(lambda: router.reports.of(router.registry.get(decode.url)) is None, 6.0)
 
 
-async def test_page_is_open_and_its_data_is_not(router, request_to):
-    front = await router(api_key="k")
-    page = await request_to(front, "GET", "/dashboard")
+async def test_page_is_open_and_its_data_is_not(start_router, request_to):
+    router = await start_router(api_key="k")
+    page = await request_to(router, "GET", "/dashboard")
     assert (page.status, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
     assert b"http://" not in page.body.replace(b"http://host:port", b"").replace(b"http://www.w3.org", b"")
-    assert (await request_to(front, "GET", "/dashboard/data")).status == 401
+    assert (await request_to(router, "GET", "/dashboard/data")).status == 401
 
 
 # ---------------------------------------------------------------------- in a browser
@@ -139,9 +139,9 @@ class Browser:
         self._url = url
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
                  "--disable-component-update", "--disable-sync", "--window-size=1280,900", f"--user-data-dir={profile}"]
-        found = self._call("POST", "/session", {"capabilities": {"alwaysMatch": {
+        response = self._call("POST", "/session", {"capabilities": {"alwaysMatch": {
             "goog:chromeOptions": {"args": flags}, "unhandledPromptBehavior": "accept"}}})
-        self._url += f"/session/{found['sessionId']}"
+        self._url += f"/session/{response['sessionId']}"
 
     def _call(self, method: str, path: str, body=None):
         request = urllib.request.Request(self._url + path, method=method, headers={"content-type": "application/json"},
@@ -153,7 +153,7 @@ class Browser:
         self._call("POST", "/url", {"url": url})
 
     def resize(self, width: int, height: int) -> None:
-        """Of the page, as a phone's screen would be."""
+        """Emulates a phone's screen."""
         self._call("POST", "/goog/cdp/execute", {"cmd": "Emulation.setDeviceMetricsOverride", "params": {
             "width": width, "height": height, "deviceScaleFactor": 2, "mobile": True}})
 
@@ -191,7 +191,7 @@ async def browser(tmp_path, unused_tcp_port):
 
 
 async def shows(browser: Browser, expression: str) -> None:
-    """Wait until a JavaScript expression holds."""
+    """Waits until a JavaScript expression is true."""
     for _ in range(100):
         if await asyncio.to_thread(browser.run, f"return !!({expression})"):
             return
@@ -203,21 +203,21 @@ CURVES = ["Requests per second", "Tokens per second", "Running requests", "Queue
           "Time to first token", "Inter-token latency", "Healthy workers", "Failures", "Retries and clients that left"]
 
 
-async def test_curves_in_a_browser(router, worker, chat, connect, script, browser):
+async def test_curves_in_a_browser(start_router, worker, chat, connect, script, browser):
     """Pairs under load: every curve has a line, tiles and rows say what runs where."""
     p, d, other = await worker(), *[await worker(script.stream("a", "b", pause=0.02)) for _ in range(2)]
     for mock in (p, d, other):
         mock.metrics = (OURS % (1, 1, 1, 1.0, 1)).encode()
-    front = await router(prefill=[p], decode=[d, other], max_concurrent_requests=1, queue_size=2)
+    router = await start_router(prefill=[p], decode=[d, other], max_concurrent_requests=1, queue_size=2)
     for _ in range(3):
-        await chat(front, messages=[{"role": "user", "content": "same " * 200}])
+        await chat(router, messages=[{"role": "user", "content": "same " * 200}])
     d.behaviour = other.behaviour = script.silence
-    clients = [await connect(front) for _ in range(3)]
+    clients = [await connect(router) for _ in range(3)]
     for client in clients:
         client.send("POST", "/generate", b'{"text": "a"}')
-    await script.until(lambda: front._gate.admission.queued == 2)
-    assert (await chat(front)).status == 429
-    await asyncio.to_thread(browser.open, f"http://127.0.0.1:{front.port}/dashboard")
+    await script.until(lambda: router._gate.admission.queued == 2)
+    assert (await chat(router)).status == 429
+    await asyncio.to_thread(browser.open, f"http://127.0.0.1:{router.port}/dashboard")
     titles = "[...document.querySelectorAll('.chart h2')].map(title => title.textContent)"
     assert await asyncio.to_thread(browser.run, f"return {titles}") == CURVES
     await shows(browser, "samples.length > 2 && [...document.querySelectorAll('.chart svg')].every(svg => "
@@ -243,13 +243,13 @@ svg.dispatchEvent(new PointerEvent('pointermove', {clientX: box.right - 3, clien
 return document.querySelectorAll('.tip')[1].textContent;"""
 
 
-async def test_phone_and_alerts_in_a_browser(router, worker, script, browser):
+async def test_phone_and_alerts_in_a_browser(start_router, worker, script, browser):
     """At a phone's width nothing is cut off and buttons can be reached; what is wrong is said in words."""
     prefill, decode = await worker(), await worker()
     prefill.metrics = decode.metrics = (OURS % (1, 1, 1, 1.0, 1)).encode()
-    front = await router(prefill=[prefill], decode=[decode])
+    router = await start_router(prefill=[prefill], decode=[decode])
     await asyncio.to_thread(browser.resize, 390, 844)
-    await asyncio.to_thread(browser.open, f"http://127.0.0.1:{front.port}/dashboard")
+    await asyncio.to_thread(browser.open, f"http://127.0.0.1:{router.port}/dashboard")
     await shows(browser, f"document.querySelector('tr[data-url=\"{prefill.url}\"] .ok')")
     assert not await asyncio.to_thread(browser.run, "return document.querySelector('#alerts').innerText")
     wide = ("[...document.querySelectorAll('button, .card, tr, input')]"
@@ -265,26 +265,26 @@ async def test_phone_and_alerts_in_a_browser(router, worker, script, browser):
     await shows(browser, "document.querySelector('#alerts').innerText.includes('No decode worker takes requests')")
 
 
-async def test_page_in_a_browser(router, worker, chat, script, browser):
+async def test_page_in_a_browser(start_router, worker, chat, script, browser):
     """A key opens it, it draws what happens, and its buttons add and remove workers."""
     first, second = await worker(script.stream("a", "b", pause=0.01)), await worker()
-    front = await router(first, admin_api_key="admin", api_key="client")
-    await asyncio.to_thread(browser.open, f"http://127.0.0.1:{front.port}/dashboard")
+    router = await start_router(first, admin_api_key="admin", api_key="client")
+    await asyncio.to_thread(browser.open, f"http://127.0.0.1:{router.port}/dashboard")
     await shows(browser, "document.querySelector('#state').textContent == 'key needed'")
     await asyncio.to_thread(browser.run, "key.value = 'admin'; key.onchange()")
     await shows(browser, f"document.querySelector('tr[data-url=\"{first.url}\"] .ok')")
     await shows(browser, "samples.length > 1 && document.querySelector('svg path').getAttribute('d').length > 10")
     await asyncio.to_thread(browser.run, f"document.querySelector('#add [name=url]').value = '{second.url}';"
                                          "document.querySelector('#add button').click()")
-    await script.until(lambda: len(front.registry) == 2)
+    await script.until(lambda: len(router.registry) == 2)
     await shows(browser, f"document.querySelector('tr[data-url=\"{second.url}\"] .ok')")
     await asyncio.to_thread(browser.run, "window.confirm = () => true;"
                             f"document.querySelector('[aria-label=\"Remove {first.url}\"]').click()")
-    await script.until(lambda: [w.url for w in front.registry] == [second.url])
+    await script.until(lambda: [w.url for w in router.registry] == [second.url])
     await shows(browser, f"document.querySelector('#message').textContent.includes('{first.url}')")
     await asyncio.to_thread(browser.run, "key.value = 'client'; key.onchange(); window.confirm = () => true;"
                             f"document.querySelector('[aria-label=\"Drain {second.url}\"]').click()")
     await shows(browser, "document.querySelector('#message.bad')?.textContent.includes('admin key')")
-    assert len(front.registry) == 1
+    assert len(router.registry) == 1
     if folder := os.environ.get("BATON_SCREENSHOTS"):
         (Path(folder) / "dashboard.png").write_bytes(await asyncio.to_thread(browser.picture))

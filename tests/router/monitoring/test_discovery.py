@@ -85,64 +85,65 @@ async def api(tmp_path, monkeypatch):
     await runner.cleanup()
 
 
-async def test_pods_join_and_leave(api, router, worker, chat, script):
+async def test_pods_join_and_leave(api, start_router, worker, chat, script):
     mock = await worker()
     api.change("ADDED", "first")
     api.change("ADDED", "other", labels={"app": "y"}, ip="127.0.0.9")
-    front = await router(service_discovery=True, selector=("app=x",), service_discovery_port=mock.port, wait=False)
-    await script.until(lambda: front.registry.available("regular"))
-    assert (await chat(front)).status == 200
-    assert [w.url for w in front.registry] == [mock.url]
+    router = await start_router(service_discovery=True, selector=("app=x",), service_discovery_port=mock.port,
+                                wait=False)
+    await script.until(lambda: router.registry.available("regular"))
+    assert (await chat(router)).status == 200
+    assert [w.url for w in router.registry] == [mock.url]
     await script.until(lambda: api.watches)
     api.change("ADDED", "second", phase="Pending", ip="127.0.0.2")
     api.change("MODIFIED", "first", deleting=True)
-    await script.until(lambda: not len(front.registry))
+    await script.until(lambda: not len(router.registry))
     api.change("MODIFIED", "second", ip="127.0.0.2")
-    await script.until(lambda: [w.endpoint.host for w in front.registry] == ["127.0.0.2"])
+    await script.until(lambda: [w.endpoint.host for w in router.registry] == ["127.0.0.2"])
     assert set(api.paths) == {"/api/v1/pods"}
 
 
-async def test_a_missed_deletion_is_caught_up_with(api, router, worker, script):
+async def test_a_missed_deletion_is_caught_up_with(api, start_router, worker, script):
     mock = await worker()
     api.change("ADDED", "first")
-    front = await router(service_discovery=True, selector=("app=x",), service_discovery_port=mock.port,
-                         service_discovery_namespace="ns", wait=False)
-    await script.until(lambda: len(front.registry) and api.watches)
+    router = await start_router(service_discovery=True, selector=("app=x",), service_discovery_port=mock.port,
+                                service_discovery_namespace="ns", wait=False)
+    await script.until(lambda: len(router.registry) and api.watches)
     del api.pods["first"]  # No event: the watch was not there when it happened.
     api.cut()
-    await script.until(lambda: not len(front.registry), 5)
+    await script.until(lambda: not len(router.registry), 5)
     assert set(api.paths) == {"/api/v1/namespaces/ns/pods"}
 
 
-async def test_pairs_and_their_bootstrap_port(api, router, worker, script):
+async def test_pairs_and_their_bootstrap_port(api, start_router, worker, script):
     mock = await worker()
     api.change("ADDED", "p", labels={"role": "p", "app": "x"}, annotations={"sglang.ai/bootstrap-port": "9123"})
     api.change("ADDED", "d", labels={"role": "d", "app": "x"}, ip="127.0.0.2")
-    front = await router(service_discovery=True, pd_disaggregation=True, prefill_selector=("app=x role=p",),
-                         decode_selector=("app=x", "role=d"), service_discovery_port=mock.port, wait=False)
-    await script.until(lambda: len(front.registry) == 2)
-    assert {w.endpoint.host: (w.role, w.bootstrap_port if w.role == "prefill" else None) for w in front.registry} == {
+    router = await start_router(service_discovery=True, pd_disaggregation=True, prefill_selector=("app=x role=p",),
+                                decode_selector=("app=x", "role=d"), service_discovery_port=mock.port, wait=False)
+    await script.until(lambda: len(router.registry) == 2)
+    assert {w.endpoint.host: (w.role, w.bootstrap_port if w.role == "prefill" else None) for w in router.registry} == {
         "127.0.0.1": ("prefill", 9123), "127.0.0.2": ("decode", None)}
 
 
-async def test_a_pod_of_several_ranks_joins_and_leaves_whole(api, router, worker, script):
+async def test_a_pod_of_several_ranks_joins_and_leaves_whole(api, start_router, worker, script):
     mock = await worker(dp_size=3)
     api.change("ADDED", "first")
-    front = await router(service_discovery=True, selector=("app=x",), service_discovery_port=mock.port, dp_aware=True,
-                         wait=False)
-    await script.until(lambda: len(front.registry.available("regular")) == 3 and api.watches)
+    router = await start_router(service_discovery=True, selector=("app=x",), service_discovery_port=mock.port,
+                                dp_aware=True, wait=False)
+    await script.until(lambda: len(router.registry.available("regular")) == 3 and api.watches)
     api.change("DELETED", "first")
-    await script.until(lambda: not len(front.registry))
+    await script.until(lambda: not len(router.registry))
 
 
-async def test_workers_that_came_otherwise_stay(api, router, worker, script):
+async def test_workers_that_came_otherwise_stay(api, start_router, worker, script):
     mock = await worker()
     api.change("ADDED", "first")
-    front = await router(mock, service_discovery=True, selector=("app=x",), service_discovery_port=mock.port)
+    router = await start_router(mock, service_discovery=True, selector=("app=x",), service_discovery_port=mock.port)
     await script.until(lambda: api.watches)
     api.change("DELETED", "first")
     await asyncio.sleep(0.1)
-    assert [w.url for w in front.registry] == [mock.url]
+    assert [w.url for w in router.registry] == [mock.url]
 
 
 @pytest.mark.parametrize(("flags", "match"), [

@@ -1,4 +1,4 @@
-"""A router of two processes, started by its command line, beside scripted workers: they decide as one."""
+"""A router of two processes, started by its command line, with scripted workers: they decide as one."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class Front:
             if here in line[:22]:
                 fields = line.split()
                 inodes[f"socket:[{fields[9]}]"] = int(fields[2].partition(":")[2], 16)
-        found = {}
+        by_pid = {}
         for pid in self.children:
             for descriptor in Path(f"/proc/{pid}/fd").iterdir():
                 try:
-                    found[inodes.get(os.readlink(descriptor), 0)] = pid
+                    by_pid[inodes.get(os.readlink(descriptor), 0)] = pid
                 except OSError:
                     continue
-        return {port: pid for port, pid in found.items() if port in ports}
+        return {port: pid for port, pid in by_pid.items() if port in ports}
 
     def owner(self, client) -> int:
         return next(iter(self.owners([client]).values()))
@@ -84,58 +84,58 @@ async def several(tmp_path, script, connect):
         with log.open("wb") as stderr:
             process = await asyncio.create_subprocess_exec(sys.executable, "-m", "baton.router.launch", *argv,
                                                            stderr=stderr)
-        front = Front(process, port, log)
-        started.append(front)
+        router = Front(process, port, log)
+        started.append(router)
         await script.until(lambda: process.returncode is not None or "Listening on" in log.read_text(), 20)
         assert process.returncode is None, log.read_text()
         if wait:
-            await knowing(front, len(workers))
-        return front
+            await knowing(router, len(workers))
+        return router
 
-    async def knowing(front: Front, count: int) -> None:
+    async def knowing(router: Front, count: int) -> None:
         """Wait until both processes know so many healthy workers."""
         ready: set[int] = set()
 
         async def look() -> dict[str, dict]:
-            client = await connect(front)
+            client = await connect(router)
             seen = await workers_seen(client)
             if sum(shown["healthy"] for shown in seen.values()) == count:
-                ready.add(front.owner(client))
+                ready.add(router.owner(client))
             client.leave()
             return seen
 
-        await until_told(look, lambda seen: len(ready) == 2)
+        await until_answer(look, lambda seen: len(ready) == 2)
 
     yield start
-    for front in started:
-        if front.process.returncode is None:
-            children = front.children
-            front.process.terminate()
-            assert await asyncio.wait_for(front.process.wait(), 15) == 0, front.log.read_text()
+    for router in started:
+        if router.process.returncode is None:
+            children = router.children
+            router.process.terminate()
+            assert await asyncio.wait_for(router.process.wait(), 15) == 0, router.log.read_text()
             assert not any(map(runs, children))
-        assert "Traceback" not in front.log.read_text(), front.log.read_text()
+        assert "Traceback" not in router.log.read_text(), router.log.read_text()
 
 
 @pytest.fixture
 def on_each(connect, script):
-    """``await on_each(front, count)``: ``count`` connections to each process, by process."""
+    """``await on_each(router, count)``: ``count`` connections to each process, by process."""
 
-    async def open_clients(front: Front, count: int = 1) -> list[list]:
-        found: dict[int, list] = {pid: [] for pid in front.children}
-        assert len(found) == 2
+    async def open_clients(router: Front, count: int = 1) -> list[list]:
+        by_pid: dict[int, list] = {pid: [] for pid in router.children}
+        assert len(by_pid) == 2
         deadline = asyncio.get_running_loop().time() + 20  # One that was just started listens a second later.
         while asyncio.get_running_loop().time() < deadline:
-            clients = [await connect(front) for _ in range(2 * count + 2)]
-            await script.until(lambda clients=clients: len(front.owners(clients)) == len(clients), 10)
-            owners = front.owners(clients)
+            clients = [await connect(router) for _ in range(2 * count + 2)]
+            await script.until(lambda clients=clients: len(router.owners(clients)) == len(clients), 10)
+            owners = router.owners(clients)
             for client in clients:
                 pid = owners[client.writer.get_extra_info("sockname")[1]]
-                if len(found[pid]) < count:
-                    found[pid].append(client)
+                if len(by_pid[pid]) < count:
+                    by_pid[pid].append(client)
                 else:
                     client.leave()
-            if all(len(clients) == count for clients in found.values()):
-                return [found[pid] for pid in sorted(found)]
+            if all(len(clients) == count for clients in by_pid.values()):
+                return [by_pid[pid] for pid in sorted(by_pid)]
         raise AssertionError("one process gets no connections")
 
     return open_clients
@@ -150,21 +150,22 @@ async def workers_seen(client) -> dict[str, dict]:
     return {shown["url"]: shown for shown in (await ask(client, "GET", "/list_workers")).json["workers"]}
 
 
-async def until_told(tell: Callable[[], Awaitable[Any]], holds: Callable[[Any], object], seconds: float = 10.0) -> None:
-    """Ask until the answer is as wanted; fails after ``seconds`` with the last one."""
+async def until_answer(ask_for: Callable[[], Awaitable[Any]], expected: Callable[[Any], object],
+                       seconds: float = 10.0) -> None:
+    """Asks until the answer is as expected; fails after ``seconds`` with the last one."""
     deadline = asyncio.get_running_loop().time() + seconds
-    while not holds(told := await tell()):
-        assert asyncio.get_running_loop().time() < deadline, told
+    while not expected(answer := await ask_for()):
+        assert asyncio.get_running_loop().time() < deadline, answer
         await asyncio.sleep(0.02)
 
 
-async def until_seen(client, holds: Callable[[dict[str, dict]], object]) -> None:
-    """Wait until the workers that a router shows are as wanted."""
-    await until_told(lambda: workers_seen(client), holds)
+async def until_seen(client, expected: Callable[[dict[str, dict]], object]) -> None:
+    """Waits until the workers that a router shows are as expected."""
+    await until_answer(lambda: workers_seen(client), expected)
 
 
 async def until_queued(client, count: int) -> None:
-    await until_told(lambda: ask(client, "GET", "/metrics"),
+    await until_answer(lambda: ask(client, "GET", "/metrics"),
                      lambda reply: f"queued_requests {count}.0" in reply.body.decode())
 
 
@@ -189,13 +190,13 @@ def gated():
 async def test_loads_are_of_all_processes_and_a_drain_waits_for_all(several, worker, on_each, script):
     behave, gate = gated()
     first, second = await worker(behave), await worker(behave)
-    front = await several(first, second, policy="least_loaded")
-    streams = [client for pair in zip(*await on_each(front, 4)) for client in pair]
+    router = await several(first, second, policy="least_loaded")
+    streams = [client for pair in zip(*await on_each(router, 4)) for client in pair]
     for number, client in enumerate(streams, 1):
         client.send("POST", CHAT, json.dumps(chat("x", stream=True)).encode())
         await script.until(lambda number=number: len(first.posts) + len(second.posts) == number)
         assert abs(len(first.posts) - len(second.posts)) <= 1
-    (one,), (other,) = await on_each(front)
+    (one,), (other,) = await on_each(router)
     for client in (one, other):
         assert {shown["load"] for shown in (await workers_seen(client)).values()} == {4}
         text = (await ask(client, "GET", "/metrics")).body.decode()
@@ -205,7 +206,7 @@ async def test_loads_are_of_all_processes_and_a_drain_waits_for_all(several, wor
     assert drained.json["running"] == 4
     for client in (one, other):
         assert (await workers_seen(client))[first.url]["draining"]
-    more = [client for clients in await on_each(front, 2) for client in clients]
+    more = [client for clients in await on_each(router, 2) for client in clients]
     for client in more:
         client.send("POST", CHAT, json.dumps(chat("y", stream=True)).encode())
     await script.until(lambda: len(second.posts) == 8)
@@ -225,8 +226,8 @@ async def test_loads_are_of_all_processes_and_a_drain_waits_for_all(several, wor
 
 async def test_what_one_process_sent_where_the_other_knows(several, worker, on_each):
     mocks = [await worker() for _ in range(3)]
-    front = await several(*mocks, policy="cache_aware")
-    (one,), (other,) = await on_each(front)
+    router = await several(*mocks, policy="cache_aware")
+    (one,), (other,) = await on_each(router)
     for number in range(6):
         prompt = chat(f"{number} " * 2000)
         before = [len(mock.posts) for mock in mocks]
@@ -239,8 +240,8 @@ async def test_what_one_process_sent_where_the_other_knows(several, worker, on_e
 
 async def test_turns_go_round_over_all_processes(several, worker, on_each):
     mocks = [await worker() for _ in range(3)]
-    front = await several(*mocks, policy="round_robin")
-    (one,), (other,) = await on_each(front)
+    router = await several(*mocks, policy="round_robin")
+    (one,), (other,) = await on_each(router)
     for _ in range(3):
         before = [len(mock.posts) for mock in mocks]
         for client in (one, other, other):
@@ -250,7 +251,7 @@ async def test_turns_go_round_over_all_processes(several, worker, on_each):
 
 async def test_a_change_at_one_process_holds_at_all(several, worker, on_each):
     mock = await worker()
-    front = await several(health_check_interval_secs=60)
+    router = await several(health_check_interval_secs=60)
     checks = []
     handle = mock.handle
 
@@ -260,7 +261,7 @@ async def test_a_change_at_one_process_holds_at_all(several, worker, on_each):
         await handle(served)
 
     mock.handle = counted
-    (one,), (other,) = await on_each(front)
+    (one,), (other,) = await on_each(router)
     assert (await ask(other, "POST", CHAT, chat("x"))).status == 503
     made = await ask(one, "POST", "/workers", {"url": mock.url})
     assert made.status == 202
@@ -272,9 +273,9 @@ async def test_a_change_at_one_process_holds_at_all(several, worker, on_each):
         assert (await ask(client, "GET", "/readiness")).status == 200
         assert (await ask(client, "GET", made.headers["location"])).json["models"] == ["tiny"]
     assert len(checks) == 1
-    place = made.headers["location"]
-    assert (await ask(other, "PUT", place, {"priority": 7, "api_key": "secret"})).status == 202
-    assert (await ask(one, "GET", place)).json["priority"] == 7
+    location = made.headers["location"]
+    assert (await ask(other, "PUT", location, {"priority": 7, "api_key": "secret"})).status == 202
+    assert (await ask(one, "GET", location)).json["priority"] == 7
     for client in (one, other):
         await ask(client, "POST", CHAT, chat("x"))
         assert (b"authorization", b"Bearer secret") in mock.posts[-1].headers
@@ -287,9 +288,9 @@ async def test_a_change_at_one_process_holds_at_all(several, worker, on_each):
 
 async def test_a_worker_that_fails_one_process_is_kept_from_all(several, worker, on_each, script):
     failing, good, dying = await worker(script.status(500)), await worker(), await worker()
-    front = await several(failing, good, dying, policy="consistent_hash", disable_retries=True, cb_failure_threshold=4,
-                          health_check_interval_secs=60, cb_timeout_duration_secs=1.5)
-    (one,), (other,) = await on_each(front)
+    router = await several(failing, good, dying, policy="consistent_hash", disable_retries=True, cb_failure_threshold=4,
+                           health_check_interval_secs=60, cb_timeout_duration_secs=1.5)
+    (one,), (other,) = await on_each(router)
     session = {}
     for number in range(100):
         if len(session) == 3:
@@ -327,9 +328,9 @@ async def test_a_worker_that_fails_one_process_is_kept_from_all(several, worker,
 async def test_a_killed_process_takes_its_load_along_and_comes_back(several, worker, on_each, script):
     behave, gate = gated()
     mock = await worker(behave)
-    front = await several(mock, max_concurrent_requests=2, queue_size=1)
-    (one, running), (other, waiting) = await on_each(front, 2)
-    killed, survivor = front.owner(one), front.children
+    router = await several(mock, max_concurrent_requests=2, queue_size=1)
+    (one, running), (other, waiting) = await on_each(router, 2)
+    killed, survivor = router.owner(one), router.children
     for client in (one, running):
         client.send("POST", CHAT, json.dumps(chat("x", stream=True)).encode())
     await script.until(lambda: len(mock.posts) == 2)
@@ -337,14 +338,14 @@ async def test_a_killed_process_takes_its_load_along_and_comes_back(several, wor
     await until_queued(other, 1)
     assert (await workers_seen(other))[mock.url]["load"] == 2
     os.kill(killed, signal.SIGKILL)
-    await script.until(lambda: len(mock.posts) == 3)  # The places of the dead are free.
+    await script.until(lambda: len(mock.posts) == 3)  # The requests of the dead process count no more.
     await until_seen(other, lambda seen: seen[mock.url]["load"] == 1)
     gate.set()
     assert (await waiting.reply()).complete
-    await script.until(lambda: len(front.children) == 2 and killed not in front.children, 15)
-    assert set(survivor) & set(front.children)
-    await script.until(lambda: front.log.read_text().count("another one starts") == 1)
-    for (client,) in await on_each(front):
+    await script.until(lambda: len(router.children) == 2 and killed not in router.children, 15)
+    assert set(survivor) & set(router.children)
+    await script.until(lambda: router.log.read_text().count("another one starts") == 1)
+    for (client,) in await on_each(router):
         assert (await ask(client, "POST", CHAT, chat("x"))).status == 200
         assert (await workers_seen(client))[mock.url]["load"] == 0
 
@@ -361,8 +362,8 @@ async def test_limits_are_exact_over_all_processes(several, worker, on_each, scr
         served.answer()
 
     mock = await worker(slow)
-    front = await several(mock, max_concurrent_requests=4, queue_size=40)
-    clients = [client for pair in zip(*await on_each(front, 12)) for client in pair]
+    router = await several(mock, max_concurrent_requests=4, queue_size=40)
+    clients = [client for pair in zip(*await on_each(router, 12)) for client in pair]
     for _ in range(3):
         assert {reply.status for reply in await asyncio.gather(
             *(ask(client, "POST", CHAT, chat("x")) for client in clients))} == {200}
@@ -374,8 +375,8 @@ async def test_limits_are_exact_over_all_processes(several, worker, on_each, scr
 async def test_the_queue_and_the_shares_of_keys_are_common(several, worker, on_each, script):
     behave, gate = gated()
     mock = await worker(behave)
-    front = await several(mock, max_concurrent_requests=3, queue_size=2, max_concurrent_requests_per_key=2)
-    ones, others = await on_each(front, 5)
+    router = await several(mock, max_concurrent_requests=3, queue_size=2, max_concurrent_requests_per_key=2)
+    ones, others = await on_each(router, 5)
 
     def begin(client, key: str) -> None:
         client.send("POST", CHAT, json.dumps(chat("x", stream=True)).encode(), f"authorization: Bearer {key}\r\n")
@@ -404,15 +405,15 @@ async def test_the_queue_and_the_shares_of_keys_are_common(several, worker, on_e
 
 
 async def test_a_rate_is_one_for_all_processes(several, worker, on_each):
-    front = await several(await worker(), rate_limit_tokens_per_second=0.05)
-    (one,), (other,) = await on_each(front)
+    router = await several(await worker(), rate_limit_tokens_per_second=0.05)
+    (one,), (other,) = await on_each(router)
     assert [(await ask(client, "POST", CHAT, chat("x"))).status for client in (one, other, one)] == [200, 429, 429]
 
 
 async def test_pairs(several, worker, on_each, script):
     p, d = await worker(), await worker(script.stream("one", "two"))
-    front = await several(wait=False, pd_disaggregation=True, prefill=[p.url], decode=[d.url])
-    for (client,) in await on_each(front):
+    router = await several(wait=False, pd_disaggregation=True, prefill=[p.url], decode=[d.url])
+    for (client,) in await on_each(router):
         await until_seen(client, lambda seen: all(shown["healthy"] for shown in seen.values()))
         reply = await ask(client, "POST", CHAT, chat("x", stream=True))
         assert reply.body == b"data: one\n\ndata: two\n\n"
@@ -430,17 +431,17 @@ async def test_all_processes_know_what_does_not_fit(several, worker, on_each, sc
             served.answer()
 
     p, d, odd = [await worker(tried, pair_key=kind, epoch="1") for kind in ("a", "a", "b")]
-    front = await several(wait=False, pd_disaggregation=True, prefill=[p.url], decode=[d.url, odd.url],
-                          policy="round_robin")
-    for (client,) in await on_each(front):
+    router = await several(wait=False, pd_disaggregation=True, prefill=[p.url], decode=[d.url, odd.url],
+                           policy="round_robin")
+    for (client,) in await on_each(router):
         await until_seen(client, lambda seen: seen[odd.url]["misfits"])
-        await until_told(lambda client=client: ask(client, "GET", "/readiness"), lambda reply: reply.status == 200)
+        await until_answer(lambda client=client: ask(client, "GET", "/readiness"), lambda reply: reply.status == 200)
         for _ in range(3):
             assert (await ask(client, "POST", CHAT, chat("x"))).status == 200
     assert len(p.posts) == 6
     assert {served.target for served in odd.posts} == {b"/connect_prefill"}
     odd.info |= {"pair_key": "a", "epoch": "2"}
-    for (client,) in await on_each(front):
+    for (client,) in await on_each(router):
         await until_seen(client, lambda seen: not seen[odd.url]["misfits"])
         for _ in range(2):
             assert (await ask(client, "POST", CHAT, chat("x"))).status == 200
@@ -465,8 +466,8 @@ async def test_a_stream_of_either_process_goes_on_elsewhere(several, worker, on_
         return behave
 
     mocks = [await worker(telling(until=until), stream_continuation=True) for until in (2, 9)]
-    front = await several(*mocks, policy="round_robin")
-    for (client,) in await on_each(front):
+    router = await several(*mocks, policy="round_robin")
+    for (client,) in await on_each(router):
         for _ in range(2):
             body = (await ask(client, "POST", CHAT, chat("x", stream=True, temperature=0))).body
             assert [json.loads(line[6:])["choices"][0]["token_ids"] for line in body.splitlines()
@@ -477,18 +478,18 @@ async def test_a_stream_of_either_process_goes_on_elsewhere(several, worker, on_
 async def test_running_requests_end_before_the_processes_do(several, worker, on_each, script):
     behave, gate = gated()
     mock = await worker(behave)
-    front = await several(mock)
-    (one,), (other,) = await on_each(front)
+    router = await several(mock)
+    (one,), (other,) = await on_each(router)
     for client in (one, other):
         client.send("POST", CHAT, json.dumps(chat("x", stream=True)).encode())
     await script.until(lambda: len(mock.posts) == 2)
-    front.process.send_signal(signal.SIGINT)
-    await script.until(lambda: _refuses(front.port), 5)
-    assert len(front.children) == 2
+    router.process.send_signal(signal.SIGINT)
+    await script.until(lambda: _refuses(router.port), 5)
+    assert len(router.children) == 2
     gate.set()
     for client in (one, other):
         assert (await client.reply()).body.endswith(b"data: two\n\n")
-    assert await asyncio.wait_for(front.process.wait(), 10) == 0
+    assert await asyncio.wait_for(router.process.wait(), 10) == 0
 
 
 def _refuses(port: int) -> bool:
@@ -497,10 +498,10 @@ def _refuses(port: int) -> bool:
 
 
 async def test_the_parent_s_death_is_the_children_s(several, script):
-    front = await several()
-    children = front.children
-    front.process.kill()
-    await front.process.wait()
+    router = await several()
+    children = router.children
+    router.process.kill()
+    await router.process.wait()
     await script.until(lambda: not any(map(runs, children)), 5)
 
 
@@ -519,8 +520,8 @@ async def test_an_occupied_port_and_a_broken_setting_end_with_a_sentence(worker)
 
 async def test_processes_know_which_models_workers_serve(several, worker, on_each):
     a, b = await worker(models=["a"]), await worker(models=["b"])
-    front = await several(a, b, model_alias="gpt-4=b", policy="round_robin")
-    for (client,) in await on_each(front):
+    router = await several(a, b, model_alias="gpt-4=b", policy="round_robin")
+    for (client,) in await on_each(router):
         shown = await ask(client, "GET", "/v1/models")
         assert [card["id"] for card in shown.json["data"]] == ["a", "b", "gpt-4"]
         assert (await ask(client, "POST", "/generate", {"model": "gpt-4", "text": "x"})).status == 200
@@ -531,8 +532,8 @@ async def test_processes_know_which_models_workers_serve(several, worker, on_eac
 
 async def test_a_hung_worker_is_left_by_the_requests_of_all_processes(several, worker, on_each):
     bad, good = await worker(hang), await worker()
-    front = await several(bad, good, policy="round_robin", health_check_timeout_secs=0.2)
-    clients = [client for each in await on_each(front, 3) for client in each]
+    router = await several(bad, good, policy="round_robin", health_check_timeout_secs=0.2)
+    clients = [client for each in await on_each(router, 3) for client in each]
     replies = await asyncio.gather(*(ask(client, "POST", CHAT, chat("x")) for client in clients))
     assert [reply.status for reply in replies] == [200] * 6
     assert bad.posts
@@ -543,8 +544,8 @@ async def test_poison_of_one_process_is_refused_by_all_and_requests_next_to_it_a
     workers = [await worker(mortal()) for _ in range(4)]
     for mock in workers:
         mock.dead, mock.dying, mock.answered = False, asyncio.Event(), set()
-    front = await several(*workers, policy="round_robin")
-    (first, *some), (second, *others) = await on_each(front, 7)
+    router = await several(*workers, policy="round_robin")
+    (first, *some), (second, *others) = await on_each(router, 7)
     innocents = [asyncio.ensure_future(ask(client, "POST", CHAT, chat(f"hello {number}")))
                  for number, client in enumerate((*some, *others))]
     reply = await ask(first, "POST", CHAT, chat("poison"))
@@ -552,10 +553,10 @@ async def test_poison_of_one_process_is_refused_by_all_and_requests_next_to_it_a
     assert {(await innocent).status for innocent in innocents} == {200}
     again = await ask(second, "POST", CHAT, {**chat("poison"), "user": "again"})
     assert (again.status, again.error["code"]) == (400, "poison_request")
-    victim = front.owner(second)
-    os.kill(victim, signal.SIGKILL)  # the process in its place knows it too
-    await script.until(lambda: len(front.children) == 2 and victim not in front.children, 10)
-    for each in await on_each(front):
+    victim = router.owner(second)
+    os.kill(victim, signal.SIGKILL)  # the process that replaces it knows it too
+    await script.until(lambda: len(router.children) == 2 and victim not in router.children, 10)
+    for each in await on_each(router):
         reply = await ask(each[0], "POST", CHAT, chat("poison"))
         assert (reply.status, reply.error["code"]) == (400, "poison_request")
     assert sum(mock.dead for mock in workers) == 2

@@ -42,8 +42,8 @@ def test_it_polls_until_the_time_after_the_last_arrival_is_over():
     assert loop.turn(), "it sleeps for ever"
 
 
-async def test_the_router_polls_after_an_arrival_and_sleeps_again(router, worker, connect):
-    client = await connect(await router(await worker(), busy_poll_us=200_000.0, health_check_interval_secs=30.0))
+async def test_the_router_polls_after_an_arrival_and_sleeps_again(start_router, worker, connect):
+    client = await connect(await start_router(await worker(), busy_poll_us=200_000.0, health_check_interval_secs=30.0))
     client.send("POST", "/generate", b"{}")
     assert (await client.reply()).status == 200
     used = time.thread_time()

@@ -39,14 +39,14 @@ _PARAMETERS = ["bootstrap_port", "force", "role", "worker_type", "api_key", "url
     {"policy": "consistent_hash", "rate_limit_per_key": 100_000.0},
     {"pd_disaggregation": True, "policy": "cache_exact", "slo_ttft_ms": 60_000.0},
 ], ids=["whole", "hashed", "pairs"])
-async def test_no_number_is_an_error_of_ours(options, router, worker, connect, caplog):
+async def test_no_number_is_an_error_of_ours(options, start_router, worker, connect, caplog):
     """Each field that the router may look at, with each odd number, in bodies, queries and headers."""
     options = dict(options)
     pairs = options.pop("pd_disaggregation", False)
     mocks = [await worker(), await worker()]
-    front = await router(*(() if pairs else mocks), **({"prefill": mocks[:1], "decode": mocks[1:]} if pairs else {}),
-                         **options)
-    client = await connect(front)
+    workers = {"prefill": mocks[:1], "decode": mocks[1:]} if pairs else {}
+    router = await start_router(*(() if pairs else mocks), **workers, **options)
+    client = await connect(router)
     seen = set()
 
     async def ask(method, path, body=b"", headers=""):
@@ -77,8 +77,8 @@ async def test_no_number_is_an_error_of_ours(options, router, worker, connect, c
 
 
 @pytest.mark.parametrize("length", [b"9" * 30, b"9" * 5000, b"-1", b"1e3", b"0x10", b"1_0"])
-async def test_no_length_is_an_error_of_ours(length, router, connect, caplog):
-    client = await connect(await router())
+async def test_no_length_is_an_error_of_ours(length, start_router, connect, caplog):
+    client = await connect(await start_router())
     client.writer.write(b"POST /generate HTTP/1.1\r\nHost: r\r\nContent-Length: %b\r\n\r\n{}" % length)
     assert (await client.reply()).status in (400, 413)
     assert not [record for record in caplog.records if record.exc_info]

@@ -80,11 +80,11 @@ def test_a_reader_joins_bodies_of_any_size(size, chunked):
     assert [(request.path, request.body) for request in reader.ready] == [(b"/generate", body), (b"/next", b"")] * 2
 
 
-async def test_megabytes_reach_both_workers_while_other_requests_are_served(router, worker, request_to, chat):
+async def test_megabytes_reach_both_workers_while_other_requests_are_served(start_router, worker, request_to, chat):
     prefill, decode = await worker(disaggregation_mode="prefill"), await worker(disaggregation_mode="decode")
-    front = await router(prefill=[prefill], decode=[decode])
+    router = await start_router(prefill=[prefill], decode=[decode])
     body = {"messages": [{"role": "user", "content": "w" * 3_000_000 + "\n\u00e9"}], "seed": 1}
-    replies = await asyncio.gather(request_to(front, "POST", PATH.decode(), body), chat(front))
+    replies = await asyncio.gather(request_to(router, "POST", PATH.decode(), body), chat(router))
     assert [reply.status for reply in replies] == [200, 200]
     for mock in (prefill, decode):
         large = max(mock.bodies, key=len)

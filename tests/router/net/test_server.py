@@ -25,8 +25,8 @@ from baton.router.net.http_server import ClientConnection
     (b"POST /generate HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: h2c\r\nContent-Length: 2000\r\n\r\n", 413),
     (b"POST /generate HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nX: " + b"x" * 200_000, 431),
 ])
-async def test_bad_http_is_answered_and_the_connection_closed(router, connect, raw, status):
-    client = await connect(await router(max_payload_size=1000))
+async def test_bad_http_is_answered_and_the_connection_closed(start_router, connect, raw, status):
+    client = await connect(await start_router(max_payload_size=1000))
     client.writer.write(raw)
     reply = await client.reply()
     assert (reply.status, reply.headers["connection"]) == (status, "close")
@@ -34,9 +34,9 @@ async def test_bad_http_is_answered_and_the_connection_closed(router, connect, r
     assert await asyncio.wait_for(client.reader.read(), 5) == b""
 
 
-async def test_trailers_join_neither_the_body_nor_the_head(router, worker, connect):
+async def test_trailers_join_neither_the_body_nor_the_head(start_router, worker, connect):
     mock = await worker()
-    client = await connect(await router(mock))
+    client = await connect(await start_router(mock))
     client.writer.write(b"POST /generate HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
                         b"X-Sum: 1\r\nAuthorization: Bearer k\r\n\r\n")
     assert (await client.reply()).status == 200
@@ -47,9 +47,9 @@ async def test_trailers_join_neither_the_body_nor_the_head(router, worker, conne
     assert (await client.reply()).status == 200
 
 
-async def test_answer_to_an_endless_upload_is_not_lost(router, connect):
+async def test_answer_to_an_endless_upload_is_not_lost(start_router, connect):
     """The refusal must reach a client that is still sending."""
-    client = await connect(await router(max_payload_size=1000))
+    client = await connect(await start_router(max_payload_size=1000))
     client.writer.write(b"POST /generate HTTP/1.1\r\nContent-Length: 50000000\r\n\r\n")
     for _ in range(50):
         client.writer.write(b"x" * 10_000)
@@ -57,8 +57,8 @@ async def test_answer_to_an_endless_upload_is_not_lost(router, connect):
     assert (await client.reply()).status == 413
 
 
-async def test_requests_before_a_bad_one_are_answered_first(router, worker, connect):
-    client = await connect(await router(await worker()))
+async def test_requests_before_a_bad_one_are_answered_first(start_router, worker, connect):
+    client = await connect(await start_router(await worker()))
     client.send("POST", "/generate", b"{}")
     client.writer.write(b"nonsense\r\n\r\n")
     data = await asyncio.wait_for(client.reader.read(-1), 5)
@@ -72,9 +72,10 @@ _PARTIAL_BODY = b"POST /generate HTTP/1.1\r\nHost: r\r\nContent-Length: 50\r\n\r
 @pytest.mark.parametrize("data", [_PARTIAL_HEAD, _PARTIAL_BODY], ids=["head", "body"])
 @pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize("drips", [False, True])
-async def test_an_incomplete_request_times_out(router, worker, connect, data, before, drips):
+async def test_an_incomplete_request_times_out(start_router, worker, connect, data, before, drips):
     """Also one that arrives a byte at a time, and one after complete ones."""
-    client = await connect(await router(await worker(), client_header_timeout_secs=0.2, client_body_timeout_secs=0.2))
+    client = await connect(
+        await start_router(await worker(), client_header_timeout_secs=0.2, client_body_timeout_secs=0.2))
     for _ in range(before):
         client.send("POST", "/generate", b"{}")
         assert (await client.reply()).status == 200
@@ -89,9 +90,9 @@ async def test_an_incomplete_request_times_out(router, worker, connect, data, be
     assert await asyncio.wait_for(client.reader.read(), 5) == b""
 
 
-async def test_a_body_that_comes_fast_enough_may_take_long(router, worker, connect):
+async def test_a_body_that_comes_fast_enough_may_take_long(start_router, worker, connect):
     mock = await worker()
-    client = await connect(await router(mock, client_header_timeout_secs=0.1, client_body_timeout_secs=0.1))
+    client = await connect(await start_router(mock, client_header_timeout_secs=0.1, client_body_timeout_secs=0.1))
     parts = [b"x" * 16384] * 10
     client.writer.write(b"POST /generate HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n" % (16384 * 10))
     for part in parts:
@@ -101,9 +102,9 @@ async def test_a_body_that_comes_fast_enough_may_take_long(router, worker, conne
     assert mock.posts[0].body == b"".join(parts)
 
 
-async def test_idle_clients_are_checked_when_they_are_due(router, connect, request_to, script):
+async def test_idle_clients_are_checked_when_they_are_due(start_router, connect, request_to, script):
     """Not at each tick: of 50 clients that idle for 0.8 s, at ticks of 0.05, each is checked two or three times."""
-    front = await router(keep_alive_secs=0.8, client_header_timeout_secs=0.2)
+    router = await start_router(keep_alive_secs=0.8, client_header_timeout_secs=0.2)
     checks = 0
     check = ClientConnection.check_deadline
 
@@ -114,147 +115,147 @@ async def test_idle_clients_are_checked_when_they_are_due(router, connect, reque
 
     ClientConnection.check_deadline = counted
     try:
-        clients = [await connect(front) for _ in range(50)]
+        clients = [await connect(router) for _ in range(50)]
         for client in clients:
             client.send("GET", "/liveness")
             assert (await client.reply()).status == 200
-        assert len(front._connections) == 50
+        assert len(router._connections) == 50
         for client in clients:
             assert await asyncio.wait_for(client.reader.read(), 5) == b""
-        await script.until(lambda: not front._connections)
+        await script.until(lambda: not router._connections)
     finally:
         ClientConnection.check_deadline = check
     assert 50 <= checks <= 150
-    assert not any(front._deadlines._slots.values())
+    assert not any(router._deadlines._slots.values())
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [
     ("GET", "/nowhere", 404), ("GET", "/v1/chat/completions", 405), ("DELETE", "/health", 405),
     ("GET", "/add_worker", 405),
 ])
-async def test_unknown_paths_and_methods(router, worker, request_to, method, path, status):
-    reply = await request_to(await router(await worker()), method, path)
+async def test_unknown_paths_and_methods(start_router, worker, request_to, method, path, status):
+    reply = await request_to(await start_router(await worker()), method, path)
     assert reply.status == status
     assert path in reply.error["message"]
 
 
-async def test_api_key(router, worker, request_to, chat):
-    front = await router(await worker(), api_key="secret")
-    assert (await chat(front)).status == 401
-    assert (await request_to(front, "GET", "/list_workers")).status == 401
-    assert (await request_to(front, "POST", "/generate", b"{}", "Authorization: Bearer secret\r\n")).status == 200
-    assert (await request_to(front, "GET", "/readiness")).status == 200
+async def test_api_key(start_router, worker, request_to, chat):
+    router = await start_router(await worker(), api_key="secret")
+    assert (await chat(router)).status == 401
+    assert (await request_to(router, "GET", "/list_workers")).status == 401
+    assert (await request_to(router, "POST", "/generate", b"{}", "Authorization: Bearer secret\r\n")).status == 200
+    assert (await request_to(router, "GET", "/readiness")).status == 200
 
 
-async def test_workers_join_and_leave(router, worker, request_to, chat, script):
-    front = await router()
-    refused = await chat(front)
+async def test_workers_join_and_leave(start_router, worker, request_to, chat, script):
+    router = await start_router()
+    refused = await chat(router)
     assert (refused.status, refused.headers["retry-after"]) == (503, "1")
     mock = await worker()
-    assert (await request_to(front, "POST", f"/add_worker?url={mock.url}/")).status == 200
-    assert (await request_to(front, "POST", "/add_worker", {"url": mock.url})).status == 409
-    await script.until(lambda: front.registry.available("regular"))
-    listed = (await request_to(front, "GET", "/list_workers")).json
+    assert (await request_to(router, "POST", f"/add_worker?url={mock.url}/")).status == 200
+    assert (await request_to(router, "POST", "/add_worker", {"url": mock.url})).status == 409
+    await script.until(lambda: router.registry.available("regular"))
+    listed = (await request_to(router, "GET", "/list_workers")).json
     assert listed["urls"] == [mock.url]
     assert listed["workers"][0] | {"id": "", "url": ""} == {
         "id": "", "url": "", "role": "regular", "state": "healthy", "healthy": True, "load": 0, "circuit": "closed",
         "draining": False, "models": ["tiny"], "cached_tokens": None, "dp_rank": None,
         "model_fingerprint": None, "misfits": []}
-    assert (await chat(front)).status == 200
-    assert (await request_to(front, "POST", f"/remove_worker?url={mock.url}")).status == 200
-    assert (await request_to(front, "POST", f"/remove_worker?url={mock.url}")).status == 404
-    assert (await chat(front)).status == 503
+    assert (await chat(router)).status == 200
+    assert (await request_to(router, "POST", f"/remove_worker?url={mock.url}")).status == 200
+    assert (await request_to(router, "POST", f"/remove_worker?url={mock.url}")).status == 404
+    assert (await chat(router)).status == 503
 
 
 @pytest.mark.parametrize("query", ["", "?url=nonsense", "?url=http://h:1&role=prefill", "?url=http://h:1&bootstrap_port=x",
                                    "?url=http://h:99999", "?url=http://a..b:1"])
-async def test_bad_membership_requests(router, request_to, query):
-    front = await router()
-    reply = await request_to(front, "POST", f"/add_worker{query}")
+async def test_bad_membership_requests(start_router, request_to, query):
+    router = await start_router()
+    reply = await request_to(router, "POST", f"/add_worker{query}")
     assert (reply.status, reply.error["type"]) == (400, "invalid_request_error")
-    assert not len(front.registry)
+    assert not len(router.registry)
 
 
-async def test_role_and_port_of_a_new_worker_are_learnt(router, worker, request_to, chat, script):
-    front = await router(pd_disaggregation=True)
+async def test_role_and_port_of_a_new_worker_are_learnt(start_router, worker, request_to, chat, script):
+    router = await start_router(pd_disaggregation=True)
     p = await worker(disaggregation_mode="prefill", disaggregation_bootstrap_port=9001)
     d = await worker(disaggregation_mode="decode")
     for mock in (p, d):
-        await request_to(front, "POST", f"/add_worker?url={mock.url}")
-    await script.until(lambda: front.registry.ready(pairs=True))
-    assert (await chat(front)).status == 200
+        await request_to(router, "POST", f"/add_worker?url={mock.url}")
+    await script.until(lambda: router.registry.ready(pairs=True))
+    assert (await chat(router)).status == 200
     assert p.posts[0].json["bootstrap_port"] == 9001
 
 
 @pytest.mark.parametrize(("given", "mode"), [("prefill", "decode"), ("decode", "prefill"), ("prefill", "null"),
                                              ("decode", "null"), ("regular", "prefill")])
-async def test_a_worker_of_another_role_gets_no_requests(router, worker, request_to, script, caplog, given, mode):
+async def test_a_worker_of_another_role_gets_no_requests(start_router, worker, request_to, script, caplog, given, mode):
     """Swapped addresses would be answered: by prefill, with one token."""
     mock = await worker(disaggregation_mode=mode)
     named = {given: [mock]} if given != "regular" else {}
-    front = await router(*([] if named else [mock]), wait=False, **named)
+    router = await start_router(*([] if named else [mock]), wait=False, **named)
     await script.until(lambda: "it gets no requests" in caplog.text)
     assert f"named as {given} worker" in caplog.text and f"a {mode.replace('null', 'unified')} server" in caplog.text
-    assert not front.registry.available(given)
+    assert not router.registry.available(given)
     mock.info = {"disaggregation_mode": "null" if given == "regular" else given}  # started again, as it should be
-    await script.until(lambda: front.registry.available(given))
+    await script.until(lambda: router.registry.available(given))
     assert caplog.text.count("it gets no requests") == 1
 
 
-async def test_removal_does_not_cut_a_stream(router, worker, request_to, connect, script):
+async def test_removal_does_not_cut_a_stream(start_router, worker, request_to, connect, script):
     mock = await worker(script.stream(*map(str, range(20)), pause=0.01))
-    front = await router(mock)
-    client = await connect(front)
+    router = await start_router(mock)
+    client = await connect(router)
     client.send("POST", "/generate", b"{}")
     await script.until(lambda: mock.posts)
-    assert (await request_to(front, "POST", f"/remove_worker?url={mock.url}")).json["running"] == 1
+    assert (await request_to(router, "POST", f"/remove_worker?url={mock.url}")).json["running"] == 1
     reply = await client.reply()
     assert reply.complete
     assert reply.body.count(b"data:") == 20
     await script.until(lambda: not mock.connections)
 
 
-async def test_force_cuts_what_is_still_being_connected(router, worker, request_to, connect, script, monkeypatch):
+async def test_force_cuts_what_is_still_being_connected(start_router, worker, request_to, connect, script, monkeypatch):
     """A host that has gone answers no connection for as long as the kernel tries."""
-    front = await router(await worker(), connect_timeout_secs=60.0, retry_max_retries=0)
-    (listed,) = front.registry
+    router = await start_router(await worker(), connect_timeout_secs=60.0, retry_max_retries=0)
+    (listed,) = router.registry
     loop, called = asyncio.get_running_loop(), asyncio.Event()
 
     async def hang(self, call):
         called.set()
         await asyncio.sleep(60)
 
-    monkeypatch.setattr(type(front.dispatcher.pool(listed)), "_open", hang)
-    for connection in list(front.dispatcher.pool(listed).connections):
+    monkeypatch.setattr(type(router.dispatcher.pool(listed)), "_open", hang)
+    for connection in list(router.dispatcher.pool(listed).connections):
         connection.abandon()
-    await script.until(lambda: not front.dispatcher.pool(listed).connections)
-    client = await connect(front)
+    await script.until(lambda: not router.dispatcher.pool(listed).connections)
+    client = await connect(router)
     client.send("POST", "/generate", b"{}")
     await asyncio.wait_for(called.wait(), 5)
     began = loop.time()
-    assert (await request_to(front, "POST", f"/remove_worker?url={listed.url}&force=true")).status == 200
+    assert (await request_to(router, "POST", f"/remove_worker?url={listed.url}&force=true")).status == 200
     assert (await client.reply()).status == 503
     assert loop.time() - began < 5
 
 
-async def test_new_worker_takes_no_traffic_before_it_is_healthy(router, worker, chat, script):
+async def test_new_worker_takes_no_traffic_before_it_is_healthy(start_router, worker, chat, script):
     loading, ready = await worker(), await worker()
     loading.health = 503
-    front = await router(loading, ready, wait=False, policy="round_robin")
-    await script.until(lambda: front.registry.available("regular"))
+    router = await start_router(loading, ready, wait=False, policy="round_robin")
+    await script.until(lambda: router.registry.available("regular"))
     for _ in range(4):
-        assert (await chat(front)).status == 200
+        assert (await chat(router)).status == 200
     assert not loading.posts
     loading.health = 200
-    await script.until(lambda: len(front.registry.available("regular")) == 2)
+    await script.until(lambda: len(router.registry.available("regular")) == 2)
 
 
-async def test_readiness_follows_the_workers_within_two_seconds(router, worker, request_to, script):
+async def test_readiness_follows_the_workers_within_two_seconds(start_router, worker, request_to, script):
     mock = await worker()
-    front = await router(mock, health_check_interval_secs=1.0)
+    router = await start_router(mock, health_check_interval_secs=1.0)
 
     async def ready() -> int:
-        return (await request_to(front, "GET", "/readiness")).status
+        return (await request_to(router, "GET", "/readiness")).status
 
     async def becomes(status: int) -> None:
         begun = asyncio.get_running_loop().time()
@@ -265,52 +266,52 @@ async def test_readiness_follows_the_workers_within_two_seconds(router, worker, 
     assert await ready() == 200
     await mock.stop()
     await becomes(503)
-    assert (await request_to(front, "GET", "/liveness")).status == 200
+    assert (await request_to(router, "GET", "/liveness")).status == 200
     await mock.start()
     await becomes(200)
 
 
-async def test_refused_connection_takes_a_worker_out_at_once(router, worker, chat):
+async def test_refused_connection_takes_a_worker_out_at_once(start_router, worker, chat):
     dead, good = await worker(), await worker()
-    front = await router(dead, good, policy="round_robin", health_check_interval_secs=60)
+    router = await start_router(dead, good, policy="round_robin", health_check_interval_secs=60)
     await dead.stop()
-    assert [(await chat(front)).status for _ in range(6)] == [200] * 6
-    assert sum(front.metrics.retries.values()) == 1
+    assert [(await chat(router)).status for _ in range(6)] == [200] * 6
+    assert sum(router.metrics.retries.values()) == 1
 
 
-async def test_hung_worker_is_taken_out_by_health_checks(router, worker, script):
+async def test_hung_worker_is_taken_out_by_health_checks(start_router, worker, script):
     mock = await worker()
-    front = await router(mock, health_check_timeout_secs=0.05, health_failure_threshold=2)
+    router = await start_router(mock, health_check_timeout_secs=0.05, health_failure_threshold=2)
     mock.handle = script.silence
-    await script.until(lambda: not front.registry.available("regular"))
+    await script.until(lambda: not router.registry.available("regular"))
 
 
-async def test_broadcasts_reach_all(router, worker, request_to, script):
+async def test_broadcasts_reach_all(start_router, worker, request_to, script):
     workers = [await worker() for _ in range(3)]
-    front = await router(*workers)
-    reply = await request_to(front, "POST", "/abort_request", {"rid": "r-1"})
+    router = await start_router(*workers)
+    reply = await request_to(router, "POST", "/abort_request", {"rid": "r-1"})
     assert (reply.status, reply.json["success"]) == (200, True)
     assert [mock.bodies for mock in workers] == [[b'{"rid": "r-1"}']] * 3
     workers[1].behaviour = script.status(500)
-    reply = await request_to(front, "POST", "/flush_cache")
+    reply = await request_to(router, "POST", "/flush_cache")
     assert (reply.status, sorted(reply.json["workers"].values())) == (502, [200, 200, 500])
     assert reply.json["errors"] == {workers[1].url: "scripted 500"}
 
 
-async def test_questions_are_relayed(router, worker, request_to):
-    front = await router(await worker(model="tiny"))
-    assert (await request_to(front, "GET", "/get_server_info")).json == {"model": "tiny"}
-    assert (await request_to(front, "GET", "/v1/models")).json["data"][0]["id"] == "tiny"
-    assert (await request_to(front, "GET", "/health_generate")).status == 200
+async def test_questions_are_relayed(start_router, worker, request_to):
+    router = await start_router(await worker(model="tiny"))
+    assert (await request_to(router, "GET", "/get_server_info")).json == {"model": "tiny"}
+    assert (await request_to(router, "GET", "/v1/models")).json["data"][0]["id"] == "tiny"
+    assert (await request_to(router, "GET", "/health_generate")).status == 200
 
 
-async def test_metrics(router, worker, request_to, chat, script):
-    front = await router(await worker(), policy="cache_aware")
+async def test_metrics(start_router, worker, request_to, chat, script):
+    router = await start_router(await worker(), policy="cache_aware")
     for _ in range(3):
-        await chat(front)
-    await request_to(front, "GET", "/nowhere")
-    text = (await request_to(front, "GET", "/metrics")).body.decode()
-    url = next(iter(front.registry)).url
+        await chat(router)
+    await request_to(router, "GET", "/nowhere")
+    text = (await request_to(router, "GET", "/metrics")).body.decode()
+    url = next(iter(router.registry)).url
     for line in ('baton_router_requests_total{route="/v1/chat/completions",status="200"} 3.0',
                  'baton_router_requests_total{route="other",status="404"} 1.0',
                  'baton_router_time_to_first_token_seconds_count{route="/v1/chat/completions"} 3.0',
@@ -320,19 +321,19 @@ async def test_metrics(router, worker, request_to, chat, script):
         assert line in text.splitlines()
 
 
-async def test_stop_lets_running_requests_end(router, worker, connect, script):
+async def test_stop_lets_running_requests_end(start_router, worker, connect, script):
     mock = await worker(script.stream(*map(str, range(10)), pause=0.02))
-    front = await router(mock)
-    running, idle = await connect(front), await connect(front)
+    router = await start_router(mock)
+    running, idle = await connect(router), await connect(router)
     running.send("POST", "/generate", b"{}")
     await script.until(lambda: mock.posts)
-    stopping = asyncio.ensure_future(front.stop())
+    stopping = asyncio.ensure_future(router.stop())
     assert await asyncio.wait_for(idle.reader.read(), 1) == b""
     with pytest.raises(OSError):
-        await connect(front)
+        await connect(router)
     assert (await running.reply()).complete
     await stopping
-    front.stop = _nothing
+    router.stop = _nothing
 
 
 async def _nothing():
@@ -348,7 +349,7 @@ _ERRORS = {
 
 
 @pytest.mark.parametrize("pairs", [False, True])
-async def test_what_outlives_the_grace_period_ends_with_an_error(pairs, router, worker, script, connect, caplog):
+async def test_what_outlives_the_grace_period_ends_with_an_error(pairs, start_router, worker, script, connect, caplog):
     """A stream by an event of its API, any other request by 503: whether it runs, queues, or is the router's own."""
     async def never_end(served):
         if b'"stream"' in served.body:
@@ -358,17 +359,18 @@ async def test_what_outlives_the_grace_period_ends_with_an_error(pairs, router, 
 
     mock = await worker(never_end)
     workers = {"prefill": [await worker(script.silence)], "decode": [mock]} if pairs else {}
-    front = await router(*(() if pairs else (mock,)), **workers, shutdown_grace_secs=0.1, max_concurrent_requests=7)
-    streams = {path: await connect(front) for path in _ERRORS}
+    router = await start_router(*(() if pairs else (mock,)), **workers, shutdown_grace_secs=0.1,
+                                max_concurrent_requests=7)
+    streams = {path: await connect(router) for path in _ERRORS}
     for path, client in streams.items():
         client.send("POST", path, b'{"stream": true}')
         assert b"data: one" in await client.reader.readuntil(b"one\n\n\r\n")
-    plain = [await connect(front) for _ in range(4)]
+    plain = [await connect(router) for _ in range(4)]
     for client, path in zip(plain, ("/generate", "/v1/completions", "/generate", "/flush_cache")):
         client.send("POST", path, b"{}")  # the third waits in the queue
-    await script.until(lambda: len(mock.posts) == 8 and front._gate.admission.queued == 1)
-    await front.stop()
-    front.stop = _nothing
+    await script.until(lambda: len(mock.posts) == 8 and router._gate.admission.queued == 1)
+    await router.stop()
+    router.stop = _nothing
     for path, client in streams.items():
         rest = await asyncio.wait_for(client.reader.read(), 5)
         assert _ERRORS[path] in rest, path

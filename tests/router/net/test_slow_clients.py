@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 
-async def test_answers_to_pipelined_requests_wait_for_their_reader(router, worker, connect, script):
+async def test_answers_to_pipelined_requests_wait_for_their_reader(start_router, worker, connect, script):
     """Requests after a response that is not read are not served: their responses would pile up here."""
     answers = 0
     body = b"x" * 2**15
@@ -15,8 +15,8 @@ async def test_answers_to_pipelined_requests_wait_for_their_reader(router, worke
         answers += 1
         served.answer(body=body)
 
-    front = await router(await worker(answer))
-    client = await connect(front)
+    router = await start_router(await worker(answer))
+    client = await connect(router)
     many = 800
     for _ in range(many):
         client.send("POST", "/generate", b"{}")
@@ -24,7 +24,7 @@ async def test_answers_to_pipelined_requests_wait_for_their_reader(router, worke
     while before != answers or not answers:
         before = answers
         await asyncio.sleep(0.1)
-    (connection,) = front._connections
+    (connection,) = router._connections
     assert connection.transport.get_write_buffer_size() < 2**19
     assert answers < many
     read = 0
@@ -33,18 +33,18 @@ async def test_answers_to_pipelined_requests_wait_for_their_reader(router, worke
     await script.until(lambda: answers == many)
 
 
-async def test_own_answers_wait_for_their_reader_too(router, connect):
-    front = await router()
-    client = await connect(front)
+async def test_own_answers_wait_for_their_reader_too(start_router, connect):
+    router = await start_router()
+    client = await connect(router)
     many = 20_000
     client.writer.write(b"GET /metrics HTTP/1.1\r\nHost: r\r\n\r\n" * many)
     await asyncio.sleep(0.2)
-    (connection,) = front._connections
+    (connection,) = router._connections
     assert connection.transport.get_write_buffer_size() < 2**20
     client.leave()
 
 
-async def test_a_client_that_reads_nothing_is_given_up(router, worker, connect, script):
+async def test_a_client_that_reads_nothing_is_given_up(start_router, worker, connect, script):
     """Its request occupies the admission limit and a worker's load; of a suspended client, until it is woken."""
     async def pour(served):
         served.head()
@@ -55,19 +55,19 @@ async def test_a_client_that_reads_nothing_is_given_up(router, worker, connect, 
         served.worker.left += 1
 
     mock = await worker(pour)
-    front = await router(mock, client_timeout_secs=0.2)
-    client = await connect(front)
+    router = await start_router(mock, client_timeout_secs=0.2)
+    client = await connect(router)
     client.send("POST", "/generate", b'{"stream": true}')
     await script.until(lambda: mock.posts)
-    (listed,) = front.registry
+    (listed,) = router.registry
     assert listed.load == 1
     await script.until(lambda: mock.left, seconds=10)
     assert not listed.load
-    assert not front._connections
-    assert front.metrics.client_disconnects == 1
+    assert not router._connections
+    assert router.metrics.client_disconnects == 1
 
 
-async def test_a_client_that_reads_slowly_is_not(router, worker, connect, script):
+async def test_a_client_that_reads_slowly_is_not(start_router, worker, connect, script):
     async def pour(served):
         served.head()
         for _ in range(128):
@@ -75,8 +75,8 @@ async def test_a_client_that_reads_slowly_is_not(router, worker, connect, script
             served.event("x" * 2**16)
         served.end()
 
-    front = await router(await worker(pour), client_timeout_secs=0.2)
-    client = await connect(front)
+    router = await start_router(await worker(pour), client_timeout_secs=0.2)
+    client = await connect(router)
     client.send("POST", "/generate", b'{"stream": true}')
     data = b""
     while not data.endswith(b"0\r\n\r\n"):
@@ -84,4 +84,4 @@ async def test_a_client_that_reads_slowly_is_not(router, worker, connect, script
         assert received
         data += received
         await asyncio.sleep(0.01)
-    assert front.metrics.client_disconnects == 0
+    assert router.metrics.client_disconnects == 0

@@ -27,7 +27,7 @@ def workers(count: int) -> tuple[Worker, ...]:
 
 
 def asked(policy, headers: str = "", authorization: bytes = b"", **body):
-    """What the policy reads of a request."""
+    """Returns what the policy reads of a request."""
     made = Request(headers=headers.encode(), authorization=authorization, body=json.dumps(body).encode())
     return policy.read(made, routing_fields(made.body))
 
@@ -139,8 +139,8 @@ def test_keys_of_each_worker_are_counted(steps):
     table = KeyTable()
     for number, worker_id, new in steps:
         table.assign(number, worker_id, new=new)
-        held = Counter(worker for entry in table._entries.values() for worker in entry.workers)
-        assert held == table.groups
+        expected = Counter(worker for entry in table._entries.values() for worker in entry.workers)
+        assert expected == table.groups
         assert all(len(entry.workers) <= 2 for entry in table._entries.values())
 
 
@@ -206,8 +206,8 @@ def test_the_heaps_of_buckets_are_right(steps):
 def test_prompts_that_begin_alike_go_to_one_worker():
     pool, policy = workers(6), PrefixHash(token_count=8)
     for beginning in ("a" * 40, "b" * 40, "c" * 40):
-        told = {policy.choose(pool, asked(policy, prompt=beginning + tail)).worker for tail in ("", "x", "yy" * 500)}
-        assert len(told) == 1
+        chosen = {policy.choose(pool, asked(policy, prompt=beginning + tail)).worker for tail in ("", "x", "yy" * 500)}
+        assert len(chosen) == 1
     ids = {policy.choose(pool, asked(policy, input_ids=[*range(8), *tail])).worker for tail in ([], [1], [2, 3] * 90)}
     assert len(ids) == 1
     spread = {policy.choose(pool, asked(policy, prompt=str(at).zfill(3) * 9)).worker for at in range(60)}
@@ -246,35 +246,35 @@ def test_flags_out_of_range_are_refused(flag):
 
 
 @pytest.mark.parametrize("policy", ["consistent_hashing", "manual"])
-async def test_keys_stick_through_the_router(router, worker, request_to, policy):
+async def test_keys_stick_through_the_router(start_router, worker, request_to, policy):
     mocks = [await worker() for _ in range(3)]
-    front = await router(*mocks, policy=policy)
+    router = await start_router(*mocks, policy=policy)
     for name in map(str, range(12)):
         for _ in range(3):
-            assert (await request_to(front, "POST", "/generate", {"text": name}, key(name))).status == 200
+            assert (await request_to(router, "POST", "/generate", {"text": name}, key(name))).status == 200
     homes = [{served.json["text"] for served in mock.posts} for mock in mocks]
     assert sum(map(len, homes)) == 12
     assert sum(map(bool, homes)) > 1
 
 
 @pytest.mark.parametrize("policy", ["consistent_hashing", "manual", "bucket", "prefix_hash"])
-async def test_pairs_are_chosen_by_them(router, worker, request_to, policy):
+async def test_pairs_are_chosen_by_them(start_router, worker, request_to, policy):
     prefills = [await worker(disaggregation_mode="prefill") for _ in range(2)]
     decodes = [await worker(disaggregation_mode="decode") for _ in range(2)]
-    front = await router(prefill=prefills, decode=decodes, policy=policy,
-                         balance_abs_threshold=100_000)
+    router = await start_router(prefill=prefills, decode=decodes, policy=policy,
+                                balance_abs_threshold=100_000)
     for _ in range(4):
-        assert (await request_to(front, "POST", "/generate", {"text": "x" * 2000}, key("a"))).status == 200
+        assert (await request_to(router, "POST", "/generate", {"text": "x" * 2000}, key("a"))).status == 200
     for mocks in (prefills, decodes):
         assert sorted(len(mock.posts) for mock in mocks) == [0, 4]
 
 
-async def test_a_missing_target_is_unavailable(router, worker, request_to):
+async def test_a_missing_target_is_unavailable(start_router, worker, request_to):
     prefill, decode = await worker(disaggregation_mode="prefill"), await worker(disaggregation_mode="decode")
-    front = await router(prefill=[prefill, await worker(disaggregation_mode="prefill")], decode=[decode],
-                         policy="consistent_hashing")
-    reply = await request_to(front, "POST", "/generate", {"text": "x"}, "X-SMG-Target-Worker: 1\r\n")
+    router = await start_router(prefill=[prefill, await worker(disaggregation_mode="prefill")], decode=[decode],
+                                policy="consistent_hashing")
+    reply = await request_to(router, "POST", "/generate", {"text": "x"}, "X-SMG-Target-Worker: 1\r\n")
     assert reply.status == 503 and "1 available workers" in reply.error["message"]
     assert not prefill.posts + decode.posts
-    whole = await router(decode, policy="consistent_hashing")
+    whole = await start_router(decode, policy="consistent_hashing")
     assert (await request_to(whole, "POST", "/generate", {"text": "x"}, "X-SMG-Target-Worker: 3\r\n")).status == 503

@@ -21,7 +21,7 @@ def chunk(event: str) -> bytes:
 
 def event(token: int) -> str:
     return json.dumps({"id": "chatcmpl-1", "created": 5, "choices": [{"delta": {"content": f" {token}"},
-                                                                     "finish_reason": None, "token_ids": [token]}]},
+                                                                      "finish_reason": None, "token_ids": [token]}]},
                       separators=(",", ":"))
 
 
@@ -59,7 +59,7 @@ def counting(*, until=None, then="die", asked=None):
 
 
 @pytest.mark.parametrize("pairs", [False, True])
-async def test_no_stream_is_continued_with_other_weights(router, worker, chat, pairs):
+async def test_no_stream_is_continued_with_other_weights(start_router, worker, chat, pairs):
     """Its end would be of another answer than its beginning."""
     def info_of(name):
         return {**OURS, "model_fingerprint": name, "epoch": name}
@@ -68,9 +68,9 @@ async def test_no_stream_is_continued_with_other_weights(router, worker, chat, p
     other, same = [await worker(counting(), **info_of(name)) for name in ("new", "old")]
     streams = [breaks, other, same]
     if pairs:
-        made = await router(prefill=[await worker(**info_of("old"))], decode=streams, policy="round_robin")
+        made = await start_router(prefill=[await worker(**info_of("old"))], decode=streams, policy="round_robin")
     else:
-        made = await router(*streams, policy="round_robin")
+        made = await start_router(*streams, policy="round_robin")
     for _ in range(6):
         assert tokens_of(await chat(made, **GREEDY)) == list(range(COUNT))
     continued = [mock for mock in streams for served in mock.posts if "continuation" in served.json]
@@ -96,35 +96,35 @@ def tokens_of(reply) -> list[int]:
 
 @pytest.mark.parametrize("then", ["die", "torn", "error"])
 @pytest.mark.parametrize("until", [1, 3, 7])
-async def test_a_stream_is_continued_by_another_worker(router, worker, chat, then, until):
+async def test_a_stream_is_continued_by_another_worker(start_router, worker, chat, then, until):
     bad, good = await worker(counting(until=until, then=then), **OURS), await worker(counting(), **OURS)
-    front = await router(bad, good, policy="round_robin")
+    router = await start_router(bad, good, policy="round_robin")
     for _ in range(2):
-        reply = await chat(front, **GREEDY)
+        reply = await chat(router, **GREEDY)
         assert reply.complete and tokens_of(reply) == list(range(COUNT))
-    assert (front.metrics.continued_streams, front.metrics.broken_streams) == (1, 0)
+    assert (router.metrics.continued_streams, router.metrics.broken_streams) == (1, 0)
 
 
 @pytest.mark.parametrize("then", ["die", "torn", "error"])
-async def test_a_stream_is_continued_by_another_pair(router, worker, script, chat, then):
+async def test_a_stream_is_continued_by_another_pair(start_router, worker, script, chat, then):
     asked = []
     p = await worker(script.answer)
     bad = await worker(counting(until=4, then=then), **OURS)
     good = await worker(counting(asked=asked), **OURS)
-    front = await router(prefill=[p], decode=[bad, good], policy="round_robin")
-    p_is_ours = next(w for w in front.registry if w.role == "prefill")
+    router = await start_router(prefill=[p], decode=[bad, good], policy="round_robin")
+    p_is_ours = next(w for w in router.registry if w.role == "prefill")
     p_is_ours.is_baton = True
     for _ in range(2):
-        assert tokens_of(await chat(front, **GREEDY)) == list(range(COUNT))
-    assert front.metrics.continued_streams == 1
+        assert tokens_of(await chat(router, **GREEDY)) == list(range(COUNT))
+    assert router.metrics.continued_streams == 1
     rooms = [served.json["bootstrap_room"] for served in p.posts]
     assert len(set(rooms)) == len(rooms) == 3
     assert [body.get("continuation", {}).get("token_ids") for _, body in asked] in ([[0, 1, 2, 3], None],
-                                                                                  [None, [0, 1, 2, 3]])
+                                                                                    [None, [0, 1, 2, 3]])
     assert {header for header, _ in asked} == {b"1"}
 
 
-async def test_only_the_end_got_lost(router, worker, chat):
+async def test_only_the_end_got_lost(start_router, worker, chat):
     async def almost(served):
         served.head()
         served.write(chunk(event(0)))
@@ -132,8 +132,8 @@ async def test_only_the_end_got_lost(router, worker, chat):
         await asyncio.sleep(0.02)
         served.die()
 
-    front = await router(await worker(almost, **OURS))
-    reply = await chat(front, **GREEDY)
+    router = await start_router(await worker(almost, **OURS))
+    reply = await chat(router, **GREEDY)
     assert reply.complete and tokens_of(reply) == [0]
 
 
@@ -144,28 +144,30 @@ async def test_only_the_end_got_lost(router, worker, chat):
     (OURS, {**GREEDY, "logprobs": True}, {}),
     (OURS, GREEDY, {"stream_continuation": False}),
 ])
-async def test_a_stream_that_cannot_be_continued_ends_with_an_error_event(router, worker, chat, info, fields, options):
-    front = await router(await worker(counting(until=2), **info), await worker(counting(until=2), **info), **options)
-    reply = await chat(front, **fields)
+async def test_a_stream_that_cannot_be_continued_ends_with_an_error_event(
+        start_router, worker, chat, info, fields, options):
+    workers = [await worker(counting(until=2), **info) for _ in range(2)]
+    router = await start_router(*workers, **options)
+    reply = await chat(router, **fields)
     assert b'"error"' in reply.body and b"[DONE]" not in reply.body
-    assert front.metrics.broken_streams == 1
+    assert router.metrics.broken_streams == 1
 
 
-async def test_the_end_of_retries_is_reported(router, worker, chat):
-    front = await router(await worker(counting(until=1), **OURS), retry_max_retries=2)
-    reply = await chat(front, **GREEDY)
+async def test_the_end_of_retries_is_reported(start_router, worker, chat):
+    router = await start_router(await worker(counting(until=1), **OURS), retry_max_retries=2)
+    reply = await chat(router, **GREEDY)
     assert b'"error"' in reply.body
     assert reply.body.count(b'"token_ids"') == 3
 
 
-async def test_a_client_that_leaves_while_its_stream_moves(router, worker, script, connect):
+async def test_a_client_that_leaves_while_its_stream_moves(start_router, worker, script, connect):
     bad = await worker(counting(until=2), **OURS)
-    front = await router(bad, retry_initial_backoff_ms=300.0)
-    client = await connect(front)
+    router = await start_router(bad, retry_initial_backoff_ms=300.0)
+    client = await connect(router)
     client.send("POST", "/v1/chat/completions", json.dumps(GREEDY).encode())
-    await script.until(lambda: front.metrics.continued_streams)
+    await script.until(lambda: router.metrics.continued_streams)
     client.leave()
-    await script.until(lambda: front.metrics.client_disconnects == 1)
+    await script.until(lambda: router.metrics.client_disconnects == 1)
     await asyncio.sleep(0.4)
     assert len(bad.posts) == 1
 
@@ -205,23 +207,23 @@ def test_what_can_be_continued(body, yes):
 # ---------------------------------------------------------------------- decode alone
 
 
-async def test_without_prefill_workers_our_decode_server_does_all(router, worker, script, chat):
+async def test_without_prefill_workers_our_decode_server_does_all(start_router, worker, script, chat):
     async def wait_for_cache(served):
         await (script.silence if "bootstrap_room" in served.json else script.answer)(served)
 
     p, d = await worker(), await worker(wait_for_cache, **OURS)
-    front = await router(prefill=[p], decode=[d], health_check_interval_secs=60)
+    router = await start_router(prefill=[p], decode=[d], health_check_interval_secs=60)
     await p.stop()
-    reply = await chat(front)
+    reply = await chat(router)
     assert reply.status == 200
     assert "bootstrap_room" not in d.posts[-1].json
 
 
 @pytest.mark.parametrize(("info", "words", "alone"), [(OURS, 5, True), (OURS, 5000, False), ({}, 5, False)])
-async def test_short_prompts_are_prefilled_by_our_decode_server(router, worker, chat, info, words, alone):
+async def test_short_prompts_are_prefilled_by_our_decode_server(start_router, worker, chat, info, words, alone):
     p, d = await worker(), await worker(**info)
-    front = await router(prefill=[p], decode=[d], local_prefill_tokens=100)
-    assert (await chat(front, messages=[{"role": "user", "content": "word " * words}])).status == 200
+    router = await start_router(prefill=[p], decode=[d], local_prefill_tokens=100)
+    assert (await chat(router, messages=[{"role": "user", "content": "word " * words}])).status == 200
     assert (not p.posts, "bootstrap_room" in d.posts[0].json) == (alone, not alone)
 
 
@@ -245,7 +247,7 @@ def spoken(token: int, last: bool = False) -> bytes:
 
 
 @pytest.mark.parametrize("then", ["die", "error", "aborted"])
-async def test_messages_are_continued_by_another_worker(router, worker, connect, then):
+async def test_messages_are_continued_by_another_worker(start_router, worker, connect, then):
     begun = []
 
     async def behave(served):
@@ -268,8 +270,8 @@ async def test_messages_are_continued_by_another_worker(router, worker, connect,
             await asyncio.sleep(0.002)
         served.end()
 
-    front = await router(await worker(behave, **OURS), await worker(behave, **OURS))
-    client = await connect(front)
+    router = await start_router(await worker(behave, **OURS), await worker(behave, **OURS))
+    client = await connect(router)
     client.send("POST", "/v1/messages", json.dumps({"messages": [], "stream": True, "temperature": 0}).encode())
     reply = await client.reply()
     assert reply.complete
@@ -281,14 +283,14 @@ async def test_messages_are_continued_by_another_worker(router, worker, connect,
 
 
 @pytest.mark.parametrize("end", ['{"type":"message_stop"}', '{"type":"response.completed","response":{"output":[]}}'])
-async def test_of_other_apis_too_the_end_alone_needs_no_worker(router, worker, connect, end):
+async def test_of_other_apis_too_the_end_alone_needs_no_worker(start_router, worker, connect, end):
     async def almost(served):
         served.head()
         served.write(chunk(end))
         await asyncio.sleep(0.02)
         served.die()
 
-    client = await connect(await router(await worker(almost, **OURS)))
+    client = await connect(await start_router(await worker(almost, **OURS)))
     client.send("POST", "/v1/messages", json.dumps(GREEDY).encode())
     reply = await client.reply()
     assert reply.complete and reply.body == b"data: " + end.encode() + b"\n\n"

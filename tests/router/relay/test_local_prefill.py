@@ -27,51 +27,51 @@ def turns(*texts: str) -> list[dict]:
     return [{"role": "user", "content": text} for text in texts]
 
 
-async def was_prefilled_locally(front, chat, p, messages) -> bool:
+async def was_prefilled_locally(router, chat, p, messages) -> bool:
     """True if decode served the chat without prefill."""
     before = len(p.posts)
-    assert (await chat(front, messages=messages)).status == 200
+    assert (await chat(router, messages=messages)).status == 200
     return len(p.posts) == before
 
 
 @pytest.mark.parametrize(("policy", "knows"), [("cache_aware", True), ("round_robin", False), ("cache_exact", True)])
-async def test_a_long_prompt_that_decode_was_sent_before_is_prefilled_there(router, worker, chat, policy, knows):
+async def test_a_long_prompt_that_decode_was_sent_before_is_prefilled_there(start_router, worker, chat, policy, knows):
     """The second turn of a long conversation is short for decode, which has the first one cached."""
     p, d, other = await worker(), await worker(**OURS), await worker(**OURS)
-    front = await router(prefill=[p], decode=[d, other], local_prefill_tokens=100, policy=policy)
+    router = await start_router(prefill=[p], decode=[d, other], local_prefill_tokens=100, policy=policy)
     long = words(1, 600)
-    assert not await was_prefilled_locally(front, chat, p, turns(long))
-    assert await was_prefilled_locally(front, chat, p, turns(long, "go on")) is knows
+    assert not await was_prefilled_locally(router, chat, p, turns(long))
+    assert await was_prefilled_locally(router, chat, p, turns(long, "go on")) is knows
     if knows:
         assert sorted(len(decode.posts) for decode in (d, other)) == [0, 2]
-    assert not await was_prefilled_locally(front, chat, p, turns(long, words(2, 600)))  # over 100 new tokens
-    assert not await was_prefilled_locally(front, chat, p, turns(words(3, 600)))
-    assert await was_prefilled_locally(front, chat, p, turns("hello"))
+    assert not await was_prefilled_locally(router, chat, p, turns(long, words(2, 600)))  # over 100 new tokens
+    assert not await was_prefilled_locally(router, chat, p, turns(words(3, 600)))
+    assert await was_prefilled_locally(router, chat, p, turns("hello"))
 
 
-async def test_what_decode_publishes_counts(router, worker, request_to):
+async def test_what_decode_publishes_counts(start_router, worker, request_to):
     """Pages that a decode server reports as cached need no prefill; those that it lost do."""
     p, d = await worker(), await worker(**OURS)
-    front = await router(prefill=[p], decode=[d], local_prefill_tokens=64, policy="cache_exact")
-    policy = front.dispatcher.policies.common["decode"]
+    router = await start_router(prefill=[p], decode=[d], local_prefill_tokens=64, policy="cache_exact")
+    policy = router.dispatcher.policies.common["decode"]
     tokens = [Random(4).randrange(30_000) for _ in range(40 * PAGE)]
-    (decode,) = front.registry.available("decode")
+    (decode,) = router.registry.available("decode")
     policy.kv_index.apply(decode.id, [Stored(page_hashes(tokens, PAGE), None, tokens, PAGE)])
     body = {"input_ids": tokens + [1] * 50, "sampling_params": {}}
-    assert (await request_to(front, "POST", "/generate", body)).status == 200
+    assert (await request_to(router, "POST", "/generate", body)).status == 200
     assert (len(p.posts), len(d.posts)) == (0, 1)
     policy.kv_index.clear(decode.id)
     for memory in (policy.recent, policy.recent_decode, policy.sent):
         memory.age(), memory.age()
-    assert (await request_to(front, "POST", "/generate", body)).status == 200
+    assert (await request_to(router, "POST", "/generate", body)).status == 200
     assert len(p.posts) == 1
 
 
-async def test_other_engines_always_get_a_prefill_worker(router, worker, chat):
+async def test_other_engines_always_get_a_prefill_worker(start_router, worker, chat):
     p, d = await worker(), await worker()
-    front = await router(prefill=[p], decode=[d], local_prefill_tokens=100)
+    router = await start_router(prefill=[p], decode=[d], local_prefill_tokens=100)
     for _ in range(2):
-        assert not await was_prefilled_locally(front, chat, p, turns("hello"))
+        assert not await was_prefilled_locally(router, chat, p, turns("hello"))
 
 
 # ---------------------------------------------------------------------- policies

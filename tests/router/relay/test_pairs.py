@@ -101,9 +101,9 @@ async def ready(router, script):
     await script.until(lambda: router.registry.ready(pairs=True))
 
 
-async def test_all_pairs_are_tried_before_the_first_request(router, fleet, script):
+async def test_all_pairs_are_tried_before_the_first_request(start_router, fleet, script):
     prefills, decodes = [await fleet.prefill() for _ in range(2)], [await fleet.decode() for _ in range(2)]
-    made = await router(prefill=prefills, decode=decodes)
+    made = await start_router(prefill=prefills, decode=decodes)
     await script.until(lambda: len(fleet.trials) == 4)
     await ready(made, script)
     assert {(p, d) for p in prefills for d in decodes} == set(fleet.trials)
@@ -112,19 +112,19 @@ async def test_all_pairs_are_tried_before_the_first_request(router, fleet, scrip
 
 @pytest.mark.parametrize("policy", ["round_robin", "random", "least_loaded", "power_of_two", "cache_aware",
                                     "cache_exact", "consistent_hash"])
-async def test_what_does_not_fit_is_never_chosen(router, fleet, chat, script, policy):
+async def test_what_does_not_fit_is_never_chosen(start_router, fleet, chat, script, policy):
     p, d, other = await fleet.prefill("a"), await fleet.decode("a"), await fleet.decode("b")
     lonely = await fleet.prefill("c")
-    made = await router(prefill=[p, lonely], decode=[d, other], policy=policy)
+    made = await start_router(prefill=[p, lonely], decode=[d, other], policy=policy)
     await ready(made, script)
     assert await served_by(made, chat, [p, d, other, lonely]) == [12, 12, 0, 0]
 
 
-async def test_two_kinds_serve_side_by_side(router, fleet, chat, script):
+async def test_two_kinds_serve_side_by_side(start_router, fleet, chat, script):
     """As in the middle of a rolling update."""
     old, new = (await fleet.prefill("old"), await fleet.decode("old")), (await fleet.prefill("new"),
                                                                          await fleet.decode("new"))
-    made = await router(prefill=[old[0], new[0]], decode=[old[1], new[1]], policy="round_robin")
+    made = await start_router(prefill=[old[0], new[0]], decode=[old[1], new[1]], policy="round_robin")
     await script.until(lambda: made.registry.pairs().count == 2)
     assert await served_by(made, chat, [*old, *new]) == [6, 6, 6, 6]
     for p, d in (old, new):
@@ -132,9 +132,9 @@ async def test_two_kinds_serve_side_by_side(router, fleet, chat, script):
         assert ports == [p.info["disaggregation_bootstrap_port"]] * 6
 
 
-async def test_a_misfit_is_logged_once_and_shown(router, fleet, chat, script, request_to, warnings):
+async def test_a_misfit_is_logged_once_and_shown(start_router, fleet, chat, script, request_to, warnings):
     p, d, other = await fleet.prefill("a"), await fleet.decode("a"), await fleet.decode("b")
-    made = await router(prefill=[p], decode=[d, other])
+    made = await start_router(prefill=[p], decode=[d, other])
     await script.until(lambda: len(fleet.trials) == 2)
     await ready(made, script)
     await served_by(made, chat, [p])
@@ -151,9 +151,9 @@ async def test_a_misfit_is_logged_once_and_shown(router, fleet, chat, script, re
     assert f'baton_router_worker_incompatible_peers{{role="decode",worker="{other.url}"}} 1.0' in metrics
 
 
-async def test_not_ready_where_no_pair_fits_and_decode_serves_alone(router, fleet, chat, script, request_to):
+async def test_not_ready_where_no_pair_fits_and_decode_serves_alone(start_router, fleet, chat, script, request_to):
     p, d = await fleet.prefill("a"), await fleet.decode("b")
-    made = await router(prefill=[p], decode=[d])
+    made = await start_router(prefill=[p], decode=[d])
     await script.until(lambda: any(worker.misfits for worker in made.registry))
     reply = await request_to(made, "GET", "/readiness")
     assert reply.status == 503
@@ -162,28 +162,28 @@ async def test_not_ready_where_no_pair_fits_and_decode_serves_alone(router, flee
     assert all(b"bootstrap" not in body for body in d.bodies)
 
 
-async def test_without_own_servers_the_client_hears_of_it_at_once(router, fleet, chat, script):
+async def test_without_own_servers_the_client_hears_of_it_at_once(start_router, fleet, chat, script):
     p, d = await fleet.prefill("a"), await fleet.decode("b")
     p.info["stream_continuation"] = d.info["stream_continuation"] = False
-    made = await router(prefill=[p], decode=[d])
+    made = await start_router(prefill=[p], decode=[d])
     await script.until(lambda: any(worker.misfits for worker in made.registry))
     reply = await chat(made)
     assert reply.status == 503 and "fits" in reply.error["message"] and not p.posts and not d.posts
 
 
-async def test_a_worker_that_comes_back_as_another_is_tried_again(router, fleet, chat, script, warnings):
+async def test_a_worker_that_comes_back_as_another_is_tried_again(start_router, fleet, chat, script, warnings):
     """Within a second or so, whatever the interval of checks."""
     p, d = await fleet.prefill("a"), await fleet.decode("b")
-    made = await router(prefill=[p], decode=[d], health_check_interval_secs=60.0)
+    made = await start_router(prefill=[p], decode=[d], health_check_interval_secs=60.0)
     await script.until(warnings)
     fleet.become(d, "a")
     await ready(made, script)
     assert await served_by(made, chat, [p, d], 3) == [3, 3]
 
 
-async def test_a_worker_that_joins_later_is_tried(router, fleet, chat, script, request_to):
+async def test_a_worker_that_joins_later_is_tried(start_router, fleet, chat, script, request_to):
     p, d = await fleet.prefill("a"), await fleet.decode("b")
-    made = await router(prefill=[p], decode=[d])
+    made = await start_router(prefill=[p], decode=[d])
     await script.until(lambda: any(worker.misfits for worker in made.registry))
     later = await fleet.decode("a")
     await request_to(made, "POST", "/add_worker", {"url": later.url, "role": "decode"})
@@ -193,10 +193,10 @@ async def test_a_worker_that_joins_later_is_tried(router, fleet, chat, script, r
     assert await served_by(made, chat, [p, later], 3) == [3, 3]
 
 
-async def test_replaced_weights_separate_a_pair_until_both_have_them(router, fleet, chat, script):
+async def test_replaced_weights_separate_a_pair_until_both_have_them(start_router, fleet, chat, script):
     """Fingerprints that differ need no trial: no pair is formed even while a trial runs."""
     p, d = await fleet.prefill("a", model_fingerprint="old"), await fleet.decode("a", model_fingerprint="old")
-    made = await router(prefill=[p], decode=[d])
+    made = await start_router(prefill=[p], decode=[d])
     await ready(made, script)
     fleet.become(p, "a2", model_fingerprint="new")
     fleet.fits = lambda prefill, decode: True  # as of a handshake that does not know of fingerprints
@@ -210,11 +210,11 @@ async def test_replaced_weights_separate_a_pair_until_both_have_them(router, fle
 
 
 @pytest.mark.parametrize("checks", [{"health_check_interval_secs": 60.0}, {"disable_health_check": True}])
-async def test_a_refusal_that_a_request_meets_is_looked_into_at_once(router, fleet, chat, script, checks):
+async def test_a_refusal_that_a_request_meets_is_looked_into_at_once(start_router, fleet, chat, script, checks):
     """The router's next health check is a minute away, or never comes."""
     p, d = await fleet.prefill("a"), await fleet.decode("a")
     spare = await fleet.decode("a")
-    made = await router(prefill=[p], decode=[d, spare], policy="round_robin", **checks)
+    made = await start_router(prefill=[p], decode=[d, spare], policy="round_robin", **checks)
     await script.until(lambda: len(fleet.trials) == 2)
     await ready(made, script)
     fleet.refuses = True
@@ -224,10 +224,10 @@ async def test_a_refusal_that_a_request_meets_is_looked_into_at_once(router, fle
     assert await served_by(made, chat, [spare, d], 4) == [4, 0]
 
 
-async def test_very_many_pairs_are_tried_a_few_at_a_time(router, fleet, script):
+async def test_very_many_pairs_are_tried_a_few_at_a_time(start_router, fleet, script):
     fleet.seconds = 0.002
     prefills, decodes = [await fleet.prefill() for _ in range(20)], [await fleet.decode() for _ in range(20)]
-    made = await router(prefill=prefills, decode=decodes, health_check_interval_secs=60.0)
+    made = await start_router(prefill=prefills, decode=decodes, health_check_interval_secs=60.0)
     await ready(made, script)
     assert len(fleet.trials) < 100, "requests are served long before all are connected"
     await script.until(lambda: len(fleet.trials) == 400)
@@ -235,27 +235,28 @@ async def test_very_many_pairs_are_tried_a_few_at_a_time(router, fleet, script):
     assert 1 < fleet.most <= pair_trials.MAX_CONCURRENT_TRIALS
 
 
-async def test_servers_that_cannot_be_asked_are_used(router, worker, fleet, chat, script):
+async def test_servers_that_cannot_be_asked_are_used(start_router, worker, fleet, chat, script):
     p = await fleet.prefill("a")
     d = await worker(script.status(404), disaggregation_mode="decode", **fleet.info_of("a"))
-    made = await router(prefill=[p], decode=[d])
+    made = await start_router(prefill=[p], decode=[d])
     await ready(made, script)
     d.behaviour = script.answer
     assert await served_by(made, chat, [p, d], 3) == [3, 3]
 
 
-async def test_a_pair_that_could_not_be_tried_is_used_and_tried_again(router, worker, fleet, chat, script, monkeypatch):
+async def test_a_pair_that_could_not_be_tried_is_used_and_tried_again(
+        start_router, worker, fleet, chat, script, monkeypatch):
     monkeypatch.setattr(pair_trials, "_RETRY_SECONDS", 0.05)
     p = await fleet.prefill("a")
     d = await worker(script.die, disaggregation_mode="decode", **fleet.info_of("a"))
-    made = await router(prefill=[p], decode=[d])
+    made = await start_router(prefill=[p], decode=[d])
     await ready(made, script)
     d.behaviour = fleet.answer
     fleet.fits = lambda prefill, decode: False
     await script.until(lambda: not made.registry.ready(pairs=True))
 
 
-async def test_one_of_a_kind_that_differs_is_set_apart(router, fleet, chat, script):
+async def test_one_of_a_kind_that_differs_is_set_apart(start_router, fleet, chat, script):
     """Two report the same key, and one of them cannot be reached."""
     p, d, odd = await fleet.prefill("a"), await fleet.decode("a"), await fleet.decode("a")
     fleet.fits = None
@@ -268,21 +269,21 @@ async def test_one_of_a_kind_that_differs_is_set_apart(router, fleet, chat, scri
         else:
             served.answer()
     p.behaviour = d.behaviour = odd.behaviour = answer
-    made = await router(prefill=[p], decode=[d, odd], policy="round_robin")
+    made = await start_router(prefill=[p], decode=[d, odd], policy="round_robin")
     await script.until(lambda: made.registry.pairs().count == 1)
     assert await served_by(made, chat, [p, d, odd], 4) == [4, 4, 0]
 
 
-async def test_servers_of_others_are_not_tried(router, worker, chat):
+async def test_servers_of_others_are_not_tried(start_router, worker, chat):
     p, d = await worker(disaggregation_mode="prefill"), await worker(disaggregation_mode="decode")
-    made = await router(prefill=[p], decode=[d])
+    made = await start_router(prefill=[p], decode=[d])
     assert (await chat(made)).status == 200
     assert len(p.posts) == len(d.posts) == 1 and d.posts[0].target == b"/v1/chat/completions"
 
 
-async def test_servers_of_two_models_are_not_tried_with_each_other(router, fleet, script, warnings):
+async def test_servers_of_two_models_are_not_tried_with_each_other(start_router, fleet, script, warnings):
     p, d = await fleet.prefill("a"), await fleet.decode("a")
-    made = await router(prefill=[p], decode=[d])
+    made = await start_router(prefill=[p], decode=[d])
     await ready(made, script)
     others = [Worker(Endpoint.parse(mock.url), role, model_id="another") for mock, role in
               ((await fleet.prefill("b"), "prefill"), (await fleet.decode("b"), "decode"))]

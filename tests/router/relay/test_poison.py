@@ -95,8 +95,8 @@ def dead(workers):
     return sum(mock.dead for mock in workers)
 
 
-def ask(chat, front, text, **fields):
-    return asyncio.ensure_future(chat(front, messages=[{"role": "user", "content": text}], **fields))
+def ask(chat, router, text, **fields):
+    return asyncio.ensure_future(chat(router, messages=[{"role": "user", "content": text}], **fields))
 
 
 def assert_refused(reply):
@@ -108,35 +108,35 @@ def assert_refused(reply):
 
 
 @pytest.mark.parametrize("how", ["killed", "engine"])
-async def test_poison_kills_two_of_a_pool_and_all_requests_next_to_it_are_answered(router, chat, pool, how):
+async def test_poison_kills_two_of_a_pool_and_all_requests_next_to_it_are_answered(start_router, chat, pool, how):
     workers = await pool(4, mortal(how=how))
-    front = await router(*workers, policy="round_robin")
-    innocents = [ask(chat, front, f"hello {number}") for number in range(12)]
-    killer = ask(chat, front, "poison")
-    innocents += [ask(chat, front, f"bye {number}") for number in range(12)]
+    router = await start_router(*workers, policy="round_robin")
+    innocents = [ask(chat, router, f"hello {number}") for number in range(12)]
+    killer = ask(chat, router, "poison")
+    innocents += [ask(chat, router, f"bye {number}") for number in range(12)]
     assert_refused(await killer)
     assert [(await reply).status for reply in innocents] == [200] * 24
     assert dead(workers) == 2
-    assert front.metrics.poison_requests == 1
+    assert router.metrics.poison_requests == 1
 
 
-async def test_its_like_is_refused_for_a_while_whatever_ids_it_carries(router, chat, pool, script):
+async def test_its_like_is_refused_for_a_while_whatever_ids_it_carries(start_router, chat, pool, script):
     workers = await pool(3, mortal())
-    front = await router(*workers, policy="round_robin", poison_refusal_secs=1.0)
-    assert_refused(await chat(front, messages=POISON))
+    router = await start_router(*workers, policy="round_robin", poison_refusal_secs=1.0)
+    assert_refused(await chat(router, messages=POISON))
     for ids in ({"rid": "a"}, {"user": "b", "metadata": {"try": 2}}):
-        assert_refused(await chat(front, messages=POISON, **ids))
-    assert (dead(workers), front.metrics.poison_requests) == (2, 3)
-    assert (await chat(front)).status == 200
-    await script.until(lambda: not front.dispatcher.poison.records)
-    assert (await chat(front, messages=POISON)).status != 400 and dead(workers) == 3
+        assert_refused(await chat(router, messages=POISON, **ids))
+    assert (dead(workers), router.metrics.poison_requests) == (2, 3)
+    assert (await chat(router)).status == 200
+    await script.until(lambda: not router.dispatcher.poison.records)
+    assert (await chat(router, messages=POISON)).status != 400 and dead(workers) == 3
 
 
-async def test_poison_in_streams_next_to_others_that_are_continued(router, chat, pool):
+async def test_poison_in_streams_next_to_others_that_are_continued(start_router, chat, pool):
     workers = await pool(4, counting(kills_at=3), **OURS)
-    front = await router(*workers, policy="round_robin")
-    innocents = [ask(chat, front, f"hello {number}", stream=True, temperature=0) for number in range(12)]
-    killer = await ask(chat, front, "poison", stream=True, temperature=0)
+    router = await start_router(*workers, policy="round_robin")
+    innocents = [ask(chat, router, f"hello {number}", stream=True, temperature=0) for number in range(12)]
+    killer = await ask(chat, router, "poison", stream=True, temperature=0)
     assert CODE in killer.body.decode() and killer.body.count(b'"token_ids"') >= 3
     for reply in innocents:
         assert tokens_of(await reply) == list(range(COUNT))
@@ -145,7 +145,7 @@ async def test_poison_in_streams_next_to_others_that_are_continued(router, chat,
 
 @pytest.mark.parametrize("how", ["killed", "engine"])
 async def test_poison_in_streams_that_cannot_be_continued_is_known_when_its_client_tries_again(
-        router, chat, pool, script, how):
+        start_router, chat, pool, script, how):
     async def end_in_the_middle(served):
         if b"poison" not in served.body:
             served.answer()
@@ -162,52 +162,52 @@ async def test_poison_in_streams_that_cannot_be_continued_is_known_when_its_clie
         served.end()
 
     workers = await pool(4, end_in_the_middle)
-    front = await router(*workers, policy="round_robin")
-    first = await chat(front, messages=POISON, stream=True, rid="try 0")
-    await script.until(lambda: front.dispatcher.poison.records)
-    second = await chat(front, messages=POISON, stream=True, rid="try 1")
+    router = await start_router(*workers, policy="round_robin")
+    first = await chat(router, messages=POISON, stream=True, rid="try 0")
+    await script.until(lambda: router.dispatcher.poison.records)
+    second = await chat(router, messages=POISON, stream=True, rid="try 1")
     assert first.status == 200 and (CODE if how == "killed" else "engine_dead") in second.body.decode()
-    assert_refused(await chat(front, messages=POISON, stream=True, rid="try 2"))
+    assert_refused(await chat(router, messages=POISON, stream=True, rid="try 2"))
     assert dead(workers) == 2
-    assert [(await chat(front)).status for _ in range(6)] == [200] * 6
+    assert [(await chat(router)).status for _ in range(6)] == [200] * 6
 
 
-async def test_a_small_pool_is_not_emptied_by_retries(router, chat, pool):
+async def test_a_small_pool_is_not_emptied_by_retries(start_router, chat, pool):
     workers = await pool(2, mortal())
-    front = await router(*workers)
-    assert_refused(await chat(front, messages=POISON))
+    router = await start_router(*workers)
+    assert_refused(await chat(router, messages=POISON))
     assert dead(workers) == 2  # one other at most was all there was
 
 
-async def test_without_health_checks_a_worker_lives_that_accepts_connections(router, chat, pool, worker, script):
+async def test_without_health_checks_a_worker_lives_that_accepts_connections(start_router, chat, pool, worker, script):
     workers = [*await pool(4, mortal()), await worker(script.die)]
-    front = await router(*workers, policy="round_robin", disable_health_check=True)
-    assert_refused(await chat(front, messages=POISON))
+    router = await start_router(*workers, policy="round_robin", disable_health_check=True)
+    assert_refused(await chat(router, messages=POISON))
     assert dead(workers[:4]) == 2
     for _ in range(6):
-        assert (await chat(front)).status == 200
+        assert (await chat(router)).status == 200
 
 
-async def test_no_request_is_suspected_with_seconds_of_0(router, chat, pool):
+async def test_no_request_is_suspected_with_seconds_of_0(start_router, chat, pool):
     workers = await pool(3, mortal())
-    front = await router(*workers, poison_refusal_secs=0)
-    assert (await chat(front, messages=POISON)).status == 503
-    assert dead(workers) == 3 and not front.dispatcher.poison.records
+    router = await start_router(*workers, poison_refusal_secs=0)
+    assert (await chat(router, messages=POISON)).status == 503
+    assert dead(workers) == 3 and not router.dispatcher.poison.records
 
 
 # ---------------------------------------------------------------------- innocents alone
 
 
-async def test_an_operator_s_kills_refuse_no_request(router, chat, pool):
+async def test_an_operator_s_kills_refuse_no_request(start_router, chat, pool):
     """Forty clients without a pause, while two of four workers are killed one after the other."""
     workers = await pool(4, mortal(takes=0.2))
-    front = await router(*workers, policy="round_robin")
+    router = await start_router(*workers, policy="round_robin")
     loop = asyncio.get_running_loop()
     begun, statuses = loop.time(), []
 
     async def client(number):
         while loop.time() < begun + 2.6:
-            statuses.append((await chat(front, messages=[{"role": "user", "content": f"hello {number}"}])).status)
+            statuses.append((await chat(router, messages=[{"role": "user", "content": f"hello {number}"}])).status)
 
     clients = [asyncio.ensure_future(client(number)) for number in range(40)]
     for mock, when in zip(workers, (0.3, 2.3)):
@@ -215,20 +215,20 @@ async def test_an_operator_s_kills_refuse_no_request(router, chat, pool):
         await kill(mock)
     await asyncio.gather(*clients)
     assert set(statuses) == {200} and len(statuses) > 80
-    assert front.metrics.poison_requests == 0
+    assert router.metrics.poison_requests == 0
 
 
-async def test_a_long_stream_outlives_many_kills(router, chat, pool, script, monkeypatch):
+async def test_a_long_stream_outlives_many_kills(start_router, chat, pool, script, monkeypatch):
     """It is continued each time for longer than a killer takes to kill."""
     monkeypatch.setattr(poison_guard, "_OUTLIVED_SECONDS", 0.1)
     monkeypatch.setattr(poison_guard, "_MAX_CONTINUED_AGE_SECONDS", 0.05)
     workers = await pool(6, counting(pause=0.3), **OURS)
-    front = await router(*workers, policy="round_robin")
-    asked = ask(chat, front, "hello", stream=True, temperature=0)
+    router = await start_router(*workers, policy="round_robin")
+    asked = ask(chat, router, "hello", stream=True, temperature=0)
 
     def running():
         return next((mock for mock in workers if not mock.dead and any(
-            known.url == mock.url and known.load for known in front.registry)), None)
+            known.url == mock.url and known.load for known in router.registry)), None)
 
     for _ in range(4):
         await script.until(running)
@@ -238,23 +238,23 @@ async def test_a_long_stream_outlives_many_kills(router, chat, pool, script, mon
     assert dead(workers) == 4
 
 
-async def test_connections_that_break_under_workers_that_live_are_no_deaths(router, chat, worker, script):
+async def test_connections_that_break_under_workers_that_live_are_no_deaths(start_router, chat, worker, script):
     workers = [await worker(script.die) for _ in range(5)] + [await worker()]
-    front = await router(*workers, policy="round_robin", retry_max_retries=20, disable_circuit_breaker=True)
+    router = await start_router(*workers, policy="round_robin", retry_max_retries=20, disable_circuit_breaker=True)
     for _ in range(3):
-        assert (await chat(front)).status == 200
-    assert not front.dispatcher.poison.records
+        assert (await chat(router)).status == 200
+    assert not router.dispatcher.poison.records
 
 
-async def test_the_same_request_of_many_clients_is_answered_when_one_worker_is_killed(router, chat, pool, script):
+async def test_the_same_request_of_many_clients_is_answered_when_one_worker_is_killed(start_router, chat, pool, script):
     workers = await pool(3, mortal(takes=0.2))
-    front = await router(*workers, policy="round_robin")
-    asked = [ask(chat, front, "ping") for _ in range(30)]
+    router = await start_router(*workers, policy="round_robin")
+    asked = [ask(chat, router, "ping") for _ in range(30)]
     await asyncio.sleep(0.1)
     await kill(workers[0])
-    asked += [ask(chat, front, "ping") for _ in range(30)]
+    asked += [ask(chat, router, "ping") for _ in range(30)]
     assert [(await reply).status for reply in asked] == [200] * 60
-    await script.until(lambda: not front.dispatcher.poison.records)
+    await script.until(lambda: not router.dispatcher.poison.records)
 
 
 # ---------------------------------------------------------------------- pairs
@@ -263,7 +263,7 @@ async def test_the_same_request_of_many_clients_is_answered_when_one_worker_is_k
 @pytest.mark.parametrize("how", ["killed", "engine"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("told_by_peer", [False, True], ids=["itself", "peer"])
-async def test_poison_kills_two_of_one_role(router, chat, pool, script, role, how, told_by_peer):
+async def test_poison_kills_two_of_one_role(start_router, chat, pool, script, role, how, told_by_peer):
     """Decode waits for prefill, as it does; where it learns of the death first, it answers 502."""
     prefills = await pool(
         4, mortal(how=how, takes=0.1, late=told_by_peer) if role == "prefill" else answer, **OURS)
@@ -284,10 +284,10 @@ async def test_poison_kills_two_of_one_role(router, chat, pool, script, role, ho
         await mortal(how=how, takes=0.1)(served) if role == "decode" else served.answer()
 
     decodes = await pool(4, decode, **OURS)
-    front = await router(prefill=prefills, decode=decodes, policy="round_robin")
-    innocents = [ask(chat, front, f"hello {number}") for number in range(10)]
-    killer = ask(chat, front, "poison")
-    innocents += [ask(chat, front, f"bye {number}") for number in range(10)]
+    router = await start_router(prefill=prefills, decode=decodes, policy="round_robin")
+    innocents = [ask(chat, router, f"hello {number}") for number in range(10)]
+    killer = ask(chat, router, "poison")
+    innocents += [ask(chat, router, f"bye {number}") for number in range(10)]
     assert_refused(await killer)
     assert [(await reply).status for reply in innocents] == [200] * 20
     assert (dead(prefills), dead(decodes)) == ((2, 0) if role == "prefill" else (0, 2))
@@ -304,20 +304,20 @@ def test_fingerprints_tell_content_not_ids():
     assert fingerprint(b"/generate", b"\xff") != fingerprint(b"/generate", b"\xfe")
 
 
-async def test_an_attempt_that_fails_otherwise_ends_its_quarantine(router, chat, pool, worker, script):
+async def test_an_attempt_that_fails_otherwise_ends_its_quarantine(start_router, chat, pool, worker, script):
     """A slot that stayed taken would make all suspects wait for as long as they may."""
     full = [await worker(script.status(429)) for _ in range(3)]
     workers = [*await pool(1, mortal(takes=10.0)), *full, *await pool(1, mortal(takes=0.05))]
-    front = await router(*workers, policy="round_robin")
-    asked = [ask(chat, front, f"hello {number}") for number in range(10)]
+    router = await start_router(*workers, policy="round_robin")
+    asked = [ask(chat, router, f"hello {number}") for number in range(10)]
     await script.until(lambda: workers[0].posts)
     await kill(workers[0])
     assert [(await reply).status for reply in asked] == [200] * 10
-    assert all(map(front.dispatcher.poison.slots.is_free, front.registry))
+    assert all(map(router.dispatcher.poison.slots.is_free, router.registry))
 
 
-async def test_a_refusal_is_not_taken_back_by_who_knows_less(router, worker):
-    guard = (await router(await worker())).dispatcher.poison
+async def test_a_refusal_is_not_taken_back_by_who_knows_less(start_router, worker):
+    guard = (await start_router(await worker())).dispatcher.poison
     refused = poison_guard.Deaths(b"x", "regular", 3, 0.1, 60.0, refused=True)
     guard.learn(refused)
     for less in (poison_guard.Deaths(b"x", "regular", 1, 0.1, 60.0), poison_guard.Deaths(b"x", "regular", 0, 0.0, 0.0)):

@@ -22,14 +22,14 @@ from baton.tests.helpers.ports import free_port
 @pytest.mark.parametrize("prompt", ['"prompt": [1, 2,3]', '"prompt": ["a",\t"b"]', '"prompt": [[1, 2], [3]]',
                                     '"prompt": ""', '"text": ["a"]', '"input_ids": [5, 6]'])
 @pytest.mark.parametrize("pairs", [False, True])
-async def test_bodies_pass_untouched_but_for_injected_fields(router, worker, request_to, prompt, pairs):
+async def test_bodies_pass_untouched_but_for_injected_fields(start_router, worker, request_to, prompt, pairs):
     """Prompts of every form, and fields that only a worker knows."""
     p, d = await worker(), await worker()
-    front = await router(prefill=[p], decode=[d]) if pairs else await router(d)
+    router = await start_router(prefill=[p], decode=[d]) if pairs else await start_router(d)
     rest = '"rid":"ä", "priority": 1e0, "cache_salt":null,"extra": {"a":1,"a":2}, "temperature": 0.10 }\n'
     body = f"{{ {prompt} ,{rest}".encode()
     headers = "X-Custom: One\r\nx-custom: two\r\nAuthorization: Bearer k\r\n"
-    assert (await request_to(front, "POST", "/v1/completions", body, headers)).status == 200
+    assert (await request_to(router, "POST", "/v1/completions", body, headers)).status == 200
     for mock in (p, d) if pairs else (d,):
         (served,) = mock.posts
         assert served.body.endswith(body[1:])
@@ -40,7 +40,7 @@ async def test_bodies_pass_untouched_but_for_injected_fields(router, worker, req
 
 
 @pytest.mark.parametrize("kind", ["pair", "continued"])
-async def test_a_slow_reader_holds_back_the_worker(router, worker, connect, script, kind):
+async def test_a_slow_reader_holds_back_the_worker(start_router, worker, connect, script, kind):
     """The buffered bytes of an unread stream stay bounded, for pairs too, and if the router logs the stream."""
     produced = 0
     event = b"data: " + b'{"choices":[{"token_ids":[1]}],"x":"%b"}' % (b"x" * 2**15) + b"\n\n"
@@ -58,38 +58,39 @@ async def test_a_slow_reader_holds_back_the_worker(router, worker, connect, scri
             await asyncio.sleep(0)
 
     d = await worker(pour, stream_continuation=True)
-    front = await router(d) if kind == "continued" else await router(prefill=[await worker()], decode=[d])
-    client = await connect(front)
+    router = await start_router(d) if kind == "continued" else await start_router(prefill=[await worker()], decode=[d])
+    client = await connect(router)
     client.send("POST", "/v1/chat/completions", b'{"messages": [], "stream": true, "temperature": 0}')
     buffered = -1
     while buffered != produced or not buffered:
         buffered = produced
         await asyncio.sleep(0.3)
     assert buffered < 24 * 2**20  # mostly the kernel's socket buffers on both legs
-    assert front.dispatcher.registry.available("decode" if kind == "pair" else "regular")[0].load == 1
+    assert router.dispatcher.registry.available("decode" if kind == "pair" else "regular")[0].load == 1
     client.leave()
 
 
-async def test_twenty_bad_requests_open_no_breaker(router, worker, script, chat):
+async def test_twenty_bad_requests_open_no_breaker(start_router, worker, script, chat):
     """Neither on single workers nor on pairs, whichever of the two refuses."""
     bad, good = await worker(script.status(400)), await worker()
-    for front in (await router(bad), await router(prefill=[bad], decode=[good]),
-                  await router(prefill=[good], decode=[bad])):
-        assert [(await chat(front)).status for _ in range(20)] == [400] * 20
-        assert {(w.circuit.state, w.state) for w in front.registry} == {("closed", "healthy")}
-        assert not front.metrics.retries
+    for router in (await start_router(bad), await start_router(prefill=[bad], decode=[good]),
+                   await start_router(prefill=[good], decode=[bad])):
+        assert [(await chat(router)).status for _ in range(20)] == [400] * 20
+        assert {(w.circuit.state, w.state) for w in router.registry} == {("closed", "healthy")}
+        assert not router.metrics.retries
 
 
 @pytest.mark.parametrize("pairs", [False, True])
-async def test_the_cluster_goes_down_and_comes_back(router, worker, request_to, chat, pairs):
+async def test_the_cluster_goes_down_and_comes_back(start_router, worker, request_to, chat, pairs):
     """Down: 503 with Retry-After at once, and not ready. Back: ready and serving within two seconds."""
     workers = [await worker() for _ in range(3)]
     options = {"cb_failure_threshold": 2, "retry_max_retries": 1, "health_check_interval_secs": 1.0}
-    front = await (router(prefill=workers[:1], decode=workers[1:], **options) if pairs else router(*workers, **options))
+    placed = {"prefill": workers[:1], "decode": workers[1:]} if pairs else {}
+    router = await start_router(*(() if pairs else workers), **placed, **options)
 
     async def within(seconds, status):
         begun = time.monotonic()
-        while (await request_to(front, "GET", "/readiness")).status != status:
+        while (await request_to(router, "GET", "/readiness")).status != status:
             await asyncio.sleep(0.02)
             assert time.monotonic() - begun < seconds
 
@@ -97,7 +98,7 @@ async def test_the_cluster_goes_down_and_comes_back(router, worker, request_to, 
         await mock.stop()
     for _ in range(12):
         begun = time.monotonic()
-        reply = await chat(front)
+        reply = await chat(router)
         assert (reply.status, reply.headers["retry-after"]) == (503, "1")
         assert time.monotonic() - begun < 1.0
     await within(2.0, 503)
@@ -105,37 +106,37 @@ async def test_the_cluster_goes_down_and_comes_back(router, worker, request_to, 
         await mock.start()
     begun = time.monotonic()
     await within(2.0, 200)
-    assert (await chat(front)).status == 200
+    assert (await chat(router)).status == 200
     assert time.monotonic() - begun < 2.0
 
 
-async def test_chats_that_share_a_system_prompt_spread(router, worker, chat):
+async def test_chats_that_share_a_system_prompt_spread(start_router, worker, chat):
     """Affinity considers the whole conversation: its later turns stay on its first worker, other chats go elsewhere."""
     workers = [await worker() for _ in range(4)]
-    front = await router(*workers, policy="cache_aware")
+    router = await start_router(*workers, policy="cache_aware")
     system = {"role": "system", "content": "You are kind. " * 60}
     homes = {}
     for turn in range(3):
         for talk in range(16):
             said = [{"role": "user", "content": f"{talk} said {i} " * 150} for i in range(turn + 1)]
             before = [len(mock.posts) for mock in workers]
-            assert (await chat(front, messages=[system, *said])).status == 200
+            assert (await chat(router, messages=[system, *said])).status == 200
             (home,) = [i for i, mock in enumerate(workers) if len(mock.posts) > before[i]]
             assert homes.setdefault(talk, home) == home
     assert sorted(homes.values()) == sorted([0, 1, 2, 3] * 4)
 
 
-async def test_in_pairs_both_roles_use_what_they_were_sent(router, worker, chat):
+async def test_in_pairs_both_roles_use_what_they_were_sent(start_router, worker, chat):
     prefills, decodes = [await worker() for _ in range(2)], [await worker() for _ in range(3)]
-    front = await router(prefill=prefills, decode=decodes, policy="cache_aware")
+    router = await start_router(prefill=prefills, decode=decodes, policy="cache_aware")
     for turn in range(4):
         for talk in range(6):
-            await chat(front, messages=[{"role": "user", "content": f"{talk} said " * (200 + 20 * turn)}])
-    hits = {role: front.metrics.decisions[role, "cache_hit"] for role in ("prefill", "decode")}
+            await chat(router, messages=[{"role": "user", "content": f"{talk} said " * (200 + 20 * turn)}])
+    hits = {role: router.metrics.decisions[role, "cache_hit"] for role in ("prefill", "decode")}
     assert hits == {"prefill": 18, "decode": 18}
 
 
-async def test_a_client_that_leaves_frees_both_silent_workers(router, worker, script, connect):
+async def test_a_client_that_leaves_frees_both_silent_workers(start_router, worker, script, connect):
     """Also when decode has begun its stream and says nothing any more."""
     async def begin(served):
         served.head()
@@ -143,18 +144,18 @@ async def test_a_client_that_leaves_frees_both_silent_workers(router, worker, sc
         await script.silence(served)
 
     p, d = await worker(script.silence), await worker(begin)
-    front = await router(prefill=[p], decode=[d])
-    client = await connect(front)
+    router = await start_router(prefill=[p], decode=[d])
+    client = await connect(router)
     client.send("POST", "/v1/chat/completions", b'{"messages": [], "stream": true}')
     await client.reader.readuntil(b"one")
     client.leave()
     await script.until(lambda: (p.left, d.left) == (1, 1), 2.0)
 
 
-async def test_a_stream_of_a_pair_may_be_long_but_not_silent(router, worker, script, chat):
+async def test_a_stream_of_a_pair_may_be_long_but_not_silent(start_router, worker, script, chat):
     slow = await worker(script.stream(*"abcdefgh", pause=0.15))
-    front = await router(prefill=[await worker()], decode=[slow], request_timeout_secs=0.6)
-    reply = await chat(front, stream=True)  # 1.2 s in all
+    router = await start_router(prefill=[await worker()], decode=[slow], request_timeout_secs=0.6)
+    reply = await chat(router, stream=True)  # 1.2 s in all
     assert (reply.complete, reply.body.count(b"data:")) == (True, 8)
 
 
@@ -188,10 +189,10 @@ def test_start_takes_less_than_a_second():
     assert min(taken) < 3, taken
 
 
-async def test_a_client_that_leaves_while_its_worker_is_called(router, worker, connect, script, monkeypatch):
+async def test_a_client_that_leaves_while_its_worker_is_called(start_router, worker, connect, script, monkeypatch):
     """The worker is sent nothing, though up to Python 3.11 the connection may come in spite of the cancellation."""
     mock = await worker()
-    front = await router(mock, health_check_interval_secs=60.0)
+    router = await start_router(mock, health_check_interval_secs=60.0)
     begun, real = asyncio.Event(), asyncio.wait_for
 
     async def deaf(awaitable, timeout):
@@ -203,12 +204,12 @@ async def test_a_client_that_leaves_while_its_worker_is_called(router, worker, c
             pass
         return await real(task, timeout)
 
-    pool = front.dispatcher.pool(next(iter(front.registry)))
+    pool = router.dispatcher.pool(next(iter(router.registry)))
     while pool._idle:  # the health check's
         pool._idle.pop().transport.close()
     with monkeypatch.context() as patch:
         patch.setattr("baton.router.net.upstream_pool.asyncio.wait_for", deaf)
-        client = await connect(front)
+        client = await connect(router)
         client.send("POST", "/generate", b'{"text": "a"}')
         await begun.wait()
         client.leave()
