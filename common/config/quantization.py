@@ -1,6 +1,6 @@
-"""The quantization scheme of a model's linear layers: the checkpoint's ``quantization_config``, or ``--quantization``.
+"""Quantization of a model's linear layers: by the checkpoint's ``quantization_config``, or while they are loaded.
 
-It does not import torch, as it is a part of the ModelSpec.
+It imports no torch, since it is part of the ModelSpec.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ BLOCK = (128, 128)
 
 @dataclass(frozen=True)
 class QuantizationScheme:
-    """Float8 (e4m3) weights and activations with float32 accumulation.
+    """Weights and activations in float8 (e4m3), sums in float32.
 
-    ``weights``: the granularity of weight scales, one for each projection (``tensor``), each of its outputs
-    (``channel``), or each ``block`` of outputs x inputs. ``activations``: ``dynamic`` scales, one for each token (with
-    blocks: for each of its groups of ``block[1]`` values), or the checkpoint's ``static`` one. ``stored``: the
-    checkpoint has float8 weights, with scales named ``<projection>.<weight_scale>``; otherwise weights are quantized as
-    they are loaded. Linear layers that ``ignored`` names are not quantized, nor are the embedding and the LM head.
+    ``weights`` have one scale for each projection (``tensor``), each output (``channel``), or each ``block`` of outputs
+    x inputs. ``activations`` are scaled for each token (with blocks: each group of ``block[1]`` values of a token) at
+    run time, or, ``static``, by one scale of the checkpoint. ``stored``: the checkpoint has float8 weights and scales
+    named ``<projection>.<weight_scale>``; else weights are quantized as they are loaded. The linear layers that
+    ``ignored`` names stay as they are; the embedding and the output head always do.
     """
 
     weights: Literal["tensor", "channel", "block"]
@@ -35,23 +35,23 @@ class QuantizationScheme:
     ignored: tuple[str, ...] = ()
 
     def quantizes(self, name: str) -> bool:
-        """Returns whether the linear layer of the checkpoint's ``name`` is quantized."""
-        return not any(_matches(pattern, name) for pattern in self.ignored)
+        """Returns whether the linear layer with this name in the checkpoint is quantized."""
+        return not any(_names(pattern, name) for pattern in self.ignored)
 
 
 AS_LOADED = {"fp8": QuantizationScheme("channel"), "fp8_per_tensor": QuantizationScheme("tensor"),
              "fp8_per_block": QuantizationScheme("block")}
-"""The schemes that quantize weights as they are loaded, by the values of ``--quantization``."""
+"""Schemes that are applied while weights are loaded, by the values of ``--quantization``."""
 
 
 def scheme_of(config: Mapping[str, Any], flag: str | None) -> QuantizationScheme | None:
-    """Returns the scheme of config.json and ``--quantization``; None for unquantized weights.
+    """Reads the scheme from config.json and ``--quantization``; None for weights that are not quantized.
 
-    Raises ConfigError, naming it, for a quantization that is not supported.
+    Raises ConfigError for an unsupported format, which it names.
     """
     stated = config.get("quantization_config") or config.get("compression_config")
     method = (stated or {}).get("quant_method")
-    if stated is None or method == "mxfp4":  # of experts only, which weights/expert_turns.py dequantizes
+    if stated is None or method == "mxfp4":  # of the experts alone, which weights/interleaved_experts.py dequantizes
         return AS_LOADED[flag] if flag else None
     if method == "fp8":
         scheme = _fp8(stated)
@@ -67,7 +67,7 @@ def scheme_of(config: Mapping[str, Any], flag: str | None) -> QuantizationScheme
 
 
 def _fp8(stated: Mapping[str, Any]) -> QuantizationScheme:
-    """Reads transformers' finegrained float8 (``weight_block_size`` is present, though maybe null) or AutoFP8."""
+    """Reads transformers' finegrained float8 (which has ``weight_block_size``, possibly null), or AutoFP8's format."""
     activations = stated.get("activation_scheme", "dynamic")
     if activations not in ("dynamic", "static"):
         raise ConfigError(f"activation_scheme {activations!r} is not supported: it is 'dynamic' or 'static'.")
@@ -87,13 +87,13 @@ def _fp8(stated: Mapping[str, Any]) -> QuantizationScheme:
 def _compressed_tensors(stated: Mapping[str, Any]) -> QuantizationScheme:
     groups = list((stated.get("config_groups") or {}).values())
     if len(groups) != 1 or groups[0].get("targets") != ["Linear"]:
-        raise ConfigError("Of compressed-tensors' checkpoints those are supported whose config_groups has one group, "
-                          "with the target 'Linear'.")
+        raise ConfigError("Checkpoints of compressed-tensors are supported where config_groups has one group, with the "
+                          "target 'Linear'.")
     weights, inputs = groups[0].get("weights") or {}, groups[0].get("input_activations")
-    for what, side in (("weights", weights), ("input_activations", inputs)):
+    for name, side in (("weights", weights), ("input_activations", inputs)):
         if not side or side.get("type") != "float" or side.get("num_bits") != 8:
-            raise ConfigError(f"Of compressed-tensors' checkpoints those are supported whose weights and "
-                              f"input_activations are 8-bit floats; {what} are {_described(side)}.")
+            raise ConfigError(f"Checkpoints of compressed-tensors are supported where weights and "
+                              f"input_activations are 8-bit floats; {name} are {_describe(side)}.")
     assert inputs is not None
     strategy = weights.get("strategy")
     if strategy not in ("tensor", "channel", "block"):
@@ -113,12 +113,12 @@ def _block(size: Any) -> tuple[int, int]:
     return size[0], size[1]
 
 
-def _described(side: Mapping[str, Any] | None) -> str:
+def _describe(side: Mapping[str, Any] | None) -> str:
     return f"{side.get('num_bits')}-bit {side.get('type')}" if side else "not quantized"
 
 
-def _matches(pattern: str, name: str) -> bool:
-    """Matches a regular expression after ``re:``, else consecutive dotted parts of ``name`` such as
+def _names(pattern: str, name: str) -> bool:
+    """Matches a name by a regular expression after ``re:``, else by some of its dotted parts: ``lm_head``,
     ``model.layers.0``."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
