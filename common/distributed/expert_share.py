@@ -57,12 +57,12 @@ class ExpertShare:
 
     @property
     def dispatches_tokens(self) -> bool:
-        """Whether MoE layers take a rank's own tokens and dispatch them, instead of taking the tokens of all ranks."""
+        """True if MoE layers take a rank's own tokens and dispatch them, instead of taking the tokens of all ranks."""
         return self.attn_tp_is_one and self.uses_all_to_all
 
     @property
     def uses_all_to_all(self) -> bool:
-        """Whether tokens are sent to the ranks of their experts only, except in low-latency decode steps."""
+        """True if tokens are sent to the ranks of their experts only, except in low-latency decode steps."""
         return self.a2a in ("alltoall", "peer")
 
     @property

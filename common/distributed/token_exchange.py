@@ -40,7 +40,7 @@ class TokenExchange:
 
     @property
     def spans_dp(self) -> bool:
-        """Whether there is more than one attention group."""
+        """True if there is more than one attention group."""
         return self._dp.size > 1
 
     @property
@@ -125,7 +125,7 @@ class TokenExchange:
 
     @property
     def padded(self) -> bool:
-        """Whether the groups' rows are padded to the largest group."""
+        """True if the groups' rows are padded to the largest group."""
         return self._padded
 
     def _pad_groups(self, rows: torch.Tensor) -> torch.Tensor:

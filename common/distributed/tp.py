@@ -115,7 +115,7 @@ class TPGroup:
 
     @property
     def through_host(self) -> bool:
-        """Whether tensors on a GPU go through host memory, which no CUDA graph can capture."""
+        """True if tensors on a GPU go through host memory, which no CUDA graph can capture."""
         return self.size > 1 and self.device.type == "cuda" and self._device_group is None
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,7 @@ class GrammarStore:
 
     @property
     def busy(self) -> bool:
-        """Whether ``finished`` will return more."""
+        """True if ``finished`` will return more."""
         return bool(self._pending)
 
     def prepare(self, message: PrepareGrammar) -> None:

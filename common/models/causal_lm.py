@@ -63,7 +63,7 @@ class CausalLM:
 
     @property
     def supports_microbatches(self) -> bool:
-        """Whether a step can be computed in micro-batches: every MLP must have a partial result on each rank."""
+        """True if a step can be computed in micro-batches: every MLP must have a partial result on each rank."""
         return self.pp.size == 1 and all(layer.mlp.has_partial and not layer.mlp.dispatches_tokens
                                          for layer in self.layers)
 

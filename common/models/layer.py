@@ -108,7 +108,7 @@ class LayerMLP(Protocol):
 
     @property
     def has_partial(self) -> bool:
-        """Whether the result is the sum of the ranks' ``partial`` results."""
+        """True if the result is the sum of the ranks' ``partial`` results."""
 
     def activation_format(self, rows: int) -> Float8Format | None:
         """Returns the format of its input, see LinearMethod."""

@@ -62,7 +62,7 @@ class Experts:
 
     @property
     def accepts_float8(self) -> bool:
-        """Whether tokens may come in float8, with a scale for each 128 values: experts quantize them so anyway."""
+        """True if tokens may come in float8, with a scale for each 128 values: experts quantize them so anyway."""
         return self.gate_up.scale is not None and self.gate_up.granularity == "block"
 
     def _scales(self) -> Scales | None:
