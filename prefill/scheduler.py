@@ -14,7 +14,7 @@ from collections.abc import Callable
 from ..common.api.errors import AbortRequested, InvalidRequest, ServingError
 from ..common.api.messages import Finish, Logprobs
 from ..common.config.server.disaggregation import TransferOverlap
-from ..common.distributed.agreement import Agreeing
+from ..common.distributed.agreement import RankAgreement
 from ..common.execution.executor import Executor, StepOutput
 from ..common.execution.pp_executor import PPExecutor, PPStep
 from ..common.execution.pp_pipeline import make_pipeline
@@ -35,7 +35,7 @@ class PrefillScheduler:
     """Computes prompts and pushes their pages to the decode server that reserved pages for each request's room."""
 
     def __init__(self, batcher: Batcher, executor: Executor | PPExecutor, tracker: RequestTracker, sender: KVSender,
-                 group: Agreeing, num_groups: int, *, register: Callable[[RankInfo], None], overlap: bool,
+                 group: RankAgreement, num_groups: int, *, register: Callable[[RankInfo], None], overlap: bool,
                  kv_retain_seconds: float, transfer_overlap: TransferOverlap = "layers"):
         self.batcher = batcher
         self.executor = executor

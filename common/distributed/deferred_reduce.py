@@ -85,5 +85,5 @@ class DeferredProduct:
         return matmul_rmsnorm(residual, self.x, self.weight, weight, eps)
 
 
-Summed = torch.Tensor | DeferredSum | DeferredRows | DeferredProduct | DeferredCombine
+MaybeDeferred = torch.Tensor | DeferredSum | DeferredRows | DeferredProduct | DeferredCombine
 """Rows of hidden states, or the deferred sum that yields them."""

@@ -39,7 +39,7 @@ def connect_experts(config: ServerConfig, spec: ModelSpec, parallel: Parallel, m
 
 
 class ExpertCounts:
-    """Token counts of a model whose layers count (``ExpertShare.counts_tokens``). Ranks call ``totals`` together."""
+    """Token counts of a model whose layers count (``ExpertParallel.counts_tokens``). Ranks call ``totals`` together."""
 
     def __init__(self, model: CausalLM):
         self.layers = expert_layers(model)
@@ -78,7 +78,7 @@ class ExpertRecord:
         if self._begin is None:
             raise InvalidRequest("Nothing is being recorded; call /start_expert_distribution_record first.")
         self._recorded, self._begin = totals - self._begin, None
-        return f"Recorded {int(self._recorded.sum())} choices of experts."
+        return f"GraphSizes {int(self._recorded.sum())} choices of experts."
 
     def dump(self, folder: str, *, write: bool) -> str:
         """Writes the last recording as JSON into ``folder``, on the rank with ``write``; returns the file's path."""

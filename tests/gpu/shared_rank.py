@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from baton.common.config.server import ParallelArgs
-from baton.common.distributed.expert_share import ExpertShare
+from baton.common.distributed.expert_parallel import ExpertParallel
 from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.tp import TPGroup, init_tp
 from baton.tests.gpu.ipc_buffers import ipc_sums
@@ -38,7 +38,7 @@ def logits_of(world: TPGroup, checkpoint: str, dtype: str, backend: str, ep: int
     """Of a prompt in two chunks and a decode step."""
     config = server_config(checkpoint, backend=backend, dtype=dtype)
     config = dataclasses.replace(config, parallel=ParallelArgs(world.size, ep_size=ep))
-    runner = load_runner(config, Parallel(world, experts=ExpertShare(world, ep)), world.device)
+    runner = load_runner(config, Parallel(world, experts=ExpertParallel(world, ep)), world.device)
     pages = scattered_pages(runner, 1, 60)[0]
     return torch.cat([forward(runner, [(TOKENS[:37], 0, pages)]), forward(runner, [(TOKENS[37:59], 37, pages)]),
                       forward(runner, [(TOKENS[59:], 59, pages)], is_decode=True)]).cpu()

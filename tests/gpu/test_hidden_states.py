@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from baton.common.forward.forward_batch import Row, build_forward_batch
-from baton.common.runner.cuda_graphs.piecewise_graphs import GraphRecorder, Recorded
+from baton.common.runner.cuda_graphs.piecewise_graphs import GraphRecorder, GraphSizes
 from baton.tests.common.runner.mtp_rank import load_draft_layers, rows_by_chunks
 from baton.tests.helpers.deepseek_models import save_with_predictors
 from baton.tests.helpers.small_models import load_runner, save_model, scattered_pages, server_config
@@ -40,7 +40,7 @@ def test_embeddings_equal_the_cpus(tmp_path):
     assert runner._decode_graphs is None
     runner.prefill_graphs.release()
     ways = [states(runner)]
-    runner.prefill_graphs.record(Recorded([16, 48, 64], 64), GraphRecorder(runner.device), runner._begin_step,
+    runner.prefill_graphs.record(GraphSizes([16, 48, 64], 64), GraphRecorder(runner.device), runner._begin_step,
                                  lambda what, share: None)
     ways += [states(runner), states(runner)]
     for found in ways:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from baton.common.config.moe import MoESpec
-from baton.common.distributed.expert_share import ExpertShare
+from baton.common.distributed.expert_parallel import ExpertParallel
 from baton.common.distributed.tp import TPGroup
 from baton.common.layers.moe import MoE
 from baton.common.weights.slots import allocator
@@ -121,7 +121,7 @@ def test_warp_groups_equal_the_twin(tokens, num_places, hidden, size, dtype, lim
 def test_a_layer_under_a_cuda_graph():
     """Captured with one choice of experts, replayed with others."""
     spec = MoESpec(num_experts=16, top_k=4, intermediate_size=64, layers=(0,), shared_size=64)
-    layer = MoE("mixture", spec, 128, ExpertShare(TPGroup()), allocator(torch.bfloat16, torch.device("cuda")))
+    layer = MoE("mixture", spec, 128, ExpertParallel(TPGroup()), allocator(torch.bfloat16, torch.device("cuda")))
     for slot in layer.slots():
         slot.target.normal_(0, 0.1)
     inputs = [torch.randn(24, 128, device="cuda").bfloat16() for _ in range(4)]

@@ -10,7 +10,7 @@ import torch
 
 from baton.common.config.server import KernelArgs
 from baton.common.forward.forward_batch import Row, build_forward_batch
-from baton.common.runner.cuda_graphs.piecewise_graphs import GraphRecorder, Recorded
+from baton.common.runner.cuda_graphs.piecewise_graphs import GraphRecorder, GraphSizes
 from baton.common.tinychat import CHECKPOINT
 from baton.tests.bench.many_gpus import QWEN3_30B
 from baton.tests.common.runner.test_prefill_graphs import SAVE
@@ -25,7 +25,7 @@ def both(runner) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Logits of the same steps, twice in pieces, each beside the eager ones."""
     runner.prefill_graphs.release()  # those of a server's own sizes
     eager = steps_of(runner)
-    runner.prefill_graphs.record(Recorded(SIZES, SIZES[-1]), GraphRecorder(runner.device), runner._begin_step,
+    runner.prefill_graphs.record(GraphSizes(SIZES, SIZES[-1]), GraphRecorder(runner.device), runner._begin_step,
                                  lambda what, share: None)
     return [pair for _ in range(2) for pair in zip(steps_of(runner), eager)]
 
@@ -66,7 +66,7 @@ def test_a_large_mixture_computes_the_same(tmp_path):
 
     runner.prefill_graphs.graphs = None
     eager = [logits_of(count) for count in (1024, 700)]
-    runner.prefill_graphs.record(Recorded([768, 1024], 1024), GraphRecorder(runner.device), runner._begin_step,
+    runner.prefill_graphs.record(GraphSizes([768, 1024], 1024), GraphRecorder(runner.device), runner._begin_step,
                                  lambda what, share: None)
     logits_of(1024)
     found = [logits_of(count) for count in (1024, 700)]

@@ -19,7 +19,7 @@ AllToAll = Literal["none", "alltoall", "low_latency", "peer"]
 
 
 @dataclass(frozen=True)
-class ExpertShare:
+class ExpertParallel:
     """One rank's part. The ranks of ``group`` form ``ep_size`` expert groups of neighbouring ranks: an expert group has
     an equal part of the experts, and each of its ranks an equal part of every such expert's intermediate values.
 
@@ -49,9 +49,9 @@ class ExpertShare:
     prefill_live_rows: LiveRows = field(default_factory=LiveRows)
 
     @staticmethod
-    def from_args(args: ParallelArgs, group: TPGroup) -> ExpertShare:
+    def from_args(args: ParallelArgs, group: TPGroup) -> ExpertParallel:
         """Creates the part that the flags describe."""
-        return ExpertShare(group, args.ep_size, args.moe_a2a_backend, redundant=args.ep_num_redundant_experts,
+        return ExpertParallel(group, args.ep_size, args.moe_a2a_backend, redundant=args.ep_num_redundant_experts,
                            eplb=args.enable_eplb or args.ep_num_redundant_experts > 0,
                            counts_tokens=args.enable_eplb or args.expert_distribution_recorder_mode is not None)
 
