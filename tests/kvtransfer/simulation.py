@@ -423,7 +423,7 @@ class World:
 
     def receiver_effect(self, core: receiver_core.ReceiverCore, effect: receiver_state.Effect) -> None:
         if isinstance(effect, receiver_state.Lookup):
-            core.found(effect.address, [sender.info for sender in self.prefill.cores], self.now)
+            core.connect_to_ranks(effect.address, [sender.info for sender in self.prefill.cores], self.now)
         elif isinstance(effect, receiver_state.Connect):
             instances = [sender.info.instance for sender in self.prefill.cores]
             sender = instances.index(effect.session.instance)

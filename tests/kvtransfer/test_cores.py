@@ -179,7 +179,7 @@ def receiver() -> receiver_core.ReceiverCore:
     """With room 1 published on a welcomed link, at time 10."""
     core = receiver_core.ReceiverCore(DECODE, TIMING, 8)
     core.reserve(1, ADDRESS, 77, 2, 0, np.array([3, 4]), 10.0)
-    core.found(ADDRESS, [PREFILL], 10.0)
+    core.connect_to_ranks(ADDRESS, [PREFILL], 10.0)
     core.receive(link_of(core), m.Welcome("prefill"), 10.0)
     core.effects.clear()
     return core
@@ -238,7 +238,7 @@ def test_a_restarted_sender_is_looked_up_again(receiver):
     receiver.receive(link_of(receiver), m.Gone("shut down"), 10.0)
     receiver.reserve(2, ADDRESS, 77, 2, 0, np.array([5, 6]), 10.0)
     assert isinstance(receiver.effects[-1], receiver_state.Lookup)
-    receiver.found(ADDRESS, [PREFILL], 10.0)
+    receiver.connect_to_ranks(ADDRESS, [PREFILL], 10.0)
     receiver.receive(link_of(receiver), m.Refused("the prefill server was restarted", restarted=True), 10.0)
     assert receiver.transfers[2].phase is Phase.RESERVING
     receiver.tick(10.1)
@@ -251,7 +251,7 @@ def test_a_restarted_sender_is_looked_up_again(receiver):
 def test_a_sender_that_listens_everywhere_is_reached_at_its_bootstrap_address(host, endpoint, expected):
     core = receiver_core.ReceiverCore(DECODE, TIMING, 8)
     core.reserve(1, (host, 8998), 77, 2, 0, np.array([3, 4]), 10.0)
-    core.found((host, 8998), [m.msgspec.structs.replace(PREFILL, endpoint=endpoint)], 10.0)
+    core.connect_to_ranks((host, 8998), [m.msgspec.structs.replace(PREFILL, endpoint=endpoint)], 10.0)
     assert core.effects[1].endpoint == expected
 
 
@@ -273,7 +273,7 @@ def test_a_room_leads_to_one_data_parallel_rank_of_the_sender():
     pages = np.array([3, 4])
     for room, named in ((4, None), (5, None), (6, 1), (7, 2)):
         core.reserve(room, ADDRESS, 77, 2, 0, pages, 10.0, named)
-    core.found(ADDRESS, [ranked(0), ranked(1)], 10.0)
+    core.connect_to_ranks(ADDRESS, [ranked(0), ranked(1)], 10.0)
     sessions = {session.dp_rank: session for session in core.connections.sessions.values()}
     core.effects.clear()
     for dp_rank in (0, 1):

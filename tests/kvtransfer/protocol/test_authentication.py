@@ -95,7 +95,7 @@ def test_another_secret_is_refused_on_the_control_channel(make_pair, prefill, de
     with stranger._driver.lock:
         stranger._core.connections.lookups[address] = LookupState()  # its look-up never answers
         stranger._core.reserve(1, address, 77, 10, 3, m.np.empty(0, m.np.int64), time.monotonic())
-        stranger._core.found(address, [pair.sender.info], time.monotonic())
+        stranger._core.connect_to_ranks(address, [pair.sender.info], time.monotonic())
     stranger._driver.io.wake()
     assert pair.until(1, Phase.FAILED, endpoint=stranger) < 1
     assert isinstance(stranger.error(1), TransferFailed) and "different --cluster-secrets" in stranger.error(1).message
