@@ -40,8 +40,8 @@ class AllToAllExchange:
         try:
             if not AVAILABLE or self._group.device_group is None:
                 raise RuntimeError("it takes triton and NCCL")
-            areas = DispatchLayout(self._group.size, rows, width, choices, float8, dtype)
-            made = DispatchBuffers(self._group.rank, self._group.device_group, self._group.device, areas)
+            layout = DispatchLayout(self._group.size, rows, width, choices, float8, dtype)
+            made = DispatchBuffers(self._group.rank, self._group.device_group, self._group.device, layout)
         except Exception as error:  # the API is young, and what it raises depends on drivers and container rights
             trouble = f"{type(error).__name__}: {error}"
         if self._group.all_true(made is not None):
@@ -117,21 +117,21 @@ def _tried(peers: DispatchMemory) -> str | None:
 
     A rank that waits in vain gives up, so that this ends whatever is wrong.
     """
-    areas, device = peers.layout, peers.own.device
+    layout, device = peers.layout, peers.own.device
     try:
-        rows = min(3, areas.rows)
-        x = torch.randn(rows, areas.width, device=device).to(areas.dtype)
-        numbers = (torch.arange(areas.choices, device=device) % areas.ranks).expand(rows, -1).contiguous()
-        weights = torch.ones(rows, areas.choices, device=device)
-        back = torch.arange(areas.ranks * rows * areas.choices, dtype=torch.int32, device=device)
+        rows = min(3, layout.rows)
+        x = torch.randn(rows, layout.width, device=device).to(layout.dtype)
+        numbers = (torch.arange(layout.choices, device=device) % layout.ranks).expand(rows, -1).contiguous()
+        weights = torch.ones(rows, layout.choices, device=device)
+        back = torch.arange(layout.ranks * rows * layout.choices, dtype=torch.int32, device=device)
         for positions in (None, back):  # which are two kernels
             all_to_all_dispatch(x, numbers, weights, rows, 1, peers, max_polls=_TRIAL_PATIENCE)
             came = peers.tokens(rows)
             if isinstance(came, Float8Rows):
-                came = came.values.float() * came.scale.repeat_interleave(GROUP, 1)[:, :areas.width]
-            made = came.to(areas.dtype).repeat_interleave(areas.choices, 0)
+                came = came.values.float() * came.scale.repeat_interleave(GROUP, 1)[:, :layout.width]
+            made = came.to(layout.dtype).repeat_interleave(layout.choices, 0)
             all_to_all_combine(made, positions, rows, 1, peers, max_polls=_TRIAL_PATIENCE)
-            total = reduce_combined(numbers, 1, peers)[0].float() / areas.choices
+            total = reduce_combined(numbers, 1, peers)[0].float() / layout.choices
             if not torch.allclose(total, x.float(), atol=0.1, rtol=0.1):
                 return "rows came back wrong"
     except Exception as error:  # whatever a compiler does on a machine that nobody has seen

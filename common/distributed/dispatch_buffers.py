@@ -13,8 +13,8 @@ class DispatchBuffers:
     """A group's, ``peers`` for the kernels. Every rank makes the same calls in the same order, on its current stream.
     """
 
-    def __init__(self, rank: int, group: dist.ProcessGroup, device: torch.device, areas: DispatchLayout):
+    def __init__(self, rank: int, group: dist.ProcessGroup, device: torch.device, layout: DispatchLayout):
         """A collective of the group; raises where the GPUs cannot see each other's memory."""
-        self._buffers = SymmetricBuffers(areas.nbytes, group, device, torch.uint8, 0)
+        self._buffers = SymmetricBuffers(layout.nbytes, group, device, torch.uint8, 0)
         bases = [buffer.data_ptr() for buffer in self._buffers.of_ranks]
-        self.peers = DispatchMemory(rank, areas, self._buffers.own, torch.tensor(bases, device=device))
+        self.peers = DispatchMemory(rank, layout, self._buffers.own, torch.tensor(bases, device=device))

@@ -148,8 +148,8 @@ def test_tokens_go_by_collectives_where_memory_cannot_be_shared(monkeypatch, cap
     alone = parallel()
     assert not (alone.tokens.sent.connected or alone.tokens.sent.takes or may_capture(alone))
     assert "for which the host waits in every layer: RuntimeError: no peers here." in caplog.text
-    monkeypatch.setattr(all_to_all, "DispatchBuffers", lambda rank, group, device, areas: SimpleNamespace(
-        peers=SimpleNamespace(areas=areas)))
+    monkeypatch.setattr(all_to_all, "DispatchBuffers", lambda rank, group, device, layout: SimpleNamespace(
+        peers=SimpleNamespace(layout=layout)))
     monkeypatch.setattr(all_to_all, "_tried", lambda peers: "rows came back wrong")
     assert not parallel().tokens.sent.connected
     assert "for which the host waits in every layer: rows came back wrong." in caplog.text

@@ -93,7 +93,7 @@ def test_what_is_recorded_by_flags_and_by_how_tokens_reach_experts(tmp_path):
     for options in ({"counted": True}, {"movable": True}, {"a2a": "alltoall"}, {"a2a": "peer"}):
         assert not sizes_of(Parallel(experts=ExpertShare(TPGroup(), **options))), options
     peers = Parallel(TPGroup(0, 2), TPGroup(), TPGroup(0, 2), ExpertShare(TPGroup(0, 2), 2, "peer"))
-    peers.experts.sent._shared = SimpleNamespace(peers=SimpleNamespace(areas=SimpleNamespace(rows=64)))
+    peers.experts.sent._shared = SimpleNamespace(peers=SimpleNamespace(layout=SimpleNamespace(rows=64)))
     assert sizes_of(peers) == [32, 64], "of more rows the exchange waits for the host"
 
 
