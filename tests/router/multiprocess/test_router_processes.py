@@ -104,7 +104,7 @@ async def several(tmp_path, script, connect):
             client.leave()
             return seen
 
-        await until_told(look, lambda seen: len(ready) == 2)
+        await until_reported(look, lambda seen: len(ready) == 2)
 
     yield start
     for router in started:
@@ -150,21 +150,22 @@ async def workers_seen(client) -> dict[str, dict]:
     return {shown["url"]: shown for shown in (await ask(client, "GET", "/list_workers")).json["workers"]}
 
 
-async def until_told(tell: Callable[[], Awaitable[Any]], holds: Callable[[Any], object], seconds: float = 10.0) -> None:
-    """Ask until the answer is as wanted; fails after ``seconds`` with the last one."""
+async def until_reported(ask: Callable[[], Awaitable[Any]], expected: Callable[[Any], object],
+                         seconds: float = 10.0) -> None:
+    """Ask until the response is the expected one; fails after ``seconds`` with the last one."""
     deadline = asyncio.get_running_loop().time() + seconds
-    while not holds(told := await tell()):
-        assert asyncio.get_running_loop().time() < deadline, told
+    while not expected(response := await ask()):
+        assert asyncio.get_running_loop().time() < deadline, response
         await asyncio.sleep(0.02)
 
 
 async def until_seen(client, holds: Callable[[dict[str, dict]], object]) -> None:
     """Wait until the workers that a router shows are as wanted."""
-    await until_told(lambda: workers_seen(client), holds)
+    await until_reported(lambda: workers_seen(client), holds)
 
 
 async def until_queued(client, count: int) -> None:
-    await until_told(lambda: ask(client, "GET", "/metrics"),
+    await until_reported(lambda: ask(client, "GET", "/metrics"),
                      lambda reply: f"queued_requests {count}.0" in reply.body.decode())
 
 
@@ -434,7 +435,7 @@ async def test_all_processes_know_what_does_not_fit(several, worker, on_each, sc
                            policy="round_robin")
     for (client,) in await on_each(router):
         await until_seen(client, lambda seen: seen[odd.url]["misfits"])
-        await until_told(lambda client=client: ask(client, "GET", "/readiness"), lambda reply: reply.status == 200)
+        await until_reported(lambda client=client: ask(client, "GET", "/readiness"), lambda reply: reply.status == 200)
         for _ in range(3):
             assert (await ask(client, "POST", CHAT, chat("x"))).status == 200
     assert len(p.posts) == 6

@@ -117,7 +117,7 @@ async def test_drain_of_a_resource(start_router, worker, request_to):
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_half_that_is_removed_by_force_ends_its_pair(start_router, worker, script, connect, request_to, role):
+async def test_a_worker_that_is_removed_by_force_ends_its_pair(start_router, worker, script, connect, request_to, role):
     """The other half is told at once, and the request is tried elsewhere, where there is another worker."""
     mocks = {"prefill": [await worker(script.silence)], "decode": [await worker(script.silence)]}
     mocks[role].append(await worker(script.silence))

@@ -44,7 +44,7 @@ def test_a_router_of_one_model_takes_any_name():
     assert {models.group(name) for name in ("tiny", "gpt-4", "")} == {None}
 
 
-def test_names_that_differ_are_told_apart():
+def test_names_that_differ_are_distinguished():
     models = models_of(made("a"), made("b"))
     assert models.checked
     assert [models.group(name) for name in ("a", "b", "")] == ["a", "b", "a"]
@@ -53,7 +53,7 @@ def test_names_that_differ_are_told_apart():
     assert (missing.value.status, missing.value.code, missing.value.param) == (404, "model_not_found", "model")
 
 
-def test_a_worker_that_tells_no_names_takes_any():
+def test_a_worker_that_reports_no_names_takes_any():
     silent = made()
     models = models_of(made("a"), made("b"), silent)
     assert models.group("c") == ""
@@ -123,7 +123,7 @@ def test_policies_of_models_are_apart(name):
     assert sets.of(None) is sets.common
 
 
-def test_models_share_what_workers_tell_and_the_bound_on_memory():
+def test_models_share_the_workers_reports_and_the_bound_on_memory():
     sets = PolicySets(dict.fromkeys(ROLES, "cache_exact"), PolicyArgs(policy="cache_exact"), Random(1))
     one, other = sets.of("a")["prefill"], sets.of("b")["decode"]
     assert one.kv_index is other.kv_index is sets.exact.kv_index
@@ -174,7 +174,7 @@ async def test_requests_go_to_workers_of_their_model(start_router, worker, reque
     assert len(b.posts) == 4
 
 
-async def test_a_model_that_nobody_serves_is_not_found(start_router, worker, chat, request_to):
+async def test_a_model_without_workers_is_not_found(start_router, worker, chat, request_to):
     router = await start_router(await worker(models=["a"]), await worker(models=["b"]))
     reply = await chat(router, model="c")
     assert (reply.status, reply.error["code"], reply.error["param"], reply.error["type"]) == (
@@ -351,7 +351,7 @@ async def test_lists_hold_what_all_models_have(stores, request_to):
     assert (await request_to(router, "GET", "/v1/batches")).json["data"] == []
 
 
-async def test_what_nobody_keeps_is_not_found(stores, request_to, script):
+async def test_an_object_that_no_worker_stores_is_not_found(stores, request_to, script):
     router, mocks = stores
     for method, path, body in (("GET", "/v1/files/no", {}), ("POST", "/v1/batches", {"input_file_id": "no"})):
         assert (await request_to(router, method, path, body)).status in (404, 200)
