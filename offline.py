@@ -18,7 +18,7 @@ from .common.api.errors import ConfigError
 from .common.config.cli import build
 from .common.config.server import ServerConfig
 from .common.serving.admin.control import LOAD_SECONDS
-from .common.serving.offline.engines import Cluster, EngineProcesses
+from .common.serving.offline import Cluster, EngineProcesses
 
 T = TypeVar("T")
 _END = object()

@@ -254,7 +254,7 @@ FAMILIES = (
     Family("KV transfer", "The backend does not start or cannot share the KV pool ([backends](transfer.md#backends)).",
            ("kvtransfer/backends", "kvtransfer/endpoint.py", "kvtransfer/bootstrap.py")),
     Family("Folders that a server writes to", "The folder cannot be made or written; give another one.",
-           ("common/serving/storage", "common/serving/lifecycle", "common/obs/logging.py")),
+           ("common/serving/storage", "common/serving/context", "common/obs/logging.py")),
     Family("Router",
            "Flags of the router that exclude each other, keys and certificates that cannot be read, or flags of sglang-"
            "router that have no meaning here ([router](router.md)).",

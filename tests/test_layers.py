@@ -31,7 +31,7 @@ def test_the_page_in_docs_is_the_generated_one():
 
 
 @pytest.mark.parametrize("module", [
-    "baton.router.app", "baton.common.serving.server", "baton.common.serving.protocol.requests",
+    "baton.router.app", "baton.common.serving.server", "baton.common.serving.protocol.sampling",
     "baton.common.kvcache.manager",
     "baton.kvtransfer.bootstrap", "baton.prefill.launch", "baton.decode.launch", "baton.launch", "baton",
     "baton.offline", "baton.bench", "baton.common.bench.serving",

@@ -1,6 +1,6 @@
 """Errors that reach a client, each with its HTTP status and OpenAI's error object.
 
-Input is checked where it enters (``raise InvalidRequest(...)``); behind that boundary a broken
+Input is checked where it enters (``raise InvalidRequest(...)``); past that boundary a broken
 assumption is a bug and asserts. A message is one sentence that says what to change.
 """
 
@@ -32,7 +32,7 @@ class ServingError(Exception):
 
     @property
     def wire_code(self) -> str:
-        """What ``from_code`` makes this error of again, on the other side of a process boundary."""
+        """The code by which ``from_code`` rebuilds this error on the other side of a process boundary."""
         own = type(self).code
         return own if self.code == own else f"{own}:{self.code}"
 
@@ -88,15 +88,15 @@ class Aborted(ServingError):
 
 
 class AbortRequested(Aborted):
-    """Somebody asked for the request to end, by ``/abort_request`` or ``/pause_generation``: its client, who waits on,
+    """The request was aborted by ``/abort_request`` or ``/pause_generation``: its client, which is still connected,
     gets the tokens so far."""
 
     code = "abort_requested"
 
 
 class TransferFailed(ServingError):
-    """The KV cache did not arrive: the peer died, refused, or stalled. ``cause`` is a word for metrics; the other half,
-    which is told of the failure, counts it as its peer's."""
+    """The KV cache did not arrive: the peer died, refused, or stalled. ``cause`` is a label for metrics; the other
+    server of the pair, which is notified of the failure, counts it as its peer's."""
 
     status = 502
     code = "kv_transfer_failed"
@@ -121,7 +121,7 @@ class WorkerUnavailable(ServingError):
 
 
 class EngineDead(WorkerUnavailable):
-    """The engine is gone, and all that it held; the server itself follows within seconds. Its answers carry the header
+    """The engine died, and with it all requests; the server exits within seconds. Its answers have the header
     ``X-Baton-Engine: dead``, so that a router counts the worker as dead."""
 
     code = "engine_dead"
@@ -140,7 +140,7 @@ _BY_CODE: dict[str, type[ServingError]] = {
 
 
 ERROR_CODES = tuple(_BY_CODE)
-"""Codes that errors have unless they name one of their own."""
+"""The default codes of all errors."""
 
 
 def from_code(code: str, message: str) -> ServingError:

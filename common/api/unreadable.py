@@ -1,8 +1,8 @@
-"""What decoding bytes that somebody sent may raise: catch all of it, or one of them ends who reads."""
+"""The exceptions that decoding received bytes may raise: a reader must catch all of them to survive any input."""
 
 from __future__ import annotations
 
 import msgspec
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""Of msgspec's decoders: text that is not UTF-8 and nesting that is too deep come as Python's own errors."""
+"""The errors of msgspec's decoders, and Python's own for text that is not UTF-8 and nesting that is too deep."""

@@ -1,7 +1,7 @@
-"""Numbers of request bodies, each within what carries it on: a message between processes, a tensor, a counter.
+"""Bounded numbers of request bodies, which fit the messages between processes, tensors and counters that take them.
 
-Without bounds JSON's numbers have no end: an integer of 65 bits breaks the message that it is put into, far behind the
-door. BodyDecoder takes no type that holds an unbounded one.
+JSON's numbers are unbounded: an integer of 65 bits would break the message that it is put into, far from the place
+where the body is checked. BodyDecoder refuses types with unbounded numbers.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Float32 = Annotated[float, Meta(ge=-_LARGEST_FLOAT32, le=_LARGEST_FLOAT32)]
 
 def unbounded_fields(kind: Any) -> list[str]:
     """Struct fields, ``Struct.field``, whose integers or floats have no lower or no upper bound."""
-    found: dict[str, None] = {}
+    fields: dict[str, None] = {}
     seen: set[type] = set()
 
     def visit(info: inspect.Type, where: str) -> None:
         if isinstance(info, (inspect.IntType, inspect.FloatType)):
             if (info.ge is None and info.gt is None) or (info.le is None and info.lt is None):
-                found[where] = None
+                fields[where] = None
         elif isinstance(info, inspect.StructType):
             if info.cls in seen:
                 return
@@ -38,11 +38,11 @@ def unbounded_fields(kind: Any) -> list[str]:
                 visit(inner, where)
 
     visit(msgspec.inspect.type_info(kind), getattr(kind, "__name__", str(kind)))
-    return list(found)
+    return list(fields)
 
 
 def _inner(info: inspect.Type) -> list[inspect.Type]:
-    """The types that a union or a collection is made of."""
+    """The element types of a union or a collection."""
     if isinstance(info, inspect.UnionType):
         return list(info.types)
     if isinstance(info, inspect.DictType):

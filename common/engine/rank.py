@@ -21,7 +21,6 @@ from ..distributed.expert_share import ExpertShare
 from ..distributed.parallel import Parallel, init_parallel
 from ..distributed.peer_all_reduce import connect_all
 from ..distributed.tp import TPGroup
-from ..engine.rank_spec import RankSpec
 from ..execution.executor import Executor
 from ..execution.pp_channel import PPChannel
 from ..execution.pp_executor import PPExecutor
@@ -41,6 +40,7 @@ from .garbage_collector import freeze_collector
 from .kv_event_publisher import start_publisher
 from .loop import EngineLoop, Scheduler
 from .rank_channel import PPTicker, RankChannel, Ticker
+from .rank_spec import RankSpec
 from .unified_scheduler import UnifiedScheduler
 from .watchdog import Watchdog
 
@@ -116,10 +116,8 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
         channel.close()
         raise SystemExit(1) from None
     cache = parts.batcher.cache
-    capacity = cache.num_pages * cache.page_size
     if spec.rank == 0:
-        channel.send(Ready(capacity, min(capacity, parts.runner.spec.context_length), parts.runner.model,
-                           scheduler.peers.key))
+        channel.send(_ready(parts, scheduler))
     log.info("ready: %d KV pages of %d tokens", cache.num_pages, cache.page_size)
     control = Control(spec.config, parallel.everyone, parts.runner, parts.batcher, scheduler.peers)
     timeout = spec.config.observe.watchdog_timeout
@@ -129,6 +127,20 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     loop = EngineLoop(ticker, parts.tracker, scheduler, cache, control, send, events, watchdog,
                       parts.grammars, parts.runner.meeting if parallel.dp_size > 1 else None,
                       None if _is_group_leader(spec) else channel.send)
+    _run_loop(loop)
+    for closing in (watchdog, events, line, channel, parallel):
+        if closing is not None:
+            closing.close()
+
+
+def _ready(parts: EngineParts, scheduler: Scheduler) -> Ready:
+    cache, runner = parts.batcher.cache, parts.runner
+    capacity = cache.num_pages * cache.page_size
+    return Ready(capacity, min(capacity, runner.spec.context_length), runner.model, scheduler.peers.key)
+
+
+def _run_loop(loop: EngineLoop) -> None:
+    """Run the loop until Shutdown; exits where another rank has ended."""
     try:
         loop.run()
     except RuntimeError as error:
@@ -137,14 +149,6 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
         log.error("another rank of the engine has ended, so this one ends")
         log.debug("the error that showed it", exc_info=True)
         raise SystemExit(1) from None
-    if watchdog is not None:
-        watchdog.close()
-    if events is not None:
-        events.close()
-    if line is not None:
-        line.close()
-    channel.close()
-    parallel.close()
 
 
 def _failure_sentence(spec: RankSpec, error: Exception) -> str:

@@ -149,7 +149,7 @@ class GrammarService:
                                  "it.") from None
 
     def _vocabulary(self, tokenizer: Tokenizer) -> Vocabulary:
-        return Vocabulary([tokenizer.piece(token) for token in range(self._vocab_size)],
+        return Vocabulary([tokenizer.token_bytes(token) for token in range(self._vocab_size)],
                           sorted(id for id in tokenizer.special_ids if id < self._vocab_size), self._stop_ids)
 
     def _make_room(self, num_bytes: int) -> None:

@@ -37,7 +37,7 @@ class CausalLM:
         self.norm: RMSNorm | None = None
         self.labels: ClassifierHead | None = None
         self.head: VocabTable | None = None
-        tied = spec.head == "words" and spec.tie_word_embeddings
+        tied = spec.head == "lm" and spec.tie_word_embeddings
         if self.stages.first or (self.stages.last and tied):
             self.embedding = VocabTable("model.embed_tokens", spec.vocab_size, spec.hidden_size, parallel.attention,
                                         allocate)
@@ -48,7 +48,7 @@ class CausalLM:
             self.labels = ClassifierHead("score", spec.num_labels, spec.hidden_size,
                                          allocate) if spec.num_labels else None
             self.head = self.embedding if tied else None
-            if spec.head == "words" and not tied:
+            if spec.head == "lm" and not tied:
                 self.head = VocabTable("lm_head", spec.vocab_size, spec.hidden_size, parallel.head, allocate)
         self.tokens, self.scored = parallel.tokens, parallel.scored
         # Of data-parallel attention's groups, the last MLP is computed together, of as many rows as were agreed on; and

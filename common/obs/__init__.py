@@ -1,1 +1,1 @@
-"""What a running part says about itself: log lines and Prometheus metrics. Torch-free."""
+"""Logging, Prometheus metrics and tracing. Torch-free."""

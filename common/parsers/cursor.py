@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 from functools import lru_cache
 from typing import TypeVar
 
-from .answer_parts import Part
+from .output_parser import OutputDelta
 
 T = TypeVar("T")
 Step = Generator[None, None, T]
@@ -28,7 +28,7 @@ class Cursor:
         self.text = ""
         self.pos = 0
         self.ended = False
-        self.parts: list[Part] = []
+        self.parts: list[OutputDelta] = []
         self._start = 0  # of the text that is not settled
         self._offset = 0  # characters before ``text``
         self._space = ""  # emitted as content where the markup that follows it turns out to be none
@@ -52,7 +52,7 @@ class Cursor:
     def unread(self) -> str:
         return self.text[self.pos:]
 
-    def emit(self, part: Part) -> None:
+    def emit(self, part: OutputDelta) -> None:
         self.parts.append(part)
 
     def drop(self) -> None:
@@ -79,8 +79,8 @@ class Cursor:
     def before(self, end: int, *markers: str) -> int:
         """The first position from ``pos`` on where one of ``markers`` begins, or may begin before ``end``; ``end``
         where none does."""
-        found = _any_of(markers).search(self.text, self.pos, end)
-        return found.start() if found is not None else end - _begun(self.text[:end], markers, self.pos)
+        match = _any_of(markers).search(self.text, self.pos, end)
+        return match.start() if match is not None else end - _begun(self.text[:end], markers, self.pos)
 
     # ------------------------------------------------------------------ steps; all wait for the text that they need
 
@@ -125,10 +125,10 @@ class Cursor:
         """
         pattern, searched = _any_of(markers), self.pos
         while True:
-            found = pattern.search(self.text, searched)
-            if found is not None:
-                self._pass(found.start(), emit, trim)
-                return found[0]
+            match = pattern.search(self.text, searched)
+            if match is not None:
+                self._pass(match.start(), emit, trim)
+                return match[0]
             searched = max(self.pos, len(self.text) - _begun(self.text, markers, self.pos))
             if emit is not None:
                 self._pass_certain(searched, emit, trim)
@@ -160,25 +160,25 @@ class Cursor:
                 yield from self.skip()
                 self.drop()
                 self._trim = not self.next
-            found = pattern.search(self.text, self.pos) if openers else None
-            if found is not None:
-                before = self.text[self.pos: found.start()]
-                self._tell_content(before.rstrip())
+            match = pattern.search(self.text, self.pos) if openers else None
+            if match is not None:
+                before = self.text[self.pos: match.start()]
+                self._emit_content(before.rstrip())
                 self._space = before[len(before.rstrip()):]
                 self.pos += len(self._space)
                 self._settle()
-                return found[0]
+                return match[0]
             if self.ended:
-                self._tell_content(self.unread)
+                self._emit_content(self.unread)
                 return None
             certain = len(self.text) - _begun(self.text, openers, self.pos)
-            self._tell_content(self.text[self.pos: certain].rstrip())
+            self._emit_content(self.text[self.pos: certain].rstrip())
             yield from self.more()
 
-    def _tell_content(self, piece: str) -> None:
-        if piece:
-            self.emit(piece)
-            self.pos += len(piece)
+    def _emit_content(self, text: str) -> None:
+        if text:
+            self.emit(text)
+            self.pos += len(text)
             self._settle()
 
 
@@ -197,7 +197,7 @@ def _begun(text: str, markers: tuple[str, ...], start: int) -> int:
     return 0
 
 
-class ScriptReader:
+class ScriptParser:
     """A ``Reader`` that runs a script; text that the script leaves unread is content."""
 
     def __init__(self, script: Script):
@@ -205,7 +205,7 @@ class ScriptReader:
         self._steps = script(self._cursor)
         self._running = True
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[OutputDelta]:
         cursor = self._cursor
         cursor.text += text
         if self._running:
@@ -219,7 +219,7 @@ class ScriptReader:
         parts, cursor.parts = cursor.parts, []
         return parts
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[OutputDelta]:
         self._cursor.ended = True
         return self.push("")
 
@@ -228,13 +228,13 @@ class ScriptReader:
         return []
 
 
-class Plain:
+class PlainParser:
     """A ``Reader`` that takes all text as content."""
 
     reasoning_spans: list[tuple[int, int]] = []
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[OutputDelta]:
         return [text] if text else []
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[OutputDelta]:
         return []

@@ -11,13 +11,13 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from .answer_parts import Part
 from .cursor import Cursor, Step
+from .output_parser import OutputDelta
 
 if TYPE_CHECKING:
-    from .tools.calls import Calls
+    from .tools.call_emitter import CallEmitter
 
-AsPart = Callable[[str], Part]
+AsPart = Callable[[str], OutputDelta]
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -39,7 +39,7 @@ class Harmony:
         self._thought: list[str] = []
         self.reasoning_spans: list[tuple[int, int]] = []
 
-    def read(self, cursor: Cursor, calls: Calls) -> Step[None]:
+    def read(self, cursor: Cursor, calls: CallEmitter) -> Step[None]:
         yield from self._begun_header(cursor, calls)
         while opener := (yield from cursor.content(*MARKERS)):
             start = cursor.offset
@@ -56,7 +56,7 @@ class Harmony:
             cursor.drop()
             yield from self._body(cursor, calls, header, start)
 
-    def _begun_header(self, cursor: Cursor, calls: Calls) -> Step[None]:
+    def _begun_header(self, cursor: Cursor, calls: CallEmitter) -> Step[None]:
         """Reads the rest of the first message's header, in which the prompt ends: a recipient may come next."""
         begin, start = cursor.pos, cursor.offset
         yield from cursor.skip()
@@ -68,7 +68,7 @@ class Harmony:
         cursor.drop()
         yield from self._body(cursor, calls, header, start)
 
-    def _body(self, cursor: Cursor, calls: Calls, header: str, start: int) -> Step[None]:
+    def _body(self, cursor: Cursor, calls: CallEmitter, header: str, start: int) -> Step[None]:
         channel = match[1] if (match := _CHANNEL.search(header)) else "final"
         recipient = match[1] if (match := _RECIPIENT.search(header)) else ""
         name = recipient.removeprefix("functions.")
@@ -97,7 +97,7 @@ class Harmony:
         if text and self._as_part is not None:
             cursor.emit(self._as_part(text))
 
-    def _call(self, cursor: Cursor, calls: Calls, name: str) -> Step[None]:
+    def _call(self, cursor: Cursor, calls: CallEmitter, name: str) -> Step[None]:
         calls.begin(name)
         if not (yield from _any_text(cursor)):
             calls.arguments("{}")

@@ -1,6 +1,6 @@
-"""JSON schemas that must be met to the letter: what of JSON Schema a grammar cannot enforce is refused.
+"""The rules of ``strict`` JSON schemas: keywords that a grammar cannot enforce are refused.
 
-Without ``strict`` such parts are passed over, as OpenAI and SGLang do: the answer is then JSON of about that shape. The
+Without ``strict`` such keywords are ignored, as OpenAI and SGLang do: the answer is then JSON of about that shape. The
 rules are xgrammar's limits (0.2.8), each tried with a value that breaks it.
 """
 
@@ -31,7 +31,7 @@ _LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
 
 
 def check_enforceable(schema: Any, param: str) -> None:
-    """Raises InvalidRequest, naming the place below ``param``, for what a grammar would let pass."""
+    """Raises InvalidRequest, naming the path below ``param``, for a keyword that a grammar would not enforce."""
     open_parts = [(schema, "")]
     while open_parts:
         part, path = open_parts.pop()
@@ -61,7 +61,7 @@ def _parts(part: dict[str, Any], path: str) -> Iterator[tuple[Any, str]]:
 
 
 def _multiple_problems(part: dict[str, Any]) -> Iterator[str]:
-    """Multiples are enforced of integers alone, by whole numbers, and without bounds."""
+    """``multipleOf`` is enforced only for integers, by whole numbers, and without bounds."""
     step, kinds = part["multipleOf"], part.get("type")
     if not isinstance(step, (int, float)) or isinstance(step, bool) or step <= 0:
         return
@@ -74,7 +74,7 @@ def _multiple_problems(part: dict[str, Any]) -> Iterator[str]:
 
 
 def _problems(part: dict[str, Any]) -> Iterator[str]:
-    """What of this part alone a grammar cannot enforce; values of a wrong type are left to the grammar's compiler."""
+    """The keywords of one subschema that a grammar cannot enforce; its compiler checks the values' types."""
     keys = part.keys() - _ANNOTATIONS
     yield from sorted(name for name in keys & _UNENFORCED if part[name] is not False)
     ref = part.get("$ref")

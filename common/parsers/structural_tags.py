@@ -1,4 +1,4 @@
-"""Building xgrammar's structural tags: grammars that are put together of text, schemas and other grammars."""
+"""Builders of xgrammar's structural tags: grammars composed of text, schemas and other grammars."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ..api.grammar import GrammarSpec
 
 Node = dict[str, Any]
-"""A format of a structural tag."""
+"""A node of a structural tag's format."""
 
 ANY_TEXT: Node = {"type": "any_text"}
 
@@ -19,7 +19,7 @@ def const(text: str) -> Node | None:
 
 
 def schema(source: Any, style: str = "json") -> Node:
-    """A value of a JSON schema, written in one of xgrammar's styles."""
+    """A value of a JSON schema, in one of xgrammar's styles."""
     return {"type": "json_schema", "json_schema": source, "style": style}
 
 
@@ -28,8 +28,8 @@ def tag(begin: str, content: Node, end: str) -> Node:
 
 
 def sequence(nodes: Sequence[Node | None]) -> Node:
-    kept = [node for node in nodes if node is not None]
-    return kept[0] if len(kept) == 1 else {"type": "sequence", "elements": kept}
+    given = [node for node in nodes if node is not None]
+    return given[0] if len(given) == 1 else {"type": "sequence", "elements": given}
 
 
 def either(nodes: Sequence[Node]) -> Node:
@@ -41,13 +41,13 @@ def optional(node: Node) -> Node:
 
 
 def spec(nodes: Sequence[Node | None]) -> GrammarSpec:
-    """The grammar of ``nodes`` one after the other."""
+    """The grammar of the sequence of ``nodes``."""
     return GrammarSpec("structural_tag", json.dumps({"type": "structural_tag", "format": sequence(nodes)},
                                                     ensure_ascii=False))
 
 
 def node_of(given: GrammarSpec) -> Node | None:
-    """A grammar as a part of another one, None for a structural tag of the old form, which cannot be one."""
+    """A grammar as a node of another one; None for a structural tag of the old form, which cannot be nested."""
     match given.kind:
         case "json_schema":
             return schema(json.loads(given.text))
@@ -55,5 +55,5 @@ def node_of(given: GrammarSpec) -> Node | None:
             return {"type": "regex", "pattern": given.text}
         case "ebnf":
             return {"type": "grammar", "grammar": given.text}
-    found = json.loads(given.text)
-    return found.get("format") if isinstance(found, Mapping) else None
+    tag_format = json.loads(given.text)
+    return tag_format.get("format") if isinstance(tag_format, Mapping) else None

@@ -39,5 +39,5 @@ class AttentionChoice:
         num_heads = spec.num_heads // self.parallel.attention.size
         if spec.mla is None:
             layers = self.parallel.stages.layers(spec.num_layers)
-            return select_attention(self.config.kernels, device, pool, num_heads, self.dtype, spec.seen_back(layers))
+            return select_attention(self.config.kernels, device, pool, num_heads, self.dtype, spec.windows_of(layers))
         return select_latent_attention(self.config.kernels, device, pool, spec.mla, num_heads, self.dtype)

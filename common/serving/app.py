@@ -13,23 +13,25 @@ from typing import Any
 from aiohttp import web
 
 from ..api.errors import InvalidRequest, NotFound, ServingError, TooLarge
-from .admin import control, parsing
+from .admin import control
 from .admin import handler as admin_routes
-from .admin.api_document import api_document
+from .api_document import api_document
 from .batches import handler as batch_routes
 from .chat import handler as chat_routes
+from .chat import parsing_handler
 from .completions import handler as completion_routes
-from .context import CLIENT, ServingContext
+from .context.api_keys import ApiKeys
+from .context.client_timeouts import SlowBody, SlowRequest
+from .context.in_flight import shut_down
+from .context.request_planner import CLIENT
+from .context.serving_context import ServingContext
+from .context.traces import TRACEPARENT
 from .embeddings import handler as embedding_routes
 from .files import handler as file_routes
-from .lifecycle.api_keys import ApiKeys
-from .lifecycle.arrivals import SlowBody, SlowRequest
-from .lifecycle.in_flight import shut_down
-from .lifecycle.prompt_pages import add_prompt_pages
-from .lifecycle.traces import TRACEPARENT
 from .messages import handler as message_routes
-from .messages.answer import error_body
+from .messages.schema import error_body
 from .native import handler as native_routes
+from .respond import add_prompt_pages
 from .responses import handler as response_routes
 from .sessions import handler as session_routes
 from .tokens import handler as tokenize_routes
@@ -53,8 +55,8 @@ _ROUTES: tuple[tuple[str, str, Route], ...] = (
     ("POST", "/tokenize", tokenize_routes.tokenize),
     ("POST", "/v1/detokenize", tokenize_routes.detokenize),
     ("POST", "/detokenize", tokenize_routes.detokenize),
-    ("POST", "/parse_function_call", parsing.parse_function_call),
-    ("POST", "/separate_reasoning", parsing.separate_reasoning),
+    ("POST", "/parse_function_call", parsing_handler.parse_function_call),
+    ("POST", "/separate_reasoning", parsing_handler.separate_reasoning),
     ("POST", "/v1/files", file_routes.upload),
     ("GET", "/v1/files", file_routes.files),
     ("GET", "/v1/files/{file_id}", file_routes.file),

@@ -26,8 +26,8 @@ from ..engine_client.multi_node import NodeServer
 from ..engine_client.rank_processes import RankProcesses, RankTarget, rank_specs
 from ..runner.preflight import preflight
 from ..tokenizer.tokenizer import Tokenizer, load_tokenizer
-from .chat.formats import ChatFormats
-from .context import ServingContext
+from .context.served_model import ChatFormats
+from .context.serving_context import ServingContext
 
 log = logging.getLogger("baton.server")
 

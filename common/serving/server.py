@@ -8,7 +8,8 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import uvloop
 from aiohttp import web
@@ -23,10 +24,9 @@ from ..engine_client.worker_node import run_node
 from ..obs.logging import setup_logging
 from ..obs.tracing import Tracing, exporter_for
 from .app import make_app
+from .context.traces import Traces
 from .host import EngineHost, Service
-from .lifecycle.activity import Activity
-from .lifecycle.loop_lag import observe_loop_lag
-from .lifecycle.traces import Traces
+from .stats_logger import StatsLogger
 
 log = logging.getLogger("baton.server")
 
@@ -120,7 +120,7 @@ class _Server:
     async def _log_stats(self) -> None:
         await self._host.ready.wait()
         if interval := self._host.config.logs.log_interval:
-            await Activity(self._host.context, interval).run()
+            await StatsLogger(self._host.context, interval).run()
 
     async def _serve_http(self, stack: contextlib.AsyncExitStack, listener: socket.socket) -> asyncio.Server:
         context = self._host.context
@@ -160,3 +160,16 @@ class _Server:
         while ((context.client.num_open or context.in_flight.num_received)
                and not self._second_signal.is_set() and context.status.dead is None):
             await asyncio.sleep(0.02)
+
+
+async def observe_loop_lag(observe: Callable[[float], None], period: float = 0.1) -> None:
+    """Calls ``observe`` every ``period`` seconds with the seconds by which the event loop ran it late, until cancelled.
+
+    The tokens of all streams wait as long. The loop's timers alone add up to a millisecond.
+    """
+    due = time.monotonic() + period
+    while True:
+        await asyncio.sleep(max(0.0, due - time.monotonic()))
+        now = time.monotonic()
+        observe(max(0.0, now - due))
+        due = now + period

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from aiohttp import web
 
 from ..api.errors import ServingError
-from .protocol.responses import event
+from .protocol.encoding import event
 from .web import log_failure
 
 log = logging.getLogger("baton.server")

@@ -9,7 +9,7 @@ from aiohttp import http, web
 
 from ..api.errors import Aborted, EngineDead, ServingError
 from ..obs.failures import FailureLog
-from .protocol.responses import encode
+from .protocol.encoding import encode
 
 ERROR_CODE = "X-Error-Code"
 """Holds the error object's code, for a router, which reads no bodies."""

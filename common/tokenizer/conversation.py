@@ -1,6 +1,6 @@
 """SGLang's JSON form of a chat template (FastChat's conversation), as jinja.
 
-The form names the words before each message and what separates messages; ``sep_style`` says how they are put together.
+The form has the prefix of each role and the separators of messages; ``sep_style`` says how they are combined.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from ..api.errors import ConfigError
 
 
 class _Style(NamedTuple):
-    """Jinja expressions: what the prompt begins with, a message, and the beginning of the answer. They are over
-    ``system`` (with the system's words) and ``given`` (the message alone), ``role`` and ``text``, ``sep`` and ``sep2``,
-    ``end`` (one of these, in turn), ``i`` (messages before this one), ``even`` and ``tag`` (whose turn it is)."""
+    """Jinja expressions for the prompt's beginning, a message, and the answer's beginning. Their variables are
+    ``system`` (the formatted system message) and ``given`` (its content), ``role`` and ``text``, ``sep`` and ``sep2``,
+    ``end`` (alternately one of these), ``i`` (messages before this one), ``even`` and ``tag`` (the speaker's tag)."""
 
     begin: str
     message: str
@@ -96,7 +96,7 @@ class ChatTemplate(NamedTuple):
 
 
 def is_conversation(name: str, text: str) -> bool:
-    """Whether a template's file holds SGLang's JSON form, and no jinja."""
+    """True where a template's file is SGLang's JSON form, not jinja."""
     if name.endswith(".json"):
         return True
     try:
@@ -108,26 +108,26 @@ def is_conversation(name: str, text: str) -> bool:
 def conversation_template(name: str, text: str) -> ChatTemplate:
     """The template that a JSON file describes; raises ConfigError."""
     try:
-        found = msgspec.json.decode(text, type=_Conversation)
+        conversation = msgspec.json.decode(text, type=_Conversation)
     except msgspec.DecodeError as error:
         what = str(error).replace("`", "")
         what = what[:1].lower() + what[1:]
         raise ConfigError(f"--chat-template {name} is no conversation template: {what}.") from None
-    style = _STYLES.get(found.sep_style)
+    style = _STYLES.get(conversation.sep_style)
     if style is None:
-        raise ConfigError(f"--chat-template {name} has the sep_style {found.sep_style!r}; known are "
+        raise ConfigError(f"--chat-template {name} has the sep_style {conversation.sep_style!r}; known are "
                           f"{', '.join(_STYLES)}.")
     needs_both = any(word in expression for expression in style for word in ("end", "sep2"))
-    if found.sep2 is None and needs_both:
-        raise ConfigError(f"--chat-template {name}: the sep_style {found.sep_style} needs sep2, what ends an answer, "
-                          "beside sep.")
+    if conversation.sep2 is None and needs_both:
+        raise ConfigError(f"--chat-template {name}: the sep_style {conversation.sep_style} needs sep2, which ends an "
+                          "answer, in addition to sep.")
     names = ("sep", "user", "assistant", "system", "system_message")
-    source = _SOURCE.format(**{field: _literal(getattr(found, field)) for field in names}, **style._asdict(),
-                            sep2=_literal(found.sep2 or ""), first_round=int(found.name == "chatglm2"))
-    stops = [found.stop_str] if isinstance(found.stop_str, str) else found.stop_str or []
+    source = _SOURCE.format(**{field: _literal(getattr(conversation, field)) for field in names}, **style._asdict(),
+                            sep2=_literal(conversation.sep2 or ""), first_round=int(conversation.name == "chatglm2"))
+    stops = [conversation.stop_str] if isinstance(conversation.stop_str, str) else conversation.stop_str or []
     return ChatTemplate(source, tuple(filter(None, stops)))
 
 
 def _literal(text: str) -> str:
-    """As jinja's lexer reads it."""
+    """A string literal of jinja."""
     return json.dumps(text, ensure_ascii=False)

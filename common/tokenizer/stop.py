@@ -1,4 +1,4 @@
-"""Stop strings and expressions on a text that arrives in pieces."""
+"""Stop strings and expressions, matched on a text that arrives in deltas."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class StopMatcher:
     """Finds the stop string, or the match of a stop expression, that is completed first (of those that end together,
     the longest).
 
-    Text that may still become one is held back. The outcome depends on the text alone, never on how it was cut into
-    pieces. Cost per character: amortized one step per stop string, a bounded number per expression.
+    Text that may still become one is buffered. The outcome depends on the text alone, never on how it was split into
+    deltas. Cost per character: amortized one step per stop string, a bounded number per expression.
     """
 
     def __init__(self, stops: Sequence[str], trim: bool = True, expressions: Sequence[str] = ()):
         """``trim``: whether what matched is left out of the text. Raises InvalidRequest for an unusable expression."""
         self._automata: list[_Automaton | RegexMatcher] = [*map(_Automaton, stops), *map(RegexMatcher, expressions)]
         self._trim = trim
-        self._held = ""
+        self._buffered = ""
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
@@ -56,22 +56,22 @@ class StopMatcher:
             return ""
         if not self._automata:
             return text
-        text = self._held + text
-        for i in range(len(self._held), len(text)):
+        text = self._buffered + text
+        for i in range(len(self._buffered), len(text)):
             char = text[i]
             length, longest = 0, None
             for automaton in self._automata:
-                if (found := automaton.step(char)) > length:
-                    length, longest = found, automaton
+                if (matched := automaton.step(char)) > length:
+                    length, longest = matched, automaton
             if longest is not None:
                 self.matched = longest.word
-                self._held = ""
+                self._buffered = ""
                 return text[: i + 1 - (length if self._trim else 0)]
         certain = len(text) - max(automaton.state for automaton in self._automata)
-        self._held = text[certain:]
+        self._buffered = text[certain:]
         return text[:certain]
 
     def finish(self) -> str:
-        """The text held back, now that no more will come."""
-        rest, self._held = self._held, ""
+        """The buffered text, at the end of the text."""
+        rest, self._buffered = self._buffered, ""
         return rest

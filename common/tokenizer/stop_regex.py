@@ -1,8 +1,9 @@
-"""Stop expressions (``stop_regex``) on a text that arrives in pieces.
+"""Stop expressions (``stop_regex``), matched on a text that arrives in deltas.
 
-Python's ``re`` cannot go on where it stopped, and it backtracks: some expressions take time exponential in the text.
+Python's ``re`` cannot resume where it stopped, and it backtracks: some expressions take time exponential in the text.
 Here an expression becomes an automaton whose states all step together (Thompson, 1968). A character costs at most
-MAX_STEPS small operations, whatever the expression, and it is known from where on the text may still become a match.
+MAX_STEPS small operations, whatever the expression, and the position from which the text may still become a match is
+known.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MAX_STATES = 512
 MAX_STEPS = 1024
 """Steps from state to state that one character may take: 0.1 ms of them."""
 
-_START, _NEWLINE, _OTHER = range(3)  # what stands before a place in the text
+_START, _NEWLINE, _OTHER = range(3)  # the kind of character before a position in the text
 _CATEGORIES: dict[Any, Callable[[str], bool]] = {
     sre.CATEGORY_DIGIT: str.isdecimal, sre.CATEGORY_SPACE: str.isspace,
     sre.CATEGORY_WORD: lambda char: char.isalnum() or char == "_"}
@@ -36,35 +37,36 @@ _OPPOSITES = {sre.CATEGORY_NOT_DIGIT: sre.CATEGORY_DIGIT, sre.CATEGORY_NOT_SPACE
 
 
 class _State:
-    """Steps over a character that ``fits``; without ``fits`` it stands for all states of ``after`` at once, where
-    ``behind`` allows it. ``nexts``: the states that come behind a line's end, and behind any other character."""
+    """A state of the automaton: steps over a character that ``fits``. Without ``fits`` it is an epsilon transition to
+    all states of ``after``, where the previous character's kind is in ``follows``. ``nexts``: the states after a line's
+    end, and after any other character."""
 
-    __slots__ = ("fits", "after", "behind", "nexts")
+    __slots__ = ("fits", "after", "follows", "nexts")
 
     def __init__(self, fits: Callable[[str], bool] | None = None, after: Sequence[_State] = (),
-                 behind: tuple[int, ...] = (_START, _NEWLINE, _OTHER)):
+                 follows: tuple[int, ...] = (_START, _NEWLINE, _OTHER)):
         self.fits = fits
         self.after = list(after)
-        self.behind = behind
+        self.follows = follows
         self.nexts: tuple[list[_State], list[_State]] = ([], [])
 
     def reached(self, before: int) -> list[_State]:
-        """The states that step over a character, and the accepting one, that this one stands for."""
-        found: list[_State] = []
+        """The epsilon closure of this state: the states that step over a character, and the accepting one."""
+        closure: list[_State] = []
         seen, todo = {self}, [self]
         while todo:
             state = todo.pop()
             if state.fits is not None or not state.after:
-                found.append(state)
-            elif before in state.behind:
+                closure.append(state)
+            elif before in state.follows:
                 fresh = [after for after in state.after if after not in seen]
                 seen.update(fresh)
                 todo += fresh
-        return found
+        return closure
 
 
 class _Builder:
-    """Builds states from an expression's end to its beginning: each part is told what comes behind it."""
+    """Builds states from an expression's end to its beginning: each part gets the state that follows it."""
 
     def __init__(self) -> None:
         self.accept = _State()
@@ -108,13 +110,13 @@ class _Builder:
             lines = where is sre.AT_BEGINNING and flags & re.MULTILINE
             return self._state(None, [then], (_START, _NEWLINE) if lines else (_START,))
         if where in (sre.AT_END, sre.AT_END_STRING) and then.reached(_START) == [self.accept]:
-            return then  # what there is of the text ends wherever it is looked at
+            return then  # the text so far ends at every position where it is matched
         raise _Unusable("holds \\b, or $ before its end")
 
     def _state(self, fits: Callable[[str], bool] | None, after: Sequence[_State],
-               behind: tuple[int, ...] = (_START, _NEWLINE, _OTHER)) -> _State:
+               follows: tuple[int, ...] = (_START, _NEWLINE, _OTHER)) -> _State:
         self._count_one()
-        state = _State(fits, after, behind)
+        state = _State(fits, after, follows)
         if fits is not None:
             self.consuming.append(state)
         return state
@@ -126,12 +128,12 @@ class _Builder:
 
 
 class _Unusable(Exception):
-    """An expression cannot be used; the text goes behind "stop_regex PATTERN"."""
+    """An expression cannot be used; the message follows "stop_regex PATTERN"."""
 
 
 class StopExpression:
     """A compiled expression, shared by all requests that have it. ``starts``: the states in which a match begins, by
-    what stands before it."""
+    the kind of character before it."""
 
     def __init__(self, pattern: str):
         """Raises InvalidRequest for what is no regular expression, or can match nothing, or needs backtracking."""
@@ -174,7 +176,7 @@ def stop_expression(pattern: str) -> StopExpression:
 
 
 class RegexMatcher:
-    """Follows one text. ``state``: how many characters at its end may still become a match."""
+    """Matches one text. ``state``: the number of characters at its end that may still become a match."""
 
     __slots__ = ("word", "state", "_expression", "_active", "_before", "_at")
 
@@ -183,7 +185,7 @@ class RegexMatcher:
         self.word = pattern
         self.state = 0
         self._expression = stop_expression(pattern)
-        self._active: dict[_State, int] = {}  # where the match that a state is in began; the earliest where several are
+        self._active: dict[_State, int] = {}  # by state, the earliest beginning of its match
         self._before = _START
         self._at = 0
 
@@ -194,16 +196,16 @@ class RegexMatcher:
             active.setdefault(state, self._at)
         self._at += 1
         self._before = _NEWLINE if char == "\n" else _OTHER
-        behind = 0 if char == "\n" else 1
-        found: dict[_State, int] = {}
+        kind = 0 if char == "\n" else 1
+        active_next: dict[_State, int] = {}
         for state, start in active.items():
             if state.fits is not None and state.fits(char):
-                for after in state.nexts[behind]:
-                    if found.get(after, self._at) > start:
-                        found[after] = start
-        start = found.pop(expression.accept, self._at)
-        self._active = found
-        self.state = self._at - min(found.values(), default=self._at)
+                for after in state.nexts[kind]:
+                    if active_next.get(after, self._at) > start:
+                        active_next[after] = start
+        start = active_next.pop(expression.accept, self._at)
+        self._active = active_next
+        self.state = self._at - min(active_next.values(), default=self._at)
         return self._at - start
 
 
@@ -211,7 +213,7 @@ class RegexMatcher:
 
 
 def _fits(op: Any, value: Any, flags: int) -> Callable[[str], bool]:
-    """Whether a character is one that a part of an expression stands for."""
+    """A test for the characters that one element of an expression matches."""
     if op is sre.ANY:
         return _anything if flags & re.DOTALL else _no_newline
     if op is sre.LITERAL:

@@ -1,4 +1,4 @@
-"""The text of one request, as its tokens arrive."""
+"""Incremental detokenization of one request, with its stop strings."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ class Detokenizer:
     Bytes that can never be UTF-8 become U+FFFD, as soon as that is certain. Constant time per token.
     """
 
-    def __init__(self, piece: Callable[[int], bytes], skipped: frozenset[int] = frozenset()):
-        """``piece`` gives a token's bytes; tokens in ``skipped`` have no text."""
-        self._piece = piece
+    def __init__(self, token_bytes: Callable[[int], bytes], skipped: frozenset[int] = frozenset()):
+        """``token_bytes`` gives a token's bytes; tokens in ``skipped`` have no text."""
+        self._token_bytes = token_bytes
         self._skipped = skipped
         self._decoder = _utf8("replace")
 
     def push(self, token_ids: Sequence[int]) -> str:
-        piece, skipped = self._piece, self._skipped
-        return self._decoder.decode(b"".join([piece(token) for token in token_ids if token not in skipped]))
+        token_bytes, skipped = self._token_bytes, self._skipped
+        return self._decoder.decode(b"".join([token_bytes(token) for token in token_ids if token not in skipped]))
 
     def finish(self) -> str:
-        """What is left of an incomplete character."""
+        """The rest of an incomplete character."""
         return self._decoder.decode(b"", final=True)
 
 
 class TextStream:
     """Detokenizes one request and watches for its stop strings."""
 
-    def __init__(self, piece: Callable[[int], bytes], special_ids: frozenset[int], sampling: SamplingParams):
-        self._detokenizer = Detokenizer(piece, special_ids if sampling.skip_special_tokens else frozenset())
+    def __init__(self, token_bytes: Callable[[int], bytes], special_ids: frozenset[int], sampling: SamplingParams):
+        self._detokenizer = Detokenizer(token_bytes, special_ids if sampling.skip_special_tokens else frozenset())
         self._matcher = StopMatcher(sampling.stop, not sampling.no_stop_trim, sampling.stop_regex)
         self._trim = not sampling.no_stop_trim
 

@@ -1,4 +1,4 @@
-"""The bytes that each token stands for.
+"""The bytes of each token.
 
 A token's bytes do not depend on its neighbours in the two families of decoders that today's checkpoints use, so a
 table lookup replaces a call of the tokenizer for every generated token:
@@ -6,7 +6,7 @@ table lookup replaces a call of the tokenizer for every generated token:
 * byte-level BPE (Llama 3, Qwen, GPT): a character of a token is one byte, by GPT-2's alphabet;
 * SentencePiece with byte fallback (Llama 2, Mistral, Gemma): ``▁`` is a space and ``<0xE2>`` one byte.
 
-For any other decoder a token is decoded behind a fixed neighbour, whose own text is then cut off.
+For any other decoder a token is decoded after a fixed token, whose own text is then removed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-PieceDecoder = Callable[[int], bytes]
+TokenDecoder = Callable[[int], bytes]
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -25,18 +25,18 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-def piece_decoder(tokenizer: Any) -> PieceDecoder:
-    """How to read tokens of a transformers tokenizer."""
+def token_decoder(tokenizer: Any) -> TokenDecoder:
+    """A function that returns the bytes of a transformers tokenizer's tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     kinds = backend.decoder.__getstate__() if backend is not None and backend.decoder is not None else b""
     if b"ByteLevel" in kinds:
         return _byte_level(tokenizer.convert_ids_to_tokens)
     if b"ByteFallback" in kinds or b"Metaspace" in kinds:
         return _sentencepiece(tokenizer.convert_ids_to_tokens)
-    return _behind_anchor(tokenizer)
+    return _after_anchor(tokenizer)
 
 
-def _byte_level(token_of: Callable[[int], str | None]) -> PieceDecoder:
+def _byte_level(token_of: Callable[[int], str | None]) -> TokenDecoder:
     alphabet = byte_alphabet()
 
     def decode(token_id: int) -> bytes:
@@ -49,7 +49,7 @@ def _byte_level(token_of: Callable[[int], str | None]) -> PieceDecoder:
     return decode
 
 
-def _sentencepiece(token_of: Callable[[int], str | None]) -> PieceDecoder:
+def _sentencepiece(token_of: Callable[[int], str | None]) -> TokenDecoder:
     byte_token = re.compile(r"<0x([0-9A-F]{2})>")
 
     def decode(token_id: int) -> bytes:
@@ -60,7 +60,7 @@ def _sentencepiece(token_of: Callable[[int], str | None]) -> PieceDecoder:
     return decode
 
 
-def _behind_anchor(tokenizer: Any) -> PieceDecoder:
+def _after_anchor(tokenizer: Any) -> TokenDecoder:
     anchor = tokenizer.encode("a", add_special_tokens=False)
     before = tokenizer.decode(anchor, skip_special_tokens=False)
 

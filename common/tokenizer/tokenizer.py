@@ -13,9 +13,9 @@ from ..api.errors import ConfigError, InvalidRequest
 from ..api.sampling import SamplingParams
 from .templates import load_template
 from .text_stream import TextStream
-from .token_bytes import piece_decoder
+from .token_bytes import token_decoder
 
-_LARGE_TEXT = 20_000  # characters; encoding takes about a microsecond each, and nobody else is served meanwhile
+_MAX_INLINE_CHARS = 20_000  # encoding takes about a microsecond each, which blocks the event loop
 _RESERVED = frozenset((
     "conversation", "messages", "tools", "documents", "chat_template", "tokenize", "padding", "truncation",
     "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "add_generation_prompt",
@@ -36,7 +36,7 @@ def load_tokenizer(path: str, revision: str | None = None) -> Tokenizer:
                           "holds tokenizer.json.")
     from transformers import AutoTokenizer
     library = logging.getLogger("transformers")
-    library.handlers.clear()  # its lines go where ours go
+    library.handlers.clear()  # its log goes to the root logger's handlers
     library.propagate = True
     try:
         loaded = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else path, revision=revision)
@@ -47,20 +47,20 @@ def load_tokenizer(path: str, revision: str | None = None) -> Tokenizer:
 
 
 class Tokenizer:
-    """What the front needs of a transformers tokenizer."""
+    """A transformers tokenizer with the methods that the API server needs."""
 
     def __init__(self, hf: Any, chat_template: str | None = None, stops: Sequence[str] = ()):
         """``chat_template`` (jinja source) replaces the checkpoint's own; ``stops`` end its answers."""
         self._hf = hf
         self._chat_template = chat_template
         self._stops = stops
-        self._decode_piece = piece_decoder(hf)
-        self._pieces: dict[int, bytes] = {}
+        self._decode_token = token_decoder(hf)
+        self._token_bytes: dict[int, bytes] = {}
         added = getattr(hf, "added_tokens_decoder", {})
         self.special_ids = frozenset(hf.all_special_ids) | {i for i, token in added.items() if token.special}
 
     def with_chat_template(self, name: str) -> Tokenizer:
-        """The same tokenizer with another template, a shipped one or a file's; raises ConfigError."""
+        """This tokenizer with another template, a packaged one or a file's; raises ConfigError."""
         import jinja2
         template = load_template(name)
         try:
@@ -78,14 +78,14 @@ class Tokenizer:
         """The jinja source of the template for chats with tools, None where there is no template."""
         if self._chat_template is not None:
             return self._chat_template
-        found = self._hf.chat_template
-        if isinstance(found, dict):  # templates by name
-            found = found.get("tool_use") or found.get("default")
-        return found or None
+        template = self._hf.chat_template
+        if isinstance(template, dict):  # templates by name
+            template = template.get("tool_use") or template.get("default")
+        return template or None
 
     def chat_stops(self, vocab_size: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """What ends an answer by the chat template beside the model's own ends: strings, and special tokens, which the
-        text leaves out. Tokens that the model has no row for are never drawn."""
+        """The stops of the chat template, besides the model's own: strings, and special tokens, which the text leaves
+        out. Tokens beyond the model's vocabulary are never sampled."""
         if not self._stops:
             return (), ()
         ids = dict(zip(self._hf.convert_ids_to_tokens(sorted(self.special_ids)), sorted(self.special_ids)))
@@ -97,7 +97,7 @@ class Tokenizer:
         return frozenset(self._hf.convert_ids_to_tokens(sorted(self.special_ids)))
 
     def any_special(self, words: Iterable[str]) -> bool:
-        """Whether one of ``words`` is a special token, which ``skip_special_tokens`` leaves out of the text."""
+        """True where one of ``words`` is a special token, which ``skip_special_tokens`` leaves out of the text."""
         return not self._special_texts.isdisjoint(words)
 
     @property
@@ -141,7 +141,7 @@ class Tokenizer:
         def encode_all() -> list[list[int]]:
             return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
-        if sum(map(len, texts)) < _LARGE_TEXT:
+        if sum(map(len, texts)) < _MAX_INLINE_CHARS:
             return encode_all()
         return await asyncio.to_thread(encode_all)
 
@@ -150,11 +150,11 @@ class Tokenizer:
         return result
 
     def token_strs(self, ids: Sequence[int]) -> list[str]:
-        """The vocabulary's own names of tokens; an id that it does not name (padded vocabularies) is empty."""
+        """The vocabulary's names of tokens, empty for an id without one (padded vocabularies)."""
         return [name or "" for name in self._hf.convert_ids_to_tokens(list(ids))]
 
     def token_str(self, token_id: int) -> str:
-        """The vocabulary's own name of a token, empty where it has none."""
+        """The vocabulary's name of a token, empty for an id without one."""
         return self._hf.convert_ids_to_tokens(token_id) or ""
 
     def tokens_beyond(self, vocab_size: int) -> dict[int, str]:
@@ -162,15 +162,15 @@ class Tokenizer:
         return {token: name for name, token in sorted(self._hf.get_vocab().items(), key=lambda item: item[1])
                 if token >= vocab_size}
 
-    def piece(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to the text; empty for an id outside the vocabulary."""
-        found = self._pieces.get(token_id)
-        if found is None:
-            found = self._pieces[token_id] = self._decode_piece(token_id)
-        return found
+        cached = self._token_bytes.get(token_id)
+        if cached is None:
+            cached = self._token_bytes[token_id] = self._decode_token(token_id)
+        return cached
 
     def text_stream(self, sampling: SamplingParams) -> TextStream:
-        return TextStream(self.piece, self.special_ids, sampling)
+        return TextStream(self.token_bytes, self.special_ids, sampling)
 
     def render_chat(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None,
                     continue_final_message: bool, options: Mapping[str, Any],

@@ -43,7 +43,7 @@ def tensors_of(file: Path, stacked: Stacked = "rows") -> Iterator[tuple[str, Any
         with safe_open(file, framework="pt") as content:
             for name in content.keys():  # noqa: SIM118 (the file is no mapping)
                 source = content.get_slice(name)
-                if stacked == "turns":
+                if stacked == "interleaved":
                     yield from by_expert_in_turns(name, source, partial(_find, file))
                 else:
                     yield from by_expert(name, source)

@@ -11,7 +11,7 @@ import msgspec
 
 from ...common.api.errors import ServingError
 from ...common.api.unreadable import UNREADABLE
-from ...common.serving.messages.answer import error_body
+from ...common.serving.messages.schema import error_body
 
 if TYPE_CHECKING:
     from .request import Request

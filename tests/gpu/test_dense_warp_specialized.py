@@ -1,4 +1,4 @@
-"""Products of many rows by groups of warps, on a Hopper GPU, against plain torch."""
+"""Warp-specialized products of many rows on a Hopper GPU, against plain torch."""
 
 from __future__ import annotations
 

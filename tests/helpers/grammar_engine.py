@@ -41,7 +41,7 @@ def tokenizer() -> Tokenizer:
 @cache
 def vocabulary() -> Vocabulary:
     spec = load_model_spec(ModelArgs(model_path=str(CHECKPOINT)))
-    return Vocabulary([tokenizer().piece(token) for token in range(spec.vocab_size)],
+    return Vocabulary([tokenizer().token_bytes(token) for token in range(spec.vocab_size)],
                       sorted(tokenizer().special_ids), list(spec.eos_token_ids))
 
 
@@ -115,4 +115,4 @@ class GrammarEngine:
 def text_of(token_ids: list[int]) -> str:
     """As a client sees it: without special tokens."""
     shown = [token for token in token_ids if token not in tokenizer().special_ids]
-    return b"".join([tokenizer().piece(token) for token in shown]).decode()
+    return b"".join([tokenizer().token_bytes(token) for token in shown]).decode()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.common.parsers.answer_parts import Arguments, CallBegun, Part, joined
-from baton.common.parsers.reading import Reading
+from baton.common.parsers.output_format import OutputFormat
+from baton.common.parsers.output_parser import OutputDelta, ToolArgumentsDelta, ToolCallStart, joined
 from baton.common.parsers.tools import FORMATS, JSON_ARRAY
 
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -18,11 +18,11 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 }
 
 
-def call(name: str, arguments: str) -> list[Part]:
-    return [CallBegun(name), Arguments(arguments)]
+def call(name: str, arguments: str) -> list[OutputDelta]:
+    return [ToolCallStart(name), ToolArgumentsDelta(arguments)]
 
 
-def of_pieces(reading: Reading, pieces: list[str]) -> list[Part]:
+def of_pieces(reading: OutputFormat, pieces: list[str]) -> list[OutputDelta]:
     reader = reading.reader()
     return joined([*(part for piece in pieces for part in reader.push(piece)), *reader.finish()])
 
@@ -31,10 +31,10 @@ def of_pieces(reading: Reading, pieces: list[str]) -> list[Part]:
 class Case:
     format: str
     text: str
-    parts: list[Part] = field(hash=False)
+    parts: list[OutputDelta] = field(hash=False)
 
-    def reading(self) -> Reading:
-        return Reading(JSON_ARRAY if self.format == "json" else FORMATS[self.format], SCHEMAS)
+    def reading(self) -> OutputFormat:
+        return OutputFormat(JSON_ARRAY if self.format == "json" else FORMATS[self.format], SCHEMAS)
 
 
 def _hermes() -> list[Case]:

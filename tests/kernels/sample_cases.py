@@ -1,4 +1,4 @@
-"""The kernels that draw tokens against the plain path; collected by test_kernels_interpreted.py and
+"""The sampling kernels against the torch backend; collected by test_kernels_interpreted.py and
 tests/gpu/test_kernels.py."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def test_seeded_draws_equal_the_plain_path(kind):
 
 
 def left_by(logits: torch.Tensor, params: list[SamplingParams]) -> list[list[int]]:
-    """Tokens that the truncating kernel leaves."""
+    """The tokens that the truncation kernel leaves."""
     count = len(params)
     sent = torch.from_numpy(_Table(params, VOCAB).filled([0] * count, np.random.default_rng(0))).to(DEVICE)
     floors = torch.empty(count, device=DEVICE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from ..cursor import Cursor, Step
-from .calls import Calls
+from .call_emitter import CallEmitter
 from .format import Layout, Tag, ToolFormat
 from .json_call import json_arguments, json_object
 
@@ -20,7 +20,7 @@ _NAME = re.compile(r"[\w.\-]*")
 _MARKERS = (ALL_BEGIN, ALL_END, BEGIN, SEP, END)
 
 
-def read(cursor: Cursor, calls: Calls) -> Step[None]:
+def read(cursor: Cursor, calls: CallEmitter) -> Step[None]:
     while opener := (yield from cursor.content(ALL_BEGIN, ALL_END, BEGIN)):
         yield from cursor.take(opener)
         if opener == BEGIN and not (yield from _call(cursor, calls)):
@@ -29,7 +29,7 @@ def read(cursor: Cursor, calls: Calls) -> Step[None]:
             cursor.drop()
 
 
-def _call(cursor: Cursor, calls: Calls) -> Step[bool]:
+def _call(cursor: Cursor, calls: CallEmitter) -> Step[bool]:
     yield from cursor.skip()
     name = yield from cursor.run(_NAME)
     if not name or not (yield from cursor.take(SEP)):

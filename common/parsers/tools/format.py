@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..cursor import Cursor, Step
-from .calls import Calls
+from .call_emitter import CallEmitter
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ToolFormat:
     ``signs``: a chat template that holds all the strings of one of these sets is of this format.
     """
 
-    script: Callable[[Cursor, Calls], Step[None]]
+    script: Callable[[Cursor, CallEmitter], Step[None]]
     markers: tuple[str, ...] = ()
     signs: tuple[frozenset[str], ...] = field(default=())
     layout: Layout | None = None

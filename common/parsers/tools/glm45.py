@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 
 from ..cursor import Cursor, Step
-from .calls import Calls
+from .arguments_builder import ArgumentsBuilder
+from .call_emitter import CallEmitter
 from .format import Layout, Tag, ToolFormat
-from .members import Members
 from .values import is_string, to_json
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -18,7 +18,7 @@ KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</ar
 _NAME = re.compile(r"[\w.\-]*")
 
 
-def read(cursor: Cursor, calls: Calls) -> Step[None]:
+def read(cursor: Cursor, calls: CallEmitter) -> Step[None]:
     while (yield from cursor.content(OPEN)):
         yield from cursor.take(OPEN)
         if (yield from _call(cursor, calls)):
@@ -27,7 +27,7 @@ def read(cursor: Cursor, calls: Calls) -> Step[None]:
             cursor.to_content()
 
 
-def _call(cursor: Cursor, calls: Calls) -> Step[bool]:
+def _call(cursor: Cursor, calls: CallEmitter) -> Step[bool]:
     yield from cursor.skip()
     name = yield from cursor.run(_NAME)
     yield from cursor.skip()
@@ -35,7 +35,7 @@ def _call(cursor: Cursor, calls: Calls) -> Step[bool]:
     if not name or not (closed or (yield from cursor.take(KEY))):
         return False
     calls.begin(name)
-    members = Members(calls)
+    members = ArgumentsBuilder(calls)
     while not closed:
         if not (yield from _pair(cursor, calls, members)):
             return True
@@ -48,7 +48,7 @@ def _call(cursor: Cursor, calls: Calls) -> Step[bool]:
     return True
 
 
-def _pair(cursor: Cursor, calls: Calls, members: Members) -> Step[bool]:
+def _pair(cursor: Cursor, calls: CallEmitter, members: ArgumentsBuilder) -> Step[bool]:
     """Reads a key, after its opening, and its value; False where the text is cut off: the arguments end as they are."""
     start = cursor.pos
     if not (yield from cursor.until(KEY_END)):

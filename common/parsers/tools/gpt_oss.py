@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from ..cursor import Cursor, Step
 from ..harmony import CHANNEL, CONSTRAIN, MARKERS, MESSAGE, Harmony
-from .calls import Calls
+from .call_emitter import CallEmitter
 from .format import Layout, Tag, ToolFormat
 
 
-def read(cursor: Cursor, calls: Calls) -> Step[None]:
+def read(cursor: Cursor, calls: CallEmitter) -> Step[None]:
     yield from Harmony(with_calls=True, as_part=None).read(cursor, calls)
 
 

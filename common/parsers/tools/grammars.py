@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..structural_tags import Node, const, either, schema, sequence, tag
-from .calls import Schemas
+from .call_emitter import Schemas
 from .format import Layout, Tag
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}

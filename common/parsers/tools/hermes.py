@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 
 from ..cursor import Cursor, Step
-from .calls import Calls
+from .call_emitter import CallEmitter
 from .format import Layout, Tag, ToolFormat
 from .json_call import envelope
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-def read(cursor: Cursor, calls: Calls) -> Step[None]:
+def read(cursor: Cursor, calls: CallEmitter) -> Step[None]:
     while (yield from cursor.content(OPEN)):
         yield from cursor.take(OPEN)
         if not (yield from envelope(cursor, calls, CLOSE)):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 from ..cursor import Cursor, Step
-from .calls import Calls
+from .call_emitter import CallEmitter
 from .format import Layout, Tag, ToolFormat
 from .json_call import envelope
 
 
-def read(cursor: Cursor, calls: Calls) -> Step[None]:
+def read(cursor: Cursor, calls: CallEmitter) -> Step[None]:
     yield from cursor.skip()
     yield from cursor.take("[")
     while (yield from envelope(cursor, calls)):

@@ -6,7 +6,7 @@ import json
 
 from ..cursor import Cursor, Step
 from ..json_scanner import JsonScanner
-from .calls import Calls
+from .call_emitter import CallEmitter
 
 _NAME, _ARGUMENTS = "name", ("arguments", "parameters")
 
@@ -20,7 +20,7 @@ def json_object(cursor: Cursor) -> Step[bool]:
     return cursor.next == "{"
 
 
-def json_arguments(cursor: Cursor, calls: Calls, *ends: str) -> Step[None]:
+def json_arguments(cursor: Cursor, calls: CallEmitter, *ends: str) -> Step[None]:
     """Emits the object that comes next in deltas.
 
     Where it stops being JSON, the rest up to one of ``ends`` is emitted as the model wrote it: the call has begun, and
@@ -60,7 +60,7 @@ def _value(cursor: Cursor) -> Step[str | None]:
 class _Envelope:
     """``{"name": ..., "arguments": {...}}`` with the keys in any order; see ``envelope``."""
 
-    def __init__(self, cursor: Cursor, calls: Calls, ends: tuple[str, ...], any_name: bool):
+    def __init__(self, cursor: Cursor, calls: CallEmitter, ends: tuple[str, ...], any_name: bool):
         self._cursor = cursor
         self._calls = calls
         self._ends = ends
@@ -148,7 +148,7 @@ def _object_in(text: str) -> str | None:
         return None
 
 
-def envelope(cursor: Cursor, calls: Calls, *ends: str, any_name: bool = True) -> Step[bool]:
+def envelope(cursor: Cursor, calls: CallEmitter, *ends: str, any_name: bool = True) -> Step[bool]:
     """Emits the call that the next object describes; False where it describes none (nothing is emitted then).
 
     Without ``any_name`` an object that names no offered tool describes none. ``ends``: see ``json_arguments``.

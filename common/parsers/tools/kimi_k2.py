@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ..cursor import Cursor, Step
-from .calls import Calls
+from .call_emitter import CallEmitter
 from .format import Layout, Tag, ToolFormat
 from .json_call import json_arguments, json_object
 
@@ -14,7 +14,7 @@ BEGIN, SEP, END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool
 _ID = re.compile(r"[\w.\-:]*")
 
 
-def read(cursor: Cursor, calls: Calls) -> Step[None]:
+def read(cursor: Cursor, calls: CallEmitter) -> Step[None]:
     while opener := (yield from cursor.content(ALL_BEGIN, ALL_END, BEGIN)):
         yield from cursor.take(opener)
         if opener == BEGIN and not (yield from _call(cursor, calls)):
@@ -23,7 +23,7 @@ def read(cursor: Cursor, calls: Calls) -> Step[None]:
             cursor.drop()
 
 
-def _call(cursor: Cursor, calls: Calls) -> Step[bool]:
+def _call(cursor: Cursor, calls: CallEmitter) -> Step[bool]:
     yield from cursor.skip()
     name = (yield from cursor.run(_ID)).removeprefix("functions.").split(":")[0]
     yield from cursor.skip()

@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 
 from ..cursor import Cursor, Step
-from .calls import Calls
+from .call_emitter import CallEmitter
 from .format import Layout, Tag, ToolFormat
 from .json_call import envelope, json_object
 
 TAG = "<|python_tag|>"
 
 
-def read(cursor: Cursor, calls: Calls) -> Step[None]:
+def read(cursor: Cursor, calls: CallEmitter) -> Step[None]:
     if (yield from json_object(cursor)):
         yield from _row(cursor, calls, any_name=False)
     else:
@@ -25,7 +25,7 @@ def read(cursor: Cursor, calls: Calls) -> Step[None]:
         yield from _row(cursor, calls, any_name=True)
 
 
-def _row(cursor: Cursor, calls: Calls, *, any_name: bool) -> Step[None]:
+def _row(cursor: Cursor, calls: CallEmitter, *, any_name: bool) -> Step[None]:
     while (yield from envelope(cursor, calls, ";", TAG, any_name=any_name)):
         cursor.drop()
         yield from cursor.skip(" \t\r\n;}")

@@ -6,7 +6,7 @@ import json
 import re
 
 from ..cursor import Cursor, Step
-from .calls import Calls
+from .call_emitter import CallEmitter
 from .format import Layout, Tag, ToolFormat
 from .json_call import envelope, json_arguments, json_object
 
@@ -14,7 +14,7 @@ OPEN, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NAME = re.compile(r"[\w.\-]*")
 
 
-def read(cursor: Cursor, calls: Calls) -> Step[None]:
+def read(cursor: Cursor, calls: CallEmitter) -> Step[None]:
     while (yield from cursor.content(OPEN)):
         yield from cursor.take(OPEN)
         yield from cursor.skip()
@@ -25,7 +25,7 @@ def read(cursor: Cursor, calls: Calls) -> Step[None]:
             cursor.to_content()
 
 
-def _array(cursor: Cursor, calls: Calls) -> Step[bool]:
+def _array(cursor: Cursor, calls: CallEmitter) -> Step[bool]:
     emitted = False
     while (yield from envelope(cursor, calls, OPEN)):
         emitted = True
@@ -40,7 +40,7 @@ def _array(cursor: Cursor, calls: Calls) -> Step[bool]:
     return emitted
 
 
-def _named(cursor: Cursor, calls: Calls) -> Step[bool]:
+def _named(cursor: Cursor, calls: CallEmitter) -> Step[bool]:
     name = yield from cursor.run(_NAME)
     if name and (yield from cursor.take(CALL_ID)):
         yield from cursor.run(_NAME)

@@ -12,9 +12,9 @@ import re
 from typing import Any
 
 from ..cursor import Cursor, Step
-from .calls import Calls
+from .arguments_builder import ArgumentsBuilder
+from .call_emitter import CallEmitter
 from .format import ToolFormat
-from .members import Members
 from .values import quoted
 
 START, END = "<|python_start|>", "<|python_end|>"
@@ -22,7 +22,7 @@ _NAME = re.compile(r"[\w.\-]*")
 _QUOTES = "\"'"
 
 
-def read(cursor: Cursor, calls: Calls) -> Step[None]:
+def read(cursor: Cursor, calls: CallEmitter) -> Step[None]:
     while opener := (yield from cursor.content(START, END, "[")):
         yield from cursor.take(opener)
         if opener == END:
@@ -37,7 +37,7 @@ def read(cursor: Cursor, calls: Calls) -> Step[None]:
             cursor.to_content()
 
 
-def _list(cursor: Cursor, calls: Calls) -> Step[bool]:
+def _list(cursor: Cursor, calls: CallEmitter) -> Step[bool]:
     emitted = False
     while True:
         yield from cursor.skip()
@@ -55,9 +55,9 @@ def _list(cursor: Cursor, calls: Calls) -> Step[bool]:
             return True
 
 
-def _arguments(cursor: Cursor, calls: Calls) -> Step[bool]:
+def _arguments(cursor: Cursor, calls: CallEmitter) -> Step[bool]:
     """Reads up to the closing parenthesis; False where the text is cut off: the arguments end as they are."""
-    members = Members(calls)
+    members = ArgumentsBuilder(calls)
     while True:
         yield from cursor.skip(" \t\r\n,")
         if (yield from cursor.take(")")):

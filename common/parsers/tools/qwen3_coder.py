@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 
 from ..cursor import Cursor, Step
-from .calls import Calls
+from .arguments_builder import ArgumentsBuilder
+from .call_emitter import CallEmitter
 from .format import Layout, Tag, ToolFormat
-from .members import Members
 from .values import is_string, to_json
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -21,7 +21,7 @@ _NAME = re.compile(r"[^<>\s]*")
 _VALUE_ENDS = ("\n" + PARAMETER_END, PARAMETER_END)
 
 
-def read(cursor: Cursor, calls: Calls) -> Step[None]:
+def read(cursor: Cursor, calls: CallEmitter) -> Step[None]:
     while opener := (yield from cursor.content(OPEN, FUNCTION)):  # models omit <tool_call> at times
         if opener == OPEN:
             yield from cursor.take(OPEN)
@@ -32,12 +32,12 @@ def read(cursor: Cursor, calls: Calls) -> Step[None]:
             cursor.to_content()
 
 
-def _function(cursor: Cursor, calls: Calls) -> Step[bool]:
+def _function(cursor: Cursor, calls: CallEmitter) -> Step[bool]:
     name = yield from cursor.run(_NAME)
     if not name or not (yield from cursor.take(">")):
         return False
     calls.begin(name)
-    members = Members(calls)
+    members = ArgumentsBuilder(calls)
     yield from cursor.skip()
     while (yield from cursor.take(PARAMETER)):
         if not (yield from _parameter(cursor, calls, members)):
@@ -52,7 +52,7 @@ def _function(cursor: Cursor, calls: Calls) -> Step[bool]:
     return True
 
 
-def _parameter(cursor: Cursor, calls: Calls, members: Members) -> Step[bool]:
+def _parameter(cursor: Cursor, calls: CallEmitter, members: ArgumentsBuilder) -> Step[bool]:
     """Reads ``K>V</parameter>``; False where the text is cut off: the arguments end as they are."""
     start = cursor.pos
     yield from cursor.run(_NAME)

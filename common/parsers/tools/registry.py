@@ -18,7 +18,7 @@ FORMATS: dict[str, ToolFormat] = {
     "glm": GLM45, "glm47": GLM45, "qwen3_coder": QWEN3_CODER, "mistral": MISTRAL, "qwen25": HERMES,
     "qwen": HERMES, "hermes": HERMES, "llama4": PYTHONIC, "pythonic": PYTHONIC, "llama3": LLAMA3,
 }
-"""The formats, in the order in which ``detect`` tries them: a template may hold the signs of a later format, too."""
+"""The formats, in the order in which ``detect`` tries them: a template may contain the signs of a later format, too."""
 
 
 def detect(template: str) -> str | None:

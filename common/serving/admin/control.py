@@ -10,11 +10,9 @@ import msgspec
 from aiohttp import web
 
 from ...api.commands import (
-    Activity,
     Command,
     FlushCache,
     MemoryKind,
-    PauseMode,
     RecordExperts,
     ReleaseMemory,
     ResumeMemory,
@@ -24,54 +22,18 @@ from ...api.commands import (
     UpdateWeights,
 )
 from ...api.errors import Conflict, InvalidRequest
-from ...api.wire import Int32
-from ..context import ServingContext
+from ..context.serving_context import ServingContext
 from ..protocol.decoding import BodyDecoder
 from ..web import json_response
+from .schema import DumpRequest, InternalStateRequest, MemoryRequest, PauseRequest, ProfileRequest, UpdateWeightsRequest
 
 LOAD_SECONDS = 1800.0
 _ABORT_GRACE_SECONDS = 10.0  # aborted requests free their pages once their peers have answered
 
 
-class _Update(msgspec.Struct):
-    model_path: str
-    revision: str | None = None
-    abort_all_requests: bool | None = None
-
-
-class _Memory(msgspec.Struct):
-    tags: tuple[MemoryKind, ...] | None = None
-
-
-class _Pause(msgspec.Struct):
-    mode: PauseMode | None = None
-
-
-class _Profile(msgspec.Struct):
-    output_dir: str | None = None
-    num_steps: Int32 | None = None
-    activities: tuple[Activity, ...] | None = None
-    with_stack: bool | None = None
-    record_shapes: bool | None = None
-
-
-class _Dump(msgspec.Struct):
-    output_dir: str | None = None
-
-
-class _Limits(msgspec.Struct, forbid_unknown_fields=True):
-    max_running_requests: Int32 | None = None
-    chunked_prefill_size: Int32 | None = None
-    schedule_policy: str | None = None
-
-
-class _InternalState(msgspec.Struct):
-    server_args: _Limits
-
-
-_update, _memory = BodyDecoder(_Update), BodyDecoder(_Memory)
-_profile, _internal_state = BodyDecoder(_Profile), BodyDecoder(_InternalState)
-_dump, _pause = BodyDecoder(_Dump), BodyDecoder(_Pause)
+_update, _memory = BodyDecoder(UpdateWeightsRequest), BodyDecoder(MemoryRequest)
+_profile, _internal_state = BodyDecoder(ProfileRequest), BodyDecoder(InternalStateRequest)
+_dump, _pause = BodyDecoder(DumpRequest), BodyDecoder(PauseRequest)
 
 
 async def _body(request: web.Request) -> bytes:

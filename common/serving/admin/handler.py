@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -16,11 +16,12 @@ from ...engine_client.dp_states import merge_states
 from ...obs.about_page import POLICY, about
 from ...obs.metrics import CONTENT_TYPE
 from ...version import __version__
-from ..context import ServingContext
-from ..generation import Generation
+from ..context.generation import Generation
+from ..context.serving_context import ServingContext
 from ..protocol.bootstrap import bootstrap_point
 from ..protocol.decoding import BodyDecoder
 from ..web import error_response, json_response
+from .schema import AbortRequest, PrefillAddress
 
 _STARTED = int(time.time())
 
@@ -146,11 +147,6 @@ async def _states(context: ServingContext) -> list[State]:
         return []
 
 
-class PrefillAddress(msgspec.Struct):
-    bootstrap_host: str
-    bootstrap_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-
-
 _prefill = BodyDecoder(PrefillAddress)
 _CONNECT_SECONDS = 8.0
 
@@ -172,11 +168,6 @@ async def connect_prefill(context: ServingContext, request: web.Request) -> web.
     except (TransferFailed, DeadlineExceeded, WorkerUnavailable) as error:
         fits, message = None, error.message
     return json_response({"fits": fits, "message": message, "seconds": round(time.monotonic() - began, 3)})
-
-
-class AbortRequest(msgspec.Struct):
-    rid: str | None = None
-    abort_all: bool | None = None
 
 
 _abort = BodyDecoder(AbortRequest)

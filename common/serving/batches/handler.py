@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator, Mapping
 
 from aiohttp import web
 
-from ..context import ServingContext
+from ..context.serving_context import ServingContext
 from ..files.handler import STORAGE, storage_of
-from ..files.schema import Page, PageQuery
+from ..storage.batch_schema import decode_create
+from ..storage.file_schema import Page, PageQuery
 from ..storage.storage import Storage
 from ..web import json_response
 from .job import Route
 from .runner import BatchRunner
-from .schema import decode_create
 
 _RUNNER: web.AppKey[BatchRunner] = web.AppKey("batches", BatchRunner)
 _ENDPOINTS: web.AppKey[frozenset[str]] = web.AppKey("batch_endpoints", frozenset)

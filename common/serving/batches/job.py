@@ -16,12 +16,9 @@ from aiohttp import web
 
 from ...api.errors import InvalidRequest, ServingError, TooLarge
 from ...api.unreadable import UNREADABLE
-from ..context import ServingContext
-from ..files.schema import FileObject
-from ..protocol.responses import encode
-from ..storage.batch_store import Claimed
-from ..storage.storage import Storage
-from .schema import (
+from ..context.serving_context import ServingContext
+from ..protocol.encoding import encode
+from ..storage.batch_schema import (
     MAX_ERRORS,
     MAX_LINES,
     BatchError,
@@ -32,6 +29,9 @@ from .schema import (
     Status,
     decode_line,
 )
+from ..storage.batch_store import Claimed
+from ..storage.file_schema import FileObject
+from ..storage.storage import Storage
 
 log = logging.getLogger("baton.batches")
 

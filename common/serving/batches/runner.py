@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Mapping
 
-from ..context import ServingContext
+from ..context.serving_context import ServingContext
 from ..storage.batch_store import LEASE_SECONDS, Claimed, LeaseLost
 from ..storage.storage import Storage
 from .job import BatchJob, BatchSlots, Route

@@ -1,8 +1,8 @@
-"""A chat's answer as a row of blocks: reasoning, text, tool calls.
+"""A chat's answer as a sequence of content blocks: reasoning, text, tool calls.
 
-Chat completions tell an answer in the fields of one message. OpenAI's Responses and Anthropic's Messages tell it as a
-row of items, each of which is opened, grows, and is closed before the next one is opened. ``Blocks`` makes the one of
-the other, for whole answers and for streams.
+Chat completions hold an answer in the fields of one message. OpenAI's Responses and Anthropic's Messages hold it as a
+sequence of items, each of which starts, grows, and stops before the next one starts. ``AnswerBlocks`` converts a
+message, complete or in deltas, to such blocks.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from typing import Literal, NamedTuple
 
 from msgspec import UnsetType
 
-from ..protocol.responses import ChatDelta, ChatMessage, TokenLogprob
+from ..protocol.logprobs import TokenLogprob
+from .schema import ChatDelta, ChatMessage
 
 Kind = Literal["reasoning", "text", "call"]
 
 
 @dataclass(eq=False)
-class Block:
-    """``text``: what has been said so far; of a call its arguments, a JSON object in a string."""
+class ContentBlock:
+    """One block; ``text`` is its content so far: of a call its arguments, a JSON object in a string."""
 
     index: int
     kind: Kind
@@ -34,91 +35,92 @@ class Block:
         return "".join(self.deltas)
 
 
-class Opened(NamedTuple):
-    """The block may hold text by the time that this is read: tell it as empty."""
+class BlockStart(NamedTuple):
+    """A block started. It may have text by the time that this is read: send it as empty."""
 
-    block: Block
+    block: ContentBlock
 
 
-class Grown(NamedTuple):
-    """``piece`` may be empty where only ``logprobs`` came."""
+class BlockDelta(NamedTuple):
+    """A block grew by ``text``, which may be empty where only ``logprobs`` arrived."""
 
-    block: Block
-    piece: str
+    block: ContentBlock
+    text: str
     logprobs: list[TokenLogprob]
 
 
-class Closed(NamedTuple):
-    block: Block
+class BlockStop(NamedTuple):
+    block: ContentBlock
 
 
-Change = Opened | Grown | Closed
+BlockEvent = BlockStart | BlockDelta | BlockStop
 
 
-class Blocks:
+class AnswerBlocks:
     """The blocks so far; at most the last one is open."""
 
     def __init__(self) -> None:
-        self.blocks: list[Block] = []
-        self._open: Block | None = None
+        self.blocks: list[ContentBlock] = []
+        self._open: ContentBlock | None = None
         self._call = -1  # the index, in its message, of the call that is open
 
     @classmethod
-    def of(cls, message: ChatMessage, logprobs: list[TokenLogprob]) -> Blocks:
-        """Those of a whole message."""
-        found = cls()
-        changes = [found._say("reasoning", message.reasoning_content, []),
-                   found._say("text", message.content, logprobs)]
-        changes += [found._take_call(index, call.id, call.function.name, call.function.arguments)
+    def of(cls, message: ChatMessage, logprobs: list[TokenLogprob]) -> AnswerBlocks:
+        """The blocks of a complete message."""
+        blocks = cls()
+        events = [blocks._add_text("reasoning", message.reasoning_content, []),
+                   blocks._add_text("text", message.content, logprobs)]
+        events += [blocks._add_call(index, call.id, call.function.name, call.function.arguments)
                     for index, call in enumerate(message.tool_calls or ())]
-        for change in changes:
-            list(change)
-        found.end()
-        return found
+        for event in events:
+            list(event)
+        blocks.end()
+        return blocks
 
-    def take(self, delta: ChatDelta, logprobs: list[TokenLogprob]) -> list[Change]:
-        """What one piece of a message changes."""
-        changes = [*self._say("reasoning", delta.reasoning_content, []), *self._say("text", delta.content, logprobs)]
+    def add(self, delta: ChatDelta, logprobs: list[TokenLogprob]) -> list[BlockEvent]:
+        """The events of one delta of a message."""
+        events = [*self._add_text("reasoning", delta.reasoning_content, []),
+                  *self._add_text("text", delta.content, logprobs)]
         for call in delta.tool_calls or ():
-            changes += self._take_call(call.index, call.id or "", call.function.name or "", call.function.arguments)
-        return changes
+            events += self._add_call(call.index, call.id or "", call.function.name or "", call.function.arguments)
+        return events
 
-    def end(self) -> list[Change]:
-        """The message is complete: close what is open. One that says nothing is an empty text."""
-        changes = [] if self.blocks else [*self._start(Block(0, "text"))]
-        return [*changes, *self._close()]
+    def end(self) -> list[BlockEvent]:
+        """Closes the open block of a complete message. An empty message is an empty text."""
+        events = [] if self.blocks else [*self._start(ContentBlock(0, "text"))]
+        return [*events, *self._close()]
 
-    def _say(self, kind: Kind, piece: str | UnsetType | None, logprobs: list[TokenLogprob]) -> Iterator[Change]:
-        if not isinstance(piece, str) or not (piece or (logprobs and self._is_open(kind))):
+    def _add_text(self, kind: Kind, text: str | UnsetType | None, logprobs: list[TokenLogprob]) -> Iterator[BlockEvent]:
+        if not isinstance(text, str) or not (text or (logprobs and self._is_open(kind))):
             return
         if not self._is_open(kind):
-            yield from self._start(Block(len(self.blocks), kind))
-        yield self._grow(piece, logprobs)
+            yield from self._start(ContentBlock(len(self.blocks), kind))
+        yield self._grow(text, logprobs)
 
-    def _take_call(self, index: int, call_id: str, name: str, arguments: str) -> Iterator[Change]:
+    def _add_call(self, index: int, call_id: str, name: str, arguments: str) -> Iterator[BlockEvent]:
         if not self._is_open("call") or index != self._call:
             self._call = index
-            yield from self._start(Block(len(self.blocks), "call", call_id, name))
+            yield from self._start(ContentBlock(len(self.blocks), "call", call_id, name))
         if arguments:
             yield self._grow(arguments, [])
 
     def _is_open(self, kind: Kind) -> bool:
         return self._open is not None and self._open.kind == kind
 
-    def _start(self, block: Block) -> Iterator[Change]:
+    def _start(self, block: ContentBlock) -> Iterator[BlockEvent]:
         yield from self._close()
         self.blocks.append(block)
         self._open = block
-        yield Opened(block)
+        yield BlockStart(block)
 
-    def _close(self) -> Iterator[Change]:
+    def _close(self) -> Iterator[BlockEvent]:
         if self._open is not None:
-            yield Closed(self._open)
+            yield BlockStop(self._open)
             self._open = None
 
-    def _grow(self, piece: str, logprobs: list[TokenLogprob]) -> Grown:
+    def _grow(self, text: str, logprobs: list[TokenLogprob]) -> BlockDelta:
         block = self._open
         assert block is not None
-        block.deltas.append(piece)
+        block.deltas.append(text)
         block.logprobs += logprobs
-        return Grown(block, piece, logprobs)
+        return BlockDelta(block, text, logprobs)

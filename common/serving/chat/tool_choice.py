@@ -1,4 +1,4 @@
-"""Which tools an answer may call, and whether it must."""
+"""The tools that an answer may call, or must call."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from ...api.errors import InvalidRequest
 from ...parsers.schema_rules import check_enforceable
-from ..protocol.requests import ChatRequest, Tool
+from .schema import ChatRequest, Tool
 
 _NAME = re.compile(r"[\w.\-]{1,256}")
 
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """``tools`` are those that may be called; ``required``: at least one call, and nothing else, is the answer."""
+    """``tools`` may be called; ``required``: the answer is at least one call, and nothing else."""
 
     tools: tuple[Tool, ...]
     required: bool = False
@@ -33,7 +33,7 @@ class ToolChoice:
 
 
 def tool_choice(request: ChatRequest) -> ToolChoice:
-    """What a request says of tools. Raises InvalidRequest for tools and choices that mean nothing."""
+    """The tool choice of a request. Raises InvalidRequest for invalid tools and choices."""
     tools = tuple(request.tools or ())
     check_tools(tools)
     max_calls = 1 if request.parallel_tool_calls is False else None
@@ -64,8 +64,8 @@ def _named(choice: str | dict[str, Any]) -> str:
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
-    """Raises InvalidRequest for tools that are no functions, whose names cannot be told apart in an answer, or whose
-    arguments cannot be held to a schema as strictly as they ask."""
+    """Raises InvalidRequest for tools that are no functions, whose names are not unique, or whose ``strict`` schema
+    cannot be enforced."""
     seen: set[str] = set()
     for i, tool in enumerate(tools):
         name = tool.function.name

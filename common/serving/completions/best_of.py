@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..generation import Choice
+from ..context.generation import Choice
 
 
 def best(choices: Sequence[Choice], num_generated: int, num_returned: int) -> list[Choice]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...tokenizer.tokenizer import Tokenizer
-from ..generation import Choice
+from ..context.generation import Choice
 from ..protocol.prompts import Prompts
 
 

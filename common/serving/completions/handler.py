@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from aiohttp import web
 
-from ...api.messages import Logprobs
-from ..context import ServingContext
-from ..generation import Choice
-from ..native.schema import LogprobOptions
-from ..protocol.continuation import ResponseHeader
-from ..protocol.logprobs import completion_logprobs, joined
+from ..context.serving_context import ServingContext
+from ..protocol.grammar_fields import grammar_field
+from ..protocol.logprobs import LogprobOptions
 from ..protocol.prompts import output_limit, parse_prompts
-from ..protocol.requests import CompletionRequest, decode_completion, sampling_params
-from ..protocol.responses import Completion, CompletionChoice, Usage
-from ..protocol.usage import usage_of
-from ..run import Run, respond
-from ..structured.fields import grammar_field
-from .best_of import best
+from ..protocol.sampling import sampling_params
+from ..respond import PlannedResponse, respond
 from .echo import Echo
+from .formatter import CompletionFormatter
+from .schema import Completion, CompletionRequest, decode_completion
 
 DEFAULT_TOKENS = 16  # OpenAI's
 
@@ -30,8 +23,8 @@ async def completions(context: ServingContext, request: web.Request) -> web.Stre
 
 
 async def plan_completion(context: ServingContext, body: CompletionRequest, *, arrived: float,
-                          with_ids: bool = False) -> Run[Completion, Completion]:
-    """See ``plan_chat``."""
+                          with_ids: bool = False) -> PlannedResponse[Completion, Completion]:
+    """Checks and plans a text completion; parameters as of ``plan_chat``."""
     model, planner = context.model, context.planner
     model.check_name(body.model)
     prompts = parse_prompts(body.prompt, "prompt")
@@ -42,74 +35,11 @@ async def plan_completion(context: ServingContext, body: CompletionRequest, *, a
         limit = output_limit(len(prompt), body.max_tokens, planner.token_limit, tokens_name="max_tokens")
         samplings.append(sampling_params(body, body.max_tokens, min(DEFAULT_TOKENS, limit),
                                          vocab_size=model.spec.vocab_size, grammar=asked and asked.spec))
-    ranked = body.num_made > body.num_choices
+    ranked = body.num_generated > body.num_choices
     start = 0 if body.echo and body.logprobs is not None else -1
     logprobs = LogprobOptions(body.logprobs is not None or ranked, start, body.logprobs or 0)
-    requests, continued = await planner.plan(body, ids, samplings, body.num_made, logprobs,
+    requests, continued = await planner.plan(body, ids, samplings, body.num_generated, logprobs,
                                              asked.param if asked else "tools")
-    echo = Echo(prompts, body.num_made, context.status.serving_tokenizer()) if body.echo else None
-    answer = _Answer(context, body, echo, with_ids=with_ids)
-    return Run(context, requests, answer, arrived=arrived, continued=continued)
-
-
-class _Answer:
-    """Formats one text completion, see ``run.Answer``."""
-
-    def __init__(self, context: ServingContext, body: CompletionRequest, echo: Echo | None, *, with_ids: bool):
-        self._header = ResponseHeader.of(body, "cmpl-", context.model.name)
-        self._reports_cached = context.config.answers.enable_cache_report
-        self._with_ids = with_ids
-        self._body = body
-        self._echo = echo
-        self._token_bytes = context.status.serving_tokenizer().piece
-        self._text_offsets: list[int] = []  # of each choice's next token, for logprobs
-        self._pending_ids: list[list[int]] = []  # ids of each choice's tokens whose text is buffered
-
-    def full(self, choices: Sequence[Choice]) -> Completion:
-        usage = self._usage(choices)
-        prompts = {choice.rid: self._echo.text(choice) for choice in choices} if self._echo else {}
-        chosen = best(choices, self._body.num_made, self._body.num_choices)
-        return Completion(*self._header, [self._choice(choice, prompts.get(choice.rid), choice.text, choice.logprobs, 0)
-                                          for choice in chosen], usage)
-
-    def start(self, choices: Sequence[Choice]) -> None:
-        self._text_offsets = [0] * len(choices)
-        self._pending_ids = [[] for _ in choices]
-        if self._echo is not None:
-            self._echo.start(choices)
-
-    def delta(self, choice: Choice) -> list[Completion]:
-        delta = choice.take_delta()
-        prompt = None if self._echo is None else self._echo.take(choice)
-        formatted = self._choice(choice, prompt, delta.text, joined(delta.logprobs), self._text_offsets[choice.index])
-        if formatted.logprobs is not None:
-            self._text_offsets[choice.index] += sum(map(len, formatted.logprobs.tokens))
-        pending = self._pending_ids[choice.index]
-        pending += delta.token_ids
-        if not formatted.text and formatted.logprobs is None and choice.finish is None:
-            return []
-        if self._with_ids:
-            formatted.token_ids = pending
-        self._pending_ids[choice.index] = []
-        usage = self._usage([choice]) if self._body.wants_usage_always else None
-        return [Completion(*self._header, [formatted], usage)]
-
-    def finish(self, choices: Sequence[Choice]) -> list[Completion]:
-        return [Completion(*self._header, [], self._usage(choices))] if self._body.wants_usage else []
-
-    def _usage(self, choices: Sequence[Choice]) -> Usage:
-        return usage_of(choices, self._body.num_made, report_cached=self._reports_cached)
-
-    def _choice(self, choice: Choice, prompt: str | None, text: str, logprobs: Logprobs | None,
-                offset: int) -> CompletionChoice:
-        """``text`` and ``logprobs`` of output; ``prompt`` is the prompt's text, where it is echoed now."""
-        reason = None if choice.finish is None else choice.finish.reason
-        visible = choice.visible(logprobs)
-        if prompt is not None:
-            text = prompt + text
-            visible = joined([part for part in (choice.prompt_logprobs, visible) if part is not None])
-        if self._body.logprobs is None or (visible is not None and not visible.token_ids):
-            visible = None
-        formatted = None if visible is None else completion_logprobs(visible, self._token_bytes, offset)
-        matched = None if choice.finish is None else choice.finish.matched
-        return CompletionChoice(choice.index, text, formatted, reason, matched)  # type: ignore[arg-type]
+    echo = Echo(prompts, body.num_generated, context.status.serving_tokenizer()) if body.echo else None
+    answer = CompletionFormatter(context, body, echo, with_ids=with_ids)
+    return PlannedResponse(context, requests, answer, arrived=arrived, continued=continued)

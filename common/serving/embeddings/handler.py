@@ -16,10 +16,11 @@ from ...api.messages import Generate
 from ...api.sampling import SamplingParams
 from ...api.token_ids import check_ids
 from ...tokenizer.tokenizer import Tokenizer
-from ..context import ServingContext, engine_requests
-from ..generation import Choice, refuse_aborted
-from ..native.schema import LogprobOptions
+from ..context.generation import Choice, refuse_aborted
+from ..context.request_planner import engine_requests
+from ..context.serving_context import ServingContext
 from ..protocol.bootstrap import Placement
+from ..protocol.logprobs import LogprobOptions
 from ..protocol.prompts import Prompts, parse_prompts, too_long
 from ..web import json_response
 from .schema import (
@@ -66,7 +67,7 @@ async def encode(context: ServingContext, request: web.Request) -> web.Response:
         prompts = body.prompts()
     choices = await _pooled(context, prompts, "text" if prompts.texts is not None else "input_ids", body.rid,
                             body.priority)
-    labels = context.model.spec.head == "labels"
+    labels = context.model.spec.head == "classifier"
     answers = [EncodeAnswer((vector_of(choice) if labels else truncated(vector_of(choice), None)).tolist(),
                             _meta_info(choice)) for choice in choices]
     return json_response(answers if prompts.batched else answers[0])
@@ -74,7 +75,7 @@ async def encode(context: ServingContext, request: web.Request) -> web.Response:
 
 async def classify(context: ServingContext, request: web.Request) -> web.Response:
     """``/classify``: ``/encode`` of a classifier."""
-    if context.model.spec.head != "labels":
+    if context.model.spec.head != "classifier":
         architecture = context.model.spec.architecture
         raise InvalidRequest(f"{architecture} is no classifier; serve a ...ForSequenceClassification "
                              "checkpoint with --is-embedding.")
@@ -96,7 +97,7 @@ async def rerank(context: ServingContext, request: web.Request) -> web.Response:
         context.planner.check_count(len(body.documents), "documents")
     if not context.config.model.is_embedding:
         scored = await _score_by_yes_no(context, body)
-    elif context.model.spec.head == "labels":
+    elif context.model.spec.head == "classifier":
         scored = await _score_by_classifier(context, body)
     else:
         scored = await _score_by_similarity(context, body)
@@ -219,8 +220,8 @@ def _requests(context: ServingContext, ids: list[list[int]], sampling: SamplingP
     for prompt in ids:
         if len(prompt) + sampling.max_new_tokens > context.planner.token_limit:
             raise too_long(f"A prompt in {param}", len(prompt), context.planner.token_limit, param=param)
-    places = [Placement(None, None)] * len(ids)
-    return engine_requests(ids, [sampling] * len(ids), 1, rid, places, [logprobs] * len(ids), priority)
+    placements = [Placement(None, None)] * len(ids)
+    return engine_requests(ids, [sampling] * len(ids), 1, rid, placements, [logprobs] * len(ids), priority)
 
 
 async def _complete(context: ServingContext, requests: list[Generate]) -> list[Choice]:

@@ -13,7 +13,7 @@ from ...api.errors import InvalidRequest
 from ...api.wire import Int32
 from ..protocol.decoding import BodyDecoder
 from ..protocol.prompts import Prompts, parse_prompts
-from ..protocol.refused_fields import EMBEDDING
+from ..protocol.unsupported_fields import EMBEDDING
 
 Vector = np.ndarray  # [dimensions] float32
 

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 from aiohttp import BodyPartReader, http, web
 
 from ...api.errors import InvalidRequest, NotFound
-from ..context import ServingContext
+from ..context.serving_context import ServingContext
+from ..storage.file_schema import PURPOSES, FileDeleted, Page, PageQuery, expiry_seconds
 from ..storage.storage import Storage
 from ..web import json_response
-from .schema import PURPOSES, FileDeleted, Page, PageQuery, expiry_seconds
 
 STORAGE: web.AppKey[Storage] = web.AppKey("storage", Storage)
 _CHUNK_BYTES = 2**20

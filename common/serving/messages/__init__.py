@@ -1,1 +1,1 @@
-"""Anthropic's Messages API as another way to speak of chats: requests in, answers, events and errors out. No I/O."""
+"""Anthropic's Messages API, served as chats."""

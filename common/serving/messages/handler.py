@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import msgspec
 from aiohttp import web
 
-from ...api.unreadable import UNREADABLE
-from ..chat.blocks import Block, Blocks, Change, Closed, Grown, Opened
 from ..chat.prompt import chat_prompt
+from ..chat.stream_adapter import ChatApi, respond_adapted
 from ..chat.tool_choice import tool_choice
-from ..context import ServingContext
-from ..protocol.continuation import ResponseHeader
+from ..context.serving_context import ServingContext
 from ..protocol.prompts import Prompts
-from ..protocol.responses import ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatDelta, Usage
-from ..sse import client_error
-from ..stream_adapter import ChatApi, respond_adapted
 from ..web import json_response
-from .answer import (
-    AnswerBlock,
-    AnswerMessage,
-    MessageUsage,
-    StopReason,
-    TextBlock,
-    ThinkingBlock,
+from .formatter import MessageFormatter
+from .schema import (
     TokenCount,
-    ToolUseBlock,
-    error_body,
-    event,
+    decode_count,
+    decode_messages,
 )
-from .request import MessagesRequest, as_chat, decode_count, decode_messages
+from .to_chat import as_chat
 
 PATH = "/v1/messages"
 
@@ -48,87 +36,4 @@ async def count_tokens(context: ServingContext, request: web.Request) -> web.Res
     return json_response(TokenCount(len(ids[0])))
 
 
-class _Answer:
-    """Formats a chat's answer as a message, or as the events of its content blocks."""
-
-    def __init__(self, body: MessagesRequest, header: ResponseHeader, num_prompt_tokens: int):
-        self._blocks = Blocks()
-        self._message = AnswerMessage(header.id, header.model, [], MessageUsage(num_prompt_tokens, 0))
-
-    def full(self, choice: ChatChoice, completion: ChatCompletion) -> AnswerMessage:
-        self._message.content = [_block(block, block.text) for block in Blocks.of(choice.message, []).blocks]
-        self._set_stop_reason(choice)
-        self._set_usage(completion.usage)
-        return self._message
-
-    def start(self) -> list[bytes]:
-        return [event("message_start", message=self._message), event("ping")]
-
-    def resume(self, continued: list[ChatDelta]) -> None:
-        for delta in continued:
-            self._blocks.take(delta, [])
-
-    def delta(self, chunk: ChatChunk) -> list[bytes]:
-        self._set_usage(chunk.usage)
-        events: list[bytes] = []
-        for choice in chunk.choices:
-            self._set_stop_reason(choice)
-            events += [_event(change) for change in self._blocks.take(choice.delta, [])]
-        return events
-
-    def finish(self) -> list[bytes]:
-        message = self._message
-        return [*[_event(change) for change in self._blocks.end()],
-                event("message_delta", usage=message.usage,
-                      delta={"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}),
-                event("message_stop")]
-
-    def fail(self, error: Exception) -> bytes:
-        return event("error", error=error_body(client_error(error)).error)
-
-    def _set_stop_reason(self, choice: ChatChoice | ChatChunkChoice) -> None:
-        if choice.finish_reason is None:
-            return
-        reasons: dict[str, StopReason] = {"length": "max_tokens", "tool_calls": "tool_use"}
-        self._message.stop_reason = reasons.get(choice.finish_reason, "end_turn")
-        if choice.finish_reason == "stop" and isinstance(choice.matched_stop, str):
-            self._message.stop_reason, self._message.stop_sequence = "stop_sequence", choice.matched_stop
-
-    def _set_usage(self, usage: Usage | None) -> None:
-        if usage is not None:
-            cached = usage.cached_tokens
-            self._message.usage = MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
-
-
-def _event(change: Change) -> bytes:
-    block = change.block
-    match change:
-        case Opened():
-            return event("content_block_start", index=block.index, content_block=_block(block, ""))
-        case Grown(_, piece, _):
-            delta = {"text": {"type": "text_delta", "text": piece},
-                     "reasoning": {"type": "thinking_delta", "thinking": piece},
-                     "call": {"type": "input_json_delta", "partial_json": piece}}[block.kind]
-            return event("content_block_delta", index=block.index, delta=delta)
-        case Closed():
-            return event("content_block_stop", index=block.index)
-
-
-def _block(block: Block, text: str) -> AnswerBlock:
-    if block.kind == "text":
-        return TextBlock(text)
-    if block.kind == "reasoning":
-        return ThinkingBlock(text)
-    return ToolUseBlock(block.call_id, block.name, _input(text))
-
-
-def _input(arguments: str) -> msgspec.Raw | dict[str, object]:
-    """The call's arguments as they are; empty where the model wrote no JSON object."""
-    try:
-        msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
-    except UNREADABLE:
-        return {}
-    return msgspec.Raw(arguments.encode())
-
-
-_API = ChatApi(decode_messages, as_chat, _Answer, "msg_")
+_API = ChatApi(decode_messages, as_chat, MessageFormatter, "msg_")

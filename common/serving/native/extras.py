@@ -1,4 +1,4 @@
-"""What a ``/generate`` request may ask for beside sampling: prompts of embeddings, logit processors, hidden states."""
+"""Further features of ``/generate``: prompts of embeddings, custom logit processors, hidden states."""
 
 from __future__ import annotations
 

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
 
 from ...api.errors import InvalidRequest
-from ...api.messages import Generate, Logprobs
-from ..context import ServingContext, engine_requests
-from ..generation import Choice
-from ..protocol.logprobs import Piece, native_lists, native_logprobs
+from ...api.messages import Generate
+from ..context.request_planner import engine_requests
+from ..context.serving_context import ServingContext
+from ..context.sessions import SessionTurn
 from ..protocol.prompts import output_limit
-from ..run import Run, respond
-from ..sessions.store import SessionTurn
-from .extras import check_hidden_bytes, embedded_prompts, state_lists
+from ..respond import PlannedResponse, respond
+from .extras import check_hidden_bytes, embedded_prompts
+from .formatter import GenerateFormatter
 from .schema import GenerateAnswer, GenerateRequest, NativeSampling, decode_generate, logprob_options
 
 DEFAULT_TOKENS = 128  # SGLang's
-NativeRun = Run[Any, GenerateAnswer]
+NativeRun = PlannedResponse[Any, GenerateAnswer]
 
 
 async def generate(context: ServingContext, request: web.Request) -> web.StreamResponse:
@@ -29,22 +28,22 @@ async def generate(context: ServingContext, request: web.Request) -> web.StreamR
 
 async def plan_generate(context: ServingContext, body: GenerateRequest, *, arrived: float,
                         with_ids: bool = False) -> NativeRun:
-    """See ``plan_chat``; answers always hold their token ids."""
-    requests, batched, turn = await _plan(context, body)
+    """Checks and plans a request; parameters as of ``plan_chat``, but answers always hold their token ids."""
+    requests, batched, session = await _plan(context, body)
     if body.continuation is not None and requests[0].return_hidden_states:
         raise InvalidRequest("continuation does not go with return_hidden_states.", param="continuation")
     if body.continuation is not None and body.continuation.id:
         requests[0].rid = body.continuation.id
     continued = await context.planner.resume(body.continuation, requests, None)
-    token_bytes = context.status.serving_tokenizer().piece if body.return_text_in_logprobs else None
-    answer = _Answer(token_bytes, batched, turn, context.model.spec.hidden_size)
+    token_bytes = context.status.serving_tokenizer().token_bytes if body.return_text_in_logprobs else None
+    answer = GenerateFormatter(token_bytes, batched, session, context.model.spec.hidden_size)
     return NativeRun(context, requests, answer, arrived=arrived, continued=continued)
 
 
 async def _plan(context: ServingContext, body: GenerateRequest) -> tuple[list[Generate], bool, SessionTurn | None]:
     """The engine's requests, whether the answer is a list, and the session's request that it is, if any."""
     ids, embeds, batched = await _prompts(context, body)
-    turn = _session_request(context, body, ids)
+    session = _session_request(context, body, ids)
     given = body.samplings(len(ids))
     counts = {sampling.n or 1 for sampling in given}
     if len(counts) > 1:
@@ -55,13 +54,13 @@ async def _plan(context: ServingContext, body: GenerateRequest) -> tuple[list[Ge
                              tokens_name="max_new_tokens")
         samplings.append(sampling.params(min(DEFAULT_TOKENS, limit), context.model.spec.vocab_size))
     n = counts.pop()
-    if turn is not None and n > 1:
+    if session is not None and n > 1:
         raise InvalidRequest("A session's request has one answer: n must be 1.", param="sampling_params.n")
-    places = context.planner.place(body, len(ids), n)
+    placements = context.planner.placements(body, len(ids), n)
     options = logprob_options(body, [len(prompt) for prompt in ids], context.model.spec.vocab_size)
-    requests = engine_requests(ids, samplings, n, body.rid, places, options, body.priority)
+    requests = engine_requests(ids, samplings, n, body.rid, placements, options, body.priority)
     _add_extras(context, body, requests, given, embeds)
-    return requests, batched or n > 1, turn
+    return requests, batched or n > 1, session
 
 
 async def _prompts(context: ServingContext, body: GenerateRequest) -> tuple[list[list[int]], list[bytes] | None, bool]:
@@ -107,71 +106,6 @@ def _session_request(context: ServingContext, body: GenerateRequest, ids: list[l
         return None
     if len(ids) > 1 or body.bootstrap_host is not None:
         raise InvalidRequest("session_params go with one prompt, and with one server.", param="session_params")
-    turn = context.sessions.turn(body.session_params, ids[0], context.status.serving_tokenizer().bos_id)
-    ids[0] = turn.prompt
-    return turn
-
-
-class _Answer:
-    """Formats each choice's complete answer so far, as SGLang's clients expect; see ``run.Answer``."""
-
-    def __init__(self, token_bytes: Piece | None, batched: bool, turn: SessionTurn | None, hidden_size: int):
-        self._hidden_size = hidden_size
-        self._turn = turn
-        self._token_bytes = token_bytes
-        self._batched = batched
-
-    def full(self, choices: Sequence[Choice]) -> GenerateAnswer | list[GenerateAnswer]:
-        answers = [self._answer(choice) for choice in choices]
-        self.finish(choices)
-        return answers if self._batched else answers[0]
-
-    def start(self, choices: Sequence[Choice]) -> None:
-        """Nothing to do: output that another server sent is part of every chunk."""
-
-    def delta(self, choice: Choice) -> list[GenerateAnswer]:
-        choice.take_delta()
-        return [self._answer(choice, choice.index if self._batched else None)]
-
-    def finish(self, choices: Sequence[Choice]) -> list[GenerateAnswer]:
-        if self._turn is not None:
-            self._turn.store(choices[0].rid, choices[0].token_ids)
-        return []
-
-    def _answer(self, choice: Choice, index: int | None = None) -> GenerateAnswer:
-        info = _meta_info(choice, self._token_bytes)
-        if choice.request.return_hidden_states and choice.finish is not None:  # a stream sends them once, with its end
-            info["hidden_states"] = state_lists(b"".join(choice.hidden_states), choice.num_prompt_tokens,
-                                                self._hidden_size)
-        return GenerateAnswer(choice.text, choice.token_ids, info, index)
-
-
-def _meta_info(choice: Choice, token_bytes: Piece | None) -> dict[str, Any]:
-    info: dict[str, Any] = {
-        "id": choice.rid, "finish_reason": _finish_reason(choice), "prompt_tokens": choice.num_prompt_tokens,
-        "completion_tokens": choice.num_output_tokens, "cached_tokens": choice.num_cached_tokens,
-    }
-    if choice.finish is not None:
-        info["e2e_latency"] = choice.latency
-    for side, logprobs in (("input", choice.prompt_logprobs), ("output", choice.logprobs)):
-        if choice.request.return_logprob:
-            logprobs = logprobs or Logprobs([], [])
-            info[f"{side}_token_logprobs"] = native_logprobs(logprobs, token_bytes)
-            if choice.request.top_logprobs_num:
-                info[f"{side}_top_logprobs"] = native_lists(logprobs.top, token_bytes)
-            if choice.request.token_ids_logprob:
-                info[f"{side}_token_ids_logprobs"] = native_lists(logprobs.of_ids, token_bytes)
-    return info
-
-
-def _finish_reason(choice: Choice) -> dict[str, Any] | None:
-    if choice.finish is None:
-        return None
-    reason: dict[str, Any] = {"type": choice.finish.reason}
-    if choice.finish.matched is not None:
-        reason["matched"] = choice.finish.matched
-    if choice.finish.reason == "abort":
-        reason["message"] = "The request was aborted."
-    if choice.finish.reason == "length":
-        reason["length"] = choice.num_output_tokens
-    return reason
+    session = context.sessions.request(body.session_params, ids[0], context.status.serving_tokenizer().bos_id)
+    ids[0] = session.prompt
+    return session

@@ -11,14 +11,15 @@ from ...api.messages import CustomProcessor
 from ...api.sampling import SamplingParams
 from ...api.token_ids import check_ids
 from ...api.wire import Float32, Int32, Int64
+from ..context.sessions import SessionParams
 from ..protocol.bootstrap import BootstrapFields
 from ..protocol.continuation import Continuation
 from ..protocol.decoding import BodyDecoder
-from ..protocol.per_prompt import check_count, per_prompt
-from ..protocol.prompts import Prompts, parse_prompts
-from ..protocol.refused_fields import GENERATE, SAMPLING, refuse
-from ..protocol.requests import MAX_CHOICES, MAX_TOP_LOGPROBS, biases, check_range, stop_expressions, validated_params
-from ..structured.fields import grammar_field
+from ..protocol.grammar_fields import grammar_field
+from ..protocol.logprobs import LogprobOptions
+from ..protocol.prompts import Prompts, check_count, parse_prompts, per_prompt
+from ..protocol.sampling import MAX_CHOICES, MAX_TOP_LOGPROBS, biases, check_range, stop_expressions, validated_params
+from ..protocol.unsupported_fields import GENERATE, SAMPLING, refuse
 from .extras import Embeddings, custom_processor
 
 MAX_LISTED_IDS = 1024
@@ -50,7 +51,7 @@ class NativeSampling(msgspec.Struct, kw_only=True):
     ebnf: str | None = None
     structural_tag: str | dict[str, Any] | None = None
     custom_params: dict[str, Any] | None = None  # parameters of custom_logit_processor
-    # refused (see refused.SAMPLING)
+    # refused (see unsupported_fields.SAMPLING)
     beam_width: Any = None
     stream_interval: Any = None
 
@@ -68,18 +69,6 @@ class NativeSampling(msgspec.Struct, kw_only=True):
             repetition_penalty=self.repetition_penalty, logit_bias=biases(self.logit_bias),
             seed=self.sampling_seed if self.seed is None else self.seed, ignore_eos=self.ignore_eos,
             skip_special_tokens=self.skip_special_tokens, no_stop_trim=self.no_stop_trim)
-
-
-class SessionParams(msgspec.Struct):
-    """``rid``: the request to continue, None begins anew. ``offset``: the number of its tokens that stay, -1 for all.
-    ``replace``: requests that continued it before (without ``rid``: all requests) are dropped.
-    ``drop_previous_output``: only its prompt stays."""
-
-    id: str
-    rid: str | None = None
-    offset: Int32 | None = None
-    replace: bool | None = None
-    drop_previous_output: bool | None = None
 
 
 class GenerateRequest(BootstrapFields, kw_only=True):
@@ -132,15 +121,6 @@ def decode_generate(body: bytes) -> GenerateRequest:
     for sampling in given if isinstance(given, list) else [given or NativeSampling()]:
         check_range("n", sampling.n, 1, MAX_CHOICES)
     return request
-
-
-class LogprobOptions(msgspec.Struct, frozen=True):
-    """The log-probabilities that one prompt's answer reports."""
-
-    enabled: bool = False
-    start: int = -1
-    num_top: int = 0
-    token_ids: tuple[int, ...] = ()
 
 
 def logprob_options(request: GenerateRequest, prompt_lengths: list[int], vocab_size: int) -> list[LogprobOptions]:

@@ -10,7 +10,7 @@ import msgspec
 from ...api.errors import InvalidRequest
 from ...api.messages import Bootstrap
 from ...api.wire import Int32, Int64
-from .per_prompt import per_choice, rooms_per_choice
+from .prompts import per_choice, rooms_per_choice
 
 
 class BootstrapFields(msgspec.Struct, kw_only=True):
@@ -28,14 +28,14 @@ class BootstrapFields(msgspec.Struct, kw_only=True):
 
 
 class Placement(NamedTuple):
-    """Where one choice is computed: its bootstrap room, None where this server computes the prompt itself, and the
-    data-parallel rank, None where the engine's client chooses it."""
+    """The bootstrap room of one choice, None where this server computes the prompt itself, and its data-parallel rank,
+    None where the engine's client chooses it."""
 
     bootstrap: Bootstrap | None
     dp_rank: int | None
 
 
-def placements(fields: BootstrapFields, num_prompts: int, n: int, *, mode: str, default_port: int,
+def place_choices(fields: BootstrapFields, num_prompts: int, n: int, *, mode: str, default_port: int,
                dp_size: int) -> list[Placement]:
     """One entry per choice, ``n`` for each prompt. Raises InvalidRequest.
 

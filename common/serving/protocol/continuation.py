@@ -1,10 +1,10 @@
-"""An answer that one server began and another goes on with, because the first one died.
+"""Stream continuation: an answer that one server began and another continues, because the first one died.
 
 A router asks for ``X-Baton-Token-Ids: 1`` with a streamed request; each event then names the tokens that it ends with.
-(The events of ``/v1/messages`` and ``/v1/responses`` are not ours to add fields to: there the ids stand in comments
-behind them, which readers of event streams pass over.) When the stream breaks the router sends the same request
-elsewhere with ``continuation`` added, and gets the events that were still to come: text, tool calls, token counts and
-ids are those of one unbroken answer. Greedy and seeded requests choose their tokens by position, so the answer itself
+(The events of ``/v1/messages`` and ``/v1/responses`` must have no further fields: there the ids are in comments after
+them, which readers of event streams ignore.) When the stream breaks the router sends the same request
+elsewhere with ``continuation`` added, and gets the remaining events: text, tool calls, token counts and ids are
+those of one unbroken answer. Greedy and seeded requests choose their tokens by position, so the answer itself
 is the same, too.
 """
 
@@ -26,7 +26,7 @@ HEADER = "X-Baton-Token-Ids"
 
 
 class Continuation(msgspec.Struct):
-    """What has been answered: ``token_ids`` in order; ``id`` and ``created`` as its events named them, and the
+    """The output so far: ``token_ids`` in order; ``id`` and ``created`` as its events named them, and the
     ``sequence_number`` of the last event, where they have one."""
 
     token_ids: list[Int32]
@@ -58,9 +58,9 @@ class ResponseHeader(NamedTuple):
 
 
 def continue_after(given: Continuation | None, requests: list[Generate], vocab_size: int) -> Sequence[int]:
-    """Put the tokens of an answer's beginning behind its prompt, and take them off its budget; returns them.
+    """Appends the output so far to the prompt, and subtracts it from the token budget; returns it.
 
-    Mutates the only one of ``requests``; raises InvalidRequest where there are more, or nothing is left to say.
+    Mutates the only one of ``requests``; raises InvalidRequest where there are more, or the answer is complete.
     """
     if given is None or not given.token_ids:
         return ()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ...api.errors import InvalidRequest
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Either ``texts`` or ``ids`` is set. ``batched``: the request held a list of prompts, even if of one."""
+    """Prompts as ``texts`` or as ``ids``. ``batched``: the request has a list of prompts, even if of one."""
 
     texts: list[str] | None = None
     ids: list[list[int]] | None = None
@@ -55,7 +55,7 @@ def output_limit(num_prompt_tokens: int, requested: int | None, limit: int, *, t
 
 
 def too_long(what: str, count: int, limit: int, *, param: str | None = None) -> InvalidRequest:
-    """The error of an input without room for an answer, in words that clients of OpenAI and SGLang look for."""
+    """The error of an input that leaves no tokens for an answer, in words that clients of OpenAI and SGLang parse."""
     why = "is longer than the model's context length" if count > limit else "leaves no room for output"
     return InvalidRequest(f"{what} of {count} tokens {why}: {_maximum(limit)}. Shorten it.", param=param,
                           code="context_length_exceeded")
@@ -63,3 +63,36 @@ def too_long(what: str, count: int, limit: int, *, param: str | None = None) -> 
 
 def _maximum(limit: int) -> str:
     return f"this model's maximum context length is {limit} tokens here"
+
+
+T = TypeVar("T")
+
+
+def per_prompt(name: str, value: T | list[T], count: int) -> list[T]:
+    """``value`` for each of ``count`` prompts; raises InvalidRequest for a list of another length."""
+    values = value if isinstance(value, list) else [value] * count
+    check_count(name, values, count)
+    return values
+
+
+def per_choice(name: str, value: T | list[T], num_prompts: int, n: int) -> list[T]:
+    """A value for each of ``n`` choices of each prompt; a list holds one per prompt, or one per choice."""
+    if isinstance(value, list) and len(value) == num_prompts * n:
+        return value
+    return [item for item in per_prompt(name, value, num_prompts) for _ in range(n)]
+
+
+def rooms_per_choice(name: str, value: int | list[int], num_prompts: int, n: int) -> list[int]:
+    """The bootstrap room of each choice: consecutive from the one that is given for all choices, or for a prompt's."""
+    if isinstance(value, int):
+        return [value + i for i in range(num_prompts * n)]
+    if len(value) == num_prompts * n:
+        return value
+    firsts: list[int] = per_prompt(name, value, num_prompts)
+    return [first + i for first in firsts for i in range(n)]
+
+
+def check_count(name: str, values: list[Any], count: int) -> None:
+    """Raises InvalidRequest for a list that has not one entry per prompt."""
+    if len(values) != count:
+        raise InvalidRequest(f"{name} holds {len(values)} entries for {count} prompts.", param=name)

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Literal
 
-from ..generation import Choice
-from .responses import Usage
+import msgspec
+from msgspec import UNSET, UnsetType
+
+FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 
 
-def usage_of(choices: Sequence[Choice], n: int, *, report_cached: bool) -> Usage:
-    """A prompt counts once for its ``n`` choices, with the cached tokens of the first; see --enable-cache-report."""
-    firsts = choices[::n]
-    return Usage.of(
-        prompt_tokens=sum(choice.num_prompt_tokens for choice in firsts),
-        cached_tokens=sum(choice.num_cached_tokens for choice in firsts) if report_cached else None,
-        completion_tokens=sum(choice.num_output_tokens for choice in choices))
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    reasoning_tokens: int | UnsetType = UNSET  # SGLang's name; the same count as in completion_tokens_details
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+
+    @classmethod
+    def of(cls, prompt_tokens: int, cached_tokens: int | None, completion_tokens: int) -> Usage:
+        """``cached_tokens`` None: they are not reported."""
+        return cls(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens,
+                   UNSET if cached_tokens is None else PromptTokensDetails(cached_tokens))
+
+    @property
+    def cached_tokens(self) -> int:
+        """The reported ones."""
+        details = self.prompt_tokens_details
+        return details.cached_tokens if details else 0

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import msgspec
 from aiohttp import web
 
-from ...api.wire import Int64
-from ..context import ServingContext
+from ..context.serving_context import ServingContext
 from ..protocol.decoding import BodyDecoder
 from ..web import json_response
+from .schema import CloseSessionRequest, OpenSessionRequest
 
-
-class _Open(msgspec.Struct):
-    capacity_of_str_len: Int64
-    session_id: str | None = None
-
-
-class _Close(msgspec.Struct):
-    session_id: str
-
-
-_open, _close = BodyDecoder(_Open), BodyDecoder(_Close)
+_open, _close = BodyDecoder(OpenSessionRequest), BodyDecoder(CloseSessionRequest)
 
 
 async def open_session(context: ServingContext, request: web.Request) -> web.Response:

@@ -1,8 +1,8 @@
-"""Batches and the answers to their lines, as they are known so far.
+"""Batches and the answers to their lines so far.
 
 A batch that has not ended is *open*. One server at a time works on it: it *claims* the batch with a lease that it
-renews while it lives. When it dies the lease runs out, and whichever server shares the folder, or is started on it,
-goes on behind the last answer that was recorded.
+renews while it lives. When it dies the lease expires, and any server that shares the folder, or is started on it,
+continues after the last recorded answer.
 
     validating -> in_progress -> finalizing -> completed, expired
     validating -> failed
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import msgspec
 
 from ...api.errors import InvalidRequest, NotFound
-from ..batches.schema import Batch, BatchError, BatchErrors, CreateBatch, RequestCounts, Status
-from ..files.schema import FileObject, PageQuery
+from .batch_schema import Batch, BatchError, BatchErrors, CreateBatch, RequestCounts, Status
 from .database import Database
+from .file_schema import FileObject, PageQuery
 from .file_store import insert, seq_of
 
 SCHEMA = """
@@ -37,10 +37,12 @@ CREATE TABLE IF NOT EXISTS answers (
   PRIMARY KEY (batch_id, line)) WITHOUT ROWID;
 """
 LEASE_SECONDS = 6.0
-_ENDS: dict[str, tuple[str, ...]] = {"completed": ("finalizing",), "expired": ("finalizing",),
-                                     "failed": ("validating",), "cancelled": ("cancelling",)}
-_BEFORE: dict[str, tuple[str, ...]] = {**_ENDS, "in_progress": ("validating",), "finalizing": ("in_progress",),
-                                       "cancelling": ("validating", "in_progress")}
+_FINAL_STATUSES: dict[str, tuple[str, ...]] = {
+    "completed": ("finalizing",), "expired": ("finalizing",), "failed": ("validating",), "cancelled": ("cancelling",)}
+"""The statuses from which a batch may end, by its final status."""
+_PREVIOUS_STATUSES: dict[str, tuple[str, ...]] = {
+    **_FINAL_STATUSES, "in_progress": ("validating",), "finalizing": ("in_progress",),
+    "cancelling": ("validating", "in_progress")}
 _encode = msgspec.json.Encoder().encode
 
 
@@ -67,7 +69,7 @@ class BatchStore:
         self._now = now
         self.worker = worker
 
-    # ------------------------------------------------------------------ what clients ask
+    # ------------------------------------------------------------------ requests of clients
 
     async def create(self, request: CreateBatch) -> Batch:
         """Raises NotFound where there is no such file, and InvalidRequest where it is not for batches."""
@@ -114,17 +116,17 @@ class BatchStore:
             batch = _require(connection, batch_id)
             if batch.status == "cancelling":
                 return batch
-            if batch.status not in _BEFORE["cancelling"]:
+            if batch.status not in _PREVIOUS_STATUSES["cancelling"]:
                 raise InvalidRequest(f"The batch cannot be cancelled: it is {batch.status}.", code="batch_not_open")
             self._move(connection, batch_id, "cancelling")
             return _require(connection, batch_id)
 
         return await self._database.run(mark)
 
-    # ------------------------------------------------------------------ what the worker does
+    # ------------------------------------------------------------------ steps of the worker
 
     async def claim(self) -> Claimed | None:
-        """The oldest open batch that nobody works on, None where there is none."""
+        """Claims the oldest open batch without a live worker; None where there is none."""
         now = self._now()
 
         def take(connection: sqlite3.Connection) -> Claimed | None:
@@ -139,11 +141,11 @@ class BatchStore:
         return await self._database.run(take)
 
     async def answered(self, batch_id: str) -> frozenset[int]:
-        """The numbers of the lines that have answers, those included whose recorder was cancelled too late."""
+        """The numbers of the lines that have answers, also those that were recorded during a cancellation."""
         return await self._database.run(lambda connection: _answered(connection, batch_id))
 
     async def renew(self) -> dict[str, Status]:
-        """Prolong this server's leases; returns where its batches stand."""
+        """Prolongs this server's leases; returns the status of its batches."""
         now = self._now()
 
         def prolong(connection: sqlite3.Connection) -> dict[str, Status]:
@@ -155,47 +157,47 @@ class BatchStore:
         return await self._database.run(prolong)
 
     async def release(self, batch_id: str) -> None:
-        """Stop working on a batch: where it is open, another claim may take it at once."""
+        """Stops working on a batch; an open one can be claimed again at once."""
         await self._database.run(lambda connection: connection.execute(
             "UPDATE batches SET lease = 0, worker = NULL WHERE id = ? AND worker = ?", (batch_id, self.worker)))
 
     async def begin(self, batch_id: str, total: int) -> None:
-        """The input file is valid and has ``total`` lines. Raises LeaseLost."""
+        """Records that the input file is valid and has ``total`` lines. Raises LeaseLost."""
 
         def mark(connection: sqlite3.Connection) -> None:
-            self._own(connection, batch_id, "validating")
+            self._check_lease(connection, batch_id, "validating")
             connection.execute("UPDATE batches SET total = ? WHERE id = ?", (total, batch_id))
             self._move(connection, batch_id, "in_progress")
 
         await self._database.run(mark)
 
     async def refuse(self, batch_id: str, errors: list[BatchError]) -> None:
-        """The input file is not valid. Raises LeaseLost."""
+        """Records that the input file is not valid. Raises LeaseLost."""
         text = _encode(BatchErrors(errors)).decode()
 
         def mark(connection: sqlite3.Connection) -> None:
-            self._own(connection, batch_id, "validating")
+            self._check_lease(connection, batch_id, "validating")
             connection.execute("UPDATE batches SET errors = ? WHERE id = ?", (text, batch_id))
             self._move(connection, batch_id, "failed")
 
         await self._database.run(mark)
 
     async def record(self, batch_id: str, line: int, ok: bool, text: bytes) -> None:
-        """A line is answered, for good: ``text`` is its line of the output or error file. Raises LeaseLost."""
+        """Records the final answer of a line: ``text`` is its line of the output or error file. Raises LeaseLost."""
         column = "completed" if ok else "failed"
 
         def add(connection: sqlite3.Connection) -> None:
-            self._own(connection, batch_id, "in_progress", "cancelling")
+            self._check_lease(connection, batch_id, "in_progress", "cancelling")
             connection.execute("INSERT INTO answers VALUES (?, ?, ?, ?)", (batch_id, line, ok, text))
             connection.execute(f"UPDATE batches SET {column} = {column} + 1 WHERE id = ?", (batch_id,))
 
         await self._database.run(add)
 
     async def finalize(self, batch_id: str, outcome: Status) -> None:
-        """All lines are answered or given up, and the files are written next. Raises LeaseLost."""
+        """Records that all lines are answered or given up; the files are written next. Raises LeaseLost."""
 
         def mark(connection: sqlite3.Connection) -> None:
-            self._own(connection, batch_id, "in_progress")
+            self._check_lease(connection, batch_id, "in_progress")
             connection.execute("UPDATE batches SET outcome = ? WHERE id = ?", (outcome, batch_id))
             self._move(connection, batch_id, "finalizing")
 
@@ -203,7 +205,7 @@ class BatchStore:
 
     async def write(self, batch_id: str, ok: bool,
                     put: Callable[[Iterator[bytes]], tuple[str, int]]) -> tuple[str, int]:
-        """What ``put`` makes of the answers, in the order of their lines."""
+        """Calls ``put`` with the answers, in the order of their lines; returns its result."""
 
         def read(connection: sqlite3.Connection) -> tuple[str, int]:
             rows = connection.execute("SELECT text FROM answers WHERE batch_id = ? AND ok = ? ORDER BY line",
@@ -213,10 +215,10 @@ class BatchStore:
         return await self._database.run(read)
 
     async def end(self, batch_id: str, status: Status, output: FileObject | None, errors: FileObject | None) -> None:
-        """The last step, all at once: files' entries, the batch's end, and its answers' removal. Raises LeaseLost."""
+        """Ends the batch in one transaction: adds the files' entries and removes the answers. Raises LeaseLost."""
 
         def close(connection: sqlite3.Connection) -> None:
-            self._own(connection, batch_id, *_ENDS[status])
+            self._check_lease(connection, batch_id, *_FINAL_STATUSES[status])
             for column, file in (("output_file_id", output), ("error_file_id", errors)):
                 if file is not None:
                     insert(connection, file)
@@ -228,16 +230,16 @@ class BatchStore:
 
     # ------------------------------------------------------------------ inside
 
-    def _own(self, connection: sqlite3.Connection, batch_id: str, *statuses: str) -> None:
+    def _check_lease(self, connection: sqlite3.Connection, batch_id: str, *statuses: str) -> None:
         row = connection.execute("SELECT worker, status FROM batches WHERE id = ?", (batch_id,)).fetchone()
         if row["worker"] != self.worker or row["status"] not in statuses:
             raise LeaseLost(batch_id)
 
     def _move(self, connection: sqlite3.Connection, batch_id: str, status: str) -> None:
-        before = ", ".join(f"'{name}'" for name in _BEFORE[status])
+        before = ", ".join(f"'{name}'" for name in _PREVIOUS_STATUSES[status])
         moved = connection.execute(
             f"UPDATE batches SET status = ?, {status}_at = ?, open = ? WHERE id = ? AND status IN ({before})",
-            (status, int(self._now()), status not in _ENDS, batch_id))
+            (status, int(self._now()), status not in _FINAL_STATUSES, batch_id))
         assert moved.rowcount == 1, f"{batch_id} cannot become {status}"
 
 

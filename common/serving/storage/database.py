@@ -1,4 +1,4 @@
-"""One SQLite file, used from a thread of its own so that the event loop never waits for a disk."""
+"""An SQLite file, used from a thread of its own so that the event loop never waits for a disk."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ _BUSY_SECONDS = 30.0  # several servers of a host may share the file
 
 
 class Database:
-    """``await run(work)`` calls ``work(connection)`` as one transaction: all of it is there after a crash, or nothing.
+    """``await run(work)`` calls ``work(connection)`` as one transaction: after a crash all of it is there, or nothing.
 
-    A commit survives the death of the process. (That of the machine may lose the last ones: what they recorded is done
-    again.)
+    A commit survives the death of the process. (A crash of the machine may lose the last ones: their work is repeated.)
     """
 
     def __init__(self, path: Path, schema: str):
-        """Raises ConfigError where the file cannot be had."""
+        """Raises ConfigError where the file cannot be opened."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="storage")
         try:
             self._connection = self._thread.submit(_connect, path, schema).result()
@@ -48,7 +47,7 @@ class Database:
         return result
 
     def close(self) -> None:
-        """Waits for work under way."""
+        """Waits for running work, then closes the connection."""
         self._thread.submit(self._connection.close).result()
         self._thread.shutdown()
 

@@ -10,15 +10,15 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
 from ...api.errors import Conflict, InvalidRequest, NotFound, TooLarge
-from ..files.schema import MAX_FILE_BYTES, FileObject, PageQuery
 from .database import Database
+from .file_schema import MAX_FILE_BYTES, FileObject, PageQuery
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
   seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, filename TEXT NOT NULL, purpose TEXT NOT NULL,
   bytes INTEGER NOT NULL, created_at INTEGER NOT NULL, expires_at INTEGER);
 """
-_FORGOTTEN_SECONDS = 86_400.0  # an upload that broke off, or whose server died, left its content without an entry
+_ORPHANED_SECONDS = 86_400.0  # an upload that broke, or whose server died, left its content without an entry
 
 
 class FileStore:
@@ -31,13 +31,13 @@ class FileStore:
         folder.mkdir(parents=True, exist_ok=True)
 
     def path(self, file_id: str) -> Path:
-        """Where the content of a file is, whose entry was looked up before."""
+        """The path of a file's content; look up its entry first."""
         return self._folder / file_id
 
     async def receive(self, chunks: AsyncIterator[bytes]) -> tuple[str, int]:
-        """Take in content that has no entry yet; returns an id for ``add`` or ``discard``, and its size in bytes.
+        """Stores content without an entry; returns an id for ``add`` or ``discard``, and its size in bytes.
 
-        Raises TooLarge, and leaves nothing then.
+        Raises TooLarge, and then stores nothing.
         """
         file_id, size = new_id(), 0
         with self.path(file_id).open("wb") as file:
@@ -56,7 +56,7 @@ class FileStore:
         self.path(file_id).unlink(missing_ok=True)
 
     async def add(self, file_id: str, filename: str, purpose: str, size: int, keep_seconds: int | None) -> FileObject:
-        """Give received content its entry; ``keep_seconds`` None keeps it for ever."""
+        """Adds the entry of received content; ``keep_seconds`` None keeps it for ever."""
         entry = self.entry(file_id, filename, purpose, size, keep_seconds)
         await self._database.run(lambda connection: insert(connection, entry))
         return entry
@@ -67,7 +67,7 @@ class FileStore:
                           None if keep_seconds is None else created + keep_seconds)
 
     def write(self, parts: Iterable[bytes]) -> tuple[str, int]:
-        """``receive``, blocking; what it returns is on the disk."""
+        """Like ``receive``, but blocking; the content is synced to disk."""
         file_id, size = new_id(), 0
         with self.path(file_id).open("wb") as file:
             for part in parts:
@@ -122,7 +122,7 @@ class FileStore:
         self.discard(file_id)
 
     async def sweep(self) -> None:
-        """Remove what has expired, unless a batch reads it, and content without an entry."""
+        """Removes expired files, unless a batch reads them, and content without an entry."""
         now = self._now()
 
         def forget(connection: sqlite3.Connection) -> tuple[list[str], set[str]]:
@@ -135,12 +135,12 @@ class FileStore:
         expired, known = await self._database.run(forget)
         for file_id in expired:
             self.discard(file_id)
-        await asyncio.to_thread(self._discard_forgotten, known)
+        await asyncio.to_thread(self._discard_orphaned, known)
 
-    def _discard_forgotten(self, known: set[str]) -> None:
+    def _discard_orphaned(self, known: set[str]) -> None:
         for path in self._folder.iterdir():
             try:
-                if path.name not in known and path.stat().st_mtime < self._now() - _FORGOTTEN_SECONDS:
+                if path.name not in known and path.stat().st_mtime < self._now() - _ORPHANED_SECONDS:
                     path.unlink()
             except FileNotFoundError:
                 pass  # another server that shares the folder was faster

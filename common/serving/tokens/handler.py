@@ -10,7 +10,7 @@ from msgspec import UNSET
 from ...api.token_ids import check_ids
 from ..chat.prompt import chat_prompt
 from ..chat.tool_choice import tool_choice
-from ..context import ServingContext
+from ..context.serving_context import ServingContext
 from ..web import json_response
 from .schema import DetokenizeAnswer, TokenizeAnswer, TokenizeRequest, decode_detokenize, decode_tokenize
 

@@ -11,8 +11,8 @@ from msgspec import UNSET, UnsetType
 
 from ...api.errors import InvalidRequest
 from ...api.wire import Int32
+from ..chat.schema import ChatRequest, Message, Tool
 from ..protocol.decoding import BodyDecoder
-from ..protocol.requests import ChatRequest, Message, Tool
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

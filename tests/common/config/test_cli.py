@@ -11,7 +11,7 @@ import baton
 from baton.common.api.errors import ConfigError
 from baton.common.config.cli import build, flag, parse, to_argv
 from baton.common.config.server import ServerConfig
-from baton.common.serving.lifecycle.request_log import RequestLog
+from baton.common.serving.context.request_log import RequestLog
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import asyncio
 from typing import Any, cast
 
 from baton.common.api.messages import OutputBatch
-from baton.common.serving.context import ServingContext
-from baton.common.serving.run import Run
+from baton.common.serving.context.serving_context import ServingContext
+from baton.common.serving.respond import PlannedResponse
 from baton.tests.bench import dummy_engine
 
 
@@ -72,7 +72,8 @@ def test_the_api_server_sends_last_tokens_before_it_closes_streams():
             return Ending(requests[0], seen)
 
     async def read(number):
-        run: Any = Run(cast(ServingContext, Offers), cast(Any, [number]), cast(Any, NumberAnswer()), arrived=0.0)
+        run: Any = PlannedResponse(cast(ServingContext, Offers), cast(Any, [number]), cast(Any, NumberAnswer()),
+                                   arrived=0.0)
         async for chunks in run.chunks():
             seen.append(f"sent {chunks[0]}")
 

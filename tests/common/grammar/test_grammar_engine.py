@@ -89,12 +89,12 @@ def test_stop_tokens_count_only_where_the_grammar_may_end():
     first = answer(WORDS)[2][0]
     text, reason, tokens = answer(WORDS, stop_token_ids=(first,), min_new_tokens=5)
     assert tokens[0] != first and first not in tokens[:-1] and reason == "stop"
-    assert re.fullmatch(WORDS.text, text.removesuffix(tokenizer().piece(first).decode())), text
+    assert re.fullmatch(WORDS.text, text.removesuffix(tokenizer().token_bytes(first).decode())), text
 
 
 def test_a_stop_token_that_the_grammar_needs_is_an_error():
     engine = GrammarEngine()
-    all_x = [token for token in range(4096) if (piece := tokenizer().piece(token)) and not piece.strip(b"x")]
+    all_x = [token for token in range(4096) if (piece := tokenizer().token_bytes(token)) and not piece.strip(b"x")]
     engine.start("a", GrammarSpec("regex", "x{5}"), stop_token_ids=tuple(all_x))
     found = engine.run()["a"]
     assert isinstance(found, Failed) and "No token" in found.message
@@ -225,7 +225,7 @@ def test_an_ambiguous_grammar_pays_for_itself(monkeypatch):
     monkeypatch.setattr(matcher, "_ALLOWANCE", 0.05)
     monkeypatch.setattr(matcher, "_ALLOWANCE_PER_TOKEN", 0.001)
     monkeypatch.setattr(masks, "_SLOW_SECONDS", 0.002)
-    a_only = {"logit_bias": {token: 100.0 for token in range(4096) if tokenizer().piece(token) == b"a"}}
+    a_only = {"logit_bias": {token: 100.0 for token in range(4096) if tokenizer().token_bytes(token) == b"a"}}
     engine = GrammarEngine(whitespace="")
     engine.start("accepting", GrammarSpec("ebnf", 'root ::= root root | "a"'), **a_only)
     engine.start("filling", GrammarSpec("regex", "((a{1,300}){1,300}){1,300}"), **a_only)

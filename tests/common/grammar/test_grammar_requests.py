@@ -11,9 +11,10 @@ import pytest
 
 from baton.common.api.errors import InvalidRequest
 from baton.common.api.grammar import GrammarSpec
+from baton.common.serving.chat.schema import decode_chat
+from baton.common.serving.completions.schema import decode_completion
 from baton.common.serving.native.schema import NativeSampling
-from baton.common.serving.protocol.requests import decode_chat, decode_completion
-from baton.common.serving.structured.fields import grammar_field
+from baton.common.serving.protocol.grammar_fields import grammar_field
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
 COMPACT = json.dumps(SCHEMA, separators=(",", ":"))

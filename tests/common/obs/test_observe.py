@@ -15,7 +15,7 @@ import pytest
 from baton.common.api.messages import Generate
 from baton.common.api.sampling import SamplingParams
 from baton.common.engine.watchdog import EXIT_CODE, Watchdog
-from baton.common.serving.lifecycle.request_log import RequestLog
+from baton.common.serving.context.request_log import RequestLog
 from baton.tests.helpers.fake_engine import Seed, make_checkpoint
 from baton.tests.helpers.serving import Server
 from baton.tests.integration.harness import post_json

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.common.parsers.answer_parts import Part, Thought, joined
-from baton.common.parsers.reading import Reading, count_reasoning_tokens
+from baton.common.parsers.output_format import OutputFormat, count_reasoning_tokens
+from baton.common.parsers.output_parser import OutputDelta, ReasoningDelta, joined
 from baton.common.parsers.reasoning import REASONING, begins_inside
 from baton.common.parsers.tools import FORMATS
 from baton.tests.helpers.reading_cases import SCHEMAS, call, of_pieces
@@ -27,40 +27,41 @@ HARMONY = ("<|channel|>analysis<|message|>Why?\nSo. <|end|><|start|>assistant<|c
 class Case:
     reasoning: str
     text: str
-    parts: list[Part]
+    parts: list[OutputDelta]
     inside: bool = False
     tools: str | None = None
     separate: bool = True
 
-    def reading(self, *, stream: bool = True) -> Reading:
-        return Reading(FORMATS[self.tools] if self.tools else None, SCHEMAS, reasoning=REASONING[self.reasoning],
-                       inside=self.inside, separate=self.separate, stream=stream)
+    def reading(self, *, stream: bool = True) -> OutputFormat:
+        return OutputFormat(FORMATS[self.tools] if self.tools else None, SCHEMAS, reasoning=REASONING[self.reasoning],
+                            inside=self.inside, separate=self.separate, stream=stream)
 
 
 CASES = [
-    Case("qwen3", "<think>\nHm, 1 < 2.\n\n</think>\n\nIt is é. ", [Thought("Hm, 1 < 2."), "It is é. "]),
+    Case("qwen3", "<think>\nHm, 1 < 2.\n\n</think>\n\nIt is é. ", [ReasoningDelta("Hm, 1 < 2."), "It is é. "]),
     Case("qwen3", "No thoughts </think> here", ["No thoughts </think> here"]),
     Case("qwen3", "<think>\n\n</think>\n\nOk", ["Ok"]),
     Case("qwen3", "\n<thin air", ["\n<thin air"]),
-    Case("qwen3", "<think>never ends </thi", [Thought("never ends </thi")]),
-    Case("qwen3", f"<think>Add: {ADD}</think>\n{ADD}", [Thought(f"Add: {ADD}"), *ADDED], tools="hermes"),
+    Case("qwen3", "<think>never ends </thi", [ReasoningDelta("never ends </thi")]),
+    Case("qwen3", f"<think>Add: {ADD}</think>\n{ADD}", [ReasoningDelta(f"Add: {ADD}"), *ADDED], tools="hermes"),
     Case("qwen3", "<think>\nHm \n</think>\n\nYes", ["<think>\nHm \n</think>\n\nYes"], separate=False),
     Case("qwen3", f"<think>{ADD}</think>{ADD}", [f"<think>{ADD}</think>", *ADDED], tools="hermes", separate=False),
-    Case("deepseek-r1", "Hm.\n</think>\nYes", [Thought("Hm."), "Yes"], inside=True),
-    Case("deepseek-r1", "<think>\nHm.</think>Yes", [Thought("Hm."), "Yes"], inside=True),
-    Case("deepseek-r1", "still at it \n", [Thought("still at it")], inside=True),
-    Case("qwen3-thinking", "a</think>b</think>c", [Thought("a"), "b</think>c"], inside=True),
-    Case("kimi", "◁think▷Hm◁/think▷Yes", [Thought("Hm"), "Yes"]),
-    Case("kimi_k2", f"<think>I call.{KIMI_CALL}", [Thought("I call."), *ADDED], tools="kimi_k2"),
-    Case("kimi_k2", f"<think>I call.</think>Now {KIMI_CALL}", [Thought("I call."), "Now", *ADDED], tools="kimi_k2"),
+    Case("deepseek-r1", "Hm.\n</think>\nYes", [ReasoningDelta("Hm."), "Yes"], inside=True),
+    Case("deepseek-r1", "<think>\nHm.</think>Yes", [ReasoningDelta("Hm."), "Yes"], inside=True),
+    Case("deepseek-r1", "still at it \n", [ReasoningDelta("still at it")], inside=True),
+    Case("qwen3-thinking", "a</think>b</think>c", [ReasoningDelta("a"), "b</think>c"], inside=True),
+    Case("kimi", "◁think▷Hm◁/think▷Yes", [ReasoningDelta("Hm"), "Yes"]),
+    Case("kimi_k2", f"<think>I call.{KIMI_CALL}", [ReasoningDelta("I call."), *ADDED], tools="kimi_k2"),
+    Case("kimi_k2", f"<think>I call.</think>Now {KIMI_CALL}", [ReasoningDelta("I call."), "Now", *ADDED],
+         tools="kimi_k2"),
     Case("glm45", "<think>Hm</think>\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
-         [Thought("Hm"), *ADDED], tools="glm45"),
+         [ReasoningDelta("Hm"), *ADDED], tools="glm45"),
     Case("deepseek-v3", "x", ["x"]),
-    Case("mistral", "[THINK]Hm[/THINK]Yes", [Thought("Hm"), "Yes"]),
-    Case("gpt-oss", HARMONY, [Thought("Why?\nSo."), *ADDED], tools="gpt-oss"),
+    Case("mistral", "[THINK]Hm[/THINK]Yes", [ReasoningDelta("Hm"), "Yes"]),
+    Case("gpt-oss", HARMONY, [ReasoningDelta("Why?\nSo."), *ADDED], tools="gpt-oss"),
     Case("gpt-oss", "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>Yes",
-         [Thought("Hm"), "Yes"]),
-    Case("gpt-oss", "<|channel|>analysis<|message|>Hm", [Thought("Hm")]),
+         [ReasoningDelta("Hm"), "Yes"]),
+    Case("gpt-oss", "<|channel|>analysis<|message|>Hm", [ReasoningDelta("Hm")]),
     Case("gpt-oss", "<|channel|>analysis<|message|>Hm<|end|><|channel|>final<|message|>Yes", ["HmYes"], separate=False),
 ]
 IDS = [f"{case.reasoning}-{i}" for i, case in enumerate(CASES)]
@@ -116,7 +117,7 @@ def test_reasoning_streams_unless_it_should_not() -> None:
     text = "<think>" + "word " * 20 + "</think>Yes"
     for stream, most in ((True, 20), (False, 1)):
         reader = CASES[0].reading(stream=stream).reader()
-        pieces = [part for char in text for part in reader.push(char) if isinstance(part, Thought)]
+        pieces = [part for char in text for part in reader.push(char) if isinstance(part, ReasoningDelta)]
         assert (len(pieces) >= most) if stream else (len(pieces) == most)
 
 
@@ -136,7 +137,7 @@ def test_tokens_of_reasoning_are_counted() -> None:
     reader = CASES[0].reading().reader()
     reader.push(text)
     assert count_reasoning_tokens(reader.reasoning_spans, text, pieces) == 6
-    reader = Reading(FORMATS["gpt-oss"], SCHEMAS, reasoning=REASONING["gpt-oss"]).reader()
+    reader = OutputFormat(FORMATS["gpt-oss"], SCHEMAS, reasoning=REASONING["gpt-oss"]).reader()
     reader.push(HARMONY)
     tokens = [char.encode() for char in HARMONY]
     assert count_reasoning_tokens(reader.reasoning_spans, HARMONY, tokens) == HARMONY.index("<|end|>")

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.common.parsers.answer_parts import Arguments, CallBegun, Part, joined
-from baton.common.parsers.reading import Reading
+from baton.common.parsers.output_format import OutputFormat
+from baton.common.parsers.output_parser import OutputDelta, ToolArgumentsDelta, ToolCallStart, joined
 from baton.common.parsers.tools import FORMATS
 from baton.tests.helpers.reading_cases import CASES, SCHEMAS, Case, call, of_pieces
 
@@ -71,8 +71,8 @@ def test_arguments_are_told_while_they_come(case: Case) -> None:
     for char in case.text:
         told += reader.push(char)
     for i, part in enumerate(told):
-        if isinstance(part, Arguments):
-            assert any(isinstance(before, CallBegun) for before in told[:i])
+        if isinstance(part, ToolArgumentsDelta):
+            assert any(isinstance(before, ToolCallStart) for before in told[:i])
 
 
 def test_fragments_of_long_strings() -> None:
@@ -85,8 +85,8 @@ def test_fragments_of_long_strings() -> None:
         "gpt-oss": f"<|channel|>commentary to=functions.write<|message|>{json.dumps({'text': body})}",
     }
     for name, text in texts.items():
-        reader = Reading(FORMATS[name], SCHEMAS).reader()
-        pieces = [part.text for char in text for part in reader.push(char) if isinstance(part, Arguments)]
+        reader = OutputFormat(FORMATS[name], SCHEMAS).reader()
+        pieces = [part.text for char in text for part in reader.push(char) if isinstance(part, ToolArgumentsDelta)]
         assert len(pieces) > 400, name
         assert json.loads("".join(pieces))["text"].strip() == body.strip()
 
@@ -94,7 +94,7 @@ def test_fragments_of_long_strings() -> None:
 def test_one_call_at_most() -> None:
     text = ('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
             '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>')
-    assert of_pieces(Reading(FORMATS["hermes"], SCHEMAS, max_calls=1), [text]) == call("add", '{"a": 1}')
+    assert of_pieces(OutputFormat(FORMATS["hermes"], SCHEMAS, max_calls=1), [text]) == call("add", '{"a": 1}')
 
 
 @settings(max_examples=100, deadline=None)
@@ -106,8 +106,8 @@ def test_any_json_passes_as_it_is(value: Any, data: st.DataObject) -> None:
         st.sampled_from([None, 2])))
     text = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
     at = data.draw(st.integers(0, len(text)))
-    expected: list[Part] = call("add", arguments)
-    assert of_pieces(Reading(FORMATS["hermes"], SCHEMAS), [text[:at], text[at:]]) == expected
+    expected: list[OutputDelta] = call("add", arguments)
+    assert of_pieces(OutputFormat(FORMATS["hermes"], SCHEMAS), [text[:at], text[at:]]) == expected
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -116,6 +116,6 @@ def test_floods_of_markup_take_linear_time(name: str) -> None:
     began = time.process_time()
     for word in (*FORMATS[name].markers, "[", "{", '"'):
         text = word * 20_000
-        parts = of_pieces(Reading(FORMATS[name], SCHEMAS), [text])
+        parts = of_pieces(OutputFormat(FORMATS[name], SCHEMAS), [text])
         assert parts in ([text], [])
     assert time.process_time() - began < 20

@@ -11,11 +11,12 @@ import pytest
 from baton.common.api.errors import ConfigError, InvalidRequest
 from baton.common.api.grammar import GrammarSpec
 from baton.common.config.server import ChatArgs
-from baton.common.parsers.answer_parts import Arguments, CallBegun, Thought
+from baton.common.parsers.output_parser import ReasoningDelta, ToolArgumentsDelta, ToolCallStart
 from baton.common.parsers.tools import FORMATS, JSON_ARRAY, detect
-from baton.common.serving.chat.formats import ChatFormats, answer_form
+from baton.common.serving.chat.answer_form import answer_form
+from baton.common.serving.chat.schema import decode_chat
 from baton.common.serving.chat.tool_choice import tool_choice
-from baton.common.serving.protocol.requests import decode_chat
+from baton.common.serving.context.served_model import ChatFormats
 from baton.tests.helpers.reading_cases import of_pieces
 
 PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer"}, "word": {"enum": ["red", "blue"]}},
@@ -120,9 +121,9 @@ def test_what_a_grammar_allows_is_calls(name: str, reasoning: str | None, prompt
         if form.reading.tools is JSON_ARRAY:
             assert FORMATS[name].layout is None
         parts = of_pieces(form.reading, [spoken(form.grammar, seed, prefix)])
-        assert (isinstance(parts[0], Thought)) is bool(prefix)
-        calls = [part.name for part in parts if isinstance(part, CallBegun)]
-        arguments = [json.loads(part.text) for part in parts if isinstance(part, Arguments)]
+        assert (isinstance(parts[0], ReasoningDelta)) is bool(prefix)
+        calls = [part.name for part in parts if isinstance(part, ToolCallStart)]
+        arguments = [json.loads(part.text) for part in parts if isinstance(part, ToolArgumentsDelta)]
         assert len(calls) == len(arguments) and 2 * len(calls) == len(parts) - bool(prefix)
         assert len(calls) == 1 if tool_choice(body).max_calls == 1 else len(calls) >= 1
         for call, given in zip(calls, arguments):
@@ -142,10 +143,10 @@ def test_strict_tools_of_an_answer_that_may_be_text(name: str) -> None:
     assert layout is not None
     for seed in range(3):
         parts = of_pieces(form.reading, [spoken(form.grammar, seed, "Well: " + layout.before + layout.tag("f").begin)])
-        assert parts[0] == "Well:" and CallBegun in map(type, parts)
+        assert parts[0] == "Well:" and ToolCallStart in map(type, parts)
         for begun, given in zip(parts, parts[1:]):
-            if isinstance(begun, CallBegun) and begun.name == "f":
-                assert isinstance(given, Arguments) and set(json.loads(given.text)) == {"n", "word"}
+            if isinstance(begun, ToolCallStart) and begun.name == "f":
+                assert isinstance(given, ToolArgumentsDelta) and set(json.loads(given.text)) == {"n", "word"}
     lax = request(tools=[TOOLS[1]])
     assert answer_form(formats_of(name), lax, tool_choice(lax), "").grammar is None
 
@@ -188,7 +189,7 @@ def test_an_answer_that_goes_on_within_its_reasoning(begun: str, thought: bool) 
     body = request(messages=said, tools=None, continue_final_message=True)
     form = answer_form(formats_of("hermes", "deepseek-r1"), body, tool_choice(body), "..." + begun)
     parts = of_pieces(form.reading, [" am</think> here" if thought else " am here"])
-    assert parts == ([Thought("am"), "here"] if thought else [" am here"])
+    assert parts == ([ReasoningDelta("am"), "here"] if thought else [" am here"])
 
 
 @pytest.mark.parametrize("asked", [GrammarSpec("regex", "[a-c]+"), GrammarSpec("ebnf", 'root ::= "abc"')])

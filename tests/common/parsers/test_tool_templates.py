@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from baton.common.api.errors import ConfigError, InvalidRequest
-from baton.common.parsers.answer_parts import Arguments, CallBegun
-from baton.common.parsers.reading import Reading
+from baton.common.parsers.output_format import OutputFormat
+from baton.common.parsers.output_parser import ToolArgumentsDelta, ToolCallStart
 from baton.common.parsers.tools import FORMATS, detect
-from baton.common.serving.chat.messages import template_messages
-from baton.common.serving.chat.prompt import chat_prompt
+from baton.common.serving.chat.prompt import chat_prompt, template_messages
+from baton.common.serving.chat.schema import decode_chat
 from baton.common.serving.chat.tool_choice import tool_choice
-from baton.common.serving.protocol.requests import decode_chat
 from baton.common.tokenizer.templates import load_template, shipped
 from baton.common.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from baton.tests.helpers.reading_cases import of_pieces
@@ -65,10 +64,10 @@ def test_shipped_templates_write_calls_as_they_are_read(tokenizer: Tokenizer, na
     said = text[text.index("three") + 5:]
     for marker in ("<|im_start|>assistant\n", "<|end_header_id|>\n\n", "[/INST]", "<｜Assistant｜>"):
         said = said.split(marker, 1)[-1] if marker in said else said
-    parts = of_pieces(Reading(FORMATS[FORMAT_OF[name] or ""], {"f": {}}), [said])
-    at = parts.index(CallBegun("f"))
+    parts = of_pieces(OutputFormat(FORMATS[FORMAT_OF[name] or ""], {"f": {}}), [said])
+    at = parts.index(ToolCallStart("f"))
     arguments = parts[at + 1]
-    assert isinstance(arguments, Arguments) and json.loads(arguments.text) == {"a": "é\n"}
+    assert isinstance(arguments, ToolArgumentsDelta) and json.loads(arguments.text) == {"a": "é\n"}
 
 
 def test_answers_of_tools_in_a_row(tokenizer: Tokenizer) -> None:

@@ -261,7 +261,7 @@ REFUSED = [
     (packed(f"{GROUP}.input_activations", None), None, "input_activations are not quantized"),
     (packed(f"{GROUP}.weights.strategy", "group"), None, "quantized by 'group' are not supported"),
     (packed(f"{GROUP}.input_activations.dynamic", False), None, "Static input_activations are supported where"),
-    (packed(f"{GROUP}.targets", ["Linear", "Embedding"]), None, "whose config_groups has one group"),
+    (packed(f"{GROUP}.targets", ["Linear", "Embedding"]), None, "where config_groups has one group"),
 ]
 
 

@@ -45,7 +45,7 @@ async def test_every_route_is_described(http: aiohttp.ClientSession) -> None:
         assert operation["summary"].endswith(".")
         if method == "POST" and path not in BODILESS:
             schema = operation["requestBody"]["content"]["application/json"]["schema"]
-            assert schema, f"{path}: name its request's struct in common/serving/admin/api_document.py"
+            assert schema, f"{path}: name its request's struct in common/serving/api_document.py"
     assert len(set(ids)) == len(ids)
 
 

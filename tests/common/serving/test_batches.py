@@ -20,7 +20,7 @@ from aiohttp import web
 
 from baton.common.config.server import ScheduleArgs
 from baton.common.serving.batches.job import BatchJob, BatchSlots
-from baton.common.serving.batches.schema import CreateBatch
+from baton.common.serving.storage.batch_schema import CreateBatch
 from baton.common.serving.storage.storage import Storage
 from baton.tests.helpers.fake_engine import Seed
 from baton.tests.helpers.serving import Server

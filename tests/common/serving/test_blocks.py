@@ -10,8 +10,8 @@ import anthropic
 import openai
 import pytest
 
-from baton.common.serving.chat.blocks import Blocks, Closed, Grown, Opened
-from baton.common.serving.protocol.responses import (
+from baton.common.serving.chat.blocks import AnswerBlocks, BlockDelta, BlockStart, BlockStop
+from baton.common.serving.chat.schema import (
     CalledFunction,
     CalledFunctionDelta,
     ChatDelta,
@@ -30,31 +30,32 @@ def call(index: int, arguments: str, name: str = "") -> ChatDelta:
     return ChatDelta(tool_calls=[ToolCallDelta(index, function, **head)])
 
 
-def told(blocks: Blocks) -> list[tuple[str, str, str, str]]:
+def told(blocks: AnswerBlocks) -> list[tuple[str, str, str, str]]:
     return [(block.kind, block.text, block.call_id, block.name) for block in blocks.blocks]
 
 
 def test_a_stream_comes_to_what_the_whole_message_says() -> None:
-    blocks = Blocks()
+    blocks = AnswerBlocks()
     deltas = [ChatDelta(role="assistant", content=""), ChatDelta(reasoning_content="h"),
               ChatDelta(reasoning_content="m"), ChatDelta(content="so"), ChatDelta(content=" be it"),
               call(0, "", "f"), call(0, '{"a"'), call(0, ": 1}"), call(1, "{}", "g")]
-    changes = [change for delta in deltas for change in blocks.take(delta, [])] + blocks.end()
+    changes = [change for delta in deltas for change in blocks.add(delta, [])] + blocks.end()
     assert [type(change) for change in changes] == [
-        Opened, Grown, Grown, Closed, Opened, Grown, Grown, Closed, Opened, Grown, Grown, Closed, Opened, Grown, Closed]
+        BlockStart, BlockDelta, BlockDelta, BlockStop, BlockStart, BlockDelta, BlockDelta, BlockStop, BlockStart,
+        BlockDelta, BlockDelta, BlockStop, BlockStart, BlockDelta, BlockStop]
     whole = ChatMessage("so be it", [ToolCallOut("c0", CalledFunction("f", '{"a": 1}')),
                                      ToolCallOut("c1", CalledFunction("g", "{}"))], reasoning_content="hm")
-    assert told(blocks) == told(Blocks.of(whole, [])) == [
+    assert told(blocks) == told(AnswerBlocks.of(whole, [])) == [
         ("reasoning", "hm", "", ""), ("text", "so be it", "", ""), ("call", '{"a": 1}', "c0", "f"),
         ("call", "{}", "c1", "g")]
     assert [block.index for block in blocks.blocks] == [0, 1, 2, 3]
 
 
 def test_a_message_that_says_nothing_is_an_empty_text() -> None:
-    blocks = Blocks()
-    assert blocks.take(ChatDelta(role="assistant", content=""), []) == []
-    assert [type(change) for change in blocks.end()] == [Opened, Closed]
-    assert told(blocks) == told(Blocks.of(ChatMessage(None), [])) == [("text", "", "", "")]
+    blocks = AnswerBlocks()
+    assert blocks.add(ChatDelta(role="assistant", content=""), []) == []
+    assert [type(change) for change in blocks.end()] == [BlockStart, BlockStop]
+    assert told(blocks) == told(AnswerBlocks.of(ChatMessage(None), [])) == [("text", "", "", "")]
     assert blocks.end() == []
 
 

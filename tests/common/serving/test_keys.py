@@ -15,7 +15,7 @@ from baton.common.config.model import load_model_spec
 from baton.common.config.server import ServerConfig
 from baton.common.engine_client.client import EngineClient
 from baton.common.serving.app import make_app
-from baton.common.serving.context import ServingContext
+from baton.common.serving.context.serving_context import ServingContext
 
 OPEN = {"/", "/health", "/health_generate", "/metrics"}
 INFERENCE = {

@@ -9,14 +9,16 @@ from baton.common.api.errors import InvalidRequest
 from baton.common.api.messages import Bootstrap, Generate, Logprobs, decode_to_engine
 from baton.common.api.messages import encode as encode_message
 from baton.common.api.wire import Int32
-from baton.common.serving.chat.messages import template_messages, template_options
+from baton.common.serving.chat.prompt import template_messages, template_options
+from baton.common.serving.chat.schema import decode_chat
+from baton.common.serving.completions.schema import decode_completion
 from baton.common.serving.native.schema import decode_generate, logprob_options
 from baton.common.serving.protocol.bootstrap import BootstrapFields, bootstraps, requested_dp_rank
 from baton.common.serving.protocol.decoding import BodyDecoder
+from baton.common.serving.protocol.encoding import encode
 from baton.common.serving.protocol.logprobs import chat_logprobs, completion_logprobs, native_lists, native_logprobs
 from baton.common.serving.protocol.prompts import output_limit, parse_prompts
-from baton.common.serving.protocol.requests import decode_chat, decode_completion, sampling_params
-from baton.common.serving.protocol.responses import encode
+from baton.common.serving.protocol.sampling import sampling_params
 
 USER = {"role": "user", "content": "hi"}
 

@@ -16,11 +16,13 @@ import pytest
 
 import baton.common
 from baton.common.api.errors import InvalidRequest
-from baton.common.serving.embeddings import schema
+from baton.common.serving.chat import schema as chat
+from baton.common.serving.completions import schema as completions
+from baton.common.serving.embeddings import schema as embeddings
 from baton.common.serving.native import schema as native
-from baton.common.serving.protocol import refused_fields, requests
-from baton.common.serving.protocol.refused_fields import NO_EFFECT, asks_nothing
-from baton.common.serving.responses import request
+from baton.common.serving.protocol import unsupported_fields
+from baton.common.serving.protocol.unsupported_fields import NO_EFFECT, asks_nothing
+from baton.common.serving.responses import schema as responses
 
 _OPENAI = """model frequency_penalty logit_bias logprobs n presence_penalty seed stop stream stream_options temperature
 top_p user return_hidden_states return_routed_experts routed_experts_start_len return_cached_tokens_details
@@ -61,26 +63,26 @@ EMBEDDING = "input model encoding_format dimensions user rid priority lora_path 
 SCORE = """query items label_token_ids apply_softmax item_first model embed_override_token_id query_embed_overrides
 item_embed_overrides return_pooled_hidden_states"""
 RERANK = "query documents instruct top_n return_documents model"
-MODELS: dict[str, tuple[str, type[msgspec.Struct], refused_fields.Table]] = {
-    "chat": (CHAT, requests.ChatRequest, refused_fields.CHAT),
-    "completion": (COMPLETION, requests.CompletionRequest, refused_fields.COMPLETION),
-    "response": (RESPONSE, request.ResponseRequest, refused_fields.RESPONSE),
-    "generate": (GENERATE, native.GenerateRequest, refused_fields.GENERATE),
-    "sampling": (SAMPLING, native.NativeSampling, refused_fields.SAMPLING),
-    "encode": (ENCODE, schema.EncodeRequest, refused_fields.EMBEDDING),
-    "embedding": (EMBEDDING, schema.EmbeddingRequest, refused_fields.EMBEDDING),
-    "score": (SCORE, schema.ScoreRequest, refused_fields.EMBEDDING),
-    "rerank": (RERANK, schema.RerankRequest, refused_fields.EMBEDDING),
+MODELS: dict[str, tuple[str, type[msgspec.Struct], unsupported_fields.Table]] = {
+    "chat": (CHAT, chat.ChatRequest, unsupported_fields.CHAT),
+    "completion": (COMPLETION, completions.CompletionRequest, unsupported_fields.COMPLETION),
+    "response": (RESPONSE, responses.ResponseRequest, unsupported_fields.RESPONSE),
+    "generate": (GENERATE, native.GenerateRequest, unsupported_fields.GENERATE),
+    "sampling": (SAMPLING, native.NativeSampling, unsupported_fields.SAMPLING),
+    "encode": (ENCODE, embeddings.EncodeRequest, unsupported_fields.EMBEDDING),
+    "embedding": (EMBEDDING, embeddings.EmbeddingRequest, unsupported_fields.EMBEDDING),
+    "score": (SCORE, embeddings.ScoreRequest, unsupported_fields.EMBEDDING),
+    "rerank": (RERANK, embeddings.RerankRequest, unsupported_fields.EMBEDDING),
 }
 SOURCES = "\n".join(path.read_text() for folder in ("parsers", "serving")
                     for path in sorted((Path(baton.common.__file__).parent / folder).rglob("*.py"))
-                    if path.name != "refused_fields.py")
+                    if path.name != "unsupported_fields.py")
 DECODERS = {
-    "chat": (requests.decode_chat, {"messages": []}), "completion": (requests.decode_completion, {"prompt": "x"}),
-    "response": (request.decode_response, {"input": "x"}), "generate": (native.decode_generate, {"text": "x"}),
-    "encode": (schema.decode_encode, {"text": "x"}), "embedding": (schema.decode_embedding, {"input": "x"}),
-    "score": (schema.decode_score, {"query": "x", "items": ["y"], "label_token_ids": [1]}),
-    "rerank": (schema.decode_rerank, {"query": "x", "documents": ["y"]}),
+    "chat": (chat.decode_chat, {"messages": []}), "completion": (completions.decode_completion, {"prompt": "x"}),
+    "response": (responses.decode_response, {"input": "x"}), "generate": (native.decode_generate, {"text": "x"}),
+    "encode": (embeddings.decode_encode, {"text": "x"}), "embedding": (embeddings.decode_embedding, {"input": "x"}),
+    "score": (embeddings.decode_score, {"query": "x", "items": ["y"], "label_token_ids": [1]}),
+    "rerank": (embeddings.decode_rerank, {"query": "x", "documents": ["y"]}),
 }
 
 

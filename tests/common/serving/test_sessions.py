@@ -6,8 +6,7 @@ import aiohttp
 import pytest
 
 from baton.common.api.errors import Conflict, InvalidRequest, NotFound
-from baton.common.serving.native.schema import SessionParams
-from baton.common.serving.sessions.store import Sessions
+from baton.common.serving.context.sessions import SessionParams, Sessions
 from baton.tests.helpers.serving import generate
 
 
@@ -15,7 +14,7 @@ from baton.tests.helpers.serving import generate
 def sessions():
     sessions = Sessions()
     assert sessions.open(100, "s") == "s"
-    first = sessions.turn(SessionParams("s"), [1, 2, 3], bos=1)
+    first = sessions.request(SessionParams("s"), [1, 2, 3], bos=1)
     assert first.prompt == [1, 2, 3]
     first.store("a", [7, 8])
     return sessions
@@ -27,40 +26,40 @@ def sessions():
     ({"rid": "a", "drop_previous_output": True}, [1, 2, 3, 5]),
 ])
 def test_a_turn_goes_on_from_a_request(sessions, params, expected):
-    assert sessions.turn(SessionParams("s", **params), [1, 5], bos=1).prompt == expected
+    assert sessions.request(SessionParams("s", **params), [1, 5], bos=1).prompt == expected
 
 
 def test_branches_and_replacement(sessions):
-    sessions.turn(SessionParams("s", "a"), [4], None).store("b", [9])
-    sessions.turn(SessionParams("s", "a"), [5], None).store("c", [9])
-    sessions.turn(SessionParams("s", "b"), [6], None).store("d", [9])
-    assert sessions.turn(SessionParams("s", "d"), [0], None).prompt == [1, 2, 3, 7, 8, 4, 9, 6, 9, 0]
-    sessions.turn(SessionParams("s", "a", replace=True), [4], None).store("e", [9])
+    sessions.request(SessionParams("s", "a"), [4], None).store("b", [9])
+    sessions.request(SessionParams("s", "a"), [5], None).store("c", [9])
+    sessions.request(SessionParams("s", "b"), [6], None).store("d", [9])
+    assert sessions.request(SessionParams("s", "d"), [0], None).prompt == [1, 2, 3, 7, 8, 4, 9, 6, 9, 0]
+    sessions.request(SessionParams("s", "a", replace=True), [4], None).store("e", [9])
     for gone in "bcd":
         with pytest.raises(InvalidRequest, match=repr(gone)):
-            sessions.turn(SessionParams("s", gone), [4], None)
-    assert sessions.turn(SessionParams("s", "e"), [0], None).prompt == [1, 2, 3, 7, 8, 4, 9, 0]
-    sessions.turn(SessionParams("s", replace=True), [4], None)
+            sessions.request(SessionParams("s", gone), [4], None)
+    assert sessions.request(SessionParams("s", "e"), [0], None).prompt == [1, 2, 3, 7, 8, 4, 9, 0]
+    sessions.request(SessionParams("s", replace=True), [4], None)
     with pytest.raises(InvalidRequest, match="'a'"):
-        sessions.turn(SessionParams("s", "a"), [4], None)
+        sessions.request(SessionParams("s", "a"), [4], None)
 
 
 def test_a_long_conversation_is_replaced(sessions):
     sessions.open(10**9, "long")
-    sessions.turn(SessionParams("long"), [1], None).store("0", [1])
+    sessions.request(SessionParams("long"), [1], None).store("0", [1])
     for turn in range(2000):
-        sessions.turn(SessionParams("long", str(turn), offset=1), [1], None).store(str(turn + 1), [1])
-    sessions.turn(SessionParams("long", "0", replace=True), [4], None)
+        sessions.request(SessionParams("long", str(turn), offset=1), [1], None).store(str(turn + 1), [1])
+    sessions.request(SessionParams("long", "0", replace=True), [4], None)
     with pytest.raises(InvalidRequest, match="'2000'"):
-        sessions.turn(SessionParams("long", "2000"), [4], None)
+        sessions.request(SessionParams("long", "2000"), [4], None)
 
 
 def test_mistakes_are_sentences(sessions):
     for params, error in (({"rid": "a", "offset": 6}, InvalidRequest), ({"rid": "x"}, InvalidRequest)):
         with pytest.raises(error):
-            sessions.turn(SessionParams("s", **params), [4], None)
+            sessions.request(SessionParams("s", **params), [4], None)
     with pytest.raises(NotFound):
-        sessions.turn(SessionParams("t"), [4], None)
+        sessions.request(SessionParams("t"), [4], None)
     with pytest.raises(Conflict):
         sessions.open(5, "s")
     with pytest.raises(InvalidRequest):
@@ -71,9 +70,9 @@ def test_mistakes_are_sentences(sessions):
 
 
 def test_a_full_session_remembers_no_more(sessions):
-    sessions.turn(SessionParams("s", "a"), list(range(100)), None).store("b", [9])
+    sessions.request(SessionParams("s", "a"), list(range(100)), None).store("b", [9])
     with pytest.raises(InvalidRequest):
-        sessions.turn(SessionParams("s", "b"), [4], None)
+        sessions.request(SessionParams("s", "b"), [4], None)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -12,7 +12,7 @@ from baton.common.api.messages import Finish
 from baton.common.api.sampling import SamplingParams
 from baton.common.tokenizer.stop import StopMatcher
 from baton.common.tokenizer.text_stream import Detokenizer, TextStream
-from baton.common.tokenizer.token_bytes import byte_alphabet, piece_decoder
+from baton.common.tokenizer.token_bytes import byte_alphabet, token_decoder
 from baton.common.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from baton.tests.helpers.fake_engine import EOS, make_checkpoint
 
@@ -59,7 +59,7 @@ def test_incomplete_character_waits_and_comes_out_at_the_end() -> None:
 @given(text=st.text(max_size=30))
 def test_pieces_agree_with_the_tokenizer(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
-    assert b"".join(map(tokenizer.piece, ids)) == text.encode("utf-8")
+    assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode("utf-8")
 
 
 def test_byte_alphabet_is_a_bijection() -> None:
@@ -75,7 +75,7 @@ def test_sentencepiece_pieces() -> None:
     backend = Backend(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     hf = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
-    detokenizer = Detokenizer(piece_decoder(hf))
+    detokenizer = Detokenizer(token_decoder(hf))
     assert [detokenizer.push([token]) for token in (1, 2, 3, 4, 5)] == [" the", "", "", "€", "ing"]
 
 
@@ -87,7 +87,7 @@ def test_pieces_of_another_decoder_come_from_behind_an_anchor() -> None:
     backend = Backend(models.WordPiece({"a": 0, "walk": 1, "##ing": 2, "[UNK]": 3}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.decoder = decoders.WordPiece()
-    piece = piece_decoder(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]"))
+    piece = token_decoder(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]"))
     assert (piece(1), piece(2)) == (b" walk", b"ing")
 
 

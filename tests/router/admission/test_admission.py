@@ -69,7 +69,7 @@ def test_a_thousand_waiting_requests_that_fail_at_once_do_not_pile_up():
 
 @pytest.mark.parametrize("leaves", [True, False], ids=["left", "served"])
 def test_requests_that_waited_are_freed(leaves):
-    """Each would keep its body: where clients come and go in front of a full router, that is all of its memory."""
+    """Each would keep its body: where clients come and go at a full router, that is all of its memory."""
     scene, refs = Scene(max_concurrent=1, queue_size=4), []
     last = scene.enter()
     urgent = scene.enter("urgent", priority=9) if leaves else None
@@ -123,7 +123,7 @@ def test_rates_say_when_to_retry_and_a_refused_request_costs_nothing():
         with pytest.raises(Overloaded) as refusal:
             scene.enter(key=b"a")
         assert refusal.value.retry_after == pytest.approx(1.0)
-    scene.enter(key=b"b")  # the second of everybody's two
+    scene.enter(key=b"b")  # the second of the two that all may send
     with pytest.raises(Overloaded):
         scene.enter(key=b"c")
     assert scene.admission.refused["key"] == 5 and scene.admission.refused["rate"] == 1
@@ -153,8 +153,8 @@ def test_keys_that_are_done_are_forgotten(monkeypatch):
 def test_estimate_grows_with_those_that_wait_and_shrinks_with_parallel_workers():
     estimate = TtftEstimate()
     assert estimate.next == 0
-    place = estimate.begin()
-    estimate.observe(place, 0.2)
+    position = estimate.begin()
+    estimate.observe(position, 0.2)
     assert estimate.next == pytest.approx(0.4)
     estimate.begin()
     assert estimate.next == pytest.approx(0.6)
@@ -167,7 +167,7 @@ def test_slo_refuses_what_would_come_too_late_and_recovers():
     scene = Scene(slo_ttft=1.0)
     ticket = scene.enter(streamed=True)
     scene.now = 0.4
-    ticket.first_token()  # 0.4 s a place
+    ticket.first_token()  # 0.4 s a waiting request
     tickets = [scene.enter(streamed=True) for _ in range(2)]
     with pytest.raises(Overloaded) as refusal:
         scene.enter(streamed=True)

@@ -114,7 +114,7 @@ async def test_a_busy_worker_that_goes_on_talking_is_not_hung(start_router, work
     assert len(mock.posts) == 2
 
 
-async def test_a_router_that_stood_still_itself_blames_nobody(start_router, worker, chat, script):
+async def test_a_router_that_stood_still_itself_blames_no_worker(start_router, worker, chat, script):
     async def slow_health(served):
         await asyncio.sleep(0.03)
         served.answer()

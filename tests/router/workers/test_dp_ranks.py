@@ -162,8 +162,8 @@ async def test_a_server_is_asked_once_not_each_of_its_ranks(start_router, ranked
 
     mock = await ranked(2, reply)
     router = await start_router(mock, dp_aware=True)
-    found = await request_to(router, "POST", "/flush_cache")
-    assert (found.json["workers"], len(mock.posts)) == ({mock.url: 200}, 1)
+    response = await request_to(router, "POST", "/flush_cache")
+    assert (response.json["workers"], len(mock.posts)) == ({mock.url: 200}, 1)
     loads = (await request_to(router, "GET", "/get_load")).json["workers"]
     assert len(mock.posts) == 2
     assert {shown["worker"]: shown["report"] for shown in loads} == {

@@ -1,0 +1,78 @@
+"""The markup that a server's model writes, selected at start by name or by its chat template; and its grammar."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...api.errors import InvalidRequest
+from ...api.grammar import GrammarSpec
+from ...parsers.output_format import OutputFormat
+from ...parsers.reasoning import ReasoningFormat, begins_after, begins_inside, continues_inside
+from ...parsers.reasoning.grammar import answer_head, reasoning_before
+from ...parsers.structural_tags import Node, either, node_of, sequence, spec
+from ...parsers.tools import JSON_ARRAY
+from ...parsers.tools.grammars import allow_calls, relax, require_calls
+from ..context.served_model import ChatFormats
+from .prompt import text_of
+from .schema import ChatRequest
+from .tool_choice import ToolChoice
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """The parsing of one request's answers, and the grammar that they obey."""
+
+    reading: OutputFormat
+    grammar: GrammarSpec | None
+
+
+def answer_form(formats: ChatFormats, body: ChatRequest, choice: ToolChoice, prompt: str,
+                asked: GrammarSpec | None = None) -> AnswerForm:
+    """The form of answers to ``prompt``, the rendered request; ``asked`` is the grammar that its fields state.
+
+    Raises InvalidRequest where answers would have to be tool calls and obey another grammar, too.
+    """
+    reasoning, tools = formats.reasoning, formats.tools
+    if choice.required and (tools is None or tools.layout is None):
+        tools = JSON_ARRAY
+    inside, closed = _reasoning_state(reasoning, body, prompt)
+    reading = OutputFormat(tools, choice.schemas, choice.max_calls, reasoning, inside,
+                           separate=body.separate_reasoning is not False, stream=body.stream_reasoning is not False)
+    answer = _answer(reading, choice, asked)
+    if answer is None:
+        return AnswerForm(reading, asked)
+    before = [] if reasoning is None or closed else reasoning_before(reasoning, inside)
+    return AnswerForm(reading, spec([*before, answer]))
+
+
+def _reasoning_state(reasoning: ReasoningFormat | None, body: ChatRequest, prompt: str) -> tuple[bool, bool]:
+    """Whether the prompt has opened the answer's reasoning, and whether it has closed it."""
+    if reasoning is None:
+        return False, True
+    if not body.continue_final_message:
+        return begins_inside(reasoning, prompt), begins_after(reasoning, prompt)
+    inside = continues_inside(reasoning, text_of(body.messages[-1].content))
+    return inside, not inside
+
+
+def _answer(reading: OutputFormat, choice: ToolChoice, asked: GrammarSpec | None) -> Node | None:
+    """The grammar that follows an answer's reasoning, None where only ``asked``, or nothing, constrains the answer."""
+    layout = reading.tools.layout if reading.tools is not None else None
+    single = choice.max_calls == 1
+    if choice.required:
+        if asked is not None:
+            raise InvalidRequest("tool_choice demands tool calls, which cannot obey response_format or another "
+                                 "grammar; leave one of them out.", param="tool_choice")
+        assert layout is not None
+        return require_calls(layout, choice.schemas, single=single)
+    calls = layout if choice.tools else None
+    if asked is None:
+        return allow_calls(calls, choice.schemas, choice.strict, single=single) if calls and choice.strict else None
+    node = node_of(asked)
+    if node is None or (calls is None and reading.reasoning is None):
+        return None
+    harmony = reading.reasoning is not None and reading.reasoning.harmony
+    content = sequence([answer_head(harmony), node])
+    if calls is None:
+        return content
+    return either([require_calls(calls, relax(choice.schemas, choice.strict), single=single), content])

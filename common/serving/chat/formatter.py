@@ -1,0 +1,186 @@
+"""A chat's answers in the structs of ``/v1/chat/completions``, in full or as chunks."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from msgspec import UNSET
+
+from ...parsers.output_format import OutputFormat, count_reasoning_tokens
+from ...parsers.output_parser import (
+    OutputDelta,
+    OutputParser,
+    ReasoningDelta,
+    ToolArgumentsDelta,
+    ToolCallStart,
+    joined,
+)
+from ..context.generation import Choice, usage_of
+from ..context.serving_context import ServingContext
+from ..protocol.continuation import ResponseHeader
+from ..protocol.logprobs import chat_logprobs
+from ..protocol.logprobs import joined as logprobs_of
+from ..protocol.usage import CompletionTokensDetails, FinishReason, Usage
+from .schema import (
+    CalledFunction,
+    CalledFunctionDelta,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatMessage,
+    ChatRequest,
+    ToolCallDelta,
+    ToolCallOut,
+)
+
+
+class _ChoiceStream:
+    """The state of one choice's stream: its reader, the calls so far, and token ids that wait for the next chunk."""
+
+    def __init__(self, reader: OutputParser, name: str):
+        """``name`` is the answer's id and the choice's index."""
+        self.reader = reader
+        self.num_calls = 0
+        self.token_ids: list[int] = []
+        self._name = name
+
+    def catch_up(self, text: str) -> list[ChatDelta]:
+        """Reads the text that another server sent; returns its deltas."""
+        return [self.delta(part) for part in joined(self.reader.push(text))]
+
+    def delta(self, part: OutputDelta) -> ChatDelta:
+        match part:
+            case ReasoningDelta(text):
+                return ChatDelta(reasoning_content=text)
+            case ToolCallStart(name):
+                self.num_calls += 1
+                call = ToolCallDelta(self.num_calls - 1, CalledFunctionDelta("", name), self._call_id(), "function")
+                return ChatDelta(tool_calls=[call])
+            case ToolArgumentsDelta(text):
+                return ChatDelta(tool_calls=[ToolCallDelta(self.num_calls - 1, CalledFunctionDelta(text))])
+        return ChatDelta(content=part)
+
+    def _call_id(self) -> str:
+        """The same on every server that sends a part of this answer."""
+        name = f"{self._name}/{self.num_calls}"
+        return f"call_{blake2b(name.encode(), digest_size=12).hexdigest()}"
+
+
+class ChatFormatter:
+    """Formats one chat, see ``respond.ResponseFormatter``."""
+
+    def __init__(self, context: ServingContext, body: ChatRequest, reading: OutputFormat, *, with_ids: bool,
+                 name: str | None = None):
+        """``name``: the answer's id, where the API does not send the chunks' own."""
+        self.continued_deltas: list[ChatDelta] = []
+        """The deltas that another server sent of the only choice."""
+        self._header = ResponseHeader.of(body, "chatcmpl-", context.model.name)
+        if name is not None:
+            self._header = self._header._replace(id=name)
+        self._with_ids = with_ids
+        self._body = body
+        self._reading = reading
+        self._reports_cached = context.config.answers.enable_cache_report
+        self._tokenizer = context.status.serving_tokenizer()
+        self._token_bytes = self._tokenizer.token_bytes
+        self._streams: list[_ChoiceStream] = []
+
+    # ------------------------------------------------------------------ full
+
+    def full(self, choices: Sequence[Choice]) -> ChatCompletion:
+        readers = [self._reading.reader() for _ in choices]
+        formatted = [self._choice(choice, reader) for choice, reader in zip(choices, readers)]
+        return ChatCompletion(*self._header, formatted, self._usage(choices, readers))
+
+    def _choice(self, choice: Choice, reader: OutputParser) -> ChatChoice:
+        assert choice.finish is not None
+        message = message_of([*reader.push(choice.text), *reader.finish()])
+        logprobs = choice.visible(choice.logprobs)
+        return ChatChoice(choice.index, message,
+                          None if logprobs is None else chat_logprobs(logprobs, self._token_bytes),
+                          _finish_reason(choice, bool(message.tool_calls)), choice.finish.matched)
+
+    # ------------------------------------------------------------------ chunks
+
+    def start(self, choices: Sequence[Choice]) -> None:
+        answer_id = self._header.id
+        self._streams = [_ChoiceStream(self._reading.reader(), f"{answer_id}/{choice.index}") for choice in choices]
+        for choice, stream in zip(choices, self._streams):
+            self.continued_deltas += stream.catch_up(choice.text)
+
+    def delta(self, choice: Choice) -> list[ChatChunk]:
+        stream = self._streams[choice.index]
+        first = not choice.started
+        delta = choice.take_delta()
+        events = [ChatChunkChoice(choice.index, ChatDelta(role="assistant", content=""))] if first else []
+        new_logprobs = choice.visible(logprobs_of(delta.logprobs))
+        logprobs = (chat_logprobs(new_logprobs, self._token_bytes)
+                    if new_logprobs is not None and new_logprobs.token_ids else None)
+        parts = stream.reader.push(delta.text)
+        for part in joined([*parts, *stream.reader.finish()] if choice.finish else parts):
+            events.append(ChatChunkChoice(choice.index, stream.delta(part), logprobs))
+            logprobs = None
+        if logprobs is not None:  # tokens whose text is buffered
+            events.append(ChatChunkChoice(choice.index, ChatDelta(content=""), logprobs))
+        if choice.finish is not None:
+            events.append(ChatChunkChoice(choice.index, ChatDelta(), None, _finish_reason(choice, stream.num_calls > 0),
+                                          matched_stop=choice.finish.matched))
+        if self._with_ids:
+            stream.token_ids += delta.token_ids
+            if events:
+                events[-1].token_ids, stream.token_ids = stream.token_ids, []
+        usage = self._usage([choice], [stream.reader]) if self._body.reports_usage_always else None
+        answer_id, created, model = self._header
+        return [ChatChunk(answer_id, created, model, [event], usage) for event in events]
+
+    def finish(self, choices: Sequence[Choice]) -> list[ChatChunk]:
+        if not self._body.reports_usage:
+            return []
+        return [ChatChunk(*self._header, [], self._usage(choices, [stream.reader for stream in self._streams]))]
+
+    def _usage(self, choices: Sequence[Choice], readers: Sequence[OutputParser]) -> Usage:
+        usage = usage_of(choices, self._body.num_choices, report_cached=self._reports_cached)
+        if self._reading.reasoning is not None:
+            usage.reasoning_tokens = sum(self._reasoning_tokens(choice, reader)
+                                         for choice, reader in zip(choices, readers))
+            usage.completion_tokens_details = CompletionTokensDetails(usage.reasoning_tokens)
+        return usage
+
+    def _reasoning_tokens(self, choice: Choice, reader: OutputParser) -> int:
+        spans = reader.reasoning_spans
+        if not spans:
+            return 0
+        hidden = self._tokenizer.special_ids if choice.request.sampling.skip_special_tokens else frozenset()
+        token_bytes = (b"" if token in hidden else self._token_bytes(token) for token in choice.token_ids)
+        return count_reasoning_tokens(spans, choice.text, token_bytes)
+
+
+def message_of(parts: list[OutputDelta]) -> ChatMessage:
+    """The message that consists of the parts of a complete answer."""
+    calls: list[ToolCallOut] = []
+    content = thought = ""
+    for part in joined(parts):
+        match part:
+            case ReasoningDelta(text):
+                thought += text
+            case ToolCallStart(name):
+                calls.append(ToolCallOut(_call_id(), CalledFunction(name, "")))
+            case ToolArgumentsDelta(text):
+                calls[-1].function.arguments += text
+            case _:
+                content += part
+    return ChatMessage(content if content or not calls else None, calls or UNSET,
+                       reasoning_content=thought or UNSET)
+
+
+def _call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def _finish_reason(choice: Choice, called: bool) -> FinishReason:
+    assert choice.finish is not None
+    return "tool_calls" if called and choice.finish.reason == "stop" else choice.finish.reason  # type: ignore[return-value]

@@ -1,0 +1,273 @@
+"""The generations of one HTTP request: sent to the engine, detokenized, measured."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from ...api.errors import AbortRequested, ServingError
+from ...api.messages import Generate, LatencySpan, Logprobs, Output
+from ...engine_client.client import EngineClient
+from ...engine_client.output_stream import OutputStream
+from ...obs.metrics import ServerMetrics
+from ...tokenizer.text_stream import TextStream
+from ...tokenizer.tokenizer import Tokenizer
+from ..protocol.logprobs import joined
+from ..protocol.usage import Usage
+from .request_log import RequestLog
+from .traces import Traces
+
+
+@dataclass(frozen=True)
+class ChoiceFinish:
+    """The reason why a choice ended; ``matched`` is the stop token or stop string."""
+
+    reason: str
+    matched: int | str | None = None
+
+
+@dataclass
+class Delta:
+    """A choice's output since its last delta."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+
+
+class Choice:
+    """One generation as its outputs arrive: totals, and the delta since the last ``take_delta``."""
+
+    def __init__(self, index: int, request: Generate, text_stream: TextStream, metrics: ServerMetrics, arrived: float):
+        self.index = index
+        self.rid = request.rid
+        self.request = request
+        self.arrived = arrived
+        self.finish: ChoiceFinish | None = None
+        self.latency = 0.0
+        self._num_continued = 0
+        self.num_prompt_tokens = len(request.input_ids)
+        self.num_cached_tokens = 0
+        self.num_output_tokens = 0
+        self.prompt_logprobs: Logprobs | None = None
+        self.stages: list[LatencySpan] = []
+        self.embedding: bytes | None = None
+        self.hidden_states: list[bytes] = []
+        self._total = Delta()
+        self._texts: list[str] = []
+        self._new = Delta()
+        self._text_stream = text_stream
+        self._metrics = metrics
+        self._last = 0.0
+
+    @property
+    def text(self) -> str:
+        if len(self._texts) > 1:
+            self._texts = ["".join(self._texts)]
+        return self._texts[0] if self._texts else ""
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self._total.token_ids
+
+    @property
+    def logprobs(self) -> Logprobs | None:
+        return joined(self._total.logprobs)
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens since ``take_delta``."""
+        return len(self._new.token_ids)
+
+    @property
+    def started(self) -> bool:
+        """Whether ``take_delta`` was called before."""
+        return self.num_output_tokens > len(self._new.token_ids)
+
+    def take_delta(self) -> Delta:
+        delta, self._new = self._new, Delta()
+        return delta
+
+    def visible(self, logprobs: Logprobs | None) -> Logprobs | None:
+        """Logprobs that end with the answer's last token, without the stop token that its text leaves out."""
+        matched = self.finish.matched if self.finish else None
+        trimmed = isinstance(matched, int) and not self.request.sampling.no_stop_trim
+        if logprobs is None or not trimmed or not logprobs.token_ids or logprobs.token_ids[-1] != matched:
+            return logprobs
+        return Logprobs(logprobs.token_ids[:-1], logprobs.values[:-1], logprobs.top[:-1], logprobs.of_ids[:-1])
+
+    def resume_after(self, token_ids: Sequence[int]) -> None:
+        """Continues output that another server answered: it counts as this choice's, but is not new.
+
+        The engine has these tokens at the end of its prompt (see ``continue_after``).
+        """
+        assert not self.num_output_tokens
+        self._num_continued = self.num_output_tokens = len(token_ids)
+        self.num_prompt_tokens -= len(token_ids)
+        self._texts.append(self._text_stream.push(token_ids, None))
+        self._total.token_ids.extend(token_ids)
+
+    def take(self, output: Output) -> None:
+        """Adds one output of the engine; the last one sets ``finish``."""
+        self._measure(output)
+        text = self._text_stream.push(output.token_ids, output.finish)
+        self.num_prompt_tokens = output.num_prompt_tokens - self._num_continued
+        self.num_cached_tokens = min(output.num_cached_tokens, self.num_prompt_tokens)
+        self.num_output_tokens = output.num_output_tokens + self._num_continued
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        self.stages += output.spans
+        self.embedding = output.embedding or self.embedding
+        if output.hidden_states:
+            self.hidden_states.append(output.hidden_states)
+        if text:
+            self._texts.append(text)
+            self._new.text += text
+        for part in (self._total, self._new):
+            part.token_ids.extend(output.token_ids)
+            if output.logprobs is not None:
+                part.logprobs.append(output.logprobs)
+        if self._text_stream.matched is not None:
+            self._finish(ChoiceFinish("stop", self._text_stream.matched))
+        elif output.finish is not None:
+            self._finish(ChoiceFinish(output.finish.reason, output.finish.matched))
+
+    def _measure(self, output: Output) -> None:
+        if output.embedding is not None:
+            self._metrics.prompt_tokens.inc(output.num_prompt_tokens)
+            self._metrics.cached_tokens.inc(output.num_cached_tokens)
+        if not output.token_ids:
+            return
+        now = time.monotonic()
+        if self._last:
+            gap = (now - self._last) / len(output.token_ids)
+            for _ in output.token_ids:
+                self._metrics.itl.observe(gap)
+        else:
+            self._metrics.ttft.observe(now - self.arrived)
+            self._metrics.prompt_tokens.inc(output.num_prompt_tokens)
+            self._metrics.cached_tokens.inc(output.num_cached_tokens)
+        self._metrics.generation_tokens.inc(len(output.token_ids))
+        self._last = now
+
+    def _finish(self, finish: ChoiceFinish) -> None:
+        self.finish = finish
+        self.latency = time.monotonic() - self.arrived
+        self._metrics.e2e.observe(self.latency)
+        self._metrics.count_outcome(finish.reason)
+
+
+class Generation:
+    """All choices of one HTTP request. Use as a context manager: leaving it aborts what has not ended."""
+
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer, metrics: ServerMetrics, requests: Sequence[Generate],
+                 arrived: float, continued: Sequence[int] = (), request_log: RequestLog | None = None,
+                 traces: Traces | None = None):
+        """``arrived``: the HTTP request's arrival, on the monotonic clock in seconds. ``continued``: output of the only
+        choice that another server answered."""
+        self._metrics = metrics
+        self._request_log = request_log
+        self._traces = traces
+        self._requests = requests
+        self._arrived = arrived
+        self._stream: OutputStream = client.open(requests)
+        self.choices = [Choice(index, request, tokenizer.text_stream(request.sampling), metrics, arrived)
+                        for index, request in enumerate(requests)]
+        if continued:
+            self.choices[0].resume_after(continued)
+        self._by_rid = {choice.rid: choice for choice in self.choices}
+        self._failure: str | None = None  # the code of the error that ended it
+
+    def __enter__(self) -> Generation:
+        if self._request_log is not None:
+            self._request_log.start(self._requests)
+        if self._traces is not None:
+            self._traces.start(self._requests, self._arrived)
+        try:
+            self._stream.__enter__()
+        except ServingError as error:
+            self._end(error.code)
+            raise
+        return self
+
+    async def _next(self) -> list[Choice]:
+        """Waits for output; returns the choices that it belongs to."""
+        try:
+            return self._take(await self._stream.next())
+        except ServingError as error:
+            self._failure = error.code
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self._stream.__exit__(kind, error, trace)
+        self._end(self._failure or _outcome(error))
+
+    def _end(self, outcome: str) -> None:
+        """``outcome`` is counted for choices that have not finished by themselves."""
+        for choice in self.choices:
+            reached = choice.finish.reason if choice.finish else outcome
+            if choice.finish is None:
+                self._metrics.count_outcome(outcome)
+            if self._request_log is not None:
+                self._request_log.end(choice.rid, reached, num_output_tokens=choice.num_output_tokens,
+                                      text=choice.text, seconds=time.monotonic() - self._arrived)
+            if self._traces is not None:
+                self._traces.end(choice.rid, reached, arrived=self._arrived, stages=choice.stages,
+                                 num_output_tokens=choice.num_output_tokens)
+
+    @property
+    def live(self) -> bool:
+        """Whether more is to come."""
+        return self._stream.live
+
+    async def complete(self) -> list[Choice]:
+        """The choices, when all have ended; raises the ServingError of one that fails."""
+        while self._stream.live:
+            await self._next()
+        return self.choices
+
+    async def deltas(self, interval: int) -> AsyncIterator[list[Choice]]:
+        """Choices that have something new, when that is at least ``interval`` tokens, a choice's first, or its end."""
+        while self._stream.live:
+            due = [choice for choice in await self._next()
+                   if choice.finish or not choice.started or choice.num_new_tokens >= interval]
+            if due:
+                yield due
+
+    def _take(self, outputs: list[Output]) -> list[Choice]:
+        updated: dict[int, Choice] = {}
+        for output in outputs:
+            choice = self._by_rid[output.rid]
+            if choice.finish is not None:  # outputs of the same batch, after a stop string
+                continue
+            choice.take(output)
+            updated[choice.index] = choice
+            if choice.finish is not None and output.finish is None:
+                self._stream.abort(choice.rid)
+        return list(updated.values())
+
+
+def refuse_aborted(reasons: Iterable[str | None]) -> None:
+    """Raises AbortRequested for a finish reason "abort", for APIs whose answers cannot be partial."""
+    if "abort" in reasons:
+        raise AbortRequested("The request was aborted.")
+
+
+def _outcome(error: BaseException | None) -> str:
+    """The outcome of a request that the engine neither finished nor failed."""
+    if error is None or isinstance(error, (asyncio.CancelledError, GeneratorExit, ConnectionError)):
+        return "disconnected"
+    return ServingError.code
+
+
+def usage_of(choices: Sequence[Choice], n: int, *, report_cached: bool) -> Usage:
+    """A prompt counts once for its ``n`` choices, with the cached tokens of the first; see --enable-cache-report."""
+    firsts = choices[::n]
+    return Usage.of(
+        prompt_tokens=sum(choice.num_prompt_tokens for choice in firsts),
+        cached_tokens=sum(choice.num_cached_tokens for choice in firsts) if report_cached else None,
+        completion_tokens=sum(choice.num_output_tokens for choice in choices))

@@ -1,0 +1,164 @@
+"""Requests to the engine: prompts, sampling parameters, bootstrap rooms and grammars of one request body."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Protocol
+
+import msgspec
+
+from ...api.errors import InvalidRequest
+from ...api.messages import Generate
+from ...api.sampling import SamplingParams
+from ...api.token_ids import check_ids
+from ...config.server import ServerConfig
+from ...engine_client.client import EngineClient
+from ...grammar.service import GrammarService
+from ..protocol.bootstrap import BootstrapFields, Placement, place_choices
+from ..protocol.continuation import Continuation, continue_after
+from ..protocol.logprobs import LogprobOptions
+from ..protocol.prompts import Prompts
+from .served_model import ServedModel
+from .server_status import ServerStatus
+
+CLIENT: ContextVar[Callable[[], str]] = ContextVar("client", default=str)
+"""Names the client of the current request: the hash of its API key, or the address that it came from."""
+
+
+class PlannableRequest(Protocol):
+    """The fields of a request body that decide how its choices reach the engine; the body has BootstrapFields, too."""
+
+    rid: str | list[str] | None
+    priority: int | None
+    continuation: Continuation | None
+
+
+class RequestPlanner:
+    """Turns prompts and sampling parameters into requests to the engine."""
+
+    def __init__(self, config: ServerConfig, model: ServedModel, status: ServerStatus, client: EngineClient):
+        self.grammars = GrammarService(config.grammar, client, model.spec.vocab_size, model.spec.eos_token_ids)
+        self._config = config
+        self._model = model
+        self._status = status
+        self._client = client
+
+    @property
+    def token_limit(self) -> int:
+        """Prompt and output together, in tokens. A prefill server's pool holds prompts only, so it limits no output."""
+        context_length, ready = self._model.spec.context_length, self._status.ready
+        assert ready is not None
+        return context_length if self._config.mode == "prefill" else min(context_length, ready.max_request_tokens)
+
+    def check_count(self, count: int, param: str) -> None:
+        """Raises InvalidRequest for a request of too many prompts; call it before any work is done for them."""
+        limit = self._config.schedule.max_prompts_per_request
+        if count > limit:
+            raise InvalidRequest(f"{param} holds {count} entries, and a request may hold {limit} "
+                                 "(--max-prompts-per-request); split it.", param=param)
+
+    async def prompt_ids(self, prompts: Prompts, param: str, *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each prompt, none of them empty, all in the vocabulary; raises InvalidRequest."""
+        tokenizer = self._status.serving_tokenizer()
+        self.check_count(len(prompts), param)
+        if prompts.texts is not None:
+            token_ids = await tokenizer.encode_many(prompts.texts, limit=self._model.spec.context_length,
+                                                    add_special_tokens=add_special_tokens)
+        else:
+            token_ids = prompts.ids or []
+        for ids in token_ids:
+            check_ids(ids, self._model.spec.vocab_size, param, tokenizer.token_str)
+        if not all(token_ids):
+            raise InvalidRequest(f"{param} is empty; send at least one token.", param=param)
+        return token_ids
+
+    def placements(self, fields: BootstrapFields, num_prompts: int, n: int) -> list[Placement]:
+        """Bootstrap room and data-parallel rank of each choice, ``n`` for each prompt; raises InvalidRequest, and
+        WorkerUnavailable while other weights are loaded."""
+        self._model.check_generates()
+        self._status.check_weights_stable()
+        port = self._config.disaggregation.disaggregation_bootstrap_port
+        return place_choices(fields, num_prompts, n, mode=self._config.mode, default_port=port,
+                          dp_size=self._config.dp_size)
+
+    async def plan(self, body: PlannableRequest, ids: list[list[int]], samplings: list[SamplingParams], n: int,
+                   logprobs: LogprobOptions, grammar_param: str) -> tuple[list[Generate], Sequence[int]]:
+        """The engine's requests, ``n`` for each prompt, and the output that another server answered (empty for a
+        request that begins here). ``body`` has BootstrapFields. Raises InvalidRequest."""
+        assert isinstance(body, BootstrapFields)
+        requests = engine_requests(ids, samplings, n, body.rid, self.placements(body, len(ids), n),
+                                   [logprobs] * len(ids), body.priority)
+        return requests, await self.resume(body.continuation, requests, grammar_param)
+
+    async def resume(self, continuation: Continuation | None, requests: list[Generate],
+                     grammar_param: str | None) -> Sequence[int]:
+        """Appends the output that another server answered to its prompt, and prepares the requests' grammars; returns
+        that output. Call it last before the requests are sent. Raises InvalidRequest.
+
+        ``grammar_param`` names the parameter that states the grammar; None where it is called as its kind.
+        """
+        continued = continue_after(continuation, requests, self._model.spec.vocab_size)
+        await self._prepare_grammars(requests, grammar_param)
+        return continued
+
+    async def _prepare_grammars(self, requests: Sequence[Generate], param: str | None) -> None:
+        for spec in {request.sampling.grammar for request in requests} - {None}:
+            assert spec is not None
+            ready = asyncio.ensure_future(self.grammars.prepare(spec, self._status.serving_tokenizer(),
+                                                                param or spec.kind, CLIENT.get()()))
+            try:
+                with self._client.pending.track(requests) as aborted:
+                    await asyncio.wait((ready, aborted), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                if not ready.done():
+                    ready.cancel()  # the grammar itself is compiled all the same: others may wait for it
+            if not ready.done():
+                return
+            await ready
+
+
+def engine_requests(ids: list[list[int]], samplings: list[SamplingParams], n: int, rid: str | list[str] | None,
+                    choice_placements: list[Placement], logprobs: list[LogprobOptions],
+                    priority: int | None) -> list[Generate]:
+    """One request to the engine per choice: ``n`` of each prompt, in order. Raises InvalidRequest for ``rid``.
+
+    The choices of one prompt differ in their seed (consecutive from the given one) and their id.
+    """
+    rids = _rids(rid, len(ids), n)
+    requests = []
+    for (i, prompt), j in itertools.product(enumerate(ids), range(n)):
+        choice = i * n + j
+        placement, options = choice_placements[choice], logprobs[i]
+        requests.append(Generate(
+            rid=rids[choice], input_ids=prompt, sampling=_reseeded(samplings[i], j), bootstrap=placement.bootstrap,
+            return_logprob=options.enabled, top_logprobs_num=options.num_top,
+            token_ids_logprob=list(options.token_ids), logprob_start_len=options.start if options.enabled else -1,
+            priority=priority, dp_rank=placement.dp_rank))
+    return requests
+
+
+def _reseeded(params: SamplingParams, choice: int) -> SamplingParams:
+    if choice == 0 or params.seed is None:
+        return params
+    seed = params.seed + choice
+    return msgspec.structs.replace(params, seed=seed if seed < 2**63 else seed - 2**64)
+
+
+def _rids(rid: str | list[str] | None, num_prompts: int, n: int) -> list[str]:
+    """Ids of all choices: a given id serves a lone choice as it is, several get a suffix each."""
+    if rid is None:
+        rid = uuid.uuid4().hex
+    if isinstance(rid, str):
+        total = num_prompts * n
+        rids = [rid] if total == 1 else [f"{rid}-{i}" for i in range(total)]
+    elif len(rid) == num_prompts:
+        rids = [name if n == 1 else f"{name}-{j}" for name in rid for j in range(n)]
+    else:
+        raise InvalidRequest(f"rid holds {len(rid)} entries for {num_prompts} prompts.", param="rid")
+    if not all(0 < len(name) <= 256 for name in rids):
+        raise InvalidRequest("rid must have 1 to 250 characters.", param="rid")
+    return rids

@@ -1,0 +1,58 @@
+"""The model that a server serves, and the formats that it writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ...api.errors import InvalidRequest, NotFound
+from ...api.messages import Pooling
+from ...config.checkpoint import resolve_pooling
+from ...config.model import ModelSpec
+from ...config.server import ChatArgs, ServerConfig
+from ...parsers.reasoning import REASONING, ReasoningFormat
+from ...parsers.tools import FORMATS, ToolFormat, detect
+from ...tokenizer.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ChatFormats:
+    """The formats of tool calls and of reasoning; None where answers are not parsed."""
+
+    tools: ToolFormat | None
+    reasoning: ReasoningFormat | None
+
+    @classmethod
+    def select(cls, args: ChatArgs, template: str | None) -> ChatFormats:
+        """``template`` is the source of the chat template, which selects the format for 'auto'."""
+        tools = detect(template or "") if args.tool_call_parser == "auto" else args.tool_call_parser
+        return cls(FORMATS.get(tools or ""), REASONING.get(args.reasoning_parser or ""))
+
+
+class ServedModel:
+    """The model that this server serves; ``tokenizer`` and ``chat_formats`` are set while the server starts."""
+
+    def __init__(self, config: ServerConfig, spec: ModelSpec):
+        self.spec = spec
+        self.name = config.model_name
+        self.weights_path = config.model.model_path
+        self.tokenizer: Tokenizer | None = None
+        self.chat_formats = ChatFormats(None, None)
+        self._args = config.model
+
+    @cached_property
+    def pooling(self) -> Pooling:
+        """The pooling of a prompt's hidden states on an embedding server."""
+        return resolve_pooling(self._args)
+
+    def check_name(self, name: str | None) -> None:
+        """Raises NotFound for a model that this server does not serve."""
+        if name and name not in (self.name, self.name.rstrip("/").rsplit("/", 1)[-1], "default"):
+            raise NotFound(f"The model {name!r} does not exist; this server serves {self.name!r}.", param="model",
+                           code="model_not_found")
+
+    def check_generates(self) -> None:
+        """Raises InvalidRequest on a server of embeddings."""
+        if self._args.is_embedding:
+            raise InvalidRequest("This server was started with --is-embedding and generates no text; use "
+                                 "/v1/embeddings.")

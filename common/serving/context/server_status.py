@@ -1,0 +1,65 @@
+"""The stage of a server's life."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+
+from ...api.errors import EngineDead, WorkerUnavailable
+from ...api.messages import Loading, Ready
+from ...config.server import ServerConfig
+from ...engine_client.client import EngineClient
+from ...tokenizer.tokenizer import Tokenizer
+from .served_model import ServedModel
+
+
+class ServerStatus:
+    """The stage of a server's life: starting, ready, stopping, or with a dead engine."""
+
+    def __init__(self, config: ServerConfig, model: ServedModel, client: EngineClient):
+        self.ready: Ready | None = None
+        self.loading = Loading("starting", 0.0)
+        self.stopping = False
+        self.weights_lock = asyncio.Lock()  # one weight update at a time
+        self._mode = config.mode
+        self._model = model
+        self._client = client
+        self._instance = uuid.uuid4().hex[:16]
+
+    @property
+    def dead(self) -> str | None:
+        """The reason why the engine died, None while it lives."""
+        return self._client.dead
+
+    @property
+    def is_ready(self) -> bool:
+        return (self.ready is not None and self._model.tokenizer is not None and self.dead is None
+                and not self.stopping)
+
+    @property
+    def epoch(self) -> str:
+        """An id that changes whenever what this server reported about its engine may have changed."""
+        identity = None if self.ready is None else self.ready.model
+        return f"{self._instance}-{0 if identity is None else identity.updates}"
+
+    def serving_tokenizer(self) -> Tokenizer:
+        """The tokenizer of a server that takes requests; raises WorkerUnavailable while it takes none."""
+        if self.dead is not None:
+            raise EngineDead(self.dead)
+        if self.stopping:
+            raise WorkerUnavailable("The server is shutting down.")
+        tokenizer = self._model.tokenizer
+        if self.ready is None or tokenizer is None:
+            raise WorkerUnavailable(f"The server is starting: {self.loading.stage}, {self.loading.fraction:.0%}.",
+                                    retry_after=1.0)
+        return tokenizer
+
+    def check_serving(self) -> None:
+        """Raises WorkerUnavailable while this server takes no requests."""
+        self.serving_tokenizer()
+
+    def check_weights_stable(self) -> None:
+        """Raises WorkerUnavailable while a server of a pair loads other weights: its peers are not connected, and a
+        request that waited for that would fail by its deadline where another worker could serve it."""
+        if self.weights_lock.locked() and self._mode != "null":
+            raise WorkerUnavailable("The server is loading other weights.", retry_after=1.0)

@@ -1,0 +1,41 @@
+"""The context of a server's request handlers: its configuration, its engine, and the collaborators that share them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...api.messages import Generate
+from ...config.model import ModelSpec
+from ...config.server import ServerConfig
+from ...engine_client.client import EngineClient
+from .api_keys import ApiKeys
+from .client_timeouts import ClientTimeouts
+from .generation import Generation
+from .in_flight import InFlightRequests
+from .request_planner import RequestPlanner
+from .served_model import ServedModel
+from .server_status import ServerStatus
+from .sessions import Sessions
+from .telemetry import Telemetry
+
+
+class ServingContext:
+    """The collaborators of a server's request handlers, each built from its configuration, its model and its engine."""
+
+    def __init__(self, config: ServerConfig, spec: ModelSpec, client: EngineClient):
+        self.config = config
+        self.client = client
+        self.model = ServedModel(config, spec)
+        self.status = ServerStatus(config, self.model, client)
+        self.telemetry = Telemetry(config)
+        self.planner = RequestPlanner(config, self.model, self.status, client)
+        self.keys = ApiKeys.of(config.http.api_key, config.http.admin_api_key)
+        self.in_flight = InFlightRequests()
+        self.arrivals = ClientTimeouts(config.http.client_header_timeout_secs, config.http.client_body_timeout_secs)
+        self.sessions = Sessions()
+
+    def generation(self, requests: Sequence[Generate], arrived: float, continued: Sequence[int] = ()) -> Generation:
+        """The generations of one HTTP request, observed by this server's telemetry; see Generation."""
+        telemetry = self.telemetry
+        return Generation(self.client, self.status.serving_tokenizer(), telemetry.metrics, requests, arrived, continued,
+                          telemetry.request_log if telemetry.request_log.active else None, telemetry.traces)

@@ -1,0 +1,78 @@
+"""Answers of ``/generate``, each a choice's complete answer so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...api.messages import Logprobs
+from ..context.generation import Choice
+from ..context.sessions import SessionTurn
+from ..protocol.logprobs import TokenBytes, native_lists, native_logprobs
+from .extras import state_lists
+from .schema import GenerateAnswer
+
+
+class GenerateFormatter:
+    """Formats each choice's complete answer so far, as SGLang's clients expect; see ``respond.ResponseFormatter``."""
+
+    def __init__(self, token_bytes: TokenBytes | None, batched: bool, session: SessionTurn | None, hidden_size: int):
+        self._hidden_size = hidden_size
+        self._session = session
+        self._token_bytes = token_bytes
+        self._batched = batched
+
+    def full(self, choices: Sequence[Choice]) -> GenerateAnswer | list[GenerateAnswer]:
+        answers = [self._answer(choice) for choice in choices]
+        self.finish(choices)
+        return answers if self._batched else answers[0]
+
+    def start(self, choices: Sequence[Choice]) -> None:
+        """Nothing to do: output that another server sent is part of every chunk."""
+
+    def delta(self, choice: Choice) -> list[GenerateAnswer]:
+        choice.take_delta()
+        return [self._answer(choice, choice.index if self._batched else None)]
+
+    def finish(self, choices: Sequence[Choice]) -> list[GenerateAnswer]:
+        if self._session is not None:
+            self._session.store(choices[0].rid, choices[0].token_ids)
+        return []
+
+    def _answer(self, choice: Choice, index: int | None = None) -> GenerateAnswer:
+        info = _meta_info(choice, self._token_bytes)
+        if choice.request.return_hidden_states and choice.finish is not None:  # a stream sends them once, with its end
+            info["hidden_states"] = state_lists(b"".join(choice.hidden_states), choice.num_prompt_tokens,
+                                                self._hidden_size)
+        return GenerateAnswer(choice.text, choice.token_ids, info, index)
+
+
+def _meta_info(choice: Choice, token_bytes: TokenBytes | None) -> dict[str, Any]:
+    info: dict[str, Any] = {
+        "id": choice.rid, "finish_reason": _finish_reason(choice), "prompt_tokens": choice.num_prompt_tokens,
+        "completion_tokens": choice.num_output_tokens, "cached_tokens": choice.num_cached_tokens,
+    }
+    if choice.finish is not None:
+        info["e2e_latency"] = choice.latency
+    for side, logprobs in (("input", choice.prompt_logprobs), ("output", choice.logprobs)):
+        if choice.request.return_logprob:
+            logprobs = logprobs or Logprobs([], [])
+            info[f"{side}_token_logprobs"] = native_logprobs(logprobs, token_bytes)
+            if choice.request.top_logprobs_num:
+                info[f"{side}_top_logprobs"] = native_lists(logprobs.top, token_bytes)
+            if choice.request.token_ids_logprob:
+                info[f"{side}_token_ids_logprobs"] = native_lists(logprobs.of_ids, token_bytes)
+    return info
+
+
+def _finish_reason(choice: Choice) -> dict[str, Any] | None:
+    if choice.finish is None:
+        return None
+    reason: dict[str, Any] = {"type": choice.finish.reason}
+    if choice.finish.matched is not None:
+        reason["matched"] = choice.finish.matched
+    if choice.finish.reason == "abort":
+        reason["message"] = "The request was aborted."
+    if choice.finish.reason == "length":
+        reason["length"] = choice.num_output_tokens
+    return reason

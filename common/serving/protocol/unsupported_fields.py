@@ -1,0 +1,156 @@
+"""Request fields of other servers that this one does not support: refused where they ask for something.
+
+A request whose field is dropped silently is answered wrongly. Each field of SGLang's request models is either read,
+refused by the tables here, or listed in NO_EFFECT with the reason why its absence changes no answer
+(tests/common/serving/test_request_fields.py walks through all of them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import msgspec
+
+from ...api.errors import InvalidRequest
+
+
+@dataclass(frozen=True)
+class Refused:
+    """``harmless``: values that ask for nothing, besides null, false, and empty ones. ``instead``: the alternative."""
+
+    instead: str = "leave it out"
+    harmless: tuple[Any, ...] = ()
+
+
+Table = Mapping[str, Refused]
+
+_PLAIN = Refused()
+_TEXT_ONLY = Refused("this model takes text only")
+_NO_LORA = Refused("this server has no adapters")
+_SALT = Refused("all requests share one prefix cache; start the server with --disable-radix-cache to share nothing")
+_MEDIA = dict.fromkeys(("max_dynamic_patch", "min_dynamic_patch", "use_audio_in_video", "images_config"), _TEXT_ONLY)
+_ROUTED = {"return_routed_experts": _PLAIN, "routed_experts_start_len": Refused(harmless=(0,))}
+_CACHE = {"extra_key": _SALT, "cache_salt": _SALT}
+_LOGITS = Refused("/generate takes it")
+_SEND = "send {} instead".format
+
+_OPENAI: Table = {
+    **_MEDIA, **_ROUTED, **_CACHE,
+    "lora_path": _NO_LORA, "return_hidden_states": Refused("/generate returns them"),
+    "custom_logit_processor": _LOGITS, "custom_params": _LOGITS,
+    "prompt_logprobs": Refused("/v1/completions returns log-probabilities of the prompt with echo and logprobs, "
+                               "/generate with logprob_start_len"),
+    "return_cached_tokens_details": _PLAIN, "return_token_ids": Refused("/generate returns them"),
+    "return_prompt_token_ids": Refused("/tokenize returns them"), "return_meta_info": Refused("/generate returns it"),
+    "ngram_corpus_id": _PLAIN, "session_params": _LOGITS,
+    # vLLM's
+    "guided_json": Refused(_SEND("json_schema")), "guided_regex": Refused(_SEND("regex")),
+    "guided_grammar": Refused(_SEND("ebnf")), "guided_choice": Refused(_SEND("regex")),
+    "structured_outputs": Refused(_SEND("json_schema, regex, ebnf or structural_tag")),
+    "include_stop_str_in_output": Refused(_SEND("no_stop_trim")),
+    "use_beam_search": _PLAIN, "length_penalty": Refused(harmless=(1,)), "bad_words": _PLAIN,
+    "allowed_token_ids": Refused(_SEND("logit_bias or a grammar")), "truncate_prompt_tokens": _PLAIN,
+    "logits_processors": _PLAIN, "mm_processor_kwargs": _TEXT_ONLY,
+}
+
+CHAT: Table = {
+    **_OPENAI,
+    "functions": Refused(_SEND("tools")), "function_call": Refused(_SEND("tool_choice"), ("auto", "none")),
+    "chat_template": Refused("start the server with --chat-template: a template is a program, and a client's is not "
+                             "run here"),
+    "input_ids": Refused("/generate takes them"), "task": _PLAIN, "documents": Refused("put them into messages"),
+    "echo": Refused("/v1/completions takes it"), "best_of": Refused("/v1/completions takes it", (1,)),
+    "modalities": Refused("this model writes text only", (["text"],)), "audio": _TEXT_ONLY,
+    "web_search_options": Refused("this server runs no tools"),
+}
+COMPLETION: Table = {**_OPENAI, "suffix": _PLAIN}
+RESPONSE: Table = {
+    **{name: refused for name, refused in _OPENAI.items() if name != "truncation"},
+    "conversation": _PLAIN, "background": _PLAIN, "prompt": _PLAIN, "truncation": Refused(harmless=("disabled",)),
+    "max_tool_calls": _PLAIN,
+    "previous_response_id": Refused("it names a stored response, and this server stores none; send the conversation as "
+                                    "input items"),
+    "n": Refused("an answer is one response", (1,)), "input_ids": Refused("/generate takes them"),
+}
+_WITH_MEDIA = dict.fromkeys(("image_data", "video_data", "audio_data", "mm_hashes", "mm_content_hashes",
+                             "video_config", "image_max_dynamic_patch", "video_max_dynamic_patch"), _TEXT_ONLY)
+GENERATE: Table = {
+    **_MEDIA, **_ROUTED, **_CACHE, **_WITH_MEDIA,
+    "lora_path": _NO_LORA, "lora_id": _NO_LORA, "background": _PLAIN, "return_sampling_mask": _PLAIN,
+    "return_flat_raw_top_logprobs": Refused("top_logprobs_num returns them in lists"),
+    "return_flat_raw_top_logprobs_b64": Refused("top_logprobs_num returns them in lists"),
+    "return_indexer_topk": _PLAIN,
+    "positional_embed_overrides": Refused(_SEND("input_embeds")), "require_reasoning": _PLAIN,
+    "max_thinking_tokens": _PLAIN, "no_logs": Refused("start the server without --log-requests"),
+    "return_entropy": _PLAIN, "return_prompt_token_ids": Refused("/tokenize returns them"),
+    "multi_item_delimiter_indices": Refused("/v1/score takes items"),
+}
+_OVERRIDES = dict.fromkeys(("embed_overrides", "embed_override_token_id", "positional_embed_overrides",
+                            "query_embed_overrides", "item_embed_overrides"), _PLAIN)
+EMBEDDING: Table = {
+    **_WITH_MEDIA, **_OVERRIDES, **_CACHE, "lora_path": _NO_LORA, "lora_id": _NO_LORA,
+    "return_pooled_hidden_states": _PLAIN, "input_embeds": Refused("/generate takes them"),
+    "is_cross_encoder_request": Refused("/v1/rerank takes pairs"),
+    "multi_item_delimiter_indices": Refused("/v1/score takes items"),
+}
+SAMPLING: Table = {
+    "beam_width": Refused(harmless=(1,)), "stream_interval": Refused("start the server with --stream-interval"),
+}
+MESSAGE: Table = {
+    "function_call": Refused(_SEND("tool_calls")), "tools": Refused("send tools next to messages"), "audio": _TEXT_ONLY,
+}
+
+_TRACKING = "names the request for logs, metrics or billing of whoever sends it"
+_HINT = "a hint to routers or caches, which changes no token"
+_INTERNAL = "passed between processes of SGLang"
+NO_EFFECT: Mapping[str, str] = {
+    **dict.fromkeys(("user", "session_id", "metadata", "store", "service_tier", "safety_identifier", "custom_labels",
+                     "conversation_id", "log_metrics", "request_id", "label"), _TRACKING),
+    **dict.fromkeys(("prompt_cache_key", "prediction", "routing_key", "kv_router_hint", "bootstrap_pair_key",
+                     "decode_tp_size", "verbosity"), _HINT),
+    **dict.fromkeys(("http_worker_ipc", "external_trace_header", "received_time", "return_bytes",
+                     "need_wait_for_mm_inputs", "num_items_assigned", "encoder_urls", "is_single"), _INTERNAL),
+    "modalities": "describes image_data, which is refused", "spaces_between_special_tokens":
+        "fast tokenizers, the only ones that are used here, put no spaces",
+}
+"""Fields that are accepted and ignored, each with the reason."""
+
+
+class UnsupportedFields:
+    """The fields of one table, decoded together with those of a request type: a second pass over a body of 8 MB would
+    take 4 ms."""
+
+    def __init__(self, table: Table):
+        self._table = table
+        self._values = attrgetter(*table)
+        self._nothing = (None,) * len(table)
+
+    def added_to(self, kind: type[Any]) -> type[Any]:
+        """The type with these fields added to its own."""
+        fields = [(name, Any, None) for name in self._table]
+        return msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True)
+
+    def check(self, request: Any) -> None:
+        """Raises InvalidRequest; ``request`` is of such a type."""
+        values = self._values(request)
+        if values != self._nothing:
+            for name, value in zip(self._table, values):
+                refuse(self._table, name, value)
+
+
+def refuse(table: Table, name: str, value: Any) -> None:
+    """Raises InvalidRequest where the field's value asks for something."""
+    refused = table[name]
+    if asks_nothing(value, refused.harmless):
+        return
+    raise InvalidRequest(f"{name} is not supported here; {refused.instead}.", param=name, code="unsupported_parameter")
+
+
+def asks_nothing(value: Any, harmless: tuple[Any, ...] = ()) -> bool:
+    """True for a value that is null, false or empty, or a list of such values."""
+    if value is None or value is False or value in ("", [], {}) or any(value == one for one in harmless):
+        return True
+    return isinstance(value, list) and all(asks_nothing(item) for item in value)
