@@ -116,7 +116,7 @@ def test_bucket():
     assert slow.wait(0.0) == pytest.approx(10.0) and slow.wait(10.0) == 0
 
 
-def test_rates_tell_when_to_come_again_and_a_refused_request_costs_nothing():
+def test_rates_say_when_to_retry_and_a_refused_request_costs_nothing():
     scene = Scene(rate=2.0, rate_per_key=1.0)
     scene.enter(key=b"a")
     for _ in range(5):
