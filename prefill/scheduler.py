@@ -17,7 +17,7 @@ from ..common.config.server.disaggregation import TransferOverlap
 from ..common.distributed.agreement import Agreeing
 from ..common.execution.executor import Executor, StepOutput
 from ..common.execution.pp_executor import PPExecutor, PPStep
-from ..common.execution.pp_pipeline import pipeline_of
+from ..common.execution.pp_pipeline import make_pipeline
 from ..common.request.req import Req
 from ..common.scheduler.batcher import Batcher
 from ..common.scheduler.request_tracker import RequestTracker
@@ -43,7 +43,7 @@ class PrefillScheduler:
         self.sender = sender
         self.transfers = TransferTable(sender, group)
         self._kv_push = KVPush(sender, batcher.cache, num_groups, transfer_overlap, lambda: executor.event())
-        self._pipeline = pipeline_of(batcher, executor, self._take_in, overlap=overlap)
+        self._pipeline = make_pipeline(batcher, executor, self._take_in, overlap=overlap)
         self._first_tokens: dict[int, tuple[list[int], Logprobs | None]] = {}  # by room
         self._retained = RetainedPrompts(batcher.cache, sender, group, kv_retain_seconds)
         self.peers = DecodePeers(sender, self._retained, register)
@@ -151,17 +151,17 @@ class PrefillScheduler:
         self._hand_over(transfer, req.append_token(result.token_id), result)
 
     def _take_in(self, step: StepOutput | PPStep) -> None:
-        for output in step.gains():
-            transfer = self.transfers.find(output.req)
-            if transfer is not None and transfer.status is TransferStatus.COMPUTING and output.error is not None:
-                self.abort(output.req, output.error)
-                self.tracker.fail(output.req, output.error)
+        for new_token in step.new_tokens():
+            transfer = self.transfers.find(new_token.req)
+            if transfer is not None and transfer.status is TransferStatus.COMPUTING and new_token.error is not None:
+                self.abort(new_token.req, new_token.error)
+                self.tracker.fail(new_token.req, new_token.error)
             elif transfer is not None and transfer.status is TransferStatus.COMPUTING:
-                self.batcher.remove([output.req])
-                req = output.req
+                self.batcher.remove([new_token.req])
+                req = new_token.req
                 hidden = None if req.hidden is None else req.hidden.take()
-                self._hand_over(transfer, req.append_pending(output.token_id), PrefillResult(
-                    output.token_id, req.num_cached_tokens, output.logprobs, req.prompt_logprobs, hidden))
+                self._hand_over(transfer, req.append_pending(new_token.token_id), PrefillResult(
+                    new_token.token_id, req.num_cached_tokens, new_token.logprobs, req.prompt_logprobs, hidden))
 
     def _hand_over(self, transfer: TransferRequest, token_ids: list[int], result: PrefillResult) -> None:
         """Sends the first token after the pages of a computed prompt."""

@@ -167,4 +167,4 @@ def test_two_gpus_equal_transformers(tmp_path):
         for a2a, moved in found["balanced"].items():
             assert (moved["logits"] - want).abs().max() < 2e-4, a2a
             assert (moved["again"] - want).abs().max() < 2e-4, a2a
-            assert len({str(step) for step in moved["residents"]}) >= 3
+            assert len({str(step) for step in moved["placements"]}) >= 3
