@@ -78,9 +78,8 @@ class ChatFormatter:
         """``name``: the answer's id, where the API does not send the chunks' own."""
         self.continued_deltas: list[ChatDelta] = []
         """The deltas that another server sent of the only choice."""
-        self._header = ResponseHeader.of(body, "chatcmpl-", context.model.name)
-        if name is not None:
-            self._header = self._header._replace(id=name)
+        header = ResponseHeader.of(body, "chatcmpl-", context.model.name)
+        self._id, self._created, self._model = name or header.id, header.created, header.model
         self._with_ids = with_ids
         self._body = body
         self._output_format = output_format
@@ -94,7 +93,7 @@ class ChatFormatter:
     def full(self, choices: Sequence[Choice]) -> ChatCompletion:
         parsers = [self._output_format.new_parser() for _ in choices]
         formatted = [self._choice(choice, parser) for choice, parser in zip(choices, parsers)]
-        return ChatCompletion(*self._header, formatted, self._usage(choices, parsers))
+        return ChatCompletion(self._id, self._created, self._model, formatted, self._usage(choices, parsers))
 
     def _choice(self, choice: Choice, parser: OutputParser) -> ChatChoice:
         assert choice.finish is not None
@@ -107,8 +106,7 @@ class ChatFormatter:
     # ------------------------------------------------------------------ chunks
 
     def start(self, choices: Sequence[Choice]) -> None:
-        answer_id = self._header.id
-        self._streams = [_ChoiceStream(self._output_format.new_parser(), f"{answer_id}/{choice.index}")
+        self._streams = [_ChoiceStream(self._output_format.new_parser(), f"{self._id}/{choice.index}")
                          for choice in choices]
         for choice, stream in zip(choices, self._streams):
             self.continued_deltas += stream.catch_up(choice.text)
@@ -135,13 +133,13 @@ class ChatFormatter:
             if events:
                 events[-1].token_ids, stream.token_ids = stream.token_ids, []
         usage = self._usage([choice], [stream.parser]) if self._body.reports_usage_always else None
-        answer_id, created, model = self._header
-        return [ChatChunk(answer_id, created, model, [event], usage) for event in events]
+        return [ChatChunk(self._id, self._created, self._model, [event], usage) for event in events]
 
     def finish(self, choices: Sequence[Choice]) -> list[ChatChunk]:
         if not self._body.reports_usage:
             return []
-        return [ChatChunk(*self._header, [], self._usage(choices, [stream.parser for stream in self._streams]))]
+        usage = self._usage(choices, [stream.parser for stream in self._streams])
+        return [ChatChunk(self._id, self._created, self._model, [], usage)]
 
     def _usage(self, choices: Sequence[Choice], parsers: Sequence[OutputParser]) -> Usage:
         usage = usage_of(choices, self._body.num_choices, report_cached=self._reports_cached)
