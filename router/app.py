@@ -190,7 +190,7 @@ class Router:
         removed = self.registry.workers_at(url)
         for worker in removed:
             if force:
-                self._components.cut(self.dispatcher, worker)
+                self._components.fail_calls(self.dispatcher, worker)
             self._leave(worker)
         return removed
 

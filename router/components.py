@@ -45,8 +45,8 @@ class Components(Protocol):
     def dispatcher(self, config: RouterConfig, registry: Registry, metrics: Metrics, rng: Random,
                    suspect: Callable[[Worker, Failure], None]) -> Dispatcher: ...
     def admission(self, rules: AdmissionRules, loop: asyncio.AbstractEventLoop) -> AdmissionControl: ...
-    def cut(self, dispatcher: Dispatcher, worker: Worker) -> None:
-        """Fails the requests that run on a worker."""
+    def fail_calls(self, dispatcher: Dispatcher, worker: Worker) -> None:
+        """Fails the calls that run on a worker."""
     def answer(self, router: ClusterView, request: Request) -> Response | Coroutine[Any, Any, Response]:
         """Answers a request to the router itself, now or later; raises ServingError."""
         ...
@@ -74,7 +74,7 @@ class LocalComponents:
     def admission(self, rules: AdmissionRules, loop: asyncio.AbstractEventLoop) -> AdmissionControl:
         return Admission(rules, loop.time)
 
-    def cut(self, dispatcher: Dispatcher, worker: Worker) -> None:
+    def fail_calls(self, dispatcher: Dispatcher, worker: Worker) -> None:
         dispatcher.fail_calls(worker)
 
     def answer(self, router: ClusterView, request: Request) -> Response | Coroutine[Any, Any, Response]:

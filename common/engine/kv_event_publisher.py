@@ -66,7 +66,7 @@ class PageRecorder:
 
 
 class KVEventPublisher:
-    """Records a prefix cache's changes and is_cacheable them, one batch per iteration of the engine's loop."""
+    """Records a prefix cache's changes and publishes them, one batch per iteration of the engine's loop."""
 
     def __init__(self, cache: PrefixCache, host: str, port: int):
         """Listens on ``port`` and the one above it; raises ConfigError where one is not free."""

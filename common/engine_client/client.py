@@ -106,8 +106,8 @@ class EngineClient:
                 for output in await stream.next():
                     yield output
 
-    def enter(self, stream: OutputStream, requests: Sequence[Generate]) -> None:
-        """Send a stream's requests; called by the stream, which calls ``abandon`` at its end."""
+    def submit(self, stream: OutputStream, requests: Sequence[Generate]) -> None:
+        """Send a stream's requests; called by the stream, which calls ``abandon`` for those that it leaves."""
         if self._dead is not None:
             raise EngineDead(self._dead)
         if len(requests) > self._max_requests:  # a client told to retry would do so for ever
@@ -248,7 +248,7 @@ class EngineClient:
             self._fail(engine_id, EngineDead(reason))
         self._rpc.fail(EngineDead(reason))
 
-    def fail_open(self, error: ServingError) -> None:
+    def fail_all(self, error: ServingError) -> None:
         """End every open request; their streams raise ``error``."""
         self._send(Abort("", silent=True))
         for engine_id in list(self._streams):

@@ -14,7 +14,7 @@ from ..api.messages import Generate, Output
 class Engine(Protocol):
     """Accepts a stream's requests, and then calls the stream's ``put`` and ``fail``."""
 
-    def enter(self, stream: OutputStream, requests: Sequence[Generate]) -> None: ...
+    def submit(self, stream: OutputStream, requests: Sequence[Generate]) -> None: ...
 
     def abandon(self, rid: str) -> None: ...
 
@@ -34,7 +34,7 @@ class OutputStream:
         self._waiter: asyncio.Future[None] | None = None
 
     def __enter__(self) -> OutputStream:
-        self._client.enter(self, self._requests)
+        self._client.submit(self, self._requests)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,

@@ -45,7 +45,7 @@ class _Node:
         await asyncio.wait((joining, self._ended), return_when=asyncio.FIRST_COMPLETED)
         if not joining.done():
             joining.cancel()
-            raise ConfigError("The node was told to stop before node 0 was there.")
+            raise ConfigError("The node was stopped before node 0 was there.")
         connection, from_engine = joining.result()
         specs = rank_specs(self._config, "", from_engine, f"tcp://{self._config.nodes.dist_init_addr}")
         ranks = RankProcesses(self._target, specs, self._on_rank_exit)

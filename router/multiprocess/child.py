@@ -122,7 +122,7 @@ class Child:
         self._begin = begin
         self._link = link
         self._ended = ended
-        self._stats = SharedStats(begin.stats, begin.count)
+        self._stats = SharedStats(begin.stats_file, begin.count)
         self._column = self._stats.loads(begin.child)
         self._workers: dict[int, SharedWorker] = {}
         self._roots: dict[int, Worker] = {}
@@ -179,7 +179,7 @@ class Child:
     def admission(self, rules: AdmissionRules, loop: asyncio.AbstractEventLoop) -> AdmissionControl:
         return SharedAdmission(rules, loop, self._stats, self._begin.child, self._begin.signals)
 
-    def cut(self, dispatcher: Dispatcher, worker: Worker) -> None:
+    def fail_calls(self, dispatcher: Dispatcher, worker: Worker) -> None:
         dispatcher.fail_calls(worker)
 
     def answer(self, router: ClusterView, request: Request) -> Response | Coroutine[Any, Any, Response]:

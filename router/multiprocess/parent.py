@@ -93,7 +93,7 @@ class Parent:
         self._feed = UpdateFeed(self._registry, self._rows)
 
     async def start(self) -> None:
-        """Raises ConfigError."""
+        """Starts the router and the sums of metrics; raises ConfigError."""
         await self.router.start()
         self.router.metrics.admission = self._admission
         self._ticker = asyncio.get_running_loop().create_task(self._tick())
@@ -129,8 +129,8 @@ class Parent:
     def admission(self, rules: AdmissionRules, loop: asyncio.AbstractEventLoop) -> AdmissionControl:
         raise AssertionError("the parent accepts no requests")
 
-    def cut(self, dispatcher: Dispatcher, worker: Worker) -> None:
-        """The children cut the requests, which are theirs."""
+    def fail_calls(self, dispatcher: Dispatcher, worker: Worker) -> None:
+        """The children fail the calls, which are theirs."""
         self._feed.to_cut.add(worker.id)
 
     def answer(self, router: ClusterView, request: Request) -> Response | Coroutine[Any, Any, Response]:

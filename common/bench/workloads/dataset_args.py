@@ -22,7 +22,7 @@ class DatasetArgs:
     dataset_path: str | None = flag(None, help=(
         "file of sharegpt (JSON) or of a trace (JSONL in Mooncake's form); with random, a ShareGPT file to take the "
         "text from"))
-    num_prompts: int = flag(1000, help="requests in all; of a file, the first so many")
+    num_prompts: int = flag(1000, help="requests in all: of a file its first ones")
     random_input_len: int = flag(1024, names=("--random-input",), help=(
         "prompt tokens of random and random-ids, of each message of multi-turn"))
     random_output_len: int = flag(1024, names=("--random-output",), help="output tokens, likewise")

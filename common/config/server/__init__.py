@@ -89,9 +89,9 @@ class ServerConfig(ServerSections):
             raise ConfigError("--file-storage-path is for unified and decode servers: a prefill server answers no "
                               "requests by itself, so it cannot run batches.")
         if self.model.is_embedding and self.mode != "null":
-            raise ConfigError("--is-embedding has nothing to hand over: leave --disaggregation-mode at null.")
+            raise ConfigError("--is-embedding needs a unified server: leave --disaggregation-mode at null.")
         if self.schedule.schedule_policy in ("lpm", "dfs-weight") and self.cache.disable_radix_cache:
-            raise ConfigError(f"--schedule-policy {self.schedule.schedule_policy} goes by the prefix cache; drop "
+            raise ConfigError(f"--schedule-policy {self.schedule.schedule_policy} needs the prefix cache; drop "
                               "--disable-radix-cache, or choose another policy.")
         if self.mode == "prefill" or self.model.is_embedding:
             given = {"--enable-mixed-chunk": self.schedule.enable_mixed_chunk,
@@ -108,7 +108,7 @@ class ServerConfig(ServerSections):
         if groups.dp_size == 1 and (groups.enable_dp_attention or groups.enable_dp_lm_head):
             raise ConfigError("--enable-dp-attention and --enable-dp-lm-head need a --dp-size above 1.")
         if groups.enable_two_batch_overlap and groups.dp_size == 1:
-            raise ConfigError("--enable-two-batch-overlap hides what attention groups exchange: it needs "
+            raise ConfigError("--enable-two-batch-overlap overlaps the exchange of attention groups: it needs "
                               "--enable-dp-attention and a --dp-size above 1.")
         if self.parallel.tp_size % groups.dp_size:
             raise ConfigError(f"--dp-size {groups.dp_size} must divide --tp-size {self.parallel.tp_size}, "
@@ -125,21 +125,21 @@ class ServerConfig(ServerSections):
             raise ConfigError(f"--moe-a2a-backend {backend} is for several ranks that each have tokens of their own: "
                               "set --enable-dp-attention, and --dp-size and --tp-size to the same number of 2 or more.")
         if backend == "peer" and groups.enable_two_batch_overlap:
-            raise ConfigError("--enable-two-batch-overlap hides sums over all ranks, and --moe-a2a-backend peer sends "
-                              "tokens to some: leave one of them out.")
+            raise ConfigError("--enable-two-batch-overlap does not work with --moe-a2a-backend peer: leave one of them "
+                              "out.")
         two, chunk = groups.two_batch_min_tokens, self.schedule.chunked_prefill_size
         if groups.enable_two_batch_overlap and 0 < min(chunk, self.schedule.max_prefill_tokens) < two:
-            raise ConfigError(f"--enable-two-batch-overlap cuts steps of --two-batch-min-tokens {two}, and no step has "
-                              "as many: raise --chunked-prefill-size and --max-prefill-tokens to as many or more.")
+            raise ConfigError(f"--enable-two-batch-overlap splits steps of --two-batch-min-tokens {two} or more, and "
+                              "no step has as many: raise --chunked-prefill-size and --max-prefill-tokens to that.")
         if groups.dp_size > 1 and self.events.kv_events_port:
-            raise ConfigError("--kv-events-port tells of one prefix cache, and every attention group of "
+            raise ConfigError("--kv-events-port publishes one prefix cache, and every attention group of "
                               "--enable-dp-attention has its own: leave it out.")
 
     def _check_pipeline(self) -> None:
         """Checks flags that do not work with pipeline stages."""
         if self.mode == "decode":
-            raise ConfigError("--pp-size is for prefill and unified servers: a decode step is too short to be parted; "
-                              "use --tp-size on decode servers.")
+            raise ConfigError("--pp-size is for prefill and unified servers: decode steps are too short for a "
+                              "pipeline; use --tp-size on decode servers.")
         given = {
             "--enable-dp-attention": self.data_parallel.enable_dp_attention,
             "--is-embedding": self.model.is_embedding,

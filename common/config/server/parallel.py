@@ -1,4 +1,4 @@
-"""Ranks: what is split over them, and where they run."""
+"""Flags of parallelism: ranks, experts, attention groups, stages, hosts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ParallelArgs:
 
     @property
     def for_decode(self) -> ParallelArgs:
-        """These of a pair's decode server, which has no stages."""
+        """The flags of a pair's decode server, which has no stages."""
         return replace(self, pp_size=1, pp_max_micro_batch_size=None, pp_layer_partition=())
 
     def _check_stages(self) -> None:
@@ -78,13 +78,13 @@ class ParallelArgs:
                               "of --pp-size.")
         if self.pp_size > 1 and (self.enable_eplb or self.ep_num_redundant_experts
                                  or self.expert_distribution_recorder_mode is not None):
-            raise ConfigError("--enable-eplb, --ep-num-redundant-experts and --expert-distribution-recorder-mode look "
-                              "at the experts of all layers, and a stage of --pp-size has some: leave them out.")
+            raise ConfigError("--enable-eplb, --ep-num-redundant-experts and --expert-distribution-recorder-mode "
+                              "need the experts of all layers in each rank: leave them out with --pp-size.")
 
 
 @dataclass(frozen=True)
 class DataParallelArgs:
-    """Attention groups within one server, and which of them computes a request."""
+    """Flags of attention groups, and of the balancing between them."""
 
     enable_dp_attention: bool = flag(False, help=(
         "make attention groups of --tp-size / --dp-size ranks with requests, a KV pool and a schedule of their own, "
@@ -138,6 +138,6 @@ class NodeArgs:
 
     @property
     def link_address(self) -> tuple[str, int]:
-        """Where host 0 listens for the others."""
+        """The address at which host 0 listens for the others."""
         assert self.dist_init_addr is not None and self.first_host is not None
         return self.first_host, int(self.dist_init_addr.rpartition(":")[2]) + 1

@@ -63,7 +63,7 @@ class KeyOrder:
         return self._sequence_of.get(entry[2]) == entry[1]
 
 
-class ArrangedOrder:
+class SortedOrder:
     """Sorted by a function, which sees no more than the ``SORT_WINDOW_REQUESTS`` oldest requests.
 
     The sorted list is reused until it is used up, or until something changed (a new request, or ``version()``) and
@@ -71,8 +71,8 @@ class ArrangedOrder:
     fewer waiting, the order is always up to date.
     """
 
-    def __init__(self, arrange: Callable[[Sequence[Req]], list[Req]], version: Callable[[], int]):
-        self._arrange = arrange
+    def __init__(self, sort: Callable[[Sequence[Req]], list[Req]], version: Callable[[], int]):
+        self._sort = sort
         self._version = version
         self._waiting: dict[Req, None] = {}
         self._sorted: deque[Req] = deque()
@@ -92,14 +92,14 @@ class ArrangedOrder:
         while self._sorted and self._sorted[0] not in self._waiting:
             self._sorted.popleft()
         if not self._sorted or (self._peeks_left <= 0 and self._sorted_at != (self._version(), self._count)):
-            self._sort()
+            self._resort()
         return self._sorted[0]
 
     def discard(self, req: Req) -> None:
         del self._waiting[req]
 
-    def _sort(self) -> None:
+    def _resort(self) -> None:
         window = [req for req, _ in zip(self._waiting, range(SORT_WINDOW_REQUESTS))]
-        self._sorted = deque(self._arrange(window))
+        self._sorted = deque(self._sort(window))
         self._sorted_at = (self._version(), self._count)
         self._peeks_left = -(-len(window) // SORTED_PER_PEEK)

@@ -10,7 +10,7 @@ from ...kvcache.prefix_cache import PrefixCache
 from . import fcfs, lof
 from .dfs_weight import HeaviestSubtreeFirst
 from .lpm import LongestPrefixFirst
-from .order import ArrangedOrder, KeyOrder, Order
+from .order import KeyOrder, Order, SortedOrder
 from .random_order import RandomKey
 
 PolicyName = Literal["fcfs", "lpm", "dfs-weight", "lof", "random"]
@@ -27,5 +27,5 @@ def order_maker(name: str, cache: PrefixCache | None, seed: int) -> Callable[[],
     assert name in NAMES
     if name == "fcfs" or cache is None:
         return partial(KeyOrder, fcfs.key)
-    arrange = LongestPrefixFirst(cache) if name == "lpm" else HeaviestSubtreeFirst(cache)
-    return partial(ArrangedOrder, arrange, lambda: cache.version)
+    sort = LongestPrefixFirst(cache) if name == "lpm" else HeaviestSubtreeFirst(cache)
+    return partial(SortedOrder, sort, lambda: cache.version)

@@ -43,7 +43,7 @@ class HostKVCache:
 
     def _pin(self) -> None:
         """Pin the memory by CUDA's own call: torch's allocator of pinned memory rounds up to a power of two."""
-        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        cudart: Any = torch.cuda.cudart()
         for group in self._groups:
             if int(cudart.cudaHostRegister(group.data_ptr(), group.nbytes, 0)) != 0:
                 raise ConfigError(f"{group.nbytes / 2**30:.1f} GiB of host memory cannot be pinned; lower "
@@ -88,7 +88,7 @@ class HostKVCache:
 
 def _unpin(group: torch.Tensor) -> None:
     """Unpin memory before it is freed."""
-    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    cudart: Any = torch.cuda.cudart()
     cudart.cudaHostUnregister(group.data_ptr())
 
 

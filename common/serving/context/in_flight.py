@@ -45,7 +45,7 @@ class InFlightRequests:
         """
         count = len(self)
         self.cut = True
-        client.fail_open(shut_down())
+        client.fail_all(shut_down())
         await self._empty()
         for task in list(self._requests):
             task.cancel()

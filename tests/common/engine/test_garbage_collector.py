@@ -16,7 +16,7 @@ async def test_the_api_server_freezes_the_collector_once_all_is_loaded(monkeypat
     freeze = Mock()
     monkeypatch.setattr(server, "freeze_collector", freeze)
     host = SimpleNamespace(ready=asyncio.Event())
-    task = asyncio.create_task(server._Server(host)._settle())
+    task = asyncio.create_task(server._Server(host)._freeze_garbage())
     await asyncio.sleep(0)
     freeze.assert_not_called()
     host.ready.set()

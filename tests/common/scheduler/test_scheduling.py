@@ -16,7 +16,7 @@ from baton.common.kvcache.manager import KVCacheManager
 from baton.common.request.req import Req
 from baton.common.scheduler.batcher import Batcher
 from baton.common.scheduler.new_token_ratio import NewTokenRatio
-from baton.common.scheduler.policies.order import SORT_WINDOW_REQUESTS, SORTED_PER_PEEK, ArrangedOrder, KeyOrder
+from baton.common.scheduler.policies.order import SORT_WINDOW_REQUESTS, SORTED_PER_PEEK, KeyOrder, SortedOrder
 from baton.common.scheduler.policies.registry import NAMES, order_maker
 from baton.common.scheduler.prefill_budget import LOGPROB_CHUNK_TOKENS, PrefillBudget
 from baton.common.scheduler.waiting_queue import WaitingQueue
@@ -165,7 +165,7 @@ def test_requeued_requests_come_first_the_newest_before_the_others():
 def test_sorting_looks_at_a_bounded_number():
     looked = []
     version = itertools.count()
-    order = ArrangedOrder(lambda reqs: looked.append(len(reqs)) or list(reqs), lambda: next(version))
+    order = SortedOrder(lambda reqs: looked.append(len(reqs)) or list(reqs), lambda: next(version))
     for _ in range(1000):
         order.add(make_req([1]))
     for _ in range(160):
@@ -369,7 +369,7 @@ def test_arguments_that_cannot_be_are_refused_with_a_sentence(wrong):
 @pytest.mark.parametrize("flags, sentence", [
     (["--disaggregation-mode", "prefill", "--enable-mixed-chunk"], "--enable-mixed-chunk is for servers that decode"),
     (["--is-embedding", "--retract-host-memory-gb", "1"], "--retract-host-memory-gb is for servers that decode"),
-    (["--schedule-policy", "dfs-weight", "--disable-radix-cache"], "goes by the prefix cache")])
+    (["--schedule-policy", "dfs-weight", "--disable-radix-cache"], "needs the prefix cache")])
 def test_flags_that_do_not_fit_the_server_are_refused(flags, sentence, capsys):
     with pytest.raises(SystemExit):
         parse(ServerConfig, ["--model-path", "m", *flags], prog="x", description="")

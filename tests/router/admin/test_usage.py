@@ -28,8 +28,8 @@ def shown(config: type, capsys) -> list[str]:
     """The flags of --help, each with its values as it is written there."""
     with pytest.raises(SystemExit):
         parse(config, ["--help"], prog="x", description="")
-    found = [form for row in ROW.findall(capsys.readouterr().out) for form in row.split(", ") if "--" in form]
-    return [form for form in found
+    examples = [form for row in ROW.findall(capsys.readouterr().out) for form in row.split(", ") if "--" in form]
+    return [form for form in examples
             if not form.startswith(("--help", "--config", "--version", "--print-completion"))]
 
 
@@ -55,19 +55,19 @@ def expanded(form: str, sample: str) -> Iterator[list[str]]:
 def forms(config: type, capsys) -> list[list[str]]:
     defaults = {spelling: item.field.default for item in _flags(config)
                 for spelling in ("--" + item.key.replace("_", "-"), *item.field.metadata["names"])}
-    found = []
+    examples = []
     for form in shown(config, capsys):
         default = defaults.get(form.split()[0])
         sample = str(default) if default is not None and not isinstance(default, (bool, tuple)) else "1"
-        found += expanded(form, sample)
-    return found
+        examples += expanded(form, sample)
+    return examples
 
 
 def test_every_form_of_the_router_s_help_is_taken(capsys):
-    found = forms(RouterConfig, capsys)
-    assert len(found) > 90
-    assert ["--prefill", "http://a:1", "none", "http://a:1", "9000"] in found
-    for line in found:
+    examples = forms(RouterConfig, capsys)
+    assert len(examples) > 90
+    assert ["--prefill", "http://a:1", "none", "http://a:1", "9000"] in examples
+    for line in examples:
         others = WITH.get(line[0], "").split()
         words = [f"http://a{at}:1" if word == "http://a:1" else word for at, word in enumerate(line)]
         parse(RouterConfig, [*words, *others], prog="x", description="")
@@ -79,14 +79,14 @@ def test_every_form_of_a_flag_with_many_values_is_taken_by_the_benchmark(capsys)
             parse(BenchServing, [*line, "--base-url", "http://a:1"], prog="x", description="")
 
 
-@pytest.mark.parametrize(("flags", "found"), [
+@pytest.mark.parametrize(("flags", "workers"), [
     ("--decode http://a:1 http://b:1 --decode http://c:1", [("a", "ask"), ("b", "ask"), ("c", "ask")]),
     ("--prefill http://a:1 9000 http://b:1 http://c:1 none", [("a", 9000), ("b", "ask"), ("c", None)]),
     ("--prefill http://a:1 --prefill http://b:1 null", [("a", "ask"), ("b", None)])])
-def test_workers_of_pairs_may_be_named_together_or_apart(flags, found):
+def test_workers_of_pairs_may_be_named_together_or_apart(flags, workers):
     config = parse(RouterConfig, ["--pd-disaggregation", *flags.split()], prog="x", description="")
     assert [(spec.url, spec.bootstrap_port) for spec in config.workers.specs] == [
-        (f"http://{name}:1", port) for name, port in found]
+        (f"http://{name}:1", port) for name, port in workers]
 
 
 @pytest.mark.parametrize("flags", ["--prefill http://a:1 1 2", "--prefill 9000", "--prefill http://a:1 x",

@@ -112,8 +112,8 @@ async def test_workers_are_asked_while_somebody_looks(start_router, worker, requ
     await script.until(lambda: router.reports.of(router.registry.get(decode.url)))
     prefill.metrics = decode.metrics = (OURS % (1000, 1000, 500, 1.0, 2)).encode()
     await script.until(lambda: (router.reports.tokens() or (0, 0))[1], 6.0)
-    found = await reports()
-    assert (found[decode.url]["waiting"], found[decode.url]["ttft"]) == (2.0, 0.5)
+    response = await reports()
+    assert (response[decode.url]["waiting"], response[decode.url]["ttft"]) == (2.0, 0.5)
     tokens_in, tokens_out = router.reports.tokens()
     assert tokens_in == pytest.approx(2 * tokens_out, rel=0.1)  # prefill's prompts, decode's output
     decode.metrics = None
@@ -139,9 +139,9 @@ class Browser:
         self._url = url
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
                  "--disable-component-update", "--disable-sync", "--window-size=1280,900", f"--user-data-dir={profile}"]
-        found = self._call("POST", "/session", {"capabilities": {"alwaysMatch": {
+        response = self._call("POST", "/session", {"capabilities": {"alwaysMatch": {
             "goog:chromeOptions": {"args": flags}, "unhandledPromptBehavior": "accept"}}})
-        self._url += f"/session/{found['sessionId']}"
+        self._url += f"/session/{response['sessionId']}"
 
     def _call(self, method: str, path: str, body=None):
         request = urllib.request.Request(self._url + path, method=method, headers={"content-type": "application/json"},
@@ -153,7 +153,7 @@ class Browser:
         self._call("POST", "/url", {"url": url})
 
     def resize(self, width: int, height: int) -> None:
-        """Of the page, as a phone's screen would be."""
+        """Emulates a phone's screen."""
         self._call("POST", "/goog/cdp/execute", {"cmd": "Emulation.setDeviceMetricsOverride", "params": {
             "width": width, "height": height, "deviceScaleFactor": 2, "mobile": True}})
 
@@ -191,7 +191,7 @@ async def browser(tmp_path, unused_tcp_port):
 
 
 async def shows(browser: Browser, expression: str) -> None:
-    """Wait until a JavaScript expression holds."""
+    """Waits until a JavaScript expression is true."""
     for _ in range(100):
         if await asyncio.to_thread(browser.run, f"return !!({expression})"):
             return

@@ -23,7 +23,7 @@ async def test_a_stream_of_a_hung_worker_goes_on_elsewhere(start_router, worker,
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_hung_half_of_a_pair_is_left_by_its_stream(start_router, worker, script, chat, role):
+async def test_a_stream_leaves_a_hung_worker_of_its_pair(start_router, worker, script, chat, role):
     """Decode in the middle of its stream; prefill before the first byte, which decode waits for."""
     prefills, decodes = [await worker() for _ in range(2)], [await worker(counting(), **OURS) for _ in range(2)]
     if role == "decode":
@@ -114,7 +114,7 @@ async def test_a_busy_worker_that_goes_on_talking_is_not_hung(start_router, work
     assert len(mock.posts) == 2
 
 
-async def test_a_router_that_stood_still_itself_blames_nobody(start_router, worker, chat, script):
+async def test_a_router_that_stood_still_itself_blames_no_worker(start_router, worker, chat, script):
     async def slow_health(served):
         await asyncio.sleep(0.03)
         served.answer()

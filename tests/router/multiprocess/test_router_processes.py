@@ -1,4 +1,4 @@
-"""A router of two processes, started by its command line, beside scripted workers: they decide as one."""
+"""A router of two processes, started by its command line, with scripted workers: they decide as one."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class Front:
             if here in line[:22]:
                 fields = line.split()
                 inodes[f"socket:[{fields[9]}]"] = int(fields[2].partition(":")[2], 16)
-        found = {}
+        by_pid = {}
         for pid in self.children:
             for descriptor in Path(f"/proc/{pid}/fd").iterdir():
                 try:
-                    found[inodes.get(os.readlink(descriptor), 0)] = pid
+                    by_pid[inodes.get(os.readlink(descriptor), 0)] = pid
                 except OSError:
                     continue
-        return {port: pid for port, pid in found.items() if port in ports}
+        return {port: pid for port, pid in by_pid.items() if port in ports}
 
     def owner(self, client) -> int:
         return next(iter(self.owners([client]).values()))
@@ -104,7 +104,7 @@ async def several(tmp_path, script, connect):
             client.leave()
             return seen
 
-        await until_told(look, lambda seen: len(ready) == 2)
+        await until_answer(look, lambda seen: len(ready) == 2)
 
     yield start
     for router in started:
@@ -121,8 +121,8 @@ def on_each(connect, script):
     """``await on_each(router, count)``: ``count`` connections to each process, by process."""
 
     async def open_clients(router: Front, count: int = 1) -> list[list]:
-        found: dict[int, list] = {pid: [] for pid in router.children}
-        assert len(found) == 2
+        by_pid: dict[int, list] = {pid: [] for pid in router.children}
+        assert len(by_pid) == 2
         deadline = asyncio.get_running_loop().time() + 20  # One that was just started listens a second later.
         while asyncio.get_running_loop().time() < deadline:
             clients = [await connect(router) for _ in range(2 * count + 2)]
@@ -130,12 +130,12 @@ def on_each(connect, script):
             owners = router.owners(clients)
             for client in clients:
                 pid = owners[client.writer.get_extra_info("sockname")[1]]
-                if len(found[pid]) < count:
-                    found[pid].append(client)
+                if len(by_pid[pid]) < count:
+                    by_pid[pid].append(client)
                 else:
                     client.leave()
-            if all(len(clients) == count for clients in found.values()):
-                return [found[pid] for pid in sorted(found)]
+            if all(len(clients) == count for clients in by_pid.values()):
+                return [by_pid[pid] for pid in sorted(by_pid)]
         raise AssertionError("one process gets no connections")
 
     return open_clients
@@ -150,21 +150,22 @@ async def workers_seen(client) -> dict[str, dict]:
     return {shown["url"]: shown for shown in (await ask(client, "GET", "/list_workers")).json["workers"]}
 
 
-async def until_told(tell: Callable[[], Awaitable[Any]], holds: Callable[[Any], object], seconds: float = 10.0) -> None:
-    """Ask until the answer is as wanted; fails after ``seconds`` with the last one."""
+async def until_answer(ask_for: Callable[[], Awaitable[Any]], expected: Callable[[Any], object],
+                       seconds: float = 10.0) -> None:
+    """Asks until the answer is as expected; fails after ``seconds`` with the last one."""
     deadline = asyncio.get_running_loop().time() + seconds
-    while not holds(told := await tell()):
-        assert asyncio.get_running_loop().time() < deadline, told
+    while not expected(answer := await ask_for()):
+        assert asyncio.get_running_loop().time() < deadline, answer
         await asyncio.sleep(0.02)
 
 
-async def until_seen(client, holds: Callable[[dict[str, dict]], object]) -> None:
-    """Wait until the workers that a router shows are as wanted."""
-    await until_told(lambda: workers_seen(client), holds)
+async def until_seen(client, expected: Callable[[dict[str, dict]], object]) -> None:
+    """Waits until the workers that a router shows are as expected."""
+    await until_answer(lambda: workers_seen(client), expected)
 
 
 async def until_queued(client, count: int) -> None:
-    await until_told(lambda: ask(client, "GET", "/metrics"),
+    await until_answer(lambda: ask(client, "GET", "/metrics"),
                      lambda reply: f"queued_requests {count}.0" in reply.body.decode())
 
 
@@ -272,9 +273,9 @@ async def test_a_change_at_one_process_holds_at_all(several, worker, on_each):
         assert (await ask(client, "GET", "/readiness")).status == 200
         assert (await ask(client, "GET", made.headers["location"])).json["models"] == ["tiny"]
     assert len(checks) == 1
-    place = made.headers["location"]
-    assert (await ask(other, "PUT", place, {"priority": 7, "api_key": "secret"})).status == 202
-    assert (await ask(one, "GET", place)).json["priority"] == 7
+    location = made.headers["location"]
+    assert (await ask(other, "PUT", location, {"priority": 7, "api_key": "secret"})).status == 202
+    assert (await ask(one, "GET", location)).json["priority"] == 7
     for client in (one, other):
         await ask(client, "POST", CHAT, chat("x"))
         assert (b"authorization", b"Bearer secret") in mock.posts[-1].headers
@@ -337,7 +338,7 @@ async def test_a_killed_process_takes_its_load_along_and_comes_back(several, wor
     await until_queued(other, 1)
     assert (await workers_seen(other))[mock.url]["load"] == 2
     os.kill(killed, signal.SIGKILL)
-    await script.until(lambda: len(mock.posts) == 3)  # The places of the dead are free.
+    await script.until(lambda: len(mock.posts) == 3)  # The requests of the dead process count no more.
     await until_seen(other, lambda seen: seen[mock.url]["load"] == 1)
     gate.set()
     assert (await waiting.reply()).complete
@@ -434,7 +435,7 @@ async def test_all_processes_know_what_does_not_fit(several, worker, on_each, sc
                            policy="round_robin")
     for (client,) in await on_each(router):
         await until_seen(client, lambda seen: seen[odd.url]["misfits"])
-        await until_told(lambda client=client: ask(client, "GET", "/readiness"), lambda reply: reply.status == 200)
+        await until_answer(lambda client=client: ask(client, "GET", "/readiness"), lambda reply: reply.status == 200)
         for _ in range(3):
             assert (await ask(client, "POST", CHAT, chat("x"))).status == 200
     assert len(p.posts) == 6
@@ -553,7 +554,7 @@ async def test_poison_of_one_process_is_refused_by_all_and_requests_next_to_it_a
     again = await ask(second, "POST", CHAT, {**chat("poison"), "user": "again"})
     assert (again.status, again.error["code"]) == (400, "poison_request")
     victim = router.owner(second)
-    os.kill(victim, signal.SIGKILL)  # the process in its place knows it too
+    os.kill(victim, signal.SIGKILL)  # the process that replaces it knows it too
     await script.until(lambda: len(router.children) == 2 and victim not in router.children, 10)
     for each in await on_each(router):
         reply = await ask(each[0], "POST", CHAT, chat("poison"))

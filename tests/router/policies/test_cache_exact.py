@@ -71,8 +71,8 @@ def read(policy: CacheExact, body: dict):
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["store", "remove", "clear"]), st.integers(0, 5),
                           st.integers(1, 8)), max_size=40))
-def test_residency_is_what_the_events_say(steps):
-    """Against plain sets: any order of events, three workers, prompts that share their first half."""
+def test_the_kv_index_is_what_the_events_say(steps):
+    """Against plain sets: any order of events, three workers, prompts that share their first 64 tokens."""
     kv_index, model = KVIndex(), {0: set(), 1: set(), 2: set()}
     prompts = [ids(0, 64) + ids(seed, 64) for seed in range(1, 7)]
     for worker, kind, prompt, pages in steps:
@@ -81,17 +81,17 @@ def test_residency_is_what_the_events_say(steps):
             kv_index.apply(worker, [Stored(hashes, None, prompts[prompt][:pages * PAGE], PAGE)])
             model[worker] |= set(hashes)
         elif kind == "remove":
-            gone = [value for value in hashes[-1:] if value in model[worker]]
-            kv_index.apply(worker, [Removed(gone)])
-            model[worker] -= set(gone)
+            removed = [value for value in hashes[-1:] if value in model[worker]]
+            kv_index.apply(worker, [Removed(removed)])
+            model[worker] -= set(removed)
         else:
             kv_index.apply(worker, [Cleared()])
             model[worker].clear()
     for tokens in prompts:
-        for worker, found in model.items():
+        for worker, pages in model.items():
             expected = 0
             for value in page_hashes(tokens, PAGE):
-                if value not in found:
+                if value not in pages:
                     break
                 expected += 1
             assert kv_index.match(numbered(tokens)).get(worker, 0) == expected
@@ -142,7 +142,7 @@ def test_a_text_that_was_learnt_is_known_to_its_last_page():
 
 
 def test_pages_of_a_shared_beginning_become_shared_pages():
-    """What the texts do not share is unlearnt, what they share stays known but for a few pages."""
+    """Pages that the texts do not share are unlearnt, shared ones stay known but for a few."""
     texts, (system, system_ids) = TextPages(10_000), words(0, 800)
     chats = []
     for seed in range(1, 20):
@@ -166,8 +166,8 @@ def test_text_memory_is_bounded():
 @given(st.binary(max_size=3000), st.integers(0, 40), st.integers(1, 5))
 def test_any_lesson_can_be_learnt(text, count, stride):
     texts = TextPages(1000)
-    told = [(page, page * 7) for page in range(stride, count + 1, stride)]
-    texts.learn(text_blocks(text), len(text), PromptPages(count, PAGE, told))
+    hashes = [(page, page * 7) for page in range(stride, count + 1, stride)]
+    texts.learn(text_blocks(text), len(text), PromptPages(count, PAGE, hashes))
     chain = texts.pages_of(text_blocks(text))
     assert [page for page, _ in chain] == sorted({page for page, _ in chain})
     assert all(page <= count for page, _ in chain)
@@ -222,8 +222,8 @@ def test_a_burst_of_one_new_prompt_stays_together_before_any_event():
     assert policy.choose(pool, read(policy, body)[0]).reason == "cache_miss"
 
 
-@pytest.mark.parametrize("told", ["event", "restart"])
-def test_what_was_sent_yields_to_a_worker_that_says_it_holds_nothing(told):
+@pytest.mark.parametrize("cause", ["event", "restart"])
+def test_a_cleared_cache_overrules_what_was_sent(cause):
     policy, fleet = CacheExact(), workers(3)
     others_policy = policy.of_another_model()
     for worker in fleet:
@@ -232,7 +232,7 @@ def test_what_was_sent_yields_to_a_worker_that_says_it_holds_nothing(told):
     for each in (policy, others_policy):
         first = each.choose(fleet, prompt).worker
         assert each.choose(fleet, prompt) == Decision(first, "cache_hit")
-        policy.on_events(first, [Cleared()]) if told == "event" else policy.on_cleared(first)
+        policy.on_events(first, [Cleared()]) if cause == "event" else policy.on_cleared(first)
         assert each.choose(fleet, prompt).reason == "cache_miss"
         assert each.choose(fleet, prompt).reason == "cache_hit"  # what was sent since then counts
 
@@ -266,8 +266,8 @@ def test_a_prefix_memory_forgets_a_worker_and_nothing_else(steps):
             memory.age()
             young, old = {}, young
         for block in range(6):
-            found, depth = memory.longest_match([block], frozenset(range(4)))
-            assert (set(found) if depth else set()) == (young[block] if block in young else old.get(block, set()))
+            workers, depth = memory.longest_match([block], frozenset(range(4)))
+            assert (set(workers) if depth else set()) == (young[block] if block in young else old.get(block, set()))
 
 
 def test_workers_that_publish_nothing_are_remembered():
@@ -293,8 +293,9 @@ def test_a_lesson_is_taken_out_of_the_answer():
     assert f"{PROMPT_PAGES_HEADER}: ask\r\n".encode() in subject.amendment.headers
     plain = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nx-a: b\r\n\r\n{}"
     line = f"X-Baton-Prompt-Pages: {encode_pages(tokens, PAGE)}\r\n".encode()
-    told = plain.replace(b"x-a", line + b"x-a")
-    head = subject.amendment.on_head(ResponseHead(ResponseFacts.read(200, plain), told, told.index(b"\r\n\r\n") + 4))
+    with_pages = plain.replace(b"x-a", line + b"x-a")
+    size = with_pages.index(b"\r\n\r\n") + 4
+    head = subject.amendment.on_head(ResponseHead(ResponseFacts.read(200, plain), with_pages, size))
     assert (head.data, head.size) == (plain, len(plain) - 2)
     assert policy.texts.knows(subject.blocks)
     assert read(policy, {"text": text})[0].amendment is None
@@ -326,7 +327,7 @@ def test_a_pair_is_chosen_by_both_caches():
     assert pairs(policy, prefills, decodes, tokens) == (prefills[1], decodes[2], "cache_hit")
 
 
-def test_the_halves_prefer_one_host_unless_it_costs_more():
+def test_pairs_prefer_one_host_unless_it_costs_more():
     """Near transfers save 8 % of a page's computing: worth a little, not a long queue."""
     prefills, decodes, policy = workers(3, "h"), workers(3, "h"), CacheExact()
     tokens = ids(1, 640)
@@ -365,9 +366,9 @@ class Publishing:
     def start(self) -> None:
         self.cache = KVCacheManager(256, PAGE)
         self.publisher = KVEventPublisher(self.cache.prefix_cache, "127.0.0.1", self.port)
-        self.task = asyncio.get_running_loop().create_task(self.turn())
+        self.task = asyncio.get_running_loop().create_task(self.run())
 
-    async def turn(self) -> None:
+    async def run(self) -> None:
         now = 0.0
         while True:
             self.publisher.flush(now)
@@ -424,14 +425,14 @@ async def test_requests_follow_what_the_workers_publish(worker, start_router, re
     listed = (await request_to(made, "GET", "/list_workers")).json["workers"]
     assert sorted(entry["cached_tokens"] for entry in listed) == [160, 320]
     caches[0].stop()
-    caches[0].start()  # the same port, an empty cache, and nobody told the router
+    caches[0].start()  # the same port, an empty cache, and no message to the router
     await script.until(lambda: depths(made, longer) == {10}, 8)
     assert b"baton_router_kv_resyncs_total" in (await request_to(made, "GET", "/metrics")).body
     await request_to(made, "POST", "/generate", {"input_ids": tokens})
     caches[1].cache.flush()
     await script.until(lambda: depths(made, longer) == set())
     hits = made.metrics.decisions["regular", "cache_hit"]
-    await request_to(made, "POST", "/generate", {"input_ids": tokens})  # sent there a moment ago, and gone since
+    await request_to(made, "POST", "/generate", {"input_ids": tokens})  # sent there a moment ago, and evicted since
     assert made.metrics.decisions["regular", "cache_hit"] == hits
 
 

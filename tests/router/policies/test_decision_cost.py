@@ -1,4 +1,4 @@
-"""What keeps decisions cheap and memories bounded; a short run of tests/bench/router_decisions.py."""
+"""Decisions are cheap and memories bounded; a short run of tests/bench/router_decisions.py."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def listed(tokens: list[int], separator: str = ", ") -> bytes:
     return ("[" + separator.join(map(str, tokens))).encode()
 
 
-def told(pages: TokenPages, tokens: list[int]) -> list[int]:
+def hashes_of(pages: TokenPages, tokens: list[int]) -> list[int]:
     return [value for _, run in pages.runs(split(listed(tokens)), PAGE) for value in run]
 
 
@@ -45,16 +45,16 @@ def told(pages: TokenPages, tokens: list[int]) -> list[int]:
 @pytest.mark.parametrize("kind", ["text", "token ids"])
 @pytest.mark.parametrize("policy", ["cache_aware", "cache_exact"])
 def test_a_thousand_workers_are_chosen_among_in_less_than_a_millisecond(policy, kind, pairs):
-    found = decisions(policy, 1000, 5_000, kind, pairs, 90, known=30)
-    assert found["cpu_us"]["p50"] < 1000, found
+    result = decisions(policy, 1000, 5_000, kind, pairs, 90, known=30)
+    assert result["cpu_us"]["p50"] < 1000, result
 
 
 @pytest.mark.parametrize("policy", ["cache_aware", "cache_exact"])
 def test_memory_stays_below_its_bound(policy):
     """150 prompts an entry would be noise; the count of what is remembered is exact."""
-    found = memory(policy, 4, "text", False, 300)
-    assert found["most_nodes"] <= (300 * 16 if policy == "cache_aware" else 4 * 2048)
-    assert found["grown_mb"] < 100
+    result = memory(policy, 4, "text", False, 300)
+    assert result["most_nodes"] <= (300 * 16 if policy == "cache_aware" else 4 * 2048)
+    assert result["grown_mb"] < 100
 
 
 # ---------------------------------------------------------------------- token ids
@@ -64,10 +64,10 @@ def test_memory_stays_below_its_bound(policy):
        st.sampled_from([",", ", "]))
 def test_a_prompt_that_grows_comes_to_the_pages_of_its_tokens(steps, page_size, separator):
     pages, tokens = TokenPages(), ids(1, sum(steps))
-    for turn in range(1, len(steps) + 1):
-        now = tokens[:sum(steps[:turn])]
+    for step in range(1, len(steps) + 1):
+        now = tokens[:sum(steps[:step])]
         segments = split(listed(now, separator))
-        for _ in range(1 + len(segments.keys) // MAX_NEW_SEGMENTS):  # Each look goes on where the one before ended.
+        for _ in range(1 + len(segments.keys) // MAX_NEW_SEGMENTS):  # Each call continues where the one before ended.
             runs = list(pages.runs(segments, page_size))
         want = page_hashes(now, page_size)
         assert [value for _, run in runs for value in run] == want
@@ -82,13 +82,13 @@ def test_a_long_prompt_is_hashed_over_several_decisions(monkeypatch):
     segments = split(listed(tokens))
     *_, last = pages.runs(segments, PAGE)
     assert len(hashed) == MAX_NEW_SEGMENTS
-    assert last[0] == 20_000 // PAGE  # who holds it so far is taken to hold all
-    seen = len(told(pages, tokens))
+    assert last[0] == 20_000 // PAGE  # a worker that has this much is assumed to have all
+    seen = len(hashes_of(pages, tokens))
     assert len(hashed) == 2 * MAX_NEW_SEGMENTS
-    assert len(told(pages, tokens)) > seen
+    assert len(hashes_of(pages, tokens)) > seen
 
 
-def test_who_holds_what_was_hashed_is_taken_to_hold_the_rest():
+def test_a_worker_that_has_all_hashed_pages_is_assumed_to_have_the_rest():
     kv_index, pages, tokens = KVIndex(), TokenPages(), ids(3, 8_000)
     hashes = page_hashes(tokens, PAGE)
     kv_index.apply(1, [Stored(hashes, None, (), PAGE)])
@@ -96,10 +96,10 @@ def test_who_holds_what_was_hashed_is_taken_to_hold_the_rest():
     assert kv_index.match(pages.runs(split(listed(tokens)), PAGE)) == {1: 500, 2: 5}
 
 
-def test_pieces_are_forgotten_in_turn():
+def test_old_segments_are_forgotten():
     pages = TokenPages(max_segments=20)
     for seed in range(50):
-        told(pages, ids(seed, 600))
+        hashes_of(pages, ids(seed, 600))
     assert 0 < len(pages) <= 20
 
 
@@ -109,21 +109,21 @@ def test_a_list_that_holds_more_than_ids_ends_there(text):
     assert all(isinstance(value, int) for _, run in runs for value in run)
 
 
-# ---------------------------------------------------------------------- what many workers hold
+# ---------------------------------------------------------------------- what many workers have
 
 
-def test_of_very_many_holders_some_are_named_others_each_time():
+def test_of_very_many_workers_some_are_matched_others_each_time():
     kv_index, hashes = KVIndex(), page_hashes(ids(4, 320), PAGE)
     for worker in range(1000):
         kv_index.apply(worker, [Stored(hashes[:10], None, (), PAGE)])
     kv_index.apply(7, [Stored(hashes[10:], hashes[9], (), PAGE)])
     named = set()
     for _ in range(100):
-        found = kv_index.match([(20, hashes)])
-        assert found.pop(7) == 20
-        assert len(found) <= MAX_MATCHED_WORKERS
-        assert set(found.values()) == {10}
-        named |= set(found)
+        result = kv_index.match([(20, hashes)])
+        assert result.pop(7) == 20
+        assert len(result) <= MAX_MATCHED_WORKERS
+        assert set(result.values()) == {10}
+        named |= set(result)
     assert len(named) > 500
 
 
@@ -150,13 +150,13 @@ def test_sets_of_workers_are_kept_while_they_are_used():
 @given(st.lists(st.tuples(st.booleans(), st.frozensets(st.integers(0, 4), min_size=2)), max_size=60))
 def test_numbers_of_sets_are_used_again(steps):
     sets, taken = WorkerSets(), []
-    for take, holders in steps:
+    for take, workers in steps:
         if take:
-            taken.append((sets.acquire(holders), holders))
+            taken.append((sets.acquire(workers), workers))
         elif taken:
             sets.release(taken.pop(0)[0])
-        assert all(sets.by_number[number] == holders for number, holders in taken)
-        assert len(sets) == 1 + len({holders for _, holders in taken})
+        assert all(sets.by_number[number] == workers for number, workers in taken)
+        assert len(sets) == 1 + len({workers for _, workers in taken})
     assert sets.by_number[EMPTY_SET] == frozenset()
 
 
@@ -179,19 +179,19 @@ def test_pages_of_all_workers_are_bounded(monkeypatch):
     assert kv_index.sizes[3] == 10
 
 
-def test_the_halves_of_pairs_share_the_bound():
+def test_both_roles_of_pairs_share_the_bound():
     policies = build_all(dict.fromkeys(ROLES, "cache_aware"), PolicyArgs(), Random(1))
     assert policies["prefill"].max_blocks + policies["decode"].max_blocks == policies["regular"].max_blocks
 
 
 def test_a_system_prompt_held_by_all_is_served_by_all():
-    """Each of 300 workers gets its share, though only some holders are compared."""
+    """Each of 300 workers gets its share, though only some of them are compared."""
     pool, policy = fleet(300), CacheAware(cache_threshold=0.1)
     system = json.dumps("x" * 4000).encode()
     for worker in pool:
         policy.memory.record(block_hashes(system), worker.id, 10**6)
-    for turn in range(900):
-        policy.choose(pool, block_hashes(system + Random(turn).randbytes(600))).worker.load += 1
+    for number in range(900):
+        policy.choose(pool, block_hashes(system + Random(number).randbytes(600))).worker.load += 1
     assert sum(worker.load > 0 for worker in pool) > 250
     assert max(worker.load for worker in pool) <= 9
 

@@ -65,7 +65,7 @@ def test_cache_aware_keeps_a_conversation_on_its_worker():
 
 
 def test_cache_aware_spreads_conversations_that_share_a_system_prompt():
-    """Affinity looks at the whole conversation: a common beginning below the threshold binds nobody."""
+    """Affinity looks at the whole conversation: a common beginning below the threshold binds no request."""
     pool, policy = workers(4), CacheAware()
     system = text(0, 1000)
     chosen = Counter(policy.choose(pool, block_hashes(system + text(i, 3000))).worker for i in range(1, 41))
@@ -86,7 +86,7 @@ def test_cache_aware_gives_up_affinity_for_balance():
     assert policy.choose(pool, block_hashes(prompt)).reason == "cache_hit"  # a difference of 10, but below the factor
 
 
-def test_cache_aware_ignores_holders_that_are_not_available():
+def test_cache_aware_ignores_workers_that_are_not_available():
     pool, policy = workers(3), CacheAware()
     prompt = text(1, 4000)
     home = policy.choose(pool, block_hashes(prompt)).worker
@@ -228,10 +228,10 @@ FIELDS = {"bootstrap_host": "h", "bootstrap_port": None, "bootstrap_room": 2**63
 def test_spliced_fields_are_all_that_changes(value, before, inside, indent):
     inner = json.dumps(value, indent=indent).encode()[1:]
     body = before + b"{" + inside + inner + before
-    found = routing_fields(body)
-    result = splice(body, found, FIELDS)
+    fields = routing_fields(body)
+    result = splice(body, fields, FIELDS)
     assert json.loads(result) == value | FIELDS
-    if not found.has_bootstrap:
+    if not fields.has_bootstrap:
         assert result.startswith(before + b"{")
         assert result.endswith(inside + inner + before)
 
@@ -249,8 +249,8 @@ def test_fields_that_a_client_sent_are_replaced(present):
 
 @given(st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_peek_accepts_objects_only(body):
-    found = routing_fields(body)
-    if found is None:
+    fields = routing_fields(body)
+    if fields is None:
         with pytest.raises(InvalidRequest):
             require_object(body)
     else:
@@ -269,10 +269,10 @@ def test_routing_text_of_a_conversation_extends_from_turn_to_turn():
 @pytest.mark.parametrize("body", [b"{}", b'{"messages": null}', b'{"text": ""}', b'{"messages": 5, "text": {"a": []}}',
                                   b'{"input_ids": []}', b'{"prompt": [' + b"[" * 5000 + b"]" * 5000 + b"]}"])
 def test_odd_bodies_do_not_raise(body):
-    found = routing_fields(body)
-    if found is not None:
-        assert isinstance(found.routing_text, bytes)
-        assert found.batch_size in (None, 1)
+    fields = routing_fields(body)
+    if fields is not None:
+        assert isinstance(fields.routing_text, bytes)
+        assert fields.batch_size in (None, 1)
 
 
 def test_bootstrap_fields():

@@ -104,7 +104,7 @@ SET = st.sets(st.integers(0, 19), min_size=1, max_size=20)
 @settings(max_examples=30, deadline=None)
 @given(SET, SET)
 def test_sessions_move_only_where_workers_come_or_go(before, after):
-    """Whatever fleet turns into whatever other, a session moves only off one that left or onto one that came."""
+    """However the workers change, a session moves only off one that left or onto one that joined."""
     pool = workers(20)
     policy = ConsistentHash()
     homes = {key: policy.choose(tuple(pool[i] for i in sorted(before)), key).worker for key in KEYS[:300]}
@@ -127,7 +127,7 @@ def test_sessions_are_spread_and_a_join_moves_its_share():
     assert all(policy.choose(nine, key).worker is homes[key] for key in KEYS)
 
 
-def test_routers_agree_and_a_failed_worker_moves_nobody_else():
+def test_routers_agree_and_a_failed_worker_moves_no_other_session():
     pool = workers(5)
     one, other = ConsistentHash(), ConsistentHash()
     for key in KEYS[:200]:
@@ -194,22 +194,22 @@ def test_memory_of_distinct_prompts_is_bounded_in_bytes():
 
 def test_eviction_forgets_what_is_not_seen_again():
     pool, policy = workers(2), CacheAware(max_tree_size=400 * BLOCK, eviction_interval=60)
-    kept = Random(1).randbytes(10 * BLOCK)
+    repeated = Random(1).randbytes(10 * BLOCK)
     dropped = [Random(seed).randbytes(50 * BLOCK) for seed in (2, 3, 4)]
     policy.sweep(0.0)
-    policy.choose(pool, block_hashes(kept))
+    policy.choose(pool, block_hashes(repeated))
     for prompt in dropped:
         policy.choose(pool, block_hashes(prompt))
     for now in (30.0, 59.0):
         policy.sweep(now)
     assert len(policy.memory) == 160
     for now in (60.0, 120.0, 180.0):
-        policy.choose(pool, block_hashes(kept))
+        policy.choose(pool, block_hashes(repeated))
         for seed in range(3):
             policy.choose(pool, block_hashes(Random(int(now) + seed).randbytes(50 * BLOCK)))
         policy.sweep(now)
     assert policy.choose(pool, block_hashes(dropped[0])).reason == "cache_miss"
-    assert policy.choose(pool, block_hashes(kept)).reason == "cache_hit"
+    assert policy.choose(pool, block_hashes(repeated)).reason == "cache_hit"
 
 
 def test_a_nearly_empty_memory_forgets_nothing():

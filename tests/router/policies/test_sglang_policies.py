@@ -27,7 +27,7 @@ def workers(count: int) -> tuple[Worker, ...]:
 
 
 def asked(policy, headers: str = "", authorization: bytes = b"", **body):
-    """What the policy reads of a request."""
+    """Returns what the policy reads of a request."""
     made = Request(headers=headers.encode(), authorization=authorization, body=json.dumps(body).encode())
     return policy.read(made, routing_fields(made.body))
 
@@ -139,8 +139,8 @@ def test_keys_of_each_worker_are_counted(steps):
     table = KeyTable()
     for number, worker_id, new in steps:
         table.assign(number, worker_id, new=new)
-        held = Counter(worker for entry in table._entries.values() for worker in entry.workers)
-        assert held == table.groups
+        expected = Counter(worker for entry in table._entries.values() for worker in entry.workers)
+        assert expected == table.groups
         assert all(len(entry.workers) <= 2 for entry in table._entries.values())
 
 
@@ -206,8 +206,8 @@ def test_the_heaps_of_buckets_are_right(steps):
 def test_prompts_that_begin_alike_go_to_one_worker():
     pool, policy = workers(6), PrefixHash(token_count=8)
     for beginning in ("a" * 40, "b" * 40, "c" * 40):
-        told = {policy.choose(pool, asked(policy, prompt=beginning + tail)).worker for tail in ("", "x", "yy" * 500)}
-        assert len(told) == 1
+        chosen = {policy.choose(pool, asked(policy, prompt=beginning + tail)).worker for tail in ("", "x", "yy" * 500)}
+        assert len(chosen) == 1
     ids = {policy.choose(pool, asked(policy, input_ids=[*range(8), *tail])).worker for tail in ([], [1], [2, 3] * 90)}
     assert len(ids) == 1
     spread = {policy.choose(pool, asked(policy, prompt=str(at).zfill(3) * 9)).worker for at in range(60)}

@@ -162,8 +162,8 @@ async def test_a_server_is_asked_once_not_each_of_its_ranks(start_router, ranked
 
     mock = await ranked(2, reply)
     router = await start_router(mock, dp_aware=True)
-    found = await request_to(router, "POST", "/flush_cache")
-    assert (found.json["workers"], len(mock.posts)) == ({mock.url: 200}, 1)
+    response = await request_to(router, "POST", "/flush_cache")
+    assert (response.json["workers"], len(mock.posts)) == ({mock.url: 200}, 1)
     loads = (await request_to(router, "GET", "/get_load")).json["workers"]
     assert len(mock.posts) == 2
     assert {shown["worker"]: shown["report"] for shown in loads} == {
@@ -192,7 +192,7 @@ async def test_a_refused_connection_takes_all_ranks_out(start_router, ranked, wo
 
 
 @pytest.mark.parametrize(("rank", "ports"), [(None, (5557, 5600)), (0, (5557, 5600)), (3, (5560, 5603))])
-def test_each_rank_tells_of_its_cache_on_its_own_port(rank, ports):
+def test_each_rank_publishes_its_cache_on_its_own_port(rank, ports):
     """As SGLang's servers do: from the configured port on."""
     pytest.importorskip("zmq")
     from baton.router.config.endpoint import Endpoint

@@ -85,9 +85,9 @@ async def test_broadcasts_carry_each_worker_s_key(start_router, worker, request_
 
 async def test_workers_as_sglang_router_shows_them(start_router, worker, request_to):
     mock = await worker()
-    found = (await request_to(await start_router(mock), "GET", "/workers")).json
-    assert (found["total"], found["stats"]) == (1, {"regular_count": 1, "prefill_count": 0, "decode_count": 0})
-    (shown,) = found["workers"]
+    body = (await request_to(await start_router(mock), "GET", "/workers")).json
+    assert (body["total"], body["stats"]) == (1, {"regular_count": 1, "prefill_count": 0, "decode_count": 0})
+    (shown,) = body["workers"]
     assert shown | {"url": mock.url, "worker_type": "regular", "is_healthy": True, "load": 0, "model_id": "tiny",
                     "connection_mode": "HTTP"} == shown
 
@@ -253,11 +253,11 @@ async def test_a_broken_stream_ends_in_its_api_s_form(start_router, worker, requ
     reply = await request_to(router, "POST", path, {"stream": True, "temperature": 0})
     *_, last = [event for event in reply.body.decode().split("\n\n") if event]
     assert last.startswith(first)
-    found = json.loads(last.removeprefix(first))
-    assert path == "/v1/chat/completions" or found["type"] == "error"
+    body = json.loads(last.removeprefix(first))
+    assert path == "/v1/chat/completions" or body["type"] == "error"
     for key in expected:
-        found = found[key]
-    assert found == "The worker closed its connection before the end of the answer."
+        body = body[key]
+    assert body == "The worker closed its connection before the end of the answer."
 
 
 @pytest.mark.parametrize("pairs", [False, True])
@@ -267,8 +267,8 @@ async def test_the_root_says_what_this_is_and_links_what_is_there(start_router, 
     reply = await request_to(router, "GET", "/")
     assert reply.status == 200 and ("pairs" in reply.json["description"]) == pairs
     for path in reply.json["links"]:
-        found = await request_to(router, "GET", path, headers="Authorization: Bearer k\r\n")
-        assert found.status == 200, path
+        response = await request_to(router, "GET", path, headers="Authorization: Bearer k\r\n")
+        assert response.status == 200, path
     page = await request_to(router, "GET", "/", headers="Accept: text/html,*/*\r\n")
     assert page.headers["content-type"].startswith("text/html") and b'<a href="/dashboard">' in page.body
     assert (await request_to(router, "HEAD", "/")).status == 200

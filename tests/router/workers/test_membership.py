@@ -118,20 +118,20 @@ async def test_drain_of_a_resource(start_router, worker, request_to):
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_half_that_is_removed_by_force_ends_its_pair(start_router, worker, script, connect, request_to, role):
-    """The other half is told at once, and the request is tried elsewhere, where there is another worker."""
+    """The other worker of the pair is cancelled at once, and the request is tried elsewhere, where it can be."""
     mocks = {"prefill": [await worker(script.silence)], "decode": [await worker(script.silence)]}
     mocks[role].append(await worker(script.silence))
     router = await start_router(**mocks)
     client = await connect(router)
     client.send("POST", "/generate", b'{"text": "a"}')
-    await script.until(lambda: all(any(mock.posts for mock in halves) for halves in mocks.values()))
-    gone, kept = sorted(mocks[role], key=lambda mock: -len(mock.posts))
+    await script.until(lambda: all(any(mock.posts for mock in workers) for workers in mocks.values()))
+    removed, remaining = sorted(mocks[role], key=lambda mock: -len(mock.posts))
     (other,) = mocks["decode" if role == "prefill" else "prefill"]
-    assert (await request_to(router, "POST", f"/remove_worker?url={gone.url}&force=true")).status == 200
-    await script.until(lambda: (gone.left, other.left) == (1, 1))
-    await script.until(lambda: kept.posts and len(other.posts) == 2)
-    assert kept.posts[0].json["bootstrap_room"] == other.posts[1].json["bootstrap_room"]
-    assert kept.posts[0].json["bootstrap_room"] != other.posts[0].json["bootstrap_room"]
+    assert (await request_to(router, "POST", f"/remove_worker?url={removed.url}&force=true")).status == 200
+    await script.until(lambda: (removed.left, other.left) == (1, 1))
+    await script.until(lambda: remaining.posts and len(other.posts) == 2)
+    assert remaining.posts[0].json["bootstrap_room"] == other.posts[1].json["bootstrap_room"]
+    assert remaining.posts[0].json["bootstrap_room"] != other.posts[0].json["bootstrap_room"]
     client.leave()
 
 

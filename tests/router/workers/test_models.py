@@ -1,4 +1,4 @@
-"""Workers of several models behind one router: who gets a request, what /v1/models shows, and whose state is whose."""
+"""Workers of several models at one router: which gets a request, what /v1/models shows, and state by model."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def test_strict_names_count_with_one_model_too():
     assert models.group("tiny") == models.group("") == "tiny"
     with pytest.raises(ModelNotFound):
         models.group("gpt-4")
-    assert models_of(strict=True).group("gpt-4") is None  # without workers it is their absence that is told
+    assert models_of(strict=True).group("gpt-4") is None  # without workers their absence is reported
 
 
-def test_pairs_default_to_a_model_that_both_halves_serve():
+def test_pairs_default_to_a_model_that_both_roles_serve():
     models = models_of(made("a", role="prefill"), made("b", role="prefill"), made("b", role="decode"), pairs=True)
     assert models.group("") == "b"
 
@@ -138,7 +138,7 @@ def test_models_share_what_workers_tell_and_the_bound_on_memory():
 
 
 @pytest.mark.parametrize("name", ["cache_aware", "cache_exact", "least_loaded", "prefix_hash", "consistent_hash"])
-def test_policies_of_a_model_that_is_gone_follow_nobody(name):
+def test_policies_of_a_removed_model_follow_no_loads(name):
     sets = PolicySets(dict.fromkeys(ROLES, name), PolicyArgs(policy=name), Random(1))
     fleet = tuple(made("a") for _ in range(EXACT_UP_TO + 1))
     policy, request = sets.of("a")["regular"], Request()
@@ -149,7 +149,7 @@ def test_policies_of_a_model_that_is_gone_follow_nobody(name):
 
 
 def test_turns_of_models_do_not_mix():
-    """Requests of two models in turn: with one count for both, each model would use one of its workers only."""
+    """Requests of two models alternately: with one count for both, each model would use one of its workers only."""
     sets = PolicySets(dict.fromkeys(ROLES, "round_robin"), PolicyArgs(policy="round_robin"), Random(1))
     fleets = {"a": [made("a"), made("a")], "b": [made("b"), made("b")]}
     chosen = [sets.of(group)["regular"].choose(fleets[group], None).worker for _ in range(4) for group in "ab"]
@@ -174,7 +174,7 @@ async def test_requests_go_to_workers_of_their_model(start_router, worker, reque
     assert len(b.posts) == 4
 
 
-async def test_a_model_that_nobody_serves_is_not_found(start_router, worker, chat, request_to):
+async def test_a_model_that_no_worker_serves_is_not_found(start_router, worker, chat, request_to):
     router = await start_router(await worker(models=["a"]), await worker(models=["b"]))
     reply = await chat(router, model="c")
     assert (reply.status, reply.error["code"], reply.error["param"], reply.error["type"]) == (
@@ -214,8 +214,8 @@ async def test_models_of_all_workers_are_shown(start_router, worker, request_to)
         {"id": "a", "object": "model", "owned_by": a.url}, {"id": "b", "object": "model", "owned_by": b.url},
         {"id": "org/c", "object": "model", "owned_by": b.url},
         {"id": "gpt-4", "object": "model", "owned_by": b.url, "root": "b"}]}
-    for name, found in (("a", "a"), ("org/c", "org/c"), ("org%2Fc", "org/c"), ("gpt-4", "gpt-4")):
-        assert (await request_to(router, "GET", f"/v1/models/{name}")).json["id"] == found
+    for name, shown in (("a", "a"), ("org/c", "org/c"), ("org%2Fc", "org/c"), ("gpt-4", "gpt-4")):
+        assert (await request_to(router, "GET", f"/v1/models/{name}")).json["id"] == shown
     missing = await request_to(router, "GET", "/v1/models/d")
     assert (missing.status, missing.error["code"]) == (404, "model_not_found")
     assert not a.posts + b.posts
@@ -252,7 +252,7 @@ async def test_pairs_are_of_one_model(start_router, worker, chat):
     assert (await chat(router, model="c")).status == 404
 
 
-async def test_halves_that_share_no_model_make_no_pair(start_router, worker, chat, request_to):
+async def test_workers_that_share_no_model_make_no_pair(start_router, worker, chat, request_to):
     prefill = await worker(disaggregation_mode="prefill", models=["a"])
     decode = await worker(disaggregation_mode="decode", models=["b"])
     router = await start_router(prefill=[prefill], decode=[decode], retry_max_retries=0)
@@ -282,7 +282,7 @@ async def test_adapters_that_come_and_go_are_noticed(start_router, worker, chat,
 
 
 def test_a_request_costs_no_more_with_more_models():
-    """The group is found by one look; nothing is walked."""
+    """The group takes one lookup; nothing is walked."""
     models = models_of(*(made(f"m{index}") for index in range(1000)))
     walked = []
     models._cards = type("Counted", (dict,), {"__iter__": lambda self: walked.append(1)})(models._cards)
@@ -296,20 +296,20 @@ def test_a_request_costs_no_more_with_more_models():
 
 def store(mock):
     """A worker's behaviour: it keeps files and batches."""
-    kept: dict[str, dict] = {}
+    stored: dict[str, dict] = {}
 
     async def serve(served):
         _, _, kind, *name = served.target.partition(b"?")[0].decode().split("/")
         if served.method == b"POST" and not name:
-            made = f"{kind[:4]}-{mock.models[0]}{len(kept)}"
-            kept[f"{kind}/{made}"] = {"id": made, "created_at": len(kept)}
-            served.answer(body=json.dumps(kept[f"{kind}/{made}"]).encode())
+            made = f"{kind[:4]}-{mock.models[0]}{len(stored)}"
+            stored[f"{kind}/{made}"] = {"id": made, "created_at": len(stored)}
+            served.answer(body=json.dumps(stored[f"{kind}/{made}"]).encode())
         elif not name:
-            data = [thing for key, thing in kept.items() if key.startswith(kind)]
+            data = [thing for key, thing in stored.items() if key.startswith(kind)]
             served.answer(body=json.dumps({"object": "list", "data": data, "has_more": False}).encode())
         else:
-            found = kept.get(f"{kind}/{name[0]}")
-            served.answer(200 if found else 404, json.dumps(found or {"error": {"message": "unknown"}}).encode())
+            thing = stored.get(f"{kind}/{name[0]}")
+            served.answer(200 if thing else 404, json.dumps(thing or {"error": {"message": "unknown"}}).encode())
 
     return serve
 
@@ -351,7 +351,7 @@ async def test_lists_hold_what_all_models_have(stores, request_to):
     assert (await request_to(router, "GET", "/v1/batches")).json["data"] == []
 
 
-async def test_what_nobody_keeps_is_not_found(stores, request_to, script):
+async def test_what_no_worker_stores_is_not_found(stores, request_to, script):
     router, mocks = stores
     for method, path, body in (("GET", "/v1/files/no", {}), ("POST", "/v1/batches", {"input_file_id": "no"})):
         assert (await request_to(router, method, path, body)).status in (404, 200)
