@@ -45,7 +45,7 @@ def answer_form(formats: ChatFormats, body: ChatRequest, choice: ToolChoice, pro
 
 
 def _reasoning_state(reasoning: ReasoningFormat | None, body: ChatRequest, prompt: str) -> tuple[bool, bool]:
-    """Whether the prompt has opened the answer's reasoning, and whether it has closed it."""
+    """Two flags: the prompt has opened the answer's reasoning; it has closed it."""
     if reasoning is None:
         return False, True
     if not body.continue_final_message:

@@ -161,11 +161,11 @@ class ChatFormatter:
 def message_of(parts: list[OutputDelta]) -> ChatMessage:
     """The message that consists of the parts of a complete answer."""
     calls: list[ToolCallOut] = []
-    content = thought = ""
+    content = reasoning_text = ""
     for part in joined(parts):
         match part:
             case ReasoningDelta(text):
-                thought += text
+                reasoning_text += text
             case ToolCallStart(name):
                 calls.append(ToolCallOut(_call_id(), CalledFunction(name, "")))
             case ToolArgumentsDelta(text):
@@ -173,7 +173,7 @@ def message_of(parts: list[OutputDelta]) -> ChatMessage:
             case _:
                 content += part
     return ChatMessage(content if content or not calls else None, calls or UNSET,
-                       reasoning_content=thought or UNSET)
+                       reasoning_content=reasoning_text or UNSET)
 
 
 def _call_id() -> str:
