@@ -78,7 +78,7 @@ class ExpertRecord:
         if self._begin is None:
             raise InvalidRequest("Nothing is being recorded; call /start_expert_distribution_record first.")
         self._recorded, self._begin = totals - self._begin, None
-        return f"GraphSizes {int(self._recorded.sum())} choices of experts."
+        return f"Recorded {int(self._recorded.sum())} choices of experts."
 
     def dump(self, folder: str, *, write: bool) -> str:
         """Writes the last recording as JSON into ``folder``, on the rank with ``write``; returns the file's path."""

@@ -52,7 +52,7 @@ def check_moved(moved: dict, want: torch.Tensor, a2a: str) -> None:
     steps = moved["placements"]
     assert steps[0] == steps[1] != steps[2] == steps[3] == steps[4], "the third step's forward pass moves experts first"
     assert len({str(step) for step in steps}) >= 3
-    assert moved["said"] == f"GraphSizes {30 * 3 * 2} choices of experts."
+    assert moved["said"] == f"Recorded {30 * 3 * 2} choices of experts."
 
 
 def test_shares_of_experts():

@@ -37,7 +37,7 @@ def test_what_was_recorded_is_written(tmp_path):
     engine.start("during", range(40, 49), max_new_tokens=5)
     engine.run()
     so_far = Path(control.execute(RecordExperts("dump", str(tmp_path)), idle=False))
-    assert control.execute(RecordExperts("stop"), idle=True) == f"GraphSizes {2 * 13 * 3} choices of experts."
+    assert control.execute(RecordExperts("stop"), idle=True) == f"Recorded {2 * 13 * 3} choices of experts."
     engine.start("after", range(8, 30))
     engine.run()
     written = Path(control.execute(RecordExperts("dump", str(tmp_path / "new" / "folder")), idle=True))
