@@ -22,7 +22,7 @@ from .client_response import ClientResponse
 from .continuation import StreamLog
 from .dispatcher import Dispatcher, no_pair_error, no_worker_error
 from .pair_states import DECODE_EVENTS, PREFILL_EVENTS, TABLE, Action, CallEvents, Event, Phase
-from .retry import FAILURES, Outcome, Retries, outcome_of
+from .retry import FAILURES, PASSED_ON, Outcome, Retries, outcome_of
 from .single import Relay
 
 _Candidates = tuple[Sequence[Worker], Sequence[Worker]]
@@ -87,25 +87,11 @@ class PairCall(msgspec.Struct, eq=False):
             pair.on_call_lost(self, failure)
 
 
-class _AttemptNotes(msgspec.Struct, eq=False, gc=False):
-    """The notes of an attempt for the next one."""
-
-    prefill: Worker | None = None
-    """The prefill worker to go back to: only decode failed, so it retains the prompt's KV cache."""
-    avoided: Worker | None = None
-    """The worker that its peer could not reach: not to be tried again if there is another one."""
-    body: Body = b""
-    """The body with the room under which ``prefill`` retains the prompt: that of the last attempt that reached a decode
-    worker."""
-    body_before: Body = b""
-    """``body`` before the last attempt."""
-
-
 class PairRelay:
     """One request's life on pairs: place both calls, send both, relay one response; before its first byte, retry."""
 
     __slots__ = ("dispatcher", "response", "_fields", "retries", "_prefill", "_decode", "_phase", "_relayed", "_paused",
-                 "_pinned", "_notes")
+                 "_pinned", "_retaining", "_avoided", "_retained", "_retained_before")
 
     def __init__(self, dispatcher: Dispatcher, response: ClientResponse, fields: RoutingFields, *,
                  pinned: Worker | None = None):
@@ -121,7 +107,14 @@ class PairRelay:
         self._relayed: PairCall | None = None
         """The call whose response goes to the client."""
         self._paused = False
-        self._notes = _AttemptNotes()
+        self._retaining: Worker | None = None
+        """The prefill worker to go back to: only decode failed, so it retains the prompt's KV cache."""
+        self._avoided: Worker | None = None
+        """The worker that its peer could not reach: not to be tried again if there is another one."""
+        self._retained: Body = b""
+        """The body of the last attempt that reached a decode worker: prefill retains the prompt under its room."""
+        self._retained_before: Body = b""
+        """``_retained`` before the last attempt."""
 
     # ------------------------------------------------------------------ an attempt
 
@@ -162,12 +155,14 @@ class PairRelay:
             if not admitted:
                 return None  # The guard calls ``start`` when a worker is free for it.
             prefills, decodes = (admitted, decodes) if suspect.role == "prefill" else (prefills, admitted)
-        avoided = self._notes.avoided
+        avoided = self._avoided
         if avoided is not None:
             prefills = without(prefills, {avoided}) or prefills
             decodes = without(decodes, {avoided}) or decodes
-        retaining = self._notes.prefill
-        return ([retaining] if retaining is not None and retaining in prefills else prefills), decodes
+        retaining = self._retaining
+        if retaining is not None and retaining in prefills:
+            prefills = [retaining]
+        return prefills, decodes
 
     def _send(self, prefill_reservation: Reservation, decode_reservation: Reservation, fields: RoutingFields,
               log: StreamLog | None) -> None:
@@ -182,11 +177,10 @@ class PairRelay:
             suspect.enter(p if suspect.role == "prefill" else d)
         body = with_bootstrap(request.body if log is None else log.continuation_body(), fields, p.endpoint.host,
                               p.bootstrap_port, dispatcher.rng)
-        notes = self._notes
-        retained = p is notes.prefill and p.is_baton and notes.body
-        prefill_body = with_previous_room(body, notes.body) if retained else body
-        notes.body_before, notes.body = notes.body, body if log is None else b""
-        notes.prefill = notes.avoided = None
+        retained = self._retained
+        prefill_body = with_previous_room(body, retained) if p is self._retaining and p.is_baton and retained else body
+        self._retained_before, self._retained = retained, body if log is None else b""
+        self._retaining = self._avoided = None
         self._phase = _OPENING if log is None else _RESUMING
         prefill.upstream = dispatcher.send(p, request, prefill_body, prefill, resend=False)
         if p.rank is not None:
@@ -208,13 +202,14 @@ class PairRelay:
 
     def on_call_head(self, call: PairCall, head: ResponseHead) -> None:
         status = head.facts.status
-        outcome = outcome_of(status, pair=True)
-        if status >= 400 or call.worker.circuit.troubled or (call is self._decode and self.retries is not None):
+        accepted = status < 400
+        outcome = PASSED_ON if accepted else outcome_of(status, pair=True)
+        if not accepted or call.worker.circuit.troubled or (call is self._decode and self.retries is not None):
             retries = self.retries if call is self._decode else None  # Prefill's 200 says nothing yet.
             self.dispatcher.on_status(call.worker, status, outcome, retries)
-        if status == TransferFailed.status and head.has_line(PAIR_MISMATCH):
-            self.dispatcher.on_misfit(*self.response.workers)
-        action = TABLE[self._phase, call.events.accepted if status < 400 else call.events.refused]
+            if status == TransferFailed.status and head.has_line(PAIR_MISMATCH):
+                self.dispatcher.on_misfit(*self.response.workers)
+        action = TABLE[self._phase, call.events.accepted if accepted else call.events.refused]
         if action is _IGNORE:
             return
         if action is _RELAY:
@@ -254,9 +249,9 @@ class PairRelay:
         self._phase = _IDLE
         self._other(call).cancel()
         if call is self._decode and not self.response.began:
-            self._notes.prefill = self._other(call).worker
+            self._retaining = self._other(call).worker
             if failure.reason == "connect":
-                self._notes.body = self._notes.body_before  # Prefill retains it under the room of the attempt before.
+                self._retained = self._retained_before  # Prefill retains it under the room of the attempt before.
         on_attempt_lost(self, call.worker, call.role, failure, f"{call.role}_{failure.reason}")
 
     # ------------------------------------------------------------------ the client's side
@@ -287,7 +282,7 @@ class PairRelay:
         self._phase, self._relayed = phase, call
         response = self.response
         response.begin(head, call.worker)
-        self._notes.body = b""
+        self._retained = b""
         if response.log is None:
             self._fields = None  # No retry any more; a long stream need not keep its prompt in memory.
         if self._paused:
@@ -344,8 +339,8 @@ class PairRelay:
         retries = note_failed_attempt(self, call.worker, outcome, answered=True)
         peer = self._other(call)
         if not outcome.excludes:
-            self._notes.avoided = peer.worker
+            self._avoided = peer.worker
         failed = call if outcome.excludes else peer
         if failed is self._decode:
-            self._notes.prefill = self._other(failed).worker
+            self._retaining = self._other(failed).worker
         return retries.allows(outcome) and self.dispatcher.has_untried(call.role, retries, self.response.request.group)
