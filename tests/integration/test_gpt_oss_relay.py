@@ -35,6 +35,7 @@ def test_servers_with_other_windows_are_told_apart():
     """A prefill stage counts its layers from its own first."""
     layout = KVLayout((3,), 2, 16, 4, "float32", windows=(16, None, 16))
     stage = KVLayout((2,), 2, 16, 4, "float32", first_layer=1, of_layers=3, windows=(None, 16))
-    assert find_mismatch(Ranks(1, layout), Ranks(1, layout)) is None and find_mismatch(Ranks(1, stage), Ranks(1, layout)) is None
+    assert find_mismatch(Ranks(1, layout), Ranks(1, layout)) is None and find_mismatch(Ranks(1, stage),
+                                                                                       Ranks(1, layout)) is None
     other = msgspec.structs.replace(layout, windows=())
     assert find_mismatch(Ranks(1, stage), Ranks(1, other)) == "the sliding window of layer 2 is None here and 16 there"
