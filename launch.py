@@ -197,7 +197,7 @@ def launch_cluster(argv: Sequence[str] | None = None) -> None:
     own, router_flags = co_launched(sys.argv[1:] if argv is None else argv)
     config = parse(ClusterConfig, own, prog="launch_cluster", defaults=DEFAULTS,
                    description="Start a router with prefill and decode servers on this host. --router-FLAG gives "
-                               "launch_router its --FLAG.")
+                   "launch_router its --FLAG.")
     check_engine()
     plan = plan_cluster(config, _count_gpus(config.servers.model.device), router_flags)
     plan.check_ports(config.cluster)

@@ -49,7 +49,7 @@ class ClusterProcess:
         self.log.write_bytes(b"")
         with self.log.open("ab") as output:  # appended to, so that it can be cut
             # A session of its own: Ctrl-C reaches the supervisor alone, which stops the parts in order.
-            # It must not outlive the supervisor either: nobody would know of it, and it would keep its port.
+            # It must not outlive the supervisor either: it would occupy its port unnoticed.
             self.process = subprocess.Popen(self.argv, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
                                             preexec_fn=partial(die_with, os.getpid()))
 
@@ -58,7 +58,7 @@ class ClusterProcess:
         return self.process is not None and self.process.poll() is not None
 
     def check(self) -> None:
-        """Ask the part how it is; sets ``ready`` and ``status``."""
+        """Asks the process for its health; sets ``ready`` and ``status``."""
         try:
             with urllib.request.urlopen(self.url + self.probe, timeout=2) as answer:
                 self.ready, self.status = answer.status == 200, "ready"
@@ -107,7 +107,7 @@ class _Board:
 
 
 def say(text: str, logs: LogArgs) -> None:
-    """Tell whoever started the cluster: on stdout, or where --log-json is wanted, as a line of the log."""
+    """Informs the user who started the cluster: on stdout, or with --log-json by a line of the log."""
     if logs.log_json:
         log.info("%s", text.strip())
     else:
@@ -115,7 +115,7 @@ def say(text: str, logs: LogArgs) -> None:
 
 
 def run_parts(parts: Sequence[ClusterProcess], when_ready: Callable[[], bool], logs: LogArgs | None = None) -> int:
-    """Start all parts, call ``when_ready`` once all are, and wait while it returned True; returns the exit code.
+    """Starts all parts, calls ``when_ready`` once all are ready, and waits if it returns True; returns the exit code.
 
     0 after Ctrl-C, SIGTERM or SIGHUP or where ``when_ready`` returned False, 1 where a part died. ``logs`` says how
     large the parts' logs may grow, and in which form to tell of them.

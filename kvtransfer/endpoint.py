@@ -31,7 +31,7 @@ def transport_arguments(parts: EngineParts) -> dict[str, Any]:
         "args": args, "host": config.http.host, "server": config.http.shown_url, "backend": backend,
         "rank": parts.tp.rank, "tp_size": parts.tp.size, "dp_rank": parts.parallel.dp_rank,
         "dp_size": parts.parallel.dp_size, "model": runner.model, "layout": runner.layout,
-        "num_pages": runner.pool.num_pages, "regions": runner.pool.regions(), "spare_page": runner.spare_page}
+        "num_pages": runner.pool.num_pages, "regions": runner.pool.regions(), "spare_page": runner.scratch_page}
 
 
 def rank_info(*, endpoint: str, rank: int, tp_size: int, layout: KVLayout, backend: Backend, dp_rank: int,

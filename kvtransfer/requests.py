@@ -126,7 +126,7 @@ class TransferTable:
         if not self._transfers:
             return []
         transfers = list(self)
-        agreed = self._group.least("transfers", [transfer.number for transfer in transfers],
+        agreed = self._group.min_by_key("transfers", [transfer.number for transfer in transfers],
                                    np.array([self._local_state(transfer) for transfer in transfers], np.int64),
                                    (Phase.RESERVING, False, True))
         return [Progress(transfer, Phase(phase), bool(settled), not connected)

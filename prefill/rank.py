@@ -17,9 +17,9 @@ def main(spec: RankSpec) -> None:
 
 
 def _make_scheduler(parts: EngineParts) -> PrefillScheduler:
-    config, stages = parts.config, parts.parallel.stages
+    config, pp = parts.config, parts.parallel.pp
     args = config.disaggregation
-    sender = KVSender(**transport_arguments(parts), pp_rank=stages.index, pp_size=stages.size)
+    sender = KVSender(**transport_arguments(parts), pp_rank=pp.rank, pp_size=pp.size)
     host = config.nodes.first_host or config.http.host
     register = partial(register_rank, f"http://{host}:{args.disaggregation_bootstrap_port}",
                        secret=args.cluster_secret)

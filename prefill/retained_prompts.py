@@ -111,7 +111,7 @@ class RetainedPrompts:
         """Drops the prompts that decode has acknowledged on all ranks, and those that have expired."""
         rooms = [room for room, prompt in self._prompts.items() if prompt.transferred]
         if rooms:
-            acknowledged = self._group.least(
+            acknowledged = self._group.min_by_key(
                 "retained", [self._prompts[room].number for room in rooms],
                 np.array([[self._sender.is_acknowledged(room)] for room in rooms], np.int64), (False,))
             for room, (by_all,) in zip(rooms, acknowledged):

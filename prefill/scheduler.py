@@ -17,7 +17,7 @@ from ..common.config.server.disaggregation import TransferOverlap
 from ..common.distributed.agreement import Agreeing
 from ..common.execution.executor import Executor, StepOutput
 from ..common.execution.pp_executor import PPExecutor, PPStep
-from ..common.execution.pp_pipeline import pipeline_of
+from ..common.execution.pp_pipeline import make_pipeline
 from ..common.request.req import Req
 from ..common.scheduler.batcher import Batcher
 from ..common.scheduler.request_tracker import RequestTracker
@@ -43,7 +43,7 @@ class PrefillScheduler:
         self.sender = sender
         self.transfers = TransferTable(sender, group)
         self._kv_push = KVPush(sender, batcher.cache, num_groups, transfer_overlap, lambda: executor.event())
-        self._pipeline = pipeline_of(batcher, executor, self._take_in, overlap=overlap)
+        self._pipeline = make_pipeline(batcher, executor, self._take_in, overlap=overlap)
         self._first_tokens: dict[int, tuple[list[int], Logprobs | None]] = {}  # by room
         self._retained = RetainedPrompts(batcher.cache, sender, group, kv_retain_seconds)
         self.peers = DecodePeers(sender, self._retained, register)
@@ -151,7 +151,7 @@ class PrefillScheduler:
         self._hand_over(transfer, req.append_token(result.token_id), result)
 
     def _take_in(self, step: StepOutput | PPStep) -> None:
-        for gain in step.gains():
+        for gain in step.new_tokens():
             transfer = self.transfers.find(gain.req)
             if transfer is not None and transfer.status is TransferStatus.COMPUTING and gain.error is not None:
                 self.abort(gain.req, gain.error)

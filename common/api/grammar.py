@@ -1,4 +1,4 @@
-"""What an answer must look like, as a request states it, and the tokens that it can be made of."""
+"""Grammar specifications of requests, and the vocabulary that grammars are compiled for."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, array_like=True):
-    """A grammar that the whole output obeys; ``text`` is its source (JSON, a regular expression, or EBNF).
+    """A grammar that constrains the whole output; ``text`` is its source (JSON, a regular expression, or EBNF).
 
-    Equal specs compile to equal grammars, so that a spec is the key of caches.
+    Equal specs compile to equal grammars, so that caches use a spec as their key.
     """
 
     kind: GrammarKind
@@ -20,11 +20,11 @@ class GrammarSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Vocabulary(msgspec.Struct, frozen=True, array_like=True):
-    """The bytes that each token of the model adds to a text, ``pieces[token id]``; empty for ids without a token.
+    """The bytes that each token of the model adds to a text, ``token_bytes[token id]``; empty for ids without a token.
 
     ``special_ids`` are markup such as the beginning of a message; ``stop_ids`` end every answer.
     """
 
-    pieces: list[bytes]
+    token_bytes: list[bytes]
     special_ids: list[int]
     stop_ids: list[int]

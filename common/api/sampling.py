@@ -1,4 +1,4 @@
-"""How to choose the next token of a request."""
+"""Sampling parameters of a request."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from .errors import InvalidRequest
 from .grammar import GrammarSpec
 from .token_ids import check_ids
 
-# At a millionth, logits that differ by 0.0001 are e^100 apart; below 1.2e-38 float32 may flush to 0, and 0 / 0 is NaN.
-_GREEDY_BELOW = 1e-6
-_LEAST_REPETITION_PENALTY = 1e-6  # logits are divided by it
+_MIN_TEMPERATURE = 1e-6
+"""Lower temperatures are greedy: with a millionth, logits that differ by 0.0001 are e^100 apart; below 1.2e-38 float32
+may flush to 0, and 0 / 0 is NaN."""
+_MIN_REPETITION_PENALTY = 1e-6  # logits are divided by it
 MAX_BIASED_TOKENS = 1024  # a batch of 256 such requests uploads 2 MB a step
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Sampling parameters of one request, with the names of SGLang's ``sampling_params``.
 
-    ``temperature`` 0 is greedy, less than a millionth becomes 0. ``top_k`` -1 keeps all tokens. ``seed`` makes the
-    choice reproducible whatever else runs in the batch. ``frequency_penalty`` and ``presence_penalty`` look at the
-    output, ``repetition_penalty`` (1 is none) at prompt and output; ``logit_bias`` is added to the logits of its token
-    ids. ``stop`` holds strings and ``stop_regex`` regular expressions (matched on text, by the API server),
-    ``stop_token_ids`` and the model's EOS tokens (unless ``ignore_eos``) end a request in the engine. ``grammar`` is
-    what the whole output obeys.
+    ``temperature`` 0 is greedy, less than a millionth becomes 0. ``top_k`` -1 allows all tokens. ``seed`` makes the
+    sample reproducible whatever else runs in the batch. ``frequency_penalty`` and ``presence_penalty`` apply to the
+    output, ``repetition_penalty`` (1 is none) to prompt and output; ``logit_bias`` is added to the logits of its token
+    ids. ``stop`` contains strings and ``stop_regex`` regular expressions (matched on text, by the API server),
+    ``stop_token_ids`` and the model's EOS tokens (unless ``ignore_eos``) end a request in the engine. ``grammar``
+    constrains the whole output.
     """
 
     max_new_tokens: int = 128
@@ -47,7 +48,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     grammar: GrammarSpec | None = None
 
     def __post_init__(self) -> None:
-        if 0 < self.temperature < _GREEDY_BELOW:
+        if 0 < self.temperature < _MIN_TEMPERATURE:
             msgspec.structs.force_setattr(self, "temperature", 0.0)
 
     @property
@@ -69,8 +70,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             ("min_p", 0 <= self.min_p <= 1, "must be between 0 and 1"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "must be between -2 and 2"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "must be between -2 and 2"),
-            ("repetition_penalty", _LEAST_REPETITION_PENALTY <= self.repetition_penalty <= 2,
-             f"must be between {_LEAST_REPETITION_PENALTY:f} and 2 (1 is none)"),
+            ("repetition_penalty", _MIN_REPETITION_PENALTY <= self.repetition_penalty <= 2,
+             f"must be between {_MIN_REPETITION_PENALTY:f} and 2 (1 is none)"),
             ("logit_bias", len(self.logit_bias) <= MAX_BIASED_TOKENS, f"must name {MAX_BIASED_TOKENS} tokens at most"),
             ("logit_bias", all(-100 <= v <= 100 for v in self.logit_bias.values()), "must hold values of -100 to 100"),
             ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "must fit a signed 64-bit integer"),

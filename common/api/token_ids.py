@@ -1,8 +1,8 @@
-"""The one check of token ids: each that reaches an engine has a row in the model's vocabulary.
+"""Checks token ids: each that reaches an engine must be in the model's vocabulary.
 
-An id beyond it reads outside of the embedding table: on one rank that is the engine's death, on several, whose shares
-leave out what is not theirs, a wrong answer. API servers check what requests name, with the parameter's name; every
-engine rank checks what it is sent, whoever sent it.
+A larger id reads outside of the embedding table: on one rank the engine crashes, on several, which skip rows of other
+ranks, the answer is wrong. API servers check the ids of requests, with the parameter's name; every engine rank checks
+all that it receives.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def check_ids(ids: Collection[int], vocab_size: int, param: str,
               name_of: Callable[[int], str] | None = None) -> None:
-    """Raises InvalidRequest for an id outside the vocabulary; ``name_of``: what a tokenizer calls it."""
+    """Raises InvalidRequest for an id outside the vocabulary; ``name_of`` returns a tokenizer's text of an id."""
     if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
         return
     wrong = next(token for token in ids if not 0 <= token < vocab_size)

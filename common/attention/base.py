@@ -58,8 +58,8 @@ class AttentionBackend(AttentionPlanner, Protocol):
     def run_last_tokens(self, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                         cos_sin: torch.Tensor | None = None, norms: HeadNorms | None = None,
                         sinks: torch.Tensor | None = None) -> torch.Tensor:
-        """``run`` for a model's last layer: keys and values of all rows are stored, but only the last-token rows of
-        ``batch``, its ``ends``, attend: ``[R, Hq, D]``. ``batch`` is planned; the next step must be planned again."""
+        """``run`` for a model's last layer: keys and values of all rows are stored, but only the rows of
+        ``batch.last_tokens`` attend: ``[R, Hq, D]``. ``batch`` is planned; the next step must be planned again."""
 
 
 def store(pool: KVPool, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,

@@ -160,7 +160,7 @@ class FlashInferBackend:
         whole = self._wrapper is self._whole
         pages = store(self._pool, self._batch, layer, q, k, v, cos_sin, norms, rope_keys_in_place=whole)
         kv = (k, v) if whole else pages
-        buffer = self._batch.heads
+        buffer = self._batch.attention_out
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if buffer is None else buffer.view(q.shape)
         if sinks is None:
             self._attend(layer, q, kv, {"out": out})

@@ -92,9 +92,9 @@ class TorchBackend:
     def run_last_tokens(self, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                         cos_sin: torch.Tensor | None = None, norms: HeadNorms | None = None,
                         sinks: torch.Tensor | None = None) -> torch.Tensor:
-        assert batch.ends is not None
+        assert batch.last_tokens is not None
         store(self._pool, batch, layer, q, k, v, cos_sin, norms)
-        self.plan(batch.ends)
+        self.plan(batch.last_tokens)
         return self._attend(layer, q[batch.logits_rows], sinks)
 
     def _attend(self, layer: int, q: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:

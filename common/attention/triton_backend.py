@@ -64,11 +64,11 @@ class TritonBackend:
     def run_last_tokens(self, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                         cos_sin: torch.Tensor | None = None, norms: HeadNorms | None = None,
                         sinks: torch.Tensor | None = None) -> torch.Tensor:
-        assert batch.ends is not None
+        assert batch.last_tokens is not None
         store(self._pool, batch, layer, q, k, v, cos_sin, norms)
-        if not batch.ends.num_reqs:
+        if not batch.last_tokens.num_reqs:
             return q[:0]
-        self.plan(batch.ends, ANY_LENGTH)
+        self.plan(batch.last_tokens, ANY_LENGTH)
         return self._attend(layer, q[batch.logits_rows], sinks)
 
     def _stores_current_kv(self, q: torch.Tensor) -> bool:

@@ -97,8 +97,8 @@ class Drafting:
         """Raises ConfigError. ``parallel``: this rank's groups, where several ranks run this alike."""
         spec = load_model_spec(config.model)
         parallel = parallel or join_groups(RankSpec(config, 0, 1, "", "", ""))
-        runner = ModelRunner.load(config, spec, parallel, parallel.everyone.device, silent)
-        return cls(runner, runner.load_predictors(silent), config.schedule.largest_prefill(spec.context_length))
+        runner = ModelRunner.load(config, spec, parallel, parallel.world.device, silent)
+        return cls(runner, runner.load_draft_layers(silent), config.schedule.largest_prefill(spec.context_length))
 
     @property
     def depth(self) -> int:
@@ -145,6 +145,6 @@ class Drafting:
             batch = build_forward_batch([Row(part, start, self._pages)], self._runner.layout.page_size,
                                         self._runner.device, False, list(range(len(part))))
             following = np.stack([padded[start + 1 + k:start + 1 + k + len(part)] for k in range(depth)])
-            hidden = self._runner.hidden(batch)
-            parts.append(self._predictors.guesses(batch, hidden, torch.from_numpy(following).to(hidden.device)).cpu())
+            hidden = self._runner.hidden_states(batch)
+            parts.append(self._predictors.propose(batch, hidden, torch.from_numpy(following).to(hidden.device)).cpu())
         return torch.cat(parts, dim=1).numpy()

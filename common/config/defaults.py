@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""One number, which families and versions of transformers name differently; it is read as the first."""
+"""Names of one number in families and versions of transformers; it is stored under the first."""
 
 _COMMON: dict[str, Any] = {
     "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000,
@@ -62,12 +62,12 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def with_defaults(config: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """``config`` with what it lacks; a null stays, for it means something else than silence."""
+    """Returns ``config`` with the defaults of missing keys; a null stays, since it differs from a missing key."""
     defaults = DEFAULTS[family]
-    found = {**defaults, **config}
+    filled = {**defaults, **config}
     counts = [config[name] for name in _NUM_EXPERTS if name in config]
     if counts:
-        found["num_experts"] = next(filter(None, counts), None)
+        filled["num_experts"] = next(filter(None, counts), None)
     if not (config.get("rope_parameters") or config.get("rope_scaling")):
-        found["rope_parameters"] = defaults.get("rope_parameters")
-    return found
+        filled["rope_parameters"] = defaults.get("rope_parameters")
+    return filled

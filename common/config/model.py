@@ -1,4 +1,4 @@
-"""What a checkpoint's configuration says about the model: read with plain JSON, so that the front needs no torch."""
+"""Reads a checkpoint's configuration, as plain JSON, so that the API server needs no torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _COUNTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_siz
 
 @dataclass(frozen=True)
 class Architecture:
-    """Where a decoder departs from the common form; a bias that depends on the config is read there."""
+    """Differences of a model family from the common decoder; biases that depend on the checkpoint are read from it."""
 
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -43,7 +43,7 @@ class Architecture:
     latent: bool = False  # multi-head latent attention
 
 
-Head = Literal["words", "labels", "none"]
+Head = Literal["lm", "classifier", "none"]
 
 _QWEN_WINDOWS = partial(window_of_flagged_layers, slides=lambda layer, last: layer >= last)
 _FAMILIES = {
@@ -61,19 +61,19 @@ _FAMILIES = {
     "DeepseekV2": Architecture(biases_in_config=True, experts=partial(deepseek_experts, version=2), latent=True),
     "DeepseekV3": Architecture(biases_in_config=True, experts=partial(deepseek_experts, version=3), latent=True),
 }
-_HEADS: dict[str, Head] = {"ForCausalLM": "words", "ForSequenceClassification": "labels", "Model": "none"}
-ARCHITECTURES = {family + head: found for head in _HEADS for family, found in _FAMILIES.items()}
-"""By transformers' names."""
+_HEADS: dict[str, Head] = {"ForCausalLM": "lm", "ForSequenceClassification": "classifier", "Model": "none"}
+ARCHITECTURES = {family + head: architecture for head in _HEADS for family, architecture in _FAMILIES.items()}
+"""Supported architectures, by transformers' names."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A dense decoder-only model, whatever its family.
+    """Facts of a decoder-only model, whatever its family.
 
     ``rope_scaling`` is None for plain rotary embeddings, else a dict with ``rope_type`` and that type's
     parameters under transformers' names. ``dtype`` is the checkpoint's. ``context_length`` is the longest prompt
-    plus output in tokens. ``head`` is what hidden
-    states become: scores of words, of ``num_labels`` labels, or nothing else. With ``mla`` queries have ``head_dim``
+    plus output in tokens. ``head`` turns hidden states into logits of the vocabulary (lm), into scores of
+    ``num_labels`` labels (classifier), or is absent. With ``mla`` queries have ``head_dim``
     values, and its latents are the one KV head. ``mtp_layers`` of multi-token prediction follow in the checkpoint.
     ``sinks``: each head has a logit that joins the denominator of its softmax.
     """
@@ -98,7 +98,7 @@ class ModelSpec:
     dtype: str
     eos_token_ids: tuple[int, ...]
     context_length: int
-    head: Head = "words"
+    head: Head = "lm"
     num_labels: int = 0
     moe: MoESpec | None = None
     quantization: QuantizationScheme | None = None
@@ -108,34 +108,34 @@ class ModelSpec:
     sinks: bool = False
     dropped_eos_ids: tuple[int, ...] = ()  # the checkpoint names them, and the model does not have them
 
-    def seen_back(self, layers: range) -> Windows:
-        """The windows of some layers, an entry each, None also where a window holds the whole context."""
+    def windows_of(self, layers: range) -> Windows:
+        """Returns the window of each of some layers; None also where a window covers the whole context."""
         stated = self.windows or (None,) * self.num_layers
         return tuple(None if window is None or window >= self.context_length else window
                      for window in stated[layers.start:layers.stop])
 
     @property
     def kv_dim(self) -> int:
-        """Values that a KV head keeps of a token, as its key and again as its value, or as its latent."""
+        """Values of a token in a KV head: of its key, and again of its value; or of its latent."""
         return self.head_dim if self.mla is None else self.mla.latent_dim
 
     @property
     def unused_names(self) -> tuple[str, ...]:
-        """How the names of tensors begin that the checkpoint holds and the model has no use for."""
+        """Prefixes of the names of tensors in the checkpoint that the model does not use."""
         return tuple(f"model.layers.{self.num_layers + i}." for i in range(self.mtp_layers))
 
     @property
     def stacked_experts(self) -> Stacked:
-        """See MoESpec."""
+        """Layout of stacked experts in the checkpoint, as ``MoESpec.stacked``."""
         return "rows" if self.moe is None else self.moe.stacked
 
     @property
     def rotary_dim(self) -> int:
-        """Values of a head that are turned by their position."""
+        """Values of a head to which rotary embeddings are applied."""
         return self.head_dim if self.mla is None else self.mla.rope_dim
 
     def check_tp(self, size: int, mlp_size: int | None = None) -> None:
-        """Raises ConfigError where ``size`` ranks cannot share the attention evenly, or ``mlp_size`` the MLPs."""
+        """Raises ConfigError where ``size`` ranks cannot split attention evenly, or ``mlp_size`` ranks the MLPs."""
         mlp_size = mlp_size or size
         width = self.intermediate_size if self.num_dense_layers else 0
         if self.num_heads % size or width % mlp_size:
@@ -150,20 +150,20 @@ class ModelSpec:
 
     @property
     def num_dense_layers(self) -> int:
-        """Layers whose MLP is no mixture of experts."""
+        """Number of layers whose MLP is no mixture of experts."""
         return self.num_layers - (len(self.moe.layers) if self.moe is not None else 0)
 
     def local_kv_heads(self, tp_size: int) -> int:
-        """KV heads that one rank holds; with more ranks than KV heads each head is replicated."""
+        """Returns the KV heads of one rank; with more ranks than KV heads each head is replicated."""
         return max(1, self.num_kv_heads // tp_size)
 
 
 def load_model_spec(args: ModelArgs) -> ModelSpec:
-    """Read ``config.json`` and ``generation_config.json``; raises ConfigError, naming what is unsupported."""
+    """Reads ``config.json`` and ``generation_config.json``; raises ConfigError, naming what is unsupported."""
     folder = resolve_metadata(args)
     config = read_json(folder / "config.json")
     if config is None:
-        raise ConfigError(f"{folder} holds no config.json: it is not a Hugging Face checkpoint.")
+        raise ConfigError(f"{folder} has no config.json: it is not a Hugging Face checkpoint.")
     generation = read_json(folder / "generation_config.json")
     for name in _COUNTS:
         if name in config and (type(config[name]) is not int or config[name] < 1):
@@ -175,7 +175,7 @@ def load_model_spec(args: ModelArgs) -> ModelSpec:
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{folder}/config.json holds a value of a kind that it must not have ({error}).") from None
+        raise ConfigError(f"{folder}/config.json has a value of the wrong type ({error}).") from None
 
 
 def _spec_from(given: dict[str, Any], generation: dict[str, Any] | None, args: ModelArgs) -> ModelSpec:
@@ -206,7 +206,7 @@ def _spec_from(given: dict[str, Any], generation: dict[str, Any] | None, args: M
         attention_bias=config.get("qkv_bias", True) if family.qkv_bias else attention_bias, o_bias=attention_bias,
         mlp_bias=family.biases_in_config and bool(config.get("mlp_bias", False)), qk_norm=family.qk_norm,
         dtype=_dtype(config), eos_token_ids=tuple(id for id in eos_ids if id in has),
-        context_length=context_length, head=head, num_labels=_num_labels(config) if head == "labels" else 0,
+        context_length=context_length, head=head, num_labels=_num_labels(config) if head == "classifier" else 0,
         moe=family.experts(config) if family.experts else None,
         quantization=scheme_of(config, args.quantization), mla=mla,
         mtp_layers=(config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0) if mla else 0,
@@ -216,15 +216,15 @@ def _spec_from(given: dict[str, Any], generation: dict[str, Any] | None, args: M
 
 
 def _head(architecture: str, args: ModelArgs) -> Head:
-    """Raises ConfigError for a model that cannot generate on a server that is to."""
+    """Returns the architecture's head; raises ConfigError where the server is to generate and the model cannot."""
     head = next(head for suffix, head in _HEADS.items() if architecture.endswith(suffix))
-    if head != "words" and not args.is_embedding:
+    if head != "lm" and not args.is_embedding:
         raise ConfigError(f"{architecture} does not generate text: serve it with --is-embedding.")
     return head
 
 
 def _num_labels(config: dict[str, Any]) -> int:
-    """As transformers counts them, which writes the count only where it differs from the labels' names."""
+    """Counts labels as transformers does, which writes the count only where it differs from the labels' names."""
     return len(config["id2label"]) if config.get("id2label") else int(config.get("num_labels", 2))
 
 
@@ -247,7 +247,8 @@ def _dtype(config: dict[str, Any]) -> str:
 
 
 def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """``(theta, scaling)``; older checkpoints write ``rope_theta`` beside ``rope_scaling``, newer ones one dict."""
+    """Returns ``(theta, scaling)``; older checkpoints write ``rope_theta`` next to ``rope_scaling``, newer ones one
+    dict."""
     merged = dict(config.get("rope_scaling") or {}) or dict(config.get("rope_parameters") or {})
     theta = float(merged.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
     kind = merged.pop("rope_type", None) or merged.get("type") or "default"
@@ -271,7 +272,7 @@ def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
 
 
 def _longest_context(max_positions: int, scaling: Mapping[str, Any] | None) -> int:
-    """Llama 3's ``max_position_embeddings`` counts the scaling already, and a yarn checkpoint's may."""
+    """Returns the longest context. Llama 3's ``max_position_embeddings`` includes the scaling, and yarn's may."""
     kind = scaling["rope_type"] if scaling else "default"
     if scaling and kind in ("linear", "dynamic"):
         return int(max_positions * scaling["factor"])
@@ -281,8 +282,8 @@ def _longest_context(max_positions: int, scaling: Mapping[str, Any] | None) -> i
 
 
 def _eos_token_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
-    found: list[int] = []
+    eos_ids: list[int] = []
     for source in (generation, config):
         ids = source.get("eos_token_id")
-        found.extend(id for id in (ids if isinstance(ids, list) else [ids]) if isinstance(id, int))
-    return tuple(dict.fromkeys(found))
+        eos_ids.extend(id for id in (ids if isinstance(ids, list) else [ids]) if isinstance(id, int))
+    return tuple(dict.fromkeys(eos_ids))

@@ -1,4 +1,4 @@
-"""What a checkpoint's configuration says about its mixture of experts."""
+"""Reads a mixture of experts from a checkpoint's configuration."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from typing import Any, Literal
 
 from ..api.errors import ConfigError
 
-Stacked = Literal["rows", "turns"]
+Stacked = Literal["rows", "interleaved"]
 
 
 @dataclass(frozen=True)
 class MoESpec:
-    """The experts of a model, and how a token is given to ``top_k`` of ``num_experts``.
+    """The experts of a model, and the routing of a token to ``top_k`` of ``num_experts``.
 
-    ``layers`` are those whose MLP is a mixture; the others are dense. ``intermediate_size`` is one expert's.
-    A token scores every expert by ``scoring`` of the router's logits. It chooses by the scores (plus the router's own
-    bias with ``correction_bias``), among the ``top_groups`` of ``num_groups`` groups of neighbouring experts whose
-    best expert (``group_score`` max) or two best ones (top2) score highest. Chosen experts weigh their scores, with
-    ``renormalize`` scaled to add up to 1, times ``scaling_factor``.
-    Beside the chosen ones, an MLP of ``shared_size`` runs for every token: ``shared_name`` in the checkpoint, with
-    ``shared_gate`` times a sigmoid of its own.
-    The router is ``router_name`` in the checkpoint, with ``router_bias`` added to its logits. ``expert_bias``: both
-    products of an expert have one. ``gate_limit``: an expert's gate and up are clamped by it, see
-    ``kernels.moe_experts``; 0 for a plain silu. ``stacked``: how a checkpoint holds a layer's experts in one tensor, as
-    [E, out, in] each gate's rows before its up's, or [E, in, out], gate's and up's columns in ``turns``.
+    ``layers`` are those whose MLP is a mixture; the others are dense. ``intermediate_size`` is one expert's. A token
+    scores every expert by ``scoring`` of the router's logits. It chooses by the scores (plus the router's own bias with
+    ``correction_bias``), among the ``top_groups`` of ``num_groups`` groups of neighbouring experts whose best expert
+    (``group_score`` max) or two best ones (top2) score highest. Chosen experts weigh their scores, with ``renormalize``
+    scaled to add up to 1, times ``scaling_factor``. In addition to the chosen experts, an MLP of ``shared_size`` runs
+    for every token: ``shared_name`` in the checkpoint, with ``shared_gate`` times a sigmoid of its own. The router is
+    ``router_name`` in the checkpoint, with ``router_bias`` added to its logits. ``expert_bias``: both products of an
+    expert have one. ``gate_limit``: an expert's gate and up are clamped by it, see ``kernels.moe_experts``; 0 for a
+    plain silu. ``stacked``: how a checkpoint holds a layer's experts in one tensor, as [E, out, in] each gate's rows
+    before its up's, or [E, in, out], gate's and up's columns ``interleaved``.
     """
 
     num_experts: int
@@ -68,11 +67,11 @@ def gpt_oss_experts(config: Mapping[str, Any]) -> MoESpec:
     return MoESpec(num_experts=config["num_experts"], top_k=top_k,
                    intermediate_size=config["intermediate_size"], layers=tuple(range(config["num_hidden_layers"])),
                    router_name="router", router_bias=True, expert_bias=True,
-                   gate_limit=float(config.get("swiglu_limit") or 7.0), stacked="turns")
+                   gate_limit=float(config.get("swiglu_limit") or 7.0), stacked="interleaved")
 
 
 def qwen_experts(config: Mapping[str, Any]) -> MoESpec | None:
-    """Qwen2-MoE's and Qwen3-MoE's; None where no layer has experts."""
+    """Reads Qwen2-MoE's or Qwen3-MoE's experts; None where no layer has any."""
     dense, step = config.get("mlp_only_layers") or (), config["decoder_sparse_step"]
     layers = tuple(i for i in range(config["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0)
     if not layers or not config["num_experts"]:
@@ -85,7 +84,7 @@ def qwen_experts(config: Mapping[str, Any]) -> MoESpec | None:
 
 
 def deepseek_experts(config: Mapping[str, Any], *, version: Literal[2, 3]) -> MoESpec | None:
-    """DeepSeek-V2's or V3's; None where no layer has experts.
+    """Reads DeepSeek-V2's or V3's experts; None where no layer has any.
 
     V2 scores by softmax and its groups by their best expert, V3 by sigmoid, with a bias, and by their two best. V2 as
     published scales weights only where it does not renormalise them.

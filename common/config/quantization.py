@@ -1,6 +1,6 @@
-"""How a model's linear layers are quantized: by the checkpoint's ``quantization_config``, or as they are loaded.
+"""Quantization of a model's linear layers: by the checkpoint's ``quantization_config``, or while they are loaded.
 
-Free of torch: it is a part of the ModelSpec.
+It imports no torch, since it is part of the ModelSpec.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ BLOCK = (128, 128)
 class QuantizationScheme:
     """Weights and activations in float8 (e4m3), sums in float32.
 
-    ``weights`` says what has a scale of its own: each projection, each of its outputs (``channel``), or each
-    ``block`` of outputs x inputs. ``activations`` get a scale a token (with blocks: a token's group of ``block[1]``
-    values) as they come, or, ``static``, one that the checkpoint holds. ``stored``: the checkpoint holds float8 weights
-    and scales named ``<projection>.<weight_scale>``; else weights are quantized as they are loaded. The linear layers
-    that ``ignored`` names stay as they are; the embedding and the output head always do.
+    ``weights`` have one scale for each projection (``tensor``), each output (``channel``), or each ``block`` of outputs
+    x inputs. ``activations`` are scaled for each token (with blocks: each group of ``block[1]`` values of a token) at
+    run time, or, ``static``, by one scale of the checkpoint. ``stored``: the checkpoint has float8 weights and scales
+    named ``<projection>.<weight_scale>``; else weights are quantized as they are loaded. The linear layers that
+    ``ignored`` names stay as they are; the embedding and the output head always do.
     """
 
     weights: Literal["tensor", "channel", "block"]
@@ -35,39 +35,39 @@ class QuantizationScheme:
     ignored: tuple[str, ...] = ()
 
     def quantizes(self, name: str) -> bool:
-        """Whether the linear layer of the checkpoint's ``name`` is quantized."""
+        """Returns whether the linear layer with this name in the checkpoint is quantized."""
         return not any(_names(pattern, name) for pattern in self.ignored)
 
 
 AS_LOADED = {"fp8": QuantizationScheme("channel"), "fp8_per_tensor": QuantizationScheme("tensor"),
              "fp8_per_block": QuantizationScheme("block")}
-"""By the values of ``--quantization``."""
+"""Schemes that are applied while weights are loaded, by the values of ``--quantization``."""
 
 
 def scheme_of(config: Mapping[str, Any], flag: str | None) -> QuantizationScheme | None:
-    """What config.json and ``--quantization`` say together; None for weights as they are.
+    """Reads the scheme from config.json and ``--quantization``; None for weights that are not quantized.
 
-    Raises ConfigError, naming it, for a way of quantizing that is not supported.
+    Raises ConfigError for an unsupported format, which it names.
     """
     stated = config.get("quantization_config") or config.get("compression_config")
     method = (stated or {}).get("quant_method")
-    if stated is None or method == "mxfp4":  # experts' alone, whom weights/expert_turns.py makes dense
+    if stated is None or method == "mxfp4":  # of the experts alone, which weights/interleaved_experts.py dequantizes
         return AS_LOADED[flag] if flag else None
     if method == "fp8":
-        found = _fp8(stated)
+        scheme = _fp8(stated)
     elif method == "compressed-tensors":
-        found = _compressed_tensors(stated)
+        scheme = _compressed_tensors(stated)
     else:
         raise ConfigError(f"Checkpoints quantized by {method!r} are not supported: use one in bfloat16, float16 or "
                           "float32, or one quantized to float8 by 'fp8' or 'compressed-tensors'.")
     if flag not in (None, "fp8"):
         raise ConfigError(f"--quantization {flag} is for checkpoints that are not quantized, and this one is: leave "
                           "the flag out.")
-    return found
+    return scheme
 
 
 def _fp8(stated: Mapping[str, Any]) -> QuantizationScheme:
-    """The form of transformers' finegrained float8 (``weight_block_size`` stated, be it null) or of AutoFP8's."""
+    """Reads transformers' finegrained float8 (which has ``weight_block_size``, possibly null), or AutoFP8's format."""
     activations = stated.get("activation_scheme", "dynamic")
     if activations not in ("dynamic", "static"):
         raise ConfigError(f"activation_scheme {activations!r} is not supported: it is 'dynamic' or 'static'.")
@@ -87,13 +87,13 @@ def _fp8(stated: Mapping[str, Any]) -> QuantizationScheme:
 def _compressed_tensors(stated: Mapping[str, Any]) -> QuantizationScheme:
     groups = list((stated.get("config_groups") or {}).values())
     if len(groups) != 1 or groups[0].get("targets") != ["Linear"]:
-        raise ConfigError("Of compressed-tensors' checkpoints those are supported whose config_groups has one group, "
-                          "with the target 'Linear'.")
+        raise ConfigError("Checkpoints of compressed-tensors are supported where config_groups has one group, with the "
+                          "target 'Linear'.")
     weights, inputs = groups[0].get("weights") or {}, groups[0].get("input_activations")
-    for what, side in (("weights", weights), ("input_activations", inputs)):
+    for name, side in (("weights", weights), ("input_activations", inputs)):
         if not side or side.get("type") != "float" or side.get("num_bits") != 8:
-            raise ConfigError(f"Of compressed-tensors' checkpoints those are supported whose weights and "
-                              f"input_activations are 8-bit floats; {what} are {_told(side)}.")
+            raise ConfigError(f"Checkpoints of compressed-tensors are supported where weights and "
+                              f"input_activations are 8-bit floats; {name} are {_describe(side)}.")
     assert inputs is not None
     strategy = weights.get("strategy")
     if strategy not in ("tensor", "channel", "block"):
@@ -113,12 +113,13 @@ def _block(size: Any) -> tuple[int, int]:
     return size[0], size[1]
 
 
-def _told(side: Mapping[str, Any] | None) -> str:
+def _describe(side: Mapping[str, Any] | None) -> str:
     return f"{side.get('num_bits')}-bit {side.get('type')}" if side else "not quantized"
 
 
 def _names(pattern: str, name: str) -> bool:
-    """A regular expression behind ``re:``, else a run of the name's dotted parts: ``lm_head``, ``model.layers.0``."""
+    """Matches a name by a regular expression after ``re:``, else by some of its dotted parts: ``lm_head``,
+    ``model.layers.0``."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
     return f".{pattern}." in f".{name}."

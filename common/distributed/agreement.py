@@ -1,4 +1,4 @@
-"""What ranks that decide alike go by, where each of them alone knows something."""
+"""Agreement of ranks that take the same decisions on values that each of them only knows for itself."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ import torch.distributed as dist
 class Agreeing(Protocol):
     """Ranks that make the same calls in the same order."""
 
-    def least(self, topic: str, keys: Sequence[int], values: np.ndarray, unknown: Sequence[int]) -> np.ndarray:
-        """Element-wise minimum over the ranks of int64 ``values`` [n, k], row i of which belongs to ``keys[i]``; equal
-        on all ranks. A key means one thing only, within its ``topic``. It may be the minimum of a while ago, and of a
-        rank that has told nothing of a key then be ``unknown`` [k]."""
+    def min_by_key(self, topic: str, keys: Sequence[int], values: np.ndarray, unknown: Sequence[int]) -> np.ndarray:
+        """Returns the element-wise minimum over the ranks of int64 ``values`` [n, k], row i of which belongs to
+        ``keys[i]``; equal on all ranks.
+
+        A key has one meaning within its ``topic``. The minimum may lag behind; a rank that had not reported a key by
+        then counts as ``unknown`` [k].
+        """
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """Whether a collective failed because another rank is gone, whose own log says why."""
+    """Returns whether a collective failed because another rank is gone, whose own log says why."""
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)

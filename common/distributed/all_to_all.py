@@ -1,4 +1,4 @@
-"""The exchange of steps whose tokens go to the ranks of their experts alone, through each other's memory."""
+"""All-to-all dispatch and combine: tokens are sent to the ranks of their experts only, through symmetric memory."""
 
 from __future__ import annotations
 
@@ -18,40 +18,43 @@ from .tp import TPGroup
 log = logging.getLogger("baton.engine")
 
 Products = Callable[[torch.Tensor | Float8Rows, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
-"""``(rows [N, hidden], places [N, K])`` to what this rank's experts make of them, and where each choice's row is."""
-_TRIAL_PATIENCE = 1 << 23  # looks for a peer's rows, some 10 s: another rank may still compile the kernel
+"""Takes ``(rows [N, hidden], local expert ids [N, K])``; returns the rows that this rank's experts compute, and the
+position of each choice's row among them."""
+_SELF_TEST_MAX_POLLS = 1 << 23
+"""Polls for a peer's rows, some 10 s: another rank may still compile the kernel."""
 
 
 class AllToAllExchange:
-    """Of ranks that are an attention group each, with whole experts. TokenExchange says what a step has; ``takes`` says
-    whether it goes this way, by what is equal on all ranks. ``nbytes``: of this GPU's memory, once connected."""
+    """All-to-all between attention groups of one rank each, with whole experts. ``begin_step`` describes a step;
+    ``can_dispatch`` says whether it takes this path, by what is equal on all ranks. ``nbytes``: this GPU's memory that
+    it occupies, once connected."""
 
     def __init__(self, group: TPGroup):
         self._group = group
-        self._most = 0
+        self._max_rows = 0
         self._shared: DispatchBuffers | None = None
 
     def connect(self, rows: int, width: int, choices: int, dtype: torch.dtype, *, float8: bool = False) -> None:
-        """Memory for ``rows`` of each rank, of ``width`` values, with as many ``choices`` each, which travel in
-        ``float8`` where it is said. A collective of the group; a sentence in the log tells where its GPUs cannot."""
-        made, trouble = None, None
+        """Allocates symmetric memory for ``rows`` of each rank, of ``width`` values with ``choices`` experts each, sent
+        in ``float8`` or ``dtype``. A collective of the group; logs a warning where its GPUs cannot."""
+        shared, failure = None, None
         if self._group.device.type != "cuda":
             return
         try:
             if not AVAILABLE or self._group.device_group is None:
                 raise RuntimeError("it takes triton and NCCL")
             areas = DispatchLayout(self._group.size, rows, width, choices, float8, dtype)
-            made = DispatchBuffers(self._group.rank, self._group.device_group, self._group.device, areas)
+            shared = DispatchBuffers(self._group.rank, self._group.device_group, self._group.device, areas)
         except Exception as error:  # the API is young, and what it raises depends on drivers and container rights
-            trouble = f"{type(error).__name__}: {error}"
-        if self._group.all_true(made is not None):
-            assert made is not None
-            trouble = _tried(made.peers)
-            if self._group.all_true(trouble is None):
-                self._shared = made
+            failure = f"{type(error).__name__}: {error}"
+        if self._group.all_true(shared is not None):
+            assert shared is not None
+            failure = _self_test(shared.peers)
+            if self._group.all_true(failure is None):
+                self._shared = shared
                 return
         log.warning("Tokens reach experts by collectives, for which the host waits in every layer: %s.",
-                    trouble or "another rank has no memory that its peers see")
+                    failure or "another rank has no memory that its peers see")
 
     @property
     def nbytes(self) -> int:
@@ -61,59 +64,61 @@ class AllToAllExchange:
     def connected(self) -> bool:
         return self._shared is not None
 
-    def begin(self, counts: Sequence[int]) -> None:
-        """A step of so many rows of each rank."""
-        self._most = max(counts)
+    def begin_step(self, counts: Sequence[int]) -> None:
+        """Announces a step with these rows of each rank."""
+        self._max_rows = max(counts)
 
     @property
-    def takes(self) -> bool:
-        return self.fits(self._most)
+    def can_dispatch(self) -> bool:
+        """Whether the step takes this path."""
+        return self.fits(self._max_rows)
 
     def fits(self, rows: int) -> bool:
-        """Whether a step of so many rows of each rank at most can go this way."""
+        """Returns whether a step of at most ``rows`` rows of each rank can take this path."""
         return self._shared is not None and 0 < rows <= self._shared.peers.layout.rows
 
-    def computed(self, x: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor, places: int, products: Products,
-                 more: torch.Tensor | None = None) -> DeferredCombine:
-        """What the ranks' experts make of this rank's tokens ``x`` [T, hidden], in a step that ``takes`` took, and
-        ``more``; see ``compute_by_all_to_all``. All ranks call it together."""
+    def dispatch_combine(self, x: torch.Tensor, physical_ids: torch.Tensor, weights: torch.Tensor, num_local: int,
+                         products: Products, addend: torch.Tensor | None = None) -> DeferredCombine:
+        """Returns the weighted sum of the experts' results for this rank's tokens ``x`` [T, hidden], plus ``addend``,
+        in a step that ``can_dispatch``. All ranks call it together; see ``compute_by_all_to_all``."""
         assert self._shared is not None
-        peers, most = self._shared.peers, self._most
-        numbers = numbers.contiguous()
-        all_to_all_dispatch(x.contiguous(), numbers, weights.contiguous(), most, places, peers)
-        made, positions = products(peers.tokens(most), peers.choices(most)[0])
-        all_to_all_combine(made, positions, most, places, peers)
-        return DeferredCombine(numbers, places, peers, more)
+        peers, max_rows = self._shared.peers, self._max_rows
+        physical_ids = physical_ids.contiguous()
+        all_to_all_dispatch(x.contiguous(), physical_ids, weights.contiguous(), max_rows, num_local, peers)
+        y, positions = products(peers.tokens(max_rows), peers.choices(max_rows)[0])
+        all_to_all_combine(y, positions, max_rows, num_local, peers)
+        return DeferredCombine(physical_ids, num_local, peers, addend)
 
 
 @dataclass(frozen=True)
 class DeferredCombine:
-    """The sum [T, hidden] of what the ranks of their experts have made of this rank's tokens, and of ``more``. It is
-    made before the next exchange, which overwrites the parts; else as DeferredSum."""
+    """A deferred combine: the sum [T, hidden] of the experts' results for this rank's tokens, and of ``addend``. It
+    must be computed before the next exchange, which overwrites the results. See DeferredSum."""
 
-    numbers: torch.Tensor
-    places: int
+    physical_ids: torch.Tensor
+    num_local: int
     peers: DispatchMemory
-    more: torch.Tensor | None = None
+    addend: torch.Tensor | None = None
 
-    def total(self) -> torch.Tensor:
-        """``[T, hidden]``"""
-        return reduce_combined(self.numbers, self.places, self.peers, self.more)[0]
+    def reduce(self) -> torch.Tensor:
+        """Returns the sum ``[T, hidden]``."""
+        return reduce_combined(self.physical_ids, self.num_local, self.peers, self.addend)[0]
 
-    def rows(self, index: torch.Tensor) -> torch.Tensor:
-        return self.total()[index]
+    def select(self, index: torch.Tensor) -> torch.Tensor:
+        return self.reduce()[index]
 
-    norms = True
+    fuses_norm = True
 
-    def normed(self, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(norm(total + residual) * weight, total + residual)``"""
-        total, y = reduce_combined(self.numbers, self.places, self.peers, self.more, residual, weight, eps)
+    def add_norm(self, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns ``(norm(sum + residual) * weight, sum + residual)``."""
+        total, y = reduce_combined(self.physical_ids, self.num_local, self.peers, self.addend, residual, weight, eps)
         assert y is not None
         return y, total
 
 
-def _tried(peers: DispatchMemory) -> str | None:
-    """Exchange a few rows twice, of which every choice adds the row itself; what is wrong. A collective of the ranks.
+def _self_test(peers: DispatchMemory) -> str | None:
+    """Exchanges a few rows twice, with experts that return the row itself; returns what is wrong, or None. A
+    collective.
 
     A rank that waits in vain gives up, so that this ends whatever is wrong.
     """
@@ -121,19 +126,19 @@ def _tried(peers: DispatchMemory) -> str | None:
     try:
         rows = min(3, areas.rows)
         x = torch.randn(rows, areas.width, device=device).to(areas.dtype)
-        numbers = (torch.arange(areas.choices, device=device) % areas.ranks).expand(rows, -1).contiguous()
+        physical_ids = (torch.arange(areas.choices, device=device) % areas.ranks).expand(rows, -1).contiguous()
         weights = torch.ones(rows, areas.choices, device=device)
         back = torch.arange(areas.ranks * rows * areas.choices, dtype=torch.int32, device=device)
         for positions in (None, back):  # which are two kernels
-            all_to_all_dispatch(x, numbers, weights, rows, 1, peers, max_polls=_TRIAL_PATIENCE)
-            came = peers.tokens(rows)
-            if isinstance(came, Float8Rows):
-                came = came.values.float() * came.scale.repeat_interleave(GROUP, 1)[:, :areas.width]
-            made = came.to(areas.dtype).repeat_interleave(areas.choices, 0)
-            all_to_all_combine(made, positions, rows, 1, peers, max_polls=_TRIAL_PATIENCE)
-            total = reduce_combined(numbers, 1, peers)[0].float() / areas.choices
+            all_to_all_dispatch(x, physical_ids, weights, rows, 1, peers, max_polls=_SELF_TEST_MAX_POLLS)
+            received = peers.tokens(rows)
+            if isinstance(received, Float8Rows):
+                received = received.values.float() * received.scale.repeat_interleave(GROUP, 1)[:, :areas.width]
+            y = received.to(areas.dtype).repeat_interleave(areas.choices, 0)
+            all_to_all_combine(y, positions, rows, 1, peers, max_polls=_SELF_TEST_MAX_POLLS)
+            total = reduce_combined(physical_ids, 1, peers)[0].float() / areas.choices
             if not torch.allclose(total, x.float(), atol=0.1, rtol=0.1):
                 return "rows came back wrong"
-    except Exception as error:  # whatever a compiler does on a machine that nobody has seen
+    except Exception as error:  # whatever a compiler does on an unknown machine
         return f"{type(error).__name__}: {error}"
     return None

@@ -1,4 +1,4 @@
-"""Whether a CUDA graph may hold a rank's collectives."""
+"""Checks whether CUDA graphs can capture a rank's collectives."""
 
 from __future__ import annotations
 
@@ -15,46 +15,48 @@ _SIZES = (2048, 600_000)
 
 
 def may_capture(parallel: Parallel) -> bool:
-    """Whether a decode step of these ranks can be captured: tried with several ranks, once, by all of them together.
+    """Returns whether a decode step of these ranks can be captured. Several ranks try it once, all together.
 
-    Not where the host decides in every step what is sent: with experts by all-to-all; nor between the stages of a
-    pipeline; nor where attention groups' tokens are counted by expert, for padding to a common size would count too;
-    nor through host memory.
-    Experts that move do so in place, between steps. A sentence in the log tells of a trial that failed. All ranks get
-    the same answer.
+    It cannot be where the host decides in every step what is sent (experts by all-to-all), with pipeline parallelism,
+    where attention groups' tokens are counted by expert (padding to a common size would count too), and through host
+    memory. Experts that EPLB moves are moved in place, between steps. A warning is logged where the trial fails. All
+    ranks get the same answer.
     """
     experts = parallel.experts
-    if parallel.stages.size > 1 or parallel.world.through_host:
+    if parallel.pp.size > 1 or parallel.tp.through_host:
         return False
-    if parallel.world.size == 1:
+    if parallel.tp.size == 1:
         return True
-    waits = experts.spreads and not (experts.sent is not None and experts.sent.connected)
-    if waits or (parallel.dp_size > 1 and experts.counted):
+    waits = experts.uses_all_to_all and not (experts.all_to_all is not None and experts.all_to_all.connected)
+    if waits or (parallel.dp_size > 1 and experts.counts_tokens):
         return False
-    trouble = None
-    for group in {id(group): group for group in (parallel.world, parallel.attention, parallel.across)}.values():
-        if group.size > 1 and trouble is None:
-            trouble = _trouble(group, group.size == parallel.dp_size)
-    fine = parallel.world.all_true(trouble is None)
-    if not fine:
-        log.warning("Decode steps run without CUDA graphs: %s.", trouble or "other ranks cannot capture theirs")
-    return fine
+    failure = None
+    for group in {id(group): group for group in (parallel.tp, parallel.attn_tp, parallel.dp)}.values():
+        if group.size > 1 and failure is None:
+            failure = _capture_failure(group, group.size == parallel.dp_size)
+    captures = parallel.tp.all_true(failure is None)
+    if not captures:
+        log.warning("Decode steps run without CUDA graphs: %s.", failure or "other ranks cannot capture theirs")
+    return captures
 
 
-def may_capture_prompts(parallel: Parallel, rows: int) -> bool:
-    """Whether pieces of prompts' steps of so many rows of each attention group can be captured where ``may_capture``:
-    not where padding would be counted by expert, or sent to one that has moved; nor where so many rows reach experts
-    by what the host waits for."""
+def may_capture_prefill(parallel: Parallel, rows: int) -> bool:
+    """Returns whether piecewise graphs of prefill steps of ``rows`` rows of each attention group can be captured, given
+    ``may_capture``.
+
+    They cannot be where padding would be counted by expert, or sent to an expert that has moved, nor where an
+    all-to-all that the host waits for takes the rows to their experts.
+    """
     experts = parallel.experts
-    if experts.counted or experts.movable:
+    if experts.counts_tokens or experts.eplb:
         return False
-    return not experts.spreads or (experts.sent is not None and experts.sent.fits(rows))
+    return not experts.uses_all_to_all or (experts.all_to_all is not None and experts.all_to_all.fits(rows))
 
 
-def _trouble(group: TPGroup, sends: bool) -> str | None:
-    """Capture sums and gathers, through peers' memory where that is used and NCCL's, replay them twice and compare;
-    with ``sends`` also what goes to one rank each. Nobody replays unless all have captured."""
-    graph, trouble = torch.cuda.CUDAGraph(), None
+def _capture_failure(group: TPGroup, sends: bool) -> str | None:
+    """Captures sums and gathers, with ``symm_comm`` where there is one and with NCCL, replays them twice and compares;
+    with ``sends`` also an all-to-all. Returns what failed, or None. No rank replays unless all have captured."""
+    graph, failure = torch.cuda.CUDAGraph(), None
     values = [torch.full((size,), float(group.rank + 1), dtype=torch.bfloat16, device=group.device) for size in _SIZES]
     ones = [1] * group.size
     summed: list[torch.Tensor] = []
@@ -72,7 +74,7 @@ def _trouble(group: TPGroup, sends: bool) -> str | None:
         summed.clear()
         gathered.clear()
         collect()
-        with group.without_peers():
+        with group.without_symm_comm():
             collect()
 
     collect_both_ways()  # NCCL connects its ranks at the first call, which cannot be captured
@@ -81,10 +83,10 @@ def _trouble(group: TPGroup, sends: bool) -> str | None:
     try:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             collect_both_ways()
-    except Exception as error:  # torch tells what a capture must not hold by errors of many kinds
-        trouble = f"collectives cannot be captured ({type(error).__name__}: {error})"
-    if not group.all_true(trouble is None):
-        return trouble or "collectives cannot be captured on another rank"
+    except Exception as error:  # torch refuses a capture by errors of many kinds
+        failure = f"collectives cannot be captured ({type(error).__name__}: {error})"
+    if not group.all_true(failure is None):
+        return failure or "collectives cannot be captured on another rank"
     for _ in range(2):
         graph.replay()
     torch.cuda.synchronize(group.device)

@@ -1,4 +1,4 @@
-"""A sum, over ranks or of a product, that is left to who needs it, who may do more in the same pass."""
+"""Sums, over ranks or of a product, that are deferred to the consumer, which may fuse more into the same kernel."""
 
 from __future__ import annotations
 
@@ -13,74 +13,77 @@ from .tp import TPGroup
 
 @dataclass(frozen=True)
 class DeferredSum:
-    """The sum of ``part`` [T, hidden] over the ranks of ``group``. ``part`` is this rank's summand, used up when
-    the sum is made: once, at the same place of the program on every rank."""
+    """A deferred all-reduce: the sum of ``part`` [T, hidden] over the ranks of ``group``.
+
+    ``part`` is this rank's summand and is overwritten when the sum is computed, which every rank does once, at the same
+    point of the program.
+    """
 
     part: torch.Tensor
     group: TPGroup
 
-    def total(self) -> torch.Tensor:
-        """``[T, hidden]``, equal on all ranks."""
+    def reduce(self) -> torch.Tensor:
+        """Returns the sum ``[T, hidden]``, equal on all ranks."""
         return self.group.all_reduce(self.part) if len(self.part) else self.part
 
-    def rows(self, index: torch.Tensor) -> DeferredSum:
-        """Of these rows alone."""
+    def select(self, index: torch.Tensor) -> DeferredSum:
+        """Returns the deferred sum of these rows."""
         return DeferredSum(self.part[index], self.group)
 
     @property
-    def norms(self) -> bool:
-        """Whether one kernel makes the sum and its norm."""
-        return self.group.peers is not None and self.group.peers.takes_rows(self.part)
+    def fuses_norm(self) -> bool:
+        """Whether one kernel computes the sum and its norm."""
+        return self.group.symm_comm is not None and self.group.symm_comm.can_all_reduce_norm(self.part)
 
-    def normed(self, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(norm(total + residual) * weight, total + residual)``, of a sum that ``norms``."""
-        assert self.group.peers is not None
-        return self.group.peers.sum_normed(self.part, residual, weight, eps)
+    def add_norm(self, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns ``(norm(sum + residual) * weight, sum + residual)``; needs ``fuses_norm``."""
+        assert self.group.symm_comm is not None
+        return self.group.symm_comm.all_reduce_norm(self.part, residual, weight, eps)
 
 
 @dataclass(frozen=True)
 class DeferredRows:
-    """This rank's rows of the sum of ``part + more`` [ranks * n, hidden] over the ranks of ``group``; else as
-    DeferredSum."""
+    """A deferred reduce-scatter: this rank's rows of the sum of ``part + addend`` [ranks * n, hidden] over the ranks of
+    ``group``. See DeferredSum."""
 
     part: torch.Tensor
-    more: torch.Tensor | None
+    addend: torch.Tensor | None
     group: TPGroup
 
-    def total(self) -> torch.Tensor:
-        """``[n, hidden]``"""
-        return self.group.reduce_scatter_rows(self.part if self.more is None else self.part + self.more)
+    def reduce(self) -> torch.Tensor:
+        """Returns this rank's rows ``[n, hidden]``."""
+        return self.group.reduce_scatter_rows(self.part if self.addend is None else self.part + self.addend)
 
-    def rows(self, index: torch.Tensor) -> torch.Tensor:
-        return self.total()[index]
+    def select(self, index: torch.Tensor) -> torch.Tensor:
+        return self.reduce()[index]
 
-    norms = True
+    fuses_norm = True
 
-    def normed(self, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(norm(total + residual) * weight, total + residual)``"""
-        assert self.group.peers is not None
-        return self.group.peers.scatter_normed(self.part, self.more, residual, weight, eps)
+    def add_norm(self, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns ``(norm(sum + residual) * weight, sum + residual)``."""
+        assert self.group.symm_comm is not None
+        return self.group.symm_comm.reduce_scatter_norm(self.part, self.addend, residual, weight, eps)
 
 
 @dataclass(frozen=True)
 class DeferredProduct:
-    """``factor @ weight.T`` [T, hidden], on one rank: where a residual waits for it, it is added as it is made."""
+    """A deferred product ``x @ weight.T`` [T, hidden] on one rank: its kernel adds to the residual directly."""
 
-    factor: torch.Tensor
+    x: torch.Tensor
     weight: torch.Tensor
 
-    def total(self) -> torch.Tensor:
-        return dense_matmul(self.factor, self.weight)
+    def reduce(self) -> torch.Tensor:
+        return dense_matmul(self.x, self.weight)
 
-    def rows(self, index: torch.Tensor) -> torch.Tensor:
-        return dense_matmul(self.factor[index], self.weight)
+    def select(self, index: torch.Tensor) -> torch.Tensor:
+        return dense_matmul(self.x[index], self.weight)
 
-    norms = True
+    fuses_norm = True
 
-    def normed(self, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(norm(total + residual) * weight, total + residual)``; ``residual`` is used up."""
-        return matmul_rmsnorm(residual, self.factor, self.weight, weight, eps)
+    def add_norm(self, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns ``(norm(sum + residual) * weight, sum + residual)``; overwrites ``residual``."""
+        return matmul_rmsnorm(residual, self.x, self.weight, weight, eps)
 
 
 Summed = torch.Tensor | DeferredSum | DeferredRows | DeferredProduct | DeferredCombine
-"""Rows of hidden states, or the sum that they are."""
+"""Rows of hidden states, or the deferred sum that yields them."""

@@ -1,4 +1,4 @@
-"""Which part of a layer's experts one rank holds."""
+"""Expert parallelism: the part of a layer's experts that one rank computes."""
 
 from __future__ import annotations
 
@@ -20,86 +20,91 @@ AllToAll = Literal["none", "alltoall", "low_latency", "peer"]
 
 @dataclass(frozen=True)
 class ExpertShare:
-    """One rank's share. The ranks of ``group`` stand in ``ep_size`` rows of neighbours: a row holds an equal part of
-    the experts, and each rank of a row an equal part of every such expert's intermediate values.
+    """One rank's part. The ranks of ``group`` form ``ep_size`` expert groups of neighbouring ranks: an expert group has
+    an equal part of the experts, and each of its ranks an equal part of every such expert's intermediate values.
 
-    ``a2a`` says how tokens reach the experts of other ranks: ``none`` computes every token on every rank that holds
-    one of its experts, and adds the results up; ``alltoall`` sends each token to the ranks of its experts and back;
-    ``low_latency`` is ``none`` but for decode steps, which go by ``meeting``; ``peer`` has these and is ``alltoall``
-    in others, which go by ``sent`` where they can. ``padded``: of prompts' steps.
-    ``apart``: every rank is an attention group of its own, with its own tokens.
+    ``a2a`` says how tokens reach the experts of other ranks:
 
-    With ``movable`` experts change their ranks while they serve (then each is whole on its ranks), and ``redundant``
-    places hold further replicas. ``counted``: layers count the tokens of every expert.
+    - ``none``: every token is computed on every rank that has one of its experts, and the results are summed;
+    - ``alltoall``: each token is sent to the ranks of its experts, and its results back;
+    - ``low_latency``: as ``none``, but decode steps use ``low_latency``;
+    - ``peer``: as ``alltoall``, but decode steps use ``low_latency``, and others ``all_to_all`` where they can.
+
+    ``attn_tp_is_one``: every rank is an attention group of its own, with its own tokens. ``prefill_live_rows`` marks
+    the tokens of padded prefill steps.
+
+    With ``eplb`` experts move between ranks while they serve (each is then whole on its ranks), and ``redundant``
+    further physical experts hold replicas. ``counts_tokens``: layers count the tokens of every expert.
     """
 
     group: TPGroup
     ep_size: int = 1
     a2a: AllToAll = "none"
-    apart: bool = False
-    meeting: LowLatencyExchange | None = None
-    sent: AllToAllExchange | None = None
+    attn_tp_is_one: bool = False
+    low_latency: LowLatencyExchange | None = None
+    all_to_all: AllToAllExchange | None = None
     redundant: int = 0
-    movable: bool = False
-    counted: bool = False
-    padded: LiveRows = field(default_factory=LiveRows)
+    eplb: bool = False
+    counts_tokens: bool = False
+    prefill_live_rows: LiveRows = field(default_factory=LiveRows)
 
     @staticmethod
-    def of(args: ParallelArgs, group: TPGroup) -> ExpertShare:
-        """What the flags ask for."""
+    def from_args(args: ParallelArgs, group: TPGroup) -> ExpertShare:
+        """Creates the part that the flags describe."""
         return ExpertShare(group, args.ep_size, args.moe_a2a_backend, redundant=args.ep_num_redundant_experts,
-                           movable=args.enable_eplb or args.ep_num_redundant_experts > 0,
-                           counted=args.enable_eplb or args.expert_distribution_recorder_mode is not None)
+                           eplb=args.enable_eplb or args.ep_num_redundant_experts > 0,
+                           counts_tokens=args.enable_eplb or args.expert_distribution_recorder_mode is not None)
 
     @property
-    def own_tokens(self) -> bool:
-        """Whether a rank gives its layers its own tokens, in place of all tokens that there are."""
-        return self.apart and self.spreads
+    def dispatches_tokens(self) -> bool:
+        """Whether MoE layers take a rank's own tokens and dispatch them, instead of taking the tokens of all ranks."""
+        return self.attn_tp_is_one and self.uses_all_to_all
 
     @property
-    def spreads(self) -> bool:
-        """Whether tokens go to the ranks of their experts alone, but for those that all meet."""
+    def uses_all_to_all(self) -> bool:
+        """Whether tokens are sent to the ranks of their experts only, except in low-latency decode steps."""
         return self.a2a in ("alltoall", "peer")
 
     @property
     def live(self) -> torch.Tensor | None:
-        """Rows of the step that are tokens; None: all."""
-        if self.meeting is not None and self.meeting.live is not None:
-            return self.meeting.live
-        return self.padded.rows
+        """The rows of the step that are tokens; None: all."""
+        if self.low_latency is not None and self.low_latency.live is not None:
+            return self.low_latency.live
+        return self.prefill_live_rows.rows
 
     @property
-    def split(self) -> int:
-        """Ranks that share each expert's intermediate values."""
+    def expert_tp_size(self) -> int:
+        """The number of ranks that split each expert's intermediate values."""
         return self.group.size // self.ep_size
 
     @property
     def ep_rank(self) -> int:
-        return self.group.rank // self.split
+        return self.group.rank // self.expert_tp_size
 
     @property
-    def split_rank(self) -> int:
-        return self.group.rank % self.split
+    def expert_tp_rank(self) -> int:
+        return self.group.rank % self.expert_tp_size
 
-    def places(self, spec: MoESpec) -> int:
-        """Experts that a rank holds."""
+    def num_local_experts(self, spec: MoESpec) -> int:
+        """The number of physical experts of a rank."""
         return (spec.num_experts + self.redundant) // self.ep_size
 
     def check(self, spec: MoESpec | None) -> None:
-        """Raises ConfigError where the experts (None: the model has none) cannot be shared so."""
+        """Raises ConfigError where the experts (None: the model has none) cannot be split this way."""
         ep = self.ep_size
         assert self.group.size % ep == 0
-        assert ep == self.group.size or (not self.spreads and not self.movable and not self.redundant)
+        assert ep == self.group.size or (not self.uses_all_to_all and not self.eplb and not self.redundant)
         if spec is None:
-            if ep > 1 or self.a2a != "none" or self.movable or self.counted:
+            if ep > 1 or self.a2a != "none" or self.eplb or self.counts_tokens:
                 raise ConfigError("--ep-size, --moe-a2a-backend, --enable-eplb and --expert-distribution-recorder-mode "
                                   "are for mixtures of experts, which this model is not: leave them out.")
             return
         if spec.num_experts % ep:
             raise ConfigError(f"--ep-size {ep} must divide the model's {spec.num_experts} experts.")
-        if (spec.num_experts + self.redundant) % ep or self.places(spec) > spec.num_experts:
+        if (spec.num_experts + self.redundant) % ep or self.num_local_experts(spec) > spec.num_experts:
             raise ConfigError(f"--ep-num-redundant-experts {self.redundant} must be a multiple of --ep-size {ep}, and "
                               f"leave each rank at most the model's {spec.num_experts} experts once.")
-        if spec.intermediate_size % self.split:
-            raise ConfigError(f"{self.split} ranks cannot share an expert's intermediate size {spec.intermediate_size} "
+        if spec.intermediate_size % self.expert_tp_size:
+            raise ConfigError(f"{self.expert_tp_size} ranks cannot share an expert's intermediate size "
+                              f"{spec.intermediate_size} "
                               f"evenly: raise --ep-size, or change --tp-size.")

@@ -1,4 +1,4 @@
-"""Which rows of a padded step are tokens."""
+"""The rows of a padded step that are tokens."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class LiveRows:
         self.rows: torch.Tensor | None = None
 
     @contextmanager
-    def of(self, rows: torch.Tensor) -> Generator[None, None, None]:
-        """For what is computed meanwhile."""
+    def using(self, rows: torch.Tensor) -> Generator[None, None, None]:
+        """Sets ``rows`` within the context."""
         before, self.rows = self.rows, rows
         try:
             yield

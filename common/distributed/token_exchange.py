@@ -1,4 +1,4 @@
-"""Tokens of data-parallel attention ranks, brought together for what all ranks compute and parted again."""
+"""Gathers the tokens of data-parallel attention ranks for what all ranks compute, and scatters the results."""
 
 from __future__ import annotations
 
@@ -13,143 +13,145 @@ from .low_latency import GatheredTokens, LowLatencyExchange
 from .tp import TPGroup
 
 Compute = Callable[[torch.Tensor], torch.Tensor]
-"""Row by row, on equal rows on all ranks: ``[N, a] -> [N, b]``."""
+"""Row-wise computation on rows that are equal on all ranks: ``[N, a] -> [N, b]``."""
 InTwo = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
-"""Its result as a sum of two, the second of which may be missing."""
+"""The same, with its result as a sum of two tensors, the second of which may be None."""
 
 
 class TokenExchange:
-    """``across`` and ``attention`` are Parallel's. Models keep the exchange; each step says by
-    ``begin`` how many rows every attention group has in it.
+    """Row exchange between the attention groups of ``dp``; ``dp`` and ``attn_tp`` are Parallel's.
 
-    A step pads the parts to the largest where that moves fewer rows than a sum over zero-filled copies of all would:
-    an all-gather moves ``ranks * largest`` rows, an all-reduce twice the total. So a long prompt beside ranks
-    that decode does not make them all as long.
+    Models keep the exchange; ``begin_step`` sets the number of rows of every attention group for one step.
+
+    A step pads the groups' rows to the largest group where that moves fewer rows than a sum over zero-filled copies of
+    all: an all-gather moves ``ranks * largest`` rows, an all-reduce twice the total. So a long prompt on one rank does
+    not pad the ranks that decode to its length.
     """
 
-    def __init__(self, across: TPGroup, attention: TPGroup | None = None, *, low_latency: bool = False,
-                 sends: bool = False):
-        # of decode steps; None: they go as prompts do
-        self.decode = LowLatencyExchange(across) if low_latency else None
-        self.sent = AllToAllExchange(across) if sends else None  # of experts; None: all groups' rows come together
-        self._across = across
-        self._attention = attention or TPGroup()
-        self._counts: list[int] = [0] * across.size
+    def __init__(self, dp: TPGroup, attn_tp: TPGroup | None = None, *, low_latency: bool = False,
+                 all_to_all: bool = False):
+        self.low_latency = LowLatencyExchange(dp) if low_latency else None  # of decode steps; None: as prefill steps
+        self.all_to_all = AllToAllExchange(dp) if all_to_all else None  # None: experts see the rows of all groups
+        self._dp = dp
+        self._attn_tp = attn_tp or TPGroup()
+        self._counts: list[int] = [0] * dp.size
         self._padded = True
-        self._kept: torch.Tensor | None = None  # rows of the padded parts that are tokens; None: all are
+        self._token_rows: torch.Tensor | None = None  # indices of tokens among the padded rows; None: all are tokens
 
     @property
-    def spans(self) -> bool:
+    def spans_dp(self) -> bool:
         """Whether there is more than one attention group."""
-        return self._across.size > 1
+        return self._dp.size > 1
 
     @property
-    def ranks(self) -> int:
-        """That it brings together."""
-        return self._across.size
+    def dp_size(self) -> int:
+        return self._dp.size
 
-    def begin(self, counts: Sequence[int], *, decodes: bool = False) -> None:
-        """Rows of each attention group in the calls that follow, equal on all ranks. ``decodes``: in all groups."""
-        if not self.spans:
+    def begin_step(self, counts: Sequence[int], *, all_decode: bool = False) -> None:
+        """Sets the rows of each attention group in the calls that follow, equal on all ranks. ``all_decode``: every
+        group decodes."""
+        if not self.spans_dp:
             return
-        assert len(counts) == self._across.size
-        if self.decode is not None:
-            self.decode.begin(counts if decodes else ())
-        if self.sent is not None:
-            self.sent.begin(counts)
+        assert len(counts) == self._dp.size
+        if self.low_latency is not None:
+            self.low_latency.begin_step(counts if all_decode else ())
+        if self.all_to_all is not None:
+            self.all_to_all.begin_step(counts)
         self._counts = list(counts)
         largest, total = max(counts), sum(counts)
         self._padded = largest * len(counts) <= 2 * total
-        self._kept = None
+        self._token_rows = None
         if self._padded and total < largest * len(counts):
-            places = [torch.arange(count) + i * largest for i, count in enumerate(counts)]
-            self._kept = torch.cat(places).to(self._across.device)
+            indices = [torch.arange(count) + i * largest for i, count in enumerate(counts)]
+            self._token_rows = torch.cat(indices).to(self._dp.device)
 
-    def around(self, compute: Compute, x: torch.Tensor | GatheredTokens) -> torch.Tensor:
-        """``compute`` of this group's rows ``[own, a]`` together with all others', cut back to its own."""
+    def apply(self, compute: Compute, x: torch.Tensor | GatheredTokens) -> torch.Tensor:
+        """Computes the rows of all groups together, and returns those of this group's ``x`` [own, a]."""
         if isinstance(x, GatheredTokens):
-            return compute(x.rows).chunk(self._across.size)[self._across.rank]
-        if not self.spans:
+            return compute(x.rows).chunk(self._dp.size)[self._dp.rank]
+        if not self.spans_dp:
             return compute(x)
-        return self._own(self._of_all(compute, x))
+        return self._local_rows(self._apply_gathered(compute, x))
 
-    def around_columns(self, compute: Compute, x: torch.Tensor) -> torch.Tensor:
-        """``around`` of what every rank computes other columns of: ``compute`` gives ``[N, c]``, the result is
-        ``[own, ranks * c]``. Of ranks that are an attention group each: none needs the others' rows."""
-        columns = self._of_all(compute, x)
-        own, size, peers = self._counts[self._across.rank], self._across.size, self._across.peers
-        if peers is not None and peers.gathers(columns):  # so quickly that more of it costs less
-            return self._own(self._across.all_gather_last_dim(columns))
-        parts = self._across.all_to_all_rows(columns, self._counts, [own] * size)
+    def apply_columns(self, compute: Compute, x: torch.Tensor) -> torch.Tensor:
+        """``apply`` where every rank computes other columns: ``compute`` returns ``[N, c]``, the result is
+        ``[own, ranks * c]``. For attention groups of one rank: none needs the others' rows."""
+        columns = self._apply_gathered(compute, x)
+        own, size, comm = self._counts[self._dp.rank], self._dp.size, self._dp.symm_comm
+        if comm is not None and comm.can_all_gather(columns):  # fast enough that gathering all rows costs less
+            return self._local_rows(self._dp.all_gather_last_dim(columns))
+        parts = self._dp.all_to_all_rows(columns, self._counts, [own] * size)
         return parts.view(size, own, columns.shape[1]).transpose(0, 1).flatten(1)
 
-    def _of_all(self, compute: Compute, x: torch.Tensor) -> torch.Tensor:
-        """``compute`` of the rows of all groups, where any has some."""
+    def _apply_gathered(self, compute: Compute, x: torch.Tensor) -> torch.Tensor:
+        """Computes the rows of all groups; nothing is gathered where no group has any."""
         return compute(self.gather(x) if sum(self._counts) else x)
 
-    def _own(self, y: torch.Tensor) -> torch.Tensor:
-        """This group's of the rows of all."""
-        first = sum(self._counts[:self._across.rank])
-        return y[first:first + self._counts[self._across.rank]]
+    def _local_rows(self, y: torch.Tensor) -> torch.Tensor:
+        """Returns this group's rows of the rows of all."""
+        first = sum(self._counts[:self._dp.rank])
+        return y[first:first + self._counts[self._dp.rank]]
 
-    def summed(self, partial: Compute, summands: InTwo, x: torch.Tensor | GatheredTokens) -> Summed:
-        """``around`` for what every rank of the engine has a summand of, ``partial``: only the group's own rows are
-        summed up, half of the traffic of a sum of all rows on all ranks. What is left of that within the group is for
-        the norm that follows; so is all of it, ``summands`` in place of ``partial``, for rows that have met in the norm
-        before."""
+    def apply_partial(self, partial: Compute, partial_pair: InTwo, x: torch.Tensor | GatheredTokens) -> Summed:
+        """``apply`` where ``partial`` is this rank's summand of the result, to be summed over all ranks of the engine.
+
+        Only the group's own rows are summed (reduce-scatter): half the traffic of an all-reduce of all rows. The rest
+        of the sum, within the group, is deferred to the norm that follows. For rows that the norm before has gathered
+        (Met) the whole sum is, of ``partial_pair`` in place of ``partial``."""
         if isinstance(x, GatheredTokens):
-            return DeferredRows(*summands(x.rows), self._across)
-        if not self.spans:
-            return self._within(partial(x))
-        y, own = partial(self.gather(x)), self._counts[self._across.rank]
+            return DeferredRows(*partial_pair(x.rows), self._dp)
+        if not self.spans_dp:
+            return self._defer_tp_sum(partial(x))
+        y, own = partial(self.gather(x)), self._counts[self._dp.rank]
         if self._padded:
-            mine = self._across.reduce_scatter_rows(self._apart(y))[:own]
+            mine = self._dp.reduce_scatter_rows(self._pad_groups(y))[:own]
         else:
-            first = sum(self._counts[:self._across.rank])
-            mine = self._across.all_reduce(y)[first:first + own]
-        return self._within(mine)
+            first = sum(self._counts[:self._dp.rank])
+            mine = self._dp.all_reduce(y)[first:first + own]
+        return self._defer_tp_sum(mine)
 
-    def summed_in_stages(self, partial: Compute, x: torch.Tensor) -> Generator[None, None, Summed]:
-        """``summed`` of padded parts, which yields while rows travel: what is enqueued until it goes on runs beside."""
+    def apply_partial_overlapped(self, partial: Compute, x: torch.Tensor) -> Generator[None, None, Summed]:
+        """``apply_partial`` of padded rows; yields while a collective runs, so that what is enqueued meanwhile overlaps
+        with it."""
         assert self._padded
-        gathered = self._across.start_gather(self._filled(x))
+        gathered = self._dp.start_all_gather(self._pad_local(x))
         yield
         rows = gathered.rows()
-        y = partial(rows if self._kept is None else rows[self._kept])
-        scattered = self._across.start_scatter(self._apart(y))
-        del gathered, rows, y  # room for the other half's
+        y = partial(rows if self._token_rows is None else rows[self._token_rows])
+        scattered = self._dp.start_reduce_scatter(self._pad_groups(y))
+        del gathered, rows, y  # memory for the other micro-batch's
         yield
-        return self._within(scattered.rows()[:self._counts[self._across.rank]])
+        return self._defer_tp_sum(scattered.rows()[:self._counts[self._dp.rank]])
 
     @property
     def padded(self) -> bool:
-        """Whether the parts are padded to the largest."""
+        """Whether the groups' rows are padded to the largest group."""
         return self._padded
 
-    def _apart(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of all groups as padded parts."""
-        if self._kept is None:
+    def _pad_groups(self, rows: torch.Tensor) -> torch.Tensor:
+        """Pads each group's rows of the rows of all to the largest group."""
+        if self._token_rows is None:
             return rows
-        padded = rows.new_zeros(max(self._counts) * self._across.size, rows.shape[1])
-        padded[self._kept] = rows
+        padded = rows.new_zeros(max(self._counts) * self._dp.size, rows.shape[1])
+        padded[self._token_rows] = rows
         return padded
 
-    def _filled(self, x: torch.Tensor) -> torch.Tensor:
-        """This group's rows as a padded part."""
-        lacking = max(self._counts) - x.shape[0]
-        return pad(x, (0, 0, 0, lacking)) if lacking else x  # pad copies in any case
+    def _pad_local(self, x: torch.Tensor) -> torch.Tensor:
+        """Pads this group's rows to the largest group."""
+        missing = max(self._counts) - x.shape[0]
+        return pad(x, (0, 0, 0, missing)) if missing else x  # pad copies in any case
 
-    def _within(self, part: torch.Tensor) -> Summed:
-        return DeferredSum(part, self._attention) if self._attention.size > 1 else part
+    def _defer_tp_sum(self, part: torch.Tensor) -> Summed:
+        return DeferredSum(part, self._attn_tp) if self._attn_tp.size > 1 else part
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """``[own, a]`` to the rows of all groups, in the order of their ranks."""
-        own = self._counts[self._across.rank]
-        assert x.shape[0] == own, f"{x.shape[0]} rows where {own} were told"
+        """Gathers ``[own, a]`` to the rows of all groups, in the order of their ranks."""
+        own = self._counts[self._dp.rank]
+        assert x.shape[0] == own, f"{x.shape[0]} rows, but begin_step announced {own}"
         if self._padded:
-            rows = self._across.all_gather_rows(self._filled(x))
-            return rows if self._kept is None else rows[self._kept]
-        first = sum(self._counts[:self._across.rank])
+            rows = self._dp.all_gather_rows(self._pad_local(x))
+            return rows if self._token_rows is None else rows[self._token_rows]
+        first = sum(self._counts[:self._dp.rank])
         rows = x.new_zeros(sum(self._counts), x.shape[1])
         rows[first:first + own] = x
-        return self._across.all_reduce(rows)
+        return self._dp.all_reduce(rows)

@@ -1,4 +1,4 @@
-"""A group of an engine's ranks: device collectives for the model, host ones for decisions."""
+"""A process group of an engine's ranks: device collectives for the model, host collectives for decisions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 DistBackend = Literal["nccl", "gloo"]
-"""What tensors on GPUs travel by; with gloo through host memory."""
+"""The transport of tensors on GPUs; gloo copies them through host memory."""
 _INLINE_BYTES = 4096
 _HEADER_BYTES = 8
 # The names since torch 2.13, which warns of the older ones.
@@ -21,54 +21,59 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class SmallAllReduce(Protocol):
-    """A quicker way for some sums over a group."""
+    """Custom collectives over symmetric memory, for messages for which they are faster than NCCL.
 
-    def takes(self, tensor: torch.Tensor) -> bool: ...
+    Each operation may be called for tensors that its ``can_`` method accepts.
+    """
 
-    def sum(self, tensor: torch.Tensor) -> None:
-        """In place; ``takes`` took the tensor."""
+    def can_all_reduce(self, tensor: torch.Tensor) -> bool: ...
 
-    def takes_rows(self, rows: torch.Tensor) -> bool: ...
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sums ``tensor`` over the ranks, in place."""
 
-    def sum_normed(self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor,
-                   eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(norm(sum + residual) * weight, sum + residual)`` of ``rows`` [T, hidden], which ``takes_rows`` took."""
+    def can_all_reduce_norm(self, rows: torch.Tensor) -> bool: ...
+
+    def all_reduce_norm(self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor,
+                        eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns ``(norm(sum + residual) * weight, sum + residual)`` of ``rows`` [T, hidden]."""
 
     def warm_up(self, width: int, dtype: torch.dtype) -> None:
-        """Before rows of so many values are summed and normed. All ranks call it."""
+        """Compiles the kernels for rows of ``width`` values. All ranks call it."""
 
-    def scatters(self, rows: torch.Tensor) -> bool: ...
+    def can_reduce_scatter(self, rows: torch.Tensor) -> bool: ...
 
-    def scatter_sum(self, rows: torch.Tensor) -> torch.Tensor:
-        """``TPGroup.reduce_scatter_rows`` of what ``scatters`` took."""
+    def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
+        """See ``TPGroup.reduce_scatter_rows``."""
 
-    def gathers(self, rows: torch.Tensor) -> bool: ...
+    def can_all_gather(self, rows: torch.Tensor) -> bool: ...
 
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """``TPGroup.all_gather_rows`` of what ``gathers`` took."""
+    def all_gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """See ``TPGroup.all_gather_rows``."""
 
-    def meets(self, rows: torch.Tensor) -> bool:
-        """Whether the norms of ranks' own rows [n, hidden], n equal on all, can meet in one kernel and part in one."""
+    def can_norm_gather(self, rows: torch.Tensor) -> bool:
+        """Returns whether ``norm_gather`` and ``reduce_scatter_norm`` take ranks' own rows [n, hidden], n equal on
+        all."""
 
-    def gather_normed(self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor,
-                      eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(norm(rows + residual) * weight`` of all ranks [ranks * n, hidden], this rank's ``rows + residual)``."""
+    def norm_gather(self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor,
+                    eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns ``norm(rows + residual) * weight`` of all ranks [ranks * n, hidden], and this rank's ``rows +
+        residual``."""
 
-    def scatter_normed(self, rows: torch.Tensor, more: torch.Tensor | None, residual: torch.Tensor,
-                       weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(norm(own + residual) * weight, own + residual)`` of this rank's part ``own`` of the sum of ``rows + more``
-        [ranks * n, hidden]."""
+    def reduce_scatter_norm(self, rows: torch.Tensor, addend: torch.Tensor | None, residual: torch.Tensor,
+                            weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns ``(norm(own + residual) * weight, own + residual)``, where ``own`` is this rank's part of the sum of
+        ``rows + addend`` [ranks * n, hidden]."""
 
 
 class Arriving:
-    """Rows that a group's collective is bringing; what is enqueued meanwhile runs beside it."""
+    """The result of a collective that is in progress; what is enqueued meanwhile overlaps with it."""
 
     def __init__(self, rows: torch.Tensor, work: dist.Work | None):
         self._rows = rows
         self._work = work
 
     def rows(self) -> torch.Tensor:
-        """For what is enqueued from now on; a CPU waits here."""
+        """Returns the rows, for what is enqueued from now on; on a CPU it waits for them."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -78,8 +83,8 @@ class Arriving:
 class TPGroup:
     """Ranks that work in lockstep: every rank makes the same calls in the same order.
 
-    A group of one rank never touches torch.distributed. Tensors on a GPU travel over NCCL; tensors on a CPU,
-    bytes and integers over gloo. ``peers``, where it is set on all ranks, takes small sums.
+    A group of one rank never touches torch.distributed. Tensors on a GPU use NCCL; tensors on a CPU, bytes and integers
+    gloo. ``symm_comm``, where it is set on all ranks, takes small messages.
 
     Without a ``device_group`` tensors on a GPU are copied to the host, go over gloo and are copied back, and the host
     waits for each: slow, but ranks may then share a GPU, which NCCL refuses.
@@ -92,31 +97,31 @@ class TPGroup:
         self.device = torch.device(device)
         self._device_group = device_group
         self._host_group = host_group
-        self.peers: SmallAllReduce | None = None
+        self.symm_comm: SmallAllReduce | None = None
 
     @contextmanager
-    def without_peers(self) -> Iterator[None]:
-        """Nothing goes through ``peers`` meanwhile. All ranks do so together."""
-        peers, self.peers = self.peers, None
+    def without_symm_comm(self) -> Iterator[None]:
+        """Disables ``symm_comm`` within the context, which all ranks enter together."""
+        comm, self.symm_comm = self.symm_comm, None
         try:
             yield
         finally:
-            self.peers = peers
+            self.symm_comm = comm
 
     @property
     def device_group(self) -> dist.ProcessGroup | None:
-        """What tensors on a GPU travel by; None on a CPU, of one rank, and where they go through host memory."""
+        """The NCCL group; None on a CPU, for one rank, and where tensors on a GPU go through host memory."""
         return self._device_group
 
     @property
     def through_host(self) -> bool:
-        """Whether tensors on a GPU go through host memory, which no CUDA graph can hold."""
+        """Whether tensors on a GPU go through host memory, which no CUDA graph can capture."""
         return self.size > 1 and self.device.type == "cuda" and self._device_group is None
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks, in place; returns ``tensor``."""
-        if self.peers is not None and self.peers.takes(tensor):
-            self.peers.sum(tensor)
+        """Sums ``tensor`` over the ranks, in place; returns it."""
+        if self.symm_comm is not None and self.symm_comm.can_all_reduce(tensor):
+            self.symm_comm.all_reduce(tensor)
         elif self.through_host and tensor.is_cuda:
             tensor.copy_(self.all_reduce(tensor.cpu()))
         elif self.size > 1:
@@ -124,17 +129,17 @@ class TPGroup:
         return tensor
 
     def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``[..., n]`` on each rank to ``[..., size * n]``, in rank order."""
+        """Gathers ``[..., n]`` on each rank to ``[..., size * n]``, in rank order."""
         if self.size == 1:
             return tensor
         return torch.cat(tuple(self.all_gather_rows(tensor.contiguous()[None])), dim=-1)
 
     def all_gather_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``[n, a]`` on each rank, n equal on all, to ``[size * n, a]``, in rank order."""
+        """Gathers ``[n, a]`` on each rank, n equal on all, to ``[size * n, a]``, in rank order."""
         if self.size == 1:
             return tensor
-        if self.peers is not None and self.peers.gathers(tensor):
-            return self.peers.gather(tensor)
+        if self.symm_comm is not None and self.symm_comm.can_all_gather(tensor):
+            return self.symm_comm.all_gather(tensor)
         if self.through_host and tensor.is_cuda:
             return self.all_gather_rows(tensor.cpu()).to(tensor.device)
         rows = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
@@ -142,19 +147,19 @@ class TPGroup:
         return rows
 
     def reduce_scatter_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``[size * n, a]`` on each rank, summed over the ranks; of the sum each gets its ``[n, a]``."""
+        """Sums ``[size * n, a]`` over the ranks, and returns this rank's ``[n, a]`` of the sum."""
         if self.size == 1:
             return tensor
-        if self.peers is not None and self.peers.scatters(tensor):
-            return self.peers.scatter_sum(tensor)
+        if self.symm_comm is not None and self.symm_comm.can_reduce_scatter(tensor):
+            return self.symm_comm.reduce_scatter(tensor)
         if self.through_host and tensor.is_cuda:
             return self.reduce_scatter_rows(tensor.cpu()).to(tensor.device)
         rows = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
         _reduce_scatter(rows, tensor.contiguous(), group=self._group_of(tensor))
         return rows
 
-    def start_gather(self, tensor: torch.Tensor) -> Arriving:
-        """``all_gather_rows``, which returns before it is done."""
+    def start_all_gather(self, tensor: torch.Tensor) -> Arriving:
+        """Starts ``all_gather_rows`` without waiting for it."""
         if self.size == 1:
             return Arriving(tensor, None)
         if self.through_host:
@@ -162,8 +167,8 @@ class TPGroup:
         rows = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
         return Arriving(rows, _all_gather(rows, tensor.contiguous(), group=self._group_of(tensor), async_op=True))
 
-    def start_scatter(self, tensor: torch.Tensor) -> Arriving:
-        """``reduce_scatter_rows``, which returns before it is done."""
+    def start_reduce_scatter(self, tensor: torch.Tensor) -> Arriving:
+        """Starts ``reduce_scatter_rows`` without waiting for it."""
         if self.size == 1:
             return Arriving(tensor, None)
         if self.through_host:
@@ -172,18 +177,18 @@ class TPGroup:
         return Arriving(rows, _reduce_scatter(rows, tensor.contiguous(), group=self._group_of(tensor), async_op=True))
 
     def all_to_all_rows(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """Rows ``[sum(sent), ...]``, the first ``sent[0]`` for rank 0 and so on, to ``[sum(received), ...]``, those of
-        rank 0 first. ``received[r]`` is what rank r has sent here."""
+        """Sends rows ``[sum(sent), ...]``, the first ``sent[0]`` to rank 0 and so on, and returns the received ones
+        ``[sum(received), ...]``, those of rank 0 first. ``received[r]`` rows come from rank r."""
         if self.size == 1:
             return rows
         if self.through_host and rows.is_cuda:
             return self.all_to_all_rows(rows.cpu(), sent, received).to(rows.device)
-        taken = rows.new_empty((sum(received), *rows.shape[1:]))
-        dist.all_to_all_single(taken, rows.contiguous(), received, sent, group=self._group_of(rows))
-        return taken
+        output = rows.new_empty((sum(received), *rows.shape[1:]))
+        dist.all_to_all_single(output, rows.contiguous(), received, sent, group=self._group_of(rows))
+        return output
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
-        """Overwrite ``tensor`` with rank ``src``'s, in place; returns it."""
+        """Overwrites ``tensor`` with rank ``src``'s, in place; returns it."""
         if self.through_host and tensor.is_cuda:
             tensor.copy_(self.broadcast(tensor.cpu(), src))
         elif self.size > 1:
@@ -191,7 +196,7 @@ class TPGroup:
         return tensor
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
-        """Rank 0's ``data`` on every rank (the others pass None). Up to 4 KiB take one collective, more take two."""
+        """Returns rank 0's ``data`` on every rank (the others pass None). Up to 4 KiB take one collective, more two."""
         if self.size == 1:
             assert data is not None
             return data
@@ -215,39 +220,39 @@ class TPGroup:
         return head + rest.numpy().tobytes()
 
     def min_reduce(self, values: np.ndarray) -> np.ndarray:
-        """Element-wise minimum over the ranks of an int64 array of equal shape on each."""
+        """Returns the element-wise minimum over the ranks of an int64 array of equal shape on each."""
         if self.size == 1:
             return values
         reduced = torch.from_numpy(values.astype(np.int64))
         dist.all_reduce(reduced, op=dist.ReduceOp.MIN, group=self._host_group)
         return reduced.numpy()
 
-    def all_true(self, fine: bool) -> bool:
-        """Whether it is so on every rank."""
-        return bool(self.min_reduce(np.array([fine], np.int64))[0])
+    def all_true(self, condition: bool) -> bool:
+        """Returns whether ``condition`` is true on every rank."""
+        return bool(self.min_reduce(np.array([condition], np.int64))[0])
 
-    def least(self, topic: str, keys: Sequence[int], values: np.ndarray, unknown: Sequence[int]) -> np.ndarray:
-        """Agreeing's: of right now, so that nothing is unknown."""
+    def min_by_key(self, topic: str, keys: Sequence[int], values: np.ndarray, unknown: Sequence[int]) -> np.ndarray:
+        """Implements Agreeing: the minimum of this moment, so that nothing is unknown."""
         return self.min_reduce(values)
 
     def gather_ints(self, values: np.ndarray) -> np.ndarray:
-        """``[n]`` integers on each rank to ``[size, n]`` int64, in rank order."""
+        """Gathers ``[n]`` integers on each rank to ``[size, n]`` int64, in rank order."""
         mine = torch.from_numpy(values.astype(np.int64))
         return self._gather_host(mine).view(self.size, -1).numpy()
 
     def _gather_host(self, mine: torch.Tensor) -> torch.Tensor:
         if self.size == 1:
             return mine
-        told = mine.new_empty(self.size * mine.shape[0])
-        _all_gather(told, mine, group=self._host_group)
-        return told
+        gathered = mine.new_empty(self.size * mine.shape[0])
+        _all_gather(gathered, mine, group=self._host_group)
+        return gathered
 
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier(group=self._host_group)
 
     def close(self) -> None:
-        """Leave torch.distributed, and with it every group of this process."""
+        """Leaves torch.distributed, and with it every group of this process."""
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -260,10 +265,10 @@ class TPGroup:
 
 def init_tp(rank: int, size: int, init_method: str, device: torch.device | str, timeout: float = 600.0,
             backend: DistBackend = "nccl") -> TPGroup:
-    """Join the group as ``rank``; waits for the others up to ``timeout`` seconds.
+    """Joins the group as ``rank``; waits for the others up to ``timeout`` seconds.
 
     ``init_method`` is torch.distributed's (``tcp://host:port`` or ``file:///path``). One process joins one group.
-    ``backend``: of tensors on GPUs; on a CPU it says nothing.
+    ``backend`` is the transport of tensors on GPUs; on a CPU it is ignored.
     """
     group = TPGroup(rank, size, device)
     if group.device.type == "cuda":

@@ -72,7 +72,7 @@ class EmbeddingScheduler:
     def step(self, now: float) -> bool:
         batch = None if self.paused else self.batcher.next_prefill()
         if batch is None:
-            self._runner.accompany()
+            self._runner.run_idle_batch()
             return False
         vectors = self._pooled(batch)
         self.batcher.mark_launched(batch)
@@ -86,9 +86,9 @@ class EmbeddingScheduler:
 
     def _pooled(self, batch: ScheduledBatch) -> list[bytes]:
         """The pooled float32 vectors of the chunks that end their prompt."""
-        self._runner.meet(batch.num_tokens, 0, decodes=False)
+        self._runner.sync_dp(batch.num_tokens, 0, can_decode=False)
         rows_of = _pooled_rows(batch)
-        hidden = self._runner.hidden(self._build(batch, [row for rows in rows_of for row in rows]))
+        hidden = self._runner.hidden_states(self._build(batch, [row for rows in rows_of for row in rows]))
         pooled, offset = [], 0
         for chunk, indices in zip(batch.chunks, rows_of):
             rows = hidden[offset:offset + len(indices)]
@@ -103,7 +103,7 @@ class EmbeddingScheduler:
                 pooled.append(rows[-1].float())
         if not pooled:
             return []
-        return [vector.tobytes() for vector in self._runner.score(torch.stack(pooled)).cpu().numpy()]
+        return [vector.tobytes() for vector in self._runner.classify(torch.stack(pooled)).cpu().numpy()]
 
     def _build(self, batch: ScheduledBatch, logits_rows: list[int]) -> ForwardBatch:
         page_size = self._runner.layout.page_size

@@ -94,8 +94,8 @@ class EngineLoop:
     def __init__(self, ticker: Ticker | PPTicker, tracker: RequestTracker, scheduler: Scheduler, cache: KVCacheManager,
                  control: Control, send: Callable[[FromEngine], None], events: KVEventPublisher | None = None,
                  watchdog: Watchdog | None = None, grammars: GrammarStore | None = None,
-                 meeting: DPSync | None = None, send_totals: Callable[[RankTotals], None] | None = None):
-        """``grammars``: on the rank that samples tokens. ``meeting``: the DP sync with other data-parallel ranks, which
+                 dp_sync: DPSync | None = None, send_totals: Callable[[RankTotals], None] | None = None):
+        """``grammars``: on the rank that samples tokens. ``dp_sync``: with other data-parallel ranks, which
         get the same ticks and filter their own requests. ``send_totals``: on ranks other than the first of their
         group, which report RANK_TOTALS alone."""
         self._ticker = ticker
@@ -108,9 +108,9 @@ class EngineLoop:
         self._events = events
         self._watchdog = watchdog
         self._grammars = grammars
-        self._meeting = meeting
+        self._dp_sync = dp_sync
         self._send_totals = send_totals
-        self._dp_rank = 0 if meeting is None else meeting.dp_rank
+        self._dp_rank = 0 if dp_sync is None else dp_sync.dp_rank
         self._next_deadline_check = 0.0
         self._stopping = False
 
@@ -130,8 +130,8 @@ class EngineLoop:
                 self._handle(message, tick.now)
             self._end_overdue(tick.now)
             was_idle = self._scheduler.idle
-            if self._meeting is not None:
-                self._meeting.wish(self._poll_timeout_ms())
+            if self._dp_sync is not None:
+                self._dp_sync.propose_wait(self._poll_timeout_ms())
             busy = self._scheduler.step(tick.now)
             if busy and self._control.profiler.active:
                 self._control.profiler.step()
@@ -144,8 +144,8 @@ class EngineLoop:
         self._scheduler.close()
 
     def _wait_ms(self, busy: bool) -> int:
-        if self._meeting is not None:
-            return self._meeting.wait_ms
+        if self._dp_sync is not None:
+            return self._dp_sync.wait_ms
         return 0 if busy else self._poll_timeout_ms()
 
     def _poll_timeout_ms(self) -> int:

@@ -58,17 +58,17 @@ class EngineParts:
     executor: Executor | PPExecutor
     tracker: RequestTracker
     grammars: GrammarStore | None = None  # on the ranks that sample tokens or send to the API server
-    line: PPChannel | None = None  # between pipeline stages
+    pp_channel: PPChannel | None = None  # between pipeline stages
 
     @property
     def tp(self) -> TPGroup:
         """The ranks that share requests and a KV pool."""
-        return self.parallel.attention
+        return self.parallel.attn_tp
 
     @property
     def agreeing(self) -> Agreeing:
         """The ranks that take the same decisions: those of ``tp``, of all pipeline stages."""
-        return self.line or self.tp
+        return self.pp_channel or self.tp
 
     @property
     def overlap(self) -> bool:
@@ -105,12 +105,13 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
         resolve_checkpoint(spec.config.model, lambda share: progress("downloading", share))
         parallel = join_groups(spec)
         if spec.config.nodes.nnodes == 1 and not spec.config.kernels.disable_custom_all_reduce:
-            connect_all(parallel, spec.config.largest_captured if parallel.tokens.decode is not None else 0)
-        line = PPChannel(parallel, spec.config.nodes.first_host or "127.0.0.1") if parallel.stages.size > 1 else None
-        parts = build_parts(spec, parallel, send, progress, line)
+            connect_all(parallel,
+                        spec.config.largest_captured if parallel.token_exchange.low_latency is not None else 0)
+        pp_channel = PPChannel(parallel, spec.config.nodes.first_host or "127.0.0.1") if parallel.pp.size > 1 else None
+        parts = build_parts(spec, parallel, send, progress, pp_channel)
         scheduler = make_scheduler(parts)
         events = start_publisher(spec.config, parts.batcher.cache.prefix_cache) if spec.rank == 0 else None
-        parallel.everyone.barrier()  # Ready means that every rank is up
+        parallel.world.barrier()  # Ready means that every rank is up
     except Exception as error:
         channel.send(StartFailed(_failure_sentence(spec, error)))
         channel.close()
@@ -119,16 +120,16 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     if spec.rank == 0:
         channel.send(_ready(parts, scheduler))
     log.info("ready: %d KV pages of %d tokens", cache.num_pages, cache.page_size)
-    control = Control(spec.config, parallel.everyone, parts.runner, parts.batcher, scheduler.peers)
+    control = Control(spec.config, parallel.world, parts.runner, parts.batcher, scheduler.peers)
     timeout = spec.config.observe.watchdog_timeout
     watchdog = Watchdog(timeout) if timeout else None
     freeze_collector()
-    ticker = Ticker(channel, parallel.world) if line is None else PPTicker(channel, line)
+    ticker = Ticker(channel, parallel.tp) if pp_channel is None else PPTicker(channel, pp_channel)
     loop = EngineLoop(ticker, parts.tracker, scheduler, cache, control, send, events, watchdog,
-                      parts.grammars, parts.runner.meeting if parallel.dp_size > 1 else None,
+                      parts.grammars, parts.runner.dp_sync if parallel.dp_size > 1 else None,
                       None if _is_group_leader(spec) else channel.send)
     _run_loop(loop)
-    for closing in (watchdog, events, line, channel, parallel):
+    for closing in (watchdog, events, pp_channel, channel, parallel):
         if closing is not None:
             closing.close()
 
@@ -162,9 +163,9 @@ def _failure_sentence(spec: RankSpec, error: Exception) -> str:
 
 
 def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine], None],
-                progress: Callable[[str, float], None], line: PPChannel | None = None) -> EngineParts:
-    """Builds the engine's parts. ``line``: with several pipeline stages. Raises ConfigError, or torch.OutOfMemoryError,
-    where the engine cannot be built."""
+                progress: Callable[[str, float], None], pp_channel: PPChannel | None = None) -> EngineParts:
+    """Builds the engine's parts. ``pp_channel``: with several pipeline stages. Raises ConfigError, or
+    torch.OutOfMemoryError, where the engine cannot be built."""
     config = spec.config
     model: ModelSpec = load_model_spec(config.model)
     runner = ModelRunner.load(config, model, parallel, parallel.device, progress)
@@ -178,18 +179,18 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
         timeout=config.schedule.request_timeout,
         reserves_output=config.mode != "prefill",
     )
-    sampler = Sampler(model.vocab_size, runner.device, config.model.random_seed + parallel.dp_rank, parallel.attention,
+    sampler = Sampler(model.vocab_size, runner.device, config.model.random_seed + parallel.dp_rank, parallel.attn_tp,
                       original_logprobs=config.model.return_original_logprob, backend=config.kernels.sampling_backend,
                       dtype=getattr(torch, resolve_dtype(config, model, runner.device)))
     grammars = None
-    if parallel.attention.rank == 0 and (parallel.stages.first or parallel.stages.last):
+    if parallel.attn_tp.rank == 0 and (parallel.pp.is_first or parallel.pp.is_last):
         grammars = GrammarStore(config.grammar.whitespace, model.vocab_size, tracker.eos_ids)
     here = Executor(runner, sampler, grammars)
     executor: Executor | PPExecutor = here
-    if line is not None:
-        executor = PPExecutor(here, line, parallel, alone=config.schedule.disable_overlap_schedule)
-    batcher = make_batcher(config, runner, cache, parallel.attention)
-    return EngineParts(config, parallel, runner, batcher, executor, tracker, grammars, line)
+    if pp_channel is not None:
+        executor = PPExecutor(here, pp_channel, parallel, one_step=config.schedule.disable_overlap_schedule)
+    batcher = make_batcher(config, runner, cache, parallel.attn_tp)
+    return EngineParts(config, parallel, runner, batcher, executor, tracker, grammars, pp_channel)
 
 
 def join_groups(spec: RankSpec) -> Parallel:
@@ -201,10 +202,10 @@ def join_groups(spec: RankSpec) -> Parallel:
         threads = max(1, (os.cpu_count() or 1) // (2 * spec.world_size))
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", threads)))
     return init_parallel(spec.rank, spec.world_size, spec.config.dp_size, spec.dist_init, device,
-                         experts=partial(ExpertShare.of, spec.config.parallel),
+                         experts=partial(ExpertShare.from_args, spec.config.parallel),
                          dp_head=spec.config.data_parallel.enable_dp_lm_head, pp_size=spec.config.parallel.pp_size,
                          pp_partition=spec.config.parallel.pp_layer_partition,
-                         beside=spec.config.data_parallel.enable_two_batch_overlap,
+                         overlap=spec.config.data_parallel.enable_two_batch_overlap,
                          backend=spec.config.parallel.dist_backend)
 
 

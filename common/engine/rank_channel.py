@@ -86,16 +86,16 @@ class Ticker:
 class PPTicker:
     """Ticker over pipeline stages; an iteration also begins when results arrive."""
 
-    def __init__(self, channel: RankChannel, line: PPChannel, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, channel: RankChannel, pp_channel: PPChannel, clock: Callable[[], float] = time.monotonic):
         self._channel = channel
-        self._line = line
+        self._pp_channel = pp_channel
         self._clock = clock
 
     def next(self, wait_ms: int) -> Tick:
         data = None
-        if self._line.leads:
-            ready = self._line.wait(self._channel.inbox, wait_ms)
+        if self._pp_channel.is_leader:
+            ready = self._pp_channel.wait(self._channel.inbox, wait_ms)
             data = encode(Tick(self._clock(), self._channel.receive(0), ready))
-        tick = _tick_decoder.decode(self._line.tell(data))
-        self._line.ready = tick.ready
+        tick = _tick_decoder.decode(self._pp_channel.replicate(data))
+        self._pp_channel.num_ready = tick.ready
         return tick

@@ -18,7 +18,7 @@ from ..api.errors import ServingError
 from ..api.messages import Finish, Logprobs
 from ..execution.executor import Executor, NewToken, StepOutput
 from ..execution.pp_executor import PPExecutor, PPStep
-from ..execution.pp_pipeline import pipeline_of
+from ..execution.pp_pipeline import make_pipeline
 from ..request.batch import ScheduledBatch
 from ..request.req import Req
 from ..scheduler.batcher import Batcher
@@ -42,7 +42,7 @@ class UnifiedScheduler:
         self.batcher = batcher
         self.tracker = tracker
         self._rate = None if batcher.swap is None else batcher.swap.prefill_rate
-        self._pipeline = pipeline_of(batcher, executor, self._process_results, overlap=overlap, rate=self._rate)
+        self._pipeline = make_pipeline(batcher, executor, self._process_results, overlap=overlap, rate=self._rate)
 
     @property
     def idle(self) -> bool:
@@ -107,7 +107,7 @@ class UnifiedScheduler:
     def _free(self, reqs: Sequence[Req]) -> None:
         """Free the pages of requests that have ended, once no step writes into them any more."""
         in_flight = self._pipeline.in_flight
-        writing: set[Req] = set() if in_flight is None else set(reqs).intersection(in_flight.sampling)
+        writing: set[Req] = set() if in_flight is None else set(reqs).intersection(in_flight.sampled_reqs)
         self.batcher.remove([req for req in reqs if req in writing])
         self.batcher.finish_all([req for req in reqs if req not in writing])
 
@@ -138,10 +138,10 @@ class UnifiedScheduler:
         return batcher.next_mixed() if mixed else batcher.next_decode()
 
     def _process_results(self, step: StepOutput | PPStep) -> None:
-        if (token_ids := step.plain_tokens()) is not None:
+        if (token_ids := step.plain_token_ids()) is not None:
             results = self._process_plain_results(step, token_ids)
         else:
-            results = step.gains()
+            results = step.new_tokens()
         if self._rate is not None:
             self._rate.end()
         beyond, ended = [], []
@@ -166,7 +166,7 @@ class UnifiedScheduler:
     def _process_plain_results(self, step: StepOutput | PPStep, token_ids: list[int]) -> list[NewToken]:
         """Report the tokens of those requests in an input batch that merely continue; returns the results of the
         others."""
-        input_batch, reqs, positions = step.batch.input_batch, step.sampling, step.batch.positions
+        input_batch, reqs, positions = step.batch.input_batch, step.sampled_reqs, step.batch.positions
         assert input_batch is not None and positions is not None
         input_batch.record_tokens(token_ids)
         to_check = input_batch.rows_to_check(token_ids, step.batch.last_step_rows)

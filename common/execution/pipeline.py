@@ -1,4 +1,4 @@
-"""Steps one behind the other: the host takes in a step's results while the device runs the next one."""
+"""The step pipeline: the host processes a step's results while the device runs the next one."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from .executor import Executor, StepOutput
 
 
 class Pipeline:
-    """Launches batches and hands the results of each to ``take_in``, with ``overlap`` after the next one is launched.
+    """Launches batches and passes the results of each to ``process_output``, with ``overlap`` after the next launch.
 
-    ``in_flight`` is the step whose results have not been taken in yet; while ``take_in`` runs it is already the one
-    after.
+    ``in_flight`` is the step whose results have not been processed yet; while ``process_output`` runs it is already the
+    next one.
     """
 
-    def __init__(self, batcher: Batcher, executor: Executor, take_in: Callable[[StepOutput], None], *, overlap: bool,
-                 rate: PrefillRate | None = None):
-        """``rate`` is told of every step before it is launched; ``take_in`` tells it of the end."""
+    def __init__(self, batcher: Batcher, executor: Executor, process_output: Callable[[StepOutput], None], *,
+                 overlap: bool, rate: PrefillRate | None = None):
+        """``rate`` measures prefill steps: it begins before a launch, and ``process_output`` ends it."""
         self._batcher = batcher
         self._executor = executor
-        self._take_in = take_in
+        self._process_output = process_output
         self._overlap = overlap
         self._rate = rate
         self.in_flight: StepOutput | None = None
 
     def advance(self, batch: ScheduledBatch | None, after_group: AfterGroup | None = None) -> bool:
-        """Launch ``batch``, if there is one, and take in the results of the one before; False where there was neither.
+        """Launches ``batch``, if there is one, and processes the results of the one before; returns False where there
+        was neither.
 
-        ``after_group`` is Executor.launch's. To be called once a turn, so that data-parallel ranks meet.
+        ``after_group`` is Executor.launch's. Called once in each iteration, so that data-parallel ranks synchronize.
         """
         before, self.in_flight = self.in_flight, None
         if batch is not None:
@@ -40,15 +41,15 @@ class Pipeline:
             self.in_flight = self._executor.launch(batch, after_group)
             self._batcher.mark_launched(batch)
         else:
-            self._executor.accompany()
+            self._executor.run_idle_batch()
         if before is not None:
-            self._take_in(before)
+            self._process_output(before)
         if not self._overlap:
             self.synchronize()
         return batch is not None or before is not None
 
     def synchronize(self) -> None:
-        """Wait for the step in flight and take in its results: afterwards no token is pending."""
+        """Waits for the step in flight and processes its results: afterwards no token is pending."""
         step, self.in_flight = self.in_flight, None
         if step is not None:
-            self._take_in(step)
+            self._process_output(step)

@@ -1,4 +1,4 @@
-"""Runs batches on one stage of a pipeline: its layers, and on the last one the head and the sampler."""
+"""The executor of one pipeline stage: computes its layers, on the last stage also the LM head and samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..request.req import Req
 from ..request.sampling_metadata import FAILED
 from ..sampling.prompt_logprobs import append, begin, prompt_rows
 from .executor import Executor, NewToken, StepOutput
-from .pp_channel import Computed, PPChannel, PPStepResult, Reporter
+from .pp_channel import PPChannel, PPStepResult, PPToken, Reporter
 
 if TYPE_CHECKING:
     import torch
@@ -29,36 +29,38 @@ class PPStep:
 
     number: int
     batch: ScheduledBatch
-    sampling: list[Req]
-    line: PPChannel
+    sampled_reqs: list[Req]
+    channel: PPChannel
 
-    def plain_tokens(self) -> None:
-        """What has become of each request is told by ``gains``."""
+    def plain_token_ids(self) -> None:
+        """Returns None: all results come from ``new_tokens``."""
 
-    def gains(self) -> list[NewToken]:
-        """Wait for the step; a gain for each chunk that reached its request's end, in batch order."""
-        told = self.line.result(self.number)
-        for place, found in told.prompts:
-            _extend(self.batch.chunks[place].req, found)
-        return [NewToken(req, gain.token_id, gain.logprobs,
-                         None if gain.code is None else from_code(gain.code, gain.message))
-                for req, gain in zip(self.sampling, told.gains)]
+    def new_tokens(self) -> list[NewToken]:
+        """Waits for the step; returns a token for each chunk that reached its request's end, in batch order."""
+        result = self.channel.result(self.number)
+        for chunk, logprobs in result.prompts:
+            _extend(self.batch.chunks[chunk].req, logprobs)
+        return [NewToken(req, token.token_id, token.logprobs,
+                         None if token.code is None else from_code(token.code, token.message))
+                for req, token in zip(self.sampled_reqs, result.tokens)]
 
 
 class PPExecutor:
-    """Executor's ``launch``, over stages. The ranks of all stages launch the same batches in the same order."""
+    """Executor's ``launch`` with pipeline parallelism. The ranks of all stages launch the same batches in the same
+    order.
+    """
 
-    def __init__(self, executor: Executor, line: PPChannel, parallel: Parallel, *, alone: bool = False):
-        """``alone``: one step at a time."""
+    def __init__(self, executor: Executor, channel: PPChannel, parallel: Parallel, *, one_step: bool = False):
+        """``one_step``: one step in flight at a time."""
         self._executor = executor
-        self._alone = alone
-        self._stages = parallel.stages
-        self.line = line
+        self._one_step = one_step
+        self.pp = parallel.pp
+        self.channel = channel
         self._numbers = count()
-        self._teller: _Teller | None = None
-        self._reports = parallel.stages.last and parallel.attention.rank == 0
-        if self._reports and executor.asynchronous:
-            self._teller = _Teller(line.reporter("results"))
+        self._result_sender: _ResultSender | None = None
+        self._sends_results = parallel.pp.is_last and parallel.attn_tp.rank == 0
+        if self._sends_results and executor.asynchronous:
+            self._result_sender = _ResultSender(channel.reporter("results"))
 
     @property
     def asynchronous(self) -> bool:
@@ -66,33 +68,33 @@ class PPExecutor:
 
     @property
     def depth(self) -> int:
-        """Steps on their way that keep every stage at work: one each, and where the host runs ahead one in hand."""
-        return 1 if self._alone else self._stages.size + self.asynchronous
+        """Steps in flight that keep every stage busy: one each, and another one where the host runs ahead."""
+        return 1 if self._one_step else self.pp.size + self.asynchronous
 
     def launch(self, batch: ScheduledBatch, after_group: AfterGroup | None = None) -> PPStep:
-        """Start computing the batch; on a CPU this stage has computed it. No token of it may be pending."""
+        """Starts computing the batch; on a CPU this stage has computed it. No token of it may be pending."""
         number = next(self._numbers)
-        sampling = [chunk.req for chunk in batch.chunks if batch.is_decode or chunk.samples]
-        if not self._stages.last:
-            prompt_rows(batch)  # begins what the last stage begins
+        sampled_reqs = [chunk.req for chunk in batch.chunks if batch.is_decode or chunk.samples]
+        if not self.pp.is_last:
+            prompt_rows(batch)  # initialises the same prompt log-probabilities as the last stage
             self._executor.forward(batch, after_group)
         else:
             step = self._executor.launch(batch, after_group)
-            if self._teller is not None:
-                self._teller.put(number, step)
-            elif self._reports:
-                self.line.report(_told(number, step))
-        return PPStep(number, batch, sampling, self.line)
+            if self._result_sender is not None:
+                self._result_sender.put(number, step)
+            elif self._sends_results:
+                self.channel.report(_result_of(number, step))
+        return PPStep(number, batch, sampled_reqs, self.channel)
 
-    def accompany(self) -> None:
-        """Without a batch no stage does anything."""
+    def run_idle_batch(self) -> None:
+        """Does nothing: without a batch no stage computes."""
 
     def event(self) -> torch.cuda.Event | None:
         return self._executor.event()
 
 
-class _Teller:
-    """Reports results as soon as the device has them, whatever the rank's loop is doing."""
+class _ResultSender:
+    """Sends results as soon as the device has them, in a thread, whatever the rank's loop is doing."""
 
     def __init__(self, reporter: Reporter):
         self._reporter = reporter
@@ -101,7 +103,7 @@ class _Teller:
         threading.Thread(target=self._run, name="stage-results", daemon=True).start()
 
     def put(self, number: int, step: StepOutput) -> None:
-        """Raises what went wrong with a step before."""
+        """Sends a step's results when they are there; raises the error of an earlier step."""
         if self._error is not None:
             raise self._error
         self._steps.put((number, step))
@@ -110,39 +112,40 @@ class _Teller:
         while True:
             number, step = self._steps.get()
             try:
-                self._reporter.send(_told(number, step))
-            except Exception as error:  # a device that failed: the rank's loop is to end by it
+                self._reporter.send(_result_of(number, step))
+            except Exception as error:  # a device that failed: ``put`` raises it in the rank's loop
                 self._error = error
                 return
 
 
-def _told(number: int, step: StepOutput) -> Computed:
-    """Wait for a step's results; the requests are not touched."""
+def _result_of(number: int, step: StepOutput) -> PPStepResult:
+    """Waits for a step's results, and encodes them; the requests are not changed."""
     sampled = step.sampled.wait()
-    gains = []
-    for i, (token_id, found) in enumerate(zip(sampled.token_ids, sampled.logprobs)):
-        logprobs = found and Logprobs([token_id], [found.value], [found.top], [found.of_ids])
-        gain = PPStepResult(token_id, logprobs)
+    tokens = []
+    for i, (token_id, logprob) in enumerate(zip(sampled.token_ids, sampled.logprobs)):
+        logprobs = logprob and Logprobs([token_id], [logprob.value], [logprob.top], [logprob.of_ids])
+        token = PPToken(token_id, logprobs)
         if token_id == FAILED:
             error = InvalidRequest(sampled.failures.get(i, "custom_logit_processor failed."))
-            gain.code, gain.message = error.wire_code, error.message
-        gains.append(gain)
-    return Computed(number, gains, _prompts(step))
+            token.code, token.message = error.wire_code, error.message
+        tokens.append(token)
+    return PPStepResult(number, tokens, _prompt_logprobs(step))
 
 
-def _prompts(step: StepOutput) -> list[tuple[int, Logprobs]]:
+def _prompt_logprobs(step: StepOutput) -> list[tuple[int, Logprobs]]:
+    """Returns the step's prompt log-probabilities, by the index of their chunk."""
     if step.prompt_report is None:
         return []
-    places = {chunk.req: place for place, chunk in enumerate(step.batch.chunks)}
-    told: dict[int, Logprobs] = {}
-    for row, token_id, found in step.prompt_report.found():
-        append(told.setdefault(places[row.req], Logprobs([], [], [], [])), token_id, found)
-    return list(told.items())
+    chunk_of = {chunk.req: index for index, chunk in enumerate(step.batch.chunks)}
+    prompts: dict[int, Logprobs] = {}
+    for row, token_id, logprob in step.prompt_report.wait():
+        append(prompts.setdefault(chunk_of[row.req], Logprobs([], [], [], [])), token_id, logprob)
+    return list(prompts.items())
 
 
-def _extend(req: Req, found: Logprobs) -> None:
-    kept = begin(req)
-    kept.token_ids.extend(found.token_ids)
-    kept.values.extend(found.values)
-    kept.top.extend(found.top)
-    kept.of_ids.extend(found.of_ids)
+def _extend(req: Req, more: Logprobs) -> None:
+    logprobs = begin(req)
+    logprobs.token_ids.extend(more.token_ids)
+    logprobs.values.extend(more.values)
+    logprobs.top.extend(more.top)
+    logprobs.of_ids.extend(more.of_ids)

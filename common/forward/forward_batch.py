@@ -1,4 +1,4 @@
-"""What one forward pass computes: token rows, and where their keys and values live."""
+"""The forward batch: a step's token rows, and the pages of their keys and values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from .host_copies import upload_joined
 
 AfterGroup = Callable[[int, "torch.cuda.Event | None"], None]
-"""Told of a layer group whose keys and values are on their way into the pool, and of the event that ends that way."""
+"""Called with a layer group whose keys and values have been enqueued, and the event after which the pool has them."""
 
 
 @dataclass
@@ -20,8 +20,8 @@ class ForwardBatch:
     """One step's input for a model, on the device, with host copies for planning.
 
     Rows are grouped by request: request b owns the query rows ``qo_indptr[b]:qo_indptr[b+1]`` and, *after* this
-    step's keys and values are stored, the pages ``kv_indices[kv_indptr[b]:kv_indptr[b+1]]`` of which the last holds
-    ``kv_last_page_len[b]`` tokens (FlashInfer's form). A decode batch has one row a request.
+    step's keys and values are stored, the pages ``kv_indices[kv_indptr[b]:kv_indptr[b+1]]``, the last of which has
+    ``kv_last_page_len[b]`` tokens (FlashInfer's format). A decode batch has one row a request.
 
     T rows, B requests, N pages in use, R rows that need logits.
     """
@@ -44,9 +44,9 @@ class ForwardBatch:
     embeds: torch.Tensor | None = None  # [E, hidden] float32: embeddings of rows that have no token
     embeds_rows: torch.Tensor | None = None  # [E] int64: these rows
     live: torch.Tensor | None = None  # [T] bool: rows that are tokens, where others pad the batch; None: all are
-    heads: torch.Tensor | None = None  # [T, heads * values]: attention may leave its results here
-    # ``logits_rows`` as a decode step of their own, where they are ends of requests
-    ends: ForwardBatch | None = field(default=None, init=False)
+    attention_out: torch.Tensor | None = None  # [T, heads * values]: attention may write its output here
+    # ``logits_rows`` as a decode batch of their own, where they are the last tokens of requests
+    last_tokens: ForwardBatch | None = field(default=None, init=False)
 
     @property
     def num_reqs(self) -> int:
@@ -61,29 +61,29 @@ class ForwardBatch:
 class Row:
     """One request's part of a forward pass.
 
-    ``token_ids`` are computed now; ``start`` tokens before them are in the KV cache already; ``page_ids`` covers
-    all of these tokens and may be longer. With ``source`` one more token is computed after ``token_ids``: the one at
+    ``token_ids`` are computed now; ``start`` tokens before them are in the KV cache already; ``page_ids`` covers all of
+    these tokens and may be longer. With ``pending_index`` one more token is computed after ``token_ids``: the one at
     this index of the tokens that the previous step sampled, whose value only the device knows.
     """
 
     token_ids: Sequence[int] | np.ndarray
     start: int
     page_ids: np.ndarray
-    source: int | None = None
-    embeds: np.ndarray | None = None  # [n, hidden] float32, in place of the first n of ``token_ids``
+    pending_index: int | None = None
+    embeds: np.ndarray | None = None  # [n, hidden] float32, instead of the first n of ``token_ids``
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids) + (self.source is not None)
+        return len(self.token_ids) + (self.pending_index is not None)
 
 
 def build_forward_batch(rows: list[Row], page_size: int, device: torch.device, is_decode: bool,
                         logits_rows: list[int] | None = None, previous: torch.Tensor | None = None) -> ForwardBatch:
-    """Lay out ``rows`` (at least one, each with at least one token) as a batch on ``device``.
+    """Builds a batch of ``rows`` (at least one, each with at least one token) on ``device``.
 
-    ``previous`` holds the tokens that the step before sampled (int64, on ``device``), for rows with a ``source``.
-    ``logits_rows`` index the batch's T token rows; None picks the last row of each request, an empty list none.
-    On a GPU all arrays travel in one copy from pinned memory, which does not wait for the device.
+    ``previous`` holds the tokens that the step before sampled (int64, on ``device``), for rows with a
+    ``pending_index``. ``logits_rows`` index the batch's T token rows; None selects the last row of each request, an
+    empty list none. On a GPU one copy from pinned memory transfers all arrays, without waiting for the device.
     """
     lengths = np.array([row.num_tokens for row in rows])
     starts = np.array([row.start for row in rows])
@@ -103,34 +103,34 @@ def build_forward_batch(rows: list[Row], page_size: int, device: torch.device, i
         "qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices,
         "kv_last_page_len": (starts + lengths - (pages - 1) * page_size).astype(np.int32),
     }
-    sourced = [i for i, row in enumerate(rows) if row.source is not None]
-    host["pending_rows"] = np.asarray(qo_indptr[1:][sourced] - 1, np.int64)
-    host["sources"] = np.asarray([rows[i].source for i in sourced], np.int64)
-    built = _send(host, device, is_decode=is_decode, previous=previous)
+    pending = [i for i, row in enumerate(rows) if row.pending_index is not None]
+    host["pending_rows"] = np.asarray(qo_indptr[1:][pending] - 1, np.int64)
+    host["pending_indices"] = np.asarray([rows[i].pending_index for i in pending], np.int64)
+    batch = _build(host, device, is_decode=is_decode, previous=previous)
     if not is_decode:
-        built.ends = _ends(built, host["logits_rows"])
-    built.embeds, built.embeds_rows = _embeds(rows, qo_indptr, device)
-    return built
+        batch.last_tokens = _last_tokens(batch, host["logits_rows"])
+    batch.embeds, batch.embeds_rows = _embeds(rows, qo_indptr, device)
+    return batch
 
 
-def _ends(batch: ForwardBatch, rows: np.ndarray) -> ForwardBatch | None:
-    """``rows``, the batch's ``logits_rows``, as a decode step: each attends to all that its request has by then. None
-    where some are not the last of their requests, or they are so many that nothing is saved."""
+def _last_tokens(batch: ForwardBatch, rows: np.ndarray) -> ForwardBatch | None:
+    """Returns ``rows``, the batch's ``logits_rows``, as a decode batch: each attends to all tokens of its request. None
+    where some are not the last of their requests, or there are so many that nothing is saved."""
     requests = np.searchsorted(batch.qo_indptr_cpu, rows + 1)
     if 2 * len(rows) > batch.num_tokens or np.any(batch.qo_indptr_cpu[requests] != rows + 1) or np.any(
             np.diff(rows) <= 0):
         return None
     requests = requests - 1
     assert batch.logits_rows is not None
-    return part_of(batch, batch.logits_rows, requests, np.arange(len(rows) + 1, dtype=np.int32),
-                   np.diff(batch.kv_indptr_cpu)[requests], batch.kv_last_page_len_cpu[requests], is_decode=True)
+    return slice_batch(batch, batch.logits_rows, requests, np.arange(len(rows) + 1, dtype=np.int32),
+                       np.diff(batch.kv_indptr_cpu)[requests], batch.kv_last_page_len_cpu[requests], is_decode=True)
 
 
-def part_of(batch: ForwardBatch, rows: slice | torch.Tensor, requests: np.ndarray, qo_indptr: np.ndarray,
-            pages: np.ndarray, last_page_len: np.ndarray, *, is_decode: bool) -> ForwardBatch:
-    """``rows`` of ``batch`` as a batch of their own, which is not to be scored. They are of its ``requests`` [n], those
-    of each where ``qo_indptr`` [n + 1] says; each request has its first ``pages`` [n] of pages, the last of them
-    filled with ``last_page_len`` [n] tokens. ``qo_indptr`` and ``last_page_len`` are int32."""
+def slice_batch(batch: ForwardBatch, rows: slice | torch.Tensor, requests: np.ndarray, qo_indptr: np.ndarray,
+                pages: np.ndarray, last_page_len: np.ndarray, *, is_decode: bool) -> ForwardBatch:
+    """Returns ``rows`` of ``batch`` as a batch of their own, without logits. They belong to its ``requests`` [n], by
+    ``qo_indptr`` [n + 1]; each request has its first ``pages`` [n] pages, with ``last_page_len`` [n] tokens in the
+    last. ``qo_indptr`` and ``last_page_len`` are int32."""
     kv_indptr = indptr_of(pages)
     within = np.arange(kv_indptr[-1]) - np.repeat(kv_indptr[:-1], pages)
     table = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr,
@@ -145,16 +145,16 @@ def part_of(batch: ForwardBatch, rows: slice | torch.Tensor, requests: np.ndarra
 
 
 class DecodeRows(NamedTuple):
-    """A decode step's rows, one token a request: a Row's fields, each of all rows."""
+    """A decode step's rows, one token a request: the fields of Row as lists."""
 
     token_ids: list[int]
     starts: list[int]
     page_ids: list[np.ndarray]
-    sources: list[int | None]
+    pending_indices: list[int | None]
 
 
 class DecodeTable(NamedTuple):
-    """A decode step's rows but for their tokens: ForwardBatch's arrays of B requests, in host memory."""
+    """A decode step's rows without their tokens: ForwardBatch's arrays of B requests, in host memory."""
 
     positions: np.ndarray  # [B] int64
     page_of_token: np.ndarray  # [B] int64
@@ -164,39 +164,39 @@ class DecodeTable(NamedTuple):
     kv_last_page_len: np.ndarray  # [B] int32
 
 
-def _no_rows() -> DecodeTable:
-    per_row, int32 = np.empty(0, np.int64), np.empty(0, np.int32)
-    return DecodeTable(per_row, per_row, per_row, np.zeros(1, np.int32), int32, int32)
+def _empty_table() -> DecodeTable:
+    int64, int32 = np.empty(0, np.int64), np.empty(0, np.int32)
+    return DecodeTable(int64, int64, int64, np.zeros(1, np.int32), int32, int32)
 
 
-NO_ROWS = _no_rows()
-"""A decode step of padding alone."""
+EMPTY_DECODE_TABLE = _empty_table()
+"""A decode step of padding only."""
 
 
 def build_decode_batch(rows: DecodeRows, page_size: int, device: torch.device, logits_rows: list[int],
                        previous: torch.Tensor | None) -> ForwardBatch:
-    """``build_forward_batch`` of a decode step without embeddings. Of 256 rows it takes a third of the time."""
+    """Does as ``build_forward_batch``, for a decode step without embeddings, in a third of the time for 256 rows."""
     positions = np.array(rows.starts, np.int64)
     in_request, offsets = np.divmod(positions, page_size)
     kv_indptr = indptr_of(in_request + 1)
     parts = [ids[:count] for ids, count in zip(rows.page_ids, (in_request + 1).tolist())]
     kv_indices = np.concatenate(parts, dtype=np.int32, casting="same_kind")
     assert len(kv_indices) == kv_indptr[-1], "a row's pages do not cover its tokens"
-    sourced = [i for i, source in enumerate(rows.sources) if source is not None]
+    pending = [i for i, index in enumerate(rows.pending_indices) if index is not None]
     table = DecodeTable(positions, kv_indices[kv_indptr[1:] - 1].astype(np.int64), offsets, kv_indptr, kv_indices,
                         (offsets + 1).astype(np.int32))
     host = _arrays(table, np.array(rows.token_ids, np.int64), np.array(logits_rows, np.int64)) | {
-        "pending_rows": np.array(sourced, np.int64),
-        "sources": np.array([rows.sources[i] for i in sourced], np.int64),
+        "pending_rows": np.array(pending, np.int64),
+        "pending_indices": np.array([rows.pending_indices[i] for i in pending], np.int64),
     }
-    return _send(host, device, is_decode=True, previous=previous)
+    return _build(host, device, is_decode=True, previous=previous)
 
 
-def build_run_batch(table: DecodeTable, token_ids: torch.Tensor, device: torch.device) -> ForwardBatch:
-    """A decode step of ``table``'s rows, whose tokens [B] int64 are on the device; all rows get logits."""
+def build_table_batch(table: DecodeTable, token_ids: torch.Tensor, device: torch.device) -> ForwardBatch:
+    """Builds a decode batch of ``table``'s rows, whose tokens [B] int64 are on the device; all rows get logits."""
     none = np.empty(0, np.int64)
     host = _arrays(table, none, np.arange(len(table.positions)))
-    batch = _send(host | {"pending_rows": none, "sources": none}, device, is_decode=True, previous=None)
+    batch = _build(host | {"pending_rows": none, "pending_indices": none}, device, is_decode=True, previous=None)
     batch.input_ids = token_ids
     return batch
 
@@ -206,47 +206,48 @@ def _arrays(table: DecodeTable, token_ids: np.ndarray, logits_rows: np.ndarray) 
             "qo_indptr": np.arange(len(table.positions) + 1, dtype=np.int32), **table._asdict()}
 
 
-def _send(host: dict[str, np.ndarray], device: torch.device, *, is_decode: bool,
-          previous: torch.Tensor | None) -> ForwardBatch:
-    """A batch of the arrays; tokens of ``pending_rows`` are ``previous[sources]``."""
-    sent = _to_device(host, device)
-    pending_rows, sources = sent.pop("pending_rows"), sent.pop("sources")
-    if len(host["sources"]):
-        assert previous is not None, "a row's token comes from a step that was not given"
-        sent["input_ids"][pending_rows] = previous[sources]
-    return ForwardBatch(is_decode=is_decode, **sent, qo_indptr_cpu=host["qo_indptr"], kv_indptr_cpu=host["kv_indptr"],
-                        kv_indices_cpu=host["kv_indices"], kv_last_page_len_cpu=host["kv_last_page_len"])
+def _build(host: dict[str, np.ndarray], device: torch.device, *, is_decode: bool,
+           previous: torch.Tensor | None) -> ForwardBatch:
+    """Builds a batch of the arrays; the tokens of ``pending_rows`` are ``previous[pending_indices]``."""
+    tensors = _to_device(host, device)
+    pending_rows, pending_indices = tensors.pop("pending_rows"), tensors.pop("pending_indices")
+    if len(host["pending_indices"]):
+        assert previous is not None, "a row's token comes from a step that was not passed"
+        tensors["input_ids"][pending_rows] = previous[pending_indices]
+    return ForwardBatch(is_decode=is_decode, **tensors, qo_indptr_cpu=host["qo_indptr"],
+                        kv_indptr_cpu=host["kv_indptr"], kv_indices_cpu=host["kv_indices"],
+                        kv_last_page_len_cpu=host["kv_last_page_len"])
 
 
 def _embeds(rows: list[Row], qo_indptr: np.ndarray,
             device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The batch's ``embeds`` and ``embeds_rows``, where there are any."""
-    given = [(int(first), row.embeds) for first, row in zip(qo_indptr, rows) if row.embeds is not None]
-    if not given:
+    """Returns the batch's ``embeds`` and ``embeds_rows``, where there are any."""
+    with_embeds = [(int(first), row.embeds) for first, row in zip(qo_indptr, rows) if row.embeds is not None]
+    if not with_embeds:
         return None, None
-    places = np.concatenate([np.arange(first, first + len(embeds)) for first, embeds in given])
-    joined = torch.from_numpy(np.concatenate([embeds for _, embeds in given]))
+    embeds_rows = np.concatenate([np.arange(first, first + len(embeds)) for first, embeds in with_embeds])
+    joined = torch.from_numpy(np.concatenate([embeds for _, embeds in with_embeds]))
     if device.type == "cuda":
         joined = joined.pin_memory()
-    return joined.to(device, non_blocking=True), upload_joined([places], torch.int64, device)
+    return joined.to(device, non_blocking=True), upload_joined([embeds_rows], torch.int64, device)
 
 
 def _known_ids(row: Row) -> np.ndarray:
-    """The row's token ids, 0 in the place of the one that the device fills in."""
+    """Returns the row's token ids, with 0 for the one that the device fills in."""
     ids = np.zeros(row.num_tokens, np.int64)
     ids[:len(row.token_ids)] = row.token_ids
     return ids
 
 
 def indptr_of(counts: np.ndarray) -> np.ndarray:
-    """``[n]`` counts to where each begins and the last ends, ``[n + 1]`` int32."""
+    """Returns the offsets ``[n + 1]`` int32 of ``[n]`` counts: where each begins, and where the last ends."""
     indptr = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=indptr[1:])
     return indptr
 
 
 def _to_device(host: dict[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
-    """Copies of int32 and int64 arrays, in one transfer that does not wait for the device."""
+    """Copies int32 and int64 arrays, in one transfer that does not wait for the device."""
     if device.type != "cuda":
         return {name: torch.from_numpy(array) for name, array in host.items()}
     # Triton compiles a kernel anew for pointers that are not 16-byte aligned, so every array starts aligned.
@@ -256,6 +257,6 @@ def _to_device(host: dict[str, np.ndarray], device: torch.device) -> dict[str, t
     begins = [0, *ends[:-1]]
     for begin, array in zip(begins, host.values()):
         view[begin:begin + array.nbytes] = array.view(np.uint8)
-    sent = packed.to(device, non_blocking=True)
-    return {name: sent[begin:begin + array.nbytes].view(torch.int64 if array.itemsize == 8 else torch.int32)
+    copied = packed.to(device, non_blocking=True)
+    return {name: copied[begin:begin + array.nbytes].view(torch.int64 if array.itemsize == 8 else torch.int32)
             for begin, (name, array) in zip(begins, host.items())}

@@ -1,4 +1,4 @@
-"""Small tensors between host and device, without waiting for what the device computes."""
+"""Copies small tensors between host and device, without waiting for what the device computes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 
 def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A small tensor on the device. From pageable memory the copy would wait for everything that runs there."""
+    """Copies values to a small tensor on the device. From pageable memory the copy would wait for all running work."""
     host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 
 
 def upload_joined(arrays: Sequence[np.ndarray], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """One-dimensional arrays of one type, end to end on the device, where they become ``dtype``."""
+    """Copies one-dimensional arrays of one type, concatenated, to the device, and converts them to ``dtype`` there."""
     size = sum(map(len, arrays))
     host = torch.empty(size, dtype=torch.from_numpy(arrays[0]).dtype, pin_memory=device.type == "cuda")
     np.concatenate(arrays, out=host.numpy())
@@ -24,7 +24,7 @@ def upload_joined(arrays: Sequence[np.ndarray], dtype: torch.dtype, device: torc
 
 
 class Download:
-    """Tensors on their way to the host; ``wait`` returns them as lists, ``arrays`` as they are."""
+    """Tensors that are being copied to the host; ``wait`` returns them as lists, ``arrays`` as arrays."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
         self._event: torch.cuda.Event | None = None

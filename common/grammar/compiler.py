@@ -1,4 +1,4 @@
-"""Grammars to xgrammar's compiled form. Importing this imports xgrammar, and with it torch."""
+"""Compiles grammars with xgrammar. Importing this module imports xgrammar, and with it torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..api.errors import InvalidRequest
 from ..api.grammar import GrammarSpec, Vocabulary
 from .patterns import check_patterns
 
-# What xgrammar puts wherever JSON may have white space. In a string of a schema these characters would be escaped.
+# xgrammar inserts it wherever JSON may have white space. In a string of a schema these characters would be escaped.
 _ANY_WHITESPACE = r"[ \n\r\t]*"
-_LONGEST_REASON = 500
+_MAX_REASON_CHARACTERS = 500
 # xgrammar 0.2.8 prints a grammar's "ße" as \\xdfe, and reads that as one character.
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|.)", re.DOTALL)
 
@@ -28,15 +28,16 @@ class Compiler:
         self._whitespace = whitespace
 
     def learn_vocabulary(self) -> None:
-        """Do what every grammar needs, before the first one comes."""
+        """Prepares the vocabulary, which every grammar needs, before the first one comes."""
         _ = self._plain, self._with_specials
 
     def load(self, spec: GrammarSpec, text: str) -> xgrammar.CompiledGrammar:
-        """What another process has compiled ``spec`` to, in a thirtieth of the time."""
+        """Loads a grammar that another process has compiled, in a thirtieth of the time of compiling."""
         return xgrammar.CompiledGrammar.deserialize_json(text, self._tokens_of(spec))
 
     def compile(self, spec: GrammarSpec, max_threads: int | None = None) -> xgrammar.CompiledGrammar:
-        """Raises InvalidRequest with the reason. May take any time and memory, or end the process."""
+        """Compiles ``spec``; raises InvalidRequest with the reason. May take any time and memory, or end the
+        process."""
         threads = max_threads or max(1, min(4, (os.cpu_count() or 1) // 2))
         if spec.kind in ("json_schema", "structural_tag"):
             check_patterns(spec.kind, spec.text)
@@ -48,9 +49,9 @@ class Compiler:
 
     def check_beginning(self, compiled: xgrammar.CompiledGrammar) -> None:
         """Raises InvalidRequest where no token of the vocabulary, nor the end, can be the first of an answer."""
-        mask = np.zeros((1, -(len(self._vocabulary.pieces) // -32)), np.int32)
+        mask = np.zeros((1, -(len(self._vocabulary.token_bytes) // -32)), np.int32)
         xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(mask)
-        allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:len(self._vocabulary.pieces)]
+        allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:len(self._vocabulary.token_bytes)]
         if not allowed.any():
             raise InvalidRequest("The grammar allows no answer: none of the model's tokens can begin one.")
 
@@ -59,7 +60,7 @@ class Compiler:
             case "json_schema":
                 if self._whitespace is None:
                     return compiler.compile_json_schema(spec.text)
-                return compiler.compile_grammar(self._respaced(xgrammar.Grammar.from_json_schema(spec.text)))
+                return compiler.compile_grammar(self._replace_whitespace(xgrammar.Grammar.from_json_schema(spec.text)))
             case "regex":
                 return compiler.compile_regex(spec.text)
             case "ebnf":
@@ -68,27 +69,27 @@ class Compiler:
                 compiled = compiler.compile_structural_tag(spec.text)
                 if self._whitespace is None:
                     return compiled
-                return compiler.compile_grammar(self._respaced(compiled.grammar))  # it knows tokens by name
+                return compiler.compile_grammar(self._replace_whitespace(compiled.grammar))  # it knows tokens by name
 
     def _tokens_of(self, spec: GrammarSpec) -> xgrammar.TokenizerInfo:
         return self._with_specials if spec.kind == "structural_tag" else self._plain
 
     @cached_property
     def _plain(self) -> xgrammar.TokenizerInfo:
-        """Special tokens have no text here: a string in JSON must not hold one."""
+        """The vocabulary where special tokens have no text: a string in JSON must not contain one."""
         special = set(self._vocabulary.special_ids)
-        return self._tokens([b"" if i in special else piece for i, piece in enumerate(self._vocabulary.pieces)])
+        return self._tokens([b"" if i in special else text for i, text in enumerate(self._vocabulary.token_bytes)])
 
     @cached_property
     def _with_specials(self) -> xgrammar.TokenizerInfo:
-        """Structural tags are about markup, which may well be special tokens."""
-        return self._tokens(self._vocabulary.pieces)
+        """The vocabulary with the text of special tokens: the markup of structural tags may consist of them."""
+        return self._tokens(self._vocabulary.token_bytes)
 
-    def _tokens(self, pieces: list[bytes]) -> xgrammar.TokenizerInfo:
-        return xgrammar.TokenizerInfo(pieces, xgrammar.VocabType.RAW, vocab_size=len(pieces),
+    def _tokens(self, token_bytes: list[bytes]) -> xgrammar.TokenizerInfo:
+        return xgrammar.TokenizerInfo(token_bytes, xgrammar.VocabType.RAW, vocab_size=len(token_bytes),
                                       stop_token_ids=self._vocabulary.stop_ids)
 
-    def _respaced(self, grammar: xgrammar.Grammar) -> xgrammar.Grammar:
+    def _replace_whitespace(self, grammar: xgrammar.Grammar) -> xgrammar.Grammar:
         assert self._whitespace is not None
         pattern = self._whitespace.replace("\\", "\\\\").replace('"', '\\"')
         text = _ESCAPE.sub(_four_digits, str(grammar)).replace(_ANY_WHITESPACE, "json_whitespace")
@@ -100,8 +101,8 @@ def _four_digits(escape: re.Match[str]) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """xgrammar's message without the places in its own source."""
+    """Returns xgrammar's message without locations in its source."""
     text = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error)).strip()
     text = re.sub(r"^Check failed: \(.*?\) is (?:false|true): ", "", text)
-    text = " ".join(text.split())[:_LONGEST_REASON].rstrip(".")
+    text = " ".join(text.split())[:_MAX_REASON_CHARACTERS].rstrip(".")
     return f"{text or type(error).__name__}."

@@ -1,4 +1,4 @@
-"""A few places that clients take in turns, so that nobody waits for all that another one has asked for."""
+"""Slots that clients share fairly: no client waits for all that another one has requested."""
 
 from __future__ import annotations
 
@@ -9,43 +9,45 @@ from contextlib import asynccontextmanager
 
 
 class FairSlots:
-    """``places`` are taken at once. Who waits gets the next by client, in rotation; each client's own in order."""
+    """``num_slots`` are in use at once. Waiting tasks get the next one by client, in rotation; a client's own in
+    order."""
 
-    def __init__(self, places: int):
-        self._free = places
+    def __init__(self, num_slots: int):
+        self._free = num_slots
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     def num_waiting(self, client: str) -> int:
         return len(self._waiting.get(client, ()))
 
     @asynccontextmanager
-    async def turn(self, client: str) -> AsyncIterator[None]:
-        await self._take(client)
+    async def slot(self, client: str) -> AsyncIterator[None]:
+        """Waits for a slot, and uses it within the context."""
+        await self._acquire(client)
         try:
             yield
         finally:
-            self._give_back()
+            self._release()
 
-    async def _take(self, client: str) -> None:
+    async def _acquire(self, client: str) -> None:
         if self._free:
             self._free -= 1
             return
-        place = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append(place)
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(waiter)
         try:
-            await place
+            await waiter
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled():
-                self._give_back()
+            if waiter.done() and not waiter.cancelled():
+                self._release()
             raise
 
-    def _give_back(self) -> None:
+    def _release(self) -> None:
         while self._waiting:
-            client, places = self._waiting.popitem(last=False)
-            place = places.popleft()
-            if places:
-                self._waiting[client] = places  # behind the others
-            if not place.done():
-                place.set_result(None)
+            client, waiters = self._waiting.popitem(last=False)
+            waiter = waiters.popleft()
+            if waiters:
+                self._waiting[client] = waiters  # after the other clients
+            if not waiter.done():
+                waiter.set_result(None)
                 return
         self._free += 1

@@ -1,4 +1,4 @@
-"""Where an answer stands in its grammar."""
+"""The grammar matcher of a request: tracks its output in the grammar, and masks the next token."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ..request.token_buffer import TokenBuffer
 
 log = logging.getLogger("baton.grammar")
 
-# Seconds of a processor that following one grammar may take: this much, and as much more for each token. JSON takes 0.1
-# to 0.5 ms a token; an ambiguous grammar such as 'root ::= root root | "a"' 90 ms at its 560th, and ever more.
-_ALLOWANCE = 1.0
-_ALLOWANCE_PER_TOKEN = 0.005
+_BUDGET_SECONDS = 1.0
+_BUDGET_SECONDS_PER_TOKEN = 0.005
+"""Processor seconds that matching one grammar may take, in all and for each token. JSON takes 0.1 to 0.5 ms a token; an
+ambiguous grammar such as 'root ::= root root | "a"' 90 ms at its 560th token, and ever more."""
 
 
 class Matcher:
-    """Follows one request's output, and says which tokens may come next.
+    """Tracks one request's output, and determines which tokens may come next.
 
-    ``stop_ids`` (the model's end-of-sequence tokens among them) end the request: they are allowed only where the
-    grammar may end, and there alone where it must. A matcher that fails, on tokens that its grammar forbids for
-    example, allows ``end_ids`` alone from then on: the request ends with the next token, and ``error`` says why.
+    ``stop_ids`` (including the model's end-of-sequence tokens) end the request: they are allowed only where the grammar
+    may end, and exclusively where it must. A matcher that fails, for example on tokens that its grammar forbids, allows
+    only ``end_ids`` from then on: the request ends with the next token, and ``error`` says why.
     """
 
     def __init__(self, compiled: xgrammar.CompiledGrammar | None, tokens: TokenBuffer, start: int,
@@ -41,13 +41,13 @@ class Matcher:
         self._stop_ids = stop_ids
         self._end_ids = end_ids
         self._sampling = sampling
-        self._accepted = start  # tokens before this one are behind the matcher
-        self._spent = 0.0
+        self._accepted = start  # tokens before this position have been accepted
+        self._spent_seconds = 0.0
 
     def advance(self, pending: int | None = None) -> bool:
-        """Take in what the request has gained; ``pending`` is a token more, which ``tokens`` do not hold yet.
+        """Accepts the request's new tokens; ``pending`` is another one, which ``tokens`` do not contain yet.
 
-        False where no mask is wanted: ``pending`` has ended the request.
+        Returns False where no mask is needed: ``pending`` has ended the request.
         """
         if pending is not None and pending in self._stop_ids:
             return False
@@ -60,45 +60,46 @@ class Matcher:
         return True
 
     def charge(self, seconds: float) -> None:
-        """Count processor time that went into this grammar; the matcher fails where it takes too much of the step
-        loop's, which all requests share."""
-        self._spent += seconds
-        if self._spent > _ALLOWANCE + _ALLOWANCE_PER_TOKEN * len(self):
-            self._fail(f"The grammar is too ambiguous: following it took {self._spent:.1f} s for {len(self)} tokens; "
-                       "simplify it.")
+        """Adds processor time of this grammar; the matcher fails where it takes too much of the step loop's, which all
+        requests share."""
+        self._spent_seconds += seconds
+        if self._spent_seconds > _BUDGET_SECONDS + _BUDGET_SECONDS_PER_TOKEN * len(self):
+            self._fail(f"The grammar is too ambiguous: following it took {self._spent_seconds:.1f} s for {len(self)} "
+                       "tokens; simplify it.")
 
     def _accept(self, token: int) -> None:
         position, self._accepted = self._accepted, self._accepted + 1
-        if self.error is None and not self._takes(token):
+        if self.error is None and not self._match(token):
             self._fail(f"Token {token}, number {position - self._start + 1} of the output, does not follow the "
                        "grammar; servers that share an answer must be started with the same grammar flags.")
 
-    def _takes(self, token: int) -> bool:
-        """A stop token inside of an output (told by a client) ends the matcher, which then makes no mask any more."""
+    def _match(self, token: int) -> bool:
+        """Accepts a token. A stop token within an output (sent by a client) terminates the matcher, which then fills no
+        mask any more."""
         if self.grammar is None:
             return False
         try:
             return self.grammar.accept_token(token) and not self.grammar.is_terminated()
         except RuntimeError:
-            self._fail_within()
+            self._fail_internally()
             return True
 
     def fill(self, words: np.ndarray, row: int) -> None:
-        """Set the bits of ``words[row]`` (int32 words) to the tokens that may follow; this request alone pays, with its
-        time and, where xgrammar fails, with its end."""
+        """Sets the bits of ``words[row]`` (int32 words) to the tokens that may follow; charges this request for the
+        time, and fails it where xgrammar fails."""
         assert self.grammar is not None
         began = time.thread_time()
         try:
             self.grammar.fill_next_token_bitmask(words, row)
         except RuntimeError:
-            self._fail_within()
+            self._fail_internally()
         self.charge(time.thread_time() - began)
 
     def finish_mask(self, mask: np.ndarray) -> None:
-        """Settle the tokens that end the request in ``mask`` (uint32 words, which ``grammar`` has filled)."""
+        """Sets the bits of tokens that end the request in ``mask`` (uint32 words, which ``grammar`` has filled)."""
         if self.error is None and self.grammar is not None:
             _set(mask, self._stop_ids, self.grammar.is_completed())
-            if self._must_go_on(mask):
+            if self._forbids_end(mask):
                 return
             if mask.any():
                 return
@@ -106,28 +107,30 @@ class Matcher:
         mask[:] = 0
         _set(mask, self._end_ids, True)
 
-    def _must_go_on(self, mask: np.ndarray) -> bool:
-        """Take the ends out of the mask where the request does not want to end yet and the grammar can go on."""
-        unwanted: frozenset[int] = frozenset()
+    def _forbids_end(self, mask: np.ndarray) -> bool:
+        """Clears the bits of ending tokens where the request must not end yet and the grammar can continue; returns
+        whether it did."""
+        forbidden: frozenset[int] = frozenset()
         if len(self) < self._sampling.min_new_tokens:
-            unwanted = self._stop_ids
+            forbidden = self._stop_ids
         elif self._sampling.ignore_eos:
-            unwanted = self._end_ids - set(self._sampling.stop_token_ids)
-        if not unwanted:
+            forbidden = self._end_ids - set(self._sampling.stop_token_ids)
+        if not forbidden:
             return False
-        kept = mask.copy()
-        _set(mask, unwanted, False)
+        with_ends = mask.copy()
+        _set(mask, forbidden, False)
         if mask.any():
             return True
-        mask[:] = kept
+        mask[:] = with_ends
         return False
 
     def __len__(self) -> int:
-        """Tokens of the output that were taken in."""
+        """The number of output tokens that were accepted."""
         return self._accepted - self._start
 
     def error_at_end(self) -> ServingError | None:
-        """Why the output, which ends with one of ``stop_ids``, is not what the grammar describes."""
+        """Returns why the output, which ends with one of ``stop_ids``, does not match the grammar; None where it
+        does."""
         if self.error is None:
             for token in self._tokens.view(self._accepted, len(self._tokens) - 1).tolist():
                 self._accept(token)
@@ -135,8 +138,8 @@ class Matcher:
             self._fail("The output ended where its grammar may not end.")
         return self.error
 
-    def _fail_within(self) -> None:
-        """xgrammar has thrown what it throws for its own mistakes; called where that is being handled."""
+    def _fail_internally(self) -> None:
+        """Fails after an internal error of xgrammar; called in its exception handler."""
         log.exception("a grammar's matcher failed after %d tokens", len(self))
         self.error = self.error or ServingError("The grammar could not be followed; the server's log says why.")
 

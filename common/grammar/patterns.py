@@ -1,8 +1,8 @@
-"""Patterns of JSON schemas whose strings JSON would write with escapes.
+"""Refuses patterns of JSON schemas whose strings need escapes in JSON.
 
-xgrammar (0.2.8) matches a pattern against the string as it stands in the JSON text. Classes of characters leave out
-what needs an escape there, but a quotation mark, a backslash or a control character that the pattern names is written
-as it is: the answer is no JSON then.
+xgrammar (0.2.8) matches a pattern against the string as it is written in the JSON text. Classes of characters exclude
+those that need an escape there, but a quotation mark, a backslash or a control character that the pattern names is
+written unescaped: the answer is not JSON then.
 """
 
 from __future__ import annotations
@@ -36,36 +36,36 @@ def check_patterns(kind: str, text: str) -> None:
 
 
 def escaped_character(pattern: str) -> str | None:
-    """A character that strings of the pattern hold and JSON escapes, where the pattern names it; else None.
+    """Returns a character that the pattern names and JSON escapes; None without one.
 
-    Of a class of characters only one that holds nothing else counts: the others go by what needs no escape.
+    A class of characters counts only where it has no others: otherwise a string can use those that need no escape.
     """
     tokens = [_character(token) for token in _TOKEN.finditer(pattern)]
-    place = 0
-    while place < len(tokens):
-        if tokens[place] == ("plain", "["):
-            place, members = _class_at(tokens, place + 1)
+    index = 0
+    while index < len(tokens):
+        if tokens[index] == ("plain", "["):
+            index, members = _class_at(tokens, index + 1)
             if members and all(member is not None and _needs_escape(member) for member in members):
                 return members[0]
-        elif (char := tokens[place][1]) is not None and _needs_escape(char):
+        elif (char := tokens[index][1]) is not None and _needs_escape(char):
             return char
-        place += 1
+        index += 1
     return None
 
 
-def _class_at(tokens: list[tuple[str, str | None]], place: int) -> tuple[int, list[str | None]]:
-    """The place of the bracket that closes a class, and its members, none of one that is negated."""
-    negated = tokens[place:place + 1] == [("plain", "^")]
+def _class_at(tokens: list[tuple[str, str | None]], index: int) -> tuple[int, list[str | None]]:
+    """Returns the index of the bracket that closes a class, and its members, none of a negated one."""
+    negated = tokens[index:index + 1] == [("plain", "^")]
     members: list[str | None] = []
-    while place < len(tokens) and (tokens[place] != ("plain", "]")):
-        if tokens[place] != ("plain", "-") or not members:
-            members.append(tokens[place][1])
-        place += 1
-    return place, [] if negated else members
+    while index < len(tokens) and (tokens[index] != ("plain", "]")):
+        if tokens[index] != ("plain", "-") or not members:
+            members.append(tokens[index][1])
+        index += 1
+    return index, [] if negated else members
 
 
 def _character(token: re.Match[str]) -> tuple[str, str | None]:
-    """Whether it stands as it is, and the character; None for an escape that is none, as of a class."""
+    """Returns whether the token is plain or escaped, and its character; None for an escape of several, as a class."""
     for name in ("x", "u", "braced"):
         if token[name] is not None:
             code = int(token[name], 16)
@@ -85,7 +85,7 @@ def _needs_escape(char: str) -> bool:
 
 
 def _schemas_of(tag: Any) -> Iterator[Any]:
-    """The schemas of JSON in a structural tag; what is written as XML escapes nothing."""
+    """Yields the JSON schemas in a structural tag; XML formats escape nothing."""
     waiting = [tag]
     while waiting:
         part = waiting.pop()

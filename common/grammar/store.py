@@ -1,4 +1,4 @@
-"""Compiled grammars of an engine, on the rank that chooses tokens."""
+"""The compiled grammars of an engine, on the rank that samples tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ log = logging.getLogger("baton.grammar")
 
 
 class GrammarStore:
-    """Compiles beside the step loop; the front says which grammars are kept. xgrammar is imported with the first."""
+    """Compiles in threads in parallel to the step loop; the API server decides which grammars are cached. Imports
+    xgrammar with the first."""
 
     def __init__(self, whitespace: str | None, vocab_size: int, eos_ids: frozenset[int]):
         self._whitespace = whitespace
@@ -33,34 +34,34 @@ class GrammarStore:
         self._compiler: Compiler | None = None
         self._filler: MaskFiller | None = None
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammar-compiling")
-        self._loading = ThreadPoolExecutor(1, thread_name_prefix="grammar-loading")  # behind no compilation
-        self._making = threading.Lock()
+        self._loading = ThreadPoolExecutor(1, thread_name_prefix="grammar-loading")  # does not wait for compilations
+        self._compiler_lock = threading.Lock()
         self._compiled: dict[GrammarSpec, xgrammar.CompiledGrammar] = {}
         self._pending: dict[int, Future[Done]] = {}
 
     @property
     def busy(self) -> bool:
-        """Whether ``finished`` has more to give, soon."""
+        """Whether ``finished`` will return more."""
         return bool(self._pending)
 
     def prepare(self, message: PrepareGrammar) -> None:
-        """Begin to compile, or to load; ``finished`` tells when it is done."""
+        """Starts to compile, or to load; ``finished`` returns the answer."""
         self._vocabulary = message.vocabulary or self._vocabulary
         thread = self._compiling if message.compiled is None else self._loading
         self._pending[message.seq] = thread.submit(self._prepare, message)
 
     def finished(self) -> list[Done]:
-        """Answers to the front, each once."""
+        """Returns answers for the API server, each once."""
         done = [seq for seq, future in self._pending.items() if future.done()]
         return [self._pending.pop(seq).result() for seq in done]
 
     def drop(self, spec: GrammarSpec) -> None:
-        """Requests that use it keep it."""
+        """Removes a grammar from the cache; requests that use it are not affected."""
         self._compiled.pop(spec, None)
 
     def matcher(self, req: Req, start: int) -> Matcher:
-        """For a request whose output begins at token ``start``; it fails with its first token where the grammar, which
-        the front has not had prepared, cannot be used."""
+        """Creates the matcher of a request whose output begins at token ``start``. Where the grammar was not prepared
+        and cannot be compiled, the request fails with its first token."""
         from .matcher import Matcher
 
         spec = req.sampling.grammar
@@ -74,7 +75,7 @@ class GrammarStore:
         return Matcher(compiled, req.tokens, start, req.stop_ids, self._eos_ids, req.sampling, error)
 
     def fill(self, matchers: list[Matcher]) -> list[FillRow]:
-        """See MaskFiller.fill."""
+        """Fills the masks of a step, see ``MaskFiller.fill``."""
         if self._filler is None:
             from .masks import MaskFiller
 
@@ -87,21 +88,22 @@ class GrammarStore:
 
     def _prepare(self, message: PrepareGrammar) -> Done:
         try:
-            made = self._compile(message.spec) if message.compiled is None else self._made().load(
-                message.spec, message.compiled)
-            self._compiled[message.spec] = made
+            if message.compiled is None:
+                self._compiled[message.spec] = self._compile(message.spec)
+            else:
+                self._compiled[message.spec] = self._get_compiler().load(message.spec, message.compiled)
         except ServingError as error:
             return Done(message.seq, error.message, error.code)
-        except Exception:  # the front waits for an answer
+        except Exception:  # the API server waits for an answer
             log.exception("a grammar failed to compile")
             return Done(message.seq, "The engine failed to compile the grammar; its log says why.", ServingError.code)
         return Done(message.seq, "The grammar is ready.")
 
     def _compile(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
-        return self._made().compile(spec)
+        return self._get_compiler().compile(spec)
 
-    def _made(self) -> Compiler:
-        with self._making:
+    def _get_compiler(self) -> Compiler:
+        with self._compiler_lock:
             if self._compiler is None:
                 if self._vocabulary is None:
                     raise InvalidRequest("The engine has not been told its vocabulary; send the request to its API "

@@ -1,7 +1,7 @@
-"""A process that compiles grammars, each in a child of its own: it may hang, grow or die, and nobody else does.
+"""Test-compiles grammars in a process that forks a child for each: the child may hang, grow or die without harm.
 
-The process imports xgrammar and learns the vocabulary once, which takes seconds; a child is forked in milliseconds and
-has both. It gets its grammar over a socket that its parent passes on, and ends with its answer, or by a timer.
+The process imports xgrammar and prepares the vocabulary once, which takes seconds; a child is forked in milliseconds
+and has both. It gets its grammar over a socket that its parent passes on, and ends with its answer, or by a timer.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ if TYPE_CHECKING:
 START_SECONDS = 120.0  # importing torch takes some on a busy machine
 MEMORY_BYTES = 4 << 30  # beyond what the process has when it starts
 MAX_COMPILED_BYTES = 256 << 20
-_MAX_TOLD_CHARACTERS = 64 << 20  # of a compiled grammar; beyond, the engine compiles it again
+_MAX_SERIALIZED_CHARACTERS = 64 << 20  # of a compiled grammar; beyond, the engine compiles it again
 
 
 class Budget(msgspec.Struct, frozen=True):
-    """What one compilation may take: seconds of the clock, or of processors; and threads, None for what there is."""
+    """The budget of one compilation: wall-clock seconds, or with ``cpu_time`` processor seconds; and threads, None for
+    the default."""
 
     seconds: float
-    of_processors: bool = False
+    cpu_time: bool = False
     threads: int | None = None
 
 
 class Compiled(msgspec.Struct, frozen=True):
-    """A grammar that can be used: the memory that it takes, and xgrammar's own form of it."""
+    """A grammar that compiles: the memory that it takes, and its serialization by xgrammar."""
 
     num_bytes: int
     text: str | None
@@ -59,7 +60,7 @@ class _Job(msgspec.Struct):
 
 
 class _Verdict(msgspec.Struct):
-    """One is set; none of a child that died of its grammar."""
+    """The result of a child: one field is set, none where the child died of its grammar."""
 
     compiled: Compiled | None = None
     refusal: str | None = None
@@ -97,14 +98,14 @@ class Trial:
         return verdict.compiled
 
     def close(self) -> None:
-        """Compilations that run fail."""
+        """Ends the process; running compilations fail."""
         self._closed = True
         if self._process is not None:
             self._process.kill()
 
     def _verdict(self, job: _Job) -> _Verdict:
         for _ in range(2):  # the process may have been killed since the last grammar
-            process, control = self._started()
+            process, control = self._ensure_started()
             ours, theirs = socket.socketpair()
             pipe = Connection(ours.detach())
             try:
@@ -121,7 +122,7 @@ class Trial:
                 pipe.close()
         raise WorkerUnavailable("The grammar compiler was ended; the server's log says why.")
 
-    def _started(self) -> tuple[BaseProcess, socket.socket]:
+    def _ensure_started(self) -> tuple[BaseProcess, socket.socket]:
         with self._starting:
             if self._process is not None and self._control is not None and self._process.is_alive():
                 return self._process, self._control
@@ -160,8 +161,8 @@ def _main(control: socket.socket, vocabulary: Vocabulary, whitespace: str | None
 
 
 class _Children:
-    """The process's own loop: forks a child for each grammar that ``control`` brings, and tells how it ended where it
-    could not."""
+    """The loop of the process: forks a child for each grammar from ``control``, and reports how the child ended where
+    it could not itself."""
 
     def __init__(self, compiler: Compiler, control: socket.socket, memory_bytes: int):
         self._compiler = compiler
@@ -205,7 +206,7 @@ class _Children:
             os._exit(0)
 
     def _reap(self) -> None:
-        """A child that a timer has ended could not say so."""
+        """Reports children that a timer has ended, which could not do so themselves."""
         while self._pipes:
             child, status = os.waitpid(-1, os.WNOHANG)
             if not child:
@@ -217,25 +218,26 @@ class _Children:
 
 
 def _compile(compiler: Compiler, pipe: Connection, memory_bytes: int) -> None:
-    """A child's life; the kernel ends it where its budget is spent."""
+    """Compiles in a child; the kernel ends it where its budget is spent."""
     job = _job_decoder.decode(pipe.recv_bytes())
     _limit_memory(memory_bytes)
     budget = job.budget
-    if not budget.of_processors:
-        os.nice(10)  # those that are quick come first
-    signal.setitimer(signal.ITIMER_PROF if budget.of_processors else signal.ITIMER_REAL, budget.seconds)
+    if not budget.cpu_time:
+        os.nice(10)  # quick grammars come first
+    signal.setitimer(signal.ITIMER_PROF if budget.cpu_time else signal.ITIMER_REAL, budget.seconds)
     try:
         compiled = compiler.compile(job.spec, budget.threads)
         compiler.check_beginning(compiled)
         text = compiled.serialize_json()
-        verdict = _Verdict(Compiled(compiled.memory_size_bytes, text if len(text) <= _MAX_TOLD_CHARACTERS else None))
+        verdict = _Verdict(Compiled(compiled.memory_size_bytes,
+                                    text if len(text) <= _MAX_SERIALIZED_CHARACTERS else None))
     except InvalidRequest as error:
         verdict = _Verdict(refusal=error.message)
     pipe.send_bytes(msgspec.msgpack.encode(verdict))
 
 
 def _limit_memory(more: int) -> None:
-    """Let this process map ``more`` bytes beyond what it has."""
+    """Limits this process to ``more`` bytes of mappings beyond its current ones."""
     if sys.platform == "linux":
         with open("/proc/self/statm") as file:
             mapped = int(file.read().split()[0]) * resource.getpagesize()

@@ -1,4 +1,4 @@
-"""The head of a classifier."""
+"""The classification head."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..weights.slots import Allocate, Slot
 
 
 class ClassifierHead:
-    """``[R, hidden] -> [R, labels]``, whole on every rank: a few rows of weights."""
+    """Classification head ``[R, hidden] -> [R, labels]``, replicated on every rank: a few rows of weights."""
 
     def __init__(self, name: str, num_labels: int, hidden_size: int, allocate: Allocate):
         self.name = name
         self.weight = allocate(num_labels, hidden_size)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Float32, of hidden states of any float type."""
+        """Returns float32 scores of hidden states of any float type."""
         return linear(hidden.to(self.weight.dtype), self.weight).float()
 
     def slots(self) -> Iterator[Slot]:

@@ -1,4 +1,4 @@
-"""A projection's weight for code that multiplies by parts of it, where a linear layer multiplies by the whole."""
+"""A projection's dense weight, for code that multiplies by parts of it where a linear layer multiplies by the whole."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from .linear import Columns
 
 
 class DenseWeight:
-    """``weight`` [out, in], this rank's outputs, in the engine's type at one address. A quantized one is kept beside
-    it as the checkpoint has it, and made dense again whenever a part of that is loaded."""
+    """This rank's outputs ``weight`` [out, in] in the engine's type, at a fixed address. A quantized weight is also
+    stored in the checkpoint's format, and dequantized again whenever a part of it is loaded."""
 
     def __init__(self, part: Columns, in_features: int, allocate: Allocate):
         shard = Shard(part.name, 0, part.size, (part.full, in_features), 0, part.start)
         self._method = linear_method([shard], in_features, allocate)
-        held = [slot.target for slot in self._method.slots()]
-        self._quantized = allocate.scheme is not None and len(held) > 0 and held[0].dtype != allocate.own
-        self.weight = allocate(part.size, in_features) if self._quantized else self._method.dense()
+        stored = [slot.target for slot in self._method.slots()]
+        self._quantized = allocate.scheme is not None and len(stored) > 0 and stored[0].dtype != allocate.dtype
+        self.weight = allocate(part.size, in_features) if self._quantized else self._method.dequantize()
 
     def slots(self) -> Iterator[Slot]:
         for slot in self._method.slots():
-            yield dataclasses.replace(slot, take=self._refreshing(slot)) if self._quantized else slot
+            yield dataclasses.replace(slot, load=self._refreshing(slot)) if self._quantized else slot
 
     def _refreshing(self, slot: Slot) -> Callable[[torch.Tensor], None]:
-        def take(part: Any) -> None:
-            if slot.take is None:
+        def load(part: Any) -> None:
+            if slot.load is None:
                 slot.target.copy_(part)
             else:
-                slot.take(part)
-            self.weight.copy_(self._method.dense())
+                slot.load(part)
+            self.weight.copy_(self._method.dequantize())
 
-        return take
+        return load

@@ -1,4 +1,4 @@
-"""Linear layers split over tensor-parallel ranks: by output column, then by input row, one all-reduce a pair."""
+"""Tensor-parallel linear layers: split by output column, then by input row, with one all-reduce a pair."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..quantization.shards import Shard
 from ..weights.slots import Allocate, Slot
 
 Rows = torch.Tensor | Float8Rows
-"""A layer's input: in the engine's type, or as the norm before it has made it for what takes it."""
+"""A layer's input: in the engine's type, or quantized by the norm before it."""
 
 
 @dataclass(frozen=True)
@@ -39,42 +39,41 @@ class Columns:
 
     @staticmethod
     def kv_shard(name: str, num_heads: int, head_dim: int, tp: TPGroup) -> Columns:
-        """KV heads are shared evenly; with more ranks than heads, neighbouring ranks hold the same head."""
+        """KV heads are split evenly; with more ranks than heads, neighbouring ranks replicate the same head."""
         size = max(1, num_heads // tp.size)
         return Columns(name, num_heads * head_dim, tp.rank * num_heads // tp.size * head_dim, size * head_dim)
 
 
 class ColumnLinear:
-    """Projections of one input, fused into a single GEMM: ``[T, in] -> [T, sum of this rank's sizes]``."""
+    """Projections of one input, fused into one GEMM: ``[T, in] -> [T, sum of this rank's sizes]``."""
 
     def __init__(self, in_features: int, parts: list[Columns], bias: bool, allocate: Allocate):
         self.parts = parts
         self.sizes = [part.size for part in parts]
-        firsts = [sum(self.sizes[:index]) for index in range(len(parts))]
+        offsets = [sum(self.sizes[:index]) for index in range(len(parts))]
         self.method = linear_method(
-            [Shard(part.name, first, part.size, (part.full, in_features), 0, part.start)
-             for part, first in zip(parts, firsts)], in_features, allocate)
+            [Shard(part.name, offset, part.size, (part.full, in_features), 0, part.start)
+             for part, offset in zip(parts, offsets)], in_features, allocate)
         self.bias = allocate(sum(self.sizes)) if bias else None
 
-    def form(self, rows: int) -> Float8Format | None:
-        """See LinearMethod."""
-        return self.method.form(rows)
+    def activation_format(self, rows: int) -> Float8Format | None:
+        return self.method.activation_format(rows)
 
     def __call__(self, x: Rows) -> torch.Tensor:
         return self.method(x, self.bias)
 
-    def activates(self) -> bool:
-        """Whether there is an ``activated``, which is made ready if so. Without it the activation is left to what
-        follows, which makes float8 of it as it goes."""
+    def enable_fused_activation(self) -> bool:
+        """Compiles the GEMM with fused activation, and returns whether there is one. Without it the layer that follows
+        activates, as it quantizes its input to float8 anyway."""
         if not isinstance(self.method, Unquantized):
             return False
-        self.method.compile_activated()
+        self.method.compile_gated()
         return True
 
-    def activated(self, x: Rows) -> torch.Tensor:
-        """``silu_and_mul`` of what a gate's projection and an up's, of one size, make of ``x``: ``[T, size]``."""
+    def forward_gated(self, x: Rows) -> torch.Tensor:
+        """Returns ``silu_and_mul`` ``[T, size]`` of the gate and up projections of ``x``, which are of one size."""
         assert isinstance(self.method, Unquantized)
-        return self.method.activated(x, self.bias)
+        return self.method.forward_gated(x, self.bias)
 
     def slots(self) -> Iterator[Slot]:
         yield from self.method.slots()
@@ -95,22 +94,23 @@ class RowLinear:
         self.bias = allocate(out_features) if bias else None
 
     def __call__(self, x: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
-        """Of ``silu_and_mul(x)`` where ``x`` [T, 2 * in / size] is ``gated``."""
+        """Projects ``x`` [T, in / size]; with ``gated``, ``silu_and_mul(x)`` of ``x`` [T, 2 * in / size]."""
         if self.tp.size == 1:
             return self.method(x, self.bias, gated=gated)
         y = self.tp.all_reduce(self.partial(x, gated=gated))
         return y if self.bias is None else y + self.bias
 
-    def pending(self, x: torch.Tensor, *, gated: bool = False) -> Summed:
-        """The same, its sum left to the norm that follows where there is one to make, over ranks or with a residual."""
+    def forward_deferred(self, x: torch.Tensor, *, gated: bool = False) -> Summed:
+        """Projects ``x``, with the sum over ranks, or with the residual, deferred to the norm that follows."""
         if self.tp.size == 1:
-            if isinstance(self.method, Unquantized) and self.bias is None and not gated and self.method.adds(x):
+            if isinstance(self.method,
+                          Unquantized) and self.bias is None and not gated and self.method.prefers_residual(x):
                 return DeferredProduct(x, self.method.weight)
             return self(x, gated=gated)
         return DeferredSum(self.method(x, self.bias if self.tp.rank == 0 else None, gated=gated), self.tp)
 
     def partial(self, x: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
-        """This rank's summand, without the bias: for callers that add more before the ranks are summed."""
+        """Returns this rank's summand, without the bias: for callers that add more before the ranks are summed."""
         return self.method(x, gated=gated)
 
     def slots(self) -> Iterator[Slot]:

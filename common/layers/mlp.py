@@ -1,4 +1,4 @@
-"""The gated MLP of a Llama-like layer."""
+"""The gated MLP of Llama-like layers."""
 
 from __future__ import annotations
 
@@ -14,44 +14,40 @@ from .linear import ColumnLinear, Columns, RowLinear, Rows
 
 
 class MLP:
-    """``[T, hidden] -> [T, hidden]``, the ``size`` values between split over the ranks of ``tp``."""
+    """Gated MLP ``[T, hidden] -> [T, hidden]``; its ``size`` intermediate values are split over the ranks of ``tp``."""
 
-    own_tokens = False
+    dispatches_tokens = False
 
     def __init__(self, name: str, hidden_size: int, size: int, bias: bool, tp: TPGroup, allocate: Allocate):
         self.gate_up = ColumnLinear(hidden_size, [
             Columns.shard(f"{name}.gate_proj", size, tp), Columns.shard(f"{name}.up_proj", size, tp),
         ], bias, allocate)
-        self._activates = self.gate_up.activates()
+        self._fuses_activation = self.gate_up.enable_fused_activation()
         self.down = RowLinear(f"{name}.down_proj", size, hidden_size, bias, tp, allocate)
 
     @property
-    def sums(self) -> bool:
-        """Whether there is a ``partial``."""
+    def has_partial(self) -> bool:
         return self.down.bias is None
 
-    def form(self, rows: int) -> Float8Format | None:
-        """See LinearMethod."""
-        return self.gate_up.form(rows)
+    def activation_format(self, rows: int) -> Float8Format | None:
+        return self.gate_up.activation_format(rows)
 
     def __call__(self, x: Rows) -> torch.Tensor:
-        return self.down(self._between(x), gated=not self._activates)
+        return self.down(self._intermediate(x), gated=not self._fuses_activation)
 
-    def _between(self, x: Rows) -> torch.Tensor:
-        """What ``down`` is given: gates beside ups where they are not activated yet."""
-        return self.gate_up.activated(x) if self._activates else self.gate_up(x)
+    def _intermediate(self, x: Rows) -> torch.Tensor:
+        """Returns the input of ``down``: activated, or gates and ups side by side."""
+        return self.gate_up.forward_gated(x) if self._fuses_activation else self.gate_up(x)
 
-    def pending(self, x: Rows) -> Summed:
-        """The same, its sum left to the norm that follows."""
-        return self.down.pending(self._between(x), gated=not self._activates)
+    def forward_deferred(self, x: Rows) -> Summed:
+        return self.down.forward_deferred(self._intermediate(x), gated=not self._fuses_activation)
 
     def partial(self, x: Rows) -> torch.Tensor:
-        """This rank's summand, to be added to the other ranks'; only without a bias."""
-        assert self.sums
-        return self.down.partial(self._between(x), gated=not self._activates)
+        """Returns this rank's summand of the result; needs ``has_partial``."""
+        assert self.has_partial
+        return self.down.partial(self._intermediate(x), gated=not self._fuses_activation)
 
-    def summands(self, x: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``partial`` as a sum of two, the second of which may be missing."""
+    def partial_pair(self, x: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self.partial(x), None
 
     def slots(self) -> Iterator[Slot]:

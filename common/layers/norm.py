@@ -1,4 +1,4 @@
-"""Root-mean-square norm as a layer."""
+"""The RMSNorm layer."""
 
 from __future__ import annotations
 
@@ -15,44 +15,46 @@ from ..distributed.token_exchange import TokenExchange
 from ..weights.slots import Allocate, Slot
 
 FormOf = Callable[[int], Float8Format | None]
-"""How so many rows are wanted; None: in the engine's type."""
+"""Returns the activation format for a number of rows; None: the engine's type."""
 
 
-def as_they_are(rows: int) -> Float8Format | None:
+def unquantized(rows: int) -> Float8Format | None:
+    """Returns None: rows stay in the engine's type."""
     return None
 
 
 class RMSNorm:
-    def __init__(self, name: str, size: int, eps: float, allocate: Allocate, tokens: TokenExchange | None = None):
-        """``tokens``: behind it the rows of all attention groups meet."""
+    def __init__(self, name: str, size: int, eps: float, allocate: Allocate, exchange: TokenExchange | None = None):
+        """With ``exchange`` the norm gathers the rows of all attention groups in low-latency decode steps."""
         self.name = name
-        self._meeting = None if tokens is None else tokens.decode
+        self._low_latency = None if exchange is None else exchange.low_latency
         self.eps = eps
         self.weight = allocate(size)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Over the last dimension of ``[T, size]`` or ``[T, heads, size]``."""
+        """Norms the last dimension of ``[T, size]`` or ``[T, heads, size]``."""
         return rmsnorm(x, self.weight, self.eps)[0]
 
-    def add(self, x: Summed, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(norm(x + residual), x + residual)``; without a residual ``x`` begins it. A pending sum is made here."""
-        normed, total = self.add_for(as_they_are, x, residual)
+    def add_norm(self, x: Summed, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns ``(norm(x + residual), x + residual)``; without a residual ``x`` becomes it. Computes a deferred sum.
+        """
+        normed, total = self.add_norm_as(unquantized, x, residual)
         assert isinstance(normed, torch.Tensor)
         return normed, total
 
-    def add_for(self, wanted: FormOf, x: Summed, residual: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
-        """The same, its first result Rows as they are ``wanted`` where the norm's kernel can make them so; with
-        ``tokens``, in a decode step that these have a quicker way for, Met."""
-        if self._meeting is not None and residual is not None and self._meeting.takes(residual):
+    def add_norm_as(self, format_of: FormOf, x: Summed, residual: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
+        """``add_norm`` with the normed rows in the activation format of ``format_of``, where the norm's kernel can;
+        with ``exchange``, in a low-latency decode step, they are Met, of all groups."""
+        if self._low_latency is not None and residual is not None and self._low_latency.can_gather(residual):
             assert isinstance(x, torch.Tensor), "a rank that is an attention group has its rows whole"
-            return self._meeting.normed(x, residual, self.weight, self.eps)
+            return self._low_latency.norm_gather(x, residual, self.weight, self.eps)
         if not isinstance(x, torch.Tensor):
-            if residual is not None and x.norms:
-                return x.normed(residual, self.weight, self.eps)
-            x = x.total()
-        form = wanted(len(x))
-        if form is not None:
-            return fp8_rmsnorm(x, self.weight, self.eps, form, residual)
+            if residual is not None and x.fuses_norm:
+                return x.add_norm(residual, self.weight, self.eps)
+            x = x.reduce()
+        activation_format = format_of(len(x))
+        if activation_format is not None:
+            return fp8_rmsnorm(x, self.weight, self.eps, activation_format, residual)
         return rmsnorm(x, self.weight, self.eps, residual)
 
     def slots(self) -> Iterator[Slot]:

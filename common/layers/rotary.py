@@ -1,7 +1,7 @@
-"""Rotary position embeddings as one table of cosines and sines by position, for every kind of scaling.
+"""Rotary position embeddings: one table of cosines and sines by position, for every kind of scaling.
 
-A key in the prefix cache is reused under any later prompt, so its rotation may depend on its position alone.
-All kinds here are such by nature but dynamic NTK, whose base grows with the sequence; see ``_dynamic_angles``.
+A key in the prefix cache is reused by any later prompt, so its rotation may depend on its position only. All kinds here
+do so by nature, except dynamic NTK, whose base grows with the sequence; see ``_dynamic_angles``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..config.model import ModelSpec
 
 
 def rotary_table(spec: ModelSpec, device: torch.device | str) -> torch.Tensor:
-    """``[context_length, rotary_dim]`` float32: cosines in the first half of a row, sines in the second."""
+    """Returns ``[context_length, rotary_dim]`` float32: cosines in the first half of a row, sines in the second."""
     positions = torch.arange(spec.context_length, dtype=torch.float32)[:, None]
     scaling = spec.rope_scaling or {"rope_type": "default"}
     kind = scaling["rope_type"]
@@ -40,10 +40,11 @@ def _frequencies(base: float, dim: int) -> torch.Tensor:
 
 
 def _dynamic_angles(spec: ModelSpec, scaling: Mapping[str, Any], positions: torch.Tensor) -> torch.Tensor:
-    """Dynamic NTK: beyond the trained length, each position takes the base of a sequence that ends with it.
+    """Computes the angles of dynamic NTK: beyond the trained length, each position uses the base of a sequence that
+    ends with it.
 
     That is what transformers computes when it generates token by token with a KV cache, and it does not change
-    with the split into chunks. (A single long forward pass there takes the base of the whole sequence.)
+    with the split into chunks. (A single long forward pass there uses the base of the whole sequence.)
     """
     dim, factor, trained = spec.rotary_dim, scaling["factor"], spec.max_position_embeddings
     length = (positions.double() + 1).clamp(min=trained)
@@ -54,21 +55,23 @@ def _dynamic_angles(spec: ModelSpec, scaling: Mapping[str, Any], positions: torc
 
 
 def _llama3(frequencies: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
-    """Llama 3.1's: long wavelengths are stretched by the factor, short ones kept, those between blended."""
+    """Scales as Llama 3.1: long wavelengths are stretched by the factor, short ones unchanged, those between
+    blended."""
     factor, low, high = (scaling[key] for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    result: torch.Tensor = (1 - kept) * frequencies / factor + kept * frequencies
+    rotations = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    unscaled = ((rotations - low) / (high - low)).clamp(0, 1)
+    result: torch.Tensor = (1 - unscaled) * frequencies / factor + unscaled * frequencies
     return result
 
 
 def _yarn(spec: ModelSpec, scaling: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
-    """YaRN (arXiv:2309.00071): blend by the number of turns within the trained length, and scale the attention."""
+    """Scales by YaRN (arXiv:2309.00071): blends by the number of rotations within the trained length, and returns the
+    attention's magnitude, too."""
     dim, factor = spec.rotary_dim, scaling["factor"]
     original = scaling["original_max_position_embeddings"]
 
-    def dim_of(turns: float) -> float:
-        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(spec.rope_theta))
+    def dim_of(rotations: float) -> float:
+        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(spec.rope_theta))
 
     low, high = dim_of(scaling.get("beta_fast") or 32), dim_of(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):

@@ -1,4 +1,4 @@
-"""Token embedding and output head, split over tensor-parallel ranks by vocabulary."""
+"""Token embedding and LM head, split over tensor-parallel ranks by vocabulary."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from ..weights.slots import Allocate, Slot
 
 
 class VocabTable:
-    """A ``[vocab, hidden]`` table of which this rank holds an equal share of rows, the last share zero-padded.
+    """A vocabulary-parallel ``[vocab, hidden]`` table: each rank has an equal part of its rows, the last one
+    zero-padded.
 
-    It embeds tokens (``embed``) and scores them (``scores``): one table does both where a model ties them.
+    It is a token embedding (``embed``) and an LM head (``logits``): one table is both where a model ties them.
     """
 
     def __init__(self, name: str, vocab_size: int, hidden_size: int, tp: TPGroup, allocate: Allocate):
@@ -32,23 +33,23 @@ class VocabTable:
             compile_tiles(self.weight)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Token ids [T] to ``[T, hidden]``."""
+        """Embeds token ids [T] to ``[T, hidden]``."""
         if self.tp.size == 1:
             return gather_rows(self.weight, ids)
         local = ids - self.start
-        elsewhere = (local < 0) | (local >= self.weight.shape[0])
-        found = embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill_(elsewhere[:, None], 0)
-        return self.tp.all_reduce(found)
+        on_other_rank = (local < 0) | (local >= self.weight.shape[0])
+        embeds = embedding(local.masked_fill(on_other_rank, 0), self.weight).masked_fill_(on_other_rank[:, None], 0)
+        return self.tp.all_reduce(embeds)
 
-    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[R, hidden]`` to logits ``[R, vocab]`` in its type, whole on every rank and contiguous in its rows."""
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Computes logits ``[R, vocab]`` of ``[R, hidden]`` in its type, whole on every rank, with contiguous rows."""
         if not len(hidden):
             return hidden.new_empty((0, self.vocab_size))
-        return self.tp.all_gather_last_dim(self.columns(hidden))[:, :self.vocab_size]
+        return self.tp.all_gather_last_dim(self.local_logits(hidden))[:, :self.vocab_size]
 
-    def columns(self, hidden: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the logits, ``[R, hidden]`` to ``[R, c]``: side by side, the ranks' begin with ``vocab``
-        columns."""
+    def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Computes this rank's columns ``[R, c]`` of the logits of ``[R, hidden]``. The first ``vocab`` columns of the
+        ranks' concatenated ones are the logits."""
         return dense_matmul(hidden, self.weight) if len(hidden) else hidden.new_empty((0, len(self.weight)))
 
     def slots(self) -> Iterator[Slot]:

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3: decoders with multi-head latent attention and, but for the first layers, mixtures of experts."""
+"""DeepSeek-V2 and V3: multi-head latent attention (MLA) and, except in the first layers, mixtures of experts."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .causal_lm import CausalLM
 from .moe import mixed_mlp
 from .piecewise import Projected
 
-_NORM_EPS = 1e-6
-"""Of the latents' norms, whatever the config gives the others: as in DeepSeek's own code."""
+_LATENT_NORM_EPS = 1e-6
+"""DeepSeek's own code uses it for the latents' norms, whatever config.json says of the others."""
 
 
 def deepseek_decoder(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
@@ -30,8 +30,8 @@ def deepseek_decoder(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, de
 
 
 class Queries:
-    """This rank's queries ``[T, H, N + R]`` and, made in the same product, the token's latent and shared key
-    ``[T, L + R]``, which every rank makes for itself."""
+    """Projects hidden states to this rank's queries ``[T, H, N + R]`` and, in the same GEMM, to the token's latent and
+    shared key ``[T, L + R]``, which every rank computes."""
 
     def __init__(self, name: str, spec: ModelSpec, mla: MLASpec, tp: TPGroup, allocate: Allocate):
         size = spec.num_heads * mla.qk_dim
@@ -41,7 +41,7 @@ class Queries:
         if mla.q_lora_rank is not None:
             down = Columns.whole(f"{name}.q_a_proj", mla.q_lora_rank)
             self.first = ColumnLinear(spec.hidden_size, [down, latent], spec.attention_bias, allocate)
-            self.norm = RMSNorm(f"{name}.q_a_layernorm", mla.q_lora_rank, _NORM_EPS, allocate)
+            self.norm = RMSNorm(f"{name}.q_a_layernorm", mla.q_lora_rank, _LATENT_NORM_EPS, allocate)
             self.up = ColumnLinear(mla.q_lora_rank, [Columns.shard(f"{name}.q_b_proj", size, tp)], False, allocate)
         elif spec.attention_bias:  # q_proj has none even then
             self.first = ColumnLinear(spec.hidden_size, [Columns.shard(f"{name}.q_proj", size, tp)], False, allocate)
@@ -50,9 +50,8 @@ class Queries:
             queries = Columns.shard(f"{name}.q_proj", size, tp)
             self.first = ColumnLinear(spec.hidden_size, [queries, latent], False, allocate)
 
-    def form(self, rows: int) -> Float8Format | None:
-        """See LinearMethod."""
-        return self.first.form(rows) if self.latent is None else None
+    def activation_format(self, rows: int) -> Float8Format | None:
+        return self.first.activation_format(rows) if self.latent is None else None
 
     def __call__(self, x: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         q = self.first(x)
@@ -61,7 +60,7 @@ class Queries:
         else:
             latent = self.latent(x)
         if self.norm is not None and self.up is not None:
-            q = self.up(self.norm.add_for(self.up.form, q, None)[0])
+            q = self.up(self.norm.add_norm_as(self.up.activation_format, q, None)[0])
         return q.unflatten(-1, (-1, self.width)), latent
 
     def slots(self) -> Iterator[Slot]:
@@ -77,16 +76,15 @@ class LatentSelfAttention:
         self.mla = spec.mla
         heads = spec.num_heads
         self.queries = Queries(name, spec, self.mla, tp, allocate)
-        self.norm = RMSNorm(f"{name}.kv_a_layernorm", self.mla.kv_lora_rank, _NORM_EPS, allocate)
-        # A matrix a head is wanted of this one, in the engine's type, however the checkpoint holds it.
+        self.norm = RMSNorm(f"{name}.kv_a_layernorm", self.mla.kv_lora_rank, _LATENT_NORM_EPS, allocate)
+        # Attention needs this one as a matrix a head, in the engine's type, whatever the checkpoint's.
         self.up = DenseWeight(Columns.shard(f"{name}.kv_b_proj", heads * (self.mla.nope_dim + self.mla.v_dim), tp),
                               self.mla.kv_lora_rank, allocate)
         self.output = RowLinear(f"{name}.o_proj", heads * self.mla.v_dim, spec.hidden_size, spec.o_bias, tp, allocate)
         self.width = heads * self.mla.v_dim // tp.size
 
-    def form(self, rows: int) -> Float8Format | None:
-        """See LinearMethod."""
-        return self.queries.form(rows)
+    def activation_format(self, rows: int) -> Float8Format | None:
+        return self.queries.activation_format(rows)
 
     def project(self, x: Rows) -> Projected:
         q, latent = self.queries(x)
@@ -94,11 +92,11 @@ class LatentSelfAttention:
         return q, self.norm(latent), k_rope
 
     def attend(self, projected: Projected, attention: LatentBackend, cos_sin: torch.Tensor,
-               last: ForwardBatch | None) -> torch.Tensor:
+               trimmed: ForwardBatch | None) -> torch.Tensor:
         q, latent, k_rope = projected
         up = self.up.weight.unflatten(0, (-1, self.mla.nope_dim + self.mla.v_dim))  # [H, N + V, L]
-        parts = (self.layer, q, latent, k_rope, up, cos_sin)
-        return (attention.run(*parts) if last is None else attention.run_last_tokens(last, *parts)).flatten(1)
+        inputs = (self.layer, q, latent, k_rope, up, cos_sin)
+        return (attention.run(*inputs) if trimmed is None else attention.run_last_tokens(trimmed, *inputs)).flatten(1)
 
     def slots(self) -> Iterator[Slot]:
         for module in (self.queries, self.norm, self.up, self.output):

@@ -1,4 +1,4 @@
-"""A pre-norm decoder's layer: self-attention and an MLP, either of which a model may have otherwise."""
+"""A pre-norm decoder layer: self-attention and an MLP, each of which a model family may replace."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..distributed.tp import TPGroup
 from ..forward.forward_batch import ForwardBatch
 from ..layers.linear import ColumnLinear, Columns, RowLinear, Rows
 from ..layers.mlp import MLP
-from ..layers.norm import RMSNorm, as_they_are
+from ..layers.norm import RMSNorm, unquantized
 from ..weights.slots import Allocate, Slot
 from .micro_batches import MicroBatch
 from .piecewise import Projected
@@ -34,8 +34,7 @@ class SelfAttention:
             Columns.kv_shard(f"{name}.k_proj", spec.num_kv_heads, spec.head_dim, tp),
             Columns.kv_shard(f"{name}.v_proj", spec.num_kv_heads, spec.head_dim, tp),
         ], spec.attention_bias, allocate)
-        self.parts = [size // spec.head_dim for size in self.qkv.sizes]
-        self.heads = sum(self.parts)
+        self.num_local_heads = [size // spec.head_dim for size in self.qkv.sizes]  # of q, k and v
         self.output = RowLinear(f"{name}.o_proj", q_size, spec.hidden_size, spec.o_bias, tp, allocate)
         self.width = q_size // tp.size
         self.sinks: Slot | None = None
@@ -48,23 +47,23 @@ class SelfAttention:
             self.q_norm = RMSNorm(f"{name}.q_norm", spec.head_dim, spec.rms_norm_eps, allocate)
             self.k_norm = RMSNorm(f"{name}.k_norm", spec.head_dim, spec.rms_norm_eps, allocate)
 
-    def form(self, rows: int) -> Float8Format | None:
-        """See LinearMethod."""
-        return self.qkv.form(rows)
+    def activation_format(self, rows: int) -> Float8Format | None:
+        return self.qkv.activation_format(rows)
 
     def project(self, x: Rows) -> Projected:
         return (self.qkv(x),)
 
     def attend(self, projected: Projected, attention: AttentionBackend, cos_sin: torch.Tensor,
-               last: ForwardBatch | None) -> torch.Tensor:
+               trimmed: ForwardBatch | None) -> torch.Tensor:
         (qkv,) = projected
-        q, k, v = qkv.view(len(qkv), self.heads, self.head_dim).split_with_sizes(self.parts, 1)  # [T, heads, head_dim]
+        heads = qkv.view(len(qkv), sum(self.num_local_heads), self.head_dim)
+        q, k, v = heads.split_with_sizes(self.num_local_heads, 1)  # [T, heads, head_dim]
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         sinks = None if self.sinks is None else self.sinks.target
-        parts = (self.layer, q, k, v, cos_sin, norms, sinks)
-        return (attention.run(*parts) if last is None else attention.run_last_tokens(last, *parts)).flatten(1)
+        inputs = (self.layer, q, k, v, cos_sin, norms, sinks)
+        return (attention.run(*inputs) if trimmed is None else attention.run_last_tokens(trimmed, *inputs)).flatten(1)
 
     def slots(self) -> Iterator[Slot]:
         for module in (self.qkv, self.output, self.q_norm, self.k_norm):
@@ -75,122 +74,128 @@ class SelfAttention:
 
 
 class LayerAttention(Protocol):
-    """What stands before a layer's MLP, by the backend that it is made for; ``output`` brings its heads together, of
-    which this rank's make ``width`` values a row."""
+    """A layer's attention for one kind of backend. This rank's heads have ``width`` values a row, which ``output``
+    projects."""
 
     width: int
 
     @property
     def output(self) -> RowLinear: ...
 
-    def form(self, rows: int) -> Float8Format | None:
-        """Of its input, see LinearMethod."""
+    def activation_format(self, rows: int) -> Float8Format | None:
+        """Returns the format of its input, see LinearMethod."""
 
     def project(self, x: Any) -> Projected:
-        """What ``attend`` is given of the layer's input ``[T, hidden]``, row by row."""
+        """Projects the layer's input ``[T, hidden]`` to the inputs of ``attend``, row by row."""
 
     def attend(self, projected: Projected, attention: Any, cos_sin: torch.Tensor,
-               last: ForwardBatch | None) -> torch.Tensor:
-        """Heads' results side by side, ``[T, width]``; in the last layer of the batch ``last`` those of its ``ends``
-        alone. May overwrite ``projected``."""
+               trimmed: ForwardBatch | None) -> torch.Tensor:
+        """Returns the concatenated heads' outputs ``[T, width]``. In the last layer, with the batch as ``trimmed``, it
+        returns those of its ``last_tokens`` only. May overwrite ``projected``."""
 
     def slots(self) -> Iterator[Slot]: ...
 
 
 MakeAttention = Callable[[str, int, ModelSpec, TPGroup, Allocate], LayerAttention]
-"""Builds the attention that a layer of the pool belongs to, as ``MakeMLP`` a layer's MLP."""
+"""Builds the attention ``(name, KV layer, spec, tp, allocate)`` of a layer, as ``MakeMLP`` its MLP."""
 
 
 class LayerMLP(Protocol):
-    """What stands behind a layer's attention: ``[T, hidden] -> [T, hidden]``, of the tokens of all attention groups
-    together, or with ``own_tokens`` of this rank's alone."""
+    """A layer's MLP: ``[T, hidden] -> [T, hidden]``, for the tokens of all attention groups together, or with
+    ``dispatches_tokens`` for this rank's own tokens."""
 
-    own_tokens: bool
+    dispatches_tokens: bool
 
     @property
-    def sums(self) -> bool:
-        """Whether the ranks' ``partial`` results add up to it."""
+    def has_partial(self) -> bool:
+        """Whether the result is the sum of the ranks' ``partial`` results."""
 
-    def form(self, rows: int) -> Float8Format | None:
-        """Of its input, see LinearMethod."""
+    def activation_format(self, rows: int) -> Float8Format | None:
+        """Returns the format of its input, see LinearMethod."""
 
     def __call__(self, x: Any) -> torch.Tensor: ...
 
-    def pending(self, x: Any) -> Summed: ...
+    def forward_deferred(self, x: Any) -> Summed:
+        """Computes the MLP, with its sum over the ranks deferred where there is one."""
 
     def partial(self, x: Any) -> torch.Tensor: ...
 
-    def summands(self, x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``partial`` as a sum of two, which whoever sums over the ranks makes on the way."""
+    def partial_pair(self, x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns ``partial`` as two summands, which the sum over the ranks adds on the way."""
 
     def slots(self) -> Iterator[Slot]: ...
 
 
 MakeMLP = Callable[[str, int, ModelSpec, TPGroup, Allocate], LayerMLP]
-"""Builds layer ``index``'s MLP, whose tensors' names begin with the first argument."""
+"""Builds the MLP ``(name, layer index, spec, tp, allocate)`` of a layer; its tensors' names begin with ``name``."""
 
 
 def dense_mlp(name: str, index: int, spec: ModelSpec, tp: TPGroup, allocate: Allocate) -> LayerMLP:
     return MLP(name, spec.hidden_size, spec.intermediate_size, spec.mlp_bias, tp, allocate)
 
 
-def over_groups(mlp: LayerMLP, tokens: TokenExchange) -> Callable[[Any], Summed]:
-    """``mlp`` of an attention group's own rows, in the cheapest way that it allows."""
-    if mlp.own_tokens or not tokens.spans:
-        return mlp.pending
-    return partial(tokens.summed, mlp.partial, mlp.summands) if mlp.sums else partial(tokens.around, mlp)
+def mlp_over_dp(mlp: LayerMLP, exchange: TokenExchange) -> Callable[[Any], Summed]:
+    """Returns ``mlp`` for an attention group's own rows, with the cheapest exchange that it allows."""
+    if mlp.dispatches_tokens or not exchange.spans_dp:
+        return mlp.forward_deferred
+    if mlp.has_partial:
+        return partial(exchange.apply_partial, mlp.partial, mlp.partial_pair)
+    return partial(exchange.apply, mlp)
 
 
 class DecoderLayer:
-    def __init__(self, index: int, place: int, spec: ModelSpec, parallel: Parallel, allocate: Allocate,
+    def __init__(self, index: int, kv_layer: int, spec: ModelSpec, parallel: Parallel, allocate: Allocate,
                  make_mlp: MakeMLP, make_attention: MakeAttention):
-        """Layer ``index`` of the model, whose keys and values are layer ``place`` of the pool."""
+        """Builds layer ``index`` of the model, whose keys and values are layer ``kv_layer`` of the pool."""
         name = f"model.layers.{index}"
         self.input_norm = RMSNorm(f"{name}.input_layernorm", spec.hidden_size, spec.rms_norm_eps, allocate)
-        self.attention = make_attention(f"{name}.self_attn", place, spec, parallel.attention, allocate)
+        self.attention = make_attention(f"{name}.self_attn", kv_layer, spec, parallel.attn_tp, allocate)
         self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", spec.hidden_size, spec.rms_norm_eps, allocate,
-                                parallel.tokens)
-        self.mlp = make_mlp(f"{name}.mlp", index, spec, parallel.mlp, allocate)
-        self.mlp_of_groups = over_groups(self.mlp, parallel.tokens)
-        self.mlp_form = as_they_are if parallel.tokens.spans else self.mlp.form
+                                parallel.token_exchange)
+        self.mlp = make_mlp(f"{name}.mlp", index, spec, parallel.tp, allocate)
+        self.mlp_over_dp = mlp_over_dp(self.mlp, parallel.token_exchange)
+        self.mlp_input_format = unquantized if parallel.token_exchange.spans_dp else self.mlp.activation_format
 
     def __call__(self, x: Summed, residual: torch.Tensor | None, attention: AttentionPlanner, cos_sin: torch.Tensor,
-                 last: ForwardBatch | None = None) -> tuple[Summed, torch.Tensor]:
-        """Every sum over ranks is made by the norm behind it, the last one by the next layer's. As the last layer of
-        the batch ``last`` it goes on with the rows of its ``ends`` once it has the keys and values of all."""
-        projected, residual = self.enter(x, residual)
-        heads = self.attention.attend(projected, attention, cos_sin, last)
-        del projected  # room for the MLP's
-        return self.finish(heads, residual, last)
+                 trimmed: ForwardBatch | None = None) -> tuple[Summed, torch.Tensor]:
+        """Computes the layer. Every sum over ranks is fused with the norm that follows, the last one with that of the
+        next layer. As the last layer, with the batch as ``trimmed``, it stores all keys and values and then computes
+        the rows of its ``last_tokens`` only."""
+        projected, residual = self.pre_attention(x, residual)
+        heads = self.attention.attend(projected, attention, cos_sin, trimmed)
+        del projected  # memory for the MLP's
+        return self.post_last_attention(heads, residual, trimmed)
 
-    def enter(self, x: Summed, residual: torch.Tensor | None) -> tuple[Projected, torch.Tensor]:
-        """What stands before its attention, and the residual that goes past it."""
-        normed, residual = self.input_norm.add_for(self.attention.form, x, residual)
+    def pre_attention(self, x: Summed, residual: torch.Tensor | None) -> tuple[Projected, torch.Tensor]:
+        """Computes the inputs of the attention, and the residual."""
+        normed, residual = self.input_norm.add_norm_as(self.attention.activation_format, x, residual)
         return self.attention.project(normed), residual
 
-    def leave(self, heads: torch.Tensor, residual: torch.Tensor) -> tuple[Summed, torch.Tensor]:
-        """What stands behind its attention."""
-        normed, residual = self.mlp_norm.add_for(self.mlp_form, self.attention.output.pending(heads), residual)
-        return self.mlp_of_groups(normed), residual
+    def post_attention(self, heads: torch.Tensor, residual: torch.Tensor) -> tuple[Summed, torch.Tensor]:
+        """Computes what follows the attention: its output projection and the MLP."""
+        normed, residual = self.mlp_norm.add_norm_as(
+            self.mlp_input_format, self.attention.output.forward_deferred(heads), residual)
+        return self.mlp_over_dp(normed), residual
 
-    def finish(self, heads: torch.Tensor, residual: torch.Tensor,
-               last: ForwardBatch | None) -> tuple[Summed, torch.Tensor]:
-        """``leave``; of ``last`` with the rows that ``heads`` are of."""
-        if last is not None:
-            residual = residual[last.logits_rows]
+    def post_last_attention(self, heads: torch.Tensor, residual: torch.Tensor,
+                            trimmed: ForwardBatch | None) -> tuple[Summed, torch.Tensor]:
+        """``post_attention`` where ``heads`` may be those of ``trimmed.last_tokens`` only."""
+        if trimmed is not None:
+            residual = residual[trimmed.logits_rows]
             if not len(residual):  # chunks in the middle of their prompts
                 return residual, residual
-        return self.leave(heads, residual)
+        return self.post_attention(heads, residual)
 
-    def stages(self, x: Summed, residual: torch.Tensor | None, half: MicroBatch,
-               cos_sin: torch.Tensor) -> Generator[None, None, tuple[Summed, torch.Tensor]]:
-        """The same of a half of the step, with a yield while rows travel to the MLP, and one while they come back. At
-        the first its keys and values have been enqueued."""
-        projected, residual = self.enter(x, residual)
-        heads = self.attention.attend(projected, half.attention, cos_sin, None)
-        normed, residual = self.mlp_norm.add_for(self.mlp_form, self.attention.output.pending(heads), residual)
+    def forward_microbatch(self, x: Summed, residual: torch.Tensor | None, microbatch: MicroBatch,
+                           cos_sin: torch.Tensor) -> Generator[None, None, tuple[Summed, torch.Tensor]]:
+        """Computes the layer for a micro-batch; yields while rows travel to the MLP, and while they come back. At the
+        first yield its keys and values have been enqueued."""
+        projected, residual = self.pre_attention(x, residual)
+        heads = self.attention.attend(projected, microbatch.attention, cos_sin, None)
+        normed, residual = self.mlp_norm.add_norm_as(
+            self.mlp_input_format, self.attention.output.forward_deferred(heads), residual)
         assert isinstance(normed, torch.Tensor)
-        x = yield from half.tokens.summed_in_stages(self.mlp.partial, normed)
+        x = yield from microbatch.token_exchange.apply_partial_overlapped(self.mlp.partial, normed)
         return x, residual
 
     def slots(self) -> Iterator[Slot]:

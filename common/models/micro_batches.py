@@ -1,4 +1,5 @@
-"""Two halves of a step: one computes while rows of the other travel between attention groups."""
+"""Micro-batches of a step for two-batch overlap: one computes while rows of the other travel between attention
+groups."""
 
 from __future__ import annotations
 
@@ -12,25 +13,27 @@ T = TypeVar("T")
 
 
 class MicroBatch(NamedTuple):
-    """Rows ``begin:end`` of the step. ``attention`` has planned them, and ``tokens`` knows how many rows of this half
-    every attention group has."""
+    """Rows ``start:stop`` of the step. ``attention`` has planned them, and ``token_exchange`` has the number of rows of
+    this micro-batch in every attention group."""
 
-    begin: int
-    end: int
+    start: int
+    stop: int
     attention: AttentionPlanner
-    tokens: TokenExchange
+    token_exchange: TokenExchange
 
 
-def in_turns(works: Sequence[Generator[None, None, T]]) -> list[T]:
-    """What the works return. Each in turn goes on to where it would wait for what it has sent, so that the others'
-    work is enqueued behind its own before it waits."""
+def run_interleaved(works: Sequence[Generator[None, None, T]]) -> list[T]:
+    """Runs generators round-robin, and returns their results.
+
+    Each runs until it would wait for a collective, so that the others' work is enqueued before it waits.
+    """
     results: dict[int, T] = {}
     while len(results) < len(works):
-        for place, work in enumerate(works):
-            if place in results:
+        for index, work in enumerate(works):
+            if index in results:
                 continue
             try:
                 next(work)
             except StopIteration as ended:
-                results[place] = ended.value
-    return [results[place] for place in range(len(works))]
+                results[index] = ended.value
+    return [results[index] for index in range(len(works))]

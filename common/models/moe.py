@@ -1,4 +1,4 @@
-"""Decoders whose MLPs are mixtures of experts: Mixtral, Qwen2-MoE and Qwen3-MoE."""
+"""MoE models: Mixtral, Qwen2-MoE, Qwen3-MoE and gpt-oss."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def moe_decoder(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device:
 
 
 def mixed_mlp(share: ExpertShare) -> MakeMLP:
-    """A mixture of experts in the layers that ``spec.moe`` names, a dense MLP in the others."""
+    """Returns a factory that builds an MoE layer for the layers that ``spec.moe`` names, a dense MLP for the others."""
     def make(name: str, index: int, spec: ModelSpec, tp: TPGroup, allocate: Allocate) -> LayerMLP:
         if spec.moe is None or index not in spec.moe.layers:
             return dense_mlp(name, index, spec, tp, allocate)

@@ -1,4 +1,4 @@
-"""A step in pieces: what layers compute row by row is recorded for a number of rows, attention between it is not."""
+"""Piecewise CUDA graphs, as models see them: what layers compute row by row is captured, attention is not."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Protocol
 import torch
 
 Projected = tuple[torch.Tensor, ...]
-"""What a layer's attention is given, a row of each tensor for a row of the step."""
+"""The inputs of a layer's attention, with one row in each tensor for a row of the step."""
 
 
 class PiecewiseStep(Protocol):
-    """Of one step, whose layers come in their order. Results of attention that are left in ``heads`` [T, width] need
-    not be brought there."""
+    """The graphs of one step, whose layers run in order. Attention outputs that are written to ``attention_out``
+    [T, width] need not be copied there."""
 
-    heads: torch.Tensor
+    attention_out: torch.Tensor
 
-    def before(self, index: int, x: torch.Tensor) -> tuple[Projected, torch.Tensor]:
-        """``CausalLM.between`` of the step's rows ``x``, its second result being kept from piece to piece. What is
-        returned holds until the next call."""
+    def run(self, index: int, x: torch.Tensor) -> tuple[Projected, torch.Tensor]:
+        """Computes ``CausalLM.between_attentions`` of the step's rows ``x``; the residual is kept between calls.
+        The results are valid until the next call."""

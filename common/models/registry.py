@@ -1,4 +1,4 @@
-"""Which module computes which architecture."""
+"""The registry of architectures: the factory of each supported one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .moe import moe_decoder
 ModelFactory = Callable[[ModelSpec, Parallel, torch.dtype, torch.device], CausalLM]
 
 MODELS: dict[str, ModelFactory] = {
-    name: deepseek_decoder if found.latent else moe_decoder if found.experts else CausalLM
-    for name, found in ARCHITECTURES.items()}
+    name: deepseek_decoder if architecture.latent else moe_decoder if architecture.experts else CausalLM
+    for name, architecture in ARCHITECTURES.items()}
 
 
 def build_model(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    """The module of ``spec.architecture``, its weights still uninitialised."""
+    """Builds the module of ``spec.architecture`` with uninitialised weights."""
     return MODELS[spec.architecture](spec, parallel, dtype, device)

@@ -92,7 +92,7 @@ class SharedFile(logging.handlers.RotatingFileHandler):
             os.close(folder)
 
     def _is_current(self, number: int) -> bool:
-        """Whether the open file still has the log file's name."""
+        """True while the open file has the log file's name."""
         try:
             return os.path.samestat(os.stat(self.baseFilename), os.fstat(number))
         except FileNotFoundError:

@@ -36,7 +36,7 @@ class Harmony:
         self._with_calls = with_calls
         self._as_part = as_part
         self._stream = stream
-        self._thought: list[str] = []
+        self._reasoning_text: list[str] = []
         self.reasoning_spans: list[tuple[int, int]] = []
 
     def read(self, cursor: Cursor, calls: CallEmitter) -> Step[None]:
@@ -84,7 +84,7 @@ class Harmony:
 
         def think(text: str) -> None:
             self.reasoning_spans[-1] = (start, cursor.offset)
-            self._thought.append(text)
+            self._reasoning_text.append(text)
             if self._stream:
                 self._emit(cursor)
 
@@ -93,7 +93,7 @@ class Harmony:
         self._emit(cursor)
 
     def _emit(self, cursor: Cursor) -> None:
-        text, self._thought = "".join(self._thought), []
+        text, self._reasoning_text = "".join(self._reasoning_text), []
         if text and self._as_part is not None:
             cursor.emit(self._as_part(text))
 
@@ -105,7 +105,7 @@ class Harmony:
 
 
 def _any_text(cursor: Cursor) -> Step[bool]:
-    """Whether a body has text before the marker that ends it."""
+    """True where a body has text before the marker that ends it."""
     yield from cursor.skip()
     for marker in _BODY_ENDS:
         at = cursor.pos

@@ -41,29 +41,30 @@ class OutputFormat:
     def _parses_calls(self) -> bool:
         return self.tools is not None and bool(self.schemas)
 
-    def reader(self) -> OutputParser:
+    def new_parser(self) -> OutputParser:
         """A new parser for one choice."""
         if self.reasoning is not None and self.reasoning.harmony:
-            return _HarmonyReader(self)
-        rest = self._call_reader()
+            return _HarmonyParser(self)
+        rest = self._call_parser()
         if self.reasoning is None:
             return rest
         return ReasoningParser(self.reasoning, rest, inside=self.inside, separate=self.separate, stream=self.stream)
 
-    def _call_reader(self) -> OutputParser:
+    def _call_parser(self) -> OutputParser:
         if self.tools is None or not self.schemas:
             return PlainParser()
         script, schemas = self.tools.script, self.schemas
         return ScriptParser(lambda cursor: script(cursor, CallEmitter(cursor, schemas, self.max_calls)))
 
 
-class _HarmonyReader(ScriptParser):
+class _HarmonyParser(ScriptParser):
     """The parser of harmony, which holds both reasoning and calls."""
 
-    def __init__(self, reading: OutputFormat):
-        self._harmony = Harmony(with_calls=reading._parses_calls, as_part=ReasoningDelta if reading.separate else str,
-                                stream=reading.stream)
-        schemas, limit = reading.schemas or {}, reading.max_calls
+    def __init__(self, output_format: OutputFormat):
+        as_part = ReasoningDelta if output_format.separate else str
+        self._harmony = Harmony(with_calls=output_format._parses_calls, as_part=as_part,
+                                stream=output_format.stream)
+        schemas, limit = output_format.schemas or {}, output_format.max_calls
         super().__init__(lambda cursor: self._harmony.read(cursor, CallEmitter(cursor, schemas, limit)))
 
     @property

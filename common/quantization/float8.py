@@ -1,4 +1,4 @@
-"""Weights to float8 and back: matrices, or any stack of them such as a layer's experts."""
+"""Quantizes weights to float8 and back: matrices, or stacks of them such as a layer's experts."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ FLOAT8 = torch.float8_e4m3fn
 
 
 def quantize_tensor(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[..., out, in]`` to float8 and one float32 scale ``[...]`` a matrix."""
+    """Quantizes ``[..., out, in]`` to float8 and one float32 scale a matrix, ``[...]``."""
     return _scaled(weight.float(), (-2, -1))
 
 
 def quantize_channels(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[..., out, in]`` to float8 and a scale an output, ``[..., out]``."""
+    """Quantizes ``[..., out, in]`` to float8 and a scale an output, ``[..., out]``."""
     return _scaled(weight.float(), (-1,))
 
 
 def quantize_blocks(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[..., out, in]`` to float8 and a scale a block, ``[..., ceil(out / block[0]), ceil(in / block[1])]``."""
+    """Quantizes ``[..., out, in]`` to float8 and a scale a block, ``[..., ceil(out / block[0]), ceil(in /
+    block[1])]``."""
     out, width = weight.shape[-2:]
     tall, wide = -(-out // block[0]), -(-width // block[1])
     padded = pad(weight.float(), (0, wide * block[1] - width, 0, tall * block[0] - out))
@@ -31,7 +32,7 @@ def quantize_blocks(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch
 
 
 def dequantize_blocks(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """``[..., out, in]`` float8 and its scales, as ``quantize_blocks`` gives them, to float32."""
+    """Dequantizes ``[..., out, in]`` and its scales, as ``quantize_blocks`` returns them, to float32."""
     out, width = weight.shape[-2:]
     spread = scale.float().repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
     return weight.float() * spread[..., :out, :width]

@@ -1,4 +1,5 @@
-"""Float8 weights with a scale a block of outputs x inputs (DeepSeek-V3's form), activations with one a group."""
+"""Block-wise float8 (DeepSeek-V3's format): a weight scale for each block of outputs x inputs, an activation scale for
+each token's group of values."""
 
 from __future__ import annotations
 
@@ -17,66 +18,67 @@ from .shards import Shard
 
 
 class Fp8Block:
-    """``scale`` is ``[ceil(out / block), ceil(in / block)]``; every shard begins with a block of its own."""
+    """Linear method of block-wise float8. ``scale`` is ``[ceil(out / block), ceil(in / block)]``; every shard begins
+    with a block of its own."""
 
     def __init__(self, shards: Sequence[Shard], width: int, scheme: QuantizationScheme, allocate: Allocate):
         self.shards = shards
         self.scheme = scheme
-        self._dtype = allocate.own
-        self._form = Float8Format(scheme.block[1])
+        self._dtype = allocate.dtype
+        self._activation_format = Float8Format(scheme.block[1])
         out = sum(shard.size for shard in shards)
         for shard in shards:
-            check_cut(shard, width, scheme.block, last=shard is shards[-1])
+            check_blocks(shard, width, scheme.block, last=shard is shards[-1])
         if allocate.device.type == "cuda":
             if width % 16:
                 raise ConfigError(f"{shards[0].name} has {width} inputs on each rank, and products of float8 blocks "
                                   "take multiples of 16: choose another --tp-size.")
-            compile_tiles(out, width, scheme.block[0], allocate.own, allocate.device)
+            compile_tiles(out, width, scheme.block[0], allocate.dtype, allocate.device)
         self.weight = allocate(out, width, dtype=FLOAT8)
         self.scale = allocate(_blocks(out, scheme.block[0]), _blocks(width, scheme.block[1]), dtype=torch.float32)
 
-    def form(self, rows: int) -> Float8Format | None:
-        return self._form
+    def activation_format(self, rows: int) -> Float8Format | None:
+        return self._activation_format
 
     def __call__(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None, *,
                  gated: bool = False) -> torch.Tensor:
-        given = x if isinstance(x, Float8Rows) else quantize(x, self._form, gated=gated)
-        y = block_matmul(given.values, given.scale, self.weight, self.scale, self.scheme.block, given.dtype)
+        q = x if isinstance(x, Float8Rows) else quantize(x, self._activation_format, gated=gated)
+        y = block_matmul(q.values, q.scale, self.weight, self.scale, self.scheme.block, q.dtype)
         return y if bias is None else y.add_(bias)
 
-    def dense(self) -> torch.Tensor:
+    def dequantize(self) -> torch.Tensor:
         return dequantize_blocks(self.weight, self.scale, self.scheme.block).to(self._dtype)
 
     def slots(self) -> Iterator[Slot]:
         tall, wide = self.scheme.block
         for shard in self.shards:
             slot = shard.slot(self.weight)
-            first = shard.first // tall
+            first = shard.offset // tall
             scale = self.scale[first:first + _blocks(shard.size, tall)]
             if not self.scheme.stored:
                 yield Slot(slot.name, slot.target, slot.shape, slot.dim, slot.start,
-                           take=self._quantizing(slot.target, scale))
+                           load=self._quantize_into(slot.target, scale))
                 continue
             yield Slot(slot.name, slot.target, slot.shape, slot.dim, slot.start, "float8")
             yield Slot(f"{shard.name}.{self.scheme.weight_scale}", scale, scale_shape(shard.shape, self.scheme.block),
                        shard.dim, shard.start // self.scheme.block[shard.dim], "weight scale")
 
-    def _quantizing(self, target: torch.Tensor, scale: torch.Tensor) -> Callable[[torch.Tensor], None]:
-        def take(part: torch.Tensor) -> None:
-            q, found = quantize_blocks(part.to(target.device), self.scheme.block)
+    def _quantize_into(self, target: torch.Tensor, scale: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        def load(part: torch.Tensor) -> None:
+            q, block_scales = quantize_blocks(part.to(target.device), self.scheme.block)
             target.copy_(q)
-            scale.copy_(found)
+            scale.copy_(block_scales)
 
-        return take
+        return load
 
 
 def scale_shape(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
-    """Of the scales of a whole projection."""
+    """Returns the shape of the scales of a whole projection."""
     return _blocks(shape[0], block[0]), _blocks(shape[1], block[1])
 
 
-def check_cut(shard: Shard, width: int, block: tuple[int, int], *, last: bool) -> None:
-    """Raises ConfigError where a rank's part of a projection, or the next one fused with it, cuts a block in two."""
+def check_blocks(shard: Shard, width: int, block: tuple[int, int], *, last: bool) -> None:
+    """Raises ConfigError where a rank's part of a projection, or the next one fused with it, splits a block."""
     size, name = (shard.size, "outputs") if shard.dim == 0 else (width, "inputs")
     full, step = shard.shape[shard.dim], block[shard.dim]
     ends_within = size % step and shard.start + size != full

@@ -1,4 +1,5 @@
-"""Float8 weights with a scale an output, or a projection; activations with one a token, or one for all."""
+"""Per-channel and per-tensor float8: a weight scale for each output or projection, an activation scale for each token
+or, static, for all."""
 
 from __future__ import annotations
 
@@ -17,16 +18,17 @@ from .shards import Shard
 
 
 class Fp8PerChannel:
-    """``scale`` [out] holds the scale of each row's weights, whether its projection has one or each output its own.
+    """Linear method of per-channel and per-tensor float8. ``scale`` [out] holds the scale of each output, whether its
+    projection has one or each output its own.
 
-    Where one static scale of activations meets one of weights, the product takes two numbers (``scale`` [1]). Fused
-    projections with static scales share the greatest: what one of them was calibrated for fits within it.
+    With one static activation scale and one weight scale, the GEMM takes two numbers (``scale`` [1]). Fused projections
+    with static activation scales share the largest: what each of them was calibrated for fits within it.
     """
 
     def __init__(self, shards: Sequence[Shard], width: int, scheme: QuantizationScheme, allocate: Allocate):
         self.shards = shards
         self.scheme = scheme
-        self._dtype = allocate.own
+        self._dtype = allocate.dtype
         out = sum(shard.size for shard in shards)
         if allocate.device.type == "cuda" and (out % 16 or width % 16):
             raise ConfigError(f"{shards[0].name} has {width} inputs and {out} outputs on each rank, and float8 "
@@ -36,21 +38,21 @@ class Fp8PerChannel:
         self.weight = allocate(out, width, dtype=FLOAT8)
         self.scale = allocate(1 if single else out, dtype=torch.float32)
         self.input_scale = allocate(1, dtype=torch.float32) if static else None
-        self._form = Float8Format(width, self.input_scale)
+        self._activation_format = Float8Format(width, self.input_scale)
         self._input_scales = allocate(len(shards), dtype=torch.float32) if static else None
         if allocate.device.type == "cuda":
-            compile_tiles(out, width, allocate.own, allocate.device)
+            compile_tiles(out, width, allocate.dtype, allocate.device)
 
-    def form(self, rows: int) -> Float8Format | None:
-        return self._form
+    def activation_format(self, rows: int) -> Float8Format | None:
+        return self._activation_format
 
     def __call__(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None, *,
                  gated: bool = False) -> torch.Tensor:
-        given = x if isinstance(x, Float8Rows) else quantize(x, self._form, gated=gated)
-        y = scaled_matmul(given.values, given.scale, self.weight, self.scale, given.dtype)
+        q = x if isinstance(x, Float8Rows) else quantize(x, self._activation_format, gated=gated)
+        y = scaled_matmul(q.values, q.scale, self.weight, self.scale, q.dtype)
         return y if bias is None else y.add_(bias)
 
-    def dense(self) -> torch.Tensor:
+    def dequantize(self) -> torch.Tensor:
         return (self.weight.float() * self.scale[:, None]).to(self._dtype)
 
     def slots(self) -> Iterator[Slot]:
@@ -59,40 +61,40 @@ class Fp8PerChannel:
             scale = self.scale if self.scale.numel() == 1 else shard.rows_of(self.scale)
             if not self.scheme.stored:
                 yield Slot(slot.name, slot.target, slot.shape, slot.dim, slot.start,
-                           take=self._quantizing(slot.target, scale))
+                           load=self._quantize_into(slot.target, scale))
                 continue
             yield Slot(slot.name, slot.target, slot.shape, slot.dim, slot.start, "float8")
             yield self._scale_slot(shard, scale)
             if self._input_scales is not None:
                 yield Slot(f"{shard.name}.{self.scheme.input_scale}", self._input_scales[index:index + 1], (),
-                           holds="input scale", take=self._taking_input_scale(index))
+                           kind="input scale", load=self._load_input_scale(index))
 
     def _scale_slot(self, shard: Shard, scale: torch.Tensor) -> Slot:
         name = f"{shard.name}.{self.scheme.weight_scale}"
         if self.scheme.weights == "tensor":
-            return Slot(name, scale, (), holds="weight scale", take=lambda part: scale.fill_(part.float().item()))
+            return Slot(name, scale, (), kind="weight scale", load=lambda part: scale.fill_(part.float().item()))
         # Where inputs are split over the ranks, each of them has all outputs.
         start = shard.start if shard.dim == 0 else 0
         return Slot(name, scale, shard.shape[:1], 0, start, "weight scale",
-                    take=lambda part: scale.copy_(part.float().flatten()))
+                    load=lambda part: scale.copy_(part.float().flatten()))
 
-    def _quantizing(self, target: torch.Tensor, scale: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    def _quantize_into(self, target: torch.Tensor, scale: torch.Tensor) -> Callable[[torch.Tensor], None]:
         quantize = quantize_tensor if self.scheme.weights == "tensor" else quantize_channels
 
-        def take(part: torch.Tensor) -> None:
-            q, found = quantize(part.to(target.device))
+        def load(part: torch.Tensor) -> None:
+            q, scales = quantize(part.to(target.device))
             target.copy_(q)
-            scale.copy_(found)
+            scale.copy_(scales)
 
-        return take
+        return load
 
-    def _taking_input_scale(self, index: int) -> Callable[[torch.Tensor], None]:
+    def _load_input_scale(self, index: int) -> Callable[[torch.Tensor], None]:
         assert self.input_scale is not None and self._input_scales is not None
-        known, greatest = self._input_scales, self.input_scale
+        scales, shared = self._input_scales, self.input_scale
 
-        def take(part: torch.Tensor) -> None:
-            # Right once all have been taken; until then others may be those of the weights before.
-            known[index].fill_(part.float().item())
-            greatest.copy_(known.max())
+        def load(part: torch.Tensor) -> None:
+            # Right once all have been loaded; until then others may be those of the weights before.
+            scales[index].fill_(part.float().item())
+            shared.copy_(scales.max())
 
-        return take
+        return load

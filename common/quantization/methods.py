@@ -1,4 +1,4 @@
-"""What a linear layer's weight is held as, and how it is multiplied: one noun a form, all of one shape."""
+"""Linear methods: how a linear layer's weight is stored and multiplied, one class a quantization format."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ from .shards import Shard
 
 
 class LinearMethod(Protocol):
-    def form(self, rows: int) -> Float8Format | None:
-        """The form in which a norm before it may hand it so many rows; None: in no other than the engine's type."""
+    """The weight of a linear layer, in one quantization format."""
+
+    def activation_format(self, rows: int) -> Float8Format | None:
+        """Returns the format in which a norm before it may pass ``rows`` rows; None: the engine's type only."""
 
     def __call__(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None, *,
                  gated: bool = False) -> torch.Tensor:
-        """``[T, in] -> [T, out]``, of this rank's weight and in the type of ``x``; of ``silu_and_mul(x)`` where ``x``
-        [T, 2 * in] is ``gated``. Rows in float8 are of the ``form`` told for as many."""
+        """Multiplies ``x`` [T, in] by this rank's weight; returns ``[T, out]`` in the type of ``x``. With ``gated``,
+        multiplies ``silu_and_mul(x)`` of ``x`` [T, 2 * in]. Float8 rows are in ``activation_format``."""
 
-    def dense(self) -> torch.Tensor:
-        """The weight ``[out, in]`` in the engine's type: itself, or made of what it is held as."""
+    def dequantize(self) -> torch.Tensor:
+        """Returns the weight ``[out, in]`` in the engine's type: itself, or dequantized."""
 
     def slots(self) -> Iterator[Slot]: ...
 
 
 class Unquantized:
-    """A weight of the engine's type."""
+    """An unquantized weight, in the engine's type."""
 
     def __init__(self, shards: Sequence[Shard], width: int, allocate: Allocate):
         self.shards = shards
@@ -43,7 +45,7 @@ class Unquantized:
         if allocate.device.type == "cuda":
             compile_tiles(self.weight)
 
-    def form(self, rows: int) -> Float8Format | None:
+    def activation_format(self, rows: int) -> Float8Format | None:
         return None
 
     def __call__(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None, *,
@@ -51,21 +53,21 @@ class Unquantized:
         assert isinstance(x, torch.Tensor)
         return dense_matmul(silu_and_mul(x) if gated else x, self.weight, bias)
 
-    def activated(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """``silu_and_mul`` of the product: of a weight whose first half makes gates, its second half ups."""
+    def forward_gated(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns ``silu_and_mul`` of the product; the first half of the weight are gates, the second half ups."""
         assert isinstance(x, torch.Tensor)
         return dense_matmul(x, self.weight, bias, gated=True)
 
-    def adds(self, x: torch.Tensor) -> bool:
-        """Whether what the product is added to had better be handed to it: see kernels/gemm/dense_matmul.py."""
+    def prefers_residual(self, x: torch.Tensor) -> bool:
+        """Returns whether a GEMM that adds to the residual is faster, see kernels/gemm/dense_matmul.py."""
         return fuses_residual(x, self.weight)
 
-    def compile_activated(self) -> None:
-        """So that no request waits for it."""
+    def compile_gated(self) -> None:
+        """Compiles ``forward_gated``, so that no request waits for it."""
         if self.weight.is_cuda:
             compile_tiles(self.weight, gated=True)
 
-    def dense(self) -> torch.Tensor:
+    def dequantize(self) -> torch.Tensor:
         return self.weight
 
     def slots(self) -> Iterator[Slot]:
@@ -74,8 +76,8 @@ class Unquantized:
 
 
 def linear_method(shards: Sequence[Shard], width: int, allocate: Allocate) -> LinearMethod:
-    """The method of a weight ``[sum of the shards' sizes, width]``; raises ConfigError where ``allocate.scheme`` does
-    not go with how it is cut."""
+    """Creates the method of a weight ``[sum of the shards' sizes, width]``; raises ConfigError where
+    ``allocate.scheme`` does not allow such shards."""
     scheme = allocate.scheme
     if scheme is None or not _quantizes(scheme, shards):
         return Unquantized(shards, width, allocate)
@@ -85,7 +87,7 @@ def linear_method(shards: Sequence[Shard], width: int, allocate: Allocate) -> Li
 
 
 def check_device(scheme: QuantizationScheme | None, dtype: str, device: torch.device) -> None:
-    """Raises ConfigError where a GPU cannot compute by ``scheme`` in ``dtype``. A CPU emulates every scheme."""
+    """Raises ConfigError where a GPU cannot compute with ``scheme`` in ``dtype``. A CPU emulates every scheme."""
     if scheme is None or device.type != "cuda":
         return
     check_float8(device, "a checkpoint in bfloat16")
@@ -97,16 +99,16 @@ def check_device(scheme: QuantizationScheme | None, dtype: str, device: torch.de
 
 
 def check_float8(device: torch.device, instead: str) -> None:
-    """Raises ConfigError for a GPU whose kernels have no float8."""
+    """Raises ConfigError for a GPU without float8 tensor cores; ``instead`` names the alternative."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise ConfigError(f"{torch.cuda.get_device_name(device)} does not compute in float8: use a GPU of compute "
                           f"capability 8.9 or more, or {instead}.")
 
 
 def _quantizes(scheme: QuantizationScheme, shards: Sequence[Shard]) -> bool:
-    chosen = [shard.name for shard in shards if scheme.quantizes(shard.name)]
-    if chosen and len(chosen) < len(shards):
-        others = [shard.name for shard in shards if shard.name not in chosen]
-        raise ConfigError(f"The checkpoint quantizes {chosen[0]} and not {others[0]}, which are computed together: "
+    quantized = [shard.name for shard in shards if scheme.quantizes(shard.name)]
+    if quantized and len(quantized) < len(shards):
+        others = [shard.name for shard in shards if shard.name not in quantized]
+        raise ConfigError(f"The checkpoint quantizes {quantized[0]} and not {others[0]}, which are computed together: "
                           "use a checkpoint that treats them alike.")
-    return bool(chosen)
+    return bool(quantized)

@@ -1,4 +1,4 @@
-"""Which part of a checkpoint's projection a linear layer's weight holds."""
+"""Shards: the parts of a checkpoint's projections that a linear layer's weight consists of."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from ..weights.slots import Slot
 
 @dataclass(frozen=True)
 class Shard:
-    """Rows ``[first, first + size)`` of the layer's own weight are the slice that begins at ``start`` along ``dim`` of
-    the projection ``name``, a matrix of ``shape`` (outputs, inputs)."""
+    """A rank's part of the projection ``name``, a matrix of ``shape`` (outputs, inputs): rows ``[offset, offset +
+    size)`` of the layer's weight are the slice that begins at ``start`` along ``dim``."""
 
     name: str
-    first: int
+    offset: int
     size: int
     shape: tuple[int, int]
     dim: int
     start: int
 
     def rows_of(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight[self.first:self.first + self.size]
+        return weight[self.offset:self.offset + self.size]
 
     def slot(self, weight: torch.Tensor) -> Slot:
-        """Where the projection's weight goes: into its rows of ``weight``, as it is."""
+        """Returns the slot that copies the projection's weight into its rows of ``weight``."""
         return Slot(f"{self.name}.weight", self.rows_of(weight), self.shape, self.dim, self.start)

@@ -1,4 +1,4 @@
-"""Which attention one rank's layers use: of the model, the flags and the device."""
+"""Chooses one rank's attention backend, by the model, the flags and the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..weights.kv_scales import KV_DTYPES
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """``dtype``: the model's."""
+    """The inputs of the choice; ``dtype`` is the model's."""
 
     config: ServerConfig
     spec: ModelSpec
@@ -34,10 +34,10 @@ class AttentionChoice:
             choose_latent_decode_backend(self.config.kernels, device, self.spec.mla, self.dtype, stored)
 
     def over(self, pool: KVPool) -> AttentionPlanner:
-        """One more attention over ``pool``, with workspaces of its own."""
+        """Creates another attention backend for ``pool``, with workspaces of its own."""
         spec, device = self.spec, pool.groups[0].device
-        num_heads = spec.num_heads // self.parallel.attention.size
+        num_heads = spec.num_heads // self.parallel.attn_tp.size
         if spec.mla is None:
-            layers = self.parallel.stages.layers(spec.num_layers)
-            return select_attention(self.config.kernels, device, pool, num_heads, self.dtype, spec.seen_back(layers))
+            layers = self.parallel.pp.layers(spec.num_layers)
+            return select_attention(self.config.kernels, device, pool, num_heads, self.dtype, spec.windows_of(layers))
         return select_latent_attention(self.config.kernels, device, pool, spec.mla, num_heads, self.dtype)

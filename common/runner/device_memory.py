@@ -1,4 +1,4 @@
-"""Device memory that can be given back while its tensors, and all views of them, stay."""
+"""Device memory that can be freed and allocated again while its tensors, and all views of them, stay."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 
 
 class DeviceMemory:
-    """The storages behind some tensors. ``release`` frees them; with ``keep`` their content moves to host memory.
+    """The storages of some tensors. ``release`` frees them; with ``keep`` their content moves to host memory.
 
-    Views hold on to their storage, not to its address, so that after ``resume`` they are valid again. Whoever wrote
-    addresses down (CUDA graphs, a transfer library's registration) must do so anew.
+    Views refer to their storage, not to its address, so that after ``resume`` they are valid again. What recorded
+    addresses (CUDA graphs, a transfer library's registration) must do so again.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], *, keep: bool):
         self._storages = list({t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}.values())
         self._keep = keep
         self._sizes: list[int] = []
-        self._kept: list[torch.Tensor] = []
+        self._host_copies: list[torch.Tensor] = []
 
     @property
     def released(self) -> bool:
@@ -29,7 +29,7 @@ class DeviceMemory:
         assert not self.released
         for storage in self._storages:
             if self._keep:
-                self._kept.append(_bytes_of(storage).cpu().clone())
+                self._host_copies.append(_bytes_of(storage).cpu().clone())
             self._sizes.append(storage.nbytes())
             storage.resize_(0)
         if torch.cuda.is_available():
@@ -37,7 +37,7 @@ class DeviceMemory:
 
     @torch.no_grad()
     def resume(self) -> None:
-        """Raises torch.OutOfMemoryError where the device has no room; then nothing is resumed."""
+        """Allocates the storages again. Raises torch.OutOfMemoryError without enough memory; then none is resumed."""
         assert self.released
         done = 0
         try:
@@ -50,10 +50,10 @@ class DeviceMemory:
             raise
         for index, storage in enumerate(self._storages):
             if self._keep:
-                _bytes_of(storage).copy_(self._kept[index])
+                _bytes_of(storage).copy_(self._host_copies[index])
             else:
                 _bytes_of(storage).zero_()
-        self._sizes, self._kept = [], []
+        self._sizes, self._host_copies = [], []
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Where data-parallel attention ranks agree, once a turn of the loop, on what they compute together in it."""
+"""DP sync: data-parallel attention ranks agree once in each loop iteration on the step that they compute together."""
 
 from __future__ import annotations
 
@@ -12,64 +12,66 @@ from ..distributed.parallel import Parallel
 
 @dataclass(frozen=True)
 class DPStepInfo:
-    """What the attention groups compute in one turn, each entry a group's: ``tokens`` rows of the model's layers, and
-    ``scored`` rows of its head. A group without work takes part with rows that nobody reads, one or as many as others.
+    """One step of all attention groups; each list has an entry a group: ``num_tokens`` rows of the model's layers, and
+    ``num_logits`` rows of its head. A group without work computes an idle batch, whose results nobody reads.
 
-    ``steady``: every group decodes or has no work, so that all may replay a graph. ``size``: all do, each the one that
-    was captured for so many rows. ``fewest``: where all with work compute prompts, tokens of the one with the fewest.
+    ``all_decode``: every group decodes or is idle, so that all may replay a CUDA graph. ``graph_size``: all do, each
+    the graph that was captured for this number of rows. ``min_prefill_tokens``: the fewest tokens of a group with work,
+    where all of these prefill; else 0.
     """
 
-    tokens: list[int]
-    scored: list[int]
-    steady: bool = False
-    size: int | None = None
-    fewest: int = 0
+    num_tokens: list[int]
+    num_logits: list[int]
+    all_decode: bool = False
+    graph_size: int | None = None
+    min_prefill_tokens: int = 0
 
     @staticmethod
-    def of_rows_each(groups: int, rows: int) -> DPStepInfo:
-        """Equal parts: what graphs compute."""
-        return DPStepInfo([rows] * groups, [rows] * groups, steady=True)
+    def uniform_decode(groups: int, rows: int) -> DPStepInfo:
+        """Returns a decode step with ``rows`` rows in each group, as CUDA graphs compute it."""
+        return DPStepInfo([rows] * groups, [rows] * groups, all_decode=True)
 
-    def replayed(self, size_for: Callable[[int], int | None]) -> DPStepInfo:
-        """The turn as graphs of one size compute it where all groups can replay one, else itself: what one group
-        exchanges, all do.
+    def padded_to_graph(self, size_for: Callable[[int], int | None]) -> DPStepInfo:
+        """Returns the step padded to one graph size where all groups can replay that graph, else the step itself: all
+        groups must exchange the same rows.
 
-        ``size_for`` names the captured size that so many rows run at, None where they are too many.
+        ``size_for`` returns the captured size that a number of rows runs at, None where there are too many.
         """
-        size = size_for(max(self.tokens)) if self.steady else None
-        return self if size is None else replace(DPStepInfo.of_rows_each(len(self.tokens), size), size=size)
+        size = size_for(max(self.num_tokens)) if self.all_decode else None
+        return self if size is None else replace(DPStepInfo.uniform_decode(len(self.num_tokens), size), graph_size=size)
 
 
 class DPSync:
-    """One rank's. All ranks of the engine call ``agree`` exactly once a turn, between two ticks."""
+    """One rank's end. All ranks of the engine call ``sync`` exactly once in each loop iteration."""
 
     def __init__(self, parallel: Parallel):
         self._parallel = parallel
-        self._wish_ms = 0
+        self._proposed_wait_ms = 0
         self._wait_ms = 0
 
     @property
     def dp_rank(self) -> int:
         return self._parallel.dp_rank
 
-    def wish(self, wait_ms: int) -> None:
-        """How long this rank would wait for messages after a turn in which nothing is computed."""
-        self._wish_ms = wait_ms
+    def propose_wait(self, wait_ms: int) -> None:
+        """Sets how long this rank would wait for messages after an iteration in which no rank computes."""
+        self._proposed_wait_ms = wait_ms
 
     @property
     def wait_ms(self) -> int:
-        """What all ranks agreed to wait: nothing where one computed, else the shortest wish."""
+        """How long all ranks wait for messages: 0 where one computed, else the shortest proposal."""
         return self._wait_ms
 
-    def agree(self, tokens: int, scored: int, *, decodes: bool) -> DPStepInfo | None:
-        """``tokens`` and ``scored`` are this rank's rows, 0 where it has no batch; None where nobody has one.
-        ``decodes``: a graph could compute this rank's batch."""
-        told = self._parallel.across.gather_ints(np.array([tokens, scored, self._wish_ms, decodes or not tokens]))
-        if not told[:, 0].any():
-            self._wait_ms = int(told[:, 2].min())
+    def sync(self, num_tokens: int, num_logits: int, *, can_decode: bool) -> DPStepInfo | None:
+        """Exchanges this rank's rows, 0 without a batch; returns None where no rank has one. ``can_decode``: a decode
+        graph could compute this rank's batch."""
+        ranks = self._parallel.dp.gather_ints(
+            np.array([num_tokens, num_logits, self._proposed_wait_ms, can_decode or not num_tokens]))
+        if not ranks[:, 0].any():
+            self._wait_ms = int(ranks[:, 2].min())
             return None
         self._wait_ms = 0
-        working = told[told[:, 0] > 0]
-        fewest = 0 if working[:, 3].any() else int(working[:, 0].min())
-        return DPStepInfo(np.maximum(told[:, 0], 1).tolist(), told[:, 1].tolist(), bool(told[:, 3].all()),
-                          fewest=fewest)
+        busy = ranks[ranks[:, 0] > 0]
+        min_prefill_tokens = 0 if busy[:, 3].any() else int(busy[:, 0].min())
+        return DPStepInfo(np.maximum(ranks[:, 0], 1).tolist(), ranks[:, 1].tolist(), bool(ranks[:, 3].all()),
+                          min_prefill_tokens=min_prefill_tokens)

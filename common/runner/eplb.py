@@ -1,4 +1,4 @@
-"""How tokens are spread over a mixture's experts: counted, recorded on request, and evened out while serving."""
+"""Expert load: counted, recorded on request, and balanced while serving (EPLB)."""
 
 from __future__ import annotations
 
@@ -15,51 +15,52 @@ from ..config.model import ModelSpec
 from ..config.server import ServerConfig
 from ..distributed.parallel import Parallel
 from ..layers.moe import MoE
-from ..layers.moe.eplb_algorithm import unevenness
+from ..layers.moe.eplb_algorithm import imbalance
 from ..models.causal_lm import CausalLM
 
 log = logging.getLogger("baton.engine")
 
 
 def expert_layers(model: CausalLM) -> dict[int, MoE]:
-    """The layers whose MLP is a mixture of experts, by their index."""
+    """Returns the layers whose MLP is a mixture of experts, by their index."""
     return {index: layer.mlp for index, layer in enumerate(model.layers) if isinstance(layer.mlp, MoE)}
 
 
 def connect_experts(config: ServerConfig, spec: ModelSpec, parallel: Parallel, model: CausalLM) -> None:
-    """Give the ranks what tokens are sent by, where it is through each other's memory. A collective of all ranks."""
-    sent = parallel.tokens.sent
-    if sent is None or config.nodes.nnodes > 1 or config.kernels.disable_custom_all_reduce:
+    """Connects the ranks' all-to-all through symmetric memory, where they use it. A collective of all ranks."""
+    all_to_all = parallel.token_exchange.all_to_all
+    if all_to_all is None or config.nodes.nnodes > 1 or config.kernels.disable_custom_all_reduce:
         return
     schedule = config.schedule
-    prompts, decodes = schedule.largest_prefill(spec.context_length), schedule.max_running_requests
-    rows = prompts + decodes if schedule.enable_mixed_chunk else max(prompts, decodes)
+    prefill_rows, decode_rows = schedule.largest_prefill(spec.context_length), schedule.max_running_requests
+    rows = prefill_rows + decode_rows if schedule.enable_mixed_chunk else max(prefill_rows, decode_rows)
     experts = next(iter(expert_layers(model).values())).experts
-    sent.connect(rows, spec.hidden_size, experts.spec.top_k, experts.dtype, float8=experts.takes_float8)
+    all_to_all.connect(rows, spec.hidden_size, experts.spec.top_k, experts.dtype, float8=experts.accepts_float8)
 
 
 class ExpertCounts:
-    """Of a model whose layers count (``ExpertShare.counted``). Ranks call ``totals`` together."""
+    """Token counts of a model whose layers count (``ExpertShare.counts_tokens``). Ranks call ``totals`` together."""
 
     def __init__(self, model: CausalLM):
         self.layers = expert_layers(model)
 
     def totals(self) -> np.ndarray:
-        """``[layers with experts, experts]`` int64: tokens since the start, of all ranks, and rows that pad a batch.
-        Waits for the device."""
+        """Returns ``[layers with experts, experts]`` int64: tokens of all ranks since the start, including rows that
+        pad a batch. Waits for the device."""
         counts = []
         for layer in self.layers.values():
             assert layer.counts is not None
             counts.append(layer.counts)
         joined = torch.stack(counts)
         share = next(iter(self.layers.values())).share
-        if share.spreads:  # else every rank has seen all tokens
+        if share.uses_all_to_all:  # otherwise every rank has counted all tokens
             share.group.all_reduce(joined)
         return joined.cpu().numpy()
 
 
 class ExpertRecord:
-    """What ``start`` to ``stop`` were computed, for the endpoints of that name. Ranks call each together."""
+    """The expert distribution between ``start`` and ``stop``, for the endpoints of these names. Ranks call each method
+    together."""
 
     def __init__(self, counts: ExpertCounts | None):
         """``counts``: None where the layers do not count."""
@@ -72,7 +73,7 @@ class ExpertRecord:
         return "Recording the tokens of every expert."
 
     def stop(self) -> str:
-        """Raises InvalidRequest where nothing was started."""
+        """Ends the recording; raises InvalidRequest where none was started."""
         totals = self._totals()
         if self._begin is None:
             raise InvalidRequest("Nothing is being recorded; call /start_expert_distribution_record first.")
@@ -80,7 +81,7 @@ class ExpertRecord:
         return f"Recorded {int(self._recorded.sum())} choices of experts."
 
     def dump(self, folder: str, *, write: bool) -> str:
-        """What was recorded last, as JSON into ``folder``, by the rank that is to ``write``."""
+        """Writes the last recording as JSON into ``folder``, on the rank with ``write``; returns the file's path."""
         totals = self._totals()
         if self._begin is None and self._recorded is None:
             raise InvalidRequest("Nothing was recorded; call /start_expert_distribution_record first.")
@@ -104,30 +105,31 @@ class ExpertRecord:
 
 
 class ExpertBalancer:
-    """Moves experts after every ``every`` steps, by the tokens of those steps. Ranks call ``turn`` together."""
+    """Rebalances experts every ``interval_steps`` steps, by the tokens of those steps. Ranks call ``count_step``
+    together."""
 
-    def __init__(self, counts: ExpertCounts, every: int):
+    def __init__(self, counts: ExpertCounts, interval_steps: int):
         self._counts = counts
-        self._every = every
-        self._turns = 0
-        self._seen = counts.totals()
+        self._interval_steps = interval_steps
+        self._num_steps = 0
+        self._last_totals = counts.totals()
 
-    def turn(self) -> None:
-        """Once a step, before its forward pass."""
-        self._turns += 1
-        if self._turns < self._every:
+    def count_step(self) -> None:
+        """Counts a step, before its forward pass; moves experts where the interval is over."""
+        self._num_steps += 1
+        if self._num_steps < self._interval_steps:
             return
-        self._turns = 0
+        self._num_steps = 0
         totals = self._counts.totals()
-        loads, self._seen = totals - self._seen, totals
+        loads, self._last_totals = totals - self._last_totals, totals
         layers = self._counts.layers.values()
-        before = np.mean([_uneven(layer, load) for layer, load in zip(layers, loads)])
+        before = np.mean([_imbalance(layer, load) for layer, load in zip(layers, loads)])
         moved = sum(layer.rebalance(load) for layer, load in zip(layers, loads) if load.any())
-        after = np.mean([_uneven(layer, load) for layer, load in zip(layers, loads)])
+        after = np.mean([_imbalance(layer, load) for layer, load in zip(layers, loads)])
         log.info("experts moved here: %d; the busiest rank had %.2f times the mean to do, and has %.2f", moved, before,
                  after)
 
 
-def _uneven(layer: MoE, load: np.ndarray) -> float:
+def _imbalance(layer: MoE, load: np.ndarray) -> float:
     assert layer.placement is not None
-    return unevenness(load, layer.placement.residents)
+    return imbalance(load, layer.placement.physical_to_logical)

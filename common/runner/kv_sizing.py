@@ -1,4 +1,4 @@
-"""What one rank's KV pool is like, and how many pages fit: of the model, the flags and the memory that is free."""
+"""KV sizing: the layout of one rank's KV pool and its number of pages, by the model, the flags and the free memory."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from ..config.server import CacheArgs, ModelArgs, ServerConfig
 from ..distributed.parallel import Parallel
 from ..kvcache.layout import DTYPE_BYTES, KVLayout, split_layers
 from ..weights.kv_scales import KV_DTYPES, Scales, read_kv_scales
-from .cuda_graphs.piecewise_graphs import prompt_sizes
+from .cuda_graphs.piecewise_graphs import prefill_graph_sizes
 
-# On a CPU: a few whole contexts, which few requests at once ever fill there; the shipped model's are 235 MB.
+# On a CPU a few whole contexts, which concurrent requests rarely fill there; those of the shipped model are 235 MB.
 _CPU_POOL_CONTEXTS = 4
 _CPU_POOL_TOKENS = range(16_384, 65_537)
 _CPU_POOL_BYTES = 2 << 30
 
 
 def resolve_dtype(config: ServerConfig, spec: ModelSpec, device: torch.device) -> str:
-    """Type of the model, and of its KV cache where --kv-cache-dtype names no other: the flag's, else the checkpoint's
-    on a GPU and float32 on a CPU."""
+    """Returns the model's dtype, also its KV cache's unless --kv-cache-dtype names another: the flag's, else the
+    checkpoint's on a GPU and float32 on a CPU."""
     if config.model.dtype != "auto":
         return config.model.dtype
     return spec.dtype if device.type == "cuda" else "float32"
 
 
 def kv_scales(cache: CacheArgs, model: ModelArgs, spec: ModelSpec) -> Scales:
-    """Those of all layers; none where the cache is not in float8."""
+    """Returns the KV scales of all layers; none where the cache is not in float8."""
     if cache.kv_cache_dtype == "auto":
         return ()
     return read_kv_scales(cache, None if model.load_format == "dummy" else resolve_checkpoint(model), spec.num_layers)
 
 
 def scales_of(scales: Scales, layers: range) -> Scales:
-    """Those of some layers, where there are any."""
+    """Returns the KV scales of some layers, where there are any."""
     return scales[layers.start:layers.stop]
 
 
 def kv_layout(cache: CacheArgs, spec: ModelSpec, tp_size: int, dtype: str, scales: Scales = (),
               layers: range | None = None) -> KVLayout:
-    """The layout of one rank's pool; ``dtype`` is the model's, ``scales`` those of all layers. ``layers``: those of the
-    rank's stage, where it has not all."""
+    """Returns the layout of one rank's pool; ``dtype`` is the model's, ``scales`` those of all layers. ``layers``:
+    those of the rank's pipeline stage, where it has not all."""
     layers = range(spec.num_layers) if layers is None else layers
-    staged = len(layers) < spec.num_layers
+    is_pp_stage = len(layers) < spec.num_layers
     layout = KVLayout(groups=(len(layers),), num_kv_heads=spec.local_kv_heads(tp_size), head_dim=spec.kv_dim,
                       page_size=cache.page_size, dtype=KV_DTYPES.get(cache.kv_cache_dtype, dtype),
                       scales=scales_of(scales, layers), first_layer=layers.start,
-                      of_layers=spec.num_layers if staged else 0,
+                      of_layers=spec.num_layers if is_pp_stage else 0,
                       form="heads" if spec.mla is None else "latent",
                       windows=spec.windows[layers.start:layers.stop])
     groups = split_layers(len(layers), layout.layer_page_bytes, cache.num_layer_groups)
@@ -58,56 +58,59 @@ def kv_layout(cache: CacheArgs, spec: ModelSpec, tp_size: int, dtype: str, scale
 
 def count_pages(config: ServerConfig, spec: ModelSpec, layout: KVLayout, parallel: Parallel,
                 device: torch.device) -> int:
-    """Of ``layout``, that fit beside the weights, which are loaded, and what a step needs; below 1 where none do."""
-    wanted = config.cache.max_total_tokens
-    if wanted is not None:
-        if wanted < layout.page_size:
-            raise ConfigError(f"--max-total-tokens {wanted} holds no page of {layout.page_size} tokens.")
-        return wanted // layout.page_size
+    """Returns the number of pages of ``layout`` that fit besides the loaded weights and what a step needs; below 1
+    where none do."""
+    max_tokens = config.cache.max_total_tokens
+    if max_tokens is not None:
+        if max_tokens < layout.page_size:
+            raise ConfigError(f"--max-total-tokens {max_tokens} holds no page of {layout.page_size} tokens.")
+        return max_tokens // layout.page_size
     if device.type != "cuda":
         tokens = min(max(_CPU_POOL_CONTEXTS * spec.context_length, _CPU_POOL_TOKENS.start), _CPU_POOL_TOKENS[-1])
         return min(tokens // layout.page_size, _CPU_POOL_BYTES // layout.page_bytes)
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    # The share is this process's own, so that servers which share a GPU need not start one after the other.
-    each = total * config.cache.mem_fraction_static / sharers(config, torch.cuda.device_count())
-    share = each - torch.cuda.memory_allocated(device)
-    if parallel.tokens.sent is not None:
-        share -= parallel.tokens.sent.nbytes  # which torch does not count
-    return int(min(share, free - _activation_bytes(config, spec, layout, parallel, device)) // layout.page_bytes)
+    # The budget is this process's own, so that servers which share a GPU need not start one after the other.
+    budget = total * config.cache.mem_fraction_static / ranks_per_gpu(config, torch.cuda.device_count())
+    available = budget - torch.cuda.memory_allocated(device)
+    if parallel.token_exchange.all_to_all is not None:
+        available -= parallel.token_exchange.all_to_all.nbytes  # which torch does not count
+    return int(min(available, free - _activation_bytes(config, spec, layout, parallel, device)) // layout.page_bytes)
 
 
-def sharers(config: ServerConfig, gpus: int) -> int:
-    """Ranks of the server that one of a host's GPUs has, at most."""
-    here = config.parallel.world_size // config.nodes.nnodes
-    return -(-here // (gpus - config.model.base_gpu_id))
+def ranks_per_gpu(config: ServerConfig, gpus: int) -> int:
+    """Returns the number of the server's ranks on one of a host's GPUs, at most."""
+    local_ranks = config.parallel.world_size // config.nodes.nnodes
+    return -(-local_ranks // (gpus - config.model.base_gpu_id))
 
 
 def _activation_bytes(config: ServerConfig, spec: ModelSpec, layout: KVLayout, parallel: Parallel,
                       device: torch.device) -> int:
-    """What one step needs beside weights and pool, at most: its widest layer, its logits, and workspaces."""
+    """Returns the bytes that one step needs besides weights and pool, at most: its widest layer, its logits, and
+    workspaces."""
     schedule = config.schedule
-    local = _attention_values(spec) // parallel.attention.size
-    local += parallel.dp_size * _mlp_values(spec, parallel.mlp.size)  # of all attention groups' tokens
+    local = _attention_values(spec) // parallel.attn_tp.size
+    local += parallel.dp_size * _mlp_values(spec, parallel.tp.size)  # of all attention groups' tokens
     values = (4 + 2 * parallel.dp_size) * spec.hidden_size + local + 2 * layout.num_kv_heads * spec.head_dim
     row = values * DTYPE_BYTES[resolve_dtype(config, spec, device)]
     rows = max(schedule.largest_prefill(spec.context_length), schedule.max_running_requests)
-    rows += max(prompt_sizes(config, spec, parallel), default=0)  # whose graphs have memory of their own
+    rows += max(prefill_graph_sizes(config, spec, parallel), default=0)  # their graphs have memory of their own
     logits = schedule.max_running_requests * spec.vocab_size * 4 * 4  # logits, scaled, sorted, noise
-    workspaces = 1 << 30 << config.data_parallel.enable_two_batch_overlap  # of the halves' attentions
+    workspaces = 1 << 30 << config.data_parallel.enable_two_batch_overlap  # of the micro-batches' attentions
     return rows * row + logits + workspaces
 
 
 def _attention_values(spec: ModelSpec) -> int:
-    """Queries and results of one row, of all heads; of long contexts latent attention adds results up in float32."""
+    """Returns the values of one row's queries and attention outputs, of all heads; for long contexts MLA accumulates
+    outputs in float32."""
     if spec.mla is None:
         return 2 * spec.num_heads * spec.head_dim
     return spec.num_heads * (spec.mla.qk_dim + 3 * spec.mla.v_dim)
 
 
 def _mlp_values(spec: ModelSpec, ranks: int) -> int:
-    """Values that one row takes within a layer's MLP, at most. Whole experts may all be on one rank."""
+    """Returns the values of one row within a layer's MLP, at most. Whole experts may all be on one rank."""
     dense = 3 * spec.intermediate_size // ranks
     if spec.moe is None:
         return dense

@@ -1,4 +1,4 @@
-"""The ends of layer groups in a forward pass: from then on a group's pages may travel."""
+"""Events at the ends of layer groups in a forward pass: after one, a group's pages may be transferred."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from ..forward.forward_batch import AfterGroup
 
 
 class LayerGroupEvents:
-    """Of a pool whose layers are grouped so: ``groups[g]`` layers are in group g."""
+    """Records events for a pool with ``groups[g]`` layers in group g."""
 
     def __init__(self, groups: Sequence[int], device: torch.device):
-        self._ending = {last - 1: group for group, last in enumerate(accumulate(groups))}
+        self._group_of_last_layer = {last - 1: group for group, last in enumerate(accumulate(groups))}
         self._device = device
 
-    def telling(self, after_group: AfterGroup | None) -> Callable[[int], None]:
-        """What a model calls behind each layer, for ``after_group`` to be told of the groups that end by it."""
+    def after_layer(self, after_group: AfterGroup | None) -> Callable[[int], None]:
+        """Returns the callback for a model to call after each layer; it calls ``after_group`` after a group's last one.
+        """
         def after_layer(layer: int) -> None:
-            group = self._ending.get(layer)
+            group = self._group_of_last_layer.get(layer)
             if group is None or after_group is None:
                 return
             event = None

@@ -1,4 +1,4 @@
-"""One rank's model, and the checkpoints that its weights come from."""
+"""One rank's model, and the checkpoints that its weights are loaded from."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from .kv_sizing import kv_scales, scales_of
 
 
 class ModelWeights:
-    """Owns ``model``, built for ``spec``, and knows whose weights it has (``identity``). ``load`` builds it and reads
-    its first weights; ``update`` puts another checkpoint's in their place, at the same addresses."""
+    """Owns ``model``, built for ``spec``, with weights of the checkpoint ``identity``. ``load`` builds it and loads its
+    first weights; ``update`` overwrites them with another checkpoint's, at the same addresses."""
 
     def __init__(self, config: ServerConfig, spec: ModelSpec, model: CausalLM, parallel: Parallel):
         self.spec = spec
         self.model = model
         self.identity: ModelIdentity = identify(config.model, spec)
         self._config = config
-        self._layers = parallel.stages.layers(spec.num_layers)
-        self._elsewhere = parallel.stages.elsewhere(spec.num_layers)
+        self._layers = parallel.pp.layers(spec.num_layers)
+        self._on_other_stage = parallel.pp.on_other_stage(spec.num_layers)
 
     @classmethod
     def load(cls, config: ServerConfig, spec: ModelSpec, parallel: Parallel, dtype: str, device: torch.device,
              progress: Progress) -> ModelWeights:
-        """Raises ConfigError where the checkpoint does not fit the model, or the memory."""
+        """Builds the model and loads its weights. Raises ConfigError where the checkpoint does not fit the model, or
+        the memory."""
         try:
             weights = cls(config, spec, build_model(spec, parallel, getattr(torch, dtype), device), parallel)
             if config.model.load_format == "dummy":
@@ -47,9 +48,9 @@ class ModelWeights:
                               f"smaller --dtype than {dtype}.") from None
         return weights
 
-    def check(self, model_path: str, revision: str | None, stored: Scales) -> None:
-        """Raises ConfigError where ``update`` could not load this checkpoint; changes nothing. ``stored``: the scales
-        that the rank's KV cache was made with."""
+    def check(self, model_path: str, revision: str | None, current_scales: Scales) -> None:
+        """Raises ConfigError where ``update`` could not load this checkpoint; changes nothing. ``current_scales``:
+        those of the rank's KV cache."""
         args = self._args_of(model_path, revision)
         spec = load_model_spec(args)
         differing = [field.name for field in dataclasses.fields(spec)
@@ -57,14 +58,14 @@ class ModelWeights:
                      and field.name not in ("dtype", "eos_token_ids", "dropped_eos_ids")]
         if differing:
             raise ConfigError(f"{model_path} is another model than the one that runs: {', '.join(differing)} differ.")
-        if scales_of(kv_scales(self._config.cache, args, spec), self._layers) != stored:
+        if scales_of(kv_scales(self._config.cache, args, spec), self._layers) != current_scales:
             raise ConfigError(f"{model_path} has other scales for a KV cache in float8 than those that run, which "
                               "peers know: start servers with it, or give all --quantization-param-path.")
         check_safetensors(resolve_checkpoint(args), self.model.slots(), stacked=spec.stacked_experts)
 
     @torch.no_grad()
     def update(self, model_path: str, revision: str | None) -> None:
-        """Load another checkpoint, which ``check`` accepted, over the weights. No step is in flight."""
+        """Loads another checkpoint, which ``check`` accepted, over the weights. No step is in flight."""
         args = self._args_of(model_path, revision)
         self._read(args, silent)
         self.identity = identify(args, self.spec, self.identity.updates + 1)
@@ -75,4 +76,5 @@ class ModelWeights:
 
     def _read(self, args: ModelArgs, progress: Progress) -> None:
         load_safetensors(resolve_checkpoint(args), self.model.slots(), progress, tied=self.spec.tie_word_embeddings,
-                         unused=self.spec.unused_names, elsewhere=self._elsewhere, stacked=self.spec.stacked_experts)
+                         unused=self.spec.unused_names, on_other_stage=self._on_other_stage,
+                         stacked=self.spec.stacked_experts)

@@ -1,4 +1,4 @@
-"""A checkpoint's layers of multi-token prediction, loaded beside the model whose tokens they foretell."""
+"""A checkpoint's MTP draft layers, loaded in addition to the model for which they propose tokens."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ..distributed.parallel import Parallel
 from ..forward.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 from ..models.causal_lm import CausalLM
-from ..models.mtp import MTPDraftLayer, token_predictors
+from ..models.mtp import MTPDraftLayer, build_draft_layers
 from ..weights.loader import Elsewhere, Progress, load_dummy, load_safetensors
 from .attention_choice import AttentionChoice
 from .kv_sizing import kv_layout, resolve_dtype
 
 _SHARED = (".embed_tokens.weight", ".shared_head.head.weight")
-"""Of a predictor in the checkpoint: copies of the model's own."""
+"""A draft layer's tensors in the checkpoint that are copies of the model's own."""
 
 
 class MTPDraftLayers:
-    """Over a pool of their own, in which a token's page has the number that it has in the model's."""
+    """Draft layers with a KV pool of their own, in which a token's page has the same id as in the model's pool."""
 
     def __init__(self, model: CausalLM, layers: Sequence[MTPDraftLayer], attention: AttentionPlanner):
         self._model = model
@@ -40,53 +40,55 @@ class MTPDraftLayers:
     @torch.no_grad()
     def load(cls, config: ServerConfig, spec: ModelSpec, parallel: Parallel, model: CausalLM, num_pages: int,
              device: torch.device, progress: Progress) -> MTPDraftLayers:
-        """Of ``model``, whose pool has ``num_pages``. Raises ConfigError where the checkpoint has none, or not whole,
-        and where other stages of a pipeline hold the embedding or the head."""
+        """Loads the draft layers of ``model``, whose pool has ``num_pages``. Raises ConfigError where the checkpoint
+        has none or lacks some tensors, and with pipeline parallelism, where other stages have the embedding or the
+        head."""
         if not spec.mtp_layers:
             raise ConfigError(f"{config.model.model_path} has no layers of multi-token prediction: num_nextn_predict_"
                               "layers of its config.json is not there, or 0.")
-        if parallel.stages.size > 1:
+        if parallel.pp.size > 1:
             raise ConfigError("Layers of multi-token prediction need the whole model: leave --pp-size out.")
         dtype = resolve_dtype(config, spec, device)
         try:
-            layers = token_predictors(spec, parallel, getattr(torch, dtype), device)
+            layers = build_draft_layers(spec, parallel, getattr(torch, dtype), device)
             slots = [slot for layer in layers for slot in layer.slots()]
             if config.model.load_format == "dummy":
                 load_dummy(slots, config.model.random_seed, progress)
             else:
                 load_safetensors(resolve_checkpoint(config.model), slots, progress, tied=False,
-                                 elsewhere=_outside(spec), stacked=spec.stacked_experts)
+                                 on_other_stage=_is_not_draft_tensor(spec), stacked=spec.stacked_experts)
             own = dataclasses.replace(spec, num_layers=len(layers), windows=())
-            pool = KVPool(kv_layout(config.cache, own, parallel.attention.size, dtype), num_pages, device)
+            pool = KVPool(kv_layout(config.cache, own, parallel.attn_tp.size, dtype), num_pages, device)
         except torch.OutOfMemoryError:
             raise ConfigError(f"The layers of multi-token prediction do not fit on {device}: lower "
                               "--max-total-tokens.") from None
         return cls(model, layers, AttentionChoice(config, own, parallel, dtype).over(pool))
 
     @torch.inference_mode()
-    def rows(self, batch: ForwardBatch, hidden: torch.Tensor, following: torch.Tensor) -> list[torch.Tensor]:
-        """Of each predictor ``[T, hidden]``, which the model's head scores: the first one's tell of what stands two
-        places behind the batch's tokens, each further one's of one place more.
+    def hidden_states(self, batch: ForwardBatch, hidden: torch.Tensor, next_ids: torch.Tensor) -> list[torch.Tensor]:
+        """Returns each draft layer's hidden states ``[T, hidden]``, for the model's LM head: the first layer's predict
+        the tokens two positions after the batch's tokens, each further layer's those one position later.
 
-        ``hidden`` [T, hidden] is the model's of ``batch``, behind its last norm; ``following`` [predictors, T] int64
-        are the tokens one place behind the batch's, then two. Latents enter the pool at the batch's places.
+        ``hidden`` [T, hidden] are the model's of ``batch``, after its final norm; ``next_ids`` [draft layers, T] int64
+        are the tokens one position after the batch's, then two. Latents are stored at the batch's positions.
         """
-        assert self._model.embedding is not None
+        assert self._model.embed_tokens is not None
         self._attention.plan(batch)
-        found = []
-        for layer, ids in zip(self._layers, following):
-            hidden = layer(hidden, self._model.embedding.embed(ids), self._attention, self._model.cos_sin)
-            found.append(hidden)
-        return found
+        states = []
+        for layer, ids in zip(self._layers, next_ids):
+            hidden = layer(hidden, self._model.embed_tokens.embed(ids), self._attention, self._model.cos_sin)
+            states.append(hidden)
+        return states
 
-    def guesses(self, batch: ForwardBatch, hidden: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-        """The likeliest tokens by ``rows``, ``[predictors, T]`` int64."""
-        return torch.stack([self._model.scores(rows).argmax(-1) for rows in self.rows(batch, hidden, following)])
+    def propose(self, batch: ForwardBatch, hidden: torch.Tensor, next_ids: torch.Tensor) -> torch.Tensor:
+        """Returns draft tokens ``[draft layers, T]`` int64, the argmax of each layer; see ``hidden_states``."""
+        return torch.stack([self._model.compute_logits(rows).argmax(-1)
+                            for rows in self.hidden_states(batch, hidden, next_ids)])
 
 
-def _outside(spec: ModelSpec) -> Elsewhere:
-    """Whether a tensor of the checkpoint is not a predictor's own."""
-    def outside(name: str) -> bool:
+def _is_not_draft_tensor(spec: ModelSpec) -> Elsewhere:
+    """Returns a predicate: whether a tensor of the checkpoint is none of a draft layer's own."""
+    def is_not_draft_tensor(name: str) -> bool:
         return not name.startswith(spec.unused_names) or name.endswith(_SHARED)
 
-    return outside
+    return is_not_draft_tensor

@@ -1,4 +1,4 @@
-"""Masks of allowed tokens, one bit a token, applied to logits."""
+"""Token bitmasks: applies masks of allowed tokens, one bit a token, to logits."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 from ..forward.host_copies import upload
 from ..request.sampling_metadata import SamplingMetadata
 
-# Unpacked, a row of a 128k vocabulary is 1 MB of shifted words: 32 rows at once are all the memory it shall take.
-_ROWS_AT_ONCE = 32
+_UNPACKED_ROWS = 32
+"""Rows that are unpacked at once: one of a 128k vocabulary takes 1 MB of shifted words."""
 
 
 def num_words(vocab_size: int) -> int:
-    """int32 words of one row's mask."""
+    """Returns the number of int32 words of one row's mask."""
     return -(vocab_size // -32)
 
 
-def forbid_unallowed(logits: torch.Tensor, rows: Sequence[SamplingMetadata]) -> None:
-    """Set the logits [R, vocab] of tokens that a row's ``allowed`` rules out to -inf, in place; calls each once."""
-    masked = [row for row, choosing in enumerate(rows) if choosing.allowed is not None]
+def apply_token_bitmask(logits: torch.Tensor, rows: Sequence[SamplingMetadata]) -> None:
+    """Sets the logits [R, vocab] of tokens that a row's ``allowed`` rules out to -inf, in place; calls each once."""
+    masked = [row for row, metadata in enumerate(rows) if metadata.allowed is not None]
     if not masked:
         return
     vocab_size = logits.shape[-1]
@@ -33,7 +33,7 @@ def forbid_unallowed(logits: torch.Tensor, rows: Sequence[SamplingMetadata]) -> 
     words = bitmask.to(logits.device, non_blocking=True)
     bits = torch.arange(32, dtype=torch.int32, device=logits.device)
     index = upload(masked, torch.int64, logits.device)
-    for start in range(0, len(masked), _ROWS_AT_ONCE):
-        some = slice(start, start + _ROWS_AT_ONCE)
-        forbidden = ((words[some, :, None] >> bits) & 1 == 0).flatten(1)[:, :vocab_size]
-        logits[index[some]] = logits[index[some]].masked_fill_(forbidden, float("-inf"))
+    for start in range(0, len(masked), _UNPACKED_ROWS):
+        chunk = slice(start, start + _UNPACKED_ROWS)
+        forbidden = ((words[chunk, :, None] >> bits) & 1 == 0).flatten(1)[:, :vocab_size]
+        logits[index[chunk]] = logits[index[chunk]].masked_fill_(forbidden, float("-inf"))

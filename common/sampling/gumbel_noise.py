@@ -1,18 +1,18 @@
-"""Noise of seeded rows: a hash of (seed, position, token), equal whatever else runs in the batch and wherever."""
+"""Gumbel noise of seeded rows: a hash of (seed, position, token), the same in any batch and on any device."""
 
 from __future__ import annotations
 
 import torch
 
-# Noise of 0 would choose a token of any probability however small; a generator may return it once in 2**24 draws.
-SMALLEST = 2.0**-24
+MIN_NOISE = 2.0**-24
+"""Noise of 0 would sample a token however small its probability; a generator may return 0 once in 2**24 values."""
 
 
 def seeded_exponential(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Exponential variates ``[n, vocab]`` by hash of ``seeds`` [n], ``positions`` [n] (int64) and token id.
+    """Returns exponential variates ``[n, vocab]`` by hash of ``seeds`` [n], ``positions`` [n] (int64) and token id.
 
-    The hash is SplitMix64's finalizer (Steele, Lea and Flood, 2014) over a chain of the three. 23 bits of it make a
-    uniform in (0, 1): with 24, the largest would round to 1 in float32 and its noise to 0.
+    The hash is SplitMix64's finalizer (Steele, Lea and Flood, 2014) over a chain of the three. 23 bits of it become a
+    uniform number in (0, 1): with 24, the largest would round to 1 in float32 and its noise to 0.
     """
     keys = _mix(_mix(seeds) ^ positions)
     tokens = torch.arange(vocab_size, device=seeds.device)
@@ -22,7 +22,7 @@ def seeded_exponential(seeds: torch.Tensor, positions: torch.Tensor, vocab_size:
 
 
 def _signed(value: int) -> int:
-    """A 64-bit pattern as the int64 that holds it: torch multiplies int64 modulo 2**64, as the hash needs."""
+    """Converts a 64-bit pattern to int64: torch multiplies int64 modulo 2**64, as the hash needs."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
@@ -39,5 +39,5 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift right; torch's keeps the sign."""
+    """Shifts right logically; torch's shift extends the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,4 +1,4 @@
-"""Which rows of a batch are hidden states that requests ask for, and their way to the requests."""
+"""The rows of a batch whose hidden states requests ask for, and their copies to the requests."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from ..request.req import Req
 
 @dataclass(frozen=True)
 class HiddenRows:
-    """Rows ``first:stop`` of a batch are the next positions of ``req``."""
+    """Rows ``start:stop`` of a batch are the next positions of ``req``."""
 
     req: Req
-    first: int
+    start: int
     stop: int
 
 
 def hidden_rows(batch: ScheduledBatch) -> list[HiddenRows]:
-    """The rows whose hidden states are wanted; counts them as launched."""
+    """Returns the rows whose hidden states are requested; counts them as launched."""
     if all(chunk.req.hidden is None for chunk in batch.chunks):
         return []
-    found, offset = [], 0
+    rows, offset = [], 0
     for chunk in batch.chunks:
         states = chunk.req.hidden
         if states is not None and chunk.stop > states.num_launched:
             start = max(chunk.start, states.num_launched)
             assert start == states.num_launched, "positions were left out"
-            found.append(HiddenRows(chunk.req, offset + start - chunk.start, offset + chunk.stop - chunk.start))
+            rows.append(HiddenRows(chunk.req, offset + start - chunk.start, offset + chunk.stop - chunk.start))
             states.num_launched = chunk.stop
         offset += chunk.stop - chunk.start
-    return found
+    return rows
 
 
 class HiddenReport:
-    """Hidden states of ``wanted``, end to end in ``states`` [rows, hidden], which the device is computing."""
+    """Hidden states of ``rows``, concatenated in ``states`` [rows, hidden], which the device is computing."""
 
-    def __init__(self, wanted: list[HiddenRows], states: torch.Tensor):
-        self._wanted = wanted
+    def __init__(self, rows: list[HiddenRows], states: torch.Tensor):
+        self._rows = rows
         self._download = Download([states.float()])
 
-    def take_in(self) -> None:
-        """Wait, and hand the rows to their requests."""
+    def append_to_requests(self) -> None:
+        """Waits for the states, and appends them to their requests."""
         states = self._download.arrays()[0]
         first = 0
-        for rows in self._wanted:
-            count = rows.stop - rows.first
+        for rows in self._rows:
+            count = rows.stop - rows.start
             assert rows.req.hidden is not None
             rows.req.hidden.add(states[first:first + count])
             first += count

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: gathered chunk by chunk, as the rows that predict their tokens are computed."""
+"""Prompt log-probabilities: collected chunk by chunk, as the rows that predict prompt tokens are computed."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ class PromptRow:
 
 
 def prompt_rows(batch: ScheduledBatch) -> list[PromptRow]:
-    """The rows of the batch that predict prompt tokens whose log-probability is wanted, in order."""
+    """Returns the rows of the batch that predict prompt tokens whose log-probability is requested, in order."""
     rows, offset = [], 0
     for chunk in batch.chunks:
         req = chunk.req
         if req.logprob_start is not None:
-            wanted = req.logprob_start + len(begin(req).values)
-            for position in range(max(wanted, chunk.start + 1), min(chunk.stop + 1, req.num_prompt_tokens)):
+            next_position = req.logprob_start + len(begin(req).values)
+            for position in range(max(next_position, chunk.start + 1), min(chunk.stop + 1, req.num_prompt_tokens)):
                 rows.append(PromptRow(req, offset + position - 1 - chunk.start, position))
         offset += chunk.stop - chunk.start
     return rows
 
 
 def begin(req: Req) -> Logprobs:
-    """The request's ``prompt_logprobs``, begun where there are none yet.
+    """Returns the request's ``prompt_logprobs``, initialised where there are none yet.
 
-    Nothing precedes the first token, so it has no log-probability.
+    No token precedes the first one, so it has no log-probability.
     """
     if req.prompt_logprobs is None:
         first = [int(req.prompt[0])] if req.logprob_start == 0 else []
@@ -60,20 +60,20 @@ class PromptReport:
         tokens = upload(self._token_ids, torch.int64, logits.device)
         self._report = LogprobReport(logits, tokens, [row.req.logprobs for row in rows])
 
-    def take_in(self) -> None:
-        """Wait, and append to ``prompt_logprobs`` of the rows' requests."""
-        for row, token_id, found in self.found():
-            append(begin(row.req), token_id, found)
+    def append_to_requests(self) -> None:
+        """Waits for the values, and appends them to ``prompt_logprobs`` of the rows' requests."""
+        for row, token_id, logprob in self.wait():
+            append(begin(row.req), token_id, logprob)
 
-    def found(self) -> Iterator[tuple[PromptRow, int, TokenLogprob]]:
-        """Wait; of each row its token, and what is to be told."""
-        for row, token_id, found in zip(self._rows, self._token_ids, self._report.wait()):
-            assert found is not None
-            yield row, token_id, found
+    def wait(self) -> Iterator[tuple[PromptRow, int, TokenLogprob]]:
+        """Waits for the values; yields each row, its token and its log-probability."""
+        for row, token_id, logprob in zip(self._rows, self._token_ids, self._report.wait()):
+            assert logprob is not None
+            yield row, token_id, logprob
 
 
-def append(kept: Logprobs, token_id: int, found: TokenLogprob) -> None:
-    kept.token_ids.append(token_id)
-    kept.values.append(found.value)
-    kept.top.append(found.top)
-    kept.of_ids.append(found.of_ids)
+def append(logprobs: Logprobs, token_id: int, logprob: TokenLogprob) -> None:
+    logprobs.token_ids.append(token_id)
+    logprobs.values.append(logprob.value)
+    logprobs.top.append(logprob.top)
+    logprobs.of_ids.append(logprob.of_ids)

@@ -1,4 +1,4 @@
-"""The tokens of a step that tells nothing beside them."""
+"""Sampled tokens of steps without other results, and the pinned buffers for their copies to the host."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import torch
 
 from .sampler import SamplerOutput
 
-_SLOTS = 4  # steps whose tokens may be on their way; two are in flight at most
-_LEAST = 256
+_NUM_BUFFERS = 4
+"""Steps whose tokens may be in transit; two are in flight at most."""
+_MIN_BUFFER_TOKENS = 256
 
 
-class TokensOnDevice:
-    """As ``Launched``: ``tokens`` [R] int64 live on the device, and ``wait`` brings them to the host."""
+class SampledTokens:
+    """As ``PendingSample``: ``tokens`` [R] int64 are on the device, and ``wait`` copies them to the host."""
 
-    def __init__(self, tokens: torch.Tensor, slot: _Slot | None):
-        """``slot``: where a copy of them arrives; None where they are on the host."""
+    def __init__(self, tokens: torch.Tensor, buffer: _PinnedBuffer | None):
+        """``buffer`` receives a copy of them; None where they are on the host."""
         self.tokens = tokens
-        self._slot = slot
+        self._buffer = buffer
         self._token_ids: list[int] | None = None
 
     def token_ids(self) -> list[int]:
-        """Wait for the tokens alone."""
+        """Waits for the tokens."""
         if self._token_ids is None:
-            self._token_ids = self.tokens.tolist() if self._slot is None else self._slot.wait(len(self.tokens))
+            self._token_ids = self.tokens.tolist() if self._buffer is None else self._buffer.wait(len(self.tokens))
         return self._token_ids
 
     def wait(self) -> SamplerOutput:
@@ -30,42 +31,42 @@ class TokensOnDevice:
         return SamplerOutput(token_ids, [None] * len(token_ids), {})
 
 
-class SampledTokens:
-    """Takes the tokens of steps to the host, in pinned memory that steps use in turn: asking for such memory in every
-    step takes longer than the copy."""
+class SampledTokenBuffers:
+    """Copies the tokens of steps to the host, into pinned buffers that steps use in turn: allocating pinned memory in
+    every step takes longer than the copy."""
 
     def __init__(self) -> None:
-        self._slots: list[_Slot] = []
-        self._users: list[TokensOnDevice | None] = [None] * _SLOTS
-        self._turn = 0
+        self._buffers: list[_PinnedBuffer] = []
+        self._users: list[SampledTokens | None] = [None] * _NUM_BUFFERS
+        self._current = 0
 
-    def of(self, tokens: torch.Tensor) -> TokensOnDevice:
-        """``tokens`` [R] int64, which may change once the next step is launched."""
+    def copy(self, tokens: torch.Tensor) -> SampledTokens:
+        """Starts to copy ``tokens`` [R] int64, which may change once the next step is launched."""
         if not tokens.is_cuda:
-            return TokensOnDevice(tokens, None)
-        turn = self._turn = (self._turn + 1) % _SLOTS
-        user = self._users[turn]
+            return SampledTokens(tokens, None)
+        current = self._current = (self._current + 1) % _NUM_BUFFERS
+        user = self._users[current]
         if user is not None:
-            user.token_ids()  # whoever has not looked yet finds them all the same
-        while len(self._slots) < _SLOTS:
-            self._slots.append(_Slot())
-        slot = self._slots[turn]
-        slot.send(tokens)
-        chosen = self._users[turn] = TokensOnDevice(tokens, slot)
-        return chosen
+            user.token_ids()  # reads them before the buffer is overwritten
+        while len(self._buffers) < _NUM_BUFFERS:
+            self._buffers.append(_PinnedBuffer())
+        buffer = self._buffers[current]
+        buffer.copy_from(tokens)
+        sampled = self._users[current] = SampledTokens(tokens, buffer)
+        return sampled
 
 
-class _Slot:
+class _PinnedBuffer:
     def __init__(self) -> None:
-        self._memory = torch.empty(_LEAST, dtype=torch.int64, pin_memory=True)
-        self._there = torch.cuda.Event()
+        self._memory = torch.empty(_MIN_BUFFER_TOKENS, dtype=torch.int64, pin_memory=True)
+        self._copied = torch.cuda.Event()
 
-    def send(self, tokens: torch.Tensor) -> None:
+    def copy_from(self, tokens: torch.Tensor) -> None:
         if len(tokens) > len(self._memory):
             self._memory = torch.empty(2 * len(tokens), dtype=torch.int64, pin_memory=True)
         self._memory[:len(tokens)].copy_(tokens, non_blocking=True)
-        self._there.record()
+        self._copied.record()
 
     def wait(self, count: int) -> list[int]:
-        self._there.synchronize()
+        self._copied.synchronize()
         return self._memory[:count].tolist()

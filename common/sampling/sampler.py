@@ -1,4 +1,4 @@
-"""Choice of the next tokens of a batch, vectorised over its rows: see Choosing for the parts, and Drawing."""
+"""The sampler: samples the next tokens of a batch, vectorised over its rows. See SamplingMetadata for the steps."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ..distributed.tp import TPGroup
 from ..forward.host_copies import Download, upload
 from ..request.logit_bias import add_bias
 from ..request.sampling_metadata import FAILED, RequestedLogprobs, SamplingMetadata
-from .apply_processors import process
-from .bitmask import forbid_unallowed
-from .penalties import penalize
-from .sampling_backend import SamplingBackend, choose_drawing, scaled_logits
+from .apply_processors import apply_processors
+from .bitmask import apply_token_bitmask
+from .penalties import apply_penalties
+from .sampling_backend import SamplingBackend, scaled_logits, select_sampling_backend
 from .token_logprobs import LogprobReport, TokenLogprob
 
 
 @dataclass(frozen=True)
 class SamplerOutput:
-    """One entry a row: the token, and what was asked about log-probabilities. ``failures`` says why rows have FAILED
-    in place of a token, on the rank that chooses."""
+    """Sampled tokens and requested log-probabilities, one entry a row. ``failures`` says why rows have FAILED instead
+    of a token, on the rank that samples."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprob | None]
@@ -29,72 +29,74 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Under tensor parallelism rank 0 chooses and the others receive its tokens (and no log-probabilities)."""
+    """Samples tokens. Under tensor parallelism rank 0 samples, and the others receive its tokens only."""
 
     def __init__(self, vocab_size: int, device: torch.device | str, seed: int, tp: TPGroup | None = None, *,
                  original_logprobs: bool = False, backend: SamplingBackend = "auto",
                  dtype: torch.dtype = torch.float32):
-        """``original_logprobs``: log-probabilities are those before temperature. ``dtype`` is that of the logits that
-        ``draw`` will be given. Raises ConfigError where ``backend`` cannot run."""
+        """``original_logprobs``: log-probabilities are those before temperature. ``dtype`` is that of the logits of
+        ``sample_plain``. Raises ConfigError where ``backend`` cannot run."""
         self._vocab_size = vocab_size
         self._device = torch.device(device)
         self._tp = tp or TPGroup()
         self._original_logprobs = original_logprobs
-        self._draw = choose_drawing(backend if self._tp.rank == 0 else "torch", vocab_size, self._device, seed, dtype)
+        self._backend = select_sampling_backend(backend if self._tp.rank == 0 else "torch", vocab_size, self._device,
+                                                seed, dtype)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingMetadata],
                previous: torch.Tensor | None = None) -> SamplerOutput:
-        """``launch`` and wait."""
+        """Launches sampling and waits for it."""
         return self.launch(logits, rows, previous).wait()
 
     @torch.inference_mode()
     def launch(self, logits: torch.Tensor, rows: Sequence[SamplingMetadata],
                previous: torch.Tensor | None = None) -> PendingSample:
-        """Choose a token for each row of ``logits`` [R, vocab] float32, which is mutated: see Choosing.
+        """Starts sampling a token for each row of ``logits`` [R, vocab] float32, which is mutated; see
+        SamplingMetadata.
 
-        ``previous`` holds the tokens that the step before chose, for rows with a ``pending`` one. Log-probabilities are
-        those of the distribution after masks, penalties, bias, processors and temperature, and before truncation:
-        SGLang's. Nothing here waits for the device, unless a processor does.
+        ``previous`` holds the tokens that the step before sampled, for rows with a ``pending`` one. Log-probabilities
+        are those of the distribution after masks, penalties, bias, processors and temperature, and before truncation,
+        as SGLang's. Nothing here waits for the device, unless a processor does.
         """
         assert logits.shape == (len(rows), self._vocab_size)
-        processed = any(row.processor for row in rows)
+        has_processors = any(row.processor for row in rows)
         if not rows or self._tp.rank > 0:
             tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
             return PendingSample(self._tp.broadcast(tokens) if rows else tokens, [None] * len(rows), logits,
-                                 processed=processed)
+                                 may_fail=has_processors)
         if any(row.allowed or row.history or row.bias or row.suppressed for row in rows):
-            _adjust(logits, rows, previous)
-        failures = process(logits, rows, previous) if processed else {}
-        tokens = self._draw(logits, rows)
+            _modify_logits(logits, rows, previous)
+        failures = apply_processors(logits, rows, previous) if has_processors else {}
+        tokens = self._backend(logits, rows)
         if failures:
             tokens[upload(list(failures), torch.int64, self._device)] = FAILED
         self._tp.broadcast(tokens)
-        wanted = [row.logprobs for row in rows]
-        told = self._told(logits, rows) if any(wanted) else logits
-        return PendingSample(tokens, wanted, told, processed=processed, failures=failures)
+        requested = [row.logprobs for row in rows]
+        logprob_logits = self._logprob_logits(logits, rows) if any(requested) else logits
+        return PendingSample(tokens, requested, logprob_logits, may_fail=has_processors, failures=failures)
 
     @torch.inference_mode()
-    def draw(self, logits: torch.Tensor, rows: Sequence[SamplingMetadata]) -> torch.Tensor:
-        """Tokens [R] int64 where step 5 of Choosing is all there is, on every rank; ``logits``, of 16 or 32
-        bits, stay as they are."""
+    def sample_plain(self, logits: torch.Tensor, rows: Sequence[SamplingMetadata]) -> torch.Tensor:
+        """Returns sampled tokens [R] int64, on every rank, where rows have step 5 of SamplingMetadata only. ``logits``,
+        of 16 or 32 bits, are not changed."""
         if self._tp.rank > 0:
             return self._tp.broadcast(torch.empty(len(rows), dtype=torch.int64, device=self._device))
-        return self._tp.broadcast(self._draw(logits, rows))
+        return self._tp.broadcast(self._backend(logits, rows))
 
-    def _told(self, logits: torch.Tensor, rows: Sequence[SamplingMetadata]) -> torch.Tensor:
-        """``logits`` as log-probabilities see them: rows that want any are divided by their temperature, in place."""
-        heated = [i for i, row in enumerate(rows)
+    def _logprob_logits(self, logits: torch.Tensor, rows: Sequence[SamplingMetadata]) -> torch.Tensor:
+        """Divides rows with requested log-probabilities by their temperature, in place; returns ``logits``."""
+        scaled = [i for i, row in enumerate(rows)
                   if row.logprobs is not None and row.params.temperature not in (0.0, 1.0)]
-        if heated and not self._original_logprobs:
-            index = upload(heated, torch.int64, self._device)
-            logits[index] = scaled_logits(logits[index], [rows[i].params for i in heated])
+        if scaled and not self._original_logprobs:
+            index = upload(scaled, torch.int64, self._device)
+            logits[index] = scaled_logits(logits[index], [rows[i].params for i in scaled])
         return logits
 
 
-def _adjust(logits: torch.Tensor, rows: Sequence[SamplingMetadata], previous: torch.Tensor | None) -> None:
-    """What changes single logits: steps 1 to 3 of Choosing."""
-    forbid_unallowed(logits, rows)
-    penalize(logits, rows, previous)
+def _modify_logits(logits: torch.Tensor, rows: Sequence[SamplingMetadata], previous: torch.Tensor | None) -> None:
+    """Applies steps 1 to 3 of SamplingMetadata, which change single logits."""
+    apply_token_bitmask(logits, rows)
+    apply_penalties(logits, rows, previous)
     biased = [(i, bias) for i, row in enumerate(rows) if (bias := row.bias) is not None]
     if biased:
         add_bias(logits, [i for i, _ in biased], [bias for _, bias in biased])
@@ -109,23 +111,25 @@ def _suppress(logits: torch.Tensor, rows: Sequence[SamplingMetadata]) -> None:
 
 
 class PendingSample:
-    """A choice that the device is making. ``tokens`` [R] int64 live there; ``wait`` brings all of it to the host.
+    """A sample that the device is computing. ``tokens`` [R] int64 are on the device; ``wait`` copies all of it to the
+    host.
 
-    What computes on ``tokens`` before the host has looked at them finds a token of the vocabulary even in rows that
-    have FAILED: what it makes of it is dropped with the request.
+    A step that computes on ``tokens`` before the host has read them gets a token of the vocabulary even in rows that
+    have FAILED: its results are dropped with the request.
     """
 
-    def __init__(self, tokens: torch.Tensor, wanted: Sequence[RequestedLogprobs | None], logits: torch.Tensor, *,
-                 processed: bool = False, failures: Mapping[int, str] | None = None):
-        """``processed``: some of ``tokens`` may be FAILED."""
+    def __init__(self, tokens: torch.Tensor, requested: Sequence[RequestedLogprobs | None], logits: torch.Tensor, *,
+                 may_fail: bool = False, failures: Mapping[int, str] | None = None):
+        """``may_fail``: some of ``tokens`` may be FAILED."""
         self._download = Download([tokens])
-        self.tokens = tokens.clamp(min=0) if processed else tokens
-        self._report = LogprobReport(logits, self.tokens, wanted)
+        self.tokens = tokens.clamp(min=0) if may_fail else tokens
+        self._report = LogprobReport(logits, self.tokens, requested)
         self._failures = failures or {}
 
     def token_ids(self) -> list[int]:
-        """Wait for the tokens alone, as ``tokens`` has them."""
+        """Waits for the tokens only, with the values of ``tokens``."""
         return [max(token, 0) for token in self._download.wait()[0]]
 
     def wait(self) -> SamplerOutput:
+        """Waits for tokens and log-probabilities."""
         return SamplerOutput(self._download.wait()[0], self._report.wait(), self._failures)

@@ -157,7 +157,7 @@ def _guard(context: ServingContext) -> Any:
         task = asyncio.current_task()
         assert task is not None
         in_flight.begin(task, request)
-        context.arrivals.on_head(request)
+        context.client_timeouts.on_head(request)
         try:
             _check_key(request, context.keys)
             return await handler(request)

@@ -62,7 +62,7 @@ class PlannedResponse(Generic[Whole, Chunk]):
 
     @property
     def live(self) -> bool:
-        """Whether more chunks are to come."""
+        """True while more chunks are to come."""
         return self._generation.live
 
     async def full(self) -> Whole:

@@ -131,9 +131,9 @@ class _Server:
         make = runner.server
         assert make is not None
         server = await asyncio.get_running_loop().create_server(
-            lambda: context.arrivals.connect(make), sock=listener, backlog=1024)
+            lambda: context.client_timeouts.connect(make), sock=listener, backlog=1024)
         stack.callback(server.close)
-        stack.callback(asyncio.create_task(context.arrivals.watch()).cancel)
+        stack.callback(asyncio.create_task(context.client_timeouts.watch()).cancel)
         log.info("listening on http://%s:%d, model %s", *listener.getsockname()[:2], context.model.name)
         return server
 

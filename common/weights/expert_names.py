@@ -1,7 +1,7 @@
-"""One form for the experts' tensors of all checkpoints: three matrices an expert,
-``....mlp.experts.{e}.gate_proj.weight``, ``up_proj`` and ``down_proj``.
+"""Normalizes the names of experts' tensors: three matrices an expert, ``....mlp.experts.{e}.gate_proj.weight``,
+``up_proj`` and ``down_proj``.
 
-Mixtral names them otherwise. Transformers 5 stacks them in memory, and saves them so with
+Mixtral names them differently. Transformers 5 stacks them in memory, and saves them so with
 ``save_original_format=False``: ``....mlp.experts.gate_up_proj`` [E, 2 * I, hidden] and ``....mlp.experts.down_proj``
 [E, hidden, I].
 """
@@ -19,7 +19,8 @@ _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 def by_expert(name: str, source: Any) -> Iterator[tuple[str, Any]]:
-    """``source`` (safetensors' lazy slice), or its parts where it holds several experts' matrices, with their names."""
+    """Yields ``source`` (safetensors' lazy slice), or its matrices where it stacks those of several experts, with their
+    names."""
     if stacked := _STACKED.fullmatch(name):
         yield from _unstacked(stacked[1], stacked[2], source)
     else:
@@ -44,7 +45,7 @@ def _unstacked(experts: str, kind: str, source: Any) -> Iterator[tuple[str, Any]
 
 
 class _Matrix:
-    """Rows of one matrix of a stack, read when they are sliced."""
+    """A lazy slice: rows of one matrix of a stack, read when they are sliced."""
 
     def __init__(self, source: Any, index: int, first: int, rows: int, columns: int):
         self._source = source

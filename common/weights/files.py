@@ -1,4 +1,4 @@
-"""A checkpoint's safetensors files, and the tensors in them."""
+"""Reads a checkpoint's safetensors files and the tensors in them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from safetensors import SafetensorError, safe_open
 from ..api.errors import ConfigError
 from ..config.moe import Stacked
 from .expert_names import by_expert
-from .interleaved_experts import by_expert_in_turns
+from .interleaved_experts import by_interleaved_expert
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint; raises ConfigError where there are none, or some that its index names."""
+    """Returns the safetensors files of a checkpoint; raises ConfigError where there are none, or one that its index
+    names is missing."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
@@ -31,20 +32,20 @@ def checkpoint_files(folder: Path) -> list[Path]:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"{folder} holds no safetensors files; --load-format dummy runs without weights.")
-    if absent := [file.name for file in files if not file.exists()]:
-        raise ConfigError(f"{folder} lacks {some(absent)}, which its index names.")
+    if missing := [file.name for file in files if not file.exists()]:
+        raise ConfigError(f"{folder} lacks {first_names(missing)}, which its index names.")
     return files
 
 
 def tensors_of(file: Path, stacked: Stacked = "rows") -> Iterator[tuple[str, Any]]:
-    """Names and lazy slices, experts' one by one, who are ``stacked`` as MoESpec says; raises ConfigError for a file
-    that cannot be read."""
+    """Yields names and lazy slices of a file's tensors, experts' one by one; ``stacked`` is MoESpec's. Raises
+    ConfigError for a file that cannot be read."""
     try:
         with safe_open(file, framework="pt") as content:
             for name in content.keys():  # noqa: SIM118 (the file is no mapping)
                 source = content.get_slice(name)
-                if stacked == "turns":
-                    yield from by_expert_in_turns(name, source, partial(_find, file))
+                if stacked == "interleaved":
+                    yield from by_interleaved_expert(name, source, partial(_find, file))
                 else:
                     yield from by_expert(name, source)
     except (OSError, SafetensorError) as error:
@@ -52,7 +53,8 @@ def tensors_of(file: Path, stacked: Stacked = "rows") -> Iterator[tuple[str, Any
 
 
 def _find(file: Path, name: str) -> Any:
-    """The lazy slice of a tensor of this file or of another one beside it; raises ConfigError where there is none."""
+    """Returns the lazy slice of a tensor of this file or of another one in its folder; raises ConfigError where there
+    is none."""
     for other in (file, *sorted(file.parent.glob("*.safetensors"))):
         with safe_open(other, framework="pt") as content:
             if name in content.keys():  # noqa: SIM118
@@ -60,8 +62,8 @@ def _find(file: Path, name: str) -> Any:
     raise ConfigError(f"The checkpoint {file.parent} lacks {name}.")
 
 
-def some(names: Iterable[str]) -> str:
-    """The first three, and how many more."""
+def first_names(names: Iterable[str]) -> str:
+    """Lists the first three names, and how many more there are."""
     listed = sorted(names)
     rest = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
     return f"{', '.join(listed[:3])}{rest}"

@@ -1,9 +1,9 @@
-"""A checkpoint's fingerprint: equal for copies of it, however they are cut into files, and another for other weights.
+"""A checkpoint's fingerprint: equal for copies of it, however they are split into files, different for other weights.
 
 It covers what config.json says of the computation, all tensors' names, types and shapes, and samples of their content:
-three pieces of 1 KiB of up to 2,048 tensors, those of a layer's every part among them. So it is of the whole model on
-every rank, however it is sharded, and costs the same for 1 GB and for 234: 0.8 s for 30,720 tensors in 40 files,
-most of it for their headers. What it cannot see are weights that differ in a few rows alone.
+three samples of 1 KiB of up to 2,048 tensors, among them every kind of tensor of a layer. So it describes the whole
+model on every rank, however it is sharded, and costs the same for 1 GB and for 234: 0.8 s for 30,720 tensors in 40
+files, most of it for their headers. It cannot detect weights that differ in a few rows only.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from ..config.server import ModelArgs
 from .files import checkpoint_files
 from .kv_scales import is_kv_scale
 
-MOST_TENSORS = 2048
-_PIECE_BYTES = 1024
-_PIECES = 3
+MAX_TENSORS = 2048
+_SAMPLE_BYTES = 1024
+_SAMPLES_PER_TENSOR = 3
 _THREADS = 8
-_MOST_HEADER_BYTES = 100 << 20  # safetensors' own limit
-_OF_SERVERS = ("dtype", "eos_token_ids", "context_length", "quantization")
-"""What ModelSpec says of how a server runs a model, or of what its API does; a checkpoint in float8 shows in its
+_MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
+_SERVER_FIELDS = ("dtype", "eos_token_ids", "context_length", "quantization")
+"""Fields of ModelSpec that describe how a server runs a model, or its API; a checkpoint in float8 differs by its
 tensors."""
 
 
 class _Tensor(NamedTuple):
-    """Where a tensor's bytes are."""
+    """A tensor's location in a file."""
 
     name: str
     dtype: str
@@ -49,7 +49,7 @@ class _Tensor(NamedTuple):
 
 
 def identify(args: ModelArgs, spec: ModelSpec, updates: int = 0) -> ModelIdentity:
-    """The identity of the weights that ``args`` name; raises ConfigError for files that cannot be read."""
+    """Computes the identity of the weights that ``args`` name; raises ConfigError for files that cannot be read."""
     source = args.model_path if args.revision is None else f"{args.model_path}@{args.revision}"
     if args.model_fingerprint is not None:
         return ModelIdentity(args.model_fingerprint, source, updates)
@@ -63,9 +63,9 @@ def identify(args: ModelArgs, spec: ModelSpec, updates: int = 0) -> ModelIdentit
 
 
 def _facts(spec: ModelSpec) -> bytes:
-    """All that differs from its default: a release that knows more of models finds the same of those known before."""
+    """Encodes the fields that differ from their defaults: a release with more fields gets the same for older models."""
     facts = {field.name: value for field in dataclasses.fields(spec)
-             if field.name not in _OF_SERVERS and (value := getattr(spec, field.name)) != field.default}
+             if field.name not in _SERVER_FIELDS and (value := getattr(spec, field.name)) != field.default}
     return json.dumps(facts, sort_keys=True, default=_plain).encode()
 
 
@@ -77,22 +77,22 @@ def _plain(value: object) -> object:
 
 
 def _tensors(folder: Path, spec: ModelSpec) -> list[_Tensor]:
-    """All that the model is made of, by name."""
-    found = {tensor.name: tensor for file in checkpoint_files(folder) for tensor in _header(file)}
-    return [found[name] for name in sorted(found) if not _spare(name, spec)]
+    """Returns all tensors that the model consists of, sorted by name."""
+    tensors = {tensor.name: tensor for file in checkpoint_files(folder) for tensor in _read_header(file)}
+    return [tensors[name] for name in sorted(tensors) if not _is_optional(name, spec)]
 
 
-def _spare(name: str, spec: ModelSpec) -> bool:
-    """What one copy of a model has and another lacks. A KV cache's scales are compared with its layout."""
+def _is_optional(name: str, spec: ModelSpec) -> bool:
+    """Returns whether some copies of a model lack the tensor. A KV cache's scales are compared with its layout."""
     return (name.endswith("rotary_emb.inv_freq") or is_kv_scale(name) or name.startswith(spec.unused_names)
             or (spec.tie_word_embeddings and name == "lm_head.weight"))
 
 
-def _header(file: Path) -> list[_Tensor]:
+def _read_header(file: Path) -> list[_Tensor]:
     try:
         with file.open("rb") as content:
             size = int.from_bytes(content.read(8), "little")
-            if size > _MOST_HEADER_BYTES:
+            if size > _MAX_HEADER_BYTES:
                 raise ValueError("its header is too long")
             header = json.loads(content.read(size))
             return [_Tensor(name, entry["dtype"], tuple(entry["shape"]), file, 8 + size + entry["data_offsets"][0],
@@ -104,43 +104,43 @@ def _header(file: Path) -> list[_Tensor]:
 
 def _add_tensors(digest: hashlib._Hash, tensors: Sequence[_Tensor]) -> None:
     digest.update(json.dumps([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]).encode())
-    sampled = _sampled(tensors)
+    sampled = _select(tensors)
     by_file: defaultdict[Path, list[_Tensor]] = defaultdict(list)
     for tensor in sampled:
         by_file[tensor.file].append(tensor)
     content: dict[str, bytes] = {}
     with ThreadPoolExecutor(_THREADS) as threads:
-        for pieces in threads.map(_read, by_file.values()):
-            content.update(pieces)
+        for samples in threads.map(_read, by_file.values()):
+            content.update(samples)
     for tensor in sampled:
         digest.update(content[tensor.name])
 
 
-def _sampled(tensors: Sequence[_Tensor]) -> list[_Tensor]:
-    """All, or where they are too many some of each kind: a tensor's kind is its name without numbers, so that what
-    was trained alone (a projection of every layer) is seen."""
-    if len(tensors) <= MOST_TENSORS:
+def _select(tensors: Sequence[_Tensor]) -> list[_Tensor]:
+    """Returns all tensors, or of too many some of each kind: a tensor's kind is its name without numbers, so that a
+    change of one projection of every layer is detected."""
+    if len(tensors) <= MAX_TENSORS:
         return list(tensors)
     kinds: defaultdict[str, list[_Tensor]] = defaultdict(list)
     for tensor in tensors:
         kinds[re.sub(r"\d+", "#", tensor.name)].append(tensor)
-    each = max(1, MOST_TENSORS // len(kinds))
+    each = max(1, MAX_TENSORS // len(kinds))
     return [tensor for kind in kinds.values() for tensor in _spread(kind, each)]
 
 
 def _spread(kind: Sequence[_Tensor], count: int) -> Iterable[_Tensor]:
-    """The first, the last and those evenly between."""
+    """Returns ``count`` tensors: the first, the last, and others evenly between."""
     if len(kind) <= count:
         return kind
     return [kind[i * (len(kind) - 1) // max(1, count - 1)] for i in range(count)]
 
 
 def _read(tensors: Sequence[_Tensor]) -> dict[str, bytes]:
-    """Pieces of each of one file's tensors."""
+    """Reads the samples of each of one file's tensors."""
     try:
         file = os.open(tensors[0].file, os.O_RDONLY)
         try:
-            return {tensor.name: b"".join(os.pread(file, size, place) for place, size in _pieces(tensor))
+            return {tensor.name: b"".join(os.pread(file, size, offset) for offset, size in _samples(tensor))
                     for tensor in tensors}
         finally:
             os.close(file)
@@ -148,9 +148,10 @@ def _read(tensors: Sequence[_Tensor]) -> dict[str, bytes]:
         raise ConfigError(f"Cannot read {tensors[0].file}: {error}.") from None
 
 
-def _pieces(tensor: _Tensor) -> list[tuple[int, int]]:
-    """Where the pieces begin, evenly from the first byte to the last, and their sizes; a small tensor is read whole."""
-    if tensor.num_bytes <= _PIECES * _PIECE_BYTES:
+def _samples(tensor: _Tensor) -> list[tuple[int, int]]:
+    """Returns offsets and sizes of the samples, evenly from the first byte to the last; a small tensor is read
+    whole."""
+    if tensor.num_bytes <= _SAMPLES_PER_TENSOR * _SAMPLE_BYTES:
         return [(tensor.start, tensor.num_bytes)]
-    rest = tensor.num_bytes - _PIECE_BYTES
-    return [(tensor.start + rest * i // (_PIECES - 1), _PIECE_BYTES) for i in range(_PIECES)]
+    rest = tensor.num_bytes - _SAMPLE_BYTES
+    return [(tensor.start + rest * i // (_SAMPLES_PER_TENSOR - 1), _SAMPLE_BYTES) for i in range(_SAMPLES_PER_TENSOR)]

@@ -1,4 +1,4 @@
-"""Scales of a KV cache in float8: from a file, or from the checkpoint. A scale too small cuts off what is beyond."""
+"""Scales of a float8 KV cache: from a file, or from the checkpoint. Too small a scale clips larger values."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from ..config.server import CacheArgs
 from .files import checkpoint_files, tensors_of
 
 KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-"""torch's names by ``--kv-cache-dtype``."""
+"""torch's dtype names by ``--kv-cache-dtype``."""
 
 Scales = tuple[tuple[float, float], ...]
-"""``(keys', values')`` of each layer; empty where all are 1."""
+"""``(key scale, value scale)`` of each layer; empty where all are 1."""
 
 _NAME = re.compile(r"(?:model\.)?layers\.(\d+)\.self_attn\.(?:[kv]_proj\.)?(k|v|kv)_scale")
 
 
 def is_kv_scale(name: str) -> bool:
-    """Whether a checkpoint's tensor is a scale of its KV cache, which no parameter takes."""
+    """Returns whether a checkpoint's tensor is a scale of its KV cache, which belongs to no parameter."""
     return _NAME.fullmatch(name) is not None
 
 
 def read_kv_scales(args: CacheArgs, folder: Path | None, num_layers: int) -> Scales:
-    """For a cache in float8: of the file that ``args`` names, else of the checkpoint in ``folder``; without one (dummy
-    weights) they are 1.
+    """Reads the scales of a float8 cache from the file that ``args`` names, else from the checkpoint in ``folder``;
+    without one (dummy weights) they are 1.
 
     Raises ConfigError for a file that does not have them, and a checkpoint that cannot be read.
     """
     if args.quantization_param_path is not None:
-        return _of_file(Path(args.quantization_param_path).expanduser(), num_layers)
-    return _of_checkpoint(folder, num_layers) if folder is not None else ()
+        return _read_file(Path(args.quantization_param_path).expanduser(), num_layers)
+    return _read_checkpoint(folder, num_layers) if folder is not None else ()
 
 
-def _of_file(path: Path, num_layers: int) -> Scales:
-    """The form of SGLang's and vLLM's files: a factor a tensor-parallel rank and layer. Ranks that hold other heads
-    share one scale here, the greatest, which covers them all."""
+def _read_file(path: Path, num_layers: int) -> Scales:
+    """Reads the format of SGLang and vLLM: a factor for each tensor-parallel rank and layer. Here all ranks share one
+    scale, the largest, which covers all heads."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -59,13 +59,13 @@ def _member(content: Any, key: str) -> Any:
     return content.get(key) if isinstance(content, dict) else None
 
 
-def _of_checkpoint(folder: Path, num_layers: int) -> Scales:
-    found: dict[tuple[int, str], float] = {}
+def _read_checkpoint(folder: Path, num_layers: int) -> Scales:
+    factors: dict[tuple[int, str], float] = {}
     for name, source in chain.from_iterable(map(tensors_of, checkpoint_files(folder))):
         if match := _NAME.fullmatch(name):
             value = float(source[...].float().max())
-            for side in match[2]:
+            for kind in match[2]:
                 # Placeholders of scales that were never measured are -1 or 0.
-                found[int(match[1]), side] = value if value > 0 else 1.0
-    scales = tuple((found.get((layer, "k"), 1.0), found.get((layer, "v"), 1.0)) for layer in range(num_layers))
+                factors[int(match[1]), kind] = value if value > 0 else 1.0
+    scales = tuple((factors.get((layer, "k"), 1.0), factors.get((layer, "v"), 1.0)) for layer in range(num_layers))
     return scales if any(pair != (1.0, 1.0) for pair in scales) else ()

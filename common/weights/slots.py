@@ -1,4 +1,4 @@
-"""Where a checkpoint's tensors go: layers declare slots, loaders fill them."""
+"""Slots for a checkpoint's tensors: layers declare them, loaders fill them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from ..config.quantization import QuantizationScheme
 
 @dataclass(frozen=True)
 class Slot:
-    """``target``, a part of a parameter, takes the slice ``[start : start + target.shape[dim]]`` along ``dim`` of
-    the checkpoint tensor ``name``, whose whole shape is ``shape`` (``()``: one value, for all of ``target``). An empty
-    ``target`` takes nothing: the checkpoint holds the tensor, and another rank needs it.
+    """The destination of a checkpoint tensor, or of a slice of it.
 
-    ``holds`` says what the checkpoint's values are. ``take``, where given, is handed the slice in place of a copy.
+    ``target``, a part of a parameter, is filled with the slice ``[start : start + target.shape[dim]]`` along ``dim`` of
+    the tensor ``name``, whose whole shape is ``shape`` (``()``: one value, for all of ``target``). With an empty
+    ``target`` the checkpoint must have the tensor, which another rank loads.
+
+    ``kind`` is the kind of the checkpoint's values. ``load``, where given, gets the slice instead of a copy to
+    ``target``.
     """
 
     name: str
@@ -25,20 +28,20 @@ class Slot:
     shape: tuple[int, ...]
     dim: int = 0
     start: int = 0
-    holds: Literal["values", "float8", "weight scale", "input scale"] = "values"
-    take: Callable[[torch.Tensor], object] | None = None
+    kind: Literal["values", "float8", "weight scale", "input scale"] = "values"
+    load: Callable[[torch.Tensor], object] | None = None
 
     def fill(self, source: Any) -> None:
-        """Take the slot's slice of ``source``, of any device."""
+        """Fills the target with its slice of ``source``, of any device."""
         if not self.target.numel():
             return
-        if self.take is None:
+        if self.load is None:
             self.target.copy_(self.part_of(source))
         else:
-            self.take(self.part_of(source))
+            self.load(self.part_of(source))
 
     def part_of(self, source: Any) -> torch.Tensor:
-        """The slot's slice of ``source``, a tensor or safetensors' lazy slice."""
+        """Returns the slot's slice of ``source``, a tensor or safetensors' lazy slice."""
         if not self.shape:
             whole: torch.Tensor = source[...]
             return whole
@@ -49,15 +52,15 @@ class Slot:
 
 @dataclass(frozen=True)
 class Allocate:
-    """Makes uninitialised parameters on ``device``, of type ``own`` or of ``dtype``; linear layers are made by
-    ``scheme`` where one is given."""
+    """Allocates uninitialised parameters on ``device``, of type ``dtype`` unless a call names another; linear layers
+    quantize by ``scheme`` where there is one."""
 
-    own: torch.dtype
+    dtype: torch.dtype
     device: torch.device
     scheme: QuantizationScheme | None = None
 
     def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype or self.own, device=self.device)
+        return torch.empty(*shape, dtype=dtype or self.dtype, device=self.device)
 
 
 def allocator(dtype: torch.dtype, device: torch.device, scheme: QuantizationScheme | None = None) -> Allocate:

@@ -36,7 +36,7 @@ HALF = gl.constexpr(64)
 TOKENS = gl.constexpr(128)
 """Tokens of a tile."""
 SLOTS = gl.constexpr(3)
-"""Tiles of keys or values that are loaded or on their way; two programs fit an SM."""
+"""Tiles of keys or values that are loaded or in flight; two programs fit an SM."""
 OUTGROWN = gl.constexpr(8.0)
 REGISTERS = 128
 """Registers of each of 256 threads; then the loading warp has 40, and the others more."""

@@ -93,7 +93,7 @@ def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, pa
                                              top, total, acc, NORM, DIM, BLOCK_DIM)
     for start in range(begin, tl.maximum(stop, begin + 1) if WAITS_LATE else stop, BLOCK_TOKENS):
         if WAITS_LATE:  # noqa: SIM102 (one is known to the compiler)
-            if start == begin:  # the first tiles' keys and values, which are all in pages, are on their way by now
+            if start == begin:  # the first tiles' keys and values, which are all in pages, are in flight by now
                 wait_for_last(PDL)
                 q, top, total, acc = _add_current_kv(q_ptr, k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, heads, in_group,
                                                      cos, sin, last, current_at, q_stride_h, scale_log2, q_weight_ptr,

@@ -1,6 +1,6 @@
 """Multiplies few rows with a large weight on a Hopper GPU by persistent programs that always have loads in flight.
 
-A program stays on its SM. Shared memory is a ring of weights on their way; TMA fills it across the program's tiles. The
+A program stays on its SM. Shared memory is a ring of weights in flight; TMA fills it across the program's tiles. The
 ring's first round is issued before the kernel that makes the rows has ended (kernels/_triton.py): while a norm or the
 merge of attention's splits runs, which move few bytes, the next 20 MB of weights arrive.
 

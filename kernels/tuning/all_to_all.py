@@ -29,6 +29,6 @@ class AllToAllPolicy:
 
     @classmethod
     def derived(cls, facts: DeviceFacts) -> AllToAllPolicy:
-        """The rule for a GPU that nobody has measured."""
+        """The rule for a GPU without measured numbers."""
         sms = facts.num_sms
         return cls(CopyLaunch(sms, 16384, 16), CopyLaunch(4 * sms, 4096, 8), CopyLaunch(8 * sms, 2048, 4))

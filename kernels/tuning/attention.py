@@ -49,7 +49,7 @@ class AttentionNumbers:
     registers, or the shared memory of more than one program, hold.
 
     ``mla_wide``: each latent is found by an index that is loaded before it, and only from 5 stages on the compiler
-    (Triton 3.6) has a second tile on its way while one is computed. Two programs of ``mla_narrow``, of 16 heads, fit an
+    (Triton 3.6) has a second tile in flight while one is computed. Two programs of ``mla_narrow``, of 16 heads, fit an
     SM of an H100 or H200; of their 3 tiles one is computed."""
 
     few_kv_heads: int
@@ -66,7 +66,7 @@ class AttentionNumbers:
 
     @classmethod
     def derived(cls, facts: DeviceFacts) -> AttentionNumbers:
-        """The rule for a GPU that nobody has measured: the widest tile, DeepSeek's latents of 576 values, has as many
+        """The rule for a GPU without measured numbers: the widest tile, DeepSeek's latents of 576 values, has as many
         stages as its shared memory holds."""
         stages = max(2, min(5, facts.shared_bytes // (32 * 576 * 2)))
         return cls(2 * facts.num_sms, mla_wide=DecodeTile(32, 8, stages))

@@ -12,7 +12,7 @@ from ..device import DeviceFacts
 
 class Fp8Tile(NamedTuple):
     """One program's part of a product: ``rows`` x ``columns`` by steps of ``depth`` over one of ``splits`` of the inner
-    dimension, with ``stages`` steps on their way from memory."""
+    dimension, with ``stages`` steps in flight."""
 
     rows: int
     columns: int
@@ -34,7 +34,7 @@ class Float8Numbers:
 
     @classmethod
     def derived(cls, facts: DeviceFacts) -> Float8Numbers:
-        """The rule for a GPU that nobody has measured."""
+        """The rule for a GPU without measured numbers."""
         return cls(128, 2 * facts.num_sms, 16, 16384)
 
 

@@ -23,7 +23,7 @@ _CACHED_SHAPES = 4096
 @dataclass(frozen=True)
 class SmallMTile:
     """One program's part of a product of few rows: ``columns`` outputs by steps of ``depth`` over one of ``splits`` of
-    the inner dimension, with ``stages`` steps on their way from memory. ``prefetch_bytes`` of its weights are fetched
+    the inner dimension, with ``stages`` steps in flight. ``prefetch_bytes`` of its weights are fetched
     into the L2 cache before the rows are there."""
 
     columns: int
@@ -37,7 +37,7 @@ class SmallMTile:
 @dataclass(frozen=True)
 class PersistentTile:
     """One tile of a persistent program: ``block`` rows of the weight, which is seen as ``folds`` times as many rows of
-    a ``folds``-th of its width, by steps of ``depth``, of which ``stages`` are on their way in each of
+    a ``folds``-th of its width, by steps of ``depth``, of which ``stages`` are in flight in each of
     ``programs_per_sm`` programs."""
 
     block: int
@@ -54,7 +54,7 @@ class PersistentTile:
 @dataclass(frozen=True)
 class SplitKTile:
     """A tile is at most ``rows`` rows by ``weight_rows`` of the weight's, two warp groups' work of ``height`` each, in
-    steps of ``depth``, of which ``stages`` are on their way. ``splits`` programs share a tile's inner dimension."""
+    steps of ``depth``, of which ``stages`` are in flight. ``splits`` programs share a tile's inner dimension."""
 
     rows: int
     height: int
@@ -104,7 +104,7 @@ class SmallMNumbers:
 @dataclass(frozen=True)
 class PersistentNumbers:
     """``min_bytes`` of a weight, and its ``min_depth``: the small-M kernel is faster with less. ``wide_columns`` give
-    each SM more than one tile. ``ring_bytes`` of shared memory hold what is on its way; a tile's end takes the rest."""
+    each SM more than one tile. ``ring_bytes`` of shared memory are for loads in flight; a tile's end takes the rest."""
 
     min_bytes: int
     min_depth: int
@@ -162,7 +162,7 @@ class GemmNumbers:
 
     @classmethod
     def derived(cls, facts: DeviceFacts) -> GemmNumbers:
-        """The rule for a GPU that nobody has measured: bytes and programs grow with its SMs, stages with its shared
+        """The rule for a GPU without measured numbers: bytes and programs grow with its SMs, stages with its shared
         memory."""
         per_sm, shared = 248 << 10, facts.shared_bytes
         stages = tuple((rows, max(2, min(10, shared // ((64 + max(16, rows)) * 256)))) for rows in (16, 32, 64))

@@ -62,7 +62,7 @@ def policy_of(of: torch.device) -> Policy:
 
 
 def read_file(name: str, folder: Path = FOLDER) -> dict[str, Any]:
-    """The content of a device's file; empty where nobody has measured it."""
+    """The content of a device's file; empty where there is none."""
     file = file_of(name, folder)
     content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return content

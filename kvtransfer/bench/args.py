@@ -1,4 +1,4 @@
-"""Settings of ``bench_kvtransfer``."""
+"""Flags of ``bench_kvtransfer``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class BenchArgs:
     """The defaults are the shape of Llama-3-8B and Qwen3-8B: 4,096 tokens are 512 MiB (Qwen3's 36 layers: 576 MiB)."""
 
     device: Literal["cpu", "cuda"] = flag("cpu", help="where the pages lie")
-    prefill_gpu: tuple[int, ...] = flag((0,), help="GPUs of the senders, in turn, with --device cuda")
+    prefill_gpu: tuple[int, ...] = flag((0,), help="GPUs of the senders, used in turn, with --device cuda")
     decode_gpu: tuple[int, ...] = flag((1,), help="GPUs of the receivers; may be the same")
     tp: tuple[str, ...] = flag(("1:1",), help="tensor-parallel sizes of prefill and decode, each a case")
     backend: Literal["auto", "nixl", "ipc", "mooncake", "fake"] = flag(
@@ -45,8 +45,8 @@ class BenchArgs:
                 raise ConfigError(f"--tp {case}: give two sizes as in 2:1, both dividing --num-kv-heads.")
 
     def layouts(self) -> Iterator[KVLayout]:
-        """Of the whole model: one for each page size and each different number of layer groups that the descriptor
-        sizes ask for, small pages first."""
+        """Yields layouts of all heads: one for each page size and each different number of layer groups that the
+        descriptor sizes ask for, small pages first."""
         for page_size in self.page_size:
             layer_page = 2 * self.num_kv_heads * page_size * self.head_dim * DTYPE_BYTES[self.dtype]
             counts = sorted({round(self.num_layers * layer_page / (kib * 1024)) for kib in self.descriptor_kib})
@@ -59,6 +59,6 @@ class BenchArgs:
 
 
 def sizes_of(case: str) -> tuple[int, int]:
-    """Ranks of prefill and of decode in a case of ``--tp``."""
+    """Parses a case of ``--tp`` into the ranks of prefill and of decode."""
     prefill, decode = case.split(":")
     return int(prefill), int(decode)

@@ -1,4 +1,4 @@
-"""The figures of ``bench_kvtransfer``, and as charts."""
+"""Figures of ``bench_kvtransfer``, and charts of them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Figure:
 
 
 def draw(figures: Sequence[Figure], ceiling: dict[str, float]) -> str:
-    """SVG: a chart for each pair of sizes, page size and order, a line for each size of descriptors; what the machine
-    can copy (GB/s by its name) is drawn across."""
+    """Draws an SVG: a chart for each pair of sizes, page size and order, a line for each size of descriptors; what the
+    machine can copy (GB/s by its name) is drawn across."""
     charts = []
     for tp, page_size, order in dict.fromkeys((figure.tp, figure.page_size, figure.order) for figure in figures):
         of_case = [f for f in figures if (f.tp, f.page_size, f.order) == (tp, page_size, order)]

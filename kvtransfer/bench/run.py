@@ -1,4 +1,4 @@
-"""``bench_kvtransfer``: how fast KV pages travel between processes of this host, beside what the machine can copy.
+"""``bench_kvtransfer``: measures KV transfers between processes of this host, and plain copies for comparison.
 
 A sender and a receiver, each rank a real process with the real protocol, move prompts of several sizes in pages of
 several sizes. Every case is checked: the pages that arrived must have the checksums of those that were sent.
@@ -21,7 +21,7 @@ from ...common.config.cli import parse
 from ...common.kvcache.layout import KVLayout
 from .args import BenchArgs, sizes_of
 from .plot import Figure, draw
-from .worker import Place, Worker, main_of
+from .worker import Worker, WorkerRank, serve
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(args: BenchArgs) -> int:
-    """Measure and report; 1 when pages arrived wrong. Raises ConfigError."""
+    """Measures and reports; returns 1 where pages arrived wrong. Raises ConfigError."""
     check_writable(args.output, "--output")
     check_writable(args.plot, "--plot")
     figures: list[Figure] = []
@@ -44,13 +44,13 @@ def run(args: BenchArgs) -> int:
         with _Fleet(args, case) as fleet:
             if not ceiling:
                 ceiling = fleet.senders[0].call("ceiling")
-                _head(args, ceiling)
+                _print_header(args, ceiling)
             for layout in args.layouts():
                 set_up = fleet.open(layout)
                 for tokens in args.prompt_tokens:
                     for order in args.orders:
                         figures.append(fleet.measure(layout, tokens, order))
-                        print(_row(figures[-1]), flush=True)
+                        print(_format_row(figures[-1]), flush=True)
                 fleet.close_layout()
                 print(f"{'':12}set-up {set_up:.2f} s", flush=True)
     if args.output is not None:
@@ -61,7 +61,7 @@ def run(args: BenchArgs) -> int:
     return 0 if all(figure.right for figure in figures) else 1
 
 
-def _head(args: BenchArgs, ceiling: dict[str, Any]) -> None:
+def _print_header(args: BenchArgs, ceiling: dict[str, Any]) -> None:
     print(f"{args.backend} on {ceiling.pop('where')}, {args.repeat} transfers a case")
     rates = ", ".join(f"{name} {value:.1f} GB/s" for name, value in ceiling.items())
     print(f"copy ceiling of this machine: {rates}")
@@ -69,20 +69,20 @@ def _head(args: BenchArgs, ceiling: dict[str, Any]) -> None:
           f"{'p50 ms':>10}{'p99 ms':>10}  content")
 
 
-def _row(figure: Figure) -> str:
+def _format_row(figure: Figure) -> str:
     return (f"{figure.tp:>5}{figure.page_size:>6}"
             f"{figure.descriptor_kib:>8g} KiB{figure.prompt_tokens:>8}{figure.mib:>8g}  {figure.order:<11}"
             f"{figure.gb_s:>8.2f}{figure.best_gb_s:>8.2f}{figure.p50_ms:>10.2f}{figure.p99_ms:>10.2f}  "
             f"{'right' if figure.right else 'WRONG'}")
 
 
-class _Half:
+class _WorkerProcess:
     """One worker process, called over a pipe."""
 
-    def __init__(self, place: Place, args: BenchArgs):
+    def __init__(self, place: WorkerRank, args: BenchArgs):
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=main_of, args=(Worker, place, args, theirs), daemon=True)
+        self._process = context.Process(target=serve, args=(Worker, place, args, theirs), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -90,7 +90,7 @@ class _Half:
         self._pipe.send((name, arguments))
 
     def answer(self) -> Any:
-        """Raises ConfigError with the worker's error, or when the worker is gone."""
+        """Returns the answer of a call. Raises ConfigError with the worker's error, or where the worker has ended."""
         try:
             error, value = self._pipe.recv()
         except EOFError:
@@ -111,7 +111,7 @@ class _Half:
 
 
 class _Fleet:
-    """The ranks of a sender and a receiver, from the first layout to the last."""
+    """Worker processes of a sender's and a receiver's ranks."""
 
     def __init__(self, args: BenchArgs, case: str):
         self._args = args
@@ -120,31 +120,32 @@ class _Fleet:
 
     def __enter__(self) -> _Fleet:
         p, d = sizes_of(self._case)
-        first = _Half(Place("sender", 0, p, 0), self._args)
+        first = _WorkerProcess(WorkerRank("sender", 0, p, 0), self._args)
         port = first.call("bootstrap_port")
-        self.senders = [first, *(_Half(Place("sender", rank, p, port), self._args) for rank in range(1, p))]
-        self.receivers = [_Half(Place("receiver", rank, d, port), self._args) for rank in range(d)]
+        self.senders = [first, *(_WorkerProcess(WorkerRank("sender", rank, p, port), self._args)
+                                 for rank in range(1, p))]
+        self.receivers = [_WorkerProcess(WorkerRank("receiver", rank, d, port), self._args) for rank in range(d)]
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for half in (*self.senders, *self.receivers):
-            half.close()
+        for worker in (*self.senders, *self.receivers):
+            worker.close()
 
     def open(self, layout: KVLayout) -> float:
-        """Allocate and register all pools; returns seconds."""
-        return float(sum(self._all((*self.senders, *self.receivers), "open", layout)))
+        """Allocates and registers all pools; returns seconds."""
+        return float(sum(self._call_all((*self.senders, *self.receivers), "open", layout)))
 
     def close_layout(self) -> None:
-        self._all(self.receivers, "close")
-        self._all(self.senders, "close")
+        self._call_all(self.receivers, "close")
+        self._call_all(self.senders, "close")
 
     def measure(self, layout: KVLayout, tokens: int, order: str) -> Figure:
         seconds = []
         for _ in range(self._args.repeat + 1):
             self._room += 1
             for receiver in self.receivers:
-                receiver.start("take", self._room, tokens, order)
-            began = min(self._all(self.senders, "give", self._room, tokens, order))
+                receiver.start("receive", self._room, tokens, order)
+            began = min(self._call_all(self.senders, "send", self._room, tokens, order))
             seconds.append(max(receiver.answer() for receiver in self.receivers) - began)
         right = self._digest(self.senders) == self._digest(self.receivers)
         num_bytes = layout.pages_for(tokens) * layout.page_bytes
@@ -153,14 +154,14 @@ class _Fleet:
                       tokens, round(num_bytes / 2**20, 2), order, num_bytes / p50 / 1e9,
                       num_bytes / min(seconds[1:]) / 1e9, p50 * 1e3, p99 * 1e3, right)
 
-    def _all(self, halves: Sequence[_Half], name: str, *arguments: Any) -> list[Any]:
-        for half in halves:
-            half.start(name, *arguments)
-        return [half.answer() for half in halves]
+    def _call_all(self, workers: Sequence[_WorkerProcess], name: str, *arguments: Any) -> list[Any]:
+        for worker in workers:
+            worker.start(name, *arguments)
+        return [worker.answer() for worker in workers]
 
-    def _digest(self, halves: Sequence[_Half]) -> list[list[list[int]]]:
-        """``[layer groups][pages][heads]``, whatever the number of ranks."""
-        ranks = self._all(halves, "digest")
+    def _digest(self, workers: Sequence[_WorkerProcess]) -> list[list[list[int]]]:
+        """Returns ``[layer groups][pages][heads]`` for any number of ranks."""
+        ranks = self._call_all(workers, "digest")
         return [np.concatenate(groups, axis=1).tolist() for groups in zip(*ranks)]
 
 

@@ -74,7 +74,7 @@ class LocalAdmissionState:
 
 
 class Permit:
-    """A request's permit to run; ``release`` gives it back, once."""
+    """The right of a request to run; ``release`` gives it back, once."""
 
     __slots__ = ("_admission", "_charged", "_share", "_position", "_since")
 
@@ -107,16 +107,16 @@ class Permit:
 
 
 class Waiting:
-    """A request in the queue: ``start(ticket)`` or ``refuse(error)`` ends its wait, or ``cancel`` by its client."""
+    """A request in the queue: ``start(permit)`` or ``refuse(error)`` ends its wait, or ``cancel`` by its client."""
 
-    __slots__ = ("_admission", "start", "refuse", "ticket", "priority", "since", "queued")
+    __slots__ = ("_admission", "start", "refuse", "permit", "priority", "since", "queued")
 
     def __init__(self, admission: Admission, start: Callable[[Permit], None], refuse: Callable[[ServingError], None],
-                 ticket: Permit, priority: int, since: float):
+                 permit: Permit, priority: int, since: float):
         self._admission = admission
         self.start = start
         self.refuse = refuse
-        self.ticket = ticket
+        self.permit = permit
         self.priority = priority
         self.since = since
         self.queued = True
@@ -196,10 +196,10 @@ class Admission:
         self.on_release = on_release or self.release
         self._now = now
         self._starting = False
-        # Most routers limit nothing but the total: their requests share one ticket.
-        self._common = None if rules.per_key or rules.slo_ttft else Permit(self, None, 0, 0.0)
-        self.immediate = self._common if state.bucket is None else None
-        """The ticket of requests that nothing but the total limits; None where there are other limits."""
+        # Most routers limit nothing but the total: their requests share one permit.
+        self._shared_permit = None if rules.per_key or rules.slo_ttft else Permit(self, None, 0, 0.0)
+        self.immediate = self._shared_permit if state.bucket is None else None
+        """The permit of requests that nothing but the total limits; None where there are other limits."""
 
     @property
     def running(self) -> int:
@@ -219,7 +219,7 @@ class Admission:
 
     def acquire(self, key: bytes, streamed: bool, priority: Callable[[], int], start: Callable[[Permit], None],
                 refuse: Callable[[ServingError], None]) -> Permit | Waiting:
-        """Lets a request run (a Ticket) or wait (then ``start`` or ``refuse`` is called); raises Overloaded.
+        """Lets a request run (a Permit) or wait (then ``start`` or ``refuse`` is called); raises Overloaded.
 
         ``key`` is the client's API key, ``streamed`` whether it will see its first token at once. ``priority`` is asked
         only of requests that have to wait; higher goes first.
@@ -232,11 +232,11 @@ class Admission:
         full = rules.max_concurrent > 0 and (state.running >= rules.max_concurrent or state.queued > 0)
         if full and state.queued >= rules.queue_size:
             raise self._refusal("queue_full", "The router is busy and its queue is full.", 1.0)
-        ticket = self._charge(share, rules.slo_ttft > 0 and streamed, now)
+        permit = self._charge(share, rules.slo_ttft > 0 and streamed, now)
         if not full:
             state.running += 1
-            return ticket
-        waiting = Waiting(self, start, refuse, ticket, priority(), now)
+            return permit
+        waiting = Waiting(self, start, refuse, permit, priority(), now)
         self.queue.add(waiting)
         state.queued += 1
         state.head_changed(self.queue.first)
@@ -252,7 +252,7 @@ class Admission:
         try:
             while state.queued and state.running < self.rules.max_concurrent:
                 waiting = self.take_first()
-                waiting.start(waiting.ticket)
+                waiting.start(waiting.permit)
         finally:
             self._starting = False
 
@@ -267,7 +267,7 @@ class Admission:
     def cancel(self, waiting: Waiting) -> None:
         """Takes a request out of the queue that did not run."""
         self._unqueue(waiting)
-        waiting.ticket.refund()
+        waiting.permit.refund()
 
     def expire(self) -> float | None:
         """Refuses requests that waited for too long; returns the clock's time for the next call (None: no need)."""
@@ -302,7 +302,7 @@ class Admission:
             if share.bucket is not None:
                 share.bucket.take()
         position = self.ttft.begin() if estimated else 0
-        return self._common or Permit(self, share, position, now)
+        return self._shared_permit or Permit(self, share, position, now)
 
     def _check_rates(self, key: bytes, now: float) -> KeyShare | None:
         """The share of a key that is within its limits, where keys have any; raises Overloaded."""

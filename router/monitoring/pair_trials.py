@@ -277,9 +277,9 @@ class PairTrials:
     def _log(self, pair: _Pair, what: str) -> None:
         """Log a problem once for each worker and each kind of partner: not for every pair of thousands."""
         prefill, decode = pair
-        news = {(prefill.url, f"{decode.pair_key} {what}"), (decode.url, f"{prefill.pair_key} {what}")} - self._logged
-        if news:
-            self._logged |= news
+        lines = {(prefill.url, f"{decode.pair_key} {what}"), (decode.url, f"{prefill.pair_key} {what}")} - self._logged
+        if lines:
+            self._logged |= lines
             logger.warning("Workers %s (prefill) and %s (decode) %s.", prefill.url, decode.url, what)
 
 

@@ -122,7 +122,7 @@ class Child:
         self._begin = begin
         self._link = link
         self._ended = ended
-        self._stats = SharedStats(begin.stats, begin.count)
+        self._stats = SharedStats(begin.stats_file, begin.count)
         self._column = self._stats.loads(begin.child)
         self._workers: dict[int, SharedWorker] = {}
         self._roots: dict[int, Worker] = {}

@@ -64,13 +64,13 @@ class WorkerUpdates(msgspec.Struct, tag=True, frozen=True):
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """The first message: the child's number, and all that it runs with. ``signals`` are the children's event
-    descriptors."""
+    """The first message: the child's number, and all that it runs with. ``stats_file`` is the descriptor of the shared
+    memory, ``signals`` are the children's event descriptors."""
 
     config: RouterConfig
     child: int
     count: int
-    stats: int
+    stats_file: int
     signals: tuple[int, ...]
     workers: WorkerUpdates
     deaths: tuple[Deaths, ...] = ()

@@ -142,9 +142,9 @@ class SharedAdmission:
     def acquire(self, key: bytes, streamed: bool, priority: Callable[[], int], start: Callable[[Permit], None],
                 refuse: Callable[[ServingError], None]) -> Permit | Waiting:
         """``Admission.acquire`` over all processes."""
-        ticket = self.try_acquire()
-        if ticket is not None:
-            return ticket
+        permit = self.try_acquire()
+        if permit is not None:
+            return permit
         with self._stats.lock:
             result = self._admission.acquire(key, streamed, lambda: _bounded(priority()), start, refuse)
         if isinstance(result, Waiting):  # The request that seemed to be the last to run may have been refused itself.
@@ -182,7 +182,7 @@ class SharedAdmission:
                 waiting = self._take_first()
                 if waiting is None:
                     return
-                waiting.start(waiting.ticket)
+                waiting.start(waiting.permit)
         finally:
             self._starting = False
 

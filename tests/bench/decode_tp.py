@@ -54,7 +54,7 @@ def rank_main(rank: int, size: int, batches: list[int], context: int, tiny: bool
             continue
         if way == "peers' memory":
             connect_all(parallel)
-            if group.peers is None:
+            if group.symm_comm is None:
                 continue
         found[way] = steps_of(parallel, batches, context)
         if rank == 0:

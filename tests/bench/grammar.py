@@ -123,7 +123,7 @@ def mask_costs() -> dict[str, Any]:
     began = time.perf_counter()
     matcher = xgrammar.GrammarMatcher(compiler.compile(ENDLESS))
     compiled = time.perf_counter() - began
-    ids = {piece: i for i, piece in enumerate(vocabulary.pieces)}
+    ids = {piece: i for i, piece in enumerate(vocabulary.token_bytes)}
     mask, fills, rest = np.zeros((1, LARGE // 32), np.int32), [], ANSWER.encode()
     while rest:
         began = time.perf_counter()

@@ -16,7 +16,7 @@ from ...common.engine.unified_scheduler import UnifiedScheduler
 from ...common.request.input_batch import InputBatch
 from ...common.runner.cuda_graphs.decode_graphs import DecodeGraphs
 from ...common.runner.cuda_graphs.decode_inputs import DecodeInputs
-from ...common.sampling.sampled_tokens import SampledTokens, TokensOnDevice
+from ...common.sampling.sampled_tokens import SampledTokenBuffers, SampledTokens
 from ...common.sampling.sampler import PendingSample
 
 
@@ -109,17 +109,17 @@ def watch(scheduler: UnifiedScheduler, parts: EngineParts) -> None:
     PARTS.wrap(runner._attention, "refresh", "plan")
     PARTS.wrap(runner._model, "forward", "model")
     PARTS.wrap(executor._sampler, "launch", "sample")
-    PARTS.wrap(executor._sampler, "draw", "sample")
+    PARTS.wrap(executor._sampler, "sample_plain", "sample")
     PARTS.wrap(scheduler.batcher, "mark_launched", "launched")
-    PARTS.wrap(scheduler._pipeline, "_take_in", "take in")
+    PARTS.wrap(scheduler._pipeline, "_process_output", "take in")
     PARTS.wrap(parts.tracker, "flush", "emit")
 
 
 def watch_classes() -> None:
-    for kind in (PendingSample, TokensOnDevice):
+    for kind in (PendingSample, SampledTokens):
         PARTS.wrap(kind, "wait", "wait")
         PARTS.wrap(kind, "token_ids", "wait")
-    PARTS.wrap(SampledTokens, "of", "results to host")
+    PARTS.wrap(SampledTokenBuffers, "copy", "results to host")
     PARTS.wrap(InputBatch, "decode_table", "page table")
     PARTS.wrap(DecodeInputs, "fill", "graph inputs")
     PARTS.wrap(DecodeGraphs, "run", "graph, rest")

@@ -23,7 +23,7 @@ from ...common.bench.step_parts import recorder
 from ...common.config.cli import parse
 from ...common.config.server import ServerConfig
 from ...common.distributed.expert_share import ExpertShare
-from ...common.distributed.parallel import BESIDE_CTAS, Parallel, group_beside
+from ...common.distributed.parallel import OVERLAP_CTAS, Parallel, overlap_group
 from ...common.distributed.peer_all_reduce import connect_all
 from ...common.distributed.tp import TPGroup, init_tp
 from ...common.engine.garbage_collector import freeze_collector
@@ -166,11 +166,12 @@ def build(case: dict[str, str], args: argparse.Namespace, world: TPGroup) -> tup
         (Path(folder) / "config.json").write_text(json.dumps(shape))
         config = parse(ServerConfig, ["--model-path", folder, "--device", world.device.type, *flags],
                        prog="many_gpus", description="")
-        share = ExpertShare.of(config.parallel, world)
+        share = ExpertShare.from_args(config.parallel, world)
         parallel = Parallel(world, experts=share)
         if groups > 1:
             parallel = Parallel(world, TPGroup(device=world.device), world, share,
-                                dp_head=config.data_parallel.enable_dp_lm_head, beside=beside(case["setting"], world))
+                                dp_head=config.data_parallel.enable_dp_lm_head,
+                                dp_overlap=beside(case["setting"], world))
         engine = SteppedEngine(config, parallel, progress)
     return Driven(engine, world, groups, world.rank if groups > 1 else 0), stages
 
@@ -178,8 +179,8 @@ def build(case: dict[str, str], args: argparse.Namespace, world: TPGroup) -> tup
 def beside(setting: str, world: TPGroup) -> TPGroup | None:
     """What the exchanges of two batches go by; None without them."""
     given = next((part[3:] for part in setting.split("+") if part.startswith("two")), "0")
-    ctas = int(given or BESIDE_CTAS)
-    return group_beside(world, list(range(world.size)), timedelta(seconds=120), ctas) if ctas else None
+    ctas = int(given or OVERLAP_CTAS)
+    return overlap_group(world, list(range(world.size)), timedelta(seconds=120), ctas) if ctas else None
 
 
 def batches_of(args: argparse.Namespace, case: dict[str, str] | None = None) -> list[int]:
@@ -251,7 +252,7 @@ def exchange_ceiling(world: TPGroup, rows: int = 8192, width: int = 2048) -> dic
     if world.device.type != "cuda":
         return {}
     mine = torch.randn(rows, width, device=world.device).bfloat16()
-    with world.without_peers():
+    with world.without_symm_comm():
         every = world.all_gather_rows(mine)
         found = {}
         for name, work in (("all_gather_us", lambda: world.all_gather_rows(mine)),

@@ -96,10 +96,10 @@ def rank_main(spec: RankSpec) -> None:
                                  overlap=True)
     if trace is not None:
         trace.watch(scheduler, tracker)
-    control = Control(spec.config, Parallel().everyone, model, batcher)
+    control = Control(spec.config, Parallel().world, model, batcher)
     channel.send(Ready(POOL_TOKENS, 16384))
     freeze_collector()
-    EngineLoop(Ticker(channel, Parallel().world), tracker, scheduler, cache, control, channel.send).run()
+    EngineLoop(Ticker(channel, Parallel().tp), tracker, scheduler, cache, control, channel.send).run()
     channel.close()
 
 

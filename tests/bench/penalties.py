@@ -22,7 +22,7 @@ from ...common.forward.host_copies import upload_joined
 from ...common.request.sampling_metadata import SamplingMetadata
 from ...common.request.token_buffer import TokenBuffer
 from ...common.request.token_history import TokenHistory
-from ...common.sampling.penalties import penalize
+from ...common.sampling.penalties import apply_penalties
 from ...common.sampling.sampler import Sampler
 
 
@@ -86,7 +86,7 @@ def main() -> None:
 
         def everything(rows: Rows = rows) -> None:
             rows.grow()
-            penalize(logits, rows.choosing(), None)
+            apply_penalties(logits, rows.choosing(), None)
 
         growing = median_ms(rows.grow, args.steps)
         print(f"{name}: host {median_ms(host, args.steps) - growing:.2f} ms, "

@@ -79,10 +79,10 @@ def build(parallel: Parallel, args: argparse.Namespace, chunk: int) -> EnginePar
             ModelArgs(folder, dtype="float32" if args.tiny else "bfloat16", load_format="dummy"),
             CacheArgs(max_total_tokens=tokens, disable_radix_cache=True),
             ScheduleArgs(chunked_prefill_size=chunk, max_running_requests=2 * args.prompts),
-            ParallelArgs(pp_size=parallel.stages.size), KernelArgs(disable_cuda_graph=True), DisaggregationArgs(),
+            ParallelArgs(pp_size=parallel.pp.size), KernelArgs(disable_cuda_graph=True), DisaggregationArgs(),
             HttpArgs())
-        line = PPChannel(parallel) if parallel.stages.size > 1 else None
-        return build_parts(RankSpec(config, parallel.everyone.rank, parallel.everyone.size, "", "", ""), parallel,
+        line = PPChannel(parallel) if parallel.pp.size > 1 else None
+        return build_parts(RankSpec(config, parallel.world.rank, parallel.world.size, "", "", ""), parallel,
                            _nowhere, lambda stage, share: None, line)
 
 
@@ -90,7 +90,7 @@ def seconds_of(parts: EngineParts, args: argparse.Namespace, chunk: int) -> floa
     """The best of some runs, behind one that warms up."""
     parallel, batcher = parts.parallel, parts.batcher
     batcher.set_args(dataclasses.replace(batcher.args, chunked_prefill_size=chunk))
-    control = Control(parts.config, parallel.everyone, parts.runner, batcher)
+    control = Control(parts.config, parallel.world, parts.runner, batcher)
     rng = np.random.default_rng(0)
     best = float("inf")
     for _ in range(1 + REPEATS):
@@ -98,9 +98,9 @@ def seconds_of(parts: EngineParts, args: argparse.Namespace, chunk: int) -> floa
         messages = [Generate(str(i), prompt, SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True))
                     for i, prompt in enumerate(prompts)]
         front = Front(messages, parts)
-        ticker = Ticker(front, TPGroup()) if parts.line is None else PPTicker(front, parts.line)  # type: ignore[arg-type]
+        ticker = Ticker(front, TPGroup()) if parts.pp_channel is None else PPTicker(front, parts.pp_channel)  # type: ignore[arg-type]
         loop = EngineLoop(ticker, parts.tracker, unified_scheduler(parts), batcher.cache, control, _nowhere)
-        parallel.everyone.barrier()
+        parallel.world.barrier()
         began = time.perf_counter()
         loop.run()
         best = min(best, time.perf_counter() - began)
@@ -116,10 +116,10 @@ def measure(parallel: Parallel, args: argparse.Namespace, chunks: list[int]) -> 
     found = []
     for chunk in chunks:
         found.append(seconds_of(parts, args, chunk))
-        if parallel.everyone.rank == 0:
-            print(f"{parallel.stages.size} stages, chunks of {chunk}: {found[-1]:.3f} s", flush=True)
-    if parts.line is not None:
-        parts.line.close()
+        if parallel.world.rank == 0:
+            print(f"{parallel.pp.size} stages, chunks of {chunk}: {found[-1]:.3f} s", flush=True)
+    if parts.pp_channel is not None:
+        parts.pp_channel.close()
     del parts
     gc.collect()
     torch.cuda.empty_cache()
@@ -135,11 +135,11 @@ def rank_main(rank: int, args: argparse.Namespace, chunks: list[int], folder: st
     found: dict[str, list[float]] = {}
     if rank == 0:
         found["one GPU"] = measure(Parallel(TPGroup(device=parallel.device)), args, chunks)
-    parallel.everyone.barrier()
+    parallel.world.barrier()
     found[f"{args.stages} stages"] = measure(parallel, args, chunks)
     if rank == 0:
         (Path(folder) / "found.json").write_text(json.dumps(found))
-    parallel.everyone.barrier()
+    parallel.world.barrier()
     parallel.close()
 
 

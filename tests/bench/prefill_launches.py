@@ -74,7 +74,7 @@ def single_calls(engine: SteppedEngine) -> dict[str, float]:
     runner = engine._parts.runner
     layer = runner._model.layers[0]
     device, dtype = runner.device, runner._model.dtype
-    x = torch.zeros(32, runner._model.width, dtype=dtype, device=device)
+    x = torch.zeros(32, runner._model.hidden_size, dtype=dtype, device=device)
     row = Row([1] * 32, 0, np.arange(runner.layout.pages_for(32), dtype=np.int32))
     runner._attention.plan(build_forward_batch([row], runner.layout.page_size, device, False))
     projected, residual = layer.enter(x, x)
@@ -87,9 +87,9 @@ def single_calls(engine: SteppedEngine) -> dict[str, float]:
         "a slice": lambda: x[:16],
         "a layer's attention": lambda: layer.attention.attend(projected, runner._attention, runner._model.cos_sin,
                                                                None),
-        "a layer between attentions": lambda: runner._model.between(1, heads, residual),
+        "a layer between attentions": lambda: runner._model.between_attentions(1, heads, residual),
     }
-    graphs = runner.prompts.graphs
+    graphs = runner.prefill_graphs.graphs
     if graphs is not None:
         calls["the same in a graph"] = next(iter(graphs._pieces.values()))[1].replay
     found = {}
@@ -108,11 +108,11 @@ def single_calls(engine: SteppedEngine) -> dict[str, float]:
 def record(engine: SteppedEngine, wanted: Recorded) -> dict[str, float]:
     """Once more."""
     runner = engine._parts.runner
-    runner.prompts.graphs = None
+    runner.prefill_graphs.graphs = None
     engine.synchronize()
     torch.cuda.empty_cache()
     before, began = torch.cuda.mem_get_info()[0], time.perf_counter()
-    runner.prompts.record(wanted, GraphRecorder(runner.device), runner._begin, lambda what, share: None)
+    runner.prefill_graphs.record(wanted, GraphRecorder(runner.device), runner._begin_step, lambda what, share: None)
     engine.synchronize()
     torch.cuda.empty_cache()
     seconds = time.perf_counter() - began
@@ -151,7 +151,7 @@ def main() -> None:
     result: dict[str, Any] = {}
     runner = engine._parts.runner
     sizes = [int(size) for size in args.sizes.split(",") if size]
-    wanted = Recorded(sizes, sizes[-1]) if sizes else runner.prompts.chosen
+    wanted = Recorded(sizes, sizes[-1]) if sizes else runner.prefill_graphs.selected
     with torch.inference_mode():
         if wanted is not None:
             result["recording"] = record(engine, wanted)
@@ -159,7 +159,7 @@ def main() -> None:
         result["calls us"] = single_calls(engine)
         for name, calls, own, total in profiled(engine, args.host) if args.host else ():
             print(f"  {own:8.1f} us own, {total:8.1f} in all, {calls:6.1f} calls: {name[:90]}")
-        runner.prompts.graphs = None
+        runner.prefill_graphs.graphs = None
         result["eager"] = steps(engine, counts)
     for name in ("pieces", "eager"):
         for count, row in result.get(name, {}).items():

@@ -51,11 +51,11 @@ def way(words: str) -> Step:
     rows, band = (int(number) for number in (*numbers, *("192", "16")[len(numbers):]))
     flags = named.split("+")
 
-    def by_warpgroups(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> torch.Tensor:
+    def warp_specialized(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> torch.Tensor:
         from ...kernels.gemm.dense_warp_specialized import warp_specialized_matmul  # not there without Triton
         return warp_specialized_matmul(x, weight, WarpSpecializedTile(rows, 3 if rows == 192 else 4, band), gated=gated)
 
-    other = by_warpgroups if "all" in flags else linear
+    other = warp_specialized if "all" in flags else linear
 
     def step(layer: Layer, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         onto = "onto" in flags
@@ -70,7 +70,7 @@ def way(words: str) -> Step:
         else:
             normed, residual = rmsnorm(other(heads, layer.o), layer.norm, 1e-5, residual)
         if "gated" in flags:
-            between = by_warpgroups(normed, layer.gate_up, True)
+            between = warp_specialized(normed, layer.gate_up, True)
         else:
             between = silu_and_mul(linear(normed, layer.gate_up))
         if onto:

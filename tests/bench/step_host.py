@@ -55,10 +55,10 @@ class FreeModel:
         self._likeliest = self._logits.argmax(-1)
         self._inputs = DecodeInputs(512, 1 << 20, 0, self.device)
 
-    def accompany(self) -> None:
+    def run_idle_batch(self) -> None:
         """Nobody else."""
 
-    def meet(self, num_tokens: int, num_scored: int, *, decodes: bool) -> bool:
+    def sync_dp(self, num_tokens: int, num_logits: int, *, can_decode: bool) -> bool:
         return True
 
     def padding(self, num_reqs: int) -> list[Row]:

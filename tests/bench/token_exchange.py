@@ -36,7 +36,7 @@ import torch
 from ...common.distributed.expert_share import ExpertShare
 from ...common.distributed.parallel import Parallel, init_parallel
 from ...common.distributed.peer_all_reduce import connect_all
-from ...common.layers.norm import RMSNorm, as_they_are
+from ...common.layers.norm import RMSNorm, unquantized
 from ...common.runner.dp_sync import DPSync
 from ...common.weights.slots import allocator
 from .token_exchange_prompts import COLUMNS, prompt_rows
@@ -96,19 +96,19 @@ def run(rank: int, args: argparse.Namespace, meeting: str, answers: Any) -> None
         rows += graph_rows(parallel, tokens, [int(hidden) for hidden in args.hidden.split(",")], dtype)
     host = DPSync(parallel)
     rows.append({"tokens": 0.0, "kind": "host meeting", "microseconds": timed(
-        parallel, lambda: host.agree(1, 1, decodes=True))})
+        parallel, lambda: host.sync(1, 1, can_decode=True))})
     answers.put(rows)
     parallel.close()
 
 
 def measured(parallel: Parallel, counts: list[int], hidden: int, dtype: torch.dtype) -> dict[str, float]:
-    exchange, across = parallel.tokens, parallel.across
+    exchange, across = parallel.token_exchange, parallel.dp
     x = torch.randn(counts[parallel.dp_rank], hidden, device=parallel.device).to(dtype)
     equal = torch.randn(max(counts), hidden, device=parallel.device).to(dtype)
-    exchange.begin(counts)
+    exchange.begin_step(counts)
     return {
-        "around": timed(parallel, lambda: exchange.around(parallel.mlp.all_reduce, x)),
-        "summed": timed(parallel, lambda: exchange.summed(lambda y: y, in_two, x)),
+        "around": timed(parallel, lambda: exchange.apply(parallel.tp.all_reduce, x)),
+        "summed": timed(parallel, lambda: exchange.apply_partial(lambda y: y, in_two, x)),
         "collectives": timed(parallel, lambda: across.reduce_scatter_rows(across.all_gather_rows(equal))),
     }
 
@@ -133,22 +133,22 @@ class Layer:
     """What stands around an MLP: norms, and so many rows of each group to exchange."""
 
     def __init__(self, parallel: Parallel, tokens: int, hidden: int, dtype: torch.dtype):
-        self._tokens, self._counts = parallel.tokens, [tokens] * parallel.dp_size
+        self._tokens, self._counts = parallel.token_exchange, [tokens] * parallel.dp_size
         allocate = allocator(dtype, parallel.device)
-        self._before = RMSNorm("before", hidden, 1e-5, allocate, parallel.tokens)
+        self._before = RMSNorm("before", hidden, 1e-5, allocate, parallel.token_exchange)
         self._behind = RMSNorm("behind", hidden, 1e-5, allocate)
         for norm in (self._before, self._behind):
             norm.weight.fill_(1.0)
         self.x = torch.randn(tokens, hidden, device=parallel.device).to(dtype)
 
     def exchange(self) -> None:
-        self._tokens.begin(self._counts)
-        self._tokens.summed(lambda y: y, in_two, self.x)
+        self._tokens.begin_step(self._counts)
+        self._tokens.apply_partial(lambda y: y, in_two, self.x)
 
     def normed(self, low_latency: bool) -> None:
-        self._tokens.begin(self._counts, decodes=low_latency)
-        rows, residual = self._before.add_for(as_they_are, self.x, self.x)
-        self._behind.add(self._tokens.summed(lambda y: y, in_two, rows), residual)
+        self._tokens.begin_step(self._counts, all_decode=low_latency)
+        rows, residual = self._before.add_norm_as(unquantized, self.x, self.x)
+        self._behind.add_norm(self._tokens.apply_partial(lambda y: y, in_two, rows), residual)
 
 
 def in_two(y: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -159,7 +159,7 @@ def in_graph(parallel: Parallel, work: Callable[[], None]) -> float:
     """Microseconds of one exchange."""
     work()
     torch.cuda.synchronize()
-    parallel.world.barrier()
+    parallel.tp.barrier()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(_IN_GRAPH):
@@ -170,7 +170,7 @@ def in_graph(parallel: Parallel, work: Callable[[], None]) -> float:
 def link_bytes(parallel: Parallel) -> float:
     """Bytes a microsecond that every GPU copies to the next one, all at once."""
     x = torch.empty(_LARGE, dtype=torch.uint8, device=parallel.device)
-    there = torch.empty(_LARGE, dtype=torch.uint8, device=f"cuda:{(parallel.world.rank + 1) % parallel.world.size}")
+    there = torch.empty(_LARGE, dtype=torch.uint8, device=f"cuda:{(parallel.tp.rank + 1) % parallel.tp.size}")
     return _LARGE / timed(parallel, lambda: there.copy_(x))
 
 
@@ -178,7 +178,7 @@ def timed(parallel: Parallel, work: Callable[[], object]) -> float:
     """Median microseconds; the ranks begin each run together."""
     times = []
     for _ in range(_WARM + _REPEATS):
-        parallel.world.min_reduce(np.zeros(1))
+        parallel.tp.min_reduce(np.zeros(1))
         began = time.perf_counter()
         work()
         if parallel.device.type == "cuda":

@@ -43,7 +43,7 @@ class Layer:
     """A rank's rows ahead of its experts, and what they have made."""
 
     def __init__(self, parallel: Parallel, rows: int, width: int, dtype: torch.dtype):
-        self._group, self._rows, device = parallel.across, rows, parallel.device
+        self._group, self._rows, device = parallel.dp, rows, parallel.device
         ranks = self._group.size
         self._places = EXPERTS // ranks
         generator = torch.Generator(device).manual_seed(self._group.rank)
@@ -54,7 +54,7 @@ class Layer:
         self.residual, self.weight = torch.randn_like(self.x), torch.ones(width, device=device, dtype=dtype)
         wanted = (self.numbers // self._places == torch.arange(ranks, device=device)[:, None, None]).any(-1)
         self.index, self.sent = wanted.nonzero()[:, 1], wanted.sum(1).tolist()
-        self.taken = parallel.across.gather_ints(wanted.sum(1).cpu().numpy())[:, self._group.rank].tolist()
+        self.taken = parallel.dp.gather_ints(wanted.sum(1).cpu().numpy())[:, self._group.rank].tolist()
 
     def measured(self, link: float) -> dict[str, Any]:
         group, x = self._group, self.x

@@ -26,7 +26,7 @@ TESTS = Path(__file__).parent.parent / "gpu"
 PYTEST = ["-m", "pytest", "-q", "-W", "ignore", "--maxfail", "4", "-p", "no:cacheprovider", "-o", "addopts=",
           "--import-mode=importlib"]
 GLUON = [*(str(TESTS / f"test_{name}_warp_specialized.py") for name in ("decode", "dense", "split_k")),
-         f"{TESTS}/test_small_m_matmul.py::test_streamed_products_equal_torch_and_rows_do_not_depend_on_their_number",
+         f"{TESTS}/test_small_m_matmul.py::test_persistent_products_equal_torch_and_rows_do_not_depend_on_their_number",
          f"{TESTS}/test_moe.py::test_warp_groups_equal_the_twin"]
 CALLS, REPEATS = 16, 20
 

@@ -28,7 +28,7 @@ def main(rank: int, size: int, init_method: str, out: str, device: str, cases: l
     world = init_tp(rank, size, init_method, place, timeout=SECONDS / 2, backend=backend)
     seen = {"moved": moved(world), "logits": [logits_of(world, **case) for case in cases]}
     if world.device.type == "cuda":
-        world.peers = ipc_sums(world)
+        world.symm_comm = ipc_sums(world)
         seen["peers"] = [logits_of(world, **case) for case in cases if case["dtype"] == "bfloat16"]
     torch.save(seen, out)
     end_rank(world)
@@ -52,9 +52,9 @@ def moved(world: TPGroup) -> list[bool]:
         total = sum(range(1, size + 1))
         ranks = torch.arange(1, size + 1, device=world.device, dtype=dtype).repeat_interleave(3)[:, None]
         found += [bool((world.reduce_scatter_rows(mine) == total).all()),
-                  bool((world.start_scatter(mine).rows() == total).all()),
+                  bool((world.start_reduce_scatter(mine).rows() == total).all()),
                   torch.equal(world.all_gather_rows(mine[:3]), ranks.expand(-1, 5)),
-                  torch.equal(world.start_gather(mine[:3]).rows(), ranks.expand(-1, 5)),
+                  torch.equal(world.start_all_gather(mine[:3]).rows(), ranks.expand(-1, 5)),
                   torch.equal(world.all_to_all_rows(mine, [3] * size, [3] * size), ranks.expand(-1, 5)),
                   bool((world.broadcast(mine.clone(), src=1) == 2).all()),
                   bool((world.all_reduce(mine) == total).all()) and bool((mine == total).all())]

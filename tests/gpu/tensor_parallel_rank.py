@@ -13,13 +13,13 @@ from baton.common.config.server import KernelArgs
 from baton.common.distributed.capture import may_capture
 from baton.common.distributed.deferred_reduce import DeferredSum
 from baton.common.distributed.parallel import Parallel
-from baton.common.distributed.peer_all_reduce import LARGEST_BYTES, PeerAllReduce, connect_all
+from baton.common.distributed.peer_all_reduce import MAX_MESSAGE_BYTES, PeerAllReduce, connect_all
 from baton.common.distributed.tp import TPGroup, init_tp
 from baton.kernels.rowwise.rmsnorm import rmsnorm
 from baton.tests.helpers.hand_driven import Engine, tokens_of
 from baton.tests.helpers.rank_processes import SECONDS, end_rank
 
-COUNTS = [8, 4096, 100_000, 64, LARGEST_BYTES // 2, 4104]
+COUNTS = [8, 4096, 100_000, 64, MAX_MESSAGE_BYTES // 2, 4104]
 NORMED = [(1, 4096), (7, 5120), (60, 4096), (99, 2048)]
 OF_TWO, NORMED_OF_TWO = [6_000_001], [(600, 2048), (8192, 2048), (2100, 4096)]
 """What two ranks sum, too."""
@@ -29,13 +29,13 @@ def main(rank: int, size: int, init_method: str, out: str, part: str, checkpoint
     group = init_tp(rank, size, init_method, f"cuda:{rank}", timeout=SECONDS / 2)
     parallel = Parallel(group)
     connect_all(parallel)
-    seen = {"connected": group.peers is not None, **PARTS[part](parallel, checkpoint)}
+    seen = {"connected": group.symm_comm is not None, **PARTS[part](parallel, checkpoint)}
     torch.save(seen, out)
     end_rank(group)
 
 
 def sums(parallel: Parallel, checkpoint: str) -> dict[str, Any]:
-    group, peers = parallel.world, parallel.world.peers
+    group, peers = parallel.tp, parallel.tp.symm_comm
     seen = {"capture": may_capture(parallel)}
     if peers is not None:
         seen["sums"] = [worst_error(group, peers, dtype) for dtype in (torch.bfloat16, torch.float16)]
@@ -52,7 +52,7 @@ def tokens(parallel: Parallel, checkpoint: str) -> dict[str, Any]:
 
 def bfloat16(parallel: Parallel, checkpoint: str) -> dict[str, Any]:
     by_peers = answers(checkpoint, parallel, PIECES, "bfloat16")
-    parallel.world.peers = None
+    parallel.tp.symm_comm = None
     return {"peers": by_peers, "nccl": answers(checkpoint, parallel, PIECES, "bfloat16")}
 
 
@@ -72,8 +72,8 @@ def worst_error(group: TPGroup, peers: PeerAllReduce, dtype: torch.dtype) -> flo
     for tensor in wanted:
         dist.all_reduce(tensor, group=group.device_group)
     for tensor in inputs:
-        assert peers.takes(tensor)
-        peers.sum(tensor)
+        assert peers.can_all_reduce(tensor)
+        peers.all_reduce(tensor)
     return max(float((got.float() - want).abs().max()) for got, want in zip(inputs, wanted))
 
 
@@ -87,7 +87,7 @@ def worst_in_graph(group: TPGroup, peers: PeerAllReduce) -> float:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for tensor in static:
             copy = tensor.clone()
-            peers.sum(copy)
+            peers.all_reduce(copy)
             results.append(copy)
     errors = []
     for turn in range(50):
@@ -95,7 +95,7 @@ def worst_in_graph(group: TPGroup, peers: PeerAllReduce) -> float:
             tensor.fill_(turn % 7 + group.rank + 1)
         graph.replay()
         if turn % 3 == 0:
-            peers.sum(beside.fill_(1.0))
+            peers.all_reduce(beside.fill_(1.0))
             errors.append((beside - group.size).abs().max())
         want = sum(turn % 7 + rank + 1 for rank in range(group.size))
         errors += [(result - want).abs().max() for result in results]
@@ -105,7 +105,7 @@ def worst_in_graph(group: TPGroup, peers: PeerAllReduce) -> float:
 def same_bits(group: TPGroup, peers: PeerAllReduce) -> bool:
     """Whether every rank has the very same result."""
     mine = torch.randn(200_000, device=group.device).to(torch.bfloat16)
-    peers.sum(mine)
+    peers.all_reduce(mine)
     return bool((group.all_gather_rows(mine[None]) == mine).all())
 
 
@@ -119,8 +119,8 @@ def worst_norm(group: TPGroup, rows: int, width: int) -> float:
     summed = part.clone()
     dist.all_reduce(summed, group=group.device_group)
     wanted = rmsnorm(summed, weight, 1e-5, residual)
-    assert group.peers is not None and group.peers.takes_rows(part)
-    found = DeferredSum(part, group).normed(residual, weight, 1e-5)
+    assert group.symm_comm is not None and group.symm_comm.can_all_reduce_norm(part)
+    found = DeferredSum(part, group).add_norm(residual, weight, 1e-5)
     if not all(bool((group.all_gather_rows(one[None]) == one).all()) for one in found):
         return float("inf")
     return max(float((one.float() - other.float()).abs().max()) for one, other in zip(found, wanted))
@@ -130,8 +130,8 @@ def answers(checkpoint: str, parallel: Parallel, kernels: KernelArgs, dtype: str
     engine = Engine(checkpoint, page_size=16, max_total_tokens=8192, max_running=8, device=parallel.device, chunk=64,
                     parallel=parallel, kernels=kernels, overlap=True, dtype=dtype)
     if may_capture(parallel):
-        assert (engine.runner._graphs is None) == kernels.disable_cuda_graph
-        assert (engine.runner.prompts.graphs is None) != bool(kernels.piecewise_cuda_graph_tokens)
+        assert (engine.runner._decode_graphs is None) == kernels.disable_cuda_graph
+        assert (engine.runner.prefill_graphs.graphs is None) != bool(kernels.piecewise_cuda_graph_tokens)
     for i in range(6):
         engine.start(str(i), [(11 * i + j) % 90 + 5 for j in range(5 + 20 * i)], max_new_tokens=24, ignore_eos=True)
     return tokens_of(engine.run())

@@ -1,5 +1,5 @@
-"""Sums through peers' memory with all ranks on one GPU, each on a stream of its own: the kernels' protocol, without the
-link. Waits are bounded, so that an error ends. All ranks' programs have to find room on the GPU at once."""
+"""Collectives through symmetric memory with all ranks on one GPU, each on a stream of its own: this tests the kernels'
+protocol, without the link. Waits are bounded, so that an error ends. All ranks' programs must be resident at once."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Ranks:
 
 
 def warm_up(size: int, work: Callable[[Ranks, int, int], object]) -> None:
-    """Compile and load each rank's kernels: loading may wait for kernels that run, which would wait for the others."""
+    """Compile and load each rank's kernels: loading may wait for running kernels, which would wait for the others."""
     ranks = Ranks(size)
     for rank in range(size):
         work(ranks, rank, 2)
@@ -117,7 +117,7 @@ def test_rows_come_together_and_part(size):
 
 
 def test_graphs_take_turns_with_other_sums():
-    """An odd number of sums in a graph, so that each replay begins with the other place than the one before."""
+    """An odd number of sums in a graph, so that each replay begins with the other phase than the last one."""
     size, counts = 2, [8, 100_000, 4104]
     ranks = Ranks(size)
     static = [[torch.zeros(count, dtype=torch.bfloat16, device="cuda") for count in counts] for _ in range(size)]

@@ -1,5 +1,5 @@
-"""Tokens to their experts and back with all ranks on the GPUs that there are, each on a stream of its own; see
-test_all_reduce.py. With two GPUs the ranks take turns on them, so that rows cross the link."""
+"""All-to-all dispatch and combine with all ranks on the available GPUs, each on a stream of its own; see
+test_all_reduce.py. With two GPUs the ranks alternate between them, so that rows cross the link."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 MAX_POLLS = 1 << 20
 PLACES, CHOICES = 16, 8
 FEW = CopyLaunch(16, 8192, 16)
-"""All ranks' programs have to find room at once."""
+"""A launch with few programs, since those of all ranks must be resident at once."""
 
 
 class Ranks:
@@ -74,7 +74,7 @@ class Ranks:
 
 
 def made(counts: list[int], width: int, float8: bool, gpus: int) -> Ranks:
-    """Kernels are loaded before, which may wait for kernels that run, which would wait for the others."""
+    """Kernels are loaded first: loading may wait for running kernels, which would wait for the others."""
     warm = Ranks(counts, width, float8=float8, gpus=gpus)
     for rank in range(len(counts)):
         with torch.cuda.device(warm.devices[rank]):
@@ -87,7 +87,7 @@ def made(counts: list[int], width: int, float8: bool, gpus: int) -> Ranks:
 @pytest.mark.parametrize("float8", [False, True])
 @pytest.mark.parametrize("counts,width", [([300, 300], 2048), ([65, 0, 1, 17], 7168), ([1, 1], 2880)])
 def test_tokens_go_to_their_experts_and_come_back(counts, width, float8, gpus):
-    """Nine times one behind the other: no rank waits for another in between."""
+    """Nine exchanges in a row: no rank waits for another in between."""
     if gpus > torch.cuda.device_count():
         pytest.skip("needs two GPUs")
     ranks = made(counts, width, float8, gpus)
@@ -121,7 +121,7 @@ def test_tokens_go_to_their_experts_and_come_back(counts, width, float8, gpus):
 @pytest.mark.parametrize("float8", [False, True])
 @pytest.mark.parametrize("counts", [[5, 3], [1500, 900]])
 def test_experts_compute_what_comes_where_it_lies(counts, float8):
-    """As one rank would that has all experts; in float8 by blocks, rows travel in it."""
+    """The result is that of one rank with all experts; with float8 block scales, rows are sent in float8."""
     hidden, size, experts = 512, 256, 2 * PLACES
     ranks = made(counts, hidden, float8, 1)
     gate_up, down = (torch.randn(experts, *shape, device="cuda") * 0.05

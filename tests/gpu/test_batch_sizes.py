@@ -43,14 +43,14 @@ def test_rows_do_not_depend_on_how_many_there_are(tmp_path, shape, quantization,
     pages = scattered_pages(runner, MOST, 65)
     runner.forward(batch_of(runner, [Row(tokens[i, :lengths[i]], 0, pages[i]) for i in range(MOST)], False))
     steps = [Row(tokens[i, lengths[i]:lengths[i] + 1], lengths[i], pages[i]) for i in range(MOST)]
-    graphs, runner._graphs = runner._graphs, None
+    graphs, runner._decode_graphs = runner._decode_graphs, None
     wanted = runner.forward(batch_of(runner, steps, True)).clone()
     assert wanted.isfinite().all() and wanted.std() > 0
     for rows in ROWS:
         batch = batch_of(runner, steps[:rows], True)
-        runner._graphs = None
+        runner._decode_graphs = None
         eager = runner.forward(batch).clone()
-        runner._graphs = graphs
+        runner._decode_graphs = graphs
         assert graphs.size_for(rows) is not None
         table = DecodeTable(*(getattr(batch, name).cpu().numpy() for name in DecodeTable._fields))
         logits, likeliest = runner.decode(table, batch.input_ids)

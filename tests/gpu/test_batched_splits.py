@@ -34,7 +34,7 @@ def test_splits_and_their_norm(rows):
 
 
 def test_a_captured_layer_equals_one_by_hand():
-    """Between other work; replays are equal."""
+    """Replays are equal, also with other work between them."""
     torch.manual_seed(0)
     x, residual, gain = random(256, 4096), random(256, 4096), random(4096)
     gate_up, down = random(28672, 4096, scale=1 / 64), random(4096, 14336, scale=1 / 120)

@@ -1,4 +1,4 @@
-"""Decode attention by a loading warp and a multiplying group, on a Hopper GPU: against plain torch and its twin."""
+"""Warp-specialized decode attention on a Hopper GPU, against plain torch and its twin."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SCALE = 128**-0.5
 
 
 def batch_of(heads: int, kv_heads: int, page: int, dtype: torch.dtype, lengths: list[int]) -> tuple:
-    """Queries in wider rows, keys and values of one of three layers, page table; what pages hold behind a request's
-    last token, and those of nobody, is NaN."""
+    """Queries in wider rows, keys and values of one of three layers, page table; pages have NaN after a request's last
+    token, and everywhere if they belong to no request."""
     generator = torch.Generator("cuda").manual_seed(0)
     counts = [-(-length // page) for length in lengths]
     order = np.random.default_rng(4).permutation(sum(counts) + 3)[:sum(counts)]
@@ -52,7 +52,7 @@ def captured(work) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     (32, 4, 16, torch.float16, [5, 128, 700, 3000] * 24),
     (16, 8, 32, torch.bfloat16, [2048, 31, 33] * 12), (48, 3, 64, torch.bfloat16, [1, 127, 64, 1001] * 24)])
 def test_attention_equals_plain_torch(heads, kv_heads, page, dtype, lengths, num_sms, programs, scale, inputs_ready):
-    """As near as the kernel that takes all else, and the same bits in each replay."""
+    """The result is as near as the other kernel's, and has the same bits in each replay."""
     q, k, v, table = batch_of(heads, kv_heads, page, dtype, lengths)
     assert supports_warp_specialized(q, k)
     plan = plan_decode(table[0], table[2], page, kv_heads, num_sms, max(lengths), programs_per_sm=programs,

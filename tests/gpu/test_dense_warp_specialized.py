@@ -1,4 +1,4 @@
-"""Products of many rows by groups of warps, on a Hopper GPU, against plain torch."""
+"""Warp-specialized products of many rows on a Hopper GPU, against plain torch."""
 
 from __future__ import annotations
 
@@ -62,5 +62,5 @@ def test_a_product_is_added_to_the_residual_as_it_is_made():
     x, weight = random(1500, 1024, dtype=torch.bfloat16), random(512, 1024, dtype=torch.bfloat16, scale=1 / 32)
     residual, gain = random(1500, 512, dtype=torch.bfloat16), random(512, dtype=torch.bfloat16)
     want = reference.rmsnorm(x.float() @ weight.float().T, gain.float(), 1e-5, residual.float())
-    for got, twin in zip(DeferredProduct(x, weight).normed(residual, gain, 1e-5), want):
+    for got, twin in zip(DeferredProduct(x, weight).add_norm(residual, gain, 1e-5), want):
         near(got, twin)

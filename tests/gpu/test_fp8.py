@@ -77,8 +77,8 @@ def test_norms_hand_over_float8(name, rows):
     for slot in (*layer.slots(), *norm.slots()):
         slot.fill(values_of(slot))
     x, residual = (torch.randn(rows, 2048, device=CUDA).bfloat16() for _ in range(2))
-    plain, total = norm.add(x, residual)
-    given, same = norm.add_for(layer.form, x, residual)
+    plain, total = norm.add_norm(x, residual)
+    given, same = norm.add_norm_as(layer.activation_format, x, residual)
     assert torch.equal(total, same)
     want, got = layer(plain).float(), layer(given).float()
     assert rms(got - want) < 0.005 * rms(want)  # a sum in another order may round a value otherwise
@@ -86,10 +86,10 @@ def test_norms_hand_over_float8(name, rows):
 
 def values_of(slot) -> torch.Tensor:
     """The same on every device."""
-    if slot.holds in ("weight scale", "input scale"):
-        return torch.full(slot.shape, 0.01 if slot.holds == "input scale" else 2.0**-12)
+    if slot.kind in ("weight scale", "input scale"):
+        return torch.full(slot.shape, 0.01 if slot.kind == "input scale" else 2.0**-12)
     values = torch.randn(slot.shape, generator=torch.Generator().manual_seed(len(slot.name)))
-    return (values * 80).clamp(-448, 448).to(torch.float8_e4m3fn) if slot.holds == "float8" else values * 0.02
+    return (values * 80).clamp(-448, 448).to(torch.float8_e4m3fn) if slot.kind == "float8" else values * 0.02
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 128, 129, 513, 4096])

@@ -1,4 +1,4 @@
-"""Dispatch and combine through peers' memory with all ranks on one GPU; see test_all_reduce.py."""
+"""Low-latency dispatch and combine through symmetric memory with all ranks on one GPU; see test_all_reduce.py."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("rows,width", [(1, 2048), (24, 2048), (3, 7168), (12, 5120)])
 def test_rows_meet_and_part(size, rows, width):
-    """Nine times one behind the other: no rank waits for another in between. One kernel of each rank runs ahead, and
-    takes room too."""
+    """Nine exchanges in a row: no rank waits for another in between. One kernel of each rank runs ahead, and is
+    resident too."""
     weight = torch.rand(width, device="cuda").bfloat16()
     parts, residuals, summands = ([torch.randn(count, width, device="cuda").bfloat16() for _ in range(size)]
                                   for count in (rows, rows, rows * size))

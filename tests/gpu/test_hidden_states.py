@@ -8,7 +8,7 @@ import torch
 
 from baton.common.forward.forward_batch import Row, build_forward_batch
 from baton.common.runner.cuda_graphs.piecewise_graphs import GraphRecorder, Recorded
-from baton.tests.common.runner.mtp_rank import load_predictors, rows_by_chunks
+from baton.tests.common.runner.mtp_rank import load_draft_layers, rows_by_chunks
 from baton.tests.helpers.deepseek_models import save_with_predictors
 from baton.tests.helpers.small_models import load_runner, save_model, scattered_pages, server_config
 
@@ -32,16 +32,16 @@ def test_embeddings_equal_the_cpus(tmp_path):
             count = sum(row.num_tokens for row in rows)
             for wanted in (None, list(range(count))):  # a prompt's last token, and all to average over
                 batch = build_forward_batch(rows, runner.layout.page_size, runner.device, False, wanted)
-                found.append(runner.hidden(batch).float().cpu())
+                found.append(runner.hidden_states(batch).float().cpu())
         return found
 
     wanted = states(runner_of(tmp_path, "cpu", is_embedding=True))
     runner = runner_of(tmp_path, "cuda:0", is_embedding=True)
-    assert runner._graphs is None
-    runner.prompts.release()
+    assert runner._decode_graphs is None
+    runner.prefill_graphs.release()
     ways = [states(runner)]
-    runner.prompts.record(Recorded([16, 48, 64], 64), GraphRecorder(runner.device), runner._begin,
-                          lambda what, share: None)
+    runner.prefill_graphs.record(Recorded([16, 48, 64], 64), GraphRecorder(runner.device), runner._begin_step,
+                                 lambda what, share: None)
     ways += [states(runner), states(runner)]
     for found in ways:
         for got, want in zip(found, wanted, strict=True):
@@ -51,6 +51,6 @@ def test_embeddings_equal_the_cpus(tmp_path):
 @pytest.mark.parametrize("chunk", [38, 11])
 def test_predictors_equal_the_cpus(tmp_path, chunk):
     save_with_predictors(tmp_path, 2)
-    rows = [rows_by_chunks(runner, load_predictors(runner), chunk).float().cpu()
+    rows = [rows_by_chunks(runner, load_draft_layers(runner), chunk).float().cpu()
             for runner in (runner_of(tmp_path, device) for device in ("cpu", "cuda:0"))]
     torch.testing.assert_close(rows[1], rows[0], atol=1e-3, rtol=1e-3)

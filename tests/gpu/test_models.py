@@ -64,7 +64,7 @@ def test_the_last_layer_of_ends_equals_that_of_all_rows(tmp_path, backend):
     for whole in (True, False):
         batch = build_forward_batch(rows, runner.layout.page_size, runner.device, False,
                                     list(range(1723)) if whole else wanted)
-        assert (batch.ends is None) == whole
+        assert (batch.last_tokens is None) == whole
         logits = runner.forward(batch)
         found.append((logits[wanted] if whole else logits).float())
     torch.testing.assert_close(found[1], found[0], atol=0.05 * float(found[0].abs().max()), rtol=0)

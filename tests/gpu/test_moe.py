@@ -85,7 +85,7 @@ def test_the_shape_of_qwen3_30b_in_float8(tokens, by):
     (20000, 5, 2048, 768, torch.float8_e4m3fn),
 ], ids=str)
 def test_warp_groups_equal_the_twin(tokens, num_places, hidden, size, dtype, limit):
-    """Few places far from even, some of other ranks, halves of blocks, columns that no tile divides, many tiles a
+    """Few experts with uneven loads, some of other ranks, half blocks, columns that no tile divides, many tiles a
     program; the same bits each time, and nearly those of the other sorted products. The twin's float8 differs where the
     first product's last digit moves a rounding."""
     assert supports_warp_specialized(torch.device("cuda", 0), hidden, size, dtype)
@@ -167,4 +167,4 @@ def test_two_gpus_equal_transformers(tmp_path):
         for a2a, moved in found["balanced"].items():
             assert (moved["logits"] - want).abs().max() < 2e-4, a2a
             assert (moved["again"] - want).abs().max() < 2e-4, a2a
-            assert len({str(step) for step in moved["residents"]}) >= 3
+            assert len({str(step) for step in moved["placements"]}) >= 3

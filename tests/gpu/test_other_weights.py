@@ -28,7 +28,7 @@ def test_tokens_are_those_of_an_engine_that_began_with_them(tmp_path, quantizati
     def engine_of(name: str) -> Engine:
         engine = Engine(tmp_path / name, device="cuda", page_size=16, chunk=128, dtype="bfloat16", radix=False,
                         quantization=quantization, kernels=kernels)
-        assert engine.runner._graphs is not None and engine.runner.prompts.graphs is not None
+        assert engine.runner._decode_graphs is not None and engine.runner.prefill_graphs.graphs is not None
         return engine
 
     def answers(engine: Engine) -> dict[str, list[int]]:

@@ -23,10 +23,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 def both(runner) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Logits of the same steps, twice in pieces, each beside the eager ones."""
-    runner.prompts.release()  # those of a server's own sizes
+    runner.prefill_graphs.release()  # those of a server's own sizes
     eager = steps_of(runner)
-    runner.prompts.record(Recorded(SIZES, SIZES[-1]), GraphRecorder(runner.device), runner._begin,
-                          lambda what, share: None)
+    runner.prefill_graphs.record(Recorded(SIZES, SIZES[-1]), GraphRecorder(runner.device), runner._begin_step,
+                                 lambda what, share: None)
     return [pair for _ in range(2) for pair in zip(steps_of(runner), eager)]
 
 
@@ -64,13 +64,13 @@ def test_a_large_mixture_computes_the_same(tmp_path):
                                     list(range(0, count, 7)))
         return runner.forward(batch).clone()
 
-    runner.prompts.graphs = None
+    runner.prefill_graphs.graphs = None
     eager = [logits_of(count) for count in (1024, 700)]
-    runner.prompts.record(Recorded([768, 1024], 1024), GraphRecorder(runner.device), runner._begin,
-                          lambda what, share: None)
+    runner.prefill_graphs.record(Recorded([768, 1024], 1024), GraphRecorder(runner.device), runner._begin_step,
+                                 lambda what, share: None)
     logits_of(1024)
     found = [logits_of(count) for count in (1024, 700)]
-    assert runner.prompts.graphs._marked == (768, [700])
+    assert runner.prefill_graphs.graphs._marked == (768, [700])
     torch.testing.assert_close(found[0], eager[0], atol=0.01 * float(eager[0].abs().max()), rtol=0)
     near = torch.nn.functional.cosine_similarity(found[1], eager[1], dim=-1)
     assert near.median() > 0.999 and near.mean() > 0.98, "a token may go to another expert, few do"
@@ -85,7 +85,7 @@ def test_tokens_equal_eager_ones(overlap):
         engine = Engine(CHECKPOINT, page_size=16, max_total_tokens=16384, chunk=100, device="cuda", overlap=overlap,
                         kernels=KernelArgs("triton", disable_piecewise_cuda_graph=not pieces,
                                            piecewise_cuda_graph_tokens=pieces))
-        assert (engine.runner.prompts.graphs is not None) == bool(pieces)
+        assert (engine.runner.prefill_graphs.graphs is not None) == bool(pieces)
         for i, prompt in enumerate(prompts):
             engine.start(str(i), prompt, max_new_tokens=24, ignore_eos=True)
         found.append(tokens_of(engine.run()))

@@ -28,7 +28,7 @@ def rms(x: torch.Tensor) -> float:
 
 
 class Weight:
-    """Of one kind, and its product with rows, which are made float8 before where it is."""
+    """A weight of one kind, and its product with rows, which are quantized first if it is float8."""
 
     def __init__(self, kind: str, out: int, width: int, seed: int = 1):
         wide = random(out, width, seed=seed) * width**-0.5
@@ -75,7 +75,7 @@ def test_the_activation_is_the_one_of_a_kernel_behind(width, size, rows):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 16, 32, 64])
 def test_a_chain_in_a_graph_equals_launches_one_by_one(kind, rows):
-    """Each product takes the last one's result, and starts before that is there."""
+    """Each product takes the last one's result, and starts before that is written."""
     chain = [Weight(kind, 4096, 4096, seed) for seed in range(4)] * 6
     x = random(rows, 4096).bfloat16()
     want = x
@@ -95,15 +95,15 @@ def test_a_chain_in_a_graph_equals_launches_one_by_one(kind, rows):
 
 hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
                             reason="needs a Hopper GPU")
-STREAMED = [PersistentTile(64, 1, 64, 8), PersistentTile(64, 2, 64, 12), PersistentTile(64, 2, 128, 4, 2),
+PERSISTENT = [PersistentTile(64, 1, 64, 8), PersistentTile(64, 2, 64, 12), PersistentTile(64, 2, 128, 4, 2),
             PersistentTile(128, 4, 64, 5), PersistentTile(64, 4, 64, 8)]
 
 
 @hopper
-@pytest.mark.parametrize("tile", STREAMED)
+@pytest.mark.parametrize("tile", PERSISTENT)
 @pytest.mark.parametrize("width,out", [(4096, 6144), (14336, 4096), (2048, 1024), (1056, 144), (64, 24)])
-def test_streamed_products_equal_torch_and_rows_do_not_depend_on_their_number(width, out, tile):
-    """Of whole tiles and of others, of fewer steps than are under way, and ending in the activation."""
+def test_persistent_products_equal_torch_and_rows_do_not_depend_on_their_number(width, out, tile):
+    """Whole and partial tiles, fewer steps than may be in flight, and products that end in the activation."""
     weight = random(out, width, seed=1).mul(width**-0.5).bfloat16()
     x, bias = random(32, width).bfloat16(), random(out, seed=2).bfloat16()
     two = small_m_matmul(x[:2], weight, bias, tile=tile)
@@ -116,10 +116,10 @@ def test_streamed_products_equal_torch_and_rows_do_not_depend_on_their_number(wi
 
 
 @hopper
-@pytest.mark.parametrize("tile", STREAMED)
+@pytest.mark.parametrize("tile", PERSISTENT)
 @pytest.mark.parametrize("rows", [1, 8, 16])
-def test_streamed_products_in_a_chain_equal_launches_one_by_one(rows, tile):
-    """Each asks for its weights before the last one's result is there."""
+def test_persistent_products_in_a_chain_equal_launches_one_by_one(rows, tile):
+    """Each loads its first weights before the last one's result is written."""
     weights = [random(4096, 4096, seed=seed).div(64).bfloat16() for seed in range(4)] * 6
     want = x = random(rows, 4096).bfloat16()
     for weight in weights:

@@ -1,4 +1,4 @@
-"""Products of 65 to 256 rows by tiles and pieces of them, on a Hopper GPU, against plain torch."""
+"""Split-K products of 65 to 256 rows, with whole tiles and shared ones, on a Hopper GPU, against plain torch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_products_equal_torch(out, width, tile):
 @pytest.mark.parametrize("tile", LEFT, ids=told)
 @pytest.mark.parametrize("out,width", [(4096, 4096), (4096, 14336), (1088, 256)])
 def test_a_norm_adds_up_what_a_product_left(out, width, tile, dtype):
-    """Of pieces of many steps and of one, and of tiles of which half is there; the same bits each time."""
+    """Splits of many steps and of one, and tiles of which half exists; the same bits each time."""
     from baton.kernels.gemm.split_k_warp_specialized import split_k_partials
     weight, whole = random(out, width, seed=1) * width**-0.5, random(tile.rows, width)
     gain = random(out, seed=3)
@@ -76,7 +76,7 @@ def test_a_norm_adds_up_what_a_product_left(out, width, tile, dtype):
 
 @pytest.mark.parametrize("tile", TILES, ids=told)
 def test_a_chain_of_launches_that_start_early_equals_itself(tile):
-    """In a CUDA graph, each product of what the one before made: replays are equal, and so are launches by hand."""
+    """Each product takes the last one's result, in a CUDA graph: replays are equal, and so are eager launches."""
     weights = [random(4096, 4096, seed=seed) / 64 for seed in range(4)]
     x = random(tile.rows, 4096)
 

@@ -58,9 +58,9 @@ class Engine:
         if vocabulary is not None:
             self.grammars = GrammarStore(None, spec.vocab_size, self.tracker.eos_ids)
             self.grammars.prepare(PrepareGrammar(0, GrammarSpec("regex", "x"), vocabulary))
-        executor = Executor(runner, Sampler(spec.vocab_size, device, 0, self.parallel.attention), self.grammars)
+        executor = Executor(runner, Sampler(spec.vocab_size, device, 0, self.parallel.attn_tp), self.grammars)
         self.executor = executor if line is None else PPExecutor(executor, line, self.parallel)
-        batcher = make_batcher(config, runner, self.cache, self.parallel.attention)
+        batcher = make_batcher(config, runner, self.cache, self.parallel.attn_tp)
         self.scheduler = UnifiedScheduler(batcher, self.executor, self.tracker, overlap=overlap)
 
     def start(self, rid, prompt, **sampling):

@@ -14,18 +14,18 @@ class HostPeers:
     def __init__(self, group: TPGroup):
         self._group = group
 
-    def takes(self, tensor: torch.Tensor) -> bool:
+    def can_all_reduce(self, tensor: torch.Tensor) -> bool:
         return False
 
-    takes_rows = scatters = gathers = takes
+    can_all_reduce_norm = can_reduce_scatter = can_all_gather = can_all_reduce
 
-    def meets(self, rows: torch.Tensor) -> bool:
+    def can_norm_gather(self, rows: torch.Tensor) -> bool:
         return True
 
-    def gather_normed(self, rows, residual, weight, eps):
+    def norm_gather(self, rows, residual, weight, eps):
         normed, total = reference.rmsnorm(rows, weight, eps, residual)
         return self._group.all_gather_rows(normed), total
 
-    def scatter_normed(self, rows, more, residual, weight, eps):
-        summand = rows if more is None else rows + more
+    def reduce_scatter_norm(self, rows, addend, residual, weight, eps):
+        summand = rows if addend is None else rows + addend
         return reference.rmsnorm(self._group.reduce_scatter_rows(summand), weight, eps, residual)

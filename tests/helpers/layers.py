@@ -21,6 +21,10 @@ FLOORS: dict[str, list[list[str]]] = {
                ["weights", "distributed", "kvcache", "forward"], ["quantization"], ["layers", "attention"], ["models"],
                ["request"], ["grammar"], ["sampling"], ["scheduler"], ["runner"], ["execution"], ["engine"],
                ["engine_client"], ["serving", "cluster"], ["bench"]],
+    "common/serving": [["protocol"], ["storage"], ["context"], ["web"], ["sse", "stats_logger"], ["respond", "host"],
+                       ["chat", "completions", "native", "embeddings", "sessions", "files", "admin"],
+                       ["messages", "responses", "tokens", "batches", "offline"], ["api_document"], ["app"],
+                       ["server"], ["unified_server"]],
     "kvtransfer": [["io_thread", "timing"], ["protocol"], ["backends"],
                    ["bootstrap", "checksum", "expiring", "requests"], ["notices", "failures"], ["driver", "endpoint"],
                    ["sender", "receiver"], ["bench"]],
@@ -78,12 +82,13 @@ def source_files(folder: str) -> list[Path]:
 
 def arrows(folder: str) -> dict[tuple[str, str], list[Import]]:
     """The imports from one part of ``folder`` to another, without those between the files of one part."""
-    depth = 1 if folder else 0
+    above = tuple(folder.split("/")) if folder else ()
+    depth = len(above)
     parts = {part for floor in FLOORS[folder] for part in floor}
     found: dict[tuple[str, str], list[Import]] = defaultdict(list)
     for path in source_files(folder):
         for each in imports_of(path):
-            inside = each.target[:depth] == ((folder,) if folder else ()) and len(each.target) > depth
+            inside = each.target[:depth] == above and len(each.target) > depth
             a, b = each.source[depth], each.target[depth] if inside else ""
             if inside and a != b and {a, b} <= parts:
                 found[a, b].append(each)

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from baton.common.forward.forward_batch import DecodeTable, Row, build_run_batch
+from baton.common.forward.forward_batch import DecodeTable, Row, build_table_batch
 
 
 class PaddedSteps:
@@ -23,8 +23,8 @@ class PaddedSteps:
 
     def decode(self, table, token_ids, size):
         count = len(table.positions)
-        logits = self.run(build_run_batch(self._padded(table, size - count),
-                                          torch.nn.functional.pad(token_ids, (0, size - count)), token_ids.device))
+        logits = self.run(build_table_batch(self._padded(table, size - count),
+                                            torch.nn.functional.pad(token_ids, (0, size - count)), token_ids.device))
         return logits[:count], logits[:count].argmax(-1)
 
     def _padded(self, table, more):

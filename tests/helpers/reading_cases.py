@@ -23,7 +23,7 @@ def call(name: str, arguments: str) -> list[OutputDelta]:
 
 
 def of_pieces(reading: OutputFormat, pieces: list[str]) -> list[OutputDelta]:
-    reader = reading.reader()
+    reader = reading.new_parser()
     return joined([*(part for piece in pieces for part in reader.push(piece)), *reader.finish()])
 
 

@@ -23,7 +23,7 @@ class Again:
     ``replayed`` has the rows of every replay."""
 
     def __init__(self, parallel: Parallel) -> None:
-        self._tokens, self._padded = parallel.tokens, parallel.experts.padded
+        self._tokens, self._padded = parallel.token_exchange, parallel.experts.prefill_live_rows
         self.replayed: list[int] = []
 
     def record(self, work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
@@ -32,10 +32,10 @@ class Again:
 
         def replay() -> None:
             now = self._tokens._counts
-            self._tokens.begin(counts)
-            with self._padded.of(live):
+            self._tokens.begin_step(counts)
+            with self._padded.using(live):
                 (projected, residual), (new, new_residual) = held, work()
-            self._tokens.begin(now)
+            self._tokens.begin_step(now)
             for old, made in zip((*projected, residual), (*new, new_residual)):
                 old.copy_(made)
             self.replayed.append(len(residual))
@@ -49,7 +49,7 @@ class Again:
 def record_again(runner: Any, sizes: list[int]) -> list[int]:
     """The runner's prompts run in pieces of ``sizes`` from now on; the rows of every piece that will be replayed."""
     recorder = Again(runner._parallel)
-    runner.prompts.record(Recorded(sizes, sizes[-1]), recorder, runner._begin, lambda what, share: None)
+    runner.prefill_graphs.record(Recorded(sizes, sizes[-1]), recorder, runner._begin_step, lambda what, share: None)
     recorder.replayed.clear()
     return recorder.replayed
 

@@ -102,15 +102,15 @@ class _Step:
     sampling: list[Req]
     end: float
 
-    def plain_tokens(self) -> list[int] | None:
+    def plain_token_ids(self) -> list[int] | None:
         if self.batch.input_batch is None:
             return None
         self.server.wait_until(self.end)
-        return [9] * len(self.sampling)
+        return [9] * len(self.sampled_reqs)
 
-    def gains(self) -> list[NewToken]:
+    def new_tokens(self) -> list[NewToken]:
         self.server.wait_until(self.end)
-        return [NewToken(req, 9, None) for req in self.sampling]
+        return [NewToken(req, 9, None) for req in self.sampled_reqs]
 
 
 class _Queue:
@@ -162,7 +162,7 @@ class SimulatedServer:
             sampling = batch.input_batch.reqs
         return _Step(self, batch, sampling, end)
 
-    def accompany(self) -> None:
+    def run_idle_batch(self) -> None:
         """There are no other data-parallel ranks."""
 
     def wait_until(self, time: float) -> None:

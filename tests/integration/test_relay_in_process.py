@@ -94,7 +94,7 @@ class Side:
         self.tracker = RequestTracker(self.sent.append, eos_ids=frozenset(), vocab_size=spec.vocab_size,
                                       max_request_tokens=max_total_tokens, max_requests=512, timeout=1e9,
                                       reserves_output=mode != "prefill")
-        batcher = make_batcher(config, runner, self.cache, Parallel().attention)
+        batcher = make_batcher(config, runner, self.cache, Parallel().attn_tp)
         executor = Executor(runner, Sampler(spec.vocab_size, "cpu", 0))
         parts = EngineParts(config, Parallel(), runner, batcher, executor, self.tracker)
         if overlap:  # what a GPU would choose; here the step is over when it was launched, but its results come late

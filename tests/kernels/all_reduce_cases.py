@@ -1,5 +1,5 @@
-"""One rank's part of a sum over peers, whose parts have arrived; collected by test_kernels_interpreted.py. What the
-ranks do at once is tests/gpu/test_tensor_parallel.py's."""
+"""One rank's part of the collectives, after the other ranks' parts have arrived; collected by
+test_kernels_interpreted.py. tests/gpu/test_tensor_parallel.py runs several ranks at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not _triton.INTERPRETED, reason="needs TRITON_IN
 
 
 class Fakes:
-    """The buffers of ``size`` ranks in one process, as ``rank`` sees them in turn ``phases``."""
+    """The buffers of ``size`` ranks in one process, as ``rank`` sees them in phase ``phases``."""
 
     def __init__(self, rank: int, size: int, phases: int = 0, slots: int = MIN_SLOTS):
         buffers = tuple(torch.full((buffer_values(size, slots),), EMPTY_BITS, dtype=torch.int16) for _ in range(size))
@@ -32,7 +32,7 @@ class Fakes:
         self.place = phases % 2
 
     def area(self, of: int, slot: int, source: int) -> torch.Tensor:
-        """What ``source`` sends to rank ``of``'s slot in this turn."""
+        """The values that ``source`` sends to rank ``of``'s slot in this phase."""
         return self.peers.buffers[of].view(-1, 2, self.peers.size, SLOT_VALUES)[slot, self.place, source]
 
     def arrived(self, parts: list[torch.Tensor], tile: int) -> None:
@@ -57,7 +57,7 @@ def parts_of(size: int, *shape: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("rank,size,phases", [(0, 2, 0), (1, 2, 3), (2, 4, 1)])
 def test_one_shot(rank, size, phases, count):
     parts = parts_of(size, count)
-    parts[rank][0] = -0.0  # is sent as a zero, for the other would not be seen to arrive
+    parts[rank][0] = -0.0  # is sent as a zero, for a negative zero means that nothing has arrived
     fakes = Fakes(rank, size, phases)
     padded = [torch.nn.functional.pad(part, (0, -count % 4096)).view(-1, 4096) for part in parts]
     fakes.arrived(padded, 1)
@@ -178,7 +178,7 @@ def test_norms_of_many_rows_take_more_slots():
 
 
 def test_rows_of_a_program():
-    """Of small sums as few programs as ever; larger ones have 4,096 values a program until slots are few."""
+    """Small sums have few programs; larger ones have 4,096 values a program while there are enough slots."""
     assert [rows_per_program(rows, 2048, 2048) for rows in (1, 128, 256, 512, 4096, 8192)] == [1, 1, 2, 2, 2, 4]
     assert [rows_per_program(rows, 4096, 2048) for rows in (128, 256, 2048, 4096, 4097)] == [1, 1, 1, 2, None]
 

@@ -1,4 +1,4 @@
-"""One rank's part of a dispatch and a combine of tokens, to which the others have come; collected by
+"""One rank's part of all-to-all dispatch and combine, after the other ranks' parts have arrived; collected by
 test_kernels_interpreted.py."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ COUNTS = {2: [4, 3], 4: [2, 0, 3, 1]}
 
 
 class Ranks:
-    """Of one process, one after the other: to each all others have come before it looks."""
+    """Ranks of one process, one after the other: the counters of all others are set before a rank polls them."""
 
     def __init__(self, size: int, width: int, *, float8: bool = False):
         layout = DispatchLayout(size, max(COUNTS[size]) + 2, width, CHOICES, float8, torch.float16)
@@ -31,7 +31,7 @@ class Ranks:
         return self.all[rank].view(0, 2, len(self.all), dtype=torch.int32)
 
     def one(self, rank: int, phase: int, programs: int, work) -> None:
-        """``work`` of a rank, which finds the others and is found by them."""
+        """Runs ``work`` of a rank with the other ranks' counters set, and checks that it increments its own."""
         others = torch.arange(len(self.all)) != rank
         self.counters(rank)[phase, others] = programs
         work(self.all[rank])
@@ -42,7 +42,7 @@ class Ranks:
 
 
 def given(ranks: Ranks, width: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """Rows, numbers of places and weights; the last token of the largest part has all its experts on one rank."""
+    """Rows, physical experts and weights; the last token of the largest part has all its experts on one rank."""
     generator = torch.Generator().manual_seed(width)
     rows = [torch.randn(count, width, generator=generator).half() for count in ranks.counts]
     every = len(ranks.counts) * PLACES
@@ -93,7 +93,7 @@ def test_tokens_go_to_their_experts_and_come_back(size, width, float8):
 
 
 def test_rows_go_only_where_they_have_an_expert():
-    """What no expert of a rank asks for is not written there."""
+    """Rows without an expert on a rank are not written there."""
     ranks = Ranks(2, 64)
     rows, numbers, weights = given(ranks, 64)
     ranks.one(0, 0, 2, lambda peers: all_to_all_dispatch(rows[0], numbers[0], weights[0], ranks.most, PLACES, peers,

@@ -26,7 +26,8 @@ each_float8 = pytest.mark.parametrize("stored", FLOAT8, ids=str)
 
 
 def assert_as_near(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Equal, but for values on a GPU that a division rounded to the other of two neighbours: few, and an eighth."""
+    """Asserts equality; on a GPU a few values may differ by an eighth, where a division is rounded to the other of two
+    neighbours."""
     if not GPU:
         assert torch.equal(got.float(), want.float())
         return
@@ -64,7 +65,7 @@ FORMS = {"token": Float8Format(1026), "group": Float8Format(128), "known": Float
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_rmsnorm_to_float8(form, residual, dtype, atol, rtol):
-    """As the norm and then the quantizing; of rows that lie apart."""
+    """The result is that of the norm followed by quantization, for rows that are not contiguous."""
     group, known = FORMS[form]
     programs = Float8Format(group, None if known is None else known.to(DEVICE))
     x, weight = random(3, 1040, dtype=dtype)[:, :1026], random(1026, dtype=dtype, seed=1)
@@ -155,8 +156,8 @@ def test_widen_pages(stored, dtype, atol, rtol):
 @each_float8
 @pytest.mark.parametrize("dim", [36, 64])
 def test_attention(dim, stored, dtype, atol, rtol):
-    """Decode steps of one and of several pieces, and prompts over prefixes: queries of one type, pages of another; of
-    heads that a GPU reads in words of four values, and of others."""
+    """Decode steps of one and of several splits, and prompts over prefixes: queries of one type, pages of another; with
+    heads that a GPU reads in words of four values, and others."""
     heads, kv_heads, page_size, lengths = 4, 2, 8, [1, 65, 150]
     table = page_table(lengths, page_size, 50)
     pool = float8_pool(50, kv_heads, page_size, dim, stored)

@@ -1,4 +1,4 @@
-"""One rank's part of a dispatch and a combine, whose other ranks' rows have arrived; collected by
+"""One rank's part of a low-latency dispatch and combine, after the other ranks' rows have arrived; collected by
 test_kernels_interpreted.py."""
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def test_rows_part_and_are_normed(rank, size, phases, rows, width, in_two):
 
 
 def test_a_row_of_zeros_arrives():
-    """Its norm is zeros, whose sign the weight may turn: a negative zero would never be seen to arrive."""
+    """Its norm is zeros, whose sign the weight may flip: a negative zero means that nothing has arrived."""
     fakes, zeros = Fakes(0, 2), torch.zeros(1, 64).half()
     y, _ = rmsnorm_all_gather(zeros, zeros, -torch.ones(64).half(), 1e-5, fakes.peers, max_polls=3)
     assert not sent(fakes, 1, 1, 64).view(torch.int16).any() and not y[:1].view(torch.int16).any()

@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels as an H200 sees them: types, constants and tiles are those that the launchers choose.
+"""Launches of the Triton kernels as on an H200: types, constants and tiles are those that the launchers choose.
 
 A case is one line: a name and a call of a launcher, with tensors that have shapes and no memory (``of``, ``fp8`` ...).
 compile_for_hopper.py runs them and compiles what they launch. A kernel that a case of ``FEW`` launches is compiled in
@@ -446,7 +446,7 @@ FEW = ["rmsnorm 4096, residual", "scale_by_sinks", "fp8_rmsnorm 4096, a scale a 
        "all_reduce of 2, one shot", "all_reduce of 2, two shots",
        "all_reduce_rmsnorm 4096 of 2", "all_gather and reduce_scatter of 2",
        "rmsnorm_all_gather and reduce_scatter_rmsnorm 2048 of 2", "all_to_all 2048 of 2", "copy_blocks 4 KiB"]
-"""Each kernel once; test_compiles_for_hopper.py says which one is missing."""
+"""Cases that launch each kernel at least once; test_compiles_for_hopper.py names a missing one."""
 
 OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "scale_by_sinks": lambda n: scale_by_sinks(of(n, 64, 64), fp32(n, 64), fp32(64)),
@@ -490,9 +490,9 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "all_to_all 2048 of 2": lambda n: exchanged(n, 2048, 2),
     "copy_blocks 4 KiB": lambda n: copied(n, 4096),
 }
-"""Cases by the size of their batch: what was compiled for the case serves ``SIZES`` too, while requests wait."""
+"""Cases by the size of their batch: ``SIZES`` must not compile another kernel, since requests would wait for it."""
 SIZES = (1, 3, 4, 15, 16)
 
 MOST_SPILLED = 512
 SPILL_MORE = {"paged_prefill float32": 2048, "mla_prefill float32": 2048}
-"""Bytes of a thread, and the cases that may spill more: float32 has no tensor cores, and only tests ask for it."""
+"""Bytes that a thread may spill, and cases that may spill more: float32 has no tensor cores, and only tests use it."""

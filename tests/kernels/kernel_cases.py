@@ -69,7 +69,7 @@ def test_gather_rows(rows, width, dtype, atol, rtol):
 
 
 @pytest.mark.parametrize("rows,width", [(1, 1), (3, 77), (2, 9000)])
-def test_greatest(rows, width):
+def test_argmax(rows, width):
     x = random(rows, width, dtype=torch.float32).mul(4).round()  # so that many are equal
     x[-1, width // 2:] = 100
     for got, want in zip(argmax(x), reference.argmax(x)):
@@ -77,7 +77,7 @@ def test_greatest(rows, width):
 
 
 @each_dtype
-def test_the_greatest_are_told_twice(dtype, atol, rtol):
+def test_argmax_is_written_twice(dtype, atol, rtol):
     x = random(3, 9016, dtype=dtype)[:, :9001]
     again = torch.zeros(3, dtype=torch.int64, device=DEVICE)
     values, columns = argmax(x, again)
@@ -86,7 +86,7 @@ def test_the_greatest_are_told_twice(dtype, atol, rtol):
     assert columns.tolist() == x.float().argmax(-1).tolist()
 
 
-def test_greatest_of_numbers_that_are_none():
+def test_argmax_of_nan():
     x = random(4, 5000, dtype=torch.float32)
     x[0] = float("-inf")
     x[1, 7], x[1, 4500] = float("inf"), float("nan")
@@ -145,7 +145,7 @@ ATTENTION = [  # heads, KV heads, head_dim, page_size
 @pytest.mark.parametrize("num_sms", [1, 100])
 @pytest.mark.parametrize("heads,kv_heads,dim,page_size", ATTENTION)
 def test_paged_decode(heads, kv_heads, dim, page_size, num_sms, dtype, atol, rtol):
-    """One piece a request, and with many processors up to 20 of the longest: more than one turn of the join."""
+    """One split a request, and with many SMs up to 20 of the longest: more than one iteration of the merge."""
     lengths = [1, 63, 64, 65, 200, 1300 if num_sms > 1 else 90]
     table = page_table(lengths, page_size, 1800)
     pool = paged_pool(1800, kv_heads, page_size, dim, dtype)
@@ -164,7 +164,8 @@ def test_paged_decode(heads, kv_heads, dim, page_size, num_sms, dtype, atol, rto
 @pytest.mark.parametrize("heads,kv_heads,dim,page_size,num_sms,norm,window", [
     (4, 2, 16, 4, 100, False, None), (3, 3, 20, 1, 1, True, None), (6, 1, 64, 16, 100, True, 90)])
 def test_paged_decode_takes_in_fresh_rows(heads, kv_heads, dim, page_size, num_sms, norm, window, dtype, atol, rtol):
-    """As rope_and_store and attention behind it; of requests that have no other token, and of new pages and tiles."""
+    """The result is that of rope_and_store followed by attention, for requests without another token, and for new pages
+    and tiles."""
     lengths = [1, 64, 65, 400]
     table = page_table(lengths, page_size, 600)
     fused = random(len(lengths), (heads + 2 * kv_heads) * dim, dtype=dtype)
@@ -218,7 +219,7 @@ def test_plan_of_a_decode_batch(lengths, kv_heads, num_sms):
 @pytest.mark.parametrize("lengths,pieces", [
     ([2048] * 64, 64), ([2048] * 8, 64), ([2048] * 256, 256), ([1], 1), ([2048], 16), ([4000] * 8 + [100] * 56, 168)])
 def test_a_plan_cuts_mixed_lengths_finer(lengths, pieces):
-    """66 programs run at once: where one turn of them would wait for the longest, pieces are about half as long."""
+    """66 programs run at once: where one round of them would wait for the longest, splits are about half as long."""
     indptr, _, last = page_table(lengths, 16, sum(lengths))
     how = {"programs_per_sm": 4, "min_tokens": 128, "max_rounds": 2}
     made = plan_decode(indptr, last, 16, 8, 132, max(lengths), **how)

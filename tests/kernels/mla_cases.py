@@ -73,7 +73,7 @@ def test_interleaved_pairs_turn_like_halves_of_reordered_elements():
 @pytest.mark.parametrize("dtype", [dtype for dtype, *_ in DTYPES if dtype is not torch.float32])
 @pytest.mark.parametrize("rows,heads,depth,columns", [(1, 3, 24, 40), (20, 2, 128, 48), (70, 1, 16, 512)])
 def test_per_head_matmul(rows, heads, depth, columns, dtype):
-    """Views of wider tensors, as attention passes them, and matrices either way round."""
+    """Views of wider tensors, as attention passes them, and matrices of both orders."""
     x = random(rows, heads, depth + 8, dtype=dtype)[..., :depth]
     w = random(heads, depth, columns, dtype=dtype, seed=1) * depth**-0.5
     for given in (w, w.transpose(1, 2).contiguous().transpose(1, 2)):
@@ -84,7 +84,7 @@ def test_per_head_matmul(rows, heads, depth, columns, dtype):
 @cases("heads,rank,rope", SHAPES, 128)
 @pytest.mark.parametrize("num_sms", [1, 100])
 def test_decode(heads, rank, rope, page_size, num_sms, dtype, atol, rtol):
-    """One piece a request, and with many processors several of the longer ones."""
+    """One split a request, and with many SMs several splits of the longer ones."""
     lengths = [1, 31, 32, 33, 150]
     table = page_table(lengths, page_size, PAGES)
     pages = latent_pool(rank, rope, page_size, dtype)
@@ -106,7 +106,7 @@ PREFILL = [(2, 12, 8, 20, 4), (3, 16, 6, 16, 1), *([(16, 128, 64, 128, 16)] if G
 @pytest.mark.parametrize("most_tokens", [10_000, 64])
 def test_prefill(heads, nope, rope, v, page_size, most_tokens, dtype, atol, rtol):
     """Rows without a prefix, with one, one row over a long prefix, several blocks of rows; in one segment or many.
-    Against the twin, and against the absorbed form, which knows no segments."""
+    Compares with the twin, and with the absorbed form, which has no segments."""
     rank, counts, prefixes = 16, [5, 33, 1, 140], [0, 64, 130, 7]
     indptr = np.cumsum([0, *counts]).astype(np.int32)
     table = page_table([c + p for c, p in zip(counts, prefixes)], page_size, PAGES)

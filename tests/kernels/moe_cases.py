@@ -21,7 +21,7 @@ SMALL = {rows: Tiles(Tile(rows, 16, 16, 2, 4, 2), Tile(rows, 32, 16, 2, 4, 2)) f
 
 
 def choices_of(tokens: int, num_places: int, choices: int, outside: int = 0, seed: int = 0) -> torch.Tensor:
-    """Distinct places a token, of which ``outside`` on either side are not held here."""
+    """Distinct experts for each token, of which ``outside`` at either end are not on this rank."""
     generator = torch.Generator().manual_seed(seed)
     all_places = num_places + 2 * outside
     picked = [torch.randperm(all_places, generator=generator)[:choices] for _ in range(tokens)]
@@ -32,7 +32,7 @@ def choices_of(tokens: int, num_places: int, choices: int, outside: int = 0, see
     (1, 4, 2, 0, 16), (7, 5, 3, 0, 16), (40, 3, 2, 2, 32), (3, 9, 8, 0, 16), (1100, 6, 2, 1, 64),
 ])
 def test_moe_align(tokens, num_places, choices, outside, block):
-    """Also of more choices than one program counts, and where no choice is held at all."""
+    """Also with more choices than one program counts, and without any choice on this rank."""
     for places in (choices_of(tokens, num_places, choices, outside),
                    torch.full((tokens, choices), num_places, device=DEVICE)):
         got = moe_align(places, num_places, block)
@@ -50,7 +50,7 @@ def test_moe_align(tokens, num_places, choices, outside, block):
     (1, 4, 2, 0, 2), (40, 3, 2, 2, 4), (1100, 6, 2, 1, 4), (700, 2, 1, 0, 2),
 ])
 def test_tiles_of_blocks(tokens, num_places, choices, outside, tall):
-    """Some places have fewer blocks than a tile may have, some many."""
+    """Some experts have fewer blocks than a tile may have, some many."""
     for places in (choices_of(tokens, num_places, choices, outside),
                    torch.full((tokens, choices), num_places, device=DEVICE)):
         got = moe_align(places, num_places, 16, tall)
@@ -68,7 +68,7 @@ def test_tiles_of_blocks(tokens, num_places, choices, outside, tall):
 ])
 @pytest.mark.parametrize("rows", [16, 128])
 def test_moe_experts_sorted(tokens, num_places, choices, outside, hidden, size, rows, dtype, atol, rtol):
-    """Blocks of 128 rows are computed by halves too: of an expert's last ones, some are half full."""
+    """Some of the experts' last blocks of 128 rows are half full, and computed as half blocks."""
     places = choices_of(tokens, num_places, choices, outside)
     weights = torch.rand(places.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     x = random(tokens, hidden, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The kernels that draw tokens against the plain path; collected by test_kernels_interpreted.py and
+"""The sampling kernels against the torch backend; collected by test_kernels_interpreted.py and
 tests/gpu/test_kernels.py."""
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import torch
 
 from baton.common.api.sampling import SamplingParams
 from baton.common.request.sampling_metadata import SamplingMetadata
-from baton.common.sampling.gumbel_noise import SMALLEST, seeded_exponential
-from baton.common.sampling.sampling_backend import FusedSampling, TorchSampling, _Table, choose_drawing
+from baton.common.sampling.gumbel_noise import MIN_NOISE, seeded_exponential
+from baton.common.sampling.sampling_backend import FusedSampling, TorchSampling, _Table, select_sampling_backend
 from baton.kernels.sampling import sample as kernel
 from baton.tests.kernels.kernel_cases import DEVICE, GPU
 from baton.tests.kernels.kernel_cases import pytestmark as pytestmark
@@ -56,7 +56,7 @@ def test_seeded_draws_equal_the_plain_path(kind):
 
 
 def left_by(logits: torch.Tensor, params: list[SamplingParams]) -> list[list[int]]:
-    """Tokens that the truncating kernel leaves."""
+    """The tokens that the truncation kernel leaves."""
     count = len(params)
     sent = torch.from_numpy(_Table(params, VOCAB).filled([0] * count, np.random.default_rng(0))).to(DEVICE)
     floors = torch.empty(count, device=DEVICE)
@@ -91,7 +91,7 @@ def test_noise_is_the_hash_of_the_plain_path():
     logits = torch.zeros(len(rows), VOCAB, device=DEVICE)
     seeds = torch.tensor([row.params.seed for row in rows], device=DEVICE)
     noise = seeded_exponential(seeds, torch.tensor([row.position for row in rows], device=DEVICE), VOCAB)
-    assert FusedSampling(CUDA, 0)(logits, rows).tolist() == noise.clamp(min=SMALLEST).argmin(-1).tolist()
+    assert FusedSampling(CUDA, 0)(logits, rows).tolist() == noise.clamp(min=MIN_NOISE).argmin(-1).tolist()
 
 
 def test_rows_without_a_seed_follow_the_distribution():
@@ -117,12 +117,12 @@ def test_rows_that_hold_nothing_to_draw():
 
 
 def test_the_kernels_pass_the_check_at_start():
-    assert isinstance(choose_drawing("triton", VOCAB, CUDA, 0), FusedSampling)
-    from baton.common.sampling.sampling_backend import _trouble
+    assert isinstance(select_sampling_backend("triton", VOCAB, CUDA, 0), FusedSampling)
+    from baton.common.sampling.sampling_backend import _self_test
     types = {torch.float32, torch.float16}
-    assert _trouble(FusedSampling(CUDA, 0), VOCAB, CUDA, types if GPU else {torch.float16}) is None
-    assert "in place of" in str(_trouble(lambda logits, rows: logits.argmax(-1), VOCAB, CUDA, types))
-    assert "ValueError: no" in str(_trouble(_refuse, VOCAB, CUDA, types))
+    assert _self_test(FusedSampling(CUDA, 0), VOCAB, CUDA, types if GPU else {torch.float16}) is None
+    assert "in place of" in str(_self_test(lambda logits, rows: logits.argmax(-1), VOCAB, CUDA, types))
+    assert "ValueError: no" in str(_self_test(_refuse, VOCAB, CUDA, types))
 
 
 def _refuse(logits: torch.Tensor, rows: list[SamplingMetadata]) -> torch.Tensor:

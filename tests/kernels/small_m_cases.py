@@ -21,7 +21,7 @@ KINDS = ["plain", "row", "one"]
 
 
 def product_of(kind: str, rows: int, out: int, width: int, dtype: torch.dtype) -> dict[str, Any]:
-    """What ``small_m_matmul`` takes, ``x`` in a wider row."""
+    """Arguments of ``small_m_matmul``, with ``x`` in wider rows."""
     wide, x = random(out, width, dtype=torch.float32, seed=1), random(rows, width + 16, dtype=dtype)[:, :width]
     if kind == "plain":
         return {"x": x, "weight": wide.to(dtype)}
@@ -35,7 +35,7 @@ def product_of(kind: str, rows: int, out: int, width: int, dtype: torch.dtype) -
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows,out,width", [(1, 32, 128), (1, 30, 1100), (17, 150, 304)])
 def test_products_equal_the_twin(rows, out, width, kind, dtype, atol, rtol):
-    """Of whole tiles and of others, by the tile that is chosen and in pieces."""
+    """With whole tiles and partial ones, by the tile that is chosen and with splits."""
     held, bias = product_of(kind, rows, out, width, dtype), random(out, dtype=dtype, seed=2)
     if GPU and kind != "plain":  # tensor cores add up float8 products with 14 bits
         atol, rtol = 0.05, 1e-2
@@ -54,7 +54,7 @@ def test_a_row_does_not_depend_on_those_beside_it(kind):
 @each_dtype
 @pytest.mark.parametrize("rows,out,width", [(1, 64, 128), (1, 60, 1100), (3, 60, 304), (17, 64, 128)])
 def test_gates_beside_ups_end_in_the_activation(rows, out, width, dtype, atol, rtol):
-    """As by a kernel behind the product; of whole tiles and of others, in pieces and without."""
+    """The result is that of a separate activation kernel, with whole and partial tiles, with and without splits."""
     held, bias = product_of("plain", rows, out, width, dtype), random(out, dtype=dtype, seed=2)
     for tile in (None, SmallMTile(16, 128, 3, 4, 3, 4096), SmallMTile(32, 64, 1, 4, 3)):
         got = small_m_matmul(bias=bias, tile=tile, gated=True, **held)
@@ -70,7 +70,7 @@ def test_no_rows():
 @each_dtype
 @pytest.mark.parametrize("rows,width", [(1, 48), (3, 600)])
 def test_a_norm_adds_up_pieces(rows, width, dtype, atol, rtol):
-    """Of more rows than there are."""
+    """Partial sums have more rows than the residual."""
     parts = random(3, 5, width, dtype=torch.float32)
     residual, gain = random(rows, width, dtype=dtype, seed=1), random(width, dtype=dtype, seed=2)
     want = reference.rmsnorm(parts.sum(0)[:rows].to(dtype), gain, 1e-6, residual)

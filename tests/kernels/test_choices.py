@@ -17,7 +17,7 @@ MEASURED = Path(__file__).with_name("h200_choices.json")
 
 
 def recorded(*flags: str) -> dict[str, list[str]]:
-    """What each case launches, by a process that emulates the GPU."""
+    """The launches of each case, recorded by a process that emulates the GPU."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     done = subprocess.run([sys.executable, "-m", "baton.tests.kernels.record_choices", *flags],
                           env={**env, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},

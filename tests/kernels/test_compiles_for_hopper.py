@@ -1,6 +1,6 @@
-"""The Triton kernels compile for an H100 or H200, without one: the interpreter takes what the compiler refuses.
+"""The Triton kernels compile for an H100 or H200, without one: the interpreter accepts code that the compiler refuses.
 
-Compiled in a process of its own: the launchers are told there that every tensor is on a GPU.
+They are compiled in a process of their own, in which launchers take every tensor for one on a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from triton import knobs  # noqa: E402
 from baton.tests.kernels import hopper_cases  # noqa: E402
 
 MOST_SHARED = 227 << 10
-"""Bytes that a program can have on a Hopper GPU."""
+"""Bytes of shared memory that a program can have on a Hopper GPU."""
 KERNELS = Path(hopper_cases.__file__).parents[2] / "kernels"
 
 
@@ -68,8 +68,8 @@ def test_every_kernel_compiles_and_serves_batches_of_other_sizes():
     assert {row["kernel"] for row in rows} == written, "give it a case in hopper_cases.py, and a place in FEW"
 
 
-def test_attention_that_takes_rows_in_loads_turns_ahead():
-    """Two turns' keys and values of 16 KiB: a Triton that would not pipeline a loop with stores gets one without."""
+def test_attention_that_stores_current_kv_is_pipelined():
+    """Two iterations' keys and values of 16 KiB: a Triton that does not pipeline loops with stores gets one without."""
     rows = compiled(["paged_decode Qwen3, takes rows in"], timeout=60)
     assert not troubles(rows)
     assert [row["shared"] > 4 * 16384 for row in rows if row["kernel"] == "_paged_decode_kernel"] == [True]
@@ -82,7 +82,7 @@ def test_every_case_compiles():
     assert not troubles(rows)
 
 
-def test_what_does_not_compile_is_told():
+def test_what_does_not_compile_is_reported():
     rows = [{"case": "sample", "error": "CompilationError: at 3:5"},
             {"case": "sample", "kernel": "_sample_kernel", "shared": MOST_SHARED + 1, "spilled": 0},
             {"case": "sample", "kernel": "_sample_kernel", "shared": 0, "spilled": hopper_cases.MOST_SPILLED + 1},

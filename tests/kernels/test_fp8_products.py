@@ -1,4 +1,4 @@
-"""What surrounds the float8 kernels, on any machine: the rule of their tiles, and rows as the library takes them."""
+"""The rule of float8 products' tiles, and the padding of rows for the library, on any machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_tiles_fit_and_spread():
 
 @pytest.mark.parametrize("rows", [1, 6, 8])
 def test_rows_that_were_quantized_have_room_for_whole_fours(rows):
-    """Nothing is copied then; rows of others are."""
+    """Nothing is copied then; other rows are."""
     x = torch.randn(rows, 256)
     given = quantize(x, Float8Format(128))
     values, scale = quantize_groups(x, 128)

@@ -89,7 +89,7 @@ def test_few_tiles_are_split(rows, width):
     (of(4096, 100).T, of(28672, 4096)), (of(100, 4100)[:, :4096], of(28672, 4096)),
 ], ids=range(8))
 def test_others_are_the_librarys(hopper, monkeypatch, x, weight):
-    """Of fewer or more rows, of sizes or strides that the loads do not take, of small weights, of wider types."""
+    """Products with fewer or more rows, sizes or strides that the loads do not take, small weights, and wider types."""
     monkeypatch.setattr(dense_matmul, "linear", lambda *given: "library")
     monkeypatch.setattr(dense_matmul, "small_m_matmul", lambda *given, **how: "library")
     assert dense_matmul.dense_matmul(x, weight) == "library"

@@ -31,7 +31,7 @@ def sinks_of(heads: int, programs: bool) -> torch.Tensor | None:
     (8, 1, 64, 16, 100, 200, True),
 ])
 def test_paged_decode(heads, kv_heads, dim, page_size, num_sms, window, sinks):
-    """Lengths below, at and beyond the window, in one piece and in several."""
+    """Lengths below, at and above the window, in one split and in several."""
     lengths = [1, 70, 71, 300]
     table = page_table(lengths, page_size, 800)
     pool = paged_pool(800, kv_heads, page_size, dim, torch.float32)
@@ -69,7 +69,7 @@ def test_paged_prefill(heads, kv_heads, dim, page_size, window, sinks):
 
 @pytest.mark.parametrize("dtype,atol,rtol", DTYPES)
 def test_sinks_after_the_fact(dtype, atol, rtol):
-    """What the scores' log-sum-exp makes of a result without sinks is the result with them."""
+    """A result without sinks, scaled by the scores' log-sum-exp, is the result with them."""
     lengths, heads, dim = [7, 40], 6, 10
     table, pool = page_table(lengths, 4, 20), paged_pool(20, 3, 4, dim, dtype)
     q, sinks = random(2, heads, dim, dtype=dtype), random(heads, dtype=torch.float32, seed=8) * 4
@@ -88,7 +88,7 @@ def test_sinks_after_the_fact(dtype, atol, rtol):
 @pytest.mark.parametrize("dtype,atol,rtol", DTYPES[::2])
 @pytest.mark.parametrize("rows,ordered,limit", [(16, False, 0.5), (16, True, 0.0), (128, True, 0.5)])
 def test_moe_experts_with_biases(rows, ordered, limit, dtype, atol, rtol):
-    """A limit that cuts many values off; of a token's places some are not here."""
+    """A limit that clamps many values; some of a token's experts are not on this rank."""
     tokens, places_here, hidden, size = 37, 4, 32, 48
     places = choices_of(tokens, places_here, 3, 1)
     weights = torch.rand(places.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)

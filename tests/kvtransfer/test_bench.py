@@ -11,7 +11,7 @@ import torch
 
 from baton.common.kvcache.layout import KVLayout
 from baton.kvtransfer.bench import run
-from baton.kvtransfer.bench.worker import Place, Worker
+from baton.kvtransfer.bench.worker import Worker, WorkerRank
 
 TINY = ["--num-layers", "4", "--num-kv-heads", "2", "--head-dim", "8", "--page-size", "4", "--repeat", "2"]
 
@@ -44,7 +44,7 @@ def test_descriptor_sizes_become_layer_groups():
 
 
 def test_a_page_that_differs_has_another_checksum():
-    worker = Worker(Place("receiver", 0, 1, 1), run.BenchArgs(device="cpu"))
+    worker = Worker(WorkerRank("receiver", 0, 1, 1), run.BenchArgs(device="cpu"))
     worker._layout = KVLayout((1,), 2, 8, 2, "bfloat16")
     worker._pool, worker._page_ids = [torch.arange(512, dtype=torch.uint8).view(4, 128) % 7], np.array([2, 0])
     before = worker.digest()[0]

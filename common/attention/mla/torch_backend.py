@@ -72,9 +72,9 @@ class MLATorchBackend:
 
     def run_last_tokens(self, batch: ForwardBatch, layer: int, q: torch.Tensor, latent: torch.Tensor,
                         k_rope: torch.Tensor, up: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-        assert batch.ends is not None
+        assert batch.last_tokens is not None
         store(self._pool, self._mla, batch, layer, q, latent, k_rope, cos_sin)
-        self.plan(batch.ends)
+        self.plan(batch.last_tokens)
         return self._attend(layer, q[batch.logits_rows], up)
 
     def _attend(self, layer: int, q: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

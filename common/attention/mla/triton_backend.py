@@ -82,11 +82,11 @@ class MLATritonBackend:
 
     def run_last_tokens(self, batch: ForwardBatch, layer: int, q: torch.Tensor, latent: torch.Tensor,
                         k_rope: torch.Tensor, up: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-        assert batch.ends is not None
+        assert batch.last_tokens is not None
         store(self._pool, self._mla, batch, layer, q, latent, k_rope, cos_sin)
-        if not batch.ends.num_reqs:
+        if not batch.last_tokens.num_reqs:
             return q.new_empty(0, q.shape[1], self._mla.v_dim)
-        self.plan(batch.ends, ANY_LENGTH)
+        self.plan(batch.last_tokens, ANY_LENGTH)
         return self._attend(layer, q[batch.logits_rows], up)
 
     def _attend(self, layer: int, q: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ class SteppedEngine:
     @property
     def prompt_graphs(self) -> Recorded | None:
         """The piecewise CUDA graphs of prefill steps; None without."""
-        return self._parts.runner.prompts.chosen
+        return self._parts.runner.prefill_graphs.selected
 
     @property
     def asynchronous(self) -> bool:

@@ -1,4 +1,4 @@
-"""Mixtures of experts: ``MoE`` is the layer; the other files are what it is made of."""
+"""Mixtures of experts: ``MoE`` is the layer."""
 
 from .layer import MoE
 

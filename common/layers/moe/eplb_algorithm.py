@@ -1,8 +1,11 @@
-"""Which experts should be on which rank: pure functions over the loads of one layer's experts.
+"""Expert placement of EPLB: pure functions from the loads of one layer's experts to the experts of each rank.
 
-The global policy of DeepSeek's EPLB (github.com/deepseek-ai/EPLB, arXiv:2412.19437, 3.4): the places beyond one an
-expert go, one by one, to the expert whose replicas have the most to do; then the replicas, the busiest first, go to the
-rank with the least to do. Here a rank never holds an expert twice, and what may stay where it is stays.
+The global policy of DeepSeek's EPLB (github.com/deepseek-ai/EPLB, arXiv:2412.19437, 3.4): the physical experts beyond
+one for each logical expert go, one by one, to the expert whose replicas have the highest load; then the replicas, those
+of the highest load first, go to the rank with the lowest load. Here a rank never has two replicas of an expert, and an
+expert stays on its rank where it can.
+
+A placement is the map ``physical_to_logical`` [ranks, experts of a rank].
 """
 
 from __future__ import annotations
@@ -10,83 +13,84 @@ from __future__ import annotations
 import numpy as np
 
 
-def replicas_of(load: np.ndarray, places: int, most: int) -> np.ndarray:
-    """How often each expert is held, at least once and at most ``most`` times; ``places`` in all."""
+def replica_counts(load: np.ndarray, num_physical: int, max_replicas: int) -> np.ndarray:
+    """Returns the number of replicas of each expert, 1 to ``max_replicas``, ``num_physical`` in all."""
     count = np.ones(len(load), np.int64)
-    for _ in range(places - len(load)):
+    for _ in range(num_physical - len(load)):
         # A load of nothing at all still spreads its replicas.
-        share = np.where(count < most, (load + 1e-9) / count, -1.0)
+        share = np.where(count < max_replicas, (load + 1e-9) / count, -1.0)
         count[share.argmax()] += 1
     return count
 
 
-def packed(load: np.ndarray, count: np.ndarray, ranks: int, places: int) -> list[list[int]]:
-    """The experts of each rank, ``places`` different ones, with ``count[e]`` replicas of expert e that share its
-    load."""
+def pack_experts(load: np.ndarray, count: np.ndarray, ranks: int, num_local: int) -> list[list[int]]:
+    """Returns the experts of each rank, ``num_local`` different ones; ``count[e]`` replicas of expert e share its load.
+    """
     each = load / count
-    held: list[list[int]] = [[] for _ in range(ranks)]
+    packed: list[list[int]] = [[] for _ in range(ranks)]
     total = np.zeros(ranks)
     for expert in np.argsort(-each, kind="stable").tolist():
         for _ in range(int(count[expert])):
-            free = [rank for rank in range(ranks) if len(held[rank]) < places]
-            fit = [rank for rank in free if expert not in held[rank]]
-            rank = min(fit, key=lambda rank: total[rank]) if fit else _made_room(held, expert, free[0], each, total)
-            held[rank].append(expert)
+            free = [rank for rank in range(ranks) if len(packed[rank]) < num_local]
+            fit = [rank for rank in free if expert not in packed[rank]]
+            rank = min(fit, key=lambda rank: total[rank]) if fit else _swap_in(packed, expert, free[0], each, total)
+            packed[rank].append(expert)
             total[rank] += each[expert]
-    return held
+    return packed
 
 
-def _made_room(held: list[list[int]], expert: int, rank: int, each: np.ndarray, total: np.ndarray) -> int:
-    """All ranks with a free place hold ``expert``: another rank hands one of its own to ``rank``, and has room.
+def _swap_in(packed: list[list[int]], expert: int, rank: int, each: np.ndarray, total: np.ndarray) -> int:
+    """Frees a slot for ``expert`` where all ranks with a free slot have it already: another rank hands one of its
+    experts to ``rank``. Returns that other rank.
 
-    There is one: it holds more experts than ``rank``, and not this one.
+    There is one: it has more experts than ``rank``, and not this one.
     """
-    giver = next(other for other in range(len(held)) if expert not in held[other])
-    given = min((other for other in held[giver] if other not in held[rank]), key=lambda other: each[other])
-    held[giver].remove(given)
-    held[rank].append(given)
+    giver = next(other for other in range(len(packed)) if expert not in packed[other])
+    given = min((other for other in packed[giver] if other not in packed[rank]), key=lambda other: each[other])
+    packed[giver].remove(given)
+    packed[rank].append(given)
     total[giver] -= each[given]
     total[rank] += each[given]
     return giver
 
 
-def settled(held: list[list[int]], before: np.ndarray) -> np.ndarray:
-    """``[ranks, places]``: the sets of ``held`` given to the ranks that hold most of each already in ``before``, every
-    expert that stays on its rank in its place."""
-    overlap = np.array([[len(set(experts) & set(row)) for row in before.tolist()] for experts in held])
+def minimize_moves(packed: list[list[int]], before: np.ndarray) -> np.ndarray:
+    """Assigns the sets of ``packed`` to the ranks that have most of each in ``before``; an expert that stays on its
+    rank keeps its local index. Returns ``[ranks, experts of a rank]``."""
+    overlap = np.array([[len(set(experts) & set(row)) for row in before.tolist()] for experts in packed])
     after = np.empty_like(before)
-    for _ in held:
+    for _ in packed:
         group, rank = np.unravel_index(overlap.argmax(), overlap.shape)
         overlap[group, :] = -1
         overlap[:, rank] = -1
-        after[rank] = _in_place(held[group], before[rank].tolist())
+        after[rank] = _keep_indices(packed[group], before[rank].tolist())
     return after
 
 
-def _in_place(experts: list[int], before: list[int]) -> list[int]:
+def _keep_indices(experts: list[int], before: list[int]) -> list[int]:
     new = iter([expert for expert in experts if expert not in before])
     return [expert if expert in experts else next(new) for expert in before]
 
 
-def balanced(load: np.ndarray, before: np.ndarray) -> np.ndarray:
-    """A better ``[ranks, places]`` for experts of these loads than ``before``."""
-    ranks, places = before.shape
-    count = replicas_of(load, ranks * places, ranks)
-    return settled(packed(load, count, ranks, places), before)
+def rebalance(load: np.ndarray, before: np.ndarray) -> np.ndarray:
+    """Returns a better placement than ``before`` for experts of these loads."""
+    ranks, num_local = before.shape
+    count = replica_counts(load, ranks * num_local, ranks)
+    return minimize_moves(pack_experts(load, count, ranks, num_local), before)
 
 
-def first_placement(num_experts: int, ranks: int, places: int) -> np.ndarray:
-    """``[ranks, places]`` without any knowledge: neighbours together, and what is redundant spread evenly."""
+def initial_placement(num_experts: int, ranks: int, num_local: int) -> np.ndarray:
+    """Returns a placement without any knowledge of loads: neighbours together, redundant replicas spread evenly."""
     own = np.arange(num_experts).reshape(ranks, -1)
-    more = places - own.shape[1]
-    # Each rank doubles experts of the next one: never its own.
+    more = num_local - own.shape[1]
+    # Each rank replicates experts of the next one: never its own.
     redundant = [[int(own[(rank + 1 + i // own.shape[1]) % ranks, i % own.shape[1]]) for i in range(more)]
                  for rank in range(ranks)]
     return np.concatenate([own, np.array(redundant, np.int64).reshape(ranks, more)], axis=1)
 
 
-def unevenness(load: np.ndarray, placement: np.ndarray) -> float:
-    """What the busiest rank has to do, by the mean of all ranks; 1 is even."""
+def imbalance(load: np.ndarray, placement: np.ndarray) -> float:
+    """Returns the highest load of a rank over the mean of all ranks; 1 is even."""
     count = np.bincount(placement.ravel(), minlength=len(load))
     totals = (load / count)[placement].sum(1)
     return float(totals.max() / totals.mean()) if totals.any() else 1.0

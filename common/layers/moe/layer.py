@@ -1,4 +1,4 @@
-"""A mixture of experts in the place of an MLP."""
+"""The MoE layer: a mixture of experts in place of an MLP."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...distributed.low_latency import GatheredTokens
 from ...distributed.tp import TPGroup
 from ...weights.slots import Allocate, Slot
 from .dispatch import compute_by_all_to_all
-from .eplb_algorithm import balanced, first_placement
+from .eplb_algorithm import initial_placement, rebalance
 from .experts import Experts
 from .placement import Placement
 from .routing import Router
@@ -24,7 +24,7 @@ from .weight_transfer import move_experts
 
 
 class MoE:
-    """``[T, hidden] -> [T, hidden]``: router, this rank's experts, and the expert that all tokens share.
+    """MoE layer ``[T, hidden] -> [T, hidden]``: router, this rank's experts, and the shared expert.
 
     Names in the checkpoint: ``{name}.{spec.router_name}.weight``, ``{name}.experts.{e}.gate_proj.weight``,
     ``{name}.{spec.shared_name}.gate_proj.weight``, ...
@@ -32,131 +32,133 @@ class MoE:
 
     def __init__(self, name: str, spec: MoESpec, hidden_size: int, share: ExpertShare, allocate: Allocate):
         self.share = share
-        self.own_tokens = share.own_tokens
+        self.dispatches_tokens = share.dispatches_tokens
         self.router = Router(f"{name}.{spec.router_name}", spec, hidden_size, allocate)
         self.experts = Experts(f"{name}.experts", spec, hidden_size, share, allocate)
         device = allocate.device
-        self.counts = torch.zeros(spec.num_experts, dtype=torch.int64, device=device) if share.counted else None
+        self.counts = (torch.zeros(spec.num_experts, dtype=torch.int64, device=device)
+                       if share.counts_tokens else None)
         self.placement: Placement | None = None
-        if share.movable:
-            first = first_placement(spec.num_experts, share.ep_size, self.experts.places)
-            self.placement = Placement(first, spec.num_experts, device)
-            self.experts.residents = first[share.ep_rank].tolist()
+        if share.eplb:
+            initial = initial_placement(spec.num_experts, share.ep_size, self.experts.num_local)
+            self.placement = Placement(initial, spec.num_experts, device)
+            self.experts.physical_to_logical = initial[share.ep_rank].tolist()
         self.shared: SharedExpert | None = None
         if spec.shared_size:
-            # Where tokens are spread over the ranks, no other rank would add its part to this one's tokens.
-            tp = TPGroup() if share.spreads else share.group
+            # Where each rank has its own tokens, no other rank would add its part of the shared expert's result.
+            tp = TPGroup() if share.uses_all_to_all else share.group
             self.shared = SharedExpert(f"{name}.{spec.shared_name}", spec, hidden_size, tp, allocate)
 
-    def form(self, rows: int) -> Float8Format | None:
-        """See LinearMethod: None, for the router looks at the rows too."""
+    def activation_format(self, rows: int) -> Float8Format | None:
+        """Returns None: the router reads the rows, too."""
         return None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` and the result are the same on every rank of the group, or with ``own_tokens`` each rank's own."""
-        if self.own_tokens:
-            return self.spread(x)
-        if self.share.spreads:
-            return self._own_rows_gathered(x)
+        """Computes the layer. ``x`` and the result are the same on every rank of the group, or with
+        ``dispatches_tokens`` each rank's own."""
+        if self.dispatches_tokens:
+            return self.forward_all_to_all(x)
+        if self.share.uses_all_to_all:
+            return self._split_rows(x)
         return self.share.group.all_reduce(self.partial(x))
 
-    def pending(self, x: torch.Tensor | GatheredTokens) -> Summed:
-        """The same, its sum left to the norm that follows where there is one to make."""
+    def forward_deferred(self, x: torch.Tensor | GatheredTokens) -> Summed:
+        """Computes the layer, with its sum over the ranks deferred where there is one."""
         if isinstance(x, GatheredTokens):
-            return self._met(x.rows)
-        if self.own_tokens:
-            return self._sent(x)
-        if self.sums and self.share.group.size > 1:
+            return self._forward_low_latency(x.rows)
+        if self.dispatches_tokens:
+            return self._dispatch(x)
+        if self.has_partial and self.share.group.size > 1:
             return DeferredSum(self.partial(x), self.share.group)
         return self(x)
 
     @property
-    def sums(self) -> bool:
-        """Whether there is a ``partial``."""
-        return not self.share.spreads
+    def has_partial(self) -> bool:
+        return not self.share.uses_all_to_all
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's summand, to be added to the other ranks'; only without an all-to-all."""
-        y, shared = self.summands(x)
+        """Returns this rank's summand of the result; needs ``has_partial``."""
+        y, shared = self.partial_pair(x)
         if shared is not None:
             y += shared
         return y
 
-    def summands(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``partial`` as its experts' part and that of the shared expert."""
-        assert self.sums
-        return self._by_experts(x), None if self.shared is None else self.shared.partial(x)
+    def partial_pair(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns ``partial`` as the routed experts' summand and that of the shared expert."""
+        assert self.has_partial
+        return self._routed_experts(x), None if self.shared is None else self.shared.partial(x)
 
-    def _by_experts(self, x: torch.Tensor) -> torch.Tensor:
-        """What this rank's experts add to all ranks' tokens ``x``."""
-        first = self.share.ep_rank * self.experts.places
+    def _routed_experts(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's experts' summand for all ranks' tokens ``x``."""
+        first_id = self.share.ep_rank * self.experts.num_local
         if self.counts is None and self.placement is None:
-            places, weights = self.router(x, self.share.live, first)
+            local_ids, weights = self.router(x, self.share.live, first_id)
         else:
             ids, weights = self.router(x)
-            meeting = self.share.meeting
-            numbers = self._numbers(ids, counted=meeting.own(ids) if meeting and self.share.spreads else ids)
-            places = numbers - first if first else numbers
-        return self.experts(x, places, weights)
+            exchange = self.share.low_latency
+            counted = exchange.local_rows(ids) if exchange and self.share.uses_all_to_all else ids
+            physical_ids = self._physical_ids(ids, counted=counted)
+            local_ids = physical_ids - first_id if first_id else physical_ids
+        return self.experts(x, local_ids, weights)
 
-    def _met(self, rows: torch.Tensor) -> Summed:
-        """Of a decode step, whose rows all ranks have; what the tokens share each computes for its own."""
-        meeting = self.share.meeting
-        assert meeting is not None and self.own_tokens
-        y = self._by_experts(rows)
+    def _forward_low_latency(self, rows: torch.Tensor) -> Summed:
+        """Computes a decode step, whose ``rows`` all ranks have; the shared expert computes each rank's own."""
+        exchange = self.share.low_latency
+        assert exchange is not None and self.dispatches_tokens
+        y = self._routed_experts(rows)
         if self.shared is not None:
-            meeting.own(y).add_(self.shared.partial(meeting.own(rows)))
-        return meeting.parted(y)
+            exchange.local_rows(y).add_(self.shared.partial(exchange.local_rows(rows)))
+        return exchange.reduce_scatter_deferred(y)
 
-    def spread(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` [T, hidden] are this rank's own tokens, as many as it has (0 too); so is the result. Where tokens are
-        spread only; all ranks of the group call it together."""
-        made = self._sent(x)
-        return made if isinstance(made, torch.Tensor) else made.total()
+    def forward_all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        """Computes this rank's own tokens ``x`` [T, hidden], of which there may be none. Needs
+        ``share.uses_all_to_all``; all ranks of the group call it together."""
+        y = self._dispatch(x)
+        return y if isinstance(y, torch.Tensor) else y.reduce()
 
-    def _sent(self, x: torch.Tensor) -> Summed:
-        assert self.share.spreads
-        ids, weights = self.router(x, self._own_live(len(x)))
-        numbers = self._numbers(ids, counted=ids, shift=self.share.group.rank)
-        more = None if self.shared is None else self.shared.partial(x)
-        places, sent = self.experts.places, self.share.sent
-        if sent is not None and sent.takes:
-            return sent.computed(x, numbers, weights, places, self.experts.products, more)
-        y = compute_by_all_to_all(self.share.group, x, numbers, weights, places, self.experts)
-        return y if more is None else y + more
+    def _dispatch(self, x: torch.Tensor) -> Summed:
+        assert self.share.uses_all_to_all
+        ids, weights = self.router(x, self._local_live(len(x)))
+        physical_ids = self._physical_ids(ids, counted=ids, shift=self.share.group.rank)
+        addend = None if self.shared is None else self.shared.partial(x)
+        num_local, all_to_all = self.experts.num_local, self.share.all_to_all
+        if all_to_all is not None and all_to_all.can_dispatch:
+            return all_to_all.dispatch_combine(x, physical_ids, weights, num_local, self.experts.products, addend)
+        y = compute_by_all_to_all(self.share.group, x, physical_ids, weights, num_local, self.experts)
+        return y if addend is None else y + addend
 
-    def _own_live(self, rows: int) -> torch.Tensor | None:
-        """Which of this rank's rows of the step are tokens; None: all."""
+    def _local_live(self, rows: int) -> torch.Tensor | None:
+        """Returns which of this rank's rows of the step are tokens; None: all."""
         live, size = self.share.live, self.share.group.size
-        # Placements know of no negative ids: what pads is then computed as a token.
-        if live is None or self.placement is not None or not self.own_tokens or len(live) != rows * size:
+        # Placements do not map negative ids: padding is then computed as tokens are.
+        if live is None or self.placement is not None or not self.dispatches_tokens or len(live) != rows * size:
             return None
         return live[self.share.group.rank * rows:(self.share.group.rank + 1) * rows]
 
-    def _own_rows_gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """Each rank computes an equal part of the rows, padded; then all have all."""
+    def _split_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Computes an equal part of the rows, padded, on each rank; then gathers them."""
         group = self.share.group
         each = -(-x.shape[0] // group.size)
-        mine = self.spread(x[group.rank * each:(group.rank + 1) * each])
+        mine = self.forward_all_to_all(x[group.rank * each:(group.rank + 1) * each])
         padded = torch.nn.functional.pad(mine, (0, 0, 0, each - mine.shape[0]))
         parts = group.all_gather_last_dim(padded.flatten()).view(group.size * each, x.shape[1])
         return parts[:x.shape[0]]
 
-    def _numbers(self, ids: torch.Tensor, *, counted: torch.Tensor, shift: int = 0) -> torch.Tensor:
-        """Places, numbered over all ranks, of experts that are computed now, of which this rank counts ``counted``."""
+    def _physical_ids(self, ids: torch.Tensor, *, counted: torch.Tensor, shift: int = 0) -> torch.Tensor:
+        """Maps expert ids to physical ones; counts the tokens of ``counted``, this rank's part of them."""
         if self.counts is not None:
             self.counts.scatter_add_(0, counted.flatten(), torch.ones_like(counted).flatten())
-        return ids if self.placement is None else self.placement.numbers_of(ids, shift=shift)
+        return ids if self.placement is None else self.placement.to_physical(ids, shift=shift)
 
     def rebalance(self, load: np.ndarray) -> int:
-        """Move experts to where tokens as of late (``load`` [num_experts], equal on all ranks) make the ranks work
-        alike. All ranks call it between two steps. Returns how many experts came to this rank."""
+        """Moves experts so that recent tokens (``load`` [num_experts], equal on all ranks) would load the ranks evenly.
+        All ranks call it between two steps. Returns how many experts this rank got from others."""
         assert self.placement is not None
-        before = self.placement.residents
-        after = balanced(load, before)
+        before = self.placement.physical_to_logical
+        after = rebalance(load, before)
         moved = move_experts(self.share.group, before, after, self.experts.stacks)
-        self.placement.move(after)
-        self.experts.residents = after[self.share.ep_rank].tolist()
+        self.placement.update(after)
+        self.experts.physical_to_logical = after[self.share.ep_rank].tolist()
         return moved
 
     def slots(self) -> Iterator[Slot]:

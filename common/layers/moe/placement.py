@@ -1,4 +1,4 @@
-"""Where a layer's experts are, as the device needs it."""
+"""The logical-to-physical map of a layer's experts, on the device."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ import torch
 
 
 class Placement:
-    """Place p of rank r holds expert ``residents[r, p]`` and has the number r * places + p. Every expert is somewhere,
-    and on no rank twice.
+    """Physical expert p of rank r has the id r * experts of a rank + p, and computes the logical expert
+    ``physical_to_logical[r, p]``. Every logical expert has a physical one, and never two on a rank.
 
-    The tables are changed in place, so that captured CUDA graphs see each ``move``.
+    The tables are changed in place, so that captured CUDA graphs see each ``update``.
     """
 
-    def __init__(self, residents: np.ndarray, num_experts: int, device: torch.device):
-        ranks = residents.shape[0]
-        self._numbers = torch.zeros(num_experts, ranks, dtype=torch.int64, device=device)
-        self._counts = torch.ones(num_experts, dtype=torch.int64, device=device)
-        self.move(residents)
+    def __init__(self, physical_to_logical: np.ndarray, num_experts: int, device: torch.device):
+        ranks = physical_to_logical.shape[0]
+        self._logical_to_physical = torch.zeros(num_experts, ranks, dtype=torch.int64, device=device)
+        self._replica_counts = torch.ones(num_experts, dtype=torch.int64, device=device)
+        self.update(physical_to_logical)
 
-    def move(self, residents: np.ndarray) -> None:
-        """Experts are there from now on."""
-        self.residents = residents
-        numbers = np.zeros(self._numbers.shape, np.int64)
-        counts = np.zeros(len(numbers), np.int64)
-        for number, expert in enumerate(residents.ravel().tolist()):
-            numbers[expert, counts[expert]] = number
+    def update(self, physical_to_logical: np.ndarray) -> None:
+        """Replaces the map, once the experts have been moved."""
+        self.physical_to_logical = physical_to_logical
+        physical_ids = np.zeros(self._logical_to_physical.shape, np.int64)
+        counts = np.zeros(len(physical_ids), np.int64)
+        for physical_id, expert in enumerate(physical_to_logical.ravel().tolist()):
+            physical_ids[expert, counts[expert]] = physical_id
             counts[expert] += 1
         assert counts.min() > 0
-        self._numbers.copy_(torch.from_numpy(numbers))
-        self._counts.copy_(torch.from_numpy(counts))
+        self._logical_to_physical.copy_(torch.from_numpy(physical_ids))
+        self._replica_counts.copy_(torch.from_numpy(counts))
 
-    def numbers_of(self, experts: torch.Tensor, *, shift: int = 0) -> torch.Tensor:
-        """``[T, K]`` expert ids to numbers of places. Replicas take turns by the token's row plus ``shift``, so that
-        ranks with the same tokens choose alike."""
+    def to_physical(self, experts: torch.Tensor, *, shift: int = 0) -> torch.Tensor:
+        """Maps logical expert ids ``[T, K]`` to physical ones. A token's row plus ``shift`` selects the replica, so
+        that ranks with the same tokens select the same."""
         rows = torch.arange(shift, shift + experts.shape[0], device=experts.device)[:, None]
-        return self._numbers[experts, rows % self._counts[experts]]
+        return self._logical_to_physical[experts, rows % self._replica_counts[experts]]

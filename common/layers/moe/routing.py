@@ -1,4 +1,4 @@
-"""Which experts compute a token, and with what weight."""
+"""The router of an MoE layer: selects each token's experts and their weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...weights.slots import Allocate, Slot
 
 
 class Router:
-    """Whole on every rank: its choice must be the same on all of them."""
+    """Router, replicated on every rank: its choice must be the same on all of them."""
 
     def __init__(self, name: str, spec: MoESpec, hidden_size: int, allocate: Allocate):
         self.name = name
@@ -23,14 +23,14 @@ class Router:
         self.offset = allocate(spec.num_experts) if spec.router_bias else None
 
     def __call__(self, x: torch.Tensor, live: torch.Tensor | None = None,
-                 first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(expert ids [T, top_k] int64, weights [T, top_k] float32)`` of hidden states ``[T, hidden]``; the ids less
-        ``first``, and negative in rows where ``live`` [T] is 0."""
-        return moe_topk(self.logits(x), self.bias, self.spec, live, first)
+                 first_id: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns ``(expert ids [T, top_k] int64, weights [T, top_k] float32)`` of hidden states ``[T, hidden]``. The
+        ids are relative to ``first_id``, and negative in rows where ``live`` [T] is 0."""
+        return moe_topk(self.logits(x), self.bias, self.spec, live, first_id)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """``[T, num_experts]``. Sigmoid scores of many experts lie close together, so that DeepSeek-V3 asks for
-        float32 in the product too; softmax models were trained with it in the model's type."""
+        """Computes router logits ``[T, num_experts]``. Sigmoid scores of many experts lie close together, so that
+        DeepSeek-V3 needs float32 in the GEMM too; softmax models were trained with it in the model's type."""
         if self.spec.scoring == "sigmoid":
             return linear(x.float(), self.weight.float())
         return linear(x, self.weight, self.offset)

@@ -1,4 +1,4 @@
-"""The expert that computes every token."""
+"""The shared expert, which computes every token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..mlp import MLP
 
 
 class SharedExpert:
-    """An MLP split over the ranks of ``tp``; Qwen2-MoE's weighs it for each token by a sigmoid of its own."""
+    """An MLP split over the ranks of ``tp``; Qwen2-MoE scales its result for each token by a sigmoid gate."""
 
     def __init__(self, name: str, spec: MoESpec, hidden_size: int, tp: TPGroup, allocate: Allocate):
         self.name = name
@@ -22,7 +22,7 @@ class SharedExpert:
         self.gate = allocate(1, hidden_size) if spec.shared_gate else None
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's summand of ``[T, hidden]``."""
+        """Returns this rank's summand of ``[T, hidden]``."""
         y = self.mlp.partial(x)
         return y if self.gate is None else linear(x, self.gate).sigmoid() * y
 

@@ -1,4 +1,4 @@
-"""One linear layer of every expert that a rank holds, with the parameters stacked for the grouped kernels."""
+"""One linear layer of every expert of a rank, with parameters stacked for the grouped kernels."""
 
 from __future__ import annotations
 
@@ -20,67 +20,71 @@ from ...weights.slots import Allocate, Slot
 
 @dataclass(frozen=True)
 class _Slices(Allocate):
-    """Gives the parameters of one of ``places`` alike modules: the n-th is a slice of the n-th stack."""
+    """Allocates the parameters of module ``index`` of ``num_modules`` alike ones: the n-th is a slice of the n-th
+    stack.
+    """
 
-    places: int = 0
-    place: int = 0
+    num_modules: int = 0
+    index: int = 0
     stacks: list[torch.Tensor] = field(default_factory=list)
-    given: Iterator[int] = field(default_factory=count)
+    allocated: Iterator[int] = field(default_factory=count)
 
     def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        index = next(self.given)
-        if index == len(self.stacks):
-            self.stacks.append(super().__call__(self.places, *shape, dtype=dtype))
-        return self.stacks[index][self.place]
+        number = next(self.allocated)
+        if number == len(self.stacks):
+            self.stacks.append(super().__call__(self.num_modules, *shape, dtype=dtype))
+        return self.stacks[number][self.index]
 
 
 class ExpertLinear:
-    """``[S, out, in]`` as ``weight``, with ``scales`` where it is in float8: for each place a linear layer in the form
-    that the model is quantized in, made of ``shards_of(expert)``. ``bias`` [S, out] in the engine's type; all zeros
-    without ``adds_bias``."""
+    """Linear layers of S experts: ``weight`` [S, out, in], with ``scale`` where it is float8. Each is a linear method
+    in the model's quantization format, made of ``shards_of(expert)``. ``bias`` [S, out] is in the engine's type; all
+    zeros without ``adds_bias``."""
 
-    def __init__(self, places: int, width: int, shards_of: Callable[[int], list[Shard]], allocate: Allocate, *,
+    def __init__(self, num_experts: int, width: int, shards_of: Callable[[int], list[Shard]], allocate: Allocate, *,
                  bias: bool = False, adds_bias: bool = True):
         self.shards_of = shards_of
         stacks: list[torch.Tensor] = []
-        self.methods = [linear_method(shards_of(place), width, _Slices(
-            allocate.own, allocate.device, allocate.scheme, places, place, stacks)) for place in range(places)]
+        self.methods = [linear_method(shards_of(index), width, _Slices(
+            allocate.dtype, allocate.device, allocate.scheme, num_experts, index,
+            stacks)) for index in range(num_experts)]
         _check(self.methods[0], shards_of(0)[0].name)
-        self._of_weight = stacks
-        self.bias = allocate(places, sum(shard.size for shard in shards_of(0))) if bias else None
+        self._weight_stacks = stacks
+        self.bias = allocate(num_experts, sum(shard.size for shard in shards_of(0))) if bias else None
         self._adds_bias = adds_bias
         if self.bias is not None and not adds_bias:
             self.bias.zero_()
 
     @property
     def weight(self) -> torch.Tensor:
-        return self._of_weight[0]
+        return self._weight_stacks[0]
 
     @property
     def scale(self) -> torch.Tensor | None:
-        return self._of_weight[1] if len(self._of_weight) > 1 else None
+        return self._weight_stacks[1] if len(self._weight_stacks) > 1 else None
 
     @property
     def stacks(self) -> list[torch.Tensor]:
-        """All that belongs to an expert, [S, ...] each."""
-        return self._of_weight if self.bias is None else [*self._of_weight, self.bias]
+        """All parameters, [S, ...] each."""
+        return self._weight_stacks if self.bias is None else [*self._weight_stacks, self.bias]
 
     @property
-    def by(self) -> By:
+    def granularity(self) -> By:
+        """The granularity of weight scales, as the grouped kernels name it."""
         return "block" if isinstance(self.methods[0], Fp8Block) else "row"
 
-    def slots(self, residents: list[int], num_experts: int) -> Iterator[Slot]:
-        """Of all experts, for place p holds expert ``residents[p]``; those of experts held elsewhere take nothing."""
-        here = {expert: place for place, expert in enumerate(residents)}
+    def slots(self, physical_to_logical: list[int], num_experts: int) -> Iterator[Slot]:
+        """Yields the slots of all logical experts; those of experts on other ranks have empty targets."""
+        local_index = {expert: index for index, expert in enumerate(physical_to_logical)}
         for expert in range(num_experts):
-            place = here.get(expert, 0)
-            names = {made.name: wanted.name for made, wanted in zip(self.shards_of(place), self.shards_of(expert))}
-            for slot in self.methods[place].slots():
+            is_local, index = expert in local_index, local_index.get(expert, 0)
+            names = {built.name: loaded.name for built, loaded in zip(self.shards_of(index), self.shards_of(expert))}
+            for slot in self.methods[index].slots():
                 shard, _, kind = slot.name.rpartition(".")
                 slot = replace(slot, name=f"{names[shard]}.{kind}")
-                yield slot if expert in here else replace(slot, target=slot.target[:0], take=None)
+                yield slot if is_local else replace(slot, target=slot.target[:0], load=None)
             if self.bias is not None:
-                yield from self._bias_slots(expert, self.bias[place] if expert in here else self.bias[0, :0])
+                yield from self._bias_slots(expert, self.bias[index] if is_local else self.bias[0, :0])
 
     def _bias_slots(self, expert: int, bias: torch.Tensor) -> Iterator[Slot]:
         for shard in self.shards_of(expert):
@@ -89,7 +93,7 @@ class ExpertLinear:
 
 
 def _check(method: LinearMethod, name: str) -> None:
-    """Raises ConfigError for a form that the grouped kernels do not compute."""
+    """Raises ConfigError for a quantization format that the grouped kernels do not support."""
     if isinstance(method, Fp8Block) and method.scheme.block != BLOCK:
         tall, wide = method.scheme.block
         raise ConfigError(f"{name} is quantized in blocks of {tall} x {wide}; experts are computed in blocks of "

@@ -1,4 +1,4 @@
-"""Experts' weights from rank to rank."""
+"""Moves experts' weights between ranks, for EPLB."""
 
 from __future__ import annotations
 
@@ -10,40 +10,41 @@ import torch
 from ...distributed.tp import TPGroup
 
 
-def sources_of(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """``[ranks, places]`` of the rank that place gets its new expert from, -1 where the expert stays; see ``Placement``
-    for ``before`` and ``after``. Holders of an expert take turns."""
+def source_ranks(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """Returns the rank ``[ranks, experts of a rank]`` that each physical expert gets its weights from, -1 where its
+    expert stays; ``before`` and ``after`` are placements. Ranks with an expert send it in turn."""
     holders: dict[int, list[int]] = {}
     for rank, experts in enumerate(before.tolist()):
         for expert in experts:
             holders.setdefault(expert, []).append(rank)
     sources = np.full(after.shape, -1, np.int64)
-    for rank, place in zip(*np.nonzero(before != after)):
-        ranks = holders[int(after[rank, place])]
+    for rank, index in zip(*np.nonzero(before != after)):
+        ranks = holders[int(after[rank, index])]
         if rank in ranks:
-            sources[rank, place] = rank
+            sources[rank, index] = rank
             continue
-        sources[rank, place] = ranks[0]
+        sources[rank, index] = ranks[0]
         ranks.append(ranks.pop(0))
     return sources
 
 
 def move_experts(group: TPGroup, before: np.ndarray, after: np.ndarray, stacks: Sequence[torch.Tensor]) -> int:
-    """Bring the slices of ``stacks`` ([places, ..., n] each, of this rank) from where ``before`` has the experts to
-    where ``after`` has them; every rank of ``group`` calls it. Returns how many this rank took from others.
+    """Moves the slices of ``stacks`` ([experts of a rank, ..., n] each, this rank's) from the placement ``before`` to
+    ``after``; every rank of ``group`` calls it. Returns the number of experts that this rank got from others.
 
-    At most one layer's moved experts are in memory beside the stacks.
+    At most one layer's moved experts are in memory besides the stacks.
     """
-    sources = sources_of(before, after)
-    wanted = [(to, place, int(sources[to, place])) for to, place in zip(*np.nonzero(sources >= 0))]
+    sources = source_ranks(before, after)
+    moves = [(to, index, int(sources[to, index])) for to, index in zip(*np.nonzero(sources >= 0))]
     own = before[group.rank].tolist()
-    leaving = [[own.index(after[to, place]) for to, place, source in wanted if source == group.rank and to == target]
-               for target in range(group.size)]
-    coming = [[place for to, place, source in wanted if to == group.rank and source == origin]
-              for origin in range(group.size)]
+    outgoing = [[own.index(after[to, index]) for to, index, source in moves if source == group.rank and to == target]
+                for target in range(group.size)]
+    incoming = [[index for to, index, source in moves if to == group.rank and source == origin]
+                for origin in range(group.size)]
     for stack in stacks:
         rows = stack.view(torch.uint8).flatten(1)
-        sent = rows[[place for places in leaving for place in places]]
-        taken = group.all_to_all_rows(sent, [len(places) for places in leaving], [len(places) for places in coming])
-        rows[[place for places in coming for place in places]] = taken
-    return sum(len(places) for origin, places in enumerate(coming) if origin != group.rank)
+        sent = rows[[index for indices in outgoing for index in indices]]
+        received = group.all_to_all_rows(sent, [len(indices) for indices in outgoing],
+                                         [len(indices) for indices in incoming])
+        rows[[index for indices in incoming for index in indices]] = received
+    return sum(len(indices) for origin, indices in enumerate(incoming) if origin != group.rank)

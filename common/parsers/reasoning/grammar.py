@@ -12,8 +12,8 @@ def reasoning_before(reasoning: ReasoningFormat, inside: bool) -> list[Node]:
     if reasoning.harmony:
         return [optional(tag(f"{CHANNEL}analysis{MESSAGE}", ANY_TEXT, f"{END}{START}assistant"))]
     space: Node = {"type": "regex", "pattern": r"\n{0,2}"}
-    thought = sequence([tag("" if inside else reasoning.opener, ANY_TEXT, reasoning.closer), space])
-    return [thought if inside else optional(thought)]
+    reasoning_text = sequence([tag("" if inside else reasoning.opener, ANY_TEXT, reasoning.closer), space])
+    return [reasoning_text if inside else optional(reasoning_text)]
 
 
 def answer_head(harmony: bool) -> Node | None:

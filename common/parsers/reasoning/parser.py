@@ -8,19 +8,19 @@ from .format import ReasoningFormat
 
 
 def begins_inside(reasoning: ReasoningFormat, prompt: str) -> bool:
-    """Whether an answer to ``prompt`` begins with reasoning that is already opened."""
+    """True where an answer to ``prompt`` begins within reasoning that is already opened."""
     if prompt.rstrip().endswith(reasoning.opener):
         return True
     return reasoning.always and not begins_after(reasoning, prompt)
 
 
 def begins_after(reasoning: ReasoningFormat, prompt: str) -> bool:
-    """Whether ``prompt`` has closed the reasoning: templates open and close it to suppress it."""
+    """True where ``prompt`` has closed the reasoning: templates open and close it to suppress it."""
     return not reasoning.harmony and prompt.rstrip().endswith(reasoning.closer)
 
 
 def continues_inside(reasoning: ReasoningFormat, begun: str) -> bool:
-    """Whether the text ``begun`` of an answer is continued with reasoning."""
+    """True where an answer that begins with the text ``begun`` continues with reasoning."""
     return begun.rfind(reasoning.opener) > begun.rfind(reasoning.closer)
 
 
@@ -39,7 +39,7 @@ class ReasoningParser:
         self._cursor = Cursor()
         self._steps = self._read(self._cursor)
         self._thinking = True
-        self._thought: list[str] = []
+        self._reasoning_text: list[str] = []
         self._end = 0
 
     @property
@@ -55,8 +55,8 @@ class ReasoningParser:
             next(self._steps)
         except StopIteration:
             self._thinking = False
-            return [*self._take_thought(), *self._rest.push(cursor.read + cursor.unread)]
-        return self._take_thought() if self._stream else []
+            return [*self._take_reasoning(), *self._rest.push(cursor.read + cursor.unread)]
+        return self._take_reasoning() if self._stream else []
 
     def finish(self) -> list[OutputDelta]:
         if self._thinking:
@@ -64,9 +64,9 @@ class ReasoningParser:
             return [*self.push(""), *self._rest.finish()]
         return self._rest.finish()
 
-    def _take_thought(self) -> list[OutputDelta]:
+    def _take_reasoning(self) -> list[OutputDelta]:
         """The reasoning that became certain."""
-        text, self._thought = "".join(self._thought), []
+        text, self._reasoning_text = "".join(self._reasoning_text), []
         if not text:
             return []
         return [ReasoningDelta(text) if self._separate else text]
@@ -78,7 +78,7 @@ class ReasoningParser:
         if not opened and not self._inside:
             return
         if not self._separate:
-            self._thought.append(cursor.read)
+            self._reasoning_text.append(cursor.read)
             cursor.drop()
         else:
             yield from cursor.skip()
@@ -86,14 +86,14 @@ class ReasoningParser:
         self._end = cursor.offset
         yield from cursor.until(self._format.closer, *self._format.interrupters, emit=self._think, trim=self._separate)
         if (yield from cursor.take(self._format.closer)) and not self._separate:
-            self._thought.append(self._format.closer)
+            self._reasoning_text.append(self._format.closer)
         self._end = cursor.offset
         if self._separate:
             yield from cursor.skip()
         cursor.drop()
 
     def _think(self, text: str) -> None:
-        self._thought.append(text)
+        self._reasoning_text.append(text)
         self._end = self._cursor.offset
 
 

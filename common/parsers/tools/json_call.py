@@ -12,7 +12,7 @@ _NAME, _ARGUMENTS = "name", ("arguments", "parameters")
 
 
 def json_object(cursor: Cursor) -> Step[bool]:
-    """Whether a JSON object comes next, after white space (which is read)."""
+    """True where a JSON object comes next, after white space (which is read)."""
     yield from cursor.skip()
     while not cursor.next:
         if not (yield from cursor.more()):

@@ -10,7 +10,7 @@ Schema = Mapping[str, Any]
 
 
 def is_string(schema: Schema | None) -> bool:
-    """Whether the schema allows only strings, so that a bare value is one as it is."""
+    """True where the schema allows only strings, so that a bare value is one as it is."""
     if schema is None:
         return False
     kind, choices = schema.get("type"), schema.get("enum")

@@ -1,4 +1,4 @@
-"""Which steps of prompts the host launches more slowly than the device computes them."""
+"""Launch cost of prefill steps: the sizes at which the host launches kernels more slowly than the device runs them."""
 
 from __future__ import annotations
 
@@ -10,62 +10,61 @@ import torch
 
 from ...models.causal_lm import CausalLM
 
-_LAYERS = 8
-"""That are tried."""
-_WAITS = 1.2
-"""Times what launching takes, in which a device has done a step that it waits for."""
-_AHEAD = 2.0
-"""In so many times the host is so far ahead that nothing is won by launching faster."""
+_TRIAL_LAYERS = 8
+_MAX_LAUNCH_BOUND_RATIO = 1.2
+"""Time of a step over the time of launching it, up to which the device waits for the host all the time."""
+_MAX_USEFUL_RATIO = 2.0
+"""The same ratio above which the host is so far ahead that faster launching gains nothing."""
 
 Trial = Callable[[int, Callable[[], None]], float]
-"""``(size, work)``: how many times what launching ``work`` takes the device has done it in, equal on all ranks."""
+"""``(size, work)``: returns the time of ``work`` on the device over the time of launching it, equal on all ranks."""
 
 
-def launch_bound(model: CausalLM, sizes: Sequence[int], trial: Trial) -> tuple[list[int], int]:
-    """Of ``sizes``, which ascend, those of which launching faster makes steps of so many rows faster; and the largest
-    at which the device waits for the host all the time (0: none), so that more rows cost nothing.
+def launch_bound_sizes(model: CausalLM, sizes: Sequence[int], trial: Trial) -> tuple[list[int], int]:
+    """Returns those of ``sizes``, which ascend, at which faster launching makes steps faster; and the largest at which
+    the device waits for the host all the time (0: none), so that more rows cost nothing.
 
     A trial's ``work`` launches what a few layers compute between attentions.
     """
-    most, device = sizes[-1], model.cos_sin.device
-    entering = torch.randn(most, model.width, dtype=model.dtype, device=device)  # zeros would all go to few experts
-    heads = torch.randn(most, model.layers[0].attention.width, dtype=model.dtype, device=device)
+    largest, device = sizes[-1], model.cos_sin.device
+    inputs = torch.randn(largest, model.hidden_size, dtype=model.dtype, device=device)  # zeros would go to few experts
+    heads = torch.randn(largest, model.layers[0].attention.width, dtype=model.dtype, device=device)
 
-    def through(size: int) -> None:
-        rows, residual = entering[:size], None
-        for index in range(min(_LAYERS, len(model.layers))):
-            _, residual = model.between(index, rows, residual)
+    def compute(size: int) -> None:
+        rows, residual = inputs[:size], None
+        for index in range(min(_TRIAL_LAYERS, len(model.layers))):
+            _, residual = model.between_attentions(index, rows, residual)
             rows = heads[:size]
 
     @cache
-    def times(size: int) -> float:
-        return trial(size, lambda: through(size))
+    def ratio(size: int) -> float:
+        return trial(size, lambda: compute(size))
 
-    won = sizes[:_count(sizes, lambda size: times(size) < _AHEAD)]
-    free = _count(won, lambda size: times(size) < _WAITS)
-    return list(won), won[free - 1] if free else 0
+    useful = sizes[:_count(sizes, lambda size: ratio(size) < _MAX_USEFUL_RATIO)]
+    launch_bound = _count(useful, lambda size: ratio(size) < _MAX_LAUNCH_BOUND_RATIO)
+    return list(useful), useful[launch_bound - 1] if launch_bound else 0
 
 
 def _count(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
-    """How many fit, the largest of which are those that do not."""
-    fewest, most = 0, len(sizes)
-    while fewest < most:
-        middle = (fewest + most + 1) // 2
+    """Returns how many sizes fit, by bisection: those that do not are the largest."""
+    low, high = 0, len(sizes)
+    while low < high:
+        middle = (low + high + 1) // 2
         if fits(sizes[middle - 1]):
-            fewest = middle
+            low = middle
         else:
-            most = middle - 1
-    return fewest
+            high = middle - 1
+    return low
 
 
-def times_of_launching(work: Callable[[], None], device: torch.device) -> float:
-    """See Trial. The first time, which compiles, does not count."""
-    found = []
+def launch_ratio(work: Callable[[], None], device: torch.device) -> float:
+    """Measures a Trial's ratio. The first run, which compiles, does not count."""
+    ratios = []
     for _ in range(3):
         torch.cuda.synchronize(device)
         began = time.perf_counter()
         work()
         launched = time.perf_counter()
         torch.cuda.synchronize(device)
-        found.append((time.perf_counter() - began) / (launched - began))
-    return min(found[1:])
+        ratios.append((time.perf_counter() - began) / (launched - began))
+    return min(ratios[1:])

@@ -1,11 +1,11 @@
-"""Prompts' steps as CUDA graphs in pieces: what a layer computes row by row launches at once, attention does not.
+"""Piecewise CUDA graphs of prefill steps: what layers compute row by row launches at once, attention does not.
 
 Between the attentions of two layers nothing depends on how rows belong to requests, so that a graph captured for a
-number of rows computes any batch of up to so many. (vLLM and SGLang call them piecewise CUDA graphs.) Of the last layer
-only what stands before its attention is recorded: behind it few rows are left.
+number of rows computes any batch of up to as many. In the last layer the graphs end before its attention: after it few
+rows are left.
 
-Rows of padding begin as zeros, and attend to what steps before have left there. They are not routed to experts, nobody
-stores their keys, and no row that is a token depends on them.
+Padding rows are zeros at first, and then have what steps before have left there. They are not routed to experts, their
+keys are not stored, and no row that is a token depends on them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from ...config.model import ModelSpec
 from ...config.server import ServerConfig
-from ...distributed.capture import may_capture_prompts
+from ...distributed.capture import may_capture_prefill
 from ...distributed.live_rows import LiveRows
 from ...distributed.parallel import Parallel
 from ...forward.host_copies import upload_joined
@@ -28,106 +28,111 @@ from ...layers.moe import MoE
 from ...models.causal_lm import CausalLM
 from ...models.piecewise import Projected
 
-_MOST_PADDED = 1.0625
-"""Rows computed for each that is a token, where they cost something."""
-_MOST_PADDED_GROUPS = 2.0
-"""The same of attention groups that meet in experts, which compute no padding: it costs a group nothing to compute as
-many rows as the others do meanwhile, and what travels is what a sum over copies of all rows would move."""
+_MAX_PADDING_RATIO = 1.0625
+"""Rows computed for each token, at most, where padding costs something."""
+_MAX_PADDING_RATIO_MOE_DP = 2.0
+"""The same ratio with data-parallel attention and MoE, whose experts compute no padding: it costs a group nothing to
+compute as many rows as the others do meanwhile, and the exchange moves as many rows as a sum over copies of all would.
+"""
 
 T = TypeVar("T")
 Replay = Callable[[], None]
 
 
 class Recorder(Protocol):
-    """Records work on tensors that stay where they are."""
+    """Records work on tensors with fixed addresses."""
 
     def record(self, work: Callable[[], T]) -> tuple[T, Replay]:
-        """The tensors that it leaves its results in, and how to do it again."""
+        """Returns the tensors with the results of ``work``, and a callable that runs it again."""
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory, which what is recorded later may use as well."""
+        """Returns a tensor of the same memory that does not own it: later recordings may use the memory as well."""
 
 
 class Recorded(NamedTuple):
-    """What to record: steps of ``sizes`` rows, of which those up to ``free`` take as long with a token as with all."""
+    """The sizes to record, in rows. Steps of up to ``launch_bound`` rows take the same time however many are tokens."""
 
     sizes: list[int]
-    free: int
+    launch_bound: int
 
 
 class Piece(NamedTuple):
+    """The graph between two attentions, and its outputs."""
+
     replay: Replay
     projected: Projected
     residual: torch.Tensor
 
 
 def default_sizes(largest: int) -> list[int]:
-    """Tokens, four sizes an octave beyond 256: a step is padded by an eighth on average."""
+    """Returns sizes in tokens, four an octave beyond 256: a step is padded by an eighth on average."""
     sizes = [32, 64, 128, 192, 256]
     sizes += [quarter << bits for bits in range(6, largest.bit_length()) for quarter in (5, 6, 7, 8)]
     return [size for size in sizes if size < largest] + [largest]
 
 
-def prompt_sizes(config: ServerConfig, spec: ModelSpec, parallel: Parallel) -> list[int]:
-    """Those that may be recorded of a server of ``config``, whose ranks may capture."""
+def prefill_graph_sizes(config: ServerConfig, spec: ModelSpec, parallel: Parallel) -> list[int]:
+    """Returns the sizes that may be recorded with ``config``, on ranks that may capture."""
     largest = config.captured_prompts(spec.context_length)
-    wanted = [size for size in config.kernels.piecewise_cuda_graph_tokens if size <= largest]
-    sizes = sorted(wanted) or default_sizes(largest)
-    return [size for size in sizes if 0 < size <= largest and may_capture_prompts(parallel, size)]
+    requested = [size for size in config.kernels.piecewise_cuda_graph_tokens if size <= largest]
+    sizes = sorted(requested) or default_sizes(largest)
+    return [size for size in sizes if 0 < size <= largest and may_capture_prefill(parallel, size)]
 
 
 class PrefillGraphs:
-    """Records at construction. ``groups``: attention groups whose rows meet in a layer, as many of each. ``begin`` is
-    told of a size before a step of it is computed, ``progress`` of the share that is done."""
+    """Records at construction. ``groups``: attention groups that compute together, with as many rows each.
+    ``begin_step`` is called with a size before a step of that size is computed, ``progress`` with the fraction done."""
 
-    def __init__(self, model: CausalLM, wanted: Recorded, groups: int, live: LiveRows, recorder: Recorder,
-                 begin: Callable[[int], None], progress: Callable[[float], None]):
-        self._sizes, self._free = sorted(wanted.sizes), wanted.free
+    def __init__(self, model: CausalLM, recorded: Recorded, groups: int, live: LiveRows, recorder: Recorder,
+                 begin_step: Callable[[int], None], progress: Callable[[float], None]):
+        self._sizes, self._launch_bound = sorted(recorded.sizes), recorded.launch_bound
         self._groups = groups
-        in_experts = groups > 1 and isinstance(model.layers[-1].mlp, MoE)
-        self._most_padded = _MOST_PADDED_GROUPS if in_experts else _MOST_PADDED
-        most, device = self._sizes[-1], model.cos_sin.device
-        self._entering = torch.zeros(most, model.width, dtype=model.dtype, device=device)
-        self._heads = torch.zeros(most, model.layers[0].attention.width, dtype=model.dtype, device=device)
-        self._live = torch.zeros(groups * most, dtype=torch.int32, device=device)
-        self._marked: tuple[int, list[int]] | None = None  # a size, and the tokens of each group that ``_live`` tells
+        is_moe_dp = groups > 1 and isinstance(model.layers[-1].mlp, MoE)
+        self._max_padding_ratio = _MAX_PADDING_RATIO_MOE_DP if is_moe_dp else _MAX_PADDING_RATIO
+        largest, device = self._sizes[-1], model.cos_sin.device
+        self._inputs = torch.zeros(largest, model.hidden_size, dtype=model.dtype, device=device)
+        self._attention_out = torch.zeros(largest, model.layers[0].attention.width, dtype=model.dtype, device=device)
+        self._live = torch.zeros(groups * largest, dtype=torch.int32, device=device)
+        self._marked: tuple[int, list[int]] | None = None  # the size and the tokens of each group that ``_live`` has
         self._pieces: dict[int, list[Piece]] = {}
         # The largest first: the smaller ones then fit into its memory.
         for done, size in enumerate(reversed(self._sizes), 1):
-            begin(size)
-            with live.of(self._live[:groups * size]):
+            begin_step(size)
+            with live.using(self._live[:groups * size]):
                 self._pieces[size] = self._record(model, size, recorder)
             progress(done / len(self._sizes))
 
     def _record(self, model: CausalLM, size: int, recorder: Recorder) -> list[Piece]:
         pieces: list[Piece] = []
-        rows, residual = self._entering[:size], None
+        rows, residual = self._inputs[:size], None
         for index in range(len(model.layers)):
-            (projected, residual), replay = recorder.record(partial(model.between, index, rows, residual))
-            replay()  # the next piece is tried on what this one gives
+            (projected, residual), replay = recorder.record(partial(model.between_attentions, index, rows, residual))
+            replay()  # the next piece is tried on this one's results
             pieces.append(Piece(replay, tuple(map(recorder.alias, projected)), recorder.alias(residual)))
-            rows = self._heads[:size]
+            rows = self._attention_out[:size]
         return pieces
 
-    def size_for(self, tokens: Sequence[int]) -> int | None:
-        """The recorded size at which a step of so many ``tokens`` of each attention group runs; None where it is larger
-        than all, or would be padding for too large a part."""
-        index = bisect_left(self._sizes, max(tokens))
+    def size_for(self, num_tokens: Sequence[int]) -> int | None:
+        """Returns the recorded size at which a step with ``num_tokens`` of each attention group runs; None where it is
+        larger than all, or too large a part would be padding."""
+        index = bisect_left(self._sizes, max(num_tokens))
         if index == len(self._sizes):
             return None
         size = self._sizes[index]
-        return size if size <= self._free or size * len(tokens) <= self._most_padded * sum(tokens) else None
+        if size <= self._launch_bound or size * len(num_tokens) <= self._max_padding_ratio * sum(num_tokens):
+            return size
+        return None
 
-    def step(self, size: int, tokens: list[int], own: int) -> RecordedStep:
-        """The pieces of a step at ``size``, of so many ``tokens`` of each attention group, ``own`` of this one's. The
-        next one overwrites what they give."""
-        if self._marked != (size, tokens):
-            self._mark(size, tokens)
-        # The residual grows where it stands: padding's would from step to step.
-        self._entering[own:size].zero_()
-        return RecordedStep(self._pieces[size], self._entering[:own], self._heads[:own], own)
+    def step(self, size: int, num_tokens: list[int], own: int) -> RecordedStep:
+        """Returns the graphs of a step at ``size`` with ``num_tokens`` of each attention group, ``own`` of this one.
+        The next step overwrites their results."""
+        if self._marked != (size, num_tokens):
+            self._mark_live(size, num_tokens)
+        # The residual is accumulated in place: that of padding rows would grow from step to step.
+        self._inputs[own:size].zero_()
+        return RecordedStep(self._pieces[size], self._inputs[:own], self._attention_out[:own], own)
 
-    def _mark(self, size: int, tokens: list[int]) -> None:
+    def _mark_live(self, size: int, tokens: list[int]) -> None:
         if self._groups == 1:
             self._live[:tokens[0]].fill_(1)
             self._live[tokens[0]:size].fill_(0)
@@ -138,26 +143,26 @@ class PrefillGraphs:
 
 
 class RecordedStep:
-    """Pieces (see models.pieces) of ``rows`` rows."""
+    """The graphs of a step of ``rows`` rows, see models.piecewise."""
 
-    def __init__(self, pieces: list[Piece], entering: torch.Tensor, heads: torch.Tensor, rows: int):
+    def __init__(self, pieces: list[Piece], inputs: torch.Tensor, attention_out: torch.Tensor, rows: int):
         self._pieces = pieces
-        self._entering = entering
-        self.heads = heads
+        self._inputs = inputs
+        self.attention_out = attention_out
         self._rows = rows
 
-    def before(self, index: int, x: torch.Tensor) -> tuple[Projected, torch.Tensor]:
+    def run(self, index: int, x: torch.Tensor) -> tuple[Projected, torch.Tensor]:
         if index == 0:
-            self._entering.copy_(x)
-        elif x.data_ptr() != self.heads.data_ptr():
-            self.heads.copy_(x)
+            self._inputs.copy_(x)
+        elif x.data_ptr() != self.attention_out.data_ptr():
+            self.attention_out.copy_(x)
         piece = self._pieces[index]
         piece.replay()
         return tuple(part[:self._rows] for part in piece.projected), piece.residual[:self._rows]
 
 
 class GraphRecorder:
-    """Records CUDA graphs, all of them on one stream and in one pool of memory, of one device."""
+    """Records CUDA graphs, all of them on one stream and in one memory pool, of one device."""
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device)
@@ -178,15 +183,15 @@ class GraphRecorder:
         return results, graph.replay
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        # A tensor would keep its memory for itself, and that of all layers and sizes is several GiB.
+        # A tensor would reserve its memory, and that of all layers and sizes is several GiB.
         storage = tensor.untyped_storage()
-        whole = torch.as_tensor(_Bytes(storage.data_ptr(), storage.nbytes()), device=tensor.device)
-        assert whole.data_ptr() == storage.data_ptr()
-        return whole.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        memory = torch.as_tensor(_Bytes(storage.data_ptr(), storage.nbytes()), device=tensor.device)
+        assert memory.data_ptr() == storage.data_ptr()
+        return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 class _Bytes:
-    """Device memory as CUDA's array interface tells of it."""
+    """Device memory with CUDA's array interface."""
 
     def __init__(self, address: int, count: int):
         self.__cuda_array_interface__ = {"shape": (count,), "typestr": "|u1", "data": (address, False), "version": 3}

@@ -1,4 +1,5 @@
-"""Which steps of prompts a rank replays as CUDA graphs: chosen at start, recorded then and when memory comes back."""
+"""Selects the prefill steps that a rank replays as piecewise CUDA graphs: sizes are selected at start, and captured
+then and when memory is resumed."""
 
 from __future__ import annotations
 
@@ -16,78 +17,80 @@ from ...models.causal_lm import CausalLM
 from ...models.piecewise import PiecewiseStep
 from ...weights.loader import Progress
 from ..dp_sync import DPStepInfo
-from .launch_cost import launch_bound, times_of_launching
-from .piecewise_graphs import GraphRecorder, PrefillGraphs, Recorded, Recorder, prompt_sizes
+from .launch_cost import launch_bound_sizes, launch_ratio
+from .piecewise_graphs import GraphRecorder, PrefillGraphs, Recorded, Recorder, prefill_graph_sizes
 
 log = logging.getLogger("baton.engine")
 
-Begin = Callable[[DPStepInfo], None]
+BeginStep = Callable[[DPStepInfo], None]
 
 
 class PrefillGraphSelection:
-    """One rank's; all ranks of the engine make the same calls. ``begin`` is told of a turn before it is computed."""
+    """One rank's selection; all ranks of the engine make the same calls. ``begin_step`` is called before a step is
+    computed."""
 
     def __init__(self, model: CausalLM, parallel: Parallel):
         self._model = model
         self._parallel = parallel
         self._device = model.cos_sin.device
-        self.chosen: Recorded | None = None
+        self.selected: Recorded | None = None
         self.graphs: PrefillGraphs | None = None
 
     @torch.inference_mode()
-    def choose(self, config: ServerConfig, spec: ModelSpec, begin: Begin) -> None:
-        """What ``capture`` records, of ranks that may: sizes that the flags name, or at which a step waits for the
-        host."""
-        sizes = prompt_sizes(config, spec, self._parallel)
+    def select(self, config: ServerConfig, spec: ModelSpec, begin_step: BeginStep) -> None:
+        """Selects the sizes that ``capture`` records, on ranks that may: those of the flags, or those at which a step
+        is launch-bound."""
+        sizes = prefill_graph_sizes(config, spec, self._parallel)
         if not sizes:
             return
         if config.kernels.piecewise_cuda_graph_tokens:
-            self.chosen = Recorded(sizes, sizes[-1])
+            self.selected = Recorded(sizes, sizes[-1])
             return
 
         def trial(size: int, work: Callable[[], None]) -> float:
-            begin(self._turn_of(size))
-            mine = times_of_launching(work, self._device)
-            return float(self._parallel.everyone.min_reduce(np.array([1e6 * mine]))[0]) / 1e6
+            begin_step(self._prefill_step(size))
+            ratio = launch_ratio(work, self._device)
+            return float(self._parallel.world.min_reduce(np.array([1e6 * ratio]))[0]) / 1e6
 
-        found = Recorded(*launch_bound(self._model, sizes, trial))
-        self.chosen = found if found.sizes else None
+        selected = Recorded(*launch_bound_sizes(self._model, sizes, trial))
+        self.selected = selected if selected.sizes else None
 
-    def capture(self, begin: Begin, progress: Progress) -> None:
-        """Record what is chosen. Without it a server is slower only: a kind of model that nobody has captured yet runs
-        eagerly, and a sentence in the log says so."""
-        if self.chosen is None:
+    def capture(self, begin_step: BeginStep, progress: Progress) -> None:
+        """Captures what is selected. Without graphs a server is only slower: a kind of model that cannot be captured
+        runs eagerly, and a warning says so."""
+        if self.selected is None:
             return
-        trouble = None
+        failure = None
         try:
-            self.record(self.chosen, GraphRecorder(self._device), begin, progress)
-        except Exception as error:  # torch tells what a capture must not hold by errors of many kinds
-            trouble = f"{type(error).__name__}: {error}"
-        if not self._parallel.everyone.all_true(trouble is None):
-            log.warning("Prompts run without CUDA graphs: %s.", trouble or "another rank cannot capture its pieces")
-            self.chosen = self.graphs = None
+            self.record(self.selected, GraphRecorder(self._device), begin_step, progress)
+        except Exception as error:  # torch refuses a capture by errors of many kinds
+            failure = f"{type(error).__name__}: {error}"
+        if not self._parallel.world.all_true(failure is None):
+            log.warning("Prompts run without CUDA graphs: %s.", failure or "another rank cannot capture its pieces")
+            self.selected = self.graphs = None
 
     @torch.inference_mode()
-    def record(self, wanted: Recorded, recorder: Recorder, begin: Begin, progress: Progress) -> None:
-        """Steps of prompts replay what is recorded, from now on."""
+    def record(self, selected: Recorded, recorder: Recorder, begin_step: BeginStep, progress: Progress) -> None:
+        """Records graphs, which prefill steps replay from now on."""
         self.graphs = PrefillGraphs(
-            self._model, wanted, self._parallel.dp_size, self._parallel.experts.padded, recorder,
-            lambda size: begin(self._turn_of(size)), lambda share: progress("CUDA graphs of prompts", share))
+            self._model, selected, self._parallel.dp_size, self._parallel.experts.prefill_live_rows, recorder,
+            lambda size: begin_step(self._prefill_step(size)),
+            lambda fraction: progress("CUDA graphs of prompts", fraction))
 
     def release(self) -> None:
-        """The graphs, which hold addresses."""
+        """Drops the graphs, which contain addresses."""
         self.graphs = None
 
-    def pieces(self, batch: ForwardBatch, turn: DPStepInfo) -> PiecewiseStep | None:
-        """What is recorded of this rank's ``batch`` in a ``turn``, which tells of several attention groups alone; all
-        ranks decide alike."""
-        together = self._parallel.dp_size > 1
-        if self.graphs is None or (turn.steady if together else batch.is_decode):
+    def step_for(self, batch: ForwardBatch, info: DPStepInfo) -> PiecewiseStep | None:
+        """Returns the graphs for this rank's ``batch``, None where it runs without; all ranks decide alike. ``info``
+        describes the step of several attention groups, and is not read with one."""
+        spans_dp = self._parallel.dp_size > 1
+        if self.graphs is None or (info.all_decode if spans_dp else batch.is_decode):
             return None
-        tokens = turn.tokens if together else [batch.num_tokens]
-        size = self.graphs.size_for(tokens)
-        return None if size is None else self.graphs.step(size, tokens, batch.num_tokens)
+        num_tokens = info.num_tokens if spans_dp else [batch.num_tokens]
+        size = self.graphs.size_for(num_tokens)
+        return None if size is None else self.graphs.step(size, num_tokens, batch.num_tokens)
 
-    def _turn_of(self, size: int) -> DPStepInfo:
-        """So many tokens of every attention group."""
+    def _prefill_step(self, size: int) -> DPStepInfo:
+        """Returns a prefill step with ``size`` tokens of every attention group."""
         return DPStepInfo([size] * self._parallel.dp_size, [1] * self._parallel.dp_size)

@@ -13,7 +13,6 @@ from ...parsers.structural_tags import Node, either, node_of, sequence, spec
 from ...parsers.tools import JSON_ARRAY
 from ...parsers.tools.grammars import allow_calls, relax, require_calls
 from ..context.served_model import ChatFormats
-from .prompt import text_of
 from .schema import ChatRequest
 from .tool_choice import ToolChoice
 
@@ -22,7 +21,7 @@ from .tool_choice import ToolChoice
 class AnswerForm:
     """The parsing of one request's answers, and the grammar that they obey."""
 
-    reading: OutputFormat
+    output_format: OutputFormat
     grammar: GrammarSpec | None
 
 
@@ -36,28 +35,28 @@ def answer_form(formats: ChatFormats, body: ChatRequest, choice: ToolChoice, pro
     if choice.required and (tools is None or tools.layout is None):
         tools = JSON_ARRAY
     inside, closed = _reasoning_state(reasoning, body, prompt)
-    reading = OutputFormat(tools, choice.schemas, choice.max_calls, reasoning, inside,
+    output_format = OutputFormat(tools, choice.schemas, choice.max_calls, reasoning, inside,
                            separate=body.separate_reasoning is not False, stream=body.stream_reasoning is not False)
-    answer = _answer(reading, choice, asked)
+    answer = _answer(output_format, choice, asked)
     if answer is None:
-        return AnswerForm(reading, asked)
+        return AnswerForm(output_format, asked)
     before = [] if reasoning is None or closed else reasoning_before(reasoning, inside)
-    return AnswerForm(reading, spec([*before, answer]))
+    return AnswerForm(output_format, spec([*before, answer]))
 
 
 def _reasoning_state(reasoning: ReasoningFormat | None, body: ChatRequest, prompt: str) -> tuple[bool, bool]:
-    """Whether the prompt has opened the answer's reasoning, and whether it has closed it."""
+    """Two flags: the prompt has opened the answer's reasoning; it has closed it."""
     if reasoning is None:
         return False, True
     if not body.continue_final_message:
         return begins_inside(reasoning, prompt), begins_after(reasoning, prompt)
-    inside = continues_inside(reasoning, text_of(body.messages[-1].content))
+    inside = continues_inside(reasoning, body.messages[-1].text)
     return inside, not inside
 
 
-def _answer(reading: OutputFormat, choice: ToolChoice, asked: GrammarSpec | None) -> Node | None:
+def _answer(output_format: OutputFormat, choice: ToolChoice, asked: GrammarSpec | None) -> Node | None:
     """The grammar that follows an answer's reasoning, None where only ``asked``, or nothing, constrains the answer."""
-    layout = reading.tools.layout if reading.tools is not None else None
+    layout = output_format.tools.layout if output_format.tools is not None else None
     single = choice.max_calls == 1
     if choice.required:
         if asked is not None:
@@ -69,9 +68,9 @@ def _answer(reading: OutputFormat, choice: ToolChoice, asked: GrammarSpec | None
     if asked is None:
         return allow_calls(calls, choice.schemas, choice.strict, single=single) if calls and choice.strict else None
     node = node_of(asked)
-    if node is None or (calls is None and reading.reasoning is None):
+    if node is None or (calls is None and output_format.reasoning is None):
         return None
-    harmony = reading.reasoning is not None and reading.reasoning.harmony
+    harmony = output_format.reasoning is not None and output_format.reasoning.harmony
     content = sequence([answer_head(harmony), node])
     if calls is None:
         return content

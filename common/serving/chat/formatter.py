@@ -39,18 +39,18 @@ from .schema import (
 
 
 class _ChoiceStream:
-    """The state of one choice's stream: its reader, the calls so far, and token ids that wait for the next chunk."""
+    """The state of one choice's stream: its parser, the calls so far, and token ids that wait for the next chunk."""
 
-    def __init__(self, reader: OutputParser, name: str):
+    def __init__(self, parser: OutputParser, name: str):
         """``name`` is the answer's id and the choice's index."""
-        self.reader = reader
+        self.parser = parser
         self.num_calls = 0
         self.token_ids: list[int] = []
         self._name = name
 
     def catch_up(self, text: str) -> list[ChatDelta]:
         """Reads the text that another server sent; returns its deltas."""
-        return [self.delta(part) for part in joined(self.reader.push(text))]
+        return [self.delta(part) for part in joined(self.parser.push(text))]
 
     def delta(self, part: OutputDelta) -> ChatDelta:
         match part:
@@ -73,17 +73,16 @@ class _ChoiceStream:
 class ChatFormatter:
     """Formats one chat, see ``respond.ResponseFormatter``."""
 
-    def __init__(self, context: ServingContext, body: ChatRequest, reading: OutputFormat, *, with_ids: bool,
+    def __init__(self, context: ServingContext, body: ChatRequest, output_format: OutputFormat, *, with_ids: bool,
                  name: str | None = None):
         """``name``: the answer's id, where the API does not send the chunks' own."""
         self.continued_deltas: list[ChatDelta] = []
         """The deltas that another server sent of the only choice."""
-        self._header = ResponseHeader.of(body, "chatcmpl-", context.model.name)
-        if name is not None:
-            self._header = self._header._replace(id=name)
+        header = ResponseHeader.of(body, "chatcmpl-", context.model.name)
+        self._id, self._created, self._model = name or header.id, header.created, header.model
         self._with_ids = with_ids
         self._body = body
-        self._reading = reading
+        self._output_format = output_format
         self._reports_cached = context.config.answers.enable_cache_report
         self._tokenizer = context.status.serving_tokenizer()
         self._token_bytes = self._tokenizer.token_bytes
@@ -92,13 +91,13 @@ class ChatFormatter:
     # ------------------------------------------------------------------ full
 
     def full(self, choices: Sequence[Choice]) -> ChatCompletion:
-        readers = [self._reading.reader() for _ in choices]
-        formatted = [self._choice(choice, reader) for choice, reader in zip(choices, readers)]
-        return ChatCompletion(*self._header, formatted, self._usage(choices, readers))
+        parsers = [self._output_format.new_parser() for _ in choices]
+        formatted = [self._choice(choice, parser) for choice, parser in zip(choices, parsers)]
+        return ChatCompletion(self._id, self._created, self._model, formatted, self._usage(choices, parsers))
 
-    def _choice(self, choice: Choice, reader: OutputParser) -> ChatChoice:
+    def _choice(self, choice: Choice, parser: OutputParser) -> ChatChoice:
         assert choice.finish is not None
-        message = message_of([*reader.push(choice.text), *reader.finish()])
+        message = message_of([*parser.push(choice.text), *parser.finish()])
         logprobs = choice.visible(choice.logprobs)
         return ChatChoice(choice.index, message,
                           None if logprobs is None else chat_logprobs(logprobs, self._token_bytes),
@@ -107,8 +106,8 @@ class ChatFormatter:
     # ------------------------------------------------------------------ chunks
 
     def start(self, choices: Sequence[Choice]) -> None:
-        answer_id = self._header.id
-        self._streams = [_ChoiceStream(self._reading.reader(), f"{answer_id}/{choice.index}") for choice in choices]
+        self._streams = [_ChoiceStream(self._output_format.new_parser(), f"{self._id}/{choice.index}")
+                         for choice in choices]
         for choice, stream in zip(choices, self._streams):
             self.continued_deltas += stream.catch_up(choice.text)
 
@@ -120,8 +119,8 @@ class ChatFormatter:
         new_logprobs = choice.visible(logprobs_of(delta.logprobs))
         logprobs = (chat_logprobs(new_logprobs, self._token_bytes)
                     if new_logprobs is not None and new_logprobs.token_ids else None)
-        parts = stream.reader.push(delta.text)
-        for part in joined([*parts, *stream.reader.finish()] if choice.finish else parts):
+        parts = stream.parser.push(delta.text)
+        for part in joined([*parts, *stream.parser.finish()] if choice.finish else parts):
             events.append(ChatChunkChoice(choice.index, stream.delta(part), logprobs))
             logprobs = None
         if logprobs is not None:  # tokens whose text is buffered
@@ -133,25 +132,25 @@ class ChatFormatter:
             stream.token_ids += delta.token_ids
             if events:
                 events[-1].token_ids, stream.token_ids = stream.token_ids, []
-        usage = self._usage([choice], [stream.reader]) if self._body.reports_usage_always else None
-        answer_id, created, model = self._header
-        return [ChatChunk(answer_id, created, model, [event], usage) for event in events]
+        usage = self._usage([choice], [stream.parser]) if self._body.reports_usage_always else None
+        return [ChatChunk(self._id, self._created, self._model, [event], usage) for event in events]
 
     def finish(self, choices: Sequence[Choice]) -> list[ChatChunk]:
         if not self._body.reports_usage:
             return []
-        return [ChatChunk(*self._header, [], self._usage(choices, [stream.reader for stream in self._streams]))]
+        usage = self._usage(choices, [stream.parser for stream in self._streams])
+        return [ChatChunk(self._id, self._created, self._model, [], usage)]
 
-    def _usage(self, choices: Sequence[Choice], readers: Sequence[OutputParser]) -> Usage:
+    def _usage(self, choices: Sequence[Choice], parsers: Sequence[OutputParser]) -> Usage:
         usage = usage_of(choices, self._body.num_choices, report_cached=self._reports_cached)
-        if self._reading.reasoning is not None:
-            usage.reasoning_tokens = sum(self._reasoning_tokens(choice, reader)
-                                         for choice, reader in zip(choices, readers))
+        if self._output_format.reasoning is not None:
+            usage.reasoning_tokens = sum(self._reasoning_tokens(choice, parser)
+                                         for choice, parser in zip(choices, parsers))
             usage.completion_tokens_details = CompletionTokensDetails(usage.reasoning_tokens)
         return usage
 
-    def _reasoning_tokens(self, choice: Choice, reader: OutputParser) -> int:
-        spans = reader.reasoning_spans
+    def _reasoning_tokens(self, choice: Choice, parser: OutputParser) -> int:
+        spans = parser.reasoning_spans
         if not spans:
             return 0
         hidden = self._tokenizer.special_ids if choice.request.sampling.skip_special_tokens else frozenset()
@@ -162,11 +161,11 @@ class ChatFormatter:
 def message_of(parts: list[OutputDelta]) -> ChatMessage:
     """The message that consists of the parts of a complete answer."""
     calls: list[ToolCallOut] = []
-    content = thought = ""
+    content = reasoning_text = ""
     for part in joined(parts):
         match part:
             case ReasoningDelta(text):
-                thought += text
+                reasoning_text += text
             case ToolCallStart(name):
                 calls.append(ToolCallOut(_call_id(), CalledFunction(name, "")))
             case ToolArgumentsDelta(text):
@@ -174,7 +173,7 @@ def message_of(parts: list[OutputDelta]) -> ChatMessage:
             case _:
                 content += part
     return ChatMessage(content if content or not calls else None, calls or UNSET,
-                       reasoning_content=thought or UNSET)
+                       reasoning_content=reasoning_text or UNSET)
 
 
 def _call_id() -> str:

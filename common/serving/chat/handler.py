@@ -64,12 +64,12 @@ async def plan_chat(context: ServingContext, body: ChatRequest, *, arrived: floa
     if stops or stop_ids:
         params = msgspec.structs.replace(params, stop=(*params.stop, *stops),
                                          stop_token_ids=(*params.stop_token_ids, *stop_ids))
-    if tokenizer.any_special(form.reading.markers):
+    if tokenizer.any_special(form.output_format.markers):
         params = msgspec.structs.replace(params, skip_special_tokens=False)
     logprobs = LogprobOptions(bool(body.logprobs), -1, body.top_logprobs or 0)
     requests, continued = await planner.plan(body, ids, [params], body.num_choices, logprobs,
                                              asked.param if asked else "tools")
-    formatter = ChatFormatter(context, body, form.reading, with_ids=with_ids, name=name)
+    formatter = ChatFormatter(context, body, form.output_format, with_ids=with_ids, name=name)
     return PlannedChat(context, requests, formatter, arrived=arrived, continued=continued)
 
 

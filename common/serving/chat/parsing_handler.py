@@ -59,9 +59,9 @@ def _format_named(param: str, name: str | None, formats: Mapping[str, _Format]) 
     return None if name is None else formats[name]
 
 
-def _read(reading: OutputFormat, text: str) -> list[OutputDelta]:
-    reader = reading.reader()
-    return joined([*reader.push(text), *reader.finish()])
+def _read(output_format: OutputFormat, text: str) -> list[OutputDelta]:
+    parser = output_format.new_parser()
+    return joined([*parser.push(text), *parser.finish()])
 
 
 def _content(parts: list[OutputDelta]) -> str:

@@ -114,13 +114,6 @@ def _role(message: Message, path: str) -> str:
     return "tool" if role == "function" else role
 
 
-def text_of(content: str | list[str | ContentPart] | None) -> str:
-    """The text of a message's content; other parts are ignored."""
-    if not isinstance(content, list):
-        return content or ""
-    return "".join(part if isinstance(part, str) else part.text or "" for part in content)
-
-
 def _text(content: str | list[str | ContentPart] | None, path: str) -> str:
     if not isinstance(content, list):
         return content or ""

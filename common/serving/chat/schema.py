@@ -44,6 +44,13 @@ class Message(msgspec.Struct):
     tools: Any = None
     audio: Any = None
 
+    @property
+    def text(self) -> str:
+        """The text of the content; parts other than text are ignored."""
+        if not isinstance(self.content, list):
+            return self.content or ""
+        return "".join(part if isinstance(part, str) else part.text or "" for part in self.content)
+
 
 class Function(msgspec.Struct):
     name: str

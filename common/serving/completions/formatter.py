@@ -19,7 +19,7 @@ class CompletionFormatter:
     """Formats one text completion, see ``respond.ResponseFormatter``."""
 
     def __init__(self, context: ServingContext, body: CompletionRequest, echo: Echo | None, *, with_ids: bool):
-        self._header = ResponseHeader.of(body, "cmpl-", context.model.name)
+        self._id, self._created, self._model = ResponseHeader.of(body, "cmpl-", context.model.name)
         self._reports_cached = context.config.answers.enable_cache_report
         self._with_ids = with_ids
         self._body = body
@@ -32,8 +32,8 @@ class CompletionFormatter:
         usage = self._usage(choices)
         prompts = {choice.rid: self._echo.text(choice) for choice in choices} if self._echo else {}
         chosen = best(choices, self._body.num_generated, self._body.num_choices)
-        return Completion(*self._header, [self._choice(choice, prompts.get(choice.rid), choice.text, choice.logprobs, 0)
-                                          for choice in chosen], usage)
+        return self._completion([self._choice(choice, prompts.get(choice.rid), choice.text, choice.logprobs, 0)
+                                 for choice in chosen], usage)
 
     def start(self, choices: Sequence[Choice]) -> None:
         self._text_offsets = [0] * len(choices)
@@ -55,10 +55,13 @@ class CompletionFormatter:
             formatted.token_ids = pending
         self._pending_ids[choice.index] = []
         usage = self._usage([choice]) if self._body.reports_usage_always else None
-        return [Completion(*self._header, [formatted], usage)]
+        return [self._completion([formatted], usage)]
 
     def finish(self, choices: Sequence[Choice]) -> list[Completion]:
-        return [Completion(*self._header, [], self._usage(choices))] if self._body.reports_usage else []
+        return [self._completion([], self._usage(choices))] if self._body.reports_usage else []
+
+    def _completion(self, choices: list[CompletionChoice], usage: Usage | None) -> Completion:
+        return Completion(self._id, self._created, self._model, choices, usage)
 
     def _usage(self, choices: Sequence[Choice]) -> Usage:
         return usage_of(choices, self._body.num_generated, report_cached=self._reports_cached)

@@ -84,7 +84,7 @@ class Choice:
 
     @property
     def started(self) -> bool:
-        """Whether ``take_delta`` was called before."""
+        """True once ``take_delta`` was called."""
         return self.num_output_tokens > len(self._new.token_ids)
 
     def take_delta(self) -> Delta:
@@ -221,7 +221,7 @@ class Generation:
 
     @property
     def live(self) -> bool:
-        """Whether more is to come."""
+        """True while more output is to come."""
         return self._stream.live
 
     async def complete(self) -> list[Choice]:

@@ -31,7 +31,8 @@ class ServingContext:
         self.planner = RequestPlanner(config, self.model, self.status, client)
         self.keys = ApiKeys.of(config.http.api_key, config.http.admin_api_key)
         self.in_flight = InFlightRequests()
-        self.arrivals = ClientTimeouts(config.http.client_header_timeout_secs, config.http.client_body_timeout_secs)
+        http = config.http
+        self.client_timeouts = ClientTimeouts(http.client_header_timeout_secs, http.client_body_timeout_secs)
         self.sessions = Sessions()
 
     def generation(self, requests: Sequence[Generate], arrived: float, continued: Sequence[int] = ()) -> Generation:

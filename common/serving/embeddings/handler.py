@@ -67,7 +67,7 @@ async def encode(context: ServingContext, request: web.Request) -> web.Response:
         prompts = body.prompts()
     choices = await _pooled(context, prompts, "text" if prompts.texts is not None else "input_ids", body.rid,
                             body.priority)
-    labels = context.model.spec.head == "labels"
+    labels = context.model.spec.head == "classifier"
     answers = [EncodeAnswer((vector_of(choice) if labels else truncated(vector_of(choice), None)).tolist(),
                             _meta_info(choice)) for choice in choices]
     return json_response(answers if prompts.batched else answers[0])
@@ -75,7 +75,7 @@ async def encode(context: ServingContext, request: web.Request) -> web.Response:
 
 async def classify(context: ServingContext, request: web.Request) -> web.Response:
     """``/classify``: ``/encode`` of a classifier."""
-    if context.model.spec.head != "labels":
+    if context.model.spec.head != "classifier":
         architecture = context.model.spec.architecture
         raise InvalidRequest(f"{architecture} is no classifier; serve a ...ForSequenceClassification "
                              "checkpoint with --is-embedding.")
@@ -97,7 +97,7 @@ async def rerank(context: ServingContext, request: web.Request) -> web.Response:
         context.planner.check_count(len(body.documents), "documents")
     if not context.config.model.is_embedding:
         scored = await _score_by_yes_no(context, body)
-    elif context.model.spec.head == "labels":
+    elif context.model.spec.head == "classifier":
         scored = await _score_by_classifier(context, body)
     else:
         scored = await _score_by_similarity(context, body)

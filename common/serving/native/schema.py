@@ -17,7 +17,8 @@ from ..protocol.continuation import Continuation
 from ..protocol.decoding import BodyDecoder
 from ..protocol.grammar_fields import grammar_field
 from ..protocol.logprobs import LogprobOptions
-from ..protocol.prompts import Prompts, check_count, parse_prompts, per_prompt
+from ..protocol.per_prompt import check_count, per_prompt
+from ..protocol.prompts import Prompts, parse_prompts
 from ..protocol.sampling import MAX_CHOICES, MAX_TOP_LOGPROBS, biases, check_range, stop_expressions, validated_params
 from ..protocol.unsupported_fields import GENERATE, SAMPLING, refuse
 from .extras import Embeddings, custom_processor

@@ -10,7 +10,7 @@ import msgspec
 from ...api.errors import InvalidRequest
 from ...api.messages import Bootstrap
 from ...api.wire import Int32, Int64
-from .prompts import per_choice, rooms_per_choice
+from .per_prompt import per_choice, rooms_per_choice
 
 
 class BootstrapFields(msgspec.Struct, kw_only=True):

@@ -79,9 +79,9 @@ class _Conversation:
             self.messages.append(Message("tool", _text(item.output, f"{path}.output"), self._names.get(call_id),
                                          tool_call_id=call_id))
         elif kind == "reasoning":
-            thought = _text(item.content, f"{path}.content") or _text(item.summary, f"{path}.summary")
-            if thought:
-                self.messages.append(Message("assistant", reasoning_content=thought))
+            reasoning_text = _text(item.content, f"{path}.content") or _text(item.summary, f"{path}.summary")
+            if reasoning_text:
+                self.messages.append(Message("assistant", reasoning_content=reasoning_text))
         else:
             raise InvalidRequest(f"{path} is of type {kind[:80]!r}, which this server does not take.",
                                  param=f"{path}.type", code="unsupported_content")

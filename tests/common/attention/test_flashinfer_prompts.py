@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from baton.common.attention.per_window_backend import PerWindowBackend
+from baton.common.attention.prefill_decode_backend import PrefillDecodeBackend
 from baton.common.attention.torch_backend import TorchBackend
 from baton.common.forward.forward_batch import Row, build_forward_batch
 from baton.common.kvcache.layout import KVLayout
@@ -139,3 +141,20 @@ def test_a_warm_up_computes_prompts_by_both_kernels(backend_of):
     assert by_library == [1, 1]
     compute_prompt()
     assert by_library == [1, 1, 2]
+
+
+def test_backends_of_several_windows_are_all_warmed_up():
+    """Each by the kernels of prompts alone."""
+    computed = []
+
+    class Backend:
+        def __init__(self, name: str):
+            self.name = name
+
+        def warm_up(self, compute_prompt) -> None:
+            computed.append(self.name)
+            compute_prompt()
+
+    both = [PrefillDecodeBackend(Backend(f"prefill {window}"), Backend("decode")) for window in (None, 128)]
+    PerWindowBackend(dict(zip((None, 128), both)), [None, 128, None]).warm_up(lambda: computed.append("prompt"))
+    assert computed == ["prefill None", "prompt", "prefill 128", "prompt"]

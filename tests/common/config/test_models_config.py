@@ -148,14 +148,14 @@ def test_sliding_windows_are_transformers_own(tmp_path, family, changes, windows
         config = getattr(transformers, f"{family}Config")(**stated)
         kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * 4
         theirs = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
-        assert list(spec.seen_back(range(4))) == theirs
+        assert list(spec.windows_of(range(4))) == theirs
 
 
 def test_a_window_as_long_as_the_context_is_none(tmp_path):
     stated = {"architectures": ["MistralForCausalLM"], "sliding_window": 512}
-    assert spec_of(tmp_path, context_length=512, **stated).seen_back(range(2)) == (None, None)
-    assert spec_of(tmp_path, context_length=513, **stated).seen_back(range(1, 2)) == (512,)
-    assert spec_of(tmp_path).seen_back(range(2)) == (None, None)
+    assert spec_of(tmp_path, context_length=512, **stated).windows_of(range(2)) == (None, None)
+    assert spec_of(tmp_path, context_length=513, **stated).windows_of(range(1, 2)) == (512,)
+    assert spec_of(tmp_path).windows_of(range(2)) == (None, None)
 
 
 def test_biases_by_family(tmp_path):
@@ -173,7 +173,7 @@ def test_missing_folder(path):
 
 
 def test_unreadable_configuration(tmp_path):
-    with pytest.raises(ConfigError, match="holds no config.json"):
+    with pytest.raises(ConfigError, match="has no config.json"):
         load_model_spec(ModelArgs(model_path=str(tmp_path)))
     for content in ("{", "[]"):
         (tmp_path / "config.json").write_text(content)

@@ -31,10 +31,10 @@ from baton.tests.helpers.replayed_prompts import record_again
 def main(rank: int, size: int, init_method: str, out: str, dp_size: int, device: str, cases: list[dict]) -> None:
     torch.set_num_threads(1)
     place, backend = place_of(rank, device)
-    joined = init_parallel(rank, size, dp_size, init_method, place, timeout=SECONDS / 2, beside=True, backend=backend)
+    joined = init_parallel(rank, size, dp_size, init_method, place, timeout=SECONDS / 2, overlap=True, backend=backend)
     seen = {"exchanges": check_exchange(joined), "cases": [run(case, joined) for case in cases]}
     torch.save(seen, out)
-    end_rank(joined.world)
+    end_rank(joined.tp)
 
 
 def check_exchange(parallel: Parallel) -> list[bool]:
@@ -50,32 +50,32 @@ def check_exchange(parallel: Parallel) -> list[bool]:
             assert torch.equal(x, whole)
             return x * 2
 
-        parallel.tokens.begin(counts)
+        parallel.token_exchange.begin_step(counts)
         mine = parts[parallel.dp_rank]
-        share = (parallel.world.rank + 1) / sum(range(1, parallel.world.size + 1))  # of the sum, this rank's
-        summed = parallel.tokens.summed(lambda x: compute(x) * share, lambda x: (x, None), mine)  # noqa: B023
+        share = (parallel.tp.rank + 1) / sum(range(1, parallel.tp.size + 1))  # of the sum, this rank's
+        summed = parallel.token_exchange.apply_partial(lambda x: compute(x) * share, lambda x: (x, None), mine)  # noqa: B023
         if isinstance(summed, DeferredSum):
-            summed = summed.total()
-        found.append(torch.equal(parallel.tokens.around(compute, mine), mine * 2)
+            summed = summed.reduce()
+        found.append(torch.equal(parallel.token_exchange.apply(compute, mine), mine * 2)
                      and torch.allclose(summed, mine * 2))
-    parallel.tokens.begin([0] * parallel.dp_size)
-    found.append(parallel.tokens.around(lambda x: x, torch.empty(0, 6, device=parallel.device)).shape == (0, 6))
+    parallel.token_exchange.begin_step([0] * parallel.dp_size)
+    found.append(parallel.token_exchange.apply(lambda x: x, torch.empty(0, 6, device=parallel.device)).shape == (0, 6))
     return found
 
 
 def run(case: dict, joined: Parallel) -> dict:
-    experts = ExpertShare(joined.world, *case.pop("experts", ()))
-    parallel = Parallel(joined.world, joined.attention, joined.across, experts,
-                        dp_head=case.pop("dp_head", False), beside=joined.beside)
+    experts = ExpertShare(joined.tp, *case.pop("experts", ()))
+    parallel = Parallel(joined.tp, joined.attn_tp, joined.dp, experts,
+                        dp_head=case.pop("dp_head", False), dp_overlap=joined.dp_overlap)
     if case.pop("peers", False):
         if joined.device.type == "cpu":
-            joined.across.peers = HostPeers(joined.across)
-        elif joined.world.through_host:
+            joined.dp.symm_comm = HostPeers(joined.dp)
+        elif joined.tp.through_host:
             from baton.tests.gpu.ipc_buffers import ipc_sums
-            joined.world.peers = ipc_sums(joined.world, slots=200)
+            joined.tp.symm_comm = ipc_sums(joined.tp, slots=200)
         connect_all(parallel, rows=200)
-        assert joined.across.peers is not None
-    meeting = watch_meeting(parallel)
+        assert joined.dp.symm_comm is not None
+    meeting = watch_low_latency(parallel)
     prompts, sizes = case.pop("prompts")[parallel.dp_rank], tuple(case.pop("sizes", ()))
     backend = "triton" if parallel.device.type == "cuda" else "auto"
     pieces = tuple(case.pop("pieces", ()))
@@ -84,14 +84,14 @@ def run(case: dict, joined: Parallel) -> dict:
     groups = DataParallelArgs(True, parallel.dp_size, enable_two_batch_overlap=case.pop("halves", False),
                               two_batch_min_tokens=4)
     engine = Engine(case.pop("checkpoint"), parallel=parallel, device=parallel.device, kernels=kernels, groups=groups,
-                    parts=ParallelArgs(parallel.world.size), **case)
-    cut = watch_halves(engine)
+                    parts=ParallelArgs(parallel.tp.size), **case)
+    cut = watch_microbatches(engine)
     replayed = watch_replays(engine, sizes)
     pieces_of = watch_pieces(engine, list(pieces))
     for i, prompt in enumerate(prompts):
         engine.start(str(i), prompt, max_new_tokens=8 + 5 * i)
     turns = computed = 0
-    while parallel.across.gather_ints(np.array([not engine.scheduler.idle])).any():
+    while parallel.dp.gather_ints(np.array([not engine.scheduler.idle])).any():
         turns += 1
         computed += engine.scheduler.step(0.0)
         engine.tracker.flush()
@@ -102,39 +102,39 @@ def run(case: dict, joined: Parallel) -> dict:
     return {"tokens": [tokens[str(i)] for i in range(len(prompts))], "turns": turns, "computed": computed,
             "retracted": engine.scheduler.batcher.retraction.num_retracted, "replayed": replayed, "met": meeting,
             "cut": cut, "pieces": pieces_of,
-            "connected": parallel.tokens.sent is not None and parallel.tokens.sent.connected}
+            "connected": (all_to_all := parallel.token_exchange.all_to_all) is not None and all_to_all.connected}
 
 
-def watch_meeting(parallel: Parallel) -> list[list[int]]:
-    """Which rows of every norm that brings rows of all groups together are tokens; on a GPU, which is not asked while
-    it captures, how many there are."""
-    met: list[list[int]] = []
-    decode = parallel.tokens.decode
-    if decode is None:
-        return met
-    normed = decode.normed
-
-    def watched(*given):
-        live = decode.live
-        met.append([] if live is None else [len(live)] if live.is_cuda else live.int().tolist())
-        return normed(*given)
-
-    decode.normed = watched
-    return met
-
-
-def watch_halves(engine: Engine) -> list[list[int]]:
-    """Rows of the halves of every step that will be cut."""
+def watch_low_latency(parallel: Parallel) -> list[list[int]]:
+    """Which rows of every norm that gathers the rows of all groups are tokens; on a GPU, which is not asked while it
+    captures, how many there are."""
     seen: list[list[int]] = []
-    if engine.runner._two is not None:
-        plan = engine.runner._two.plan
+    exchange = parallel.token_exchange.low_latency
+    if exchange is None:
+        return seen
+    norm_gather = exchange.norm_gather
+
+    def watched(*args):
+        live = exchange.live
+        seen.append([] if live is None else [len(live)] if live.is_cuda else live.int().tolist())
+        return norm_gather(*args)
+
+    exchange.norm_gather = watched
+    return seen
+
+
+def watch_microbatches(engine: Engine) -> list[list[int]]:
+    """Rows of the micro-batches of every step that will be split."""
+    seen: list[list[int]] = []
+    if engine.runner._two_batch_overlap is not None:
+        plan = engine.runner._two_batch_overlap.plan
 
         def watched(batch):
-            halves = plan(batch)
-            seen.append([half.end - half.begin for half in halves])
-            return halves
+            microbatches = plan(batch)
+            seen.append([one.stop - one.start for one in microbatches])
+            return microbatches
 
-        engine.runner._two.plan = watched
+        engine.runner._two_batch_overlap.plan = watched
     return seen
 
 
@@ -145,13 +145,13 @@ def watch_pieces(engine: Engine, sizes: list[int]) -> list[tuple[int, list[int]]
         return seen
     if runner.device.type == "cpu":
         record_again(runner, sizes)
-    step = runner.prompts.graphs.step
+    step = runner.prefill_graphs.graphs.step
 
     def watched(size, tokens, own):
         seen.append((size, list(tokens)))
         return step(size, tokens, own)
 
-    runner.prompts.graphs.step = watched
+    runner.prefill_graphs.graphs.step = watched
     return seen
 
 
@@ -161,10 +161,10 @@ def watch_replays(engine: Engine, sizes: tuple[int, ...]) -> list[int]:
     if not sizes:
         return []
     if runner.device.type == "cpu":
-        runner._graphs = PaddedSteps(runner, sizes)
-        return runner._graphs.replayed
+        runner._decode_graphs = PaddedSteps(runner, sizes)
+        return runner._decode_graphs.replayed
     replayed: list[int] = []
-    graphs = runner._graphs
+    graphs = runner._decode_graphs
     run, decode = graphs.run, getattr(graphs, "decode", None)
 
     def watched_run(batch):

@@ -51,7 +51,7 @@ def main(rank: int, size: int, init_method: str, out: str, checkpoints: str, dev
 
 def model_logits(folder: Path, parallel: Parallel) -> torch.Tensor:
     """Of 29 tokens at once and one decode step."""
-    runner = load_runner(config_of(folder, ParallelArgs(tp_size=parallel.world.size), parallel.device), parallel,
+    runner = load_runner(config_of(folder, ParallelArgs(tp_size=parallel.tp.size), parallel.device), parallel,
                          parallel.device)
     pages = scattered_pages(runner, 1, 30)[0]
     first = forward(runner, [(TOKENS[:29], 0, pages)])
@@ -72,20 +72,21 @@ def while_experts_move(folder: Path, world: TPGroup, a2a: AllToAll) -> dict:
     """20 tokens at once and 10 decode steps, in which experts move four times; then the weights are loaded anew."""
     args = ParallelArgs(tp_size=world.size, ep_size=world.size, moe_a2a_backend=a2a, enable_eplb=True,
                         ep_num_redundant_experts=world.size, eplb_rebalance_num_iterations=3)
-    runner = load_runner(config_of(folder, args, world.device), Parallel(world, experts=ExpertShare.of(args, world)),
+    runner = load_runner(config_of(folder, args, world.device),
+                         Parallel(world, experts=ExpertShare.from_args(args, world)),
                          world.device)
     layers = list(ExpertCounts(runner._model).layers.values())
     pages = scattered_pages(runner, 1, 30)[0]
-    residents, logits = [], []
+    placements, logits = [], []
     runner.expert_record.start()
     for start, stop in [(0, 20), *((i, i + 1) for i in range(20, 30))]:
         made = forward(runner, [(TOKENS[start:stop], start, pages)], is_decode=stop == start + 1)
         logits.append(made.cpu())  # a graph's logits are overwritten by the next
-        residents.append([layer.placement.residents.tolist() for layer in layers])
+        placements.append([layer.placement.physical_to_logical.tolist() for layer in layers])
     said = runner.expert_record.stop()
     runner.update_weights(str(folder), None)
     again = forward(runner, [(TOKENS, 0, pages)]).cpu()
-    return {"logits": torch.cat(logits), "again": again, "residents": residents, "said": said}
+    return {"logits": torch.cat(logits), "again": again, "placements": placements, "said": said}
 
 
 def layer(share: ExpertShare) -> MoE:
@@ -96,7 +97,7 @@ def layer(share: ExpertShare) -> MoE:
     return made
 
 
-def own_tokens(rank: int) -> torch.Tensor:
+def local_tokens(rank: int) -> torch.Tensor:
     """Unequal counts, and none at all on rank 1."""
     return torch.randn(0 if rank == 1 else 3 * rank + 2, HIDDEN, generator=torch.Generator().manual_seed(rank))
 
@@ -104,25 +105,25 @@ def own_tokens(rank: int) -> torch.Tensor:
 @torch.inference_mode()
 def spread(world: TPGroup) -> torch.Tensor:
     """What the layer makes of tokens that only this rank has."""
-    return layer(ExpertShare(world, world.size, "alltoall")).spread(own_tokens(world.rank))
+    return layer(ExpertShare(world, world.size, "alltoall")).forward_all_to_all(local_tokens(world.rank))
 
 
 @torch.inference_mode()
 def apart(world: TPGroup) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
     """The same where every rank is an attention group; of two tokens of each rank, which all ranks have; and how many
     choices were counted. All that before experts move and after."""
-    share = ExpertShare(world, world.size, "peer", redundant=world.size, movable=True, counted=True)
+    share = ExpertShare(world, world.size, "peer", redundant=world.size, eplb=True, counts_tokens=True)
     parallel = Parallel(world, TPGroup(), world, share)
-    made, mine = layer(parallel.experts), own_tokens(world.rank)
+    made, mine = layer(parallel.experts), local_tokens(world.rank)
     found = []
     for _ in range(2):
-        parallel.tokens.begin(world.gather_ints(np.array([len(mine)]))[:, 0].tolist())
-        sent = made.pending(mine)
-        parallel.tokens.begin([2] * world.size, decodes=True)
-        met = made.pending(GatheredTokens(world.all_gather_rows(two_tokens(world.rank))))
+        parallel.token_exchange.begin_step(world.gather_ints(np.array([len(mine)]))[:, 0].tolist())
+        sent = made.forward_deferred(mine)
+        parallel.token_exchange.begin_step([2] * world.size, all_decode=True)
+        met = made.forward_deferred(GatheredTokens(world.all_gather_rows(two_tokens(world.rank))))
         assert isinstance(sent, torch.Tensor) and isinstance(met, DeferredRows)
         counts = world.all_reduce(made.counts.clone())
-        found.append((sent, met.total(), int(counts.sum())))
+        found.append((sent, met.reduce(), int(counts.sum())))
         moved = world.all_reduce(torch.tensor(made.rebalance(np.arange(8.0) ** 2)))
         assert len(found) == 2 or moved > 0
     return found

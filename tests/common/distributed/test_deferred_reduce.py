@@ -20,9 +20,9 @@ ALLOCATE = allocator(torch.float32, torch.device("cpu"))
 class Two(TPGroup):
     """Of two ranks with equal parts."""
 
-    def __init__(self, peers=None):
+    def __init__(self, comm=None):
         super().__init__(0, 2)
-        self.peers = peers
+        self.symm_comm = comm
         self.sums = 0
 
     def all_reduce(self, tensor):
@@ -34,10 +34,10 @@ class Peers:
     def __init__(self):
         self.normed = 0
 
-    def takes_rows(self, rows):
+    def can_all_reduce_norm(self, rows):
         return len(rows) <= 4
 
-    def sum_normed(self, rows, residual, weight, eps):
+    def all_reduce_norm(self, rows, residual, weight, eps):
         self.normed += 1
         return reference.all_reduce_rmsnorm([rows, rows], residual, weight, eps)
 
@@ -49,27 +49,27 @@ def norm():
     return made
 
 
-@pytest.mark.parametrize("rows,by_peers", [(3, True), (9, False)])
-def test_a_norm_makes_the_sum(norm, rows, by_peers):
+@pytest.mark.parametrize("rows,fused", [(3, True), (9, False)])
+def test_a_norm_makes_the_sum(norm, rows, fused):
     group = Two(Peers())
     part, residual = torch.randn(rows, HIDDEN), torch.randn(rows, HIDDEN)
     wanted = reference.rmsnorm(2 * part, norm.weight, norm.eps, residual)
-    found = norm.add(DeferredSum(part.clone(), group), residual)
+    found = norm.add_norm(DeferredSum(part.clone(), group), residual)
     assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(found, wanted))
-    assert (group.peers.normed, group.sums) == (int(by_peers), int(not by_peers))
+    assert (group.symm_comm.normed, group.sums) == (int(fused), int(not fused))
 
 
 def test_the_first_norm_has_no_residual(norm):
     group = Two(Peers())
     part = torch.randn(3, HIDDEN)
-    y, total = norm.add(DeferredSum(part.clone(), group), None)
+    y, total = norm.add_norm(DeferredSum(part.clone(), group), None)
     assert torch.equal(total, 2 * part) and torch.allclose(y, norm(2 * part)) and group.sums == 1
 
 
 def test_rows_are_taken_before_the_sum():
     group, part = Two(), torch.randn(5, HIDDEN)
-    assert torch.equal(DeferredSum(part, group).rows(torch.tensor([4, 1])).total(), 2 * part[[4, 1]])
-    assert DeferredSum(part, group).rows(torch.tensor([], dtype=torch.long)).total().shape == (0, HIDDEN)
+    assert torch.equal(DeferredSum(part, group).select(torch.tensor([4, 1])).reduce(), 2 * part[[4, 1]])
+    assert DeferredSum(part, group).select(torch.tensor([], dtype=torch.long)).reduce().shape == (0, HIDDEN)
     assert group.sums == 1, "of no rows there is none"
 
 
@@ -77,12 +77,12 @@ def test_a_bias_is_one_rank_s_summand():
     x = torch.randn(3, HIDDEN)
     biased, plain = (RowLinear("row", 2 * HIDDEN, HIDDEN, bias, Two(), ALLOCATE) for bias in (True, False))
     alone = RowLinear("row", HIDDEN, HIDDEN, False, TPGroup(), ALLOCATE)
-    assert isinstance(plain.pending(x), DeferredSum) and isinstance(alone.pending(x), torch.Tensor)
+    assert isinstance(plain.forward_deferred(x), DeferredSum) and isinstance(alone.forward_deferred(x), torch.Tensor)
     for tensor in (biased.method.weight, biased.bias):
         tensor.normal_()
     for rank in range(2):
         biased.tp.rank = rank
-        with_bias = biased.pending(x)
+        with_bias = biased.forward_deferred(x)
         assert isinstance(with_bias, DeferredSum)
         bias = biased.bias if rank == 0 else torch.zeros(HIDDEN)
         torch.testing.assert_close(with_bias.part, biased.partial(x) + bias)
@@ -95,10 +95,11 @@ def test_a_product_is_added_as_it_is_made(norm, monkeypatch):
     for tensor in (alone.method.weight, biased.method.weight, biased.bias):
         tensor.normal_()
     x, residual = torch.randn(6, 2 * HIDDEN), torch.randn(6, HIDDEN)
-    assert isinstance(alone.pending(x[:4]), torch.Tensor) and isinstance(biased.pending(x), torch.Tensor)
-    pending = alone.pending(x)
+    assert isinstance(alone.forward_deferred(x[:4]), torch.Tensor) and isinstance(biased.forward_deferred(x),
+                                                                                  torch.Tensor)
+    pending = alone.forward_deferred(x)
     assert isinstance(pending, DeferredProduct)
-    wanted = norm.add(alone(x), residual)
-    torch.testing.assert_close(norm.add(pending, residual.clone()), wanted)
-    torch.testing.assert_close(norm.add(pending, None), norm.add(alone(x), None))
-    torch.testing.assert_close(pending.rows(torch.tensor([5, 1])), alone(x[[5, 1]]))
+    wanted = norm.add_norm(alone(x), residual)
+    torch.testing.assert_close(norm.add_norm(pending, residual.clone()), wanted)
+    torch.testing.assert_close(norm.add_norm(pending, None), norm.add_norm(alone(x), None))
+    torch.testing.assert_close(pending.select(torch.tensor([5, 1])), alone(x[[5, 1]]))

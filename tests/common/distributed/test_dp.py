@@ -139,14 +139,14 @@ def test_ranks_without_tokens_of_their_own_do_not_meet(backend, flags, capsys):
 
 
 def test_decode_steps_that_cannot_meet_say_so_once(caplog):
-    meeting, rows = LowLatencyExchange(TPGroup(0, 2)), torch.zeros(3, 8)
-    meeting.begin([3, 3])
-    assert not meeting.takes(rows) and not meeting.takes(rows)
+    exchange, rows = LowLatencyExchange(TPGroup(0, 2)), torch.zeros(3, 8)
+    exchange.begin_step([3, 3])
+    assert not exchange.can_gather(rows) and not exchange.can_gather(rows)
     sentence = "Decode steps of 3 rows reach experts over gloo: the ranks cannot write into each other's memory."
     assert caplog.text.count(sentence) == caplog.text.count("Decode steps") == 1
     for counts in ([3, 4], []):
-        meeting.begin(counts)
-        assert not meeting.takes(rows)
+        exchange.begin_step(counts)
+        assert not exchange.can_gather(rows)
 
 
 def request(rid: str, tokens: int = 1, dp_rank: int | None = None) -> Generate:

@@ -13,7 +13,7 @@ from baton.common.config.moe import MoESpec
 from baton.common.config.server import ParallelArgs
 from baton.common.distributed.expert_share import ExpertShare
 from baton.common.distributed.tp import TPGroup
-from baton.tests.common.distributed.moe_rank import TOKENS, layer, own_tokens, two_tokens
+from baton.tests.common.distributed.moe_rank import TOKENS, layer, local_tokens, two_tokens
 from baton.tests.helpers.rank_processes import run_ranks
 from baton.tests.helpers.small_models import expected_logits
 from baton.tests.helpers.small_moe import save_moe
@@ -34,13 +34,13 @@ def test_ranks_equal_transformers(tmp_path, size, families):
             assert (logits - want[family]).abs().max() < 1e-4, (family, name)
         for a2a, moved in found["balanced"].items():
             check_moved(moved, want[families[0 if a2a == "none" else -1]], a2a)
-            assert moved["residents"] == ranks[0]["balanced"][a2a]["residents"]
+            assert moved["placements"] == ranks[0]["balanced"][a2a]["placements"]
         with torch.inference_mode():
-            torch.testing.assert_close(found["spread"], alone(own_tokens(rank)), atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(found["spread"], alone(local_tokens(rank)), atol=1e-5, rtol=1e-4)
             for sent, met, _ in found["apart"]:
                 torch.testing.assert_close(sent, found["spread"], atol=1e-5, rtol=1e-4)
                 torch.testing.assert_close(met, alone(two_tokens(rank)), atol=1e-5, rtol=1e-4)
-        choices = 3 * (sum(len(own_tokens(other)) for other in range(size)) + 2 * size)
+        choices = 3 * (sum(len(local_tokens(other)) for other in range(size)) + 2 * size)
         assert [counted for *_, counted in found["apart"]] == [choices, 2 * choices], "each token once"
 
 
@@ -49,7 +49,7 @@ def check_moved(moved: dict, want: torch.Tensor, a2a: str) -> None:
     two layers."""
     assert (moved["logits"] - want).abs().max() < 1e-4, a2a
     assert (moved["again"] - want).abs().max() < 1e-4, a2a
-    steps = moved["residents"]
+    steps = moved["placements"]
     assert steps[0] == steps[1] != steps[2] == steps[3] == steps[4], "the third step's forward pass moves experts first"
     assert len({str(step) for step in steps}) >= 3
     assert moved["said"] == f"Recorded {30 * 3 * 2} choices of experts."
@@ -58,7 +58,8 @@ def check_moved(moved: dict, want: torch.Tensor, a2a: str) -> None:
 def test_shares_of_experts():
     """Three by two of six ranks: every expert whole in one row, every slice of it on one rank."""
     shares = [ExpertShare(TPGroup(rank, 6), 3) for rank in range(6)]
-    assert [(share.ep_rank, share.split_rank) for share in shares] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert [(share.ep_rank, share.expert_tp_rank) for share in shares] == [
+        (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
     spec = MoESpec(num_experts=6, top_k=2, intermediate_size=8, layers=(0,))
     shares[0].check(spec)
 

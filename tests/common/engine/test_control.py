@@ -34,7 +34,7 @@ def engine():
 
 @pytest.fixture
 def control(engine):
-    return Control(engine.config, engine.parallel.world, engine.runner, engine.scheduler.batcher)
+    return Control(engine.config, engine.parallel.tp, engine.runner, engine.scheduler.batcher)
 
 
 def answer(engine, rid):

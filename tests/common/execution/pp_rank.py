@@ -31,11 +31,11 @@ def main(rank: int, size: int, init_method: str, out: str, pp_size: int, device:
     torch.set_num_threads(1)
     place, backend = place_of(rank, device)
     parallel = init_parallel(rank, size, 1, init_method, place, timeout=SECONDS / 2, pp_size=pp_size, backend=backend)
-    seen = {"stage": parallel.stages.index, "cases": [run(dict(case), parallel) for case in cases]}
+    seen = {"stage": parallel.pp.rank, "cases": [run(dict(case), parallel) for case in cases]}
     if device == "cpu":
         seen["logits"] = logits_of(cases[0]["checkpoint"], parallel)
     torch.save(seen, out)
-    end_rank(parallel.everyone)
+    end_rank(parallel.world)
 
 
 def logits_of(checkpoint: str, parallel: Parallel) -> torch.Tensor:
@@ -98,10 +98,10 @@ def run(case: dict, parallel: Parallel) -> dict:
     prompts, abort, delay = case.pop("prompts"), case.pop("abort", None), case.pop("delay", 0.0)
     fields, parts = case.pop("fields", {}), case.pop("parallel", {})
     engine = Engine(case.pop("checkpoint"), parallel=parallel, device=parallel.device, line=line,
-                    parts=ParallelArgs(pp_size=parallel.stages.size, **parts), **case)
+                    parts=ParallelArgs(pp_size=parallel.pp.size, **parts), **case)
     watched = Watched(engine)
-    engine.runner.forward = slowed(engine.runner.forward, delay, before=parallel.stages.first)
-    control = Control(engine.config, parallel.everyone, engine.runner, engine.scheduler.batcher)
+    engine.runner.forward = slowed(engine.runner.forward, delay, before=parallel.pp.is_first)
+    control = Control(engine.config, parallel.world, engine.runner, engine.scheduler.batcher)
     turns = [[Generate(str(i), prompt, SamplingParams(temperature=0.0, max_new_tokens=8 + 5 * i % 11), **fields)]
              for i, prompt in enumerate(prompts)]
     if abort is not None:

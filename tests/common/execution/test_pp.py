@@ -127,7 +127,7 @@ def test_a_stage_s_pool_has_its_layers_and_their_scales(tmp_path):
 def test_layers_are_shared_evenly_or_as_told():
     def of(num_layers: int, size: int, partition: tuple[int, ...] = ()) -> list[int]:
         way = object()
-        return [len(PPStages(i, size, inward=way if i else None, outward=way if i < size - 1 else None,
+        return [len(PPStages(i, size, from_previous=way if i else None, to_next=way if i < size - 1 else None,
                              partition=partition).layers(num_layers)) for i in range(size)]
 
     assert of(7, 3) == [3, 2, 2] and of(4, 2) == [2, 2] and of(5, 2, (1, 4)) == [1, 4]

@@ -222,9 +222,9 @@ def test_an_ambiguous_grammar_pays_for_itself(monkeypatch):
     """Following it takes ever longer; the others must not wait for ever."""
     from baton.common.grammar import masks, matcher
 
-    monkeypatch.setattr(matcher, "_ALLOWANCE", 0.05)
-    monkeypatch.setattr(matcher, "_ALLOWANCE_PER_TOKEN", 0.001)
-    monkeypatch.setattr(masks, "_SLOW_SECONDS", 0.002)
+    monkeypatch.setattr(matcher, "_BUDGET_SECONDS", 0.05)
+    monkeypatch.setattr(matcher, "_BUDGET_SECONDS_PER_TOKEN", 0.001)
+    monkeypatch.setattr(masks, "_SLOW_BATCH_SECONDS", 0.002)
     a_only = {"logit_bias": {token: 100.0 for token in range(4096) if tokenizer().token_bytes(token) == b"a"}}
     engine = GrammarEngine(whitespace="")
     engine.start("accepting", GrammarSpec("ebnf", 'root ::= root root | "a"'), **a_only)

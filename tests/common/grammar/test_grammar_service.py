@@ -56,11 +56,11 @@ def test_a_mistake_is_told_in_a_sentence(trial, spec, reason):
     assert reason in message and message.endswith(".") and "/project/" not in message and len(message) < 700
 
 
-@pytest.mark.parametrize("of_processors", [False, True])
-def test_what_takes_too_long_is_given_up_and_nobody_waits_for_it(trial, of_processors):
+@pytest.mark.parametrize("cpu_time", [False, True])
+def test_what_takes_too_long_is_given_up_and_nobody_waits_for_it(trial, cpu_time):
     with ThreadPoolExecutor(1) as other:
         began = time.monotonic()
-        heavy = other.submit(trial.compile, HEAVY, Budget(1.0, of_processors))
+        heavy = other.submit(trial.compile, HEAVY, Budget(1.0, cpu_time))
         assert trial.compile(GrammarSpec("regex", "x+"), BUDGET).num_bytes > 0
         assert not heavy.done() or time.monotonic() - began >= 1.0
         with pytest.raises(OverBudget):
@@ -127,7 +127,7 @@ class FakeTrial:
     def compile(self, spec, budget):
         self.checked.append(spec)
         if spec.text.startswith("slow"):
-            if budget.of_processors:
+            if budget.cpu_time:
                 raise OverBudget
             assert self.go_on.wait(10)
         time.sleep(0.02)
@@ -223,7 +223,7 @@ async def test_the_loop_goes_on_meanwhile_and_the_queue_is_bounded(service, monk
 
 
 async def test_slow_ones_wait_behind_each_other_and_hold_up_nobody(service, monkeypatch):
-    monkeypatch.setattr(service_module, "MAX_SLOW_OF_A_CLIENT", 3)
+    monkeypatch.setattr(service_module, "MAX_SLOW_PER_CLIENT", 3)
     monkeypatch.setattr(FakeTrial, "go_on", threading.Event())
     slow = [asyncio.create_task(service.prepare(regex(f"slow {i}"), tokenizer(), None, "greedy")) for i in range(6)]
     await asyncio.wait_for(service.prepare(regex("small"), tokenizer(), None, "other"), 5)
@@ -240,7 +240,7 @@ async def test_slow_ones_wait_behind_each_other_and_hold_up_nobody(service, monk
 
 
 async def test_a_client_has_a_share_of_the_queue(service, monkeypatch):
-    monkeypatch.setattr(service_module, "MAX_WAITING_OF_A_CLIENT", 2)
+    monkeypatch.setattr(service_module, "MAX_WAITING_PER_CLIENT", 2)
     waiting = [asyncio.create_task(service.prepare(regex(text), tokenizer(), None, "one")) for text in "ab"]
     await asyncio.sleep(0)
     with pytest.raises(Overloaded, match="of this client"):
@@ -250,10 +250,10 @@ async def test_a_client_has_a_share_of_the_queue(service, monkeypatch):
 
 
 async def test_clients_take_turns():
-    turns, order = FairSlots(1), []
+    slots, order = FairSlots(1), []
 
     async def work(client: str) -> None:
-        async with turns.turn(client):
+        async with slots.slot(client):
             order.append(client)
             await asyncio.sleep(0)
 
@@ -261,7 +261,7 @@ async def test_clients_take_turns():
     await asyncio.sleep(0)
     tasks[1].cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert order == ["a", "b", "a", "a"] and turns.num_waiting("a") == 0
+    assert order == ["a", "b", "a", "a"] and slots.num_waiting("a") == 0
     await work("c")
 
 

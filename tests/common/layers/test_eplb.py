@@ -12,10 +12,10 @@ from baton.common.config.moe import MoESpec
 from baton.common.distributed.expert_share import ExpertShare
 from baton.common.distributed.tp import TPGroup
 from baton.common.layers.moe import experts as experts_module
-from baton.common.layers.moe.eplb_algorithm import balanced, first_placement, replicas_of, unevenness
+from baton.common.layers.moe.eplb_algorithm import imbalance, initial_placement, rebalance, replica_counts
 from baton.common.layers.moe.experts import Experts
 from baton.common.layers.moe.placement import Placement
-from baton.common.layers.moe.weight_transfer import sources_of
+from baton.common.layers.moe.weight_transfer import source_ranks
 from baton.common.weights.slots import allocator
 
 
@@ -38,13 +38,13 @@ def check(placement: np.ndarray, num_experts: int) -> None:
 @given(layers())
 def test_every_placement_is_whole(layer):
     load, ranks, places = layer
-    first = first_placement(len(load), ranks, places)
+    first = initial_placement(len(load), ranks, places)
     check(first, len(load))
-    after = balanced(load, first)
+    after = rebalance(load, first)
     check(after, len(load))
-    assert np.array_equal(balanced(load, after), after), "what is balanced stays"
+    assert np.array_equal(rebalance(load, after), after), "what is balanced stays"
     count = np.bincount(after.ravel(), minlength=len(load))
-    assert np.array_equal(count, replicas_of(load, ranks * places, ranks))
+    assert np.array_equal(count, replica_counts(load, ranks * places, ranks))
 
 
 @settings(max_examples=100, deadline=None)
@@ -52,9 +52,9 @@ def test_every_placement_is_whole(layer):
 def test_moves_arrive(layer, random):
     """Following the plan with whole experts as tokens of play: each place gets what it is to hold, from a holder."""
     load, ranks, places = layer
-    before = balanced(np.array(random.sample(load.tolist(), len(load))), first_placement(len(load), ranks, places))
-    after = balanced(load, before)
-    sources = sources_of(before, after)
+    before = rebalance(np.array(random.sample(load.tolist(), len(load))), initial_placement(len(load), ranks, places))
+    after = rebalance(load, before)
+    sources = source_ranks(before, after)
     for rank in range(ranks):
         for place in range(places):
             source = sources[rank, place]
@@ -65,9 +65,9 @@ def test_moves_arrive(layer, random):
 
 
 def test_replicas_go_to_the_busiest():
-    assert replicas_of(np.array([8.0, 1.0, 1.0, 2.0]), 7, 4).tolist() == [4, 1, 1, 1]
-    assert replicas_of(np.array([8.0, 1.0, 2.0, 6.0]), 7, 2).tolist() == [2, 1, 2, 2]
-    assert sorted(replicas_of(np.zeros(4), 6, 4).tolist()) == [1, 1, 2, 2]
+    assert replica_counts(np.array([8.0, 1.0, 1.0, 2.0]), 7, 4).tolist() == [4, 1, 1, 1]
+    assert replica_counts(np.array([8.0, 1.0, 2.0, 6.0]), 7, 2).tolist() == [2, 1, 2, 2]
+    assert sorted(replica_counts(np.zeros(4), 6, 4).tolist()) == [1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("redundant,bound", [(0, 1.5), (8, 1.15), (32, 1.08)])
@@ -76,23 +76,23 @@ def test_skewed_loads_become_even(redundant, bound):
     3 times the mean."""
     for seed in range(5):
         load = np.random.default_rng(seed).permutation(1000 / np.arange(1, 65) ** 0.8)
-        first = first_placement(64, 8, (64 + redundant) // 8)
-        assert unevenness(load, balanced(load, first)) < min(bound, unevenness(load, first))
+        first = initial_placement(64, 8, (64 + redundant) // 8)
+        assert imbalance(load, rebalance(load, first)) < min(bound, imbalance(load, first))
 
 
 def test_one_hot_expert_alone_needs_replicas():
     load = np.array([100.0, 1, 1, 1, 1, 1, 1, 1])
-    assert unevenness(load, balanced(load, first_placement(8, 4, 2))) > 3.5
-    assert unevenness(load, balanced(load, first_placement(8, 4, 3))) < 1.1
+    assert imbalance(load, rebalance(load, initial_placement(8, 4, 2))) > 3.5
+    assert imbalance(load, rebalance(load, initial_placement(8, 4, 3))) < 1.1
 
 
 def test_replicas_take_turns_and_follow_moves():
     placement = Placement(np.array([[0, 1, 2], [2, 3, 0]]), 4, torch.device("cpu"))
     ids = torch.tensor([[0, 3], [0, 3], [1, 2], [1, 2]])
-    assert placement.numbers_of(ids).tolist() == [[0, 4], [5, 4], [1, 2], [1, 3]]
-    assert placement.numbers_of(ids, shift=1).tolist() == [[5, 4], [0, 4], [1, 3], [1, 2]]
-    placement.move(np.array([[3, 1, 2], [2, 3, 0]]))
-    assert placement.numbers_of(ids).tolist() == [[5, 0], [5, 4], [1, 2], [1, 3]]
+    assert placement.to_physical(ids).tolist() == [[0, 4], [5, 4], [1, 2], [1, 3]]
+    assert placement.to_physical(ids, shift=1).tolist() == [[5, 4], [0, 4], [1, 3], [1, 2]]
+    placement.update(np.array([[3, 1, 2], [2, 3, 0]]))
+    assert placement.to_physical(ids).tolist() == [[5, 0], [5, 4], [1, 2], [1, 3]]
 
 
 def test_kernels_are_warmed_up_for_all_sizes(monkeypatch):

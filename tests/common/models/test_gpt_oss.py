@@ -129,7 +129,7 @@ def test_windows_of_other_families(tmp_path, family):
     save = save_moe if "Mo" in family or family == "Mixtral" else save_model
     model = save(tmp_path, family, sliding_window=WINDOW, **WINDOWED[family])
     runner = load_runner(server_config(tmp_path))
-    several = len(set(runner.spec.seen_back(range(3)))) > 1
+    several = len(set(runner.spec.windows_of(range(3)))) > 1
     assert several == (family in ("Qwen2", "Qwen2Moe"))
     assert isinstance(runner._attention, PerWindowBackend if several else TorchBackend)
     check_whole_and_decode(runner, model)

@@ -27,13 +27,13 @@ def computed_rows(runner, monkeypatch) -> list[int]:
     """Rows that the last layer's second norm gets, from now on."""
     seen: list[int] = []
     norm = runner._model.layers[-1].mlp_norm
-    inner = norm.add_for
+    inner = norm.add_norm_as
 
-    def add_for(form, x, residual):
+    def add_norm_as(format_of, x, residual):
         seen.append(len(residual))
-        return inner(form, x, residual)
+        return inner(format_of, x, residual)
 
-    monkeypatch.setattr(norm, "add_for", add_for)
+    monkeypatch.setattr(norm, "add_norm_as", add_norm_as)
     return seen
 
 
@@ -73,7 +73,7 @@ def test_what_ends_attend_to():
     rows = [Row([5], 0, np.array([7])), Row([6, 7, 8], 2, np.array([3, 1, 2])), Row([9], 4, np.array([4, 5, 6]))]
 
     def ends_of(wanted: list[int] | None):
-        return build_forward_batch([*rows, Row(range(8), 0, np.arange(10, 14))], 2, CPU, False, wanted).ends
+        return build_forward_batch([*rows, Row(range(8), 0, np.arange(10, 14))], 2, CPU, False, wanted).last_tokens
 
     ends = ends_of([3, 4])
     assert ends is not None and ends.is_decode and ends.num_reqs == ends.num_tokens == 2
@@ -94,9 +94,9 @@ def test_what_ends_attend_to():
 def test_other_rows_are_no_ends(wanted):
     """Rows in the middle of a request (prompt logprobs), and orders that nobody asks for."""
     rows = [Row([5], 0, np.array([7])), Row([6, 7, 8], 2, np.array([3, 1, 2])), Row([9], 4, np.array([4, 5, 6]))]
-    assert build_forward_batch(rows, 2, CPU, False, wanted).ends is None
+    assert build_forward_batch(rows, 2, CPU, False, wanted).last_tokens is None
 
 
 def test_a_decode_step_has_no_ends():
     rows = [Row([5], 0, np.array([7])), Row([9], 4, np.array([4, 5, 6]))]
-    assert build_forward_batch(rows, 2, CPU, True).ends is None
+    assert build_forward_batch(rows, 2, CPU, True).last_tokens is None

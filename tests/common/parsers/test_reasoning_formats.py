@@ -85,10 +85,10 @@ def test_every_cut(case: Case) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_what_is_out_depends_on_the_text_alone(case: Case, stream: bool) -> None:
     """So that another server, which is given the text in one piece, goes on with what was still to come."""
-    reader, told = case.reading(stream=stream).reader(), []
+    parser, told = case.reading(stream=stream).new_parser(), []
     for at, char in enumerate(case.text):
-        told += reader.push(char)
-        other = case.reading(stream=stream).reader()
+        told += parser.push(char)
+        other = case.reading(stream=stream).new_parser()
         assert joined(told) == joined(other.push(case.text[: at + 1])), at
         rest = [*other.push(case.text[at + 1:]), *other.finish()]
         assert joined([*told, *rest]) == case.parts
@@ -96,10 +96,10 @@ def test_what_is_out_depends_on_the_text_alone(case: Case, stream: bool) -> None
 
 
 def case_spans(case: Case, stream: bool) -> list[tuple[int, int]]:
-    reader = case.reading(stream=stream).reader()
-    reader.push(case.text)
-    reader.finish()
-    return reader.reasoning_spans
+    parser = case.reading(stream=stream).new_parser()
+    parser.push(case.text)
+    parser.finish()
+    return parser.reasoning_spans
 
 
 @settings(max_examples=100, deadline=None)
@@ -116,8 +116,8 @@ def test_any_cuts_of_any_damaged_answer(case: Case, data: st.DataObject) -> None
 def test_reasoning_streams_unless_it_should_not() -> None:
     text = "<think>" + "word " * 20 + "</think>Yes"
     for stream, most in ((True, 20), (False, 1)):
-        reader = CASES[0].reading(stream=stream).reader()
-        pieces = [part for char in text for part in reader.push(char) if isinstance(part, ReasoningDelta)]
+        parser = CASES[0].reading(stream=stream).new_parser()
+        pieces = [part for char in text for part in parser.push(char) if isinstance(part, ReasoningDelta)]
         assert (len(pieces) >= most) if stream else (len(pieces) == most)
 
 
@@ -134,10 +134,10 @@ def test_the_prompt_says_whether_reasoning_is_opened(name: str, prompt: str, ins
 def test_tokens_of_reasoning_are_counted() -> None:
     pieces = [b"<think>", b"Hm", b" \xc3", b"\xa9", b".", b"</think>", b"\n\n", b"Yes"]
     text = b"".join(pieces).decode()
-    reader = CASES[0].reading().reader()
-    reader.push(text)
-    assert count_reasoning_tokens(reader.reasoning_spans, text, pieces) == 6
-    reader = OutputFormat(FORMATS["gpt-oss"], SCHEMAS, reasoning=REASONING["gpt-oss"]).reader()
-    reader.push(HARMONY)
+    parser = CASES[0].reading().new_parser()
+    parser.push(text)
+    assert count_reasoning_tokens(parser.reasoning_spans, text, pieces) == 6
+    parser = OutputFormat(FORMATS["gpt-oss"], SCHEMAS, reasoning=REASONING["gpt-oss"]).new_parser()
+    parser.push(HARMONY)
     tokens = [char.encode() for char in HARMONY]
-    assert count_reasoning_tokens(reader.reasoning_spans, HARMONY, tokens) == HARMONY.index("<|end|>")
+    assert count_reasoning_tokens(parser.reasoning_spans, HARMONY, tokens) == HARMONY.index("<|end|>")

@@ -30,11 +30,11 @@ def test_every_cut_in_two_and_char_by_char(case: Case) -> None:
     text = case.text
     for at in range(len(text) + 1):
         assert of_pieces(case.reading(), [text[:at], text[at:]]) == case.parts, at
-    reader, told = case.reading().reader(), []
+    parser, told = case.reading().new_parser(), []
     for at, char in enumerate(text):
-        told += reader.push(char)
-        assert joined(told) == joined(case.reading().reader().push(text[: at + 1])), at
-    assert joined([*told, *reader.finish()]) == case.parts
+        told += parser.push(char)
+        assert joined(told) == joined(case.reading().new_parser().push(text[: at + 1])), at
+    assert joined([*told, *parser.finish()]) == case.parts
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
@@ -67,9 +67,9 @@ def test_there_are_cases_of_every_format(name: str) -> None:
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_arguments_are_told_while_they_come(case: Case) -> None:
     """The name comes out before the arguments are complete, and never after a piece of them."""
-    reader, told = case.reading().reader(), []
+    parser, told = case.reading().new_parser(), []
     for char in case.text:
-        told += reader.push(char)
+        told += parser.push(char)
     for i, part in enumerate(told):
         if isinstance(part, ToolArgumentsDelta):
             assert any(isinstance(before, ToolCallStart) for before in told[:i])
@@ -85,8 +85,8 @@ def test_fragments_of_long_strings() -> None:
         "gpt-oss": f"<|channel|>commentary to=functions.write<|message|>{json.dumps({'text': body})}",
     }
     for name, text in texts.items():
-        reader = OutputFormat(FORMATS[name], SCHEMAS).reader()
-        pieces = [part.text for char in text for part in reader.push(char) if isinstance(part, ToolArgumentsDelta)]
+        parser = OutputFormat(FORMATS[name], SCHEMAS).new_parser()
+        pieces = [part.text for char in text for part in parser.push(char) if isinstance(part, ToolArgumentsDelta)]
         assert len(pieces) > 400, name
         assert json.loads("".join(pieces))["text"].strip() == body.strip()
 

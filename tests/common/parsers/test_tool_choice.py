@@ -118,9 +118,9 @@ def test_what_a_grammar_allows_is_calls(name: str, reasoning: str | None, prompt
         body = request(**fields)
         form = answer_form(formats, body, tool_choice(body), prompt)
         assert form.grammar is not None
-        if form.reading.tools is JSON_ARRAY:
+        if form.output_format.tools is JSON_ARRAY:
             assert FORMATS[name].layout is None
-        parts = of_pieces(form.reading, [spoken(form.grammar, seed, prefix)])
+        parts = of_pieces(form.output_format, [spoken(form.grammar, seed, prefix)])
         assert (isinstance(parts[0], ReasoningDelta)) is bool(prefix)
         calls = [part.name for part in parts if isinstance(part, ToolCallStart)]
         arguments = [json.loads(part.text) for part in parts if isinstance(part, ToolArgumentsDelta)]
@@ -142,7 +142,8 @@ def test_strict_tools_of_an_answer_that_may_be_text(name: str) -> None:
     layout = FORMATS[name].layout
     assert layout is not None
     for seed in range(3):
-        parts = of_pieces(form.reading, [spoken(form.grammar, seed, "Well: " + layout.before + layout.tag("f").begin)])
+        beginning = "Well: " + layout.before + layout.tag("f").begin
+        parts = of_pieces(form.output_format, [spoken(form.grammar, seed, beginning)])
         assert parts[0] == "Well:" and ToolCallStart in map(type, parts)
         for begun, given in zip(parts, parts[1:]):
             if isinstance(begun, ToolCallStart) and begun.name == "f":
@@ -188,7 +189,7 @@ def test_an_answer_that_goes_on_within_its_reasoning(begun: str, thought: bool) 
     said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": [{"type": "text", "text": begun}]}]
     body = request(messages=said, tools=None, continue_final_message=True)
     form = answer_form(formats_of("hermes", "deepseek-r1"), body, tool_choice(body), "..." + begun)
-    parts = of_pieces(form.reading, [" am</think> here" if thought else " am here"])
+    parts = of_pieces(form.output_format, [" am</think> here" if thought else " am here"])
     assert parts == ([ReasoningDelta("am"), "here"] if thought else [" am here"])
 
 

@@ -1,4 +1,4 @@
-"""JSON that arrives in pieces, against Python's own reader of whole texts."""
+"""JSON that arrives in pieces, against Python's own parser of whole texts."""
 
 from __future__ import annotations
 

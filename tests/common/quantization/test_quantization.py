@@ -84,8 +84,8 @@ def test_as_transformers_quantizes(tmp_path):
     expected = {part: Fp8Dequantize(ops)._dequantize_one(
         written[f"{name}.{part}.weight"], written[f"{name}.{part}.weight_scale_inv"]) for part in (
             "gate_proj", "up_proj", "down_proj")}
-    assert torch.equal(mlp.gate_up.method.dense(), torch.cat((expected["gate_proj"], expected["up_proj"])))
-    assert torch.equal(mlp.down.method.dense(), expected["down_proj"])
+    assert torch.equal(mlp.gate_up.method.dequantize(), torch.cat((expected["gate_proj"], expected["up_proj"])))
+    assert torch.equal(mlp.down.method.dequantize(), expected["down_proj"])
 
 
 SCHEMES = {**AS_LOADED, "stored channel": QuantizationScheme("channel", stored=True),
@@ -120,9 +120,9 @@ def test_ranks_hold_parts_of_what_one_rank_holds(name):
         for rank in range(size):
             tp = TPGroup(rank, size)
             column = filled(ColumnLinear(256, [Columns.shard(part, 512, tp) for part in "ab"], True, allocate), tensors)
-            columns.append(column.method.dense().split(column.sizes))
+            columns.append(column.method.dequantize().split(column.sizes))
             row = filled(RowLinear("c", 256, 512, False, tp, allocate), tensors)
-            rows.append(row.method.dense())
+            rows.append(row.method.dequantize())
         whole.append([torch.cat(parts) for parts in zip(*columns)] + [torch.cat(rows, 1)])
     for one, two in zip(*whole):
         atol, rtol = (0, 0) if scheme.stored else (0.02, 0.13)
@@ -139,13 +139,13 @@ def test_norms_hand_over_rows_in_the_form_that_a_layer_takes(scheme):
     layer = ColumnLinear(200, [Columns("a", 128, 0, 128)], False, allocate)
     norm = RMSNorm("n", 200, 1e-5, allocate)
     for slot in (*layer.slots(), *norm.slots()):
-        slot.fill(torch.full(slot.shape, 0.02) if "scale" in slot.holds else torch.randn(slot.shape))
+        slot.fill(torch.full(slot.shape, 0.02) if "scale" in slot.kind else torch.randn(slot.shape))
     x, residual = torch.randn(5, 200), torch.randn(5, 200)
-    plain, total = norm.add(x, residual)
-    given, same = norm.add_for(layer.form, x, residual)
+    plain, total = norm.add_norm(x, residual)
+    given, same = norm.add_norm_as(layer.activation_format, x, residual)
     assert isinstance(given, Float8Rows) == (scheme is not None)
     assert torch.equal(layer(given), layer(plain)) and torch.equal(same, total)
-    pending, _ = norm.add_for(layer.form, DeferredSum(x, TPGroup()), residual)
+    pending, _ = norm.add_norm_as(layer.activation_format, DeferredSum(x, TPGroup()), residual)
     assert torch.equal(layer(pending), layer(plain))
 
 
@@ -161,7 +161,7 @@ def test_static_scales_of_fused_projections():
         assert layer.method.input_scale.item() == pytest.approx(max(scales))
     x = torch.randn(3, 32)
     limited = (x / 0.04).clamp(-448, 448).to(torch.float8_e4m3fn).float() * 0.04
-    torch.testing.assert_close(layer(x), limited @ layer.method.dense().T)
+    torch.testing.assert_close(layer(x), limited @ layer.method.dequantize().T)
 
 
 def test_two_ranks_equal_one(tmp_path):
@@ -261,7 +261,7 @@ REFUSED = [
     (packed(f"{GROUP}.input_activations", None), None, "input_activations are not quantized"),
     (packed(f"{GROUP}.weights.strategy", "group"), None, "quantized by 'group' are not supported"),
     (packed(f"{GROUP}.input_activations.dynamic", False), None, "Static input_activations are supported where"),
-    (packed(f"{GROUP}.targets", ["Linear", "Embedding"]), None, "whose config_groups has one group"),
+    (packed(f"{GROUP}.targets", ["Linear", "Embedding"]), None, "where config_groups has one group"),
 ]
 
 

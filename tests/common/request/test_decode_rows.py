@@ -27,9 +27,9 @@ def test_built_at_once_or_row_by_row(page_size, pending):
                         int(rng.integers(0, 40)) if waits else None))
     logits_rows = list(range(len(rows) - 2))
     want = build_forward_batch(rows, page_size, CPU, True, logits_rows, previous)
-    got = build_decode_batch(DecodeRows([0 if row.source is not None else row.token_ids[0] for row in rows],
+    got = build_decode_batch(DecodeRows([0 if row.pending_index is not None else row.token_ids[0] for row in rows],
                                         [row.start for row in rows], [row.page_ids for row in rows],
-                                        [row.source for row in rows]), page_size, CPU, logits_rows, previous)
+                                        [row.pending_index for row in rows]), page_size, CPU, logits_rows, previous)
     for field in dataclasses.fields(want):
         expected, actual = getattr(want, field.name), getattr(got, field.name)
         if isinstance(expected, torch.Tensor):

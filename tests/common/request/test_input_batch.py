@@ -11,7 +11,7 @@ import torch
 
 from baton.common.api.messages import Generate, LatencySpan, OutputBatch, decode_from_engine, encode
 from baton.common.api.sampling import SamplingParams
-from baton.common.forward.forward_batch import Row, build_forward_batch, build_run_batch
+from baton.common.forward.forward_batch import Row, build_forward_batch, build_table_batch
 from baton.common.kvcache.manager import KVCacheManager
 from baton.common.request import input_batch
 from baton.common.request.batch import InputBatchChunks
@@ -192,7 +192,7 @@ def test_graph_inputs(size, at_once, monkeypatch):
     """Batches one after the other, with padding, each for several steps, also where the buffers are overwritten in
     between: a batch that is built row by row has the same inputs."""
     requests = Requests(3)
-    monkeypatch.setattr(decode_inputs, "_AT_ONCE", at_once)
+    monkeypatch.setattr(decode_inputs, "_INITIAL_PINNED_INDICES", at_once)
     inputs = DecodeInputs(8, 8 * 40, 4000, CPU)
     for index, count in enumerate((5, 2, 5)):
         reqs = [requests.make_computed(max_new_tokens=99) for _ in range(count)]
@@ -202,7 +202,7 @@ def test_graph_inputs(size, at_once, monkeypatch):
             if step == index:
                 inputs.tensors["kv_indices"].fill_(77)
                 inputs.tensors["kv_indptr"].fill_(77)
-                inputs.overwritten()
+                inputs.invalidate_pages()
             host = inputs.fill(batch.decode_table(), size)
             rows = [Row([0], req.num_computed_tokens, req.page_table.ids) for req in reqs]
             rows += [Row([0], 0, np.array([4000]))] * (size - count)
@@ -222,7 +222,7 @@ def test_the_forward_batch_equals_the_one_built_row_by_row():
     reqs = [requests.make_computed() for _ in range(3)]
     batch = InputBatch(reqs, PAGE)
     requests.allocate(batch)
-    built = build_run_batch(batch.decode_table(), torch.tensor([4, 5, 6]), CPU)
+    built = build_table_batch(batch.decode_table(), torch.tensor([4, 5, 6]), CPU)
     rows = [Row([4 + i], req.num_computed_tokens, req.page_table.ids) for i, req in enumerate(reqs)]
     row_by_row = build_forward_batch(rows, PAGE, CPU, True)
     for field in dataclasses.fields(row_by_row):
@@ -314,15 +314,15 @@ def test_tokens_on_the_host_stay_until_they_are_read():
         def __len__(self):
             return len(self.ids)
 
-    class Slot:
-        def send(self, tokens):
+    class Buffer:
+        def copy_from(self, tokens):
             self.ids = tokens.ids
 
         def wait(self, count):
             return self.ids[:count]
 
-    with patch.object(sampled_tokens, "_Slot", Slot):
-        steps = sampled_tokens.SampledTokens()
-        made = [steps.of(Tokens([step, step + 1])) for step in range(11)]
+    with patch.object(sampled_tokens, "_PinnedBuffer", Buffer):
+        steps = sampled_tokens.SampledTokenBuffers()
+        made = [steps.copy(Tokens([step, step + 1])) for step in range(11)]
     assert [one.token_ids() for one in made] == [[step, step + 1] for step in range(11)]
     assert made[3].wait().logprobs == [None, None]

@@ -28,12 +28,12 @@ def main(rank: int, size: int, init_method: str, out: str, checkpoint: str) -> N
     world = init_tp(rank, size, init_method, "cpu", timeout=120)
     config = dataclasses.replace(server_config(checkpoint), parallel=ParallelArgs(tp_size=size, ep_size=size))
     runner = load_runner(config, Parallel(world, experts=ExpertShare(world, size)))
-    torch.save(rows_by_chunks(runner, load_predictors(runner), 38), out)
+    torch.save(rows_by_chunks(runner, load_draft_layers(runner), 38), out)
     end_rank(world)
 
 
-def load_predictors(runner: ModelRunner) -> MTPDraftLayers:
-    return runner.load_predictors(lambda what, share: None)
+def load_draft_layers(runner: ModelRunner) -> MTPDraftLayers:
+    return runner.load_draft_layers(lambda what, share: None)
 
 
 def rows_by_chunks(runner: ModelRunner, predictors: MTPDraftLayers, chunk: int) -> torch.Tensor:
@@ -45,7 +45,8 @@ def rows_by_chunks(runner: ModelRunner, predictors: MTPDraftLayers, chunk: int) 
         batch = build_forward_batch([Row(TOKENS[start:stop], start, pages)], runner.layout.page_size, runner.device,
                                     False, list(range(stop - start)))
         following = np.stack([TOKENS[start + k:stop + k] for k in range(1, len(predictors) + 1)])
-        rows = predictors.rows(batch, runner.hidden(batch), torch.from_numpy(following).to(runner.device))
+        hidden = runner.hidden_states(batch)
+        rows = predictors.hidden_states(batch, hidden, torch.from_numpy(following).to(runner.device))
         parts.append(torch.stack(rows))
     return torch.cat(parts, dim=1)
 

@@ -22,17 +22,17 @@ from baton.common.distributed.tp import TPGroup
 from baton.common.engine.rank import _failure_sentence, device_of
 from baton.common.engine.rank_spec import RankSpec
 from baton.common.runner import model_runner
-from baton.common.runner.kv_sizing import kv_layout, sharers
+from baton.common.runner.kv_sizing import kv_layout, ranks_per_gpu
 from baton.common.runner.preflight import token_bytes
 from baton.common.sampling.sampler import Sampler
-from baton.common.sampling.sampling_backend import TorchSampling, choose_drawing
+from baton.common.sampling.sampling_backend import TorchSampling, select_sampling_backend
 
 CPU = torch.device("cpu")
 
 
 def test_a_cpu_draws_with_torch():
-    assert isinstance(choose_drawing("auto", 40, CPU, 0), TorchSampling)
-    assert isinstance(choose_drawing("torch", 40, CPU, 0), TorchSampling)
+    assert isinstance(select_sampling_backend("auto", 40, CPU, 0), TorchSampling)
+    assert isinstance(select_sampling_backend("torch", 40, CPU, 0), TorchSampling)
     with pytest.raises(ConfigError, match="--sampling-backend triton needs a GPU"):
         Sampler(40, "cpu", 0, backend="triton")
 
@@ -64,7 +64,7 @@ def test_ranks_share_gpus_over_gloo_alone(monkeypatch, backend, base, wanted):
 def test_ranks_on_one_gpu_share_its_memory():
     def most(*flags: str) -> int:
         given = ["--model-path", "m", "--dist-backend", "gloo", *flags]
-        return sharers(parse(ServerConfig, given, prog="x", description=""), 2)
+        return ranks_per_gpu(parse(ServerConfig, given, prog="x", description=""), 2)
 
     assert [most("--tp-size", size) for size in "1238"] == [1, 1, 2, 4]
     assert most("--tp-size", "2", "--base-gpu-id", "1") == 2
@@ -85,18 +85,20 @@ def test_what_the_host_decides_in_every_step_is_not_captured(monkeypatch):
     two = Group(0, 2)
     assert may_capture(Parallel())
     tried = []
-    monkeypatch.setattr("baton.common.distributed.capture._trouble", lambda group, sends: tried.append((group, sends)))
+    monkeypatch.setattr("baton.common.distributed.capture._capture_failure", lambda group,
+                        sends: tried.append((group, sends)))
     assert may_capture(Parallel(two)) and tried == [(two, False)]
     across = Group(0, 2)
     assert may_capture(Parallel(two, TPGroup(), across)) and tried == [(two, False), (two, True), (across, True)]
     assert not may_capture(Parallel(two, experts=replace(ExpertShare(two), ep_size=2, a2a="alltoall")))
-    assert not may_capture(Parallel(two, TPGroup(), across, replace(ExpertShare(two), counted=True)))
+    assert not may_capture(Parallel(two, TPGroup(), across, replace(ExpertShare(two), counts_tokens=True)))
     assert not may_capture(Parallel(Group(0, 2, "cuda:0"))), "it goes through host memory"
     assert len(tried) == 3
 
 
 def test_a_trial_that_fails_is_told(monkeypatch, caplog):
-    monkeypatch.setattr("baton.common.distributed.capture._trouble", lambda group, sends: "they were not captured")
+    monkeypatch.setattr("baton.common.distributed.capture._capture_failure", lambda group,
+                        sends: "they were not captured")
     assert not may_capture(Parallel(Group(0, 2)))
     assert "Decode steps run without CUDA graphs: they were not captured." in caplog.text
 
@@ -104,7 +106,7 @@ def test_a_trial_that_fails_is_told(monkeypatch, caplog):
 def test_groups_capture_where_all_ranks_can(monkeypatch, caplog):
     world = Group(0, 2)
     world.min_reduce = lambda values: values * 0  # another rank's attention group could not
-    monkeypatch.setattr("baton.common.distributed.capture._trouble", lambda group, sends: None)
+    monkeypatch.setattr("baton.common.distributed.capture._capture_failure", lambda group, sends: None)
     assert not may_capture(Parallel(world, TPGroup(), Group(0, 2)))
     assert "Decode steps run without CUDA graphs: other ranks cannot capture theirs." in caplog.text
 
@@ -119,14 +121,14 @@ def test_sums_that_are_wrong_or_cannot_be_go_over_nccl(monkeypatch, caplog):
         def __init__(self, *given):
             pass
 
-        def trouble(self, group):
+        def self_test(self, group):
             return "a sum of 8 values was wrong"
 
     monkeypatch.setattr(peers, "SymmetricBuffers", lambda *given: None)
     monkeypatch.setattr(peers, "PeerAllReduce", Wrong)
     assert peers.connect(group) is None
     assert "Small sums go over NCCL: a sum of 8 values was wrong." in caplog.text
-    monkeypatch.setattr(Wrong, "trouble", lambda self, group: None)
+    monkeypatch.setattr(Wrong, "self_test", lambda self, group: None)
     assert isinstance(peers.connect(group), Wrong)
 
 
@@ -135,36 +137,38 @@ def test_tokens_go_by_collectives_where_memory_cannot_be_shared(monkeypatch, cap
     def parallel() -> Parallel:
         group = Group(0, 2, "cuda:0", device_group=object())
         made = Parallel(group, TPGroup(), group, ExpertShare(group, 2, "peer"))
-        made.tokens.sent.connect(8, 64, 2, torch.bfloat16)
-        made.tokens.sent.begin([3, 8])
+        made.token_exchange.all_to_all.connect(8, 64, 2, torch.bfloat16)
+        made.token_exchange.all_to_all.begin_step([3, 8])
         return made
 
     def refuses(*given):
         raise RuntimeError("no peers here")
 
-    monkeypatch.setattr("baton.common.distributed.capture._trouble", lambda group, sends: None)
+    monkeypatch.setattr("baton.common.distributed.capture._capture_failure", lambda group, sends: None)
     monkeypatch.setattr(all_to_all, "AVAILABLE", True)
     monkeypatch.setattr(all_to_all, "DispatchBuffers", refuses)
     alone = parallel()
-    assert not (alone.tokens.sent.connected or alone.tokens.sent.takes or may_capture(alone))
+    exchange = alone.token_exchange.all_to_all
+    assert not (exchange.connected or exchange.can_dispatch or may_capture(alone))
     assert "for which the host waits in every layer: RuntimeError: no peers here." in caplog.text
     monkeypatch.setattr(all_to_all, "DispatchBuffers", lambda rank, group, device, areas: SimpleNamespace(
-        peers=SimpleNamespace(areas=areas)))
-    monkeypatch.setattr(all_to_all, "_tried", lambda peers: "rows came back wrong")
-    assert not parallel().tokens.sent.connected
+        peers=SimpleNamespace(layout=areas)))
+    monkeypatch.setattr(all_to_all, "_self_test", lambda peers: "rows came back wrong")
+    assert not parallel().token_exchange.all_to_all.connected
     assert "for which the host waits in every layer: rows came back wrong." in caplog.text
-    monkeypatch.setattr(all_to_all, "_tried", lambda peers: None)
+    monkeypatch.setattr(all_to_all, "_self_test", lambda peers: None)
     sending = parallel()
-    assert sending.tokens.sent.takes and may_capture(sending)
-    assert sending.tokens.sent.nbytes == all_to_all.DispatchLayout(2, 8, 64, 2).nbytes > 2 * 2 * 8 * 64 * 2
-    sending.tokens.sent.begin([9, 1])
-    assert not sending.tokens.sent.takes, "there is no room for as many"
+    exchange = sending.token_exchange.all_to_all
+    assert exchange.can_dispatch and may_capture(sending)
+    assert exchange.nbytes == all_to_all.DispatchLayout(2, 8, 64, 2).nbytes > 2 * 2 * 8 * 64 * 2
+    exchange.begin_step([9, 1])
+    assert not exchange.can_dispatch, "there is no room for as many"
 
 
 def test_sums_on_a_cpu_have_no_peers():
     parallel = Parallel(TPGroup(0, 2))
     peers.connect_all(parallel)
-    assert parallel.world.peers is None
+    assert parallel.tp.symm_comm is None
 
 
 def test_two_ranks_sum_large_messages_in_each_other_s_memory():
@@ -175,12 +179,12 @@ def test_two_ranks_sum_large_messages_in_each_other_s_memory():
     def largest(ranks: int) -> int:
         buffers = SimpleNamespace(device="cpu", of_ranks=(None,) * ranks)
         sums = peers.PeerAllReduce(0, buffers, peers.slots_for(ranks))
-        taken = [mib for mib in (1, 2, 32, 33) if sums.takes(message(mib << 20))]
-        assert taken == [mib for mib in (1, 2, 32, 33) if sums.takes_rows(message(mib << 20))]
+        taken = [mib for mib in (1, 2, 32, 33) if sums.can_all_reduce(message(mib << 20))]
+        assert taken == [mib for mib in (1, 2, 32, 33) if sums.can_all_reduce_norm(message(mib << 20))]
         return taken[-1]
 
     assert largest(2) == 32 and largest(4) == 1
-    assert peers.slots_for(4, 700) == 700 and peers.slots_for(8, 5000) == peers.MOST_ROWS
+    assert peers.slots_for(4, 700) == 700 and peers.slots_for(8, 5000) == peers.MAX_GATHER_ROWS
 
 
 def test_a_pool_that_is_too_large_is_refused_in_a_sentence(monkeypatch):
@@ -198,7 +202,7 @@ def test_a_pool_that_is_too_large_is_refused_in_a_sentence(monkeypatch):
 
     monkeypatch.setattr(model_runner, "KVPool", full)
     with pytest.raises(ConfigError, match=r"^There is no memory for the KV pool of .* lower --max-total-tokens"):
-        model_runner._allocated(layout, 7, device, shared=False)
+        model_runner._allocate_pool(layout, 7, device, shared=False)
 
 
 def test_why_a_rank_did_not_start_is_one_sentence(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""What attention groups agree on before a step: every rank comes to the same turn by itself."""
+"""What attention groups agree on before a step: every rank comes to the same info by itself."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ def test_either_all_groups_replay_one_size_or_none_does(groups, sizes):
     def size_for(rows):
         return next((size for size in sizes if size >= rows), None)
 
-    told = np.array([[rows, rows, 0, decodes or not rows] for rows, decodes in groups])
-    turns = []
+    gathered = np.array([[rows, rows, 0, decodes or not rows] for rows, decodes in groups])
+    infos = []
     for rank in range(len(groups)):
-        across = TPGroup(rank, len(groups))
-        across.gather_ints = lambda values: told
-        meeting = DPSync(Parallel(TPGroup(rank, len(groups)), TPGroup(), across))
+        dp = TPGroup(rank, len(groups))
+        dp.gather_ints = lambda values: gathered
+        dp_sync = DPSync(Parallel(TPGroup(rank, len(groups)), TPGroup(), dp))
         rows, decodes = groups[rank]
-        turn = meeting.agree(rows, rows, decodes=decodes)
-        turns.append(turn and turn.replayed(size_for))
-    assert all(turn == turns[0] for turn in turns)
+        info = dp_sync.sync(rows, rows, can_decode=decodes)
+        infos.append(info and info.padded_to_graph(size_for))
+    assert all(info == infos[0] for info in infos)
     most = max(rows for rows, _ in groups)
     if not most:
-        assert turns[0] is None
+        assert infos[0] is None
     elif any(rows and not decodes for rows, decodes in groups) or most > sizes[-1]:
-        assert turns[0].size is None and turns[0].tokens == [max(rows, 1) for rows, _ in groups]
+        assert infos[0].graph_size is None and infos[0].num_tokens == [max(rows, 1) for rows, _ in groups]
     else:
-        assert turns[0].size == size_for(most)
-        assert turns[0].tokens == turns[0].scored == [turns[0].size] * len(groups)
+        assert infos[0].graph_size == size_for(most)
+        assert infos[0].num_tokens == infos[0].num_logits == [infos[0].graph_size] * len(groups)

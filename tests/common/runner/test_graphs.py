@@ -80,12 +80,12 @@ def test_a_graph_is_launched_before_requests_come():
     assert launched == [(4, {9}, {9}), (2, {9}, {9}), (1, {9}, {9})]
 
 
-def test_likeliest_tokens_are_left_to_the_graph_that_found_them():
+def test_argmax_tokens_stay_in_the_graph_that_computed_them():
     """It copies them itself; tokens of other steps, rows or sizes are copied, also when another batch ran between."""
     graphs = captured(Played())
     table = DecodeTable(np.array([3, 17]), np.array([5, 7]), np.array([3, 1]), np.array([0, 1, 3], np.int32),
                         np.array([5, 8, 7], np.int32), np.array([4, 2], np.int32))
-    ids = graphs._views[2]["input_ids"]
+    ids = graphs._input_views[2]["input_ids"]
 
     def given(tokens, size=2):
         ids.fill_(99)  # stands for what the graph has left there
@@ -93,29 +93,29 @@ def test_likeliest_tokens_are_left_to_the_graph_that_found_them():
         return ids.tolist(), found
 
     assert given(torch.tensor([11, 12]))[0] == [11, 12]
-    seen, likeliest = given(torch.tensor([13, 14]))
+    seen, argmax = given(torch.tensor([13, 14]))
     assert seen == [13, 14]
-    assert given(likeliest)[0] == [99, 99]
-    assert given(likeliest.clone())[0] == [0, 0]
+    assert given(argmax)[0] == [99, 99]
+    assert given(argmax.clone())[0] == [0, 0]
     other = given(torch.tensor([15, 16]), 4)[1]
-    assert given(likeliest)[0] == [0, 0] and given(other)[0] == [0, 0] and given(likeliest)[0] == [99, 99]
+    assert given(argmax)[0] == [0, 0] and given(other)[0] == [0, 0] and given(argmax)[0] == [99, 99]
     row = Row([7], 0, np.array([1]))
     graphs.run(build_forward_batch([row, row], 16, torch.device("cpu"), True))
-    assert given(likeliest)[0] == [0, 0]
+    assert given(argmax)[0] == [0, 0]
 
 
-def test_a_run_is_put_where_the_graph_reads_it():
+def test_a_decode_table_is_written_to_the_graphs_inputs():
     played = Played()
     graphs = captured(played)
     table = DecodeTable(np.array([3, 17, 4]), np.array([5, 7, 6]), np.array([3, 1, 4]),
                         np.array([0, 1, 3, 4], np.int32), np.array([5, 8, 7, 6], np.int32),
                         np.array([4, 2, 5], np.int32))
-    logits, likeliest = graphs.decode(table, torch.tensor([11, 12, 13]), 4)
-    assert logits.shape == (3, 3) and likeliest.tolist() == [0, 0, 0]
+    logits, argmax = graphs.decode(table, torch.tensor([11, 12, 13]), 4)
+    assert logits.shape == (3, 3) and argmax.tolist() == [0, 0, 0]
     batch = played.refreshed
     assert batch.num_reqs == 4 and batch.input_ids[:3].tolist() == [11, 12, 13]
     assert batch.positions.tolist() == [3, 17, 4, 0] and batch.page_of_token.tolist() == [5, 7, 6, 9]
     assert batch.kv_indptr.tolist() == batch.kv_indptr_cpu.tolist() == [0, 1, 3, 4, 5]
     assert batch.kv_indices[:5].tolist() == batch.kv_indices_cpu.tolist() == [5, 8, 7, 6, 9]
     assert batch.kv_last_page_len.tolist() == batch.kv_last_page_len_cpu.tolist() == [4, 2, 5, 1]
-    assert graphs._views[4]["positions"].data_ptr() == batch.positions.data_ptr()
+    assert graphs._input_views[4]["positions"].data_ptr() == batch.positions.data_ptr()

@@ -16,7 +16,7 @@ from baton.common.bench import draft_acceptance
 from baton.common.bench.draft_acceptance import Acceptance, Drafting
 from baton.common.bench.workloads.workload import Prompt, Turn
 from baton.tests.common.models.test_models_numerics import TOLERANCE
-from baton.tests.common.runner.mtp_rank import TOKENS, load_predictors, rows_by_chunks
+from baton.tests.common.runner.mtp_rank import TOKENS, load_draft_layers, rows_by_chunks
 from baton.tests.helpers.deepseek_models import save_deepseek, save_with_predictors
 from baton.tests.helpers.rank_processes import run_ranks
 from baton.tests.helpers.small_models import load_runner, server_config
@@ -35,7 +35,7 @@ def expected_rows(model: Any, *foretell: Any) -> torch.Tensor:
 def test_rows_equal_transformers(tmp_path, chunk):
     models = save_with_predictors(tmp_path, 2)
     runner = load_runner(server_config(tmp_path, page_size=4))
-    got = rows_by_chunks(runner, load_predictors(runner), chunk)
+    got = rows_by_chunks(runner, load_draft_layers(runner), chunk)
     torch.testing.assert_close(got, expected_rows(*models), atol=TOLERANCE, rtol=0)
 
 
@@ -90,7 +90,7 @@ def test_command(tmp_path, capsys):
 def test_checkpoints_without_predictors_are_refused(tmp_path):
     save_deepseek(tmp_path, 3, num_nextn_predict_layers=0)
     with pytest.raises(ConfigError, match="has no layers of multi-token prediction"):
-        load_predictors(load_runner(server_config(tmp_path)))
+        load_draft_layers(load_runner(server_config(tmp_path)))
 
 
 def test_predictors_that_are_not_whole_are_refused(tmp_path):
@@ -102,4 +102,4 @@ def test_predictors_that_are_not_whole_are_refused(tmp_path):
     save_file(tensors, file)
     runner = load_runner(server_config(tmp_path))
     with pytest.raises(ConfigError, match="lacks model.layers.3.enorm.weight"):
-        load_predictors(runner)
+        load_draft_layers(runner)

@@ -13,8 +13,8 @@ from baton.common.config.server import KernelArgs, ScheduleArgs
 from baton.common.distributed.expert_share import ExpertShare
 from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.tp import TPGroup
-from baton.common.runner.cuda_graphs.launch_cost import launch_bound
-from baton.common.runner.cuda_graphs.piecewise_graphs import PrefillGraphs, default_sizes, prompt_sizes
+from baton.common.runner.cuda_graphs.launch_cost import launch_bound_sizes
+from baton.common.runner.cuda_graphs.piecewise_graphs import PrefillGraphs, default_sizes, prefill_graph_sizes
 from baton.common.runner.kv_sizing import count_pages, kv_layout
 from baton.tests.helpers.deepseek_models import save_deepseek
 from baton.tests.helpers.replayed_prompts import PADDED, SIZES, record_again, steps_of
@@ -48,12 +48,12 @@ def test_sizes():
 
 def test_which_steps_are_recorded():
     graphs = PrefillGraphs.__new__(PrefillGraphs)
-    graphs._sizes, graphs._free, graphs._most_padded = [64, 256, 512, 1024], 256, 1.25
+    graphs._sizes, graphs._launch_bound, graphs._max_padding_ratio = [64, 256, 512, 1024], 256, 1.25
     assert [graphs.size_for([count]) for count in (1, 64, 65, 257, 410, 512, 513, 820, 1024, 1025)] == [
         64, 64, 256, None, 512, 512, None, 1024, 1024, None]
     assert graphs.size_for([200, 1]) == 256 and graphs.size_for([1000, 900]) == 1024
     assert graphs.size_for([1000, 1]) is None, "a step of one group would be padding for the other"
-    graphs._most_padded = 2.0
+    graphs._max_padding_ratio = 2.0
     assert graphs.size_for([1024, 1]) == 1024 and graphs.size_for([1000, 1]) is None
 
 
@@ -71,9 +71,9 @@ def test_the_largest_step_that_waits_for_the_host_is_found_in_few_trials(tmp_pat
 
     sizes = default_sizes(8192)
     with torch.inference_mode():
-        won, free = launch_bound(runner._model, sizes, trial)
-    assert won == [size for size in sizes if size < 2 / 1.2 * (bound + 0.5)]
-    assert free == max((size for size in sizes if size <= bound), default=0)
+        useful, launch_bound = launch_bound_sizes(runner._model, sizes, trial)
+    assert useful == [size for size in sizes if size < 2 / 1.2 * (bound + 0.5)]
+    assert launch_bound == max((size for size in sizes if size <= bound), default=0)
     assert len(tried) == len(set(tried)) <= 10
 
 
@@ -85,15 +85,15 @@ def test_what_is_recorded_by_flags_and_by_how_tokens_reach_experts(tmp_path):
     def sizes_of(parallel=plain, chunk=100, **kernels):
         changed = dataclasses.replace(config, kernels=KernelArgs(**kernels),
                                       schedule=ScheduleArgs(chunked_prefill_size=chunk))
-        return prompt_sizes(changed, spec, parallel)
+        return prefill_graph_sizes(changed, spec, parallel)
 
     assert sizes_of() == [32, 64, 100] and sizes_of(piecewise_cuda_graph_max_tokens=64) == [32, 64]
     assert sizes_of(piecewise_cuda_graph_tokens=(70, 10, 200)) == [10, 70]
     assert not sizes_of(disable_cuda_graph=True) and not sizes_of(disable_piecewise_cuda_graph=True)
-    for options in ({"counted": True}, {"movable": True}, {"a2a": "alltoall"}, {"a2a": "peer"}):
+    for options in ({"counts_tokens": True}, {"eplb": True}, {"a2a": "alltoall"}, {"a2a": "peer"}):
         assert not sizes_of(Parallel(experts=ExpertShare(TPGroup(), **options))), options
     peers = Parallel(TPGroup(0, 2), TPGroup(), TPGroup(0, 2), ExpertShare(TPGroup(0, 2), 2, "peer"))
-    peers.experts.sent._shared = SimpleNamespace(peers=SimpleNamespace(areas=SimpleNamespace(rows=64)))
+    peers.experts.all_to_all._shared = SimpleNamespace(peers=SimpleNamespace(layout=SimpleNamespace(rows=64)))
     assert sizes_of(peers) == [32, 64], "of more rows the exchange waits for the host"
 
 
@@ -116,5 +116,5 @@ def test_the_pool_leaves_no_room_for_graphs_that_nobody_records(tmp_path, monkey
         return count_pages(changed, spec, layout, parallel or Parallel(), torch.device("cuda"))
 
     without = pages(disable_piecewise_cuda_graph=True)
-    assert pages(Parallel(experts=ExpertShare(TPGroup(), counted=True))) == without
+    assert pages(Parallel(experts=ExpertShare(TPGroup(), counts_tokens=True))) == without
     assert pages() < pages(piecewise_cuda_graph_tokens=(256, 100_000)) < without

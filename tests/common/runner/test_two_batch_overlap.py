@@ -16,14 +16,14 @@ from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.token_exchange import TokenExchange
 from baton.common.distributed.tp import TPGroup
 from baton.common.forward.forward_batch import Row, build_forward_batch
-from baton.common.models.micro_batches import in_turns
+from baton.common.models.micro_batches import run_interleaved
 from baton.common.runner.dp_sync import DPSync
-from baton.common.runner.two_batch_overlap import TwoBatchOverlap, rows_of
+from baton.common.runner.two_batch_overlap import TwoBatchOverlap, slice_rows
 from baton.tests.helpers.small_models import load_runner, server_config
 from baton.tests.helpers.small_moe import save_moe
 
 PAGE = 4
-LEAST = 100
+MIN_TOKENS = 100
 
 
 def batch_of(parts: list[tuple[int, int]]):
@@ -38,7 +38,7 @@ def batch_of(parts: list[tuple[int, int]]):
 
 
 @pytest.mark.parametrize("middle", [1, 6, 7, 8, 12, 21])
-def test_the_rows_of_a_half_are_a_batch(middle):
+def test_rows_of_a_microbatch_are_a_batch(middle):
     rows, batch = batch_of([(0, 7), (9, 5), (3, 10)])
     for begin, end in ((0, middle), (middle, batch.num_tokens)):
         cut, first = [], 0
@@ -49,14 +49,14 @@ def test_the_rows_of_a_half_are_a_batch(middle):
                 cut.append(Row(ids[low:high], row.start + low, row.page_ids))
             first += len(ids)
         wanted = build_forward_batch(cut, PAGE, torch.device("cpu"), False)
-        found = rows_of(batch, begin, end, PAGE)
+        found = slice_rows(batch, begin, end, PAGE)
         for field in dataclasses.fields(wanted):
             one, other = getattr(found, field.name), getattr(wanted, field.name)
-            if field.name not in ("logits_rows", "ends"):
+            if field.name not in ("logits_rows", "last_tokens"):
                 assert np.array_equal(one, other) if one is not None else other is None, field.name
 
 
-def test_works_go_on_in_turns():
+def test_microbatches_run_interleaved():
     told = []
 
     def work(name: str, steps: int):
@@ -65,36 +65,36 @@ def test_works_go_on_in_turns():
             yield
         return name
 
-    assert in_turns([work("a", 2), work("b", 3)]) == ["a", "b"]
+    assert run_interleaved([work("a", 2), work("b", 3)]) == ["a", "b"]
     assert told == ["a0", "b0", "a1", "b1", "b2"]
 
 
 def agreed(*told: tuple[int, bool]):
-    """The turn of groups with so many tokens, which decode or not."""
-    across = SimpleNamespace(gather_ints=lambda mine: np.array(
+    """The step of groups with these tokens, which decode or not."""
+    dp = SimpleNamespace(gather_ints=lambda mine: np.array(
         [[tokens, min(tokens, 1), 0, decodes or not tokens] for tokens, decodes in told]))
-    return DPSync(SimpleNamespace(across=across)).agree(*told[0], decodes=False)
+    return DPSync(SimpleNamespace(dp=dp)).sync(*told[0], can_decode=False)
 
 
-def cut_of(*told: tuple[int, bool]) -> list[list[int]]:
-    """Rows of the halves in every group; empty where the step is not cut."""
+def split_of(*told: tuple[int, bool]) -> list[list[int]]:
+    """Rows of the micro-batches in every group; empty where the step is not split."""
     exchanges = tuple(TokenExchange(TPGroup(0, len(told))) for _ in range(2))
-    cut = TwoBatchOverlap((None, None), exchanges, PAGE, 0, LEAST).begin(agreed(*told))
+    cut = TwoBatchOverlap((None, None), exchanges, PAGE, 0, MIN_TOKENS).begin_step(agreed(*told))
     return [exchange._counts for exchange in exchanges] if cut else []
 
 
-def test_steps_that_are_cut():
-    many = 2 * LEAST
-    assert cut_of((many, False), (many + 1, False)) == [[many // 2] * 2, [many // 2, many // 2 + 1]]
-    assert cut_of((many + 3, False), (0, False)) == [[many // 2, 1], [many // 2 + 3, 1]]
-    assert not cut_of((many, False), (1, True)), "a group decodes"
-    assert not cut_of((LEAST - 1, False), (many, False))
-    assert not cut_of((2 * many, False), *[(0, False)] * 3), "parts would not be padded to the largest"
+def test_which_steps_are_split():
+    many = 2 * MIN_TOKENS
+    assert split_of((many, False), (many + 1, False)) == [[many // 2] * 2, [many // 2, many // 2 + 1]]
+    assert split_of((many + 3, False), (0, False)) == [[many // 2, 1], [many // 2 + 3, 1]]
+    assert not split_of((many, False), (1, True)), "a group decodes"
+    assert not split_of((MIN_TOKENS - 1, False), (many, False))
+    assert not split_of((2 * many, False), *[(0, False)] * 3), "parts would not be padded to the largest"
 
 
 def test_what_does_not_go_together(tmp_path):
     with pytest.raises(ConfigError, match="needs --enable-dp-attention"):
-        DataParallelArgs(enable_two_batch_overlap=True)
+        dataclasses.replace(server_config(tmp_path), data_parallel=DataParallelArgs(enable_two_batch_overlap=True))
     with pytest.raises(ConfigError, match="must be 4 or more"):
         DataParallelArgs(two_batch_min_tokens=3)
     config = server_config(tmp_path, tp=2)
@@ -106,4 +106,4 @@ def test_what_does_not_go_together(tmp_path):
     save_moe(tmp_path, "Qwen3Moe")
     runner = load_runner(server_config(tmp_path), Parallel(experts=ExpertShare(TPGroup(), 1, "alltoall")))
     with pytest.raises(ConfigError, match="is for --moe-a2a-backend none"):
-        runner._overlap(runner._attention)
+        runner._enable_two_batch_overlap(runner._attention)

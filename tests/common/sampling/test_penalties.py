@@ -13,7 +13,7 @@ from baton.common.request.logit_bias import LogitBias
 from baton.common.request.sampling_metadata import RequestedLogprobs, SamplingMetadata
 from baton.common.request.token_buffer import TokenBuffer
 from baton.common.request.token_history import TokenHistory
-from baton.common.sampling.penalties import penalize
+from baton.common.sampling.penalties import apply_penalties
 from baton.common.sampling.sampler import Sampler
 from baton.tests.helpers.sampling_reference import penalized
 
@@ -71,9 +71,9 @@ def test_a_pending_token_counts_bit_by_bit_as_a_known_one():
     for output in ([], [7], [7, 7, 3], [3]):
         logits = torch.randn(3, VOCAB, generator=generator)
         known, pending = logits.clone(), logits.clone()
-        penalize(known, [SamplingMetadata(params, 1, history=history_of([4, 7], [*output, 7]))] * 3, None)
+        apply_penalties(known, [SamplingMetadata(params, 1, history=history_of([4, 7], [*output, 7]))] * 3, None)
         rows = [SamplingMetadata(params, 1, history=history_of([4, 7], output), pending=1) for _ in range(3)]
-        penalize(pending, rows, torch.tensor([0, 7]))
+        apply_penalties(pending, rows, torch.tensor([0, 7]))
         assert torch.equal(known, pending) and not torch.equal(known, logits)
 
 

@@ -156,6 +156,6 @@ async def test_a_body_that_is_no_text_is_answered_and_leaves_no_load(start_route
     assert (await request_to(router, "POST", "/add_worker", b'{"url": "\xff"}')).status == 400
 
 
-def test_an_answer_that_is_no_text_tells_nothing():
+def test_a_response_that_is_no_text_is_empty():
     """Health checks read answers: one that raised would end the watching of its worker for good."""
     assert WorkerResponse(200, b'{"data": "\xff"}').json_object() == {}

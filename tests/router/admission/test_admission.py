@@ -24,15 +24,15 @@ class Scene:
 
     def enter(self, name="", key=b"", streamed=False, priority=0):
         return self.admission.acquire(
-            key, streamed, lambda: priority, lambda ticket: self.started.update({name: ticket}),
+            key, streamed, lambda: priority, lambda permit: self.started.update({name: permit}),
             lambda error: self.refused.update({name: error}))
 
 
 class Body:
     """The memory that a waiting request refers to."""
 
-    def start(self, ticket):
-        self.ticket = ticket
+    def start(self, permit):
+        self.permit = permit
 
     def refuse(self, error):
         raise AssertionError("no request waits too long")
@@ -40,15 +40,15 @@ class Body:
 
 def test_the_limit_is_exact_and_the_queue_goes_by_priority_then_arrival():
     scene = Scene(max_concurrent=2, queue_size=4)
-    tickets = [scene.enter() for _ in range(2)]
+    permits = [scene.enter() for _ in range(2)]
     for name, priority in (("a", 0), ("b", 5), ("c", 0), ("d", 5)):
         scene.enter(name, priority=priority)
     with pytest.raises(Overloaded):
         scene.enter()
-    tickets.pop().release()
+    permits.pop().release()
     assert list(scene.started) == ["b"]
-    for ticket in (tickets.pop(), scene.started["b"]):
-        ticket.release()
+    for permit in (permits.pop(), scene.started["b"]):
+        permit.release()
     assert list(scene.started) == ["b", "d", "a"]
     assert (scene.admission.running, scene.admission.queued) == (2, 1)
 
@@ -57,9 +57,9 @@ def test_a_thousand_waiting_requests_that_fail_at_once_do_not_pile_up():
     scene = Scene(max_concurrent=1, queue_size=2000)
     first, ended = scene.enter(), []
 
-    def fail(ticket):
-        ended.append(ticket)
-        ticket.release()
+    def fail(permit):
+        ended.append(permit)
+        permit.release()
 
     for _ in range(2000):
         scene.admission.acquire(b"", False, lambda: 0, fail, lambda error: None)
@@ -81,7 +81,7 @@ def test_requests_that_waited_are_freed(leaves):
             waiting.cancel()
         else:
             last.release()
-            last = body.ticket
+            last = body.permit
         del body, waiting
     assert sum(ref() is not None for ref in refs) < 100
     assert scene.admission.queued == (urgent is not None)
@@ -89,7 +89,7 @@ def test_requests_that_waited_are_freed(leaves):
 
 def test_waiting_ends_in_time_and_who_left_is_skipped():
     scene = Scene(max_concurrent=1, queue_size=9, queue_timeout=10.0)
-    ticket = scene.enter()
+    permit = scene.enter()
     scene.enter("early")
     scene.now = 4.0
     gone = scene.enter("gone")
@@ -99,7 +99,7 @@ def test_waiting_ends_in_time_and_who_left_is_skipped():
     scene.now = 10.0
     assert scene.admission.expire() == 14.0
     assert isinstance(scene.refused["early"], QueueTimeout) and scene.refused["early"].retry_after
-    ticket.release()
+    permit.release()
     assert list(scene.started) == ["late"]
     assert scene.admission.expire() is None
 
@@ -116,7 +116,7 @@ def test_bucket():
     assert slow.wait(0.0) == pytest.approx(10.0) and slow.wait(10.0) == 0
 
 
-def test_rates_tell_when_to_come_again_and_a_refused_request_costs_nothing():
+def test_rates_say_when_to_retry_and_a_refused_request_costs_nothing():
     scene = Scene(rate=2.0, rate_per_key=1.0)
     scene.enter(key=b"a")
     for _ in range(5):
@@ -131,11 +131,11 @@ def test_rates_tell_when_to_come_again_and_a_refused_request_costs_nothing():
 
 def test_a_key_has_its_own_share():
     scene = Scene(max_concurrent_per_key=2)
-    tickets = [scene.enter(key=b"a") for _ in range(2)]
+    permits = [scene.enter(key=b"a") for _ in range(2)]
     with pytest.raises(Overloaded):
         scene.enter(key=b"a")
     scene.enter(key=b"b")
-    tickets[0].release()
+    permits[0].release()
     scene.enter(key=b"a")
 
 
@@ -165,16 +165,16 @@ def test_estimate_grows_with_those_that_wait_and_shrinks_with_parallel_workers()
 
 def test_slo_refuses_what_would_come_too_late_and_recovers():
     scene = Scene(slo_ttft=1.0)
-    ticket = scene.enter(streamed=True)
+    permit = scene.enter(streamed=True)
     scene.now = 0.4
-    ticket.first_token()  # 0.4 s a waiting request
-    tickets = [scene.enter(streamed=True) for _ in range(2)]
+    permit.first_token()  # 0.4 s a waiting request
+    permits = [scene.enter(streamed=True) for _ in range(2)]
     with pytest.raises(Overloaded) as refusal:
         scene.enter(streamed=True)
     assert refusal.value.retry_after == pytest.approx(0.2)
     scene.enter(streamed=False)  # has no first token to see
     scene.now = 60.4
-    for late in tickets:
+    for late in permits:
         late.first_token()
     assert isinstance(scene.enter(streamed=True), Permit)  # no request waits: always admitted
 

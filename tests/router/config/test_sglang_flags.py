@@ -74,7 +74,7 @@ DEFAULTS = """
 """sglang_router.launch_router 0.3.2's own."""
 
 
-def as_told(default) -> str:
+def as_documented(default) -> str:
     return "none" if default is None else f"{default:.10g}" if isinstance(default, float) else str(default)
 
 
@@ -86,10 +86,10 @@ def test_defaults_that_differ_are_documented_with_their_reason():
     own = {spelling: item.field.default for item in _flags(RouterConfig)
            for spelling in ("--" + item.key.replace("_", "-"), *item.field.metadata["names"])}
     theirs = dict(line.split() for line in DEFAULTS)
-    differ = {flag for flag, value in theirs.items() if as_told(own[flag]) != value}
+    differ = {flag for flag, value in theirs.items() if as_documented(own[flag]) != value}
     assert differ == documented.keys()
     for flag, (there, here, why) in documented.items():
-        assert (there, here) == (theirs[flag], as_told(own[flag]))
+        assert (there, here) == (theirs[flag], as_documented(own[flag]))
         assert len(why) > 30
 
 

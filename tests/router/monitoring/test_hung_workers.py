@@ -23,7 +23,7 @@ async def test_a_stream_of_a_hung_worker_goes_on_elsewhere(start_router, worker,
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_hung_half_of_a_pair_is_left_by_its_stream(start_router, worker, script, chat, role):
+async def test_a_stream_leaves_a_hung_worker_of_its_pair(start_router, worker, script, chat, role):
     """Decode in the middle of its stream; prefill before the first byte, which decode waits for."""
     prefills, decodes = [await worker() for _ in range(2)], [await worker(counting(), **OURS) for _ in range(2)]
     if role == "decode":

@@ -173,14 +173,14 @@ def shared_admission(stats, rules, loop) -> list[SharedAdmission]:
 
 async def test_the_queue_goes_by_priority_over_both_processes(stats):
     one, other = shared_admission(stats, AdmissionRules(1, 10), asyncio.get_running_loop())
-    ticket = one.acquire(b"", False, lambda: 0, None, None)
-    assert isinstance(ticket, Permit)
+    permit = one.acquire(b"", False, lambda: 0, None, None)
+    assert isinstance(permit, Permit)
     order: list[str] = []
 
     def wait(admission, name, priority):
-        def start(ticket):
+        def start(permit):
             order.append(name)
-            asyncio.get_running_loop().call_later(0.001, ticket.release)
+            asyncio.get_running_loop().call_later(0.001, permit.release)
         return admission.acquire(b"", False, lambda: priority, start, None)
 
     waiting = [wait(one, "low", -1), wait(other, "high", 5), wait(one, "first", 0), wait(other, "second", 0),
@@ -188,7 +188,7 @@ async def test_the_queue_goes_by_priority_over_both_processes(stats):
     assert all(isinstance(each, Waiting) for each in waiting)
     waiting[-1].cancel()
     assert (one.queued, other.running) == (4, 1)
-    ticket.release()
+    permit.release()
     while len(order) < 4:
         await asyncio.sleep(0.005)
     assert order == ["high", "first", "second", "low"]

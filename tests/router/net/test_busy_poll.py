@@ -9,7 +9,7 @@ from baton.router.net.busy_poll import BusyPoll
 
 
 class Loop:
-    """Runs what is to be called soon when it is told to."""
+    """Runs the callbacks of call_soon on request."""
 
     def __init__(self):
         self.soon = []

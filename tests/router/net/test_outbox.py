@@ -16,8 +16,8 @@ class Transport:
     def write(self, data):
         self.log.append((self.name, data))
 
-    def writelines(self, pieces):
-        self.write(b"".join(pieces))
+    def writelines(self, parts):
+        self.write(b"".join(parts))
 
     def is_closing(self):
         return self.closed

@@ -412,7 +412,7 @@ async def test_command_line_serves_logs_and_stops(worker, script):
     assert await asyncio.to_thread(process.wait, 5) == 0
 
 
-async def test_what_the_log_tells_of_work_and_of_failures(worker, script):
+async def test_the_log_reports_work_and_failures(worker, script):
     mock = await worker(script.status(500))
     process = _launch("--port", "0", "--worker-urls", mock.url, "--log-interval", "1")
     address = (await _log_line(process, "Listening on"))["message"].split("//")[1].split()[0]

@@ -81,7 +81,7 @@ def pool(count: int) -> tuple[Worker, ...]:
     return tuple(Worker(Endpoint.parse(f"http://w{i}:80"), "decode") for i in range(count))
 
 
-def test_cache_aware_tells_the_share_that_the_chosen_worker_was_sent():
+def test_cache_aware_estimates_the_share_that_the_chosen_worker_was_sent():
     workers, policy = pool(3), CacheAware()
     text = words(5, 700).encode()[:2560]
     prompt, longer = block_hashes(text), block_hashes(text + words(6, 700).encode()[:2560])
@@ -97,7 +97,7 @@ def test_cache_aware_tells_the_share_that_the_chosen_worker_was_sent():
     assert policy.memory.blocks_sent == sent  # telling is not deciding
 
 
-def test_cache_exact_tells_the_share_that_the_chosen_worker_has():
+def test_cache_exact_knows_the_share_that_the_chosen_worker_has():
     workers, policy = pool(2), CacheExact()
     tokens = list(range(20 * PAGE))
     policy.kv_index.apply(workers[1].id, [Stored(page_hashes(tokens[:15 * PAGE], PAGE), None, (), PAGE)])

@@ -262,11 +262,11 @@ async def test_the_same_request_of_many_clients_is_answered_when_one_worker_is_k
 
 @pytest.mark.parametrize("how", ["killed", "engine"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-@pytest.mark.parametrize("told_by_peer", [False, True], ids=["itself", "peer"])
-async def test_poison_kills_two_of_one_role(start_router, chat, pool, script, role, how, told_by_peer):
+@pytest.mark.parametrize("reported_by_peer", [False, True], ids=["itself", "peer"])
+async def test_poison_kills_two_of_one_role(start_router, chat, pool, script, role, how, reported_by_peer):
     """Decode waits for prefill, as it does; where it learns of the death first, it answers 502."""
     prefills = await pool(
-        4, mortal(how=how, takes=0.1, late=told_by_peer) if role == "prefill" else answer, **OURS)
+        4, mortal(how=how, takes=0.1, late=reported_by_peer) if role == "prefill" else answer, **OURS)
 
     async def decode(served):
         room = served.json.get("bootstrap_room")
@@ -275,7 +275,7 @@ async def test_poison_kills_two_of_one_role(start_router, chat, pool, script, ro
             if served.gone.is_set():
                 return
             if peer is not None and peer.dead:
-                if told_by_peer:
+                if reported_by_peer:
                     served.answer(502)
                 else:
                     await script.silence(served)
@@ -293,7 +293,7 @@ async def test_poison_kills_two_of_one_role(start_router, chat, pool, script, ro
     assert (dead(prefills), dead(decodes)) == ((2, 0) if role == "prefill" else (0, 2))
 
 
-def test_fingerprints_tell_content_not_ids():
+def test_fingerprints_depend_on_content_not_on_ids():
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "temperature": 0}
     known = fingerprint(b"/v1/chat/completions", json.dumps(body).encode())
     for same in ({**body, "rid": "x"}, {**body, "user": "u", "bootstrap_room": 5}, dict(reversed(body.items()))):

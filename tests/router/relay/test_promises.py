@@ -1,4 +1,4 @@
-"""What other routers are known to get wrong, and this one promises: each promise once, end to end.
+"""Promises of this router that other routers are known to break: each promise once, end to end.
 
 More of them, by subject: what passes untouched (test_relay, test_surface), retries and rooms (test_relay, test_pd),
 streams that break (test_relay, test_continuation), limits (test_admission).
@@ -40,7 +40,7 @@ async def test_bodies_pass_untouched_but_for_injected_fields(start_router, worke
 
 
 @pytest.mark.parametrize("kind", ["pair", "continued"])
-async def test_a_slow_reader_holds_back_the_worker(start_router, worker, connect, script, kind):
+async def test_a_slow_reader_slows_the_worker(start_router, worker, connect, script, kind):
     """The buffered bytes of an unread stream stay bounded, for pairs too, and if the router logs the stream."""
     produced = 0
     event = b"data: " + b'{"choices":[{"token_ids":[1]}],"x":"%b"}' % (b"x" * 2**15) + b"\n\n"

@@ -214,7 +214,7 @@ async def test_stream_that_breaks_inside_a_chunk_is_cut(start_router, worker, co
     assert reply.body == b"data: half of an ev"
 
 
-def _half(framing: bytes, part: bytes, then: bytes = b""):
+def _broken_after(framing: bytes, part: bytes, then: bytes = b""):
     """A worker that sends a head and ``part`` of a body, then dies; with ``then`` it sends that and lives."""
     async def break_off(served):
         served.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n" + framing + b"\r\n\r\n" + part[:1])
@@ -226,13 +226,13 @@ def _half(framing: bytes, part: bytes, then: bytes = b""):
     return break_off
 
 
-_HALVES = {"announced": (b"content-length: 100", b'{"a": 1'),
-           "chunked": (b"transfer-encoding: chunked", b'40\r\n{"a": 1')}
+_BEGINNINGS = {"announced": (b"content-length: 100", b'{"a": 1'),
+               "chunked": (b"transfer-encoding: chunked", b'40\r\n{"a": 1')}
 
 
-@pytest.mark.parametrize("framing", _HALVES)
+@pytest.mark.parametrize("framing", _BEGINNINGS)
 async def test_a_response_that_breaks_off_is_requested_of_another_worker(framing, start_router, worker, chat):
-    broken, whole = await worker(_half(*_HALVES[framing])), await worker()
+    broken, whole = await worker(_broken_after(*_BEGINNINGS[framing])), await worker()
     router = await start_router(broken, whole, policy="round_robin")
     replies = [await chat(router) for _ in range(4)]
     assert [(reply.status, reply.body) for reply in replies] == [(200, b'{"ok": true}')] * 4
@@ -240,16 +240,16 @@ async def test_a_response_that_breaks_off_is_requested_of_another_worker(framing
     assert router.metrics.retries["lost"] >= 1
 
 
-@pytest.mark.parametrize("framing", _HALVES)
+@pytest.mark.parametrize("framing", _BEGINNINGS)
 async def test_a_response_that_always_breaks_off_is_an_error(framing, start_router, worker, chat):
-    router = await start_router(await worker(_half(*_HALVES[framing])), retry_max_retries=1)
+    router = await start_router(await worker(_broken_after(*_BEGINNINGS[framing])), retry_max_retries=1)
     reply = await chat(router)
     assert (reply.status, reply.complete, reply.error["code"]) == (503, True, "worker_unavailable")
 
 
 @pytest.mark.parametrize(("framing", "rest"), [("announced", b"x" * 93), ("chunked", b"x" * 57 + b"\r\n0\r\n\r\n")])
 async def test_a_response_that_comes_in_parts_is_complete(framing, rest, start_router, worker, connect):
-    client = await connect(await start_router(await worker(_half(*_HALVES[framing], then=rest))))
+    client = await connect(await start_router(await worker(_broken_after(*_BEGINNINGS[framing], then=rest))))
     for _ in range(3):  # of the third, the head is known
         client.send("POST", "/generate", b"{}")
         reply = await client.reply()
@@ -261,7 +261,7 @@ async def test_a_response_that_comes_in_parts_is_complete(framing, rest, start_r
 async def test_long_answer_that_breaks_is_cut(framing, start_router, worker, connect):
     """Megabytes are not buffered; the part that was sent is not taken for a complete response."""
     start = b"" if framing.startswith(b"content") else b"%x\r\n" % 3_000_000
-    router = await start_router(await worker(_half(framing, start + b"1" * 2_000_000)))
+    router = await start_router(await worker(_broken_after(framing, start + b"1" * 2_000_000)))
     client = await connect(router)
     client.send("POST", "/generate", b"{}")
     reply = await client.reply()

@@ -154,7 +154,7 @@ async def test_a_restarted_worker_starts_with_a_closed_circuit(start_router, wor
     assert (await chat(router)).status == 200
 
 
-async def test_failed_transfers_open_no_circuit_of_the_half_that_reports_them(start_router, worker, script, chat):
+async def test_failed_transfers_open_no_circuit_of_the_worker_that_reports_them(start_router, worker, script, chat):
     p, d = await worker(script.silence), await worker(script.status(502))
     router = await start_router(prefill=[p], decode=[d], **QUICK)
     for _ in range(5):

@@ -192,7 +192,7 @@ async def test_a_refused_connection_takes_all_ranks_out(start_router, ranked, wo
 
 
 @pytest.mark.parametrize(("rank", "ports"), [(None, (5557, 5600)), (0, (5557, 5600)), (3, (5560, 5603))])
-def test_each_rank_tells_of_its_cache_on_its_own_port(rank, ports):
+def test_each_rank_publishes_its_cache_on_its_own_port(rank, ports):
     """As SGLang's servers do: from the configured port on."""
     pytest.importorskip("zmq")
     from baton.router.config.endpoint import Endpoint

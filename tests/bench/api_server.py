@@ -1,10 +1,10 @@
-"""CPU of a server's front process for each token that it streams, over a fake engine.
+"""CPU time of the API server process for each token that it streams, over a fake engine.
 
-    python -m baton.tests.bench.front [--streams 256] [--rate 10000] [--intervals 1,8] [--output figures.json]
+    python -m baton.tests.bench.api_server [--streams 256] [--rate 10000] [--intervals 1,8] [--output figures.json]
 
-The engine gives each stream a token in every step, at ``--rate`` tokens a second over all streams. Told are the
-microseconds of the front's processor a token, the tokens a second that one core could stream at that price, and what
-arrived: the price holds only where the wanted rate was kept, for outputs that pile up are cheaper.
+The engine gives each stream a token in every step, at ``--rate`` tokens a second over all streams. Reported are the
+microseconds of the API server's CPU a token, the tokens a second that one core could stream at that cost, and the rate
+that arrived: the cost is valid only where that is ``--rate``, for outputs that queue up are cheaper.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 async def read_stream(port: int, path: str, body: dict[str, Any]) -> int:
-    """Events of one stream; the reader does as little as it can, for it shares the machine."""
+    """The number of events of one stream; the client does little work, for it shares the machine."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     payload = json.dumps(body).encode()
     head = (f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
@@ -55,7 +55,7 @@ def bodies(path: str) -> dict[str, Any]:
 
 
 async def load(server: Server, path: str, streams: int) -> tuple[float, float, int]:
-    """Processor seconds of the front, seconds, and events."""
+    """CPU seconds of the API server, seconds, and events."""
     before, began = cpu_seconds(server.process.pid), time.monotonic()
     events = await asyncio.gather(*(read_stream(server.port, path, bodies(path)) for _ in range(streams)))
     return cpu_seconds(server.process.pid) - before, time.monotonic() - began, sum(events)
