@@ -20,6 +20,7 @@ PREFILL_STAGES = ("bootstrapping", "before the first chunk", "mid-chunk", "last 
 STAGES = (*PREFILL_STAGES, "first tokens")
 ARRIVED = "arrived"  # at decode, which has not told anybody yet
 BEFORE = 5  # times that a stage is passed by, so that requests of all stages are under way when it stands still
+QUEUED = 5  # more transfers that are under way when the server stops at ARRIVED, on a machine of any speed
 LONGEST = 120.0
 
 
@@ -51,7 +52,7 @@ class Gate:
         self._armed, self._reached, self._go = (folder / name for name in ("armed", "reached", "go"))
         self._passed = 0
 
-    def reach(self, stage: str) -> None:
+    def reach(self, stage: str, passes: int = BEFORE) -> None:
         try:
             if self._armed.read_text() != stage or self._reached.exists():
                 return
@@ -59,7 +60,7 @@ class Gate:
             self._passed = 0
             return
         self._passed += 1
-        if self._passed > BEFORE:
+        if self._passed > passes:
             self._passed = 0
             self._reached.touch()
             end = time.monotonic() + LONGEST
@@ -91,21 +92,22 @@ def _watch_prefill(scheduler: Any, gate: Gate) -> None:
 
 
 def _watch_decode(scheduler: Any, gate: Gate) -> None:
-    close_begun = scheduler._close_begun
+    close_started = scheduler._close_started
 
     def staged_close() -> None:
-        begun = len(scheduler._begun)
-        close_begun()
-        if begun:
+        started = len(scheduler._started)
+        close_started()
+        if started:
             gate.reach("first tokens")
 
     result = scheduler.receiver.result
 
     def staged_result(room: int) -> Any:
-        gate.reach(ARRIVED)
+        if scheduler.num_transferring > QUEUED:
+            gate.reach(ARRIVED, passes=0)
         return result(room)
 
-    scheduler._close_begun, scheduler.receiver.result = staged_close, staged_result
+    scheduler._close_started, scheduler.receiver.result = staged_close, staged_result
 
 
 def _run_rank(rank: Any, spec: RankSpec, watch: Any) -> None:

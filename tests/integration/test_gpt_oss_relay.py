@@ -8,7 +8,7 @@ import pytest
 
 from baton.common.kvcache.layout import KVLayout
 from baton.kvtransfer.protocol.reshard import RankLayout as Ranks
-from baton.kvtransfer.protocol.reshard import why_not
+from baton.kvtransfer.protocol.reshard import find_mismatch
 from baton.tests.helpers.gpt_oss_models import WINDOW, save_gpt_oss
 from baton.tests.integration.test_deepseek_relay import check_servers, pair_equal_to_unified
 from baton.tests.integration.test_relay_in_process import VOCAB, bootstrap_port
@@ -35,6 +35,7 @@ def test_servers_with_other_windows_are_told_apart():
     """A prefill stage counts its layers from its own first."""
     layout = KVLayout((3,), 2, 16, 4, "float32", windows=(16, None, 16))
     stage = KVLayout((2,), 2, 16, 4, "float32", first_layer=1, of_layers=3, windows=(None, 16))
-    assert why_not(Ranks(1, layout), Ranks(1, layout)) is None and why_not(Ranks(1, stage), Ranks(1, layout)) is None
+    assert find_mismatch(Ranks(1, layout), Ranks(1, layout)) is None and find_mismatch(Ranks(1, stage),
+                                                                                       Ranks(1, layout)) is None
     other = msgspec.structs.replace(layout, windows=())
-    assert why_not(Ranks(1, stage), Ranks(1, other)) == "the sliding window of layer 2 is None here and 16 there"
+    assert find_mismatch(Ranks(1, stage), Ranks(1, other)) == "the sliding window of layer 2 is None here and 16 there"
