@@ -98,7 +98,7 @@ def test_failures_are_bounded_and_counted(caplog):
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_what_a_server_tells(tmp_path, form):
+def test_what_a_server_logs(tmp_path, form):
     """Every line has the form, those of the rank's process too; work and failures are told, and idle time is not."""
     folder = make_checkpoint(tmp_path / "model")
     flags = ["--log-json"] if form == "json" else []
