@@ -19,21 +19,28 @@ from ..workers.dp_ranks import with_prefill_rank
 from ..workers.registry import Reservation, Role, Worker, without
 from .attempts import note_failed_attempt, on_attempt_complete, on_attempt_lost, on_expired, retry_or_fail
 from .client_response import ClientResponse
-from .continuation import StreamLog
 from .dispatcher import Dispatcher, no_pair_error, no_worker_error
-from .pair_states import DECODE_EVENTS, PREFILL_EVENTS, TABLE, Action, CallEvents, Event, Phase
+from .pair_states import (
+    FAIL,
+    FINISH,
+    IDLE,
+    IGNORE,
+    NOTE,
+    OPENING,
+    REFUSING,
+    RELAY,
+    RELAYING,
+    RESUME_OR_RETRY,
+    RESUMING,
+    RETRY,
+    RETRY_OR_REFUSE,
+    SEND,
+    STOP,
+    InvalidTransition,
+    Phase,
+)
 from .retry import FAILURES, PASSED_ON, Outcome, Retries, outcome_of
 from .single import Relay
-
-_Candidates = tuple[Sequence[Worker], Sequence[Worker]]
-"""Prefill and decode workers."""
-
-# As globals: reading a member from its class takes 0.17 us, and a request would do so twenty times.
-_IDLE, _OPENING, _RESUMING = Phase.IDLE, Phase.OPENING, Phase.RESUMING
-_RELAYING, _REFUSING = Phase.RELAYING, Phase.REFUSING
-_SEND, _STOP, _IGNORE, _FINISH, _NOTE = Action.SEND, Action.STOP, Action.IGNORE, Action.FINISH, Action.NOTE
-_RELAY, _RETRY_OR_REFUSE, _RESUME_OR_RETRY = Action.RELAY, Action.RETRY_OR_REFUSE, Action.RESUME_OR_RETRY
-_START, _CANCEL = Event.START, Event.CANCEL
 
 
 class PairCall(msgspec.Struct, eq=False):
@@ -45,7 +52,6 @@ class PairCall(msgspec.Struct, eq=False):
 
     pair: PairRelay | None
     role: Role
-    events: CallEvents
     reservation: Reservation
     worker: Worker
     upstream: Call | None = None
@@ -103,7 +109,7 @@ class PairRelay:
         self.retries: Retries | None = None
         self._prefill: PairCall | None = None
         self._decode: PairCall | None = None
-        self._phase = _IDLE
+        self._phase = IDLE
         self._relayed: PairCall | None = None
         """The call whose response goes to the client."""
         self._paused = False
@@ -120,58 +126,27 @@ class PairRelay:
 
     def start(self) -> None:
         """Make an attempt; answers 503 when a role has no worker available."""
-        assert TABLE[self._phase, _START] is _SEND
-        self._relayed = None
-        response = self.response
-        log = response.log if response.began else None
-        candidates = self._candidates(log)
-        if candidates is None:
-            return
-        fields = self._fields
+        assert self._phase.start is SEND
+        dispatcher, response, fields = self.dispatcher, self.response, self._fields
         assert fields is not None
+        request, suspect = response.request, response.suspect
+        log = response.log if response.began else None
+        self._relayed = None
+        prefills, decodes = dispatcher.pair_candidates(
+            self.retries, request.group, baton_only=log is not None, pinned=self._pinned,
+            fingerprint=None if log is None else log.model_fingerprint)
+        if self.retries is not None or suspect is not None or not prefills or not decodes:
+            prefills, decodes = self._narrow(prefills, decodes)
+            if not prefills:
+                return
         try:
-            prefill, decode = self.dispatcher.place_pair(*candidates, response.request, fields)
+            p_reservation, d_reservation = dispatcher.place_pair(prefills, decodes, request, fields)
         except WorkerUnavailable as error:
             retry_or_fail(self, "unavailable", error)
             return
-        self._send(prefill, decode, fields, log)
-
-    def _candidates(self, log: StreamLog | None) -> _Candidates | None:
-        """The workers to choose from; None if the attempt is postponed, given up or left to a decode worker alone."""
-        dispatcher, response = self.dispatcher, self.response
-        group = response.request.group
-        prefills, decodes = dispatcher.pair_candidates(
-            self.retries, group, baton_only=log is not None, pinned=self._pinned,
-            fingerprint=None if log is None else log.model_fingerprint)
-        if not prefills and dispatcher.candidates("decode", self.retries, group, baton_only=True):
-            self._leave_to_decode()
-            return None
-        if not prefills or not decodes:
-            retry_or_fail(self, "unavailable", no_pair_error(dispatcher.registry, group))
-            return None
-        suspect = response.suspect
-        if suspect is not None and suspect.deaths:
-            admitted = dispatcher.poison.admit(suspect, prefills if suspect.role == "prefill" else decodes, self.start)
-            if not admitted:
-                return None  # The guard calls ``start`` when a worker is free for it.
-            prefills, decodes = (admitted, decodes) if suspect.role == "prefill" else (prefills, admitted)
-        avoided = self._avoided
-        if avoided is not None:
-            prefills = without(prefills, {avoided}) or prefills
-            decodes = without(decodes, {avoided}) or decodes
-        retaining = self._retaining
-        if retaining is not None and retaining in prefills:
-            prefills = [retaining]
-        return prefills, decodes
-
-    def _send(self, prefill_reservation: Reservation, decode_reservation: Reservation, fields: RoutingFields,
-              log: StreamLog | None) -> None:
-        """Send both calls to the workers that were reserved."""
-        dispatcher, response = self.dispatcher, self.response
-        request, suspect = response.request, response.suspect
-        p, d = prefill_reservation.worker, decode_reservation.worker
-        self._prefill = prefill = PairCall(self, "prefill", PREFILL_EVENTS, prefill_reservation, p)
-        self._decode = decode = PairCall(self, "decode", DECODE_EVENTS, decode_reservation, d)
+        p, d = p_reservation.worker, d_reservation.worker
+        self._prefill = prefill = PairCall(self, "prefill", p_reservation, p)
+        self._decode = decode = PairCall(self, "decode", d_reservation, d)
         response.workers = (p, d)
         if suspect is not None:
             suspect.enter(p if suspect.role == "prefill" else d)
@@ -181,11 +156,37 @@ class PairRelay:
         prefill_body = with_previous_room(body, retained) if p is self._retaining and p.is_baton and retained else body
         self._retained_before, self._retained = retained, body if log is None else b""
         self._retaining = self._avoided = None
-        self._phase = _OPENING if log is None else _RESUMING
+        self._phase = OPENING if log is None else RESUMING
         prefill.upstream = dispatcher.send(p, request, prefill_body, prefill, resend=False)
         if p.rank is not None:
             body = with_prefill_rank(body, p.rank)
         decode.upstream = dispatcher.send(d, request, body, decode, resend=False)
+
+    def _narrow(self, prefills: Sequence[Worker],
+                decodes: Sequence[Worker]) -> tuple[Sequence[Worker], Sequence[Worker]]:
+        """The workers to choose from, after what earlier attempts showed; none if the attempt is postponed, given up or
+        left to a decode worker alone."""
+        dispatcher, response = self.dispatcher, self.response
+        group, suspect = response.request.group, response.suspect
+        if not prefills and dispatcher.candidates("decode", self.retries, group, baton_only=True):
+            self._leave_to_decode()
+            return (), ()
+        if not prefills or not decodes:
+            retry_or_fail(self, "unavailable", no_pair_error(dispatcher.registry, group))
+            return (), ()
+        if suspect is not None and suspect.deaths:
+            admitted = dispatcher.poison.admit(suspect, prefills if suspect.role == "prefill" else decodes, self.start)
+            if not admitted:
+                return (), ()  # The guard calls ``start`` when a worker is free for it.
+            prefills, decodes = (admitted, decodes) if suspect.role == "prefill" else (prefills, admitted)
+        avoided = self._avoided
+        if avoided is not None:
+            prefills = without(prefills, {avoided}) or prefills
+            decodes = without(decodes, {avoided}) or decodes
+        retaining = self._retaining
+        if retaining is not None and retaining in prefills:
+            prefills = [retaining]
+        return prefills, decodes
 
     def _leave_to_decode(self) -> None:
         """Without any prefill worker, one of our decode servers does all of the work."""
@@ -209,44 +210,56 @@ class PairRelay:
             self.dispatcher.on_status(call.worker, status, outcome, retries)
             if status == TransferFailed.status and head.has_line(PAIR_MISMATCH):
                 self.dispatcher.on_misfit(*self.response.workers)
-        action = TABLE[self._phase, call.events.accepted if accepted else call.events.refused]
-        if action is _IGNORE:
+        phase = self._phase
+        actions = phase.decode if call is self._decode else phase.prefill
+        action = actions.accepted if accepted else actions.refused
+        if action is IGNORE:
             return
-        if action is _RELAY:
-            self._relay(call, head, _RELAYING)
-        elif action is _RETRY_OR_REFUSE:
+        if action is RELAY:
+            self._relay(call, head, RELAYING)
+        elif action is RETRY_OR_REFUSE:
             if outcome.retried and self._blame(call, outcome):
                 self._retry(call, outcome, f"{call.role}_status_{status}", at_once=outcome.busy)
             else:
                 self._refuse(call, head, outcome)
-        elif action is _RESUME_OR_RETRY and head.starts_stream:
-            self._phase, self._relayed = _RELAYING, call
+        elif action is RESUME_OR_RETRY and head.starts_stream:
+            self._phase, self._relayed = RELAYING, call
             self.response.continue_stream(head)
             self._pause_relayed()
-        else:
+        elif action is RESUME_OR_RETRY or action is RETRY:
             untried = self._blame(call, outcome)
             self._retry(call, outcome, f"continuation_status_{status}", at_once=untried and outcome.busy)
+        else:
+            raise InvalidTransition(f"{call.role} {'accepted' if accepted else 'refused'} in {phase.name}")
 
     def on_call_data(self, call: PairCall, data: bytes) -> None:
         if call is self._relayed:
             self.response.relay(data)
 
     def on_call_end(self, call: PairCall, reusable: bool) -> None:
-        if TABLE[self._phase, call.events.ended] is _FINISH:
-            self._phase = _IDLE
+        phase = self._phase
+        action = phase.decode.ended if call is self._decode else phase.prefill.ended
+        if action is FINISH:
+            self._phase = IDLE
             other, log = self._other(call), self.response.log
             if log is not None and log.failed:
                 other.cancel()
             else:
                 other.detach()
             on_attempt_complete(self, call.worker, call.role, reusable=reusable)
+        elif action is not IGNORE:
+            raise InvalidTransition(f"{call.role} ended in {phase.name}")
 
     def on_call_lost(self, call: PairCall, failure: Failure) -> None:
-        if TABLE[self._phase, call.events.lost] is _NOTE:
+        phase = self._phase
+        action = phase.decode.lost if call is self._decode else phase.prefill.lost
+        if action is NOTE:
             self.dispatcher.on_failure(call.worker, failure)
             note_failed_attempt(self, call.worker, FAILURES[failure.reason])
             return
-        self._phase = _IDLE
+        if action is not FAIL:
+            raise InvalidTransition(f"{call.role} lost in {phase.name}")
+        self._phase = IDLE
         self._other(call).cancel()
         if call is self._decode and not self.response.began:
             self._retaining = self._other(call).worker
@@ -293,7 +306,7 @@ class PairRelay:
         if outcome.busy:
             head.add_retry_after()
         self._other(call).cancel()
-        self._relay(call, head, _REFUSING)
+        self._relay(call, head, REFUSING)
 
     def _retry(self, call: PairCall, outcome: Outcome, reason: str, *, at_once: bool) -> None:
         """Cancel both calls, of which one answered with an error, and make another attempt."""
@@ -309,13 +322,13 @@ class PairRelay:
             self.dispatcher.poison.on_death(self.response, peer.worker, peer.role, by_peer=True, proceed=proceed)
 
     def _stop(self) -> None:
-        assert TABLE[self._phase, _CANCEL] is _STOP
+        assert self._phase.cancel is STOP
         if self.retries is not None:
             self.retries.cancel()
         self._cancel_calls()
 
     def _cancel_calls(self) -> None:
-        self._phase = _IDLE
+        self._phase = IDLE
         for call in (self._prefill, self._decode):
             if call is not None:
                 call.cancel()
