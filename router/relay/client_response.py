@@ -68,11 +68,6 @@ class ClientResponse:
         self._last_chunk = b""
 
     @property
-    def resumed_log(self) -> StreamLog | None:
-        """The log of a stream of which the client has the beginning: the next attempt continues it."""
-        return self.log if self.began else None
-
-    @property
     def worker(self) -> str:
         """The URLs of the last attempt's workers."""
         return " ".join([worker.url for worker in self.workers])

@@ -160,10 +160,11 @@ class Dispatcher:
     def subject(self, role: Role, request: Request, fields: RoutingFields | None) -> Subject:
         """The role's policy's view of a request, for ``place``; its amendment is made once a request."""
         subject = self.policies.of(request.group)[role].read(request, fields)
-        amendment: Amendment | None = getattr(subject, "amendment", None)
-        if amendment is not None and request.on_head is None:
-            request.headers += amendment.headers
-            request.on_head = amendment.on_head
+        if self.policies.exact is not None:  # No other policy amends requests.
+            amendment: Amendment | None = getattr(subject, "amendment", None)
+            if amendment is not None and request.on_head is None:
+                request.headers += amendment.headers
+                request.on_head = amendment.on_head
         return subject
 
     def place_pair(self, prefills: Sequence[Worker], decodes: Sequence[Worker], request: Request,

@@ -130,7 +130,7 @@ class PairRelay:
         dispatcher, response, fields = self.dispatcher, self.response, self._fields
         assert fields is not None
         request, suspect = response.request, response.suspect
-        log = response.log if response.began else None
+        log = response.log if response.began else None  # Of a stream that this attempt continues.
         self._relayed = None
         prefills, decodes = dispatcher.pair_candidates(
             self.retries, request.group, baton_only=log is not None, pinned=self._pinned,

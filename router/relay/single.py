@@ -42,7 +42,7 @@ class Relay:
     def start(self) -> None:
         """Make an attempt; answers 503 when no worker is available."""
         response = self.response
-        log = response.resumed_log
+        log = response.log if response.began else None  # Of a stream that this attempt continues.
         workers = self.dispatcher.candidates(self._role, self.retries, response.request.group,
                                              baton_only=self._baton_only or log is not None, pinned=self._pinned,
                                              fingerprint=None if log is None else log.model_fingerprint)
