@@ -254,6 +254,8 @@ def _damaged() -> list[Case]:
         ("mistral", "[TOOL_CALLS] {}", ["[TOOL_CALLS] {}"]),
         ("qwen3_coder", "<function=add>\n<parameter=a b", [ToolCallStart("add"), "b"]),
         ("qwen3_coder", "<function=add>\n<parameter=a>\n1", call("add", '{"a": ')),
+        ("qwen3_coder", "<function=add x>", ["<function=add x>"]),
+        ("pythonic", "[add(1)]", [ToolCallStart("add"), ")]"]),
         ("pythonic", "[add(a=1j)]", call("add", '{"a": "1j"}')),
         ("hermes", '<tool_call>{"name": "add", "arguments": "{a"}</tool_call>',
          ['<tool_call>{"name": "add", "arguments": "{a"}</tool_call>']),

@@ -403,6 +403,13 @@ def test_a_pair_is_chosen_for_a_request_without_a_prompt_and_where_loads_are_far
     assert len(policy.recent) == len(policy.recent_decode) == 0
 
 
+def test_of_decode_workers_on_one_host_the_cheapest_is_chosen():
+    prefills, policy = workers(1, "h"), CacheExact()
+    decodes = tuple(Worker(Endpoint.parse(f"http://h0:{port}")) for port in (81, 82, 83))
+    decodes[0].load = decodes[2].load = 3
+    assert pairs(policy, prefills, decodes, ids(1, 640)).decode is decodes[1]
+
+
 def test_of_many_workers_those_with_most_cached_are_candidates():
     prefills, decodes, policy = workers(70, "p"), workers(70, "d"), CacheExact()
     tokens = ids(1, 640)

@@ -26,6 +26,7 @@ from baton.router.policies.cache_aware import (
     SHARDS,
     Branches,
     CacheAware,
+    PrefixMemory,
     block_hashes,
     covered_bytes,
 )
@@ -450,3 +451,45 @@ def test_lengths_of_blocks_follow_the_levels():
     assert len(block_hashes(b"x" * (64 * 1024 + 4096))) == 64 + 48 + 1
     assert covered_bytes(64 + 48 + 2) == 64 * 1024 + 2 * 4096
     assert block_hashes(b"") == []
+
+
+def test_a_prefix_of_an_old_generation_gets_a_further_worker():
+    memory = PrefixMemory()
+    memory.record([1, 2], 5, 1000)
+    memory.record([1], 6, 1000)
+    memory.age()
+    memory.record([1, 2], 7, 1000)
+    assert memory.longest_match([1, 2], frozenset((5, 6, 7))) == (frozenset((5, 7)), 2)
+    assert memory.longest_match([1], frozenset((6, 7))) == (frozenset((6, 7)), 1)
+
+
+def test_a_ring_learns_workers_that_a_retry_names_first():
+    pool, policy = workers(3), ConsistentHash()
+    home = policy.choose([*pool], b"a").worker
+    assert policy.choose(pool, b"a") == Decision(home, "session")
+
+
+def test_a_body_that_is_no_object_names_no_session():
+    assert ConsistentHash().read(request(), None) == b""
+
+
+def test_a_large_fleet_s_least_load_falls_with_one_worker():
+    pool, view = workers(EXACT_UP_TO + 1), LoadView()
+    for worker in pool:
+        worker.load = 2
+    view.refresh(pool)
+    pool[3].load = 1
+    assert view.next_least_loaded(pool, 0) is pool[3] and (view.min_load, view.max_load) == (1, 2)
+
+
+def test_a_page_that_two_blocks_end_with_is_named_once():
+    texts, blocks = TextPages(1000), text_blocks(b"x" * 600)
+    texts.learn(blocks, 600, PromptPages(10, 16, [(1, 11), (10, 110)]))
+    assert texts.pages_of(blocks) == [(1, 11), (10, 110)]
+
+
+@pytest.mark.parametrize("pages", [PromptPages(0, 16, [(1, 1)]), PromptPages(4, 16, []), PromptPages(4, 16, [(0, 1)])])
+def test_a_record_without_pages_teaches_nothing(pages):
+    texts, blocks = TextPages(1000), text_blocks(b"x" * 600)
+    texts.learn(blocks, 600, pages)
+    assert len(texts) == 0 and texts.bytes_per_page == 64.0

@@ -257,6 +257,13 @@ def test_manual_keys_that_another_process_assigned_are_known():
     assert len(there.table) == 3
 
 
+def test_a_key_assigned_again_counts_once():
+    table = KeyTable()
+    for _ in range(2):
+        table.assign(7, 1)
+    assert table.find(7) == (1,) and table.groups == {1: 1}
+
+
 def test_manual_keys_with_no_limit_of_age_stay():
     pool, policy = workers(2), Manual(Random(1), max_idle=0)
     home = policy.choose(pool, b"a").worker
