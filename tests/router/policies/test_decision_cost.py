@@ -198,5 +198,5 @@ def test_a_system_prompt_held_by_all_is_served_by_all():
 
 def test_pages_longer_than_all_that_one_decision_reads_come_later():
     pages, tokens = TokenPages(), ids(7, 4_000)
-    runs = [list(pages.runs(split(listed(tokens)), 2_000)) for _ in range(12)]
+    runs = [list(pages.runs(split(listed(tokens)), 2_000)) for _ in range(20)]
     assert runs[0] == [] and [value for _, run in runs[-1] for value in run] == page_hashes(tokens, 2_000)
