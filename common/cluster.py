@@ -1,4 +1,4 @@
-"""Starting and watching the processes of a cluster on one host: the demo, and a laptop's way to try Baton.
+"""Starts and supervises the processes of a cluster on one host, for demos and to try Baton on a laptop.
 
 A part is one server process with an HTTP port. All are started together, each shows one status line until it is
 ready, and all stop together: on Ctrl-C, on SIGTERM, when the terminal is closed, or when one of them dies.
@@ -34,7 +34,7 @@ BAR_WIDTH = 24
 
 @dataclass
 class ClusterProcess:
-    """One process: ``argv`` starts it, ``url + probe`` tells whether it is ready, its output goes to ``log``."""
+    """One process: ``argv`` starts it, ``url + probe`` answers 200 once it is ready, its output goes to ``log``."""
 
     name: str
     argv: Sequence[str]
@@ -118,7 +118,7 @@ def run_parts(parts: Sequence[ClusterProcess], when_ready: Callable[[], bool], l
     """Starts all parts, calls ``when_ready`` once all are ready, and waits if it returns True; returns the exit code.
 
     0 after Ctrl-C, SIGTERM or SIGHUP or where ``when_ready`` returned False, 1 where a part died. ``logs`` says how
-    large the parts' logs may grow, and in which form to tell of them.
+    large the parts' logs may grow, and whether messages are JSON.
     """
     stop, logs = _StopFlag(), logs or LogArgs()
     try:
@@ -148,7 +148,7 @@ def _cut_logs(parts: Sequence[ClusterProcess], max_bytes: int) -> None:
 
 
 class _StopFlag:
-    """Raised by SIGINT, SIGTERM or SIGHUP; a second signal changes nothing, the stop is on its way."""
+    """Raised by SIGINT, SIGTERM or SIGHUP; a second signal changes nothing, since the stop has begun."""
 
     def __init__(self) -> None:
         self.raised = False

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from ..common.api.errors import Aborted, ServingError, TransferFailed
-from ..common.distributed.agreement import Agreeing
+from ..common.distributed.agreement import RankAgreement
 from ..common.request.req import Req
 from .protocol.states import Phase
 
@@ -95,7 +95,7 @@ class TransferTable:
     They are not kept by request id: the next attempt has the same id, while this one's pages still drain.
     """
 
-    def __init__(self, transport: Transport, group: Agreeing):
+    def __init__(self, transport: Transport, group: RankAgreement):
         self._transport = transport
         self._group = group
         self._transfers: dict[int, TransferRequest] = {}

@@ -54,11 +54,11 @@ class KVPush:
         if self._overlap == "prompt":
             return
         for chunk in batch.chunks:
-            hold = chunk.req.page_table
-            assert hold is not None
-            cached = hold.num_cached_pages
+            page_table = chunk.req.page_table
+            assert page_table is not None
+            cached = page_table.num_cached_pages
             if cached and chunk.start == cached * self._cache.page_size:
-                self._push(_Pages(_room(chunk.req), 0, hold.ids[:cached].copy()), range(self._num_groups),
+                self._push(_Pages(_room(chunk.req), 0, page_table.ids[:cached].copy()), range(self._num_groups),
                            self._event())
 
     def callback_for(self, batch: ScheduledBatch) -> Callable[[int, torch.cuda.Event | None], None]:

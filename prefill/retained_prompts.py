@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from ..common.distributed.agreement import Agreeing
+from ..common.distributed.agreement import RankAgreement
 from ..common.kvcache.manager import KVCacheManager
 from ..common.kvcache.partial_pages import PartialPage
 from ..common.request.req import Req
@@ -41,7 +41,7 @@ class RetainedPrompt:
 class RetainedPrompts:
     """Retained prompts by bootstrap room. All ranks of a group, given the same calls, have the same ones."""
 
-    def __init__(self, cache: KVCacheManager, sender: KVSender, group: Agreeing, seconds: float):
+    def __init__(self, cache: KVCacheManager, sender: KVSender, group: RankAgreement, seconds: float):
         self._cache = cache
         self._sender = sender
         self._group = group

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from ..common.api.errors import AbortRequested, InvalidRequest, ServingError
 from ..common.api.messages import Finish, Logprobs
 from ..common.config.server.disaggregation import TransferOverlap
-from ..common.distributed.agreement import Agreeing
+from ..common.distributed.agreement import RankAgreement
 from ..common.execution.executor import Executor, StepOutput
 from ..common.execution.pp_executor import PPExecutor, PPStep
 from ..common.execution.pp_pipeline import make_pipeline
@@ -35,7 +35,7 @@ class PrefillScheduler:
     """Computes prompts and pushes their pages to the decode server that reserved pages for each request's room."""
 
     def __init__(self, batcher: Batcher, executor: Executor | PPExecutor, tracker: RequestTracker, sender: KVSender,
-                 group: Agreeing, num_groups: int, *, register: Callable[[RankInfo], None], overlap: bool,
+                 group: RankAgreement, num_groups: int, *, register: Callable[[RankInfo], None], overlap: bool,
                  kv_retain_seconds: float, transfer_overlap: TransferOverlap = "layers"):
         self.batcher = batcher
         self.executor = executor
@@ -151,17 +151,17 @@ class PrefillScheduler:
         self._hand_over(transfer, req.append_token(result.token_id), result)
 
     def _take_in(self, step: StepOutput | PPStep) -> None:
-        for gain in step.new_tokens():
-            transfer = self.transfers.find(gain.req)
-            if transfer is not None and transfer.status is TransferStatus.COMPUTING and gain.error is not None:
-                self.abort(gain.req, gain.error)
-                self.tracker.fail(gain.req, gain.error)
+        for new_token in step.new_tokens():
+            transfer = self.transfers.find(new_token.req)
+            if transfer is not None and transfer.status is TransferStatus.COMPUTING and new_token.error is not None:
+                self.abort(new_token.req, new_token.error)
+                self.tracker.fail(new_token.req, new_token.error)
             elif transfer is not None and transfer.status is TransferStatus.COMPUTING:
-                self.batcher.remove([gain.req])
-                req = gain.req
+                self.batcher.remove([new_token.req])
+                req = new_token.req
                 hidden = None if req.hidden is None else req.hidden.take()
-                self._hand_over(transfer, req.append_pending(gain.token_id), PrefillResult(
-                    gain.token_id, req.num_cached_tokens, gain.logprobs, req.prompt_logprobs, hidden))
+                self._hand_over(transfer, req.append_pending(new_token.token_id), PrefillResult(
+                    new_token.token_id, req.num_cached_tokens, new_token.logprobs, req.prompt_logprobs, hidden))
 
     def _hand_over(self, transfer: TransferRequest, token_ids: list[int], result: PrefillResult) -> None:
         """Sends the first token after the pages of a computed prompt."""

@@ -101,10 +101,11 @@ class RequestHandler:
                 if request.method == b"OPTIONS" and request.origin:
                     self._respond(connection, request, self._cors.preflight(request))
                     return
-            route = ROUTES.find(request.path)
+            route = ROUTES[request.path]
             if not route.is_plain:
                 check_path(request.path)
-            self._authorize(connection, request, route)
+            if self._has_keys or self._is_exposed:
+                self._authorize(connection, request, route)
             if route.kind == "relay":
                 if request.method not in route.methods:
                     check_method(request, route.methods)
@@ -122,7 +123,7 @@ class RequestHandler:
         if self._has_keys:
             if not route.is_open:
                 self._keys.check(request, admin=not route.is_plain and needs_admin(request))
-        elif self._is_exposed and not route.is_plain and needs_admin(request):
+        elif not route.is_plain and needs_admin(request):
             peer = connection.transport.get_extra_info("peername")
             logger.warning("%s %s by %s, without a key: whoever reaches this router may (see --admin-api-key).",
                            request.method.decode(), request.path.decode("latin-1"), peer[0] if peer else "somebody")
@@ -130,7 +131,7 @@ class RequestHandler:
     def _serve_after_checks(self, connection: ClientConnection, request: Request) -> None:
         """Relay a request that waited for the workers' first checks."""
         try:
-            self._relay(connection, request, ROUTES.find(request.path))
+            self._relay(connection, request, ROUTES[request.path])
         except ServingError as error:
             self._refuse(connection, request, error)
 
@@ -272,6 +273,6 @@ class RequestHandler:
             self._respond(connection, request, response)
 
     def _respond(self, connection: ClientConnection, request: Request, response: Response) -> None:
-        self._metrics.requests[ROUTES.find(request.path).label, response.status] += 1
+        self._metrics.requests[ROUTES[request.path].label, response.status] += 1
         connection.respond(request, response)
         connection.done(keep_alive=request.keep_alive)

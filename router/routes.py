@@ -72,19 +72,19 @@ class Route(NamedTuple):
 _UNKNOWN = Route("unknown")
 
 
-class RouteTable:
-    """Routes by path: exact paths first, then prefixes in order."""
+class RouteTable(dict[bytes, Route]):
+    """Routes by path: exact paths are the items; others are found by prefix, in order."""
 
     def __init__(self, router_paths: Iterable[bytes], *, open_paths: Set[bytes], router_folder: bytes):
         """``router_paths`` and the paths in ``router_folder`` are the router's own."""
-        self._exact = {path: Route("router", label=path.decode(), is_open=path in open_paths) for path in router_paths}
-        self._exact[router_folder] = folder = Route("router")
-        self._exact |= {path: Route("relay", methods, path.decode(), path in PAIR_PATHS, is_plain=True)
-                        for path, methods in RELAYED.items()}
+        super().__init__((path, Route("router", label=path.decode(), is_open=path in open_paths))
+                         for path in router_paths)
+        self[router_folder] = folder = Route("router")
+        self.update((path, Route("relay", methods, path.decode(), path in PAIR_PATHS, is_plain=True))
+                    for path, methods in RELAYED.items())
         self._prefixes = [(prefix, Route("relay", ANY_METHOD, prefix.decode() + "*")) for prefix in PREFIXES]
         self._prefixes.append((router_folder + b"/", folder))
         self._prefixes += [(prefix, Route("unknown", hint=hint)) for prefix, hint in UNSUPPORTED.items()]
 
-    def find(self, path: bytes) -> Route:
-        return self._exact.get(path) or next(
-            (route for prefix, route in self._prefixes if path.startswith(prefix)), _UNKNOWN)
+    def __missing__(self, path: bytes) -> Route:
+        return next((route for prefix, route in self._prefixes if path.startswith(prefix)), _UNKNOWN)

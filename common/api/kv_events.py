@@ -5,7 +5,7 @@ A message has three frames: topic, sequence number (8 bytes, big-endian) and a m
 before them, tokens, page size, ...), ``BlockRemoved`` (hashes) and ``AllBlocksCleared``. vLLM's newest
 releases write maps with the same names instead; ``decode`` reads both.
 
-Our servers' hashes are ``page_hashes``: chained, so that one hash stands for a whole prefix, and the
+Our servers' hashes are ``page_hashes``: chained, so that one hash identifies a whole prefix, and the
 same for equal tokens on every server, so that routers can compute them from a prompt's tokens.
 """
 

@@ -60,8 +60,8 @@ def resolve_pooling(args: ModelArgs) -> Literal["last", "mean"]:
     ``resolve_checkpoint`` does."""
     if args.pooling != "auto":
         return args.pooling
-    found = read_json(resolve_metadata(args) / "1_Pooling" / "config.json") or {}
-    return "mean" if found.get("pooling_mode_mean_tokens") else "last"
+    pooling = read_json(resolve_metadata(args) / "1_Pooling" / "config.json") or {}
+    return "mean" if pooling.get("pooling_mode_mean_tokens") else "last"
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -73,5 +73,5 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         raise ConfigError(f"Cannot read {path}: {error}.") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a JSON object.")
+        raise ConfigError(f"{path} must be a JSON object.")
     return content

@@ -9,7 +9,7 @@ import numpy as np
 import torch.distributed as dist
 
 
-class Agreeing(Protocol):
+class RankAgreement(Protocol):
     """Ranks that make the same calls in the same order."""
 
     def min_by_key(self, topic: str, keys: Sequence[int], values: np.ndarray, unknown: Sequence[int]) -> np.ndarray:

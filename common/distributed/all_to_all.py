@@ -70,7 +70,7 @@ class AllToAllExchange:
 
     @property
     def can_dispatch(self) -> bool:
-        """Whether the step takes this path."""
+        """True if the step takes this path."""
         return self.fits(self._max_rows)
 
     def fits(self, rows: int) -> bool:

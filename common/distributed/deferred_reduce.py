@@ -32,7 +32,7 @@ class DeferredSum:
 
     @property
     def fuses_norm(self) -> bool:
-        """Whether one kernel computes the sum and its norm."""
+        """True if one kernel computes the sum and its norm."""
         return self.group.symm_comm is not None and self.group.symm_comm.can_all_reduce_norm(self.part)
 
     def add_norm(self, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,5 +85,5 @@ class DeferredProduct:
         return matmul_rmsnorm(residual, self.x, self.weight, weight, eps)
 
 
-Summed = torch.Tensor | DeferredSum | DeferredRows | DeferredProduct | DeferredCombine
+MaybeDeferred = torch.Tensor | DeferredSum | DeferredRows | DeferredProduct | DeferredCombine
 """Rows of hidden states, or the deferred sum that yields them."""

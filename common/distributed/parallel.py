@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .expert_share import ExpertShare
+from .expert_parallel import ExpertParallel
 from .pipeline_parallel import PPLink, PPStages
 from .token_exchange import TokenExchange
 from .tp import DistBackend, TPGroup, init_tp
@@ -40,7 +40,7 @@ class Parallel:
     """
 
     def __init__(self, tp: TPGroup | None = None, attn_tp: TPGroup | None = None, dp: TPGroup | None = None,
-                 experts: ExpertShare | None = None, *, dp_head: bool = False, pp: PPStages | None = None,
+                 experts: ExpertParallel | None = None, *, dp_head: bool = False, pp: PPStages | None = None,
                  world: TPGroup | None = None, dp_overlap: TPGroup | None = None):
         """Without arguments a single rank; with ``tp`` alone, tensor parallelism over all of it. ``dp_head``: every
         attention group has a whole LM head. ``dp_overlap``: a second ``dp``, see ``overlap_exchange``."""
@@ -50,7 +50,7 @@ class Parallel:
         self.attn_tp = attn_tp or self.tp
         self.dp = dp or TPGroup(device=self.tp.device)
         attn_tp_is_one = self.attn_tp.size == 1 and self.dp.size > 1
-        share = experts or ExpertShare(self.tp)
+        share = experts or ExpertParallel(self.tp)
         low_latency = attn_tp_is_one and share.a2a in ("low_latency", "peer")
         self.token_exchange = TokenExchange(self.dp, self.attn_tp, low_latency=low_latency,
                                             all_to_all=attn_tp_is_one and share.a2a == "peer")
@@ -87,7 +87,7 @@ class Parallel:
 
 
 def init_parallel(rank: int, size: int, dp_size: int, init_method: str, device: torch.device | str,
-                  timeout: float = 600.0, *, experts: Callable[[TPGroup], ExpertShare] = ExpertShare,
+                  timeout: float = 600.0, *, experts: Callable[[TPGroup], ExpertParallel] = ExpertParallel,
                   dp_head: bool = False, pp_size: int = 1, pp_partition: Sequence[int] = (),
                   overlap: bool = False, backend: DistBackend = "nccl") -> Parallel:
     """Joins the engine's groups as ``rank`` of ``size``.
@@ -114,7 +114,7 @@ def init_parallel(rank: int, size: int, dp_size: int, init_method: str, device: 
                     dp_overlap=dp_overlap[rank % width])
 
 
-def _init_pipeline(world: TPGroup, pp_size: int, partition: Sequence[int], experts: Callable[[TPGroup], ExpertShare],
+def _init_pipeline(world: TPGroup, pp_size: int, partition: Sequence[int], experts: Callable[[TPGroup], ExpertParallel],
                    limit: timedelta) -> Parallel:
     width = world.size // pp_size
     stage_ranks = [list(range(first, first + width)) for first in range(0, world.size, width)]

@@ -8,13 +8,13 @@ import torch
 from torch.nn.functional import pad
 
 from .all_to_all import AllToAllExchange
-from .deferred_reduce import DeferredRows, DeferredSum, Summed
+from .deferred_reduce import DeferredRows, DeferredSum, MaybeDeferred
 from .low_latency import GatheredTokens, LowLatencyExchange
 from .tp import TPGroup
 
 Compute = Callable[[torch.Tensor], torch.Tensor]
 """Row-wise computation on rows that are equal on all ranks: ``[N, a] -> [N, b]``."""
-InTwo = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+ComputePair = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 """The same, with its result as a sum of two tensors, the second of which may be None."""
 
 
@@ -40,7 +40,7 @@ class TokenExchange:
 
     @property
     def spans_dp(self) -> bool:
-        """Whether there is more than one attention group."""
+        """True if there is more than one attention group."""
         return self._dp.size > 1
 
     @property
@@ -92,12 +92,13 @@ class TokenExchange:
         first = sum(self._counts[:self._dp.rank])
         return y[first:first + self._counts[self._dp.rank]]
 
-    def apply_partial(self, partial: Compute, partial_pair: InTwo, x: torch.Tensor | GatheredTokens) -> Summed:
+    def apply_partial(self, partial: Compute, partial_pair: ComputePair,
+                      x: torch.Tensor | GatheredTokens) -> MaybeDeferred:
         """``apply`` where ``partial`` is this rank's summand of the result, to be summed over all ranks of the engine.
 
         Only the group's own rows are summed (reduce-scatter): half the traffic of an all-reduce of all rows. The rest
         of the sum, within the group, is deferred to the norm that follows. For rows that the norm before has gathered
-        (Met) the whole sum is, of ``partial_pair`` in place of ``partial``."""
+        (GatheredTokens) the whole sum is, of ``partial_pair`` in place of ``partial``."""
         if isinstance(x, GatheredTokens):
             return DeferredRows(*partial_pair(x.rows), self._dp)
         if not self.spans_dp:
@@ -110,7 +111,7 @@ class TokenExchange:
             mine = self._dp.all_reduce(y)[first:first + own]
         return self._defer_tp_sum(mine)
 
-    def apply_partial_overlapped(self, partial: Compute, x: torch.Tensor) -> Generator[None, None, Summed]:
+    def apply_partial_overlapped(self, partial: Compute, x: torch.Tensor) -> Generator[None, None, MaybeDeferred]:
         """``apply_partial`` of padded rows; yields while a collective runs, so that what is enqueued meanwhile overlaps
         with it."""
         assert self._padded
@@ -125,7 +126,7 @@ class TokenExchange:
 
     @property
     def padded(self) -> bool:
-        """Whether the groups' rows are padded to the largest group."""
+        """True if the groups' rows are padded to the largest group."""
         return self._padded
 
     def _pad_groups(self, rows: torch.Tensor) -> torch.Tensor:
@@ -141,7 +142,7 @@ class TokenExchange:
         missing = max(self._counts) - x.shape[0]
         return pad(x, (0, 0, 0, missing)) if missing else x  # pad copies in any case
 
-    def _defer_tp_sum(self, part: torch.Tensor) -> Summed:
+    def _defer_tp_sum(self, part: torch.Tensor) -> MaybeDeferred:
         return DeferredSum(part, self._attn_tp) if self._attn_tp.size > 1 else part
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:

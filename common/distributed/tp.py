@@ -65,7 +65,7 @@ class SmallAllReduce(Protocol):
         ``rows + addend`` [ranks * n, hidden]."""
 
 
-class Arriving:
+class AsyncCollective:
     """The result of a collective that is in progress; what is enqueued meanwhile overlaps with it."""
 
     def __init__(self, rows: torch.Tensor, work: dist.Work | None):
@@ -115,7 +115,7 @@ class TPGroup:
 
     @property
     def through_host(self) -> bool:
-        """Whether tensors on a GPU go through host memory, which no CUDA graph can capture."""
+        """True if tensors on a GPU go through host memory, which no CUDA graph can capture."""
         return self.size > 1 and self.device.type == "cuda" and self._device_group is None
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -158,23 +158,25 @@ class TPGroup:
         _reduce_scatter(rows, tensor.contiguous(), group=self._group_of(tensor))
         return rows
 
-    def start_all_gather(self, tensor: torch.Tensor) -> Arriving:
+    def start_all_gather(self, tensor: torch.Tensor) -> AsyncCollective:
         """Starts ``all_gather_rows`` without waiting for it."""
         if self.size == 1:
-            return Arriving(tensor, None)
+            return AsyncCollective(tensor, None)
         if self.through_host:
-            return Arriving(self.all_gather_rows(tensor), None)
+            return AsyncCollective(self.all_gather_rows(tensor), None)
         rows = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
-        return Arriving(rows, _all_gather(rows, tensor.contiguous(), group=self._group_of(tensor), async_op=True))
+        work = _all_gather(rows, tensor.contiguous(), group=self._group_of(tensor), async_op=True)
+        return AsyncCollective(rows, work)
 
-    def start_reduce_scatter(self, tensor: torch.Tensor) -> Arriving:
+    def start_reduce_scatter(self, tensor: torch.Tensor) -> AsyncCollective:
         """Starts ``reduce_scatter_rows`` without waiting for it."""
         if self.size == 1:
-            return Arriving(tensor, None)
+            return AsyncCollective(tensor, None)
         if self.through_host:
-            return Arriving(self.reduce_scatter_rows(tensor), None)
+            return AsyncCollective(self.reduce_scatter_rows(tensor), None)
         rows = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
-        return Arriving(rows, _reduce_scatter(rows, tensor.contiguous(), group=self._group_of(tensor), async_op=True))
+        work = _reduce_scatter(rows, tensor.contiguous(), group=self._group_of(tensor), async_op=True)
+        return AsyncCollective(rows, work)
 
     def all_to_all_rows(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """Sends rows ``[sum(sent), ...]``, the first ``sent[0]`` to rank 0 and so on, and returns the received ones
@@ -232,7 +234,7 @@ class TPGroup:
         return bool(self.min_reduce(np.array([condition], np.int64))[0])
 
     def min_by_key(self, topic: str, keys: Sequence[int], values: np.ndarray, unknown: Sequence[int]) -> np.ndarray:
-        """Implements Agreeing: the minimum of this moment, so that nothing is unknown."""
+        """Implements RankAgreement: the minimum of this moment, so that nothing is unknown."""
         return self.min_reduce(values)
 
     def gather_ints(self, values: np.ndarray) -> np.ndarray:

@@ -16,8 +16,8 @@ from ..config.checkpoint import resolve_checkpoint
 from ..config.command import describe_error
 from ..config.model import ModelSpec, load_model_spec
 from ..config.server import ServerConfig
-from ..distributed.agreement import Agreeing, is_lost_peer
-from ..distributed.expert_share import ExpertShare
+from ..distributed.agreement import RankAgreement, is_lost_peer
+from ..distributed.expert_parallel import ExpertParallel
 from ..distributed.parallel import Parallel, init_parallel
 from ..distributed.peer_all_reduce import connect_all
 from ..distributed.tp import TPGroup
@@ -66,7 +66,7 @@ class EngineParts:
         return self.parallel.attn_tp
 
     @property
-    def agreeing(self) -> Agreeing:
+    def agreeing(self) -> RankAgreement:
         """The ranks that take the same decisions: those of ``tp``, of all pipeline stages."""
         return self.pp_channel or self.tp
 
@@ -202,7 +202,7 @@ def join_groups(spec: RankSpec) -> Parallel:
         threads = max(1, (os.cpu_count() or 1) // (2 * spec.world_size))
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", threads)))
     return init_parallel(spec.rank, spec.world_size, spec.config.dp_size, spec.dist_init, device,
-                         experts=partial(ExpertShare.from_args, spec.config.parallel),
+                         experts=partial(ExpertParallel.from_args, spec.config.parallel),
                          dp_head=spec.config.data_parallel.enable_dp_lm_head, pp_size=spec.config.parallel.pp_size,
                          pp_partition=spec.config.parallel.pp_layer_partition,
                          overlap=spec.config.data_parallel.enable_two_batch_overlap,

@@ -110,7 +110,7 @@ class EngineClient:
         """Send a stream's requests; called by the stream, which calls ``abandon`` for those that it leaves."""
         if self._dead is not None:
             raise EngineDead(self._dead)
-        if len(requests) > self._max_requests:  # a client told to retry would do so for ever
+        if len(requests) > self._max_requests:  # a client that retried would do so for ever
             raise InvalidRequest(f"The request asks for {len(requests)} answers, and the server holds "
                                  f"{self._max_requests} at most; split it.")
         if len(self._streams) + len(requests) > self._max_requests:

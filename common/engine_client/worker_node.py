@@ -40,7 +40,7 @@ class _Node:
         requested."""
         self._ended: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._finish, "The node was told to stop.")
+            asyncio.get_running_loop().add_signal_handler(number, self._finish, "The node was asked to stop.")
         joining = asyncio.create_task(join(self._config))
         await asyncio.wait((joining, self._ended), return_when=asyncio.FIRST_COMPLETED)
         if not joining.done():

@@ -84,7 +84,7 @@ class Executor:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether ``launch`` returns before the step has run, so that the host can work meanwhile."""
+        """True if ``launch`` returns before the step has run, so that the host can work meanwhile."""
         return self._runner.device.type == "cuda"
 
     def launch(self, batch: ScheduledBatch, after_group: AfterGroup | None = None) -> StepOutput:

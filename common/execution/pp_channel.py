@@ -143,7 +143,7 @@ class PPChannel:
         return result
 
     def min_by_key(self, topic: str, keys: Sequence[int], values: np.ndarray, unknown: Sequence[int]) -> np.ndarray:
-        """Implements Agreeing, by the last report of each stage that rank 0 has."""
+        """Implements RankAgreement, by the last report of each stage that rank 0 has."""
         own = self._tp.min_reduce(values)
         if not self.is_leader:
             if not self._pp.is_first and self._tp.rank == 0:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ..api.errors import InvalidRequest, ServingError
 from ..api.grammar import GrammarSpec, Vocabulary
@@ -14,6 +15,7 @@ from ..api.messages import Done, PrepareGrammar
 if TYPE_CHECKING:
     import xgrammar
 
+    from ..request.output_matcher import OutputMatcher
     from ..request.req import Req
     from .compiler import Compiler
     from .masks import FillRow, MaskFiller
@@ -41,7 +43,7 @@ class GrammarStore:
 
     @property
     def busy(self) -> bool:
-        """Whether ``finished`` will return more."""
+        """True if ``finished`` will return more."""
         return bool(self._pending)
 
     def prepare(self, message: PrepareGrammar) -> None:
@@ -74,13 +76,13 @@ class GrammarStore:
                 error = refusal
         return Matcher(compiled, req.tokens, start, req.stop_ids, self._eos_ids, req.sampling, error)
 
-    def fill(self, matchers: list[Matcher]) -> list[FillRow]:
-        """Fills the masks of a step, see ``MaskFiller.fill``."""
+    def fill(self, matchers: Sequence[OutputMatcher]) -> list[FillRow]:
+        """Fills the masks of a step for matchers of this store, see ``MaskFiller.fill``."""
         if self._filler is None:
             from .masks import MaskFiller
 
             self._filler = MaskFiller(self._vocab_size)
-        return self._filler.fill(matchers)
+        return self._filler.fill(cast("Sequence[Matcher]", matchers))
 
     def close(self) -> None:
         for thread in (self._compiling, self._loading):

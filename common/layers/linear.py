@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...kernels.arguments import Float8Format, Float8Rows
-from ..distributed.deferred_reduce import DeferredProduct, DeferredSum, Summed
+from ..distributed.deferred_reduce import DeferredProduct, DeferredSum, MaybeDeferred
 from ..distributed.tp import TPGroup
 from ..quantization.methods import Unquantized, linear_method
 from ..quantization.shards import Shard
@@ -100,7 +100,7 @@ class RowLinear:
         y = self.tp.all_reduce(self.partial(x, gated=gated))
         return y if self.bias is None else y + self.bias
 
-    def forward_deferred(self, x: torch.Tensor, *, gated: bool = False) -> Summed:
+    def forward_deferred(self, x: torch.Tensor, *, gated: bool = False) -> MaybeDeferred:
         """Projects ``x``, with the sum over ranks, or with the residual, deferred to the norm that follows."""
         if self.tp.size == 1:
             if isinstance(self.method,

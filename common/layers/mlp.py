@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from ...kernels.arguments import Float8Format
-from ..distributed.deferred_reduce import Summed
+from ..distributed.deferred_reduce import MaybeDeferred
 from ..distributed.tp import TPGroup
 from ..weights.slots import Allocate, Slot
 from .linear import ColumnLinear, Columns, RowLinear, Rows
@@ -39,7 +39,7 @@ class MLP:
         """Returns the input of ``down``: activated, or gates and ups side by side."""
         return self.gate_up.forward_gated(x) if self._fuses_activation else self.gate_up(x)
 
-    def forward_deferred(self, x: Rows) -> Summed:
+    def forward_deferred(self, x: Rows) -> MaybeDeferred:
         return self.down.forward_deferred(self._intermediate(x), gated=not self._fuses_activation)
 
     def partial(self, x: Rows) -> torch.Tensor:

@@ -10,11 +10,11 @@ import torch
 from ...kernels.arguments import Float8Format
 from ...kernels.rowwise.fp8_rmsnorm import fp8_rmsnorm
 from ...kernels.rowwise.rmsnorm import rmsnorm
-from ..distributed.deferred_reduce import Summed
+from ..distributed.deferred_reduce import MaybeDeferred
 from ..distributed.token_exchange import TokenExchange
 from ..weights.slots import Allocate, Slot
 
-FormOf = Callable[[int], Float8Format | None]
+FormatOf = Callable[[int], Float8Format | None]
 """Returns the activation format for a number of rows; None: the engine's type."""
 
 
@@ -35,16 +35,17 @@ class RMSNorm:
         """Norms the last dimension of ``[T, size]`` or ``[T, heads, size]``."""
         return rmsnorm(x, self.weight, self.eps)[0]
 
-    def add_norm(self, x: Summed, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_norm(self, x: MaybeDeferred, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns ``(norm(x + residual), x + residual)``; without a residual ``x`` becomes it. Computes a deferred sum.
         """
         normed, total = self.add_norm_as(unquantized, x, residual)
         assert isinstance(normed, torch.Tensor)
         return normed, total
 
-    def add_norm_as(self, format_of: FormOf, x: Summed, residual: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
+    def add_norm_as(self, format_of: FormatOf, x: MaybeDeferred,
+                    residual: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
         """``add_norm`` with the normed rows in the activation format of ``format_of``, where the norm's kernel can;
-        with ``exchange``, in a low-latency decode step, they are Met, of all groups."""
+        with ``exchange``, in a low-latency decode step, they are GatheredTokens."""
         if self._low_latency is not None and residual is not None and self._low_latency.can_gather(residual):
             assert isinstance(x, torch.Tensor), "a rank that is an attention group has its rows whole"
             return self._low_latency.norm_gather(x, residual, self.weight, self.eps)

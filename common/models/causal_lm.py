@@ -12,7 +12,7 @@ import torch
 
 from ..attention.base import AttentionPlanner
 from ..config.model import ModelSpec
-from ..distributed.deferred_reduce import Summed
+from ..distributed.deferred_reduce import MaybeDeferred
 from ..distributed.parallel import Parallel
 from ..forward.forward_batch import ForwardBatch
 from ..layers.classifier_head import ClassifierHead
@@ -63,7 +63,7 @@ class CausalLM:
 
     @property
     def supports_microbatches(self) -> bool:
-        """Whether a step can be computed in micro-batches: every MLP must have a partial result on each rank."""
+        """True if a step can be computed in micro-batches: every MLP must have a partial result on each rank."""
         return self.pp.size == 1 and all(layer.mlp.has_partial and not layer.mlp.dispatches_tokens
                                          for layer in self.layers)
 
@@ -93,7 +93,7 @@ class CausalLM:
         ``after_layer(i)`` is called once layer i of this stage has been enqueued, which stores its keys and values. A
         stage before the last one sends its result to the next, and returns no rows.
         """
-        x: Summed
+        x: MaybeDeferred
         if self.token_exchange.low_latency is not None:
             self.token_exchange.low_latency.mark_live(batch.live)
         x, residual = self._embed_or_receive(batch)
@@ -123,7 +123,7 @@ class CausalLM:
                               after_layer: Callable[[int], None]) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes all layers. When the last micro-batch reaches a layer, the others' keys and values are enqueued."""
         def layers_of(microbatch: MicroBatch) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor]]:
-            y: Summed = x[microbatch.start:microbatch.stop]
+            y: MaybeDeferred = x[microbatch.start:microbatch.stop]
             residual: torch.Tensor | None = None
             for index, layer in enumerate(self.layers):
                 y, residual = yield from layer.forward_microbatch(y, residual, microbatch, self.cos_sin)
@@ -141,7 +141,7 @@ class CausalLM:
 
         ``rows`` are attention outputs of the former, or the embeddings for the first layer.
         """
-        x: Summed = rows
+        x: MaybeDeferred = rows
         if index:
             assert residual is not None
             x, residual = self.layers[index - 1].post_attention(rows, residual)
@@ -149,7 +149,7 @@ class CausalLM:
 
     def _forward_piecewise(self, x: torch.Tensor, piecewise: PiecewiseStep, attention: AttentionPlanner,
                            after_layer: Callable[[int], None],
-                           trimmed: ForwardBatch | None) -> tuple[Summed, torch.Tensor]:
+                           trimmed: ForwardBatch | None) -> tuple[MaybeDeferred, torch.Tensor]:
         """Computes all layers; the graphs end before the attention of the last one."""
         final = len(self.layers) - 1
         for index in range(final):

@@ -11,7 +11,7 @@ import torch
 from ...kernels.arguments import Float8Format, HeadNorms
 from ..attention.base import AttentionBackend, AttentionPlanner
 from ..config.model import ModelSpec
-from ..distributed.deferred_reduce import Summed
+from ..distributed.deferred_reduce import MaybeDeferred
 from ..distributed.parallel import Parallel
 from ..distributed.token_exchange import TokenExchange
 from ..distributed.tp import TPGroup
@@ -108,14 +108,14 @@ class LayerMLP(Protocol):
 
     @property
     def has_partial(self) -> bool:
-        """Whether the result is the sum of the ranks' ``partial`` results."""
+        """True if the result is the sum of the ranks' ``partial`` results."""
 
     def activation_format(self, rows: int) -> Float8Format | None:
         """Returns the format of its input, see LinearMethod."""
 
     def __call__(self, x: Any) -> torch.Tensor: ...
 
-    def forward_deferred(self, x: Any) -> Summed:
+    def forward_deferred(self, x: Any) -> MaybeDeferred:
         """Computes the MLP, with its sum over the ranks deferred where there is one."""
 
     def partial(self, x: Any) -> torch.Tensor: ...
@@ -134,7 +134,7 @@ def dense_mlp(name: str, index: int, spec: ModelSpec, tp: TPGroup, allocate: All
     return MLP(name, spec.hidden_size, spec.intermediate_size, spec.mlp_bias, tp, allocate)
 
 
-def mlp_over_dp(mlp: LayerMLP, exchange: TokenExchange) -> Callable[[Any], Summed]:
+def mlp_over_dp(mlp: LayerMLP, exchange: TokenExchange) -> Callable[[Any], MaybeDeferred]:
     """Returns ``mlp`` for an attention group's own rows, with the cheapest exchange that it allows."""
     if mlp.dispatches_tokens or not exchange.spans_dp:
         return mlp.forward_deferred
@@ -156,8 +156,8 @@ class DecoderLayer:
         self.mlp_over_dp = mlp_over_dp(self.mlp, parallel.token_exchange)
         self.mlp_input_format = unquantized if parallel.token_exchange.spans_dp else self.mlp.activation_format
 
-    def __call__(self, x: Summed, residual: torch.Tensor | None, attention: AttentionPlanner, cos_sin: torch.Tensor,
-                 trimmed: ForwardBatch | None = None) -> tuple[Summed, torch.Tensor]:
+    def __call__(self, x: MaybeDeferred, residual: torch.Tensor | None, attention: AttentionPlanner,
+                 cos_sin: torch.Tensor, trimmed: ForwardBatch | None = None) -> tuple[MaybeDeferred, torch.Tensor]:
         """Computes the layer. Every sum over ranks is fused with the norm that follows, the last one with that of the
         next layer. As the last layer, with the batch as ``trimmed``, it stores all keys and values and then computes
         the rows of its ``last_tokens`` only."""
@@ -166,19 +166,19 @@ class DecoderLayer:
         del projected  # memory for the MLP's
         return self.post_last_attention(heads, residual, trimmed)
 
-    def pre_attention(self, x: Summed, residual: torch.Tensor | None) -> tuple[Projected, torch.Tensor]:
+    def pre_attention(self, x: MaybeDeferred, residual: torch.Tensor | None) -> tuple[Projected, torch.Tensor]:
         """Computes the inputs of the attention, and the residual."""
         normed, residual = self.input_norm.add_norm_as(self.attention.activation_format, x, residual)
         return self.attention.project(normed), residual
 
-    def post_attention(self, heads: torch.Tensor, residual: torch.Tensor) -> tuple[Summed, torch.Tensor]:
+    def post_attention(self, heads: torch.Tensor, residual: torch.Tensor) -> tuple[MaybeDeferred, torch.Tensor]:
         """Computes what follows the attention: its output projection and the MLP."""
         normed, residual = self.mlp_norm.add_norm_as(
             self.mlp_input_format, self.attention.output.forward_deferred(heads), residual)
         return self.mlp_over_dp(normed), residual
 
     def post_last_attention(self, heads: torch.Tensor, residual: torch.Tensor,
-                            trimmed: ForwardBatch | None) -> tuple[Summed, torch.Tensor]:
+                            trimmed: ForwardBatch | None) -> tuple[MaybeDeferred, torch.Tensor]:
         """``post_attention`` where ``heads`` may be those of ``trimmed.last_tokens`` only."""
         if trimmed is not None:
             residual = residual[trimmed.logits_rows]
@@ -186,8 +186,8 @@ class DecoderLayer:
                 return residual, residual
         return self.post_attention(heads, residual)
 
-    def forward_microbatch(self, x: Summed, residual: torch.Tensor | None, microbatch: MicroBatch,
-                           cos_sin: torch.Tensor) -> Generator[None, None, tuple[Summed, torch.Tensor]]:
+    def forward_microbatch(self, x: MaybeDeferred, residual: torch.Tensor | None, microbatch: MicroBatch,
+                           cos_sin: torch.Tensor) -> Generator[None, None, tuple[MaybeDeferred, torch.Tensor]]:
         """Computes the layer for a micro-batch; yields while rows travel to the MLP, and while they come back. At the
         first yield its keys and values have been enqueued."""
         projected, residual = self.pre_attention(x, residual)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..config.model import ModelSpec
-from ..distributed.expert_share import ExpertShare
+from ..distributed.expert_parallel import ExpertParallel
 from ..distributed.parallel import Parallel
 from ..distributed.tp import TPGroup
 from ..layers.moe import MoE
@@ -18,7 +18,7 @@ def moe_decoder(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device:
     return CausalLM(spec, parallel, dtype, device, mixed_mlp(parallel.experts))
 
 
-def mixed_mlp(share: ExpertShare) -> MakeMLP:
+def mixed_mlp(share: ExpertParallel) -> MakeMLP:
     """Returns a factory that builds an MoE layer for the layers that ``spec.moe`` names, a dense MLP for the others."""
     def make(name: str, index: int, spec: ModelSpec, tp: TPGroup, allocate: Allocate) -> LayerMLP:
         if spec.moe is None or index not in spec.moe.layers:

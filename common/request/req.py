@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,12 +15,10 @@ from ..kvcache.manager import PageTable
 from .hidden_states import HiddenStates
 from .logit_bias import LogitBias
 from .logit_processors import RequestTokens, RowProcessor
+from .output_matcher import OutputMatcher
 from .sampling_metadata import FillAllowed, RequestedLogprobs, SamplingMetadata
 from .token_buffer import TokenBuffer
 from .token_history import TokenHistory
-
-if TYPE_CHECKING:
-    from ..grammar.matcher import Matcher
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class Req:
     processor: RowProcessor | None = None
     embeds: np.ndarray | None = None  # [n, hidden] float32, in place of the first n tokens' embeddings
     hidden: HiddenStates | None = None  # where the request asks for them
-    matcher: Matcher | None = None  # on the rank that samples tokens, where there is a grammar
+    matcher: OutputMatcher | None = None  # on the rank that samples tokens, where there is a grammar
     logprob_start: int | None = None  # first prompt position whose logprob is reported
     priority: int | None = None  # None: the server's default
     # filled by the scheduler

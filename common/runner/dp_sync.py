@@ -59,7 +59,7 @@ class DPSync:
 
     @property
     def wait_ms(self) -> int:
-        """How long all ranks wait for messages: 0 where one computed, else the shortest proposal."""
+        """Milliseconds that all ranks wait for messages: 0 where one computed, else the shortest proposal."""
         return self._wait_ms
 
     def sync(self, num_tokens: int, num_logits: int, *, can_decode: bool) -> DPStepInfo | None:

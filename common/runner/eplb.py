@@ -39,7 +39,7 @@ def connect_experts(config: ServerConfig, spec: ModelSpec, parallel: Parallel, m
 
 
 class ExpertCounts:
-    """Token counts of a model whose layers count (``ExpertShare.counts_tokens``). Ranks call ``totals`` together."""
+    """Token counts of a model whose layers count (``ExpertParallel.counts_tokens``). Ranks call ``totals`` together."""
 
     def __init__(self, model: CausalLM):
         self.layers = expert_layers(model)

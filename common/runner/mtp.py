@@ -17,7 +17,7 @@ from ..forward.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 from ..models.causal_lm import CausalLM
 from ..models.mtp import MTPDraftLayer, build_draft_layers
-from ..weights.loader import Elsewhere, Progress, load_dummy, load_safetensors
+from ..weights.loader import OnOtherStage, Progress, load_dummy, load_safetensors
 from .attention_choice import AttentionChoice
 from .kv_sizing import kv_layout, resolve_dtype
 
@@ -86,7 +86,7 @@ class MTPDraftLayers:
                             for rows in self.hidden_states(batch, hidden, next_ids)])
 
 
-def _is_not_draft_tensor(spec: ModelSpec) -> Elsewhere:
+def _is_not_draft_tensor(spec: ModelSpec) -> OnOtherStage:
     """Returns a predicate: whether a tensor of the checkpoint is none of a draft layer's own."""
     def is_not_draft_tensor(name: str) -> bool:
         return not name.startswith(spec.unused_names) or name.endswith(_SHARED)

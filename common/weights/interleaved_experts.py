@@ -38,7 +38,7 @@ def by_interleaved_expert(name: str, source: Any, find: Find) -> Iterator[tuple[
             rows = _Bias(source, expert) if suffix == "_bias" else _Transposed(source, expert)
         for offset, projection in enumerate(projections):
             yield (f"{experts}.{expert}.{projection}.{'bias' if suffix == '_bias' else 'weight'}",
-                   _Turn(rows, offset, len(projections)))
+                   _Strided(rows, offset, len(projections)))
 
 
 class _Rows(Protocol):
@@ -52,7 +52,7 @@ class _Rows(Protocol):
         """Reads the rows ``stride`` of outputs ``[start, stop)``."""
 
 
-class _Turn:
+class _Strided:
     """A lazy slice: every ``step``-th row from ``offset`` on, read when it is sliced."""
 
     def __init__(self, rows: _Rows, offset: int, step: int):

@@ -24,7 +24,7 @@ def silent(stage: str, fraction: float) -> None:
     """A Progress that reports nothing."""
 
 
-Elsewhere = Callable[[str], bool]
+OnOtherStage = Callable[[str], bool]
 """Returns whether another pipeline stage loads the tensor of this name."""
 
 
@@ -42,7 +42,7 @@ scale."""
 
 
 def load_safetensors(folder: Path, slots: Iterable[Slot], progress: Progress, *, tied: bool,
-                     unused: tuple[str, ...] = (), on_other_stage: Elsewhere = on_no_other_stage,
+                     unused: tuple[str, ...] = (), on_other_stage: OnOtherStage = on_no_other_stage,
                      stacked: Stacked = "rows") -> None:
     """Copies every slot's slice from the checkpoint; at most one slice is in host memory besides the parameters.
 

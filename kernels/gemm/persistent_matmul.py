@@ -9,7 +9,7 @@ columns fill the tensor cores' 64 and more programs share the columns. Each part
 each part of a row, and the products of equal parts are summed up.
 
 Written in Gluon, for Triton's pipeline loads rows and weights together. It has no interpreter: small_m_matmul.py's
-kernel is the twin on a CPU (tests/gpu/test_small_m_matmul.py compares).
+kernel is the twin on a CPU (tests/gpu/kernels/test_small_m_matmul.py compares).
 """
 
 from __future__ import annotations

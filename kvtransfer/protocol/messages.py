@@ -114,7 +114,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     """``expected`` is the sender's instance that the bootstrap server named; ``metadata`` is the backend's own.
 
     ``checksum`` says which words of its pages each result must be accompanied by a checksum of. ``spare_page`` is one
-    that nobody reads: what is written there opens the data path before the first request.
+    that no request uses: a write to it opens the data path before the first request.
     """
 
     info: RankInfo

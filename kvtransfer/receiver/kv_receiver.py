@@ -230,7 +230,7 @@ class KVReceiver:
                 core.unreachable(address, str(error), time.monotonic())
         else:
             with self._driver as core:
-                core.found(address, ranks, time.monotonic())
+                core.connect_to_ranks(address, ranks, time.monotonic())
 
     def _connect(self, connect: Connect) -> None:
         session_id = connect.session.id

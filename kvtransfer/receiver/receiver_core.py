@@ -114,7 +114,7 @@ class ReceiverCore:
 
     # -- results of lookups ---------------------------------------------------------------------------------------
 
-    def found(self, address: Address, ranks: Sequence[m.RankInfo], now: float) -> None:
+    def connect_to_ranks(self, address: Address, ranks: Sequence[m.RankInfo], now: float) -> None:
         """Connects to the ranks of the server at ``address``, given in order."""
         for transfer in self.transfers.values():
             if transfer.address == address and transfer.phase is Phase.ABORTING:

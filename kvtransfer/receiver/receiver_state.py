@@ -132,7 +132,7 @@ class ConnectAttempt:
 
 
 class Lookup(NamedTuple):
-    """Asks the bootstrap server for its ranks; then ``found``, ``unreachable``, ``refused`` or
+    """Asks the bootstrap server for its ranks; then ``connect_to_ranks``, ``unreachable``, ``refused`` or
     ``connections.not_registered`` is to be called."""
 
     address: Address

@@ -21,7 +21,6 @@ The phase belongs to the attempt. Whether the request itself is over is known to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
@@ -60,7 +59,19 @@ class Action(str, Enum):
     FAIL = "cancel the other call, and retry, continue elsewhere or end with an error: to IDLE"
 
 
-TABLE: Mapping[tuple[Phase, Event], Action] = {
+class InvalidTransition(AssertionError):
+    """An event in a phase where it cannot happen: a bug in the relay or in its upstream connections."""
+
+
+class Table(dict[tuple[Phase, Event], Action]):
+    """The action for an event in a phase; raises InvalidTransition for a pair that the table lacks."""
+
+    def __missing__(self, key: tuple[Phase, Event]) -> Action:
+        phase, event = key
+        raise InvalidTransition(f"{event.name} in {phase.name}")
+
+
+TABLE = Table({
     (Phase.IDLE, Event.START): Action.SEND,
     (Phase.IDLE, Event.CANCEL): Action.STOP,
 
@@ -95,19 +106,7 @@ TABLE: Mapping[tuple[Phase, Event], Action] = {
     (Phase.REFUSING, Event.PREFILL_LOST): Action.FAIL,
     (Phase.REFUSING, Event.DECODE_ENDED): Action.FINISH,
     (Phase.REFUSING, Event.DECODE_LOST): Action.FAIL,
-}
-
-
-class InvalidTransition(AssertionError):
-    """An event in a phase where it cannot happen: a bug in the relay or in its upstream connections."""
-
-
-def action_of(phase: Phase, event: Event) -> Action:
-    """The action for an event in a phase; raises InvalidTransition for a pair that the table lacks."""
-    try:
-        return TABLE[phase, event]
-    except KeyError:
-        raise InvalidTransition(f"{event.name} in {phase.name}") from None
+})
 
 
 class CallEvents(NamedTuple):

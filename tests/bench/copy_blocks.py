@@ -58,7 +58,7 @@ def host_us(block: int) -> float:
         began = time.perf_counter()
         memory.copy(pool.data_ptr(), pool.data_ptr() + TOTAL, ids, ids, block)
         times.append(time.perf_counter() - began)
-        memory.settle()
+        memory.wait_for_copies()
     return statistics.median(times) * 1e6
 
 

@@ -22,7 +22,7 @@ from ...common.bench.client.stepped_engine import SteppedEngine
 from ...common.bench.step_parts import recorder
 from ...common.config.cli import parse
 from ...common.config.server import ServerConfig
-from ...common.distributed.expert_share import ExpertShare
+from ...common.distributed.expert_parallel import ExpertParallel
 from ...common.distributed.parallel import OVERLAP_CTAS, Parallel, overlap_group
 from ...common.distributed.peer_all_reduce import connect_all
 from ...common.distributed.tp import TPGroup, init_tp
@@ -166,7 +166,7 @@ def build(case: dict[str, str], args: argparse.Namespace, world: TPGroup) -> tup
         (Path(folder) / "config.json").write_text(json.dumps(shape))
         config = parse(ServerConfig, ["--model-path", folder, "--device", world.device.type, *flags],
                        prog="many_gpus", description="")
-        share = ExpertShare.from_args(config.parallel, world)
+        share = ExpertParallel.from_args(config.parallel, world)
         parallel = Parallel(world, experts=share)
         if groups > 1:
             parallel = Parallel(world, TPGroup(device=world.device), world, share,

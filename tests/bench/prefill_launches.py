@@ -26,7 +26,7 @@ import torch
 from ...common.bench.client.stepped_engine import SteppedEngine
 from ...common.engine.garbage_collector import freeze_collector
 from ...common.forward.forward_batch import Row, build_forward_batch
-from ...common.runner.cuda_graphs.piecewise_graphs import GraphRecorder, Recorded
+from ...common.runner.cuda_graphs.piecewise_graphs import GraphRecorder, GraphSizes
 from ...kernels.rowwise.rmsnorm import rmsnorm
 from . import dummy_engine
 from .relay import LLAMA_8B
@@ -105,7 +105,7 @@ def single_calls(engine: SteppedEngine) -> dict[str, float]:
     return found
 
 
-def record(engine: SteppedEngine, wanted: Recorded) -> dict[str, float]:
+def record(engine: SteppedEngine, wanted: GraphSizes) -> dict[str, float]:
     """Once more."""
     runner = engine._parts.runner
     runner.prefill_graphs.graphs = None
@@ -151,7 +151,7 @@ def main() -> None:
     result: dict[str, Any] = {}
     runner = engine._parts.runner
     sizes = [int(size) for size in args.sizes.split(",") if size]
-    wanted = Recorded(sizes, sizes[-1]) if sizes else runner.prefill_graphs.selected
+    wanted = GraphSizes(sizes, sizes[-1]) if sizes else runner.prefill_graphs.selected
     with torch.inference_mode():
         if wanted is not None:
             result["recording"] = record(engine, wanted)

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...common.distributed.expert_share import ExpertShare
+from ...common.distributed.expert_parallel import ExpertParallel
 from ...common.distributed.parallel import Parallel, init_parallel
 from ...common.distributed.peer_all_reduce import connect_all
 from ...common.layers.norm import RMSNorm, unquantized
@@ -81,7 +81,7 @@ def run(rank: int, args: argparse.Namespace, meeting: str, answers: Any) -> None
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if torch.cuda.device_count() >= args.ranks else torch.device("cpu")
     parallel = init_parallel(rank, args.ranks, args.dp_size, meeting, device, timeout=120,
-                             experts=lambda world: ExpertShare(world, args.ranks, "low_latency"))
+                             experts=lambda world: ExpertParallel(world, args.ranks, "low_latency"))
     dtype, tokens = getattr(torch, args.dtype), [int(count) for count in args.tokens.split(",") if count]
     rows: list[dict[str, Any]] = []
     for hidden in map(int, args.hidden.split(",")):

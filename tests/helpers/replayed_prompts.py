@@ -10,7 +10,7 @@ import torch
 
 from baton.common.distributed.parallel import Parallel
 from baton.common.forward.forward_batch import Row, build_forward_batch
-from baton.common.runner.cuda_graphs.piecewise_graphs import Recorded
+from baton.common.runner.cuda_graphs.piecewise_graphs import GraphSizes
 from baton.tests.helpers.small_models import scattered_pages
 
 SIZES = [16, 48, 64]
@@ -49,7 +49,7 @@ class Again:
 def record_again(runner: Any, sizes: list[int]) -> list[int]:
     """The runner's prompts run in pieces of ``sizes`` from now on; the rows of every piece that will be replayed."""
     recorder = Again(runner._parallel)
-    runner.prefill_graphs.record(Recorded(sizes, sizes[-1]), recorder, runner._begin_step, lambda what, share: None)
+    runner.prefill_graphs.record(GraphSizes(sizes, sizes[-1]), recorder, runner._begin_step, lambda what, share: None)
     recorder.replayed.clear()
     return recorder.replayed
 

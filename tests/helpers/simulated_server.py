@@ -99,7 +99,7 @@ class _Step:
 
     server: SimulatedServer
     batch: ScheduledBatch
-    sampling: list[Req]
+    sampled_reqs: list[Req]
     end: float
 
     def plain_token_ids(self) -> list[int] | None:

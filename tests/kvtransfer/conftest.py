@@ -144,9 +144,9 @@ class Pair:
         self.receiver = self.make_receiver(self.target)
 
     def make_sender(self, pool: list[np.ndarray], *, layout: KVLayout = LAYOUT, register: bool = True,
-                    **told: Any) -> KVSender:
+                    **options: Any) -> KVSender:
         sender = KVSender(args=self.args, host=HOST, rank=0, tp_size=1, layout=layout, num_pages=len(pool[0]),
-                          regions=regions_of(pool), backend=make_backend(self.backend), **told)
+                          regions=regions_of(pool), backend=make_backend(self.backend), **options)
         self.closers.callback(sender.close)
         if register:
             register_rank(self.bootstrap.url, sender.info, secret=self.args.cluster_secret)
@@ -154,10 +154,10 @@ class Pair:
 
     def make_receiver(self, pool: list[np.ndarray], *, layout: KVLayout = LAYOUT, tp_size: int = 1,
                       **changed: Any) -> KVReceiver:
-        told = {name: changed.pop(name) for name in ("model", "server", "spare_page") if name in changed}
+        options = {name: changed.pop(name) for name in ("model", "server", "spare_page") if name in changed}
         args = dataclasses.replace(self.args, **changed)
         receiver = KVReceiver(args=args, host=HOST, rank=0, tp_size=tp_size, layout=layout, num_pages=len(pool[0]),
-                              regions=regions_of(pool), backend=make_backend(self.backend), **told)
+                              regions=regions_of(pool), backend=make_backend(self.backend), **options)
         self.closers.callback(receiver.close)
         return receiver
 

@@ -33,36 +33,36 @@ class Peer:
                 pages[:] = rng.integers(0, 256, pages.shape, dtype=np.uint8)
         build = KVSender if role == "sender" else KVReceiver
         args = DisaggregationArgs(peer_timeout=peer_timeout)
-        self.transfer = build(args=args, host="127.0.0.1", rank=0, tp_size=1, layout=self.layout,
-                          num_pages=num_pages, regions=[(a.ctypes.data, a.nbytes, -1) for a in self.pool],
-                          backend=make_backend(backend))
+        self.endpoint = build(args=args, host="127.0.0.1", rank=0, tp_size=1, layout=self.layout,
+                              num_pages=num_pages, regions=[(a.ctypes.data, a.nbytes, -1) for a in self.pool],
+                              backend=make_backend(backend))
         if role == "sender":
-            register_rank(f"http://127.0.0.1:{port}", self.transfer.info)
+            register_rank(f"http://127.0.0.1:{port}", self.endpoint.info)
 
     def expect(self, room, num_tokens):
-        self.transfer.expect(room, 77, num_tokens)
+        self.endpoint.expect(room, 77, num_tokens)
 
     def reserve(self, room, port, num_tokens, page_ids):
-        self.transfer.reserve(room, ("127.0.0.1", port), 77, num_tokens, 0, np.array(page_ids))
+        self.endpoint.reserve(room, ("127.0.0.1", port), 77, num_tokens, 0, np.array(page_ids))
 
     def push(self, room, first, src):
         for group in range(len(self.pool)):
-            self.transfer.push(room, group, first, np.array(src), None)
+            self.endpoint.push(room, group, first, np.array(src), None)
 
     def finish(self, room, token_id):
-        self.transfer.finish(room, PrefillResult(token_id, 0))
+        self.endpoint.finish(room, PrefillResult(token_id, 0))
 
     def phase(self, room):
-        return self.transfer.phase(room).name
+        return self.endpoint.phase(room).name
 
     def error(self, room):
-        return [self.transfer.error(room).code, self.transfer.error(room).message]
+        return [self.endpoint.error(room).code, self.endpoint.error(room).message]
 
     def digest(self, page_ids):
         return [hashlib.sha256(pages[page_ids].tobytes()).hexdigest() for pages in self.pool]
 
     def close(self):
-        self.transfer.close()
+        self.endpoint.close()
 
 
 def main() -> None:

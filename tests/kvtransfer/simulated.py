@@ -1,4 +1,4 @@
-"""What the simulated world consists of: connections, writes on their way, memory, and each side's requests."""
+"""Parts of the simulated world: connections, writes in flight, memory, and each side's requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_FLAGS = 4
 
 @dataclass
 class Wire:
-    """One connection: what is on its way in each direction."""
+    """One connection, with the messages in flight in each direction."""
 
     sender: int
     receiver: int
@@ -41,8 +41,8 @@ class Flight:
 
 
 @dataclass
-class Ring:
-    """``value`` shall stand in a bell of a decode rank, behind the flights ``after``."""
+class PendingFlag:
+    """A completion flag of a decode rank, to be set to ``value`` after the flights ``after``."""
 
     receiver: int
     value: int
@@ -51,7 +51,7 @@ class Ring:
 
 @dataclass
 class Request:
-    """Decode's half. ``answered``: its one terminal event is out."""
+    """Decode's side of a request. ``answered``: its one terminal event was sent."""
 
     serial: int
     room: int
@@ -61,7 +61,7 @@ class Request:
 
 @dataclass
 class Job:
-    """Prefill's half."""
+    """Prefill's side of a request."""
 
     room: int
     num_tokens: int
@@ -87,7 +87,7 @@ class Group:
             self.todo[rank].popleft()(self.cores[rank])
 
     def run_all(self) -> bool:
-        """Before ranks compare what they see, each has done what it was told; a stopped one holds up all."""
+        """Runs the calls that wait, before ranks compare their states; a stopped rank delays all."""
         for rank, queue in enumerate(self.todo):
             while queue and rank not in self.stopped:
                 self.run(rank)
@@ -102,7 +102,7 @@ class Memory:
         self.owner: dict[int, int | None] = dict.fromkeys(range(num_pages))  # page -> serial
         self.written: dict[tuple[int, int], set[int]] = {}  # rank and page -> senders that wrote it for its owner
         self.completion_flags = [np.zeros(NUM_FLAGS, np.int64) for _ in range(ranks)]
-        self.rings: list[Ring] = []
+        self.pending_flags: list[PendingFlag] = []
 
     @property
     def free(self) -> list[int]:
@@ -119,14 +119,14 @@ class Memory:
             self.owner[page] = None
 
     def touch(self, flight: Flight) -> None:
-        """A write lands, and what rings behind it."""
+        """Completes a write, and sets the flags that wait for it."""
         for page in flight.write.dst_ids.tolist():
             assert self.owner[page] == flight.serial, (
-                f"a late write for request {flight.serial} landed in page {page} of {self.owner[page]}")
+                f"a late write for request {flight.serial} arrived in page {page} of {self.owner[page]}")
             self.written[flight.receiver, page].add(flight.sender)
-        for ring in self.rings:
-            if flight in ring.after:
-                ring.after.remove(flight)
-                if not ring.after:
-                    self.completion_flags[ring.receiver][ring.value % NUM_FLAGS] = ring.value
-        self.rings = [ring for ring in self.rings if ring.after]
+        for flag in self.pending_flags:
+            if flight in flag.after:
+                flag.after.remove(flight)
+                if not flag.after:
+                    self.completion_flags[flag.receiver][flag.value % NUM_FLAGS] = flag.value
+        self.pending_flags = [flag for flag in self.pending_flags if flag.after]

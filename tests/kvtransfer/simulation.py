@@ -1,8 +1,8 @@
 """The protocol in a simulated world: late and lost messages, peers that stop, die and restart, writes that take long.
 
-The cores are the real ones, of several ranks on both sides. The world delivers, lands, cuts, kills and advances time as
-a random schedule says, and holds memory to account: every destination page belongs to one request or is free, and a
-write that lands in a page of another owner is the bug that all of this exists to prevent. What a connection may do is
+The cores are the real ones, of several ranks on both sides. The world delivers, writes, cuts, kills and advances time
+as a random schedule says, and holds memory to account: every destination page belongs to one request or is free, and a
+write that arrives in a page of another owner is the bug that all of this exists to prevent. What a connection may do is
 what ZMQ and TCP do: keep its order, and lose its end. Between connections, and between messages and writes, any order
 is possible. Messages that come twice, which ZMQ does not do, are played as well.
 """
@@ -23,7 +23,7 @@ from baton.kvtransfer.protocol.states import Phase
 from baton.kvtransfer.protocol.timing import Timing
 from baton.kvtransfer.receiver import receiver_core, receiver_state
 from baton.kvtransfer.sender import sender_core, sender_state
-from baton.tests.kvtransfer.simulated import NUM_FLAGS, Flight, Group, Job, Memory, Request, Ring, Wire
+from baton.tests.kvtransfer.simulated import NUM_FLAGS, Flight, Group, Job, Memory, PendingFlag, Request, Wire
 
 TIMING = Timing(bootstrap_timeout=8.0, transfer_timeout=20.0, peer_timeout=3.0)
 ADDRESS = ("prefill", 1)
@@ -38,8 +38,8 @@ def layout(ranks: int) -> KVLayout:
 class World:
     def __init__(self, prefill_ranks: int = 1, decode_ranks: int = 1, quarantine_seconds: float = 0.0,
                  checksum: Extent = "sampled") -> None:
-        """``lingering``: how long the backend's writes may still land that it has given up. Decode's bells tell it what
-        has landed where ``checksum`` is off."""
+        """``quarantine_seconds``: how long the backend's writes may still arrive that it has given up. Completion flags
+        report pages where ``checksum`` is off."""
         self.now, self.quarantine_seconds, self.checksum = 100.0, quarantine_seconds, checksum
         self.late: list[tuple[float, Flight]] = []  # given up, with the time until which each may land
         self.instances, self.serials = itertools.count(), itertools.count()
@@ -47,11 +47,11 @@ class World:
         self.flights: list[Flight] = []
         self.inbox: list[tuple[int, bytes, object]] = []  # at a sender's host, of connections that are gone
         self.unverified: deque[tuple[receiver_core.ReceiverCore, receiver_state.Verify]] = deque()
-        self.completed = self.failed = self.rung = 0
+        self.completed = self.failed = self.early_completions = 0
         self.serial_of: dict[tuple[str, int], int] = {}  # by a receiver's instance, and its stamp
         self.gone_on: set[int] = set()  # requests that decode has taken over, or that were aborted there
         self.ranks = prefill_ranks, decode_ranks
-        self.sender_of: dict[bytes, int] = {}  # by link
+        self.sender_of: dict[bytes, int] = {}  # by session
         self.start_prefill()
         self.start_decode()
 
@@ -64,7 +64,7 @@ class World:
     def start_decode(self) -> None:
         self.decode = Group([
             receiver_core.ReceiverCore(self.identity(rank, self.ranks[1]), TIMING, NUM_PAGES, checksum=self.checksum,
-                                   quarantine_seconds=self.quarantine_seconds) for rank in range(self.ranks[1])])
+                                       quarantine_seconds=self.quarantine_seconds) for rank in range(self.ranks[1])])
         self.memory = Memory(NUM_PAGES, self.ranks[1])
         self.requests: dict[int, Request] = {}
         self.unverified.clear()
@@ -104,7 +104,7 @@ class World:
             self.decode.call("connections.decline", n % ROOMS, ADDRESS, Aborted("by decode, early"), self.now)
 
     def push(self, n: int) -> None:
-        """A chunk of one page or more, once the group agrees that both halves have met."""
+        """A chunk of one page or more, once the group agrees that both sides have joined."""
         job = self.jobs.get(n % ROOMS)
         if job is None or job.answered or job.pushed == job.num_tokens or not self.prefill.run_all():
             return
@@ -157,16 +157,16 @@ class World:
                 self.close_job(job, transfers)
         cores = self.prefill.cores
         for room in [room for room in self.awaiting_ack if all(core.is_acknowledged(room) for core in cores)]:
-            assert self.awaiting_ack[room] in self.gone_on, "prefill let go of what nobody had taken"
+            assert self.awaiting_ack[room] in self.gone_on, "prefill dropped a prompt that decode has not acknowledged"
             self.stop_awaiting_ack(room)
 
     def poll_decode(self, n: int = 0) -> None:
         self.decode.run_all()
-        for core, bells in zip(self.decode.cores, self.memory.completion_flags):
+        for core, flags in zip(self.decode.cores, self.memory.completion_flags):
             for transfer in core.transfers.values():
                 if transfer.early_results and transfer.room in self.requests:
-                    core.check_flags(transfer, bells, self.now)
-                    self.rung += transfer.phase is Phase.DONE
+                    core.check_flags(transfer, flags, self.now)
+                    self.early_completions += transfer.phase is Phase.DONE
         for request in list(self.requests.values()):
             transfers = [core.transfers[request.room] for core in self.decode.cores]
             if min(transfer.phase for transfer in transfers) <= Phase.ABORTING and not request.answered:
@@ -223,7 +223,7 @@ class World:
                 assert self.memory.written[rank, page] == carriers, "DONE without the page's content"
 
     def carriers(self, rank: int, writers: set[int]) -> set[int]:
-        """Those of the prefill ranks whose lanes to a decode rank carry heads."""
+        """Returns those of the prefill ranks that send heads to a decode rank."""
         prefill, decode = self.ranks
         if prefill < decode:
             return writers & {rank * prefill // decode}
@@ -270,14 +270,14 @@ class World:
             self.send_early_result(rank, core)
 
     def send_early_result(self, rank: int, core: sender_core.SenderCore) -> None:
-        """As the sender's I/O thread does: it rings behind all that is on its way to the peer."""
+        """Sends early results as the sender's I/O thread does: the flag follows all writes in flight to the peer."""
         mine = [flight for flight in self.flights if flight.sender == rank]
         for transfer in {id(flight.write.transfer): flight.write.transfer for flight in mine}.values():
             for destination in core.early_completion_targets(transfer):
                 value, info = next(self.serials) + 1, destination.session.info
                 after = [flight for flight in mine if flight.session == destination.session.id]
                 if after and self.decode.cores[info.rank].info.instance == info.instance:
-                    self.memory.rings.append(Ring(info.rank, value, after))
+                    self.memory.pending_flags.append(PendingFlag(info.rank, value, after))
                 core.send_early_result(destination, transfer.result, value % NUM_FLAGS, value)
 
     def land(self, n: int) -> None:
@@ -297,8 +297,8 @@ class World:
             self.late.append((self.now + self.quarantine_seconds, flight))
             self.prefill.cores[flight.sender].written(flight.write, False, self.now)
 
-    def land_late(self, n: int) -> None:
-        """What was given up lands after all, on the last occasion or before."""
+    def arrive_late(self, n: int) -> None:
+        """Completes writes that were given up, at the last moment or before."""
         self.late = [(until, flight) for until, flight in self.late if self.now < until and not flight.lost]
         if self.late:
             self.memory.touch(self.late.pop(n % len(self.late))[1])
@@ -383,7 +383,7 @@ class World:
             core.verified(effect.transfer, n % 16 != 0, self.now)
 
     def flow(self, n: int) -> None:
-        """Everything on its way arrives, and what may be written is."""
+        """Delivers all messages and completes all writes."""
         for _ in range(3):
             for session in list(self.wires):
                 while (wire := self.wires.get(session)) and wire.to_sender and wire.sender not in self.prefill.stopped:
@@ -423,7 +423,7 @@ class World:
 
     def receiver_effect(self, core: receiver_core.ReceiverCore, effect: receiver_state.Effect) -> None:
         if isinstance(effect, receiver_state.Lookup):
-            core.found(effect.address, [sender.info for sender in self.prefill.cores], self.now)
+            core.connect_to_ranks(effect.address, [sender.info for sender in self.prefill.cores], self.now)
         elif isinstance(effect, receiver_state.Connect):
             instances = [sender.info.instance for sender in self.prefill.cores]
             sender = instances.index(effect.session.instance)
@@ -481,7 +481,7 @@ class World:
 COMMON = ["meet", "meet", "expect", "reserve", "push", "push", "finish", "work", "verify", "run_rank",
           *["deliver"] * 4, *["post"] * 2, *["land"] * 2, *["flow"] * 3, "poll_prefill", "poll_decode"]
 RARE = ["abort_prefill", "abort_decode", "decline", "fail_write", "advance", "advance", "advance", "cut",
-        "kill_prefill", "kill_decode", "stop", "outage", "outage", "read_inbox", "land_late", "land_late",
+        "kill_prefill", "kill_decode", "stop", "outage", "outage", "read_inbox", "arrive_late", "arrive_late",
         "repeat", "repeat"]
 _NAMES = COMMON * 6 + RARE
 

@@ -20,7 +20,7 @@ def test_every_case_has_a_figure(tmp_path, capsys):
     output, plot = tmp_path / "figures.json", tmp_path / "figures.svg"
     with pytest.raises(SystemExit) as exit:
         run.main([*TINY, "--backend", "ipc", "--tp", "2:1", "--prompt-tokens", "7", "64", "--output", str(output),
-                    "--plot", str(plot)])
+                  "--plot", str(plot)])
     assert exit.value.code == 0
     record = json.loads(output.read_text())
     assert record["settings"]["backend"] == "ipc" and min(record["copy_ceiling_gb_s"].values()) > 0

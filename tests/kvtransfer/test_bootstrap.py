@@ -74,13 +74,13 @@ async def test_answers_to_bad_requests_are_sentences():
 
 async def test_an_occupied_port_is_a_sentence():
     async with BootstrapServer("127.0.0.1", 0) as server:
-        told = f"Cannot listen on 127.0.0.1 port {server.port}: .*--disaggregation-bootstrap-port"
-        with pytest.raises(ConfigError, match=told):
+        sentence = f"Cannot listen on 127.0.0.1 port {server.port}: .*--disaggregation-bootstrap-port"
+        with pytest.raises(ConfigError, match=sentence):
             async with BootstrapServer("127.0.0.1", server.port):
                 pass
 
 
-async def test_ranks_of_attention_groups_are_told_group_by_group():
+async def test_ranks_of_attention_groups_are_listed_group_by_group():
     async with BootstrapServer("127.0.0.1", 0) as server:
         url, address = f"http://127.0.0.1:{server.port}", ("127.0.0.1", server.port)
         places = [(dp_rank, rank) for dp_rank in range(2) for rank in range(2)]
@@ -107,10 +107,10 @@ async def test_registering_waits_for_the_server_but_not_for_ever():
 
 
 @contextlib.asynccontextmanager
-async def answering(answer: bytes, behind: bytes):
-    """The address of a server that says ``answer`` to all, once it has read up to ``behind``."""
+async def answering(answer: bytes, end: bytes):
+    """The address of a server that says ``answer`` to all, once it has read up to ``end``."""
     async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(behind)
+        await reader.readuntil(end)
         writer.write(answer)
         writer.close()
 

@@ -1,4 +1,4 @@
-"""Pages that arrive otherwise than they left are noticed, and cost both halves the request and nothing else."""
+"""Pages that arrive damaged are noticed, and fail their request on both sides and nothing else."""
 
 from __future__ import annotations
 

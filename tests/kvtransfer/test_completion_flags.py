@@ -1,4 +1,4 @@
-"""Pages whose landing is seen in memory, before the message that tells of it."""
+"""Pages whose arrival is seen in memory, before the message that reports it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ends(monkeypatch):
         backend.close()
 
 
-def test_a_bell_rings_when_all_copies_to_the_peer_are_done(ends):
+def test_a_completion_flag_is_written_when_all_copies_to_the_peer_are_done(ends):
     sender, receiver = ends
     peer = sender.add_peer(receiver.local_metadata(), [1], [1])
     other = sender.add_peer(receiver.local_metadata(), [1], [1])
@@ -50,7 +50,7 @@ def test_a_bell_rings_when_all_copies_to_the_peer_are_done(ends):
     assert receiver.completion_flags()[sender.write_flag(peer, 78)] == 78
 
 
-def test_a_removed_peer_is_rung_at_no_more(ends):
+def test_no_flag_of_a_removed_peer_is_written(ends):
     sender, receiver = ends
     peer = sender.add_peer(receiver.local_metadata(), [1], [1])
     write = sender.write(peer, 0, np.array([1, 4]), 0, np.array([1, 4]))
@@ -60,7 +60,7 @@ def test_a_removed_peer_is_rung_at_no_more(ends):
     assert not receiver.completion_flags().any()
 
 
-def test_a_peer_without_bells_is_written_to_all_the_same(ends, monkeypatch):
+def test_a_peer_without_completion_flags_is_written_to(ends, monkeypatch):
     sender, receiver = ends
     monkeypatch.setattr(receiver, "_flags", None)
     peer = sender.add_peer(receiver.local_metadata(), [1], [1])
@@ -75,7 +75,7 @@ def pair(make_pair, monkeypatch):
     monkeypatch.setattr(ipc, "_NUM_FLAGS", 8)
     pair = make_pair("ipc", kv_checksum="off")
     pair.lost, send = (), pair.sender._send
-    monkeypatch.setattr(pair.sender, "_send", lambda told: isinstance(told.message, pair.lost) or send(told))
+    monkeypatch.setattr(pair.sender, "_send", lambda effect: isinstance(effect.message, pair.lost) or send(effect))
     return pair
 
 
@@ -94,7 +94,7 @@ def begun(pair, room):
     pair.finish(room)
 
 
-def test_pages_have_arrived_when_the_bell_says_so(pair, monkeypatch):
+def test_pages_have_arrived_when_their_flag_is_set(pair, monkeypatch):
     pair.lost, release = m.Result, held_back(pair, monkeypatch)
     begun(pair, 1)
     wait_until(lambda: bool(pair.receiver._core.transfers[1].early_results))
@@ -108,7 +108,7 @@ def test_pages_have_arrived_when_the_bell_says_so(pair, monkeypatch):
 
 
 def test_the_result_that_follows_is_no_surprise(pair):
-    """Rooms by rooms, more than there are bells, with the same numbers again."""
+    """More rooms than there are flags, whose numbers are used again."""
     for room in (1, 2, 1, *range(3, 23)):
         begun(pair, room)
         pair.until(room, Phase.DONE)
@@ -120,14 +120,14 @@ def test_the_result_that_follows_is_no_surprise(pair):
     assert pair.receiver.counters["kv_transfers_done"] == 23
 
 
-def test_without_a_bell_the_result_tells(pair):
+def test_without_a_flag_the_result_completes(pair):
     pair.lost = m.EarlyResult
     begun(pair, 1)
     pair.until(1, Phase.DONE)
 
 
-def test_an_abort_goes_before_a_bell(pair, monkeypatch):
-    """Pages are given back when the writer is quiet, whatever was announced."""
+def test_an_abort_comes_before_a_flag(pair, monkeypatch):
+    """Pages are freed when the writer has drained, whatever was announced."""
     release = held_back(pair, monkeypatch)
     begun(pair, 1)
     wait_until(lambda: bool(pair.receiver._core.transfers[1].early_results))

@@ -86,7 +86,7 @@ def test_a_silent_peer_is_noticed_within_the_peer_timeout(sender, receiver):
         assert core.transfers[1].phase <= Phase.ABORTING and "silent for 3 s" in core.transfers[1].error.message
 
 
-def test_time_with_writes_under_way_is_counted_once(sender):
+def test_time_with_writes_in_flight_is_counted_once(sender):
     writing(sender)
     sender.push(1, 0, 0, np.array([0, 1]), None)
     writes = sender.queue.take(10.5, lambda event: True)
@@ -115,7 +115,7 @@ def test_an_abort_for_an_earlier_use_of_a_room_is_answered_and_harmless(sender):
     assert sender.transfers[1].phase is Phase.WRITING
 
 
-def test_an_unknown_session_is_told_that_it_is_gone(sender):
+def test_an_unknown_session_is_answered_gone(sender):
     sender.receive(b"stranger", reserve(), 10.0)
     assert isinstance(sent(sender)[0], m.Gone)
     assert sender.counters["kv_messages_dropped"] == 1
@@ -176,10 +176,10 @@ def test_hello_for_an_earlier_instance_is_refused_as_restarted(sender):
 
 @pytest.fixture
 def receiver() -> receiver_core.ReceiverCore:
-    """With room 1 published on a welcomed link, at time 10."""
+    """With room 1 published on a welcomed session, at time 10."""
     core = receiver_core.ReceiverCore(DECODE, TIMING, 8)
     core.reserve(1, ADDRESS, 77, 2, 0, np.array([3, 4]), 10.0)
-    core.found(ADDRESS, [PREFILL], 10.0)
+    core.connect_to_ranks(ADDRESS, [PREFILL], 10.0)
     core.receive(link_of(core), m.Welcome("prefill"), 10.0)
     core.effects.clear()
     return core
@@ -238,7 +238,7 @@ def test_a_restarted_sender_is_looked_up_again(receiver):
     receiver.receive(link_of(receiver), m.Gone("shut down"), 10.0)
     receiver.reserve(2, ADDRESS, 77, 2, 0, np.array([5, 6]), 10.0)
     assert isinstance(receiver.effects[-1], receiver_state.Lookup)
-    receiver.found(ADDRESS, [PREFILL], 10.0)
+    receiver.connect_to_ranks(ADDRESS, [PREFILL], 10.0)
     receiver.receive(link_of(receiver), m.Refused("the prefill server was restarted", restarted=True), 10.0)
     assert receiver.transfers[2].phase is Phase.RESERVING
     receiver.tick(10.1)
@@ -251,7 +251,7 @@ def test_a_restarted_sender_is_looked_up_again(receiver):
 def test_a_sender_that_listens_everywhere_is_reached_at_its_bootstrap_address(host, endpoint, expected):
     core = receiver_core.ReceiverCore(DECODE, TIMING, 8)
     core.reserve(1, (host, 8998), 77, 2, 0, np.array([3, 4]), 10.0)
-    core.found((host, 8998), [m.msgspec.structs.replace(PREFILL, endpoint=endpoint)], 10.0)
+    core.connect_to_ranks((host, 8998), [m.msgspec.structs.replace(PREFILL, endpoint=endpoint)], 10.0)
     assert core.effects[1].endpoint == expected
 
 
@@ -273,27 +273,28 @@ def test_a_room_leads_to_one_data_parallel_rank_of_the_sender():
     pages = np.array([3, 4])
     for room, named in ((4, None), (5, None), (6, 1), (7, 2)):
         core.reserve(room, ADDRESS, 77, 2, 0, pages, 10.0, named)
-    core.found(ADDRESS, [ranked(0), ranked(1)], 10.0)
+    core.connect_to_ranks(ADDRESS, [ranked(0), ranked(1)], 10.0)
     sessions = {session.dp_rank: session for session in core.connections.sessions.values()}
     core.effects.clear()
     for dp_rank in (0, 1):
         core.receive(sessions[dp_rank].id, m.Welcome(f"prefill{dp_rank}"), 10.0)
-    told = {(effect.session, effect.message.room) for effect in core.effects
+    sent = {(effect.session, effect.message.room) for effect in core.effects
             if isinstance(effect, receiver_state.Send) and isinstance(effect.message, m.Reserve)}
-    assert told == {(sessions[0].id, 4), (sessions[1].id, 5), (sessions[1].id, 6)}
+    assert sent == {(sessions[0].id, 4), (sessions[1].id, 5), (sessions[1].id, 6)}
     error = core.transfers[7].error
     assert "no data-parallel rank 2, only 2" in error.message and error.status == 400
     assert core.transfers[7].phase is Phase.FAILED
 
 
-@pytest.mark.parametrize("told", [
+@pytest.mark.parametrize("fields", [
     {"tp_size": 0}, {"tp_size": 10**9}, {"rank": 1}, {"rank": -1}, {"dp_size": 0}, {"pp_rank": 2},
     {"layout": {"page_size": 0}}, {"layout": {"num_kv_heads": 0}}, {"layout": {"groups": []}},
     {"layout": {"groups": [1, -1]}}, {"layout": {"scales": [[1.0, 1.0]] * 2}}, {"layout": {"windows": [4, 4]}}])
-def test_a_rank_that_cannot_be_is_unreadable(told):
+def test_a_rank_that_cannot_be_is_unreadable(fields):
     """Comparing it with ours would divide by zero, look beyond a tuple's end, or never end."""
     description = msgspec.to_builtins(DECODE)
-    layout = description["layout"] | told.pop("layout", {})
-    hello = msgspec.to_builtins(m.Hello(DECODE, "prefill", 8, b"")) | {"info": description | told | {"layout": layout}}
+    layout = description["layout"] | fields.pop("layout", {})
+    info = description | fields | {"layout": layout}
+    hello = msgspec.to_builtins(m.Hello(DECODE, "prefill", 8, b"")) | {"info": info}
     with pytest.raises(msgspec.ValidationError):
         m.decode_to_sender(msgspec.msgpack.encode(hello))

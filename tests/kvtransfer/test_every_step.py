@@ -1,6 +1,6 @@
 """Each fault, before and after each step of one transfer: what the random schedules reach by chance, in order.
 
-Whatever struck, and when: the room ends on both sides, no late write lands, no page leaks, and the next request is
+Whatever struck, and when: the room ends on both sides, no late write arrives, no page leaks, and the next request is
 answered.
 """
 
@@ -12,7 +12,7 @@ from baton.kvtransfer.protocol.states import Phase
 from baton.tests.kvtransfer.simulation import World
 
 ROOM, NEXT_ROOM = 2, 1
-CASES = (((1, 1, 0.0, "off"), "expect", "reserve"), ((1, 2), "reserve", "expect"))  # world, and which half comes first
+CASES = (((1, 1, 0.0, "off"), "expect", "reserve"), ((1, 2), "reserve", "expect"))  # world, and which side comes first
 FAULTS = [("abort_prefill", ROOM), ("abort_decode", ROOM), ("decline", ROOM), ("cut", 0), ("cut", 8 + 32),
           ("kill_prefill", 0), ("kill_prefill", 255), ("kill_decode", 0), ("stop", 0), ("outage", 8), ("fail_write", 0),
           ("repeat", 0), ("repeat", 2), ("repeat", 4)]

@@ -47,9 +47,9 @@ def test_a_failed_write_fails_the_room_and_the_next_session_works(pair):
     pair.push_all(1)
     pair.finish(1)
     pair.until(1, Phase.FAILED)
-    for transfer in (pair.sender, pair.receiver):
-        assert isinstance(transfer.error(1), TransferFailed)
-        assert transfer.counters["kv_transfers_failed_kv_transfer_failed"] == 1
+    for endpoint in (pair.sender, pair.receiver):
+        assert isinstance(endpoint.error(1), TransferFailed)
+        assert endpoint.counters["kv_transfers_failed_kv_transfer_failed"] == 1
     assert pair.sender.counters["kv_transfers_broken_write_failed"] == 1
     assert pair.receiver.counters["kv_transfers_broken_ended"] == 1
     pair.transfer(2)
@@ -67,7 +67,7 @@ def test_nothing_is_posted_without_a_lease(pair):
     pair.until(1, Phase.DONE)  # the next Pong renews it
 
 
-def test_a_cut_connection_ends_both_halves_and_the_next_session_works(make_pair):
+def test_a_cut_connection_fails_both_sides_and_the_next_session_works(make_pair):
     pair = make_pair("fake", peer_timeout=0.6)
     with contextlib.closing(Proxy(pair.sender.info.endpoint)) as proxy:
         pair.bootstrap.server.ranks[0, 0, 0] = msgspec.structs.replace(pair.sender.info, endpoint=proxy.endpoint)
@@ -78,14 +78,14 @@ def test_a_cut_connection_ends_both_halves_and_the_next_session_works(make_pair)
         proxy.cut()
         assert wait_until(lambda: pair.receiver.phase(1) is Phase.ABORTING) < 0.3
         assert 0.3 < pair.until(1, Phase.FAILED) < 2  # not before the sender must have given up
-        for transfer in (pair.sender, pair.receiver):
-            assert isinstance(transfer.error(1), TransferFailed)
+        for endpoint in (pair.sender, pair.receiver):
+            assert isinstance(endpoint.error(1), TransferFailed)
         assert pair.receiver.counters["kv_transfers_broken_connection_lost"] == 1
         assert pair.sender.counters["kv_transfers_broken_silent"] == 1
         pair.transfer(2)
 
 
-def test_seconds_that_a_transfer_was_waited_for_are_told_apart(pair):
+def test_exposed_seconds_are_counted_separately(pair):
     gate = pair.receiver._backend.gate
     pair.push_all(1)
     wait_until(lambda: pair.receiver._backend.num_arrived == 2)  # while prefill computes

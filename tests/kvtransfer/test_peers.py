@@ -54,7 +54,7 @@ def test_the_data_path_is_used_once(pair):
     assert sender.counters["kv_bytes_sent"] == 0
 
 
-def test_a_data_path_that_fails_is_told_and_tried_again(pair):
+def test_a_data_path_that_fails_is_reported_and_retried(pair):
     sender = pair.make_sender(pair.source, **AHEAD)
     sender._backend.fail_writes = 1
     receiver = pair.make_receiver(pair.target, **AHEAD)
@@ -63,13 +63,13 @@ def test_a_data_path_that_fails_is_told_and_tried_again(pair):
     assert connect(pair, receiver) is None
 
 
-def test_nobody_there_is_no_misfit(pair):
+def test_an_absent_server_is_no_mismatch(pair):
     pair.receiver.connect(("127.0.0.1", 9))
     wait_until(lambda: (attempt := pair.receiver.connected(("127.0.0.1", 9))) is not None
                and not isinstance(attempt.error, PairMismatch) and attempt.error is not None)
 
 
-def test_other_weights_are_refused_with_both_names_and_told_once_on_both_sides(pair, caplog):
+def test_other_weights_are_refused_with_both_names_and_logged_once_on_both_sides(pair, caplog):
     caplog.set_level(logging.WARNING, "baton.kvtransfer")
     pair.make_sender(pair.source, model=OLD, server="http://p:1")
     receiver = pair.make_receiver(pair.target, model=NEW, server="http://d:2")
@@ -86,7 +86,7 @@ def test_other_weights_are_refused_with_both_names_and_told_once_on_both_sides(p
     assert error.message in by_decode and error.message in by_prefill
 
 
-def test_a_peer_that_tells_no_model_is_taken_at_its_layout(pair):
+def test_a_peer_without_a_model_is_accepted_by_its_layout(pair):
     receiver = pair.make_receiver(pair.target, model=NEW)
     assert connect(pair, receiver) is None
 
@@ -99,15 +99,15 @@ def test_keys_are_equal_for_what_fits_alike(pair):
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [("a", "b"), (None, "b"), ("a", None)])
-def test_other_secrets_are_refused_and_told_once_on_both_sides(prefill, decode, caplog):
+def test_other_secrets_are_refused_and_logged_once_on_both_sides(prefill, decode, caplog):
     caplog.set_level(logging.WARNING, "baton.kvtransfer")
     pair = Pair("fake", cluster_secret=prefill)
     try:
         receiver = pair.make_receiver(pair.target, cluster_secret=decode)
         for _ in range(3):
             assert isinstance(connect(pair, receiver), PairMismatch)
-        told = sorted(record.getMessage().split()[0] for record in caplog.records)
-        assert told == ["A", "Prefill"], caplog.text
+        logged = sorted(record.getMessage().split()[0] for record in caplog.records)
+        assert logged == ["A", "Prefill"], caplog.text
     finally:
         pair.close()
 
@@ -118,10 +118,10 @@ def test_sessions_end_with_the_weights_of_prefill(pair):
     assert connect(pair, receiver) is None
     receiver.reserve(1, pair.bootstrap.address, 77, 10, 0, np.array([5, 9, 2]))
     wait_until(lambda: receiver.phase(1) is Phase.RESERVED)
-    sender.leave()  # with decode's half of a request there, and prefill's still to come
+    sender.leave()  # with decode's side of a request there, and prefill's still to come
     wait_until(lambda: receiver.phase(1) is Phase.FAILED)
     assert "weights" in receiver.error(1).message
-    receiver.connect(pair.bootstrap.address)  # nobody is let in meanwhile, and it is no misfit
+    receiver.connect(pair.bootstrap.address)  # no receiver is admitted meanwhile, and that is no mismatch
     with pytest.raises(AssertionError):
         wait_until(lambda: receiver.connected(pair.bootstrap.address) is not None, 0.3)
     key, instance = sender.key, sender.info.instance

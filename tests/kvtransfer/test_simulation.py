@@ -20,7 +20,7 @@ from baton.tests.kvtransfer.simulation import COMMON, RARE, SHAPES, World, run_s
 def test_random_schedules_keep_every_promise():
     worlds = [run_seed(seed) for seed in range(2000)]
     assert sum(world.completed for world in worlds) > 1000 and sum(world.failed for world in worlds) > 1000
-    assert sum(world.rung for world in worlds) > 200
+    assert sum(world.early_completions for world in worlds) > 200
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -58,7 +58,7 @@ def result_before_writes_have_ended(monkeypatch):
 
 
 def no_quarantine(monkeypatch):
-    """What is cut off counts as quiet at once."""
+    """A sender that is cut off counts as drained at once."""
     end_session = receiver_core.ReceiverCore._end_session
     monkeypatch.setattr(receiver_core.ReceiverCore, "_end_session", lambda self, session, error, now, *, drained_at:
                         end_session(self, session, error, now, drained_at=now))
@@ -85,15 +85,15 @@ def no_lease(monkeypatch):
 
 
 def one_result_is_enough(monkeypatch):
-    """Decode does not wait for the other prefill ranks that it has lanes from."""
-    quiet = receiver_core.ReceiverCore._on_drained
+    """Decode does not wait for the other prefill ranks that write to it."""
+    on_drained = receiver_core.ReceiverCore._on_drained
 
     def hasty(self, transfer, session_id, now):
         if transfer.phase is Phase.RESERVED:
             for other in transfer.writers.pending.keys() - {session_id}:
                 self.connections.sessions[other].transfers.pop(transfer.room, None)
             transfer.writers.pending = {session_id: None}
-        quiet(self, transfer, session_id, now)
+        on_drained(self, transfer, session_id, now)
 
     monkeypatch.setattr(receiver_core.ReceiverCore, "_on_drained", hasty)
 
@@ -117,14 +117,14 @@ def any_stamp_will_do(monkeypatch):
     monkeypatch.setattr(sender_core.SenderCore, "_on_abort", twice)
 
 
-def taken_by_anybody(monkeypatch):
+def acknowledged_by_any_request(monkeypatch):
     """Prefill takes decode's word on one request for another's."""
     monkeypatch.setattr(sender_core.SenderCore, "is_acknowledged", lambda self, room: True)
 
 
-def bells_are_believed_before_they_ring(monkeypatch):
-    """Decode takes a bell's announcement for its ringing."""
-    monkeypatch.setattr(receiver_state.RecvTransfer, "take_completed", lambda self, bells: [
+def flags_are_believed_before_they_are_set(monkeypatch):
+    """Decode takes an early result for its completion."""
+    monkeypatch.setattr(receiver_state.RecvTransfer, "take_completed", lambda self, flags: [
         (session_id, self.early_results.pop(session_id)) for session_id in list(self.early_results)])
 
 
@@ -143,7 +143,7 @@ def deaf_to_failure(monkeypatch):
 @pytest.mark.parametrize("break_a_rule", [
     free_at_abort, stop_before_writes_have_ended, result_before_writes_have_ended, no_quarantine, no_lease,
     no_time_for_what_lingers,
-    one_result_is_enough, any_stamp_will_do, taken_by_anybody, bells_are_believed_before_they_ring,
+    one_result_is_enough, any_stamp_will_do, acknowledged_by_any_request, flags_are_believed_before_they_are_set,
     deaf_to_failure])
 def test_a_broken_rule_is_found_and_the_seed_shows_it_again(monkeypatch, break_a_rule):
     break_a_rule(monkeypatch)

@@ -75,7 +75,7 @@ def test_a_room_is_done_when_all_stages_are_and_ends_with_each(make_fleet):
     fleet.push(1)
     fleet.until(1, Phase.FAILED, [receiver, last])
     assert isinstance(receiver.error(1), TransferFailed)
-    fleet.until(1, Phase.FAILED)  # decode has told the first stage
+    fleet.until(1, Phase.FAILED)  # decode has informed the first stage
     fleet.transfer(2)
 
 

@@ -39,10 +39,11 @@ class Server:
         for rank in range(tp_size):
             mine = whole[:, :, :, self.heads(rank, tp_size)]
             self.pools.append([shareable(part) for part in np.split(mine, np.cumsum(groups)[:-1], axis=1)])
-            transfer = build(args=fleet.args, host=HOST, rank=rank, tp_size=tp_size, layout=self.layout,
-                         num_pages=NUM_PAGES, regions=regions_of(self.pools[-1]), backend=make_backend(fleet.backend))
-            fleet.closers.callback(transfer.close)
-            self.ranks.append(transfer)
+            endpoint = build(args=fleet.args, host=HOST, rank=rank, tp_size=tp_size, layout=self.layout,
+                             num_pages=NUM_PAGES, regions=regions_of(self.pools[-1]),
+                             backend=make_backend(fleet.backend))
+            fleet.closers.callback(endpoint.close)
+            self.ranks.append(endpoint)
 
     def heads(self, rank: int, tp_size: int) -> slice:
         first = rank * self.whole.shape[3] // tp_size
@@ -63,7 +64,7 @@ class Fleet:
             register_rank(self.bootstrap.url, sender.info, secret=self.args.cluster_secret)
 
     @property
-    def transfers(self):
+    def endpoints(self):
         return [*self.prefill.ranks, *self.decode.ranks]
 
     def expect(self, room):
@@ -74,8 +75,8 @@ class Fleet:
         for receiver in self.decode.ranks if ranks is None else ranks:
             receiver.reserve(room, self.bootstrap.address, 77, TOKENS, 0, DST)
 
-    def until(self, room, phase, transfers=None):
-        return wait_until(lambda: all(transfer.phase(room) is phase for transfer in transfers or self.transfers))
+    def until(self, room, phase, endpoints=None):
+        return wait_until(lambda: all(endpoint.phase(room) is phase for endpoint in endpoints or self.endpoints))
 
     def push(self, room):
         for sender in self.prefill.ranks:
@@ -88,8 +89,8 @@ class Fleet:
         self.until(room, Phase.RESERVED)
         self.push(room)
         for sender in self.prefill.ranks[::-1 if room % 2 else 1]:
-            told = LOGPROBS if sender.info.rank == 0 else None  # as the sampler does
-            sender.finish(room, PrefillResult(42, 3, told))
+            logprobs = LOGPROBS if sender.info.rank == 0 else None  # as the sampler does
+            sender.finish(room, PrefillResult(42, 3, logprobs))
         self.until(room, Phase.DONE)
 
     def assert_pages(self):
@@ -137,14 +138,14 @@ def test_a_failure_between_two_ranks_ends_all_of_the_room(make_fleet, p, d):
     fleet.push(1)
     met = [*fleet.prefill.ranks[-1:], *fleet.decode.ranks]
     fleet.until(1, Phase.FAILED, met)
-    assert all(isinstance(transfer.error(1), TransferFailed) for transfer in met)
+    assert all(isinstance(endpoint.error(1), TransferFailed) for endpoint in met)
     fleet.until(1, Phase.FAILED)
     fleet.transfer(2)
 
 
 @pytest.mark.parametrize("p, d", [(2, 1), (1, 2)])
 @pytest.mark.parametrize("by", ["prefill", "decode"])
-def test_an_abort_by_one_rank_reaches_those_that_it_has_lanes_with(make_fleet, p, d, by):
+def test_an_abort_by_one_rank_reaches_the_ranks_that_it_exchanges_pages_with(make_fleet, p, d, by):
     fleet = make_fleet(p, d, 4)
     fleet.reserve(1)
     fleet.expect(1)
@@ -153,11 +154,11 @@ def test_an_abort_by_one_rank_reaches_those_that_it_has_lanes_with(make_fleet, p
     getattr(fleet, by).ranks[0].abort(1, Aborted("the client left"))
     others = fleet.decode.ranks if by == "prefill" else fleet.prefill.ranks
     fleet.until(1, Phase.FAILED, [getattr(fleet, by).ranks[0], others[0]])
-    for transfer in fleet.transfers:  # as the schedulers do when they see that one rank fails
-        transfer.abort(1, Aborted("the client left"))
+    for endpoint in fleet.endpoints:  # as the schedulers do when they see that one rank fails
+        endpoint.abort(1, Aborted("the client left"))
     fleet.until(1, Phase.FAILED)
-    for transfer in fleet.transfers:
-        transfer.forget(1)
+    for endpoint in fleet.endpoints:
+        endpoint.forget(1)
     fleet.transfer(1)
 
 
@@ -187,7 +188,7 @@ def test_a_server_that_comes_back_with_other_ranks_is_met_anew(make_fleet):
 
 
 def test_one_link_that_breaks_ends_the_route(make_fleet):
-    """The other prefill rank is alive, and its link is closed once it has said that it is quiet."""
+    """The other prefill rank is alive, and its session is closed once it has said that it has drained."""
     fleet = make_fleet(2, 1, 4, peer_timeout=0.6)
     fleet.reserve(1)
     fleet.expect(1)

@@ -30,8 +30,8 @@ def assert_pages(pair, dst, src):
 
 @pytest.mark.parametrize("receiver_first", [True, False])
 def test_pages_and_result_arrive(pair, receiver_first):
-    for transfer in (pair.reserve, pair.expect) if receiver_first else (pair.expect, pair.reserve):
-        transfer(1)
+    for call in (pair.reserve, pair.expect) if receiver_first else (pair.expect, pair.reserve):
+        call(1)
     pair.until(1, Phase.RESERVED)
     assert pair.sender.first_page(1) == 0
     pair.push_all(1)
@@ -123,20 +123,20 @@ def test_writes_wait_for_the_event_of_their_forward(pair):
 
 @pytest.mark.parametrize("by", ["sender", "receiver"])
 @pytest.mark.parametrize("progress", ["alone", "reserved", "pushed"])
-def test_abort_ends_both_halves_with_its_error(pair, by, progress):
-    transfer = getattr(pair, by)
+def test_abort_fails_both_sides_with_its_error(pair, by, progress):
+    endpoint = getattr(pair, by)
     if progress == "alone":
         (pair.expect if by == "sender" else pair.reserve)(1)
-        pair.until(1, Phase.RESERVING if by == "sender" else Phase.RESERVED, endpoint=transfer)
+        pair.until(1, Phase.RESERVING if by == "sender" else Phase.RESERVED, endpoint=endpoint)
     else:
         pair.reserve(1)
         pair.expect(1)
         pair.until(1, Phase.RESERVED)
     if progress == "pushed":
         pair.push_all(1)
-    transfer.abort(1, Aborted("the client left"))
-    transfer.abort(1, Aborted("once more"))
-    pair.until(1, Phase.FAILED, endpoint=transfer)
+    endpoint.abort(1, Aborted("the client left"))
+    endpoint.abort(1, Aborted("once more"))
+    pair.until(1, Phase.FAILED, endpoint=endpoint)
     if progress == "alone":
         (pair.reserve if by == "sender" else pair.expect)(1)
     pair.until(1, Phase.FAILED)
@@ -148,8 +148,8 @@ def test_abort_ends_both_halves_with_its_error(pair, by, progress):
 
 @pytest.mark.parametrize("met", [True, False])
 @pytest.mark.parametrize("prefill_first", [True, False])
-def test_a_room_that_decode_declines_fails_prefill_s_half_at_once(pair, met, prefill_first):
-    """Its request was given up before it had pages, or before there was a way to prefill."""
+def test_a_room_that_decode_declines_fails_at_prefill_at_once(pair, met, prefill_first):
+    """Its request was given up before it had pages, or before there was a connection to prefill."""
     if met:
         pair.transfer(1)
     info = pair.bootstrap.server.ranks.pop((0, 0, 0))
@@ -173,7 +173,7 @@ def test_a_room_that_decode_declines_fails_prefill_s_half_at_once(pair, met, pre
     pair.transfer(2)
 
 
-def test_a_decline_that_finds_no_way_is_given_up(make_pair):
+def test_a_decline_without_a_connection_is_given_up(make_pair):
     pair = make_pair(disaggregation_bootstrap_timeout=0.3)
     pair.bootstrap.server.ranks.clear()
     pair.receiver.decline(1, pair.bootstrap.address, Aborted("the client left"))
@@ -211,9 +211,9 @@ def test_a_room_in_use_is_a_conflict(pair):
 @pytest.mark.parametrize("wrong", [{"digest": 78}, {"num_tokens": 11}])
 @pytest.mark.parametrize("receiver_first", [True, False])
 def test_different_prompts_are_refused_on_both_sides(pair, wrong, receiver_first):
-    transfers = [pair.reserve, lambda room: pair.expect(room, **wrong)]
-    for transfer in transfers if receiver_first else reversed(transfers):
-        transfer(1)
+    calls = [pair.reserve, lambda room: pair.expect(room, **wrong)]
+    for call in calls if receiver_first else reversed(calls):
+        call(1)
     pair.until(1, Phase.FAILED)
     for each in (pair.sender, pair.receiver):
         assert isinstance(each.error(1), TransferFailed)
@@ -275,7 +275,7 @@ def test_another_backend_is_refused(make_pair):
     assert "backend is 'fake' here and 'nixl' there" in pair.receiver.error(1).message
 
 
-def test_a_half_that_stays_alone_fails_by_its_deadline(make_pair):
+def test_a_transfer_without_its_other_side_fails_by_its_deadline(make_pair):
     pair = make_pair(disaggregation_bootstrap_timeout=0.2)
     pair.expect(1)
     pair.reserve(2)
@@ -292,8 +292,8 @@ def test_a_stalled_transfer_fails_by_its_deadline(make_pair):
     pair.reserve(1)
     pair.expect(1)
     pair.until(1, Phase.FAILED)
-    for transfer in (pair.sender, pair.receiver):
-        assert isinstance(transfer.error(1), DeadlineExceeded)
+    for endpoint in (pair.sender, pair.receiver):
+        assert isinstance(endpoint.error(1), DeadlineExceeded)
 
 
 def test_an_unregistered_prefill_is_awaited_until_the_deadline(make_pair):

@@ -11,11 +11,11 @@ from baton.router.routes import ANY_METHOD, PAIR_PATHS, RELAYED
 
 def test_exact_paths():
     for path, methods in RELAYED.items():
-        route = ROUTES.find(path)
+        route = ROUTES[path]
         assert (route.kind, route.methods, route.label, route.is_plain) == ("relay", methods, path.decode(), True)
         assert route.runs_on_pair is (path in PAIR_PATHS) and not route.is_open
     for path in ADMIN_ROUTES:
-        route = ROUTES.find(path)
+        route = ROUTES[path]
         assert (route.kind, route.label, route.is_open) == ("router", path.decode(), path in OPEN_PATHS)
         assert not route.is_plain and not route.runs_on_pair
 
@@ -26,7 +26,7 @@ def test_exact_paths():
     (b"/workers", "router", "other"), (b"/workers/3/drain", "router", "other"), (b"/workersx", "unknown", "other"),
     (b"/wasm/x", "unknown", "other"), (b"/nowhere", "unknown", "other"), (b"", "unknown", "other")])
 def test_prefixes(path, kind, label):
-    route = ROUTES.find(path)
+    route = ROUTES[path]
     assert (route.kind, route.label) == (kind, label)
     assert route.methods == (ANY_METHOD if kind == "relay" else ()) and not route.is_plain
     assert bool(route.hint) is path.startswith(b"/wasm")

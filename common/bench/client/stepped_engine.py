@@ -19,7 +19,7 @@ from ...engine.rank import EngineParts, build_parts, join_groups, unified_schedu
 from ...engine.rank_spec import RankSpec
 from ...engine.unified_scheduler import UnifiedScheduler
 from ...execution.executor import Executor
-from ...runner.cuda_graphs.piecewise_graphs import Recorded
+from ...runner.cuda_graphs.piecewise_graphs import GraphSizes
 
 
 class SteppedEngine:
@@ -49,7 +49,7 @@ class SteppedEngine:
         return self._parts.runner.layout.dtype
 
     @property
-    def prompt_graphs(self) -> Recorded | None:
+    def prompt_graphs(self) -> GraphSizes | None:
         """The piecewise CUDA graphs of prefill steps; None without."""
         return self._parts.runner.prefill_graphs.selected
 

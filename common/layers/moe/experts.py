@@ -9,7 +9,7 @@ import torch
 from ....kernels.arguments import ExpertBiases, Float8Rows, Scales
 from ....kernels.moe.moe_experts import moe_experts, moe_products
 from ...config.moe import MoESpec
-from ...distributed.expert_share import ExpertShare
+from ...distributed.expert_parallel import ExpertParallel
 from ...quantization.shards import Shard
 from ...weights.slots import Allocate, Slot
 from .stack import ExpertLinear
@@ -22,7 +22,7 @@ class Experts:
     In the checkpoint every expert has three matrices; see ``weights.expert_names`` for other forms.
     """
 
-    def __init__(self, name: str, spec: MoESpec, hidden_size: int, share: ExpertShare, allocate: Allocate):
+    def __init__(self, name: str, spec: MoESpec, hidden_size: int, share: ExpertParallel, allocate: Allocate):
         self.spec = spec
         self._group = share.group
         self.hidden_size, self.dtype = hidden_size, allocate.dtype
@@ -62,7 +62,7 @@ class Experts:
 
     @property
     def accepts_float8(self) -> bool:
-        """Whether tokens may come in float8, with a scale for each 128 values: experts quantize them so anyway."""
+        """True if tokens may come in float8, with a scale for each 128 values: experts quantize them so anyway."""
         return self.gate_up.scale is not None and self.gate_up.granularity == "block"
 
     def _scales(self) -> Scales | None:

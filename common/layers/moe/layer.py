@@ -9,8 +9,8 @@ import torch
 
 from ....kernels.arguments import Float8Format
 from ...config.moe import MoESpec
-from ...distributed.deferred_reduce import DeferredSum, Summed
-from ...distributed.expert_share import ExpertShare
+from ...distributed.deferred_reduce import DeferredSum, MaybeDeferred
+from ...distributed.expert_parallel import ExpertParallel
 from ...distributed.low_latency import GatheredTokens
 from ...distributed.tp import TPGroup
 from ...weights.slots import Allocate, Slot
@@ -30,7 +30,7 @@ class MoE:
     ``{name}.{spec.shared_name}.gate_proj.weight``, ...
     """
 
-    def __init__(self, name: str, spec: MoESpec, hidden_size: int, share: ExpertShare, allocate: Allocate):
+    def __init__(self, name: str, spec: MoESpec, hidden_size: int, share: ExpertParallel, allocate: Allocate):
         self.share = share
         self.dispatches_tokens = share.dispatches_tokens
         self.router = Router(f"{name}.{spec.router_name}", spec, hidden_size, allocate)
@@ -62,7 +62,7 @@ class MoE:
             return self._split_rows(x)
         return self.share.group.all_reduce(self.partial(x))
 
-    def forward_deferred(self, x: torch.Tensor | GatheredTokens) -> Summed:
+    def forward_deferred(self, x: torch.Tensor | GatheredTokens) -> MaybeDeferred:
         """Computes the layer, with its sum over the ranks deferred where there is one."""
         if isinstance(x, GatheredTokens):
             return self._forward_low_latency(x.rows)
@@ -101,7 +101,7 @@ class MoE:
             local_ids = physical_ids - first_id if first_id else physical_ids
         return self.experts(x, local_ids, weights)
 
-    def _forward_low_latency(self, rows: torch.Tensor) -> Summed:
+    def _forward_low_latency(self, rows: torch.Tensor) -> MaybeDeferred:
         """Computes a decode step, whose ``rows`` all ranks have; the shared expert computes each rank's own."""
         exchange = self.share.low_latency
         assert exchange is not None and self.dispatches_tokens
@@ -116,7 +116,7 @@ class MoE:
         y = self._dispatch(x)
         return y if isinstance(y, torch.Tensor) else y.reduce()
 
-    def _dispatch(self, x: torch.Tensor) -> Summed:
+    def _dispatch(self, x: torch.Tensor) -> MaybeDeferred:
         assert self.share.uses_all_to_all
         ids, weights = self.router(x, self._local_live(len(x)))
         physical_ids = self._physical_ids(ids, counted=ids, shift=self.share.group.rank)

@@ -49,14 +49,14 @@ class Recorder(Protocol):
         """Returns a tensor of the same memory that does not own it: later recordings may use the memory as well."""
 
 
-class Recorded(NamedTuple):
+class GraphSizes(NamedTuple):
     """The sizes to record, in rows. Steps of up to ``launch_bound`` rows take the same time however many are tokens."""
 
     sizes: list[int]
     launch_bound: int
 
 
-class Piece(NamedTuple):
+class LayerGraph(NamedTuple):
     """The graph between two attentions, and its outputs."""
 
     replay: Replay
@@ -83,7 +83,7 @@ class PrefillGraphs:
     """Records at construction. ``groups``: attention groups that compute together, with as many rows each.
     ``begin_step`` is called with a size before a step of that size is computed, ``progress`` with the fraction done."""
 
-    def __init__(self, model: CausalLM, recorded: Recorded, groups: int, live: LiveRows, recorder: Recorder,
+    def __init__(self, model: CausalLM, recorded: GraphSizes, groups: int, live: LiveRows, recorder: Recorder,
                  begin_step: Callable[[int], None], progress: Callable[[float], None]):
         self._sizes, self._launch_bound = sorted(recorded.sizes), recorded.launch_bound
         self._groups = groups
@@ -94,7 +94,7 @@ class PrefillGraphs:
         self._attention_out = torch.zeros(largest, model.layers[0].attention.width, dtype=model.dtype, device=device)
         self._live = torch.zeros(groups * largest, dtype=torch.int32, device=device)
         self._marked: tuple[int, list[int]] | None = None  # the size and the tokens of each group that ``_live`` has
-        self._pieces: dict[int, list[Piece]] = {}
+        self._pieces: dict[int, list[LayerGraph]] = {}
         # The largest first: the smaller ones then fit into its memory.
         for done, size in enumerate(reversed(self._sizes), 1):
             begin_step(size)
@@ -102,13 +102,13 @@ class PrefillGraphs:
                 self._pieces[size] = self._record(model, size, recorder)
             progress(done / len(self._sizes))
 
-    def _record(self, model: CausalLM, size: int, recorder: Recorder) -> list[Piece]:
-        pieces: list[Piece] = []
+    def _record(self, model: CausalLM, size: int, recorder: Recorder) -> list[LayerGraph]:
+        pieces: list[LayerGraph] = []
         rows, residual = self._inputs[:size], None
         for index in range(len(model.layers)):
             (projected, residual), replay = recorder.record(partial(model.between_attentions, index, rows, residual))
             replay()  # the next piece is tried on this one's results
-            pieces.append(Piece(replay, tuple(map(recorder.alias, projected)), recorder.alias(residual)))
+            pieces.append(LayerGraph(replay, tuple(map(recorder.alias, projected)), recorder.alias(residual)))
             rows = self._attention_out[:size]
         return pieces
 
@@ -123,14 +123,14 @@ class PrefillGraphs:
             return size
         return None
 
-    def step(self, size: int, num_tokens: list[int], own: int) -> RecordedStep:
+    def step(self, size: int, num_tokens: list[int], own: int) -> GraphedStep:
         """Returns the graphs of a step at ``size`` with ``num_tokens`` of each attention group, ``own`` of this one.
         The next step overwrites their results."""
         if self._marked != (size, num_tokens):
             self._mark_live(size, num_tokens)
         # The residual is accumulated in place: that of padding rows would grow from step to step.
         self._inputs[own:size].zero_()
-        return RecordedStep(self._pieces[size], self._inputs[:own], self._attention_out[:own], own)
+        return GraphedStep(self._pieces[size], self._inputs[:own], self._attention_out[:own], own)
 
     def _mark_live(self, size: int, tokens: list[int]) -> None:
         if self._groups == 1:
@@ -142,10 +142,10 @@ class PrefillGraphs:
         self._marked = size, list(tokens)
 
 
-class RecordedStep:
+class GraphedStep:
     """The graphs of a step of ``rows`` rows, see models.piecewise."""
 
-    def __init__(self, pieces: list[Piece], inputs: torch.Tensor, attention_out: torch.Tensor, rows: int):
+    def __init__(self, pieces: list[LayerGraph], inputs: torch.Tensor, attention_out: torch.Tensor, rows: int):
         self._pieces = pieces
         self._inputs = inputs
         self.attention_out = attention_out

@@ -18,7 +18,7 @@ from ...models.piecewise import PiecewiseStep
 from ...weights.loader import Progress
 from ..dp_sync import DPStepInfo
 from .launch_cost import launch_bound_sizes, launch_ratio
-from .piecewise_graphs import GraphRecorder, PrefillGraphs, Recorded, Recorder, prefill_graph_sizes
+from .piecewise_graphs import GraphRecorder, GraphSizes, PrefillGraphs, Recorder, prefill_graph_sizes
 
 log = logging.getLogger("baton.engine")
 
@@ -33,7 +33,7 @@ class PrefillGraphSelection:
         self._model = model
         self._parallel = parallel
         self._device = model.cos_sin.device
-        self.selected: Recorded | None = None
+        self.selected: GraphSizes | None = None
         self.graphs: PrefillGraphs | None = None
 
     @torch.inference_mode()
@@ -44,7 +44,7 @@ class PrefillGraphSelection:
         if not sizes:
             return
         if config.kernels.piecewise_cuda_graph_tokens:
-            self.selected = Recorded(sizes, sizes[-1])
+            self.selected = GraphSizes(sizes, sizes[-1])
             return
 
         def trial(size: int, work: Callable[[], None]) -> float:
@@ -52,7 +52,7 @@ class PrefillGraphSelection:
             ratio = launch_ratio(work, self._device)
             return float(self._parallel.world.min_reduce(np.array([1e6 * ratio]))[0]) / 1e6
 
-        selected = Recorded(*launch_bound_sizes(self._model, sizes, trial))
+        selected = GraphSizes(*launch_bound_sizes(self._model, sizes, trial))
         self.selected = selected if selected.sizes else None
 
     def capture(self, begin_step: BeginStep, progress: Progress) -> None:
@@ -70,7 +70,7 @@ class PrefillGraphSelection:
             self.selected = self.graphs = None
 
     @torch.inference_mode()
-    def record(self, selected: Recorded, recorder: Recorder, begin_step: BeginStep, progress: Progress) -> None:
+    def record(self, selected: GraphSizes, recorder: Recorder, begin_step: BeginStep, progress: Progress) -> None:
         """Records graphs, which prefill steps replay from now on."""
         self.graphs = PrefillGraphs(
             self._model, selected, self._parallel.dp_size, self._parallel.experts.prefill_live_rows, recorder,

@@ -18,7 +18,7 @@ import torch
 from baton.common.api.messages import OutputBatch
 from baton.common.config.server import DataParallelArgs, KernelArgs, ParallelArgs
 from baton.common.distributed.deferred_reduce import DeferredSum
-from baton.common.distributed.expert_share import ExpertShare
+from baton.common.distributed.expert_parallel import ExpertParallel
 from baton.common.distributed.parallel import Parallel, init_parallel
 from baton.common.distributed.peer_all_reduce import connect_all
 from baton.tests.helpers.hand_driven import Engine, tokens_of
@@ -64,14 +64,14 @@ def check_exchange(parallel: Parallel) -> list[bool]:
 
 
 def run(case: dict, joined: Parallel) -> dict:
-    experts = ExpertShare(joined.tp, *case.pop("experts", ()))
+    experts = ExpertParallel(joined.tp, *case.pop("experts", ()))
     parallel = Parallel(joined.tp, joined.attn_tp, joined.dp, experts,
                         dp_head=case.pop("dp_head", False), dp_overlap=joined.dp_overlap)
     if case.pop("peers", False):
         if joined.device.type == "cpu":
             joined.dp.symm_comm = HostPeers(joined.dp)
         elif joined.tp.through_host:
-            from baton.tests.gpu.ipc_buffers import ipc_sums
+            from baton.tests.gpu.distributed.ipc_buffers import ipc_sums
             joined.tp.symm_comm = ipc_sums(joined.tp, slots=200)
         connect_all(parallel, rows=200)
         assert joined.dp.symm_comm is not None

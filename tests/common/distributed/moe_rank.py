@@ -13,7 +13,7 @@ import torch
 from baton.common.config.moe import MoESpec
 from baton.common.config.server import KernelArgs, ParallelArgs, ServerConfig
 from baton.common.distributed.deferred_reduce import DeferredRows
-from baton.common.distributed.expert_share import AllToAll, ExpertShare
+from baton.common.distributed.expert_parallel import AllToAll, ExpertParallel
 from baton.common.distributed.low_latency import GatheredTokens
 from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.tp import TPGroup, init_tp
@@ -35,8 +35,8 @@ def main(rank: int, size: int, init_method: str, out: str, checkpoints: str, dev
     torch.set_num_threads(1)
     place, backend = place_of(rank, device)
     world = init_tp(rank, size, init_method, place, timeout=120, backend=backend)
-    shares = {f"ep{ep}": ExpertShare(world, ep) for ep in (1, 2, 4) if ep <= size}
-    shares["alltoall"] = ExpertShare(world, size, "alltoall")
+    shares = {f"ep{ep}": ExpertParallel(world, ep) for ep in (1, 2, 4) if ep <= size}
+    shares["alltoall"] = ExpertParallel(world, size, "alltoall")
     logits = {}
     folders = sorted(Path(checkpoints).iterdir())
     for folder in folders:
@@ -73,7 +73,7 @@ def while_experts_move(folder: Path, world: TPGroup, a2a: AllToAll) -> dict:
     args = ParallelArgs(tp_size=world.size, ep_size=world.size, moe_a2a_backend=a2a, enable_eplb=True,
                         ep_num_redundant_experts=world.size, eplb_rebalance_num_iterations=3)
     runner = load_runner(config_of(folder, args, world.device),
-                         Parallel(world, experts=ExpertShare.from_args(args, world)),
+                         Parallel(world, experts=ExpertParallel.from_args(args, world)),
                          world.device)
     layers = list(ExpertCounts(runner._model).layers.values())
     pages = scattered_pages(runner, 1, 30)[0]
@@ -89,7 +89,7 @@ def while_experts_move(folder: Path, world: TPGroup, a2a: AllToAll) -> dict:
     return {"logits": torch.cat(logits), "again": again, "placements": placements, "said": said}
 
 
-def layer(share: ExpertShare) -> MoE:
+def layer(share: ExpertParallel) -> MoE:
     """Random, by its tensors' names: the same experts however they are shared."""
     made = MoE("mixture", SPREAD, HIDDEN, share, allocator(torch.float32, torch.device("cpu")))
     load_dummy(made.slots(), 5, lambda what, fraction: None)
@@ -105,14 +105,14 @@ def local_tokens(rank: int) -> torch.Tensor:
 @torch.inference_mode()
 def spread(world: TPGroup) -> torch.Tensor:
     """What the layer makes of tokens that only this rank has."""
-    return layer(ExpertShare(world, world.size, "alltoall")).forward_all_to_all(local_tokens(world.rank))
+    return layer(ExpertParallel(world, world.size, "alltoall")).forward_all_to_all(local_tokens(world.rank))
 
 
 @torch.inference_mode()
 def apart(world: TPGroup) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
     """The same where every rank is an attention group; of two tokens of each rank, which all ranks have; and how many
     choices were counted. All that before experts move and after."""
-    share = ExpertShare(world, world.size, "peer", redundant=world.size, eplb=True, counts_tokens=True)
+    share = ExpertParallel(world, world.size, "peer", redundant=world.size, eplb=True, counts_tokens=True)
     parallel = Parallel(world, TPGroup(), world, share)
     made, mine = layer(parallel.experts), local_tokens(world.rank)
     found = []

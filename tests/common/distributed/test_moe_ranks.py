@@ -11,7 +11,7 @@ import torch
 from baton.common.api.errors import ConfigError
 from baton.common.config.moe import MoESpec
 from baton.common.config.server import ParallelArgs
-from baton.common.distributed.expert_share import ExpertShare
+from baton.common.distributed.expert_parallel import ExpertParallel
 from baton.common.distributed.tp import TPGroup
 from baton.tests.common.distributed.moe_rank import TOKENS, layer, local_tokens, two_tokens
 from baton.tests.helpers.rank_processes import run_ranks
@@ -27,7 +27,7 @@ def test_ranks_equal_transformers(tmp_path, size, families):
     models = {family: save_moe(checkpoints / family, family, num_hidden_layers=2) for family in families}
     ranks = run_ranks(MOE_RANK, size, tmp_path, str(checkpoints))
     want = {family: expected_logits(model, TOKENS) for family, model in models.items()}
-    alone = layer(ExpertShare(TPGroup()))
+    alone = layer(ExpertParallel(TPGroup()))
     for rank, found in enumerate(ranks):
         assert {name for _, name in found["logits"]} == {"ep1", "ep2", "alltoall", *(["ep4"] if size == 4 else [])}
         for (family, name), logits in found["logits"].items():
@@ -57,7 +57,7 @@ def check_moved(moved: dict, want: torch.Tensor, a2a: str) -> None:
 
 def test_shares_of_experts():
     """Three by two of six ranks: every expert whole in one row, every slice of it on one rank."""
-    shares = [ExpertShare(TPGroup(rank, 6), 3) for rank in range(6)]
+    shares = [ExpertParallel(TPGroup(rank, 6), 3) for rank in range(6)]
     assert [(share.ep_rank, share.expert_tp_rank) for share in shares] == [
         (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
     spec = MoESpec(num_experts=6, top_k=2, intermediate_size=8, layers=(0,))
@@ -65,10 +65,11 @@ def test_shares_of_experts():
 
 
 @pytest.mark.parametrize("share,experts,width,sentence", [
-    (ExpertShare(TPGroup(0, 4), 4), 6, 8, "--ep-size 4 must divide the model's 6 experts"),
-    (ExpertShare(TPGroup(0, 4), 4, redundant=3), 8, 8, "--ep-num-redundant-experts 3 must be a multiple of --ep-size"),
-    (ExpertShare(TPGroup(0, 2), 2, redundant=10), 8, 8, "leave each rank at most the model's 8 experts once"),
-    (ExpertShare(TPGroup(0, 4), 2), 6, 7, "2 ranks cannot share an expert's intermediate size 7 evenly"),
+    (ExpertParallel(TPGroup(0, 4), 4), 6, 8, "--ep-size 4 must divide the model's 6 experts"),
+    (ExpertParallel(TPGroup(0, 4), 4, redundant=3), 8, 8,
+     "--ep-num-redundant-experts 3 must be a multiple of --ep-size"),
+    (ExpertParallel(TPGroup(0, 2), 2, redundant=10), 8, 8, "leave each rank at most the model's 8 experts once"),
+    (ExpertParallel(TPGroup(0, 4), 2), 6, 7, "2 ranks cannot share an expert's intermediate size 7 evenly"),
 ])
 def test_experts_that_do_not_come_out_even_are_refused(share, experts, width, sentence):
     with pytest.raises(ConfigError, match=sentence):
@@ -77,7 +78,7 @@ def test_experts_that_do_not_come_out_even_are_refused(share, experts, width, se
 
 def test_flags_that_do_not_fit_are_refused():
     with pytest.raises(ConfigError, match="for mixtures of experts, which this model is not"):
-        ExpertShare(TPGroup(0, 2), 2).check(None)
+        ExpertParallel(TPGroup(0, 2), 2).check(None)
     for args in ({"enable_eplb": True}, {"ep_num_redundant_experts": 2, "tp_size": 4, "ep_size": 2}):
         with pytest.raises(ConfigError, match="set --tp-size and --ep-size to the same number of 2 or more"):
             ParallelArgs(**args)

@@ -142,7 +142,8 @@ def test_layers_are_shared_evenly_or_as_told():
     ({"pp_max_micro_batch_size": 2}, "need a --pp-size above 1"),
     ({"pp_size": 2, "pp_max_micro_batch_size": 0}, "--pp-max-micro-batch-size must be 1 or more"),
     ({"pp_size": 2, "pp_layer_partition": (3,)}, "for each of the 2 stages"),
-    ({"pp_size": 2, "tp_size": 2, "ep_size": 2, "enable_eplb": True}, "a stage of --pp-size has some"),
+    ({"pp_size": 2, "tp_size": 2, "ep_size": 2, "enable_eplb": True},
+     "need the experts of all layers in each rank: leave them out with --pp-size"),
 ])
 def test_what_does_not_fit_is_refused(fields, words):
     with pytest.raises(ConfigError, match=words):

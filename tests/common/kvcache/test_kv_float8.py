@@ -16,7 +16,7 @@ from baton.common.api.errors import ConfigError
 from baton.common.config.server import CacheArgs
 from baton.common.kvcache.layout import KVLayout
 from baton.common.weights.kv_scales import read_kv_scales
-from baton.kvtransfer.protocol.reshard import RankLayout, why_not
+from baton.kvtransfer.protocol.reshard import RankLayout, find_mismatch
 from baton.tests.helpers.deepseek_models import save_deepseek
 from baton.tests.helpers.small_models import (
     expected_logits,
@@ -166,7 +166,7 @@ def test_servers_of_other_types_or_scales_are_refused():
     scaled = msgspec.structs.replace(layout, scales=((0.5, 0.5), (1.0, 1.0), (0.5, 0.25)))
 
     def between(prefill, decode):
-        return why_not(RankLayout(1, prefill), RankLayout(1, decode))
+        return find_mismatch(RankLayout(1, prefill), RankLayout(1, decode))
 
     assert between(layout, layout) is None and between(scaled, scaled) is None
     assert between(msgspec.structs.replace(layout, scales=((1.0, 1.0),) * 3), layout) is None

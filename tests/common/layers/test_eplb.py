@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.common.config.moe import MoESpec
-from baton.common.distributed.expert_share import ExpertShare
+from baton.common.distributed.expert_parallel import ExpertParallel
 from baton.common.distributed.tp import TPGroup
 from baton.common.layers.moe import experts as experts_module
 from baton.common.layers.moe.eplb_algorithm import imbalance, initial_placement, rebalance, replica_counts
@@ -99,7 +99,7 @@ def test_kernels_are_warmed_up_for_all_sizes(monkeypatch):
     """By powers of two up to a largest that is none, and with more choices than places."""
     seen = []
     spec = MoESpec(num_experts=3, top_k=2, intermediate_size=8, layers=(0,))
-    made = Experts("experts", spec, 16, ExpertShare(TPGroup()), allocator(torch.float32, torch.device("cpu")))
+    made = Experts("experts", spec, 16, ExpertParallel(TPGroup()), allocator(torch.float32, torch.device("cpu")))
     monkeypatch.setattr(experts_module, "moe_experts",
                         lambda x, *rest, **others: seen.append((len(x), int(rest[2].max()))))
     made.warm_up(13)

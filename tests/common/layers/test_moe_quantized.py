@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from baton.common.api.errors import ConfigError
 from baton.common.config.moe import MoESpec
 from baton.common.config.quantization import AS_LOADED, QuantizationScheme
-from baton.common.distributed.expert_share import ExpertShare
+from baton.common.distributed.expert_parallel import ExpertParallel
 from baton.common.distributed.tp import TPGroup
 from baton.common.layers.moe.experts import Experts
 from baton.common.weights.loader import load_dummy
@@ -24,8 +24,8 @@ TOKENS = np.random.default_rng(2).integers(0, 97, 30)
 SPEC = MoESpec(num_experts=4, top_k=2, intermediate_size=256, layers=(0,))
 
 
-def experts(scheme: QuantizationScheme | None, share: ExpertShare | None = None) -> Experts:
-    made = Experts("mlp.experts", SPEC, 128, share or ExpertShare(TPGroup()),
+def experts(scheme: QuantizationScheme | None, share: ExpertParallel | None = None) -> Experts:
+    made = Experts("mlp.experts", SPEC, 128, share or ExpertParallel(TPGroup()),
                    allocator(torch.float32, torch.device("cpu"), scheme))
     load_dummy(made.slots(), 3, lambda what, fraction: None)
     return made
@@ -62,7 +62,7 @@ def test_slices_of_ranks_add_up(flag):
     for ep, tolerance in ((2, 1e-5), (1, 0.1)):
         found = torch.zeros(20, 128)
         for rank in range(2):
-            part = experts(AS_LOADED[flag], ExpertShare(TPGroup(rank, 2), ep))
+            part = experts(AS_LOADED[flag], ExpertParallel(TPGroup(rank, 2), ep))
             found += part(x, places - (rank * 2 if ep == 2 else 0), weights)
         assert (found - want).norm() < tolerance * want.norm()
 

@@ -11,7 +11,7 @@ import pytest
 from baton.common.api.commands import RecordExperts
 from baton.common.api.errors import InvalidRequest
 from baton.common.config.server import ParallelArgs
-from baton.common.distributed.expert_share import ExpertShare
+from baton.common.distributed.expert_parallel import ExpertParallel
 from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.tp import TPGroup
 from baton.common.engine.control import Control
@@ -29,7 +29,7 @@ def test_what_was_recorded_is_written(tmp_path):
     save_moe(tmp_path / "model", "Qwen3Moe", mlp_only_layers=[1], eos_token_id=None)
     world = TPGroup()
     args = ParallelArgs(expert_distribution_recorder_mode="stat")
-    engine = Engine(tmp_path / "model", parallel=Parallel(world, experts=ExpertShare.from_args(args, world)))
+    engine = Engine(tmp_path / "model", parallel=Parallel(world, experts=ExpertParallel.from_args(args, world)))
     control = control_of(engine)
     engine.start("before", range(8, 30))
     engine.run()
@@ -53,7 +53,7 @@ def test_what_was_recorded_is_written(tmp_path):
 def test_out_of_turn(tmp_path):
     save_moe(tmp_path, "Mixtral")
     world = TPGroup()
-    experts = dataclasses.replace(ExpertShare(world), counts_tokens=True)
+    experts = dataclasses.replace(ExpertParallel(world), counts_tokens=True)
     control = control_of(Engine(tmp_path, parallel=Parallel(world, experts=experts)))
     for action in ("stop", "dump"):
         with pytest.raises(InvalidRequest, match="call /start_expert_distribution_record first"):

@@ -17,8 +17,8 @@ from baton.common.config.logs import LogArgs
 from baton.common.obs.failures import LINES, WINDOW_SECONDS, FailureLog
 from baton.common.obs.logging import JsonLine, TextLine, cut, setup_logging
 from baton.tests.helpers.fake_engine import Seed, make_checkpoint
+from baton.tests.helpers.harness import post_json
 from baton.tests.helpers.serving import Server
-from baton.tests.integration.harness import post_json
 
 TEXT = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z) (\w+) +([\w.]+): (.*)")
 
@@ -98,7 +98,7 @@ def test_failures_are_bounded_and_counted(caplog):
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_what_a_server_tells(tmp_path, form):
+def test_what_a_server_logs(tmp_path, form):
     """Every line has the form, those of the rank's process too; work and failures are told, and idle time is not."""
     folder = make_checkpoint(tmp_path / "model")
     flags = ["--log-json"] if form == "json" else []

@@ -35,7 +35,7 @@ def test_other_counters_are_metrics_of_their_own():
         'baton:engine_kv_transfers_done_total{mode="decode",model_name="m"} 3.0'}
 
 
-def test_what_sglang_knows_is_told_under_its_name_too():
+def test_metrics_of_sglang_have_its_names_too():
     metrics = ServerMetrics("m", "null")
     metrics.ttft.observe(0.3)
     metrics.count_outcome("stop")

@@ -72,7 +72,7 @@ def test_there_are_cases_of_every_format(name: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_arguments_are_told_while_they_come(case: Case) -> None:
+def test_arguments_are_streamed(case: Case) -> None:
     """The name comes out before the arguments are complete, and never after a piece of them."""
     parser, told = case.reading().new_parser(), []
     for char in case.text:

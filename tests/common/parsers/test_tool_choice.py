@@ -72,7 +72,7 @@ def test_choices_that_mean_nothing(fields: dict[str, Any], sentence: str) -> Non
     ("<｜tool▁call▁begin｜>{{ n }}<｜tool▁sep｜>", "deepseekv31"), ("<|channel|>analysis<|message|>", "gpt-oss"),
     ("<|tool_calls_section_begin|>", "kimi_k2"), ("{{ messages[0].content }}", None),
 ])
-def test_formats_are_told_from_templates(template: str, name: str | None) -> None:
+def test_formats_are_detected_in_templates(template: str, name: str | None) -> None:
     assert detect(template) == name
 
 
@@ -158,7 +158,7 @@ def accepts(spec, text: str) -> bool:
     return _is_grammar_accept_string(xgrammar.Grammar.from_structural_tag(spec.text), text)
 
 
-def test_response_format_beside_tools_and_behind_reasoning() -> None:
+def test_response_format_with_tools_and_after_reasoning() -> None:
     asked = GrammarSpec("json_schema", json.dumps({"type": "object", "properties": {"x": {"type": "integer"}},
                                                    "required": ["x"]}))
     call = '<tool_call>\n{"name": "f", "arguments": {"n": 1, "word": "red"}}\n</tool_call>'
@@ -194,7 +194,7 @@ def test_an_answer_that_goes_on_within_its_reasoning(begun: str, thought: bool) 
 
 
 @pytest.mark.parametrize("asked", [GrammarSpec("regex", "[a-c]+"), GrammarSpec("ebnf", 'root ::= "abc"')])
-def test_other_grammars_behind_reasoning(asked: GrammarSpec) -> None:
+def test_other_grammars_after_reasoning(asked: GrammarSpec) -> None:
     body = request(tools=None)
     form = answer_form(formats_of("none", "qwen3"), body, tool_choice(body), "", asked)
     assert accepts(form.grammar, "<think>x</think>abc") and accepts(form.grammar, "abc")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from baton.common.config.server import ParallelArgs
-from baton.common.distributed.expert_share import ExpertShare
+from baton.common.distributed.expert_parallel import ExpertParallel
 from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.tp import init_tp
 from baton.common.forward.forward_batch import Row, build_forward_batch
@@ -27,7 +27,7 @@ def main(rank: int, size: int, init_method: str, out: str, checkpoint: str) -> N
     torch.set_num_threads(1)
     world = init_tp(rank, size, init_method, "cpu", timeout=120)
     config = dataclasses.replace(server_config(checkpoint), parallel=ParallelArgs(tp_size=size, ep_size=size))
-    runner = load_runner(config, Parallel(world, experts=ExpertShare(world, size)))
+    runner = load_runner(config, Parallel(world, experts=ExpertParallel(world, size)))
     torch.save(rows_by_chunks(runner, load_draft_layers(runner), 38), out)
     end_rank(world)
 

@@ -16,7 +16,7 @@ from baton.common.config.server import ServerConfig
 from baton.common.distributed import all_to_all
 from baton.common.distributed import peer_all_reduce as peers
 from baton.common.distributed.capture import may_capture
-from baton.common.distributed.expert_share import ExpertShare
+from baton.common.distributed.expert_parallel import ExpertParallel
 from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.tp import TPGroup
 from baton.common.engine.rank import _failure_sentence, device_of
@@ -90,8 +90,8 @@ def test_what_the_host_decides_in_every_step_is_not_captured(monkeypatch):
     assert may_capture(Parallel(two)) and tried == [(two, False)]
     across = Group(0, 2)
     assert may_capture(Parallel(two, TPGroup(), across)) and tried == [(two, False), (two, True), (across, True)]
-    assert not may_capture(Parallel(two, experts=replace(ExpertShare(two), ep_size=2, a2a="alltoall")))
-    assert not may_capture(Parallel(two, TPGroup(), across, replace(ExpertShare(two), counts_tokens=True)))
+    assert not may_capture(Parallel(two, experts=replace(ExpertParallel(two), ep_size=2, a2a="alltoall")))
+    assert not may_capture(Parallel(two, TPGroup(), across, replace(ExpertParallel(two), counts_tokens=True)))
     assert not may_capture(Parallel(Group(0, 2, "cuda:0"))), "it goes through host memory"
     assert len(tried) == 3
 
@@ -136,7 +136,7 @@ def test_tokens_go_by_collectives_where_memory_cannot_be_shared(monkeypatch, cap
     """And then decode steps, which may go as others do, are not captured."""
     def parallel() -> Parallel:
         group = Group(0, 2, "cuda:0", device_group=object())
-        made = Parallel(group, TPGroup(), group, ExpertShare(group, 2, "peer"))
+        made = Parallel(group, TPGroup(), group, ExpertParallel(group, 2, "peer"))
         made.token_exchange.all_to_all.connect(8, 64, 2, torch.bfloat16)
         made.token_exchange.all_to_all.begin_step([3, 8])
         return made

@@ -10,7 +10,7 @@ import torch
 
 from baton.common.config.model import load_model_spec
 from baton.common.config.server import KernelArgs, ScheduleArgs
-from baton.common.distributed.expert_share import ExpertShare
+from baton.common.distributed.expert_parallel import ExpertParallel
 from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.tp import TPGroup
 from baton.common.runner.cuda_graphs.launch_cost import launch_bound_sizes
@@ -91,8 +91,8 @@ def test_what_is_recorded_by_flags_and_by_how_tokens_reach_experts(tmp_path):
     assert sizes_of(piecewise_cuda_graph_tokens=(70, 10, 200)) == [10, 70]
     assert not sizes_of(disable_cuda_graph=True) and not sizes_of(disable_piecewise_cuda_graph=True)
     for options in ({"counts_tokens": True}, {"eplb": True}, {"a2a": "alltoall"}, {"a2a": "peer"}):
-        assert not sizes_of(Parallel(experts=ExpertShare(TPGroup(), **options))), options
-    peers = Parallel(TPGroup(0, 2), TPGroup(), TPGroup(0, 2), ExpertShare(TPGroup(0, 2), 2, "peer"))
+        assert not sizes_of(Parallel(experts=ExpertParallel(TPGroup(), **options))), options
+    peers = Parallel(TPGroup(0, 2), TPGroup(), TPGroup(0, 2), ExpertParallel(TPGroup(0, 2), 2, "peer"))
     peers.experts.all_to_all._shared = SimpleNamespace(peers=SimpleNamespace(layout=SimpleNamespace(rows=64)))
     assert sizes_of(peers) == [32, 64], "of more rows the exchange waits for the host"
 
@@ -116,5 +116,5 @@ def test_the_pool_leaves_no_room_for_graphs_that_nobody_records(tmp_path, monkey
         return count_pages(changed, spec, layout, parallel or Parallel(), torch.device("cuda"))
 
     without = pages(disable_piecewise_cuda_graph=True)
-    assert pages(Parallel(experts=ExpertShare(TPGroup(), counts_tokens=True))) == without
+    assert pages(Parallel(experts=ExpertParallel(TPGroup(), counts_tokens=True))) == without
     assert pages() < pages(piecewise_cuda_graph_tokens=(256, 100_000)) < without

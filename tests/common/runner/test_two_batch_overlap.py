@@ -11,7 +11,7 @@ import torch
 
 from baton.common.api.errors import ConfigError
 from baton.common.config.server import DataParallelArgs, ParallelArgs
-from baton.common.distributed.expert_share import ExpertShare
+from baton.common.distributed.expert_parallel import ExpertParallel
 from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.token_exchange import TokenExchange
 from baton.common.distributed.tp import TPGroup
@@ -100,10 +100,10 @@ def test_what_does_not_go_together(tmp_path):
     config = server_config(tmp_path, tp=2)
     with pytest.raises(ConfigError, match="raise --chunked-prefill-size"):
         dataclasses.replace(config, data_parallel=DataParallelArgs(True, 2, enable_two_batch_overlap=True))
-    with pytest.raises(ConfigError, match="peer sends tokens to some: leave one of them out"):
+    with pytest.raises(ConfigError, match="does not work with --moe-a2a-backend peer: leave one of them out"):
         dataclasses.replace(config, data_parallel=DataParallelArgs(True, 2, enable_two_batch_overlap=True),
                             parallel=ParallelArgs(2, ep_size=2, moe_a2a_backend="peer"))
     save_moe(tmp_path, "Qwen3Moe")
-    runner = load_runner(server_config(tmp_path), Parallel(experts=ExpertShare(TPGroup(), 1, "alltoall")))
+    runner = load_runner(server_config(tmp_path), Parallel(experts=ExpertParallel(TPGroup(), 1, "alltoall")))
     with pytest.raises(ConfigError, match="is for --moe-a2a-backend none"):
         runner._enable_two_batch_overlap(runner._attention)

@@ -342,7 +342,7 @@ def test_a_server_without_storage_says_so(server: Server) -> None:
 
 
 @pytest.mark.parametrize("number, beside", [(signal.SIGKILL, False), (signal.SIGTERM, False), (signal.SIGKILL, True)])
-def test_a_batch_goes_on_behind_what_is_answered(checkpoint: Path, tmp_path: Path, number: int, beside: bool) -> None:
+def test_a_batch_continues_after_answered_lines(checkpoint: Path, tmp_path: Path, number: int, beside: bool) -> None:
     """The server ends in the middle: the next one, or one ``beside`` it, answers the rest, and nothing twice."""
     flags = ["--model-path", str(checkpoint), "--file-storage-path", str(tmp_path / "kept"), "--batch-concurrency", "2",
              "--shutdown-grace-secs", "1"]

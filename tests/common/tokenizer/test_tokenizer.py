@@ -79,7 +79,7 @@ def test_sentencepiece_pieces() -> None:
     assert [detokenizer.push([token]) for token in (1, 2, 3, 4, 5)] == [" the", "", "", "€", "ing"]
 
 
-def test_pieces_of_another_decoder_come_from_behind_an_anchor() -> None:
+def test_tokens_of_another_decoder_are_decoded_after_an_anchor() -> None:
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -119,7 +119,7 @@ def test_stop_matches_do_not_depend_on_the_cuts(text: str, stops: list[str], tri
     assert matcher.matched == (expected[1] if expected else None)
 
 
-def test_no_more_than_a_possible_stop_is_held_back() -> None:
+def test_no_more_than_a_possible_stop_is_buffered() -> None:
     matcher = StopMatcher(["END", "NEVER"])
     assert matcher.push("some EN") == "some "
     assert matcher.push("T and N") == "ENT and "
@@ -215,7 +215,7 @@ def test_stop_string_across_tokens(tokenizer: Tokenizer) -> None:
     assert kept == ("hello world é", "ld é")
 
 
-def test_held_text_comes_out_at_the_end(tokenizer: Tokenizer) -> None:
+def test_buffered_text_is_emitted_at_the_end(tokenizer: Tokenizer) -> None:
     assert stream(tokenizer, "hello wor", finish=Finish("length"), stop=("world",)) == ("hello wor", None)
 
 

@@ -26,7 +26,7 @@ def pools():
 
 
 def moves(source, target, pools, metadata=None) -> str:
-    """Copy two pages, and tell by what they went."""
+    """Copies two pages; returns the name of the backend that copied them."""
     peer = source.add_peer(metadata or target.local_metadata(), [1, 1], [1, 1])
     write = source.write(peer, 0, np.array([3, 4]), 0, np.array([9, 1]))
     wait_until(lambda: source.poll(write) is WriteState.DONE)

@@ -42,7 +42,7 @@ def test_mooncake_needs_an_address_that_peers_can_reach():
         make_backend("mooncake", "0.0.0.0")
 
 
-def test_what_mooncake_s_library_writes_while_it_starts_is_kept_off_stderr(capfd):
+def test_mooncake_s_output_while_it_starts_does_not_reach_stderr(capfd):
     with capture_stderr() as lines:
         os.write(2, b"I1122 topology.cpp:201] No RDMA devices found\n")
     os.write(2, b"ours\n")

@@ -1,4 +1,4 @@
-"""The ipc backend on host memory: what it maps, what it refuses, and what a peer that goes leaves behind."""
+"""The ipc backend on host memory: what it maps, what it refuses, and its cleanup after a peer."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_large_write_goes_on_with_each_poll(pair, pools, monkeypatch):
     assert not target[[3, 4, 6]].any()
 
 
-def test_nothing_lands_once_a_peer_is_removed(pair, pools, monkeypatch):
+def test_no_write_arrives_once_a_peer_is_removed(pair, pools, monkeypatch):
     monkeypatch.setattr(ipc_host, "_BYTES_PER_POLL", PAGE_BYTES)
     sender, receiver = pair
     peer = sender.add_peer(receiver.local_metadata(), [1], [1])
@@ -94,7 +94,7 @@ def test_memory_ends_with_its_array():
     del array
     with pytest.raises(OSError):
         os.fstat(handle.fd)
-    mapped[:] = 1  # harms nobody: the memory lives as long as it is mapped
+    mapped[:] = 1  # harmless: the memory lives as long as it is mapped
     with pytest.raises(OSError):
         map_handle(handle, 100)
 

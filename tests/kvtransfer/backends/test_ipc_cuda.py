@@ -21,7 +21,7 @@ BLOCK, BLOCKS = 1 << 20, 24
 
 
 class SlowDriver:
-    """Does what it was asked for when it is told to ``work``, in order."""
+    """Runs its calls in order, in ``work``."""
 
     def __init__(self, device: int):
         self.asked, self.happened, self.calls, self.broken = deque(), set(), [], False
@@ -104,7 +104,7 @@ def copy(memory, pools, src_ids, dst_ids):
 
 
 def test_copies_that_overlap_keep_what_each_needs(memory, pools):
-    """More of them at a time than there are places for, in runs and scattered, polled while others are under way."""
+    """More of them at a time than there are places for, in runs and scattered, polled while others are in flight."""
     rng, expected, running = np.random.default_rng(2), np.zeros_like(pools[1]), []
     for count in rng.integers(1, 12, 40):
         begin = rng.integers(0, BLOCKS - count, 2)
@@ -134,7 +134,7 @@ def test_runs_are_neighbours_on_both_sides():
     assert find_runs(np.array([3]), np.array([0]), 1) == [(0, 1)]
 
 
-def test_a_copy_that_cannot_start_leaves_none_under_way(memory, pools):
+def test_a_copy_that_cannot_start_leaves_none_in_flight(memory, pools):
     before = copy(memory, pools, [1, 5], [2, 0])
     memory._driver.broken = True
     with pytest.raises(TransferFailed, match="out of order"):
@@ -143,18 +143,18 @@ def test_a_copy_that_cannot_start_leaves_none_under_way(memory, pools):
     assert np.array_equal(pools[1][[2, 0]], pools[0][[1, 5]]) and not pools[1][[4, 9]].any()
 
 
-def test_a_bell_rings_behind_the_copies(memory, pools):
-    bells = np.zeros(4, np.int64)
-    address = memory.map_flags(bells)
+def test_a_flag_is_written_after_the_copies(memory, pools):
+    flags = np.zeros(4, np.int64)
+    address = memory.map_flags(flags)
     copy(memory, pools, [1, 5], [2, 0])
     memory.write_flag(address + 16, 77, [])
     memory._driver.work(3)  # ids, kernel, event
-    assert not bells.any() and pools[1][2].any()
+    assert not flags.any() and pools[1][2].any()
     memory._driver.work(1)
-    assert bells.tolist() == [0, 0, 77, 0]
+    assert flags.tolist() == [0, 0, 77, 0]
 
 
-def test_a_bell_out_of_reach_is_told(memory):
+def test_a_flag_that_cannot_be_mapped_is_reported(memory):
     memory._driver.broken = True
     with pytest.raises(TransferFailed, match="out of memory"):
         memory.map_flags(np.zeros(4, np.int64))

@@ -1,4 +1,5 @@
-"""Who lacks the cluster secret is refused with a sentence; what was sealed once counts once, and only in its place."""
+"""Servers without the cluster secret are refused with a sentence; a signed message counts once, and only in its
+place."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def ends(secret_here="words", secret_there="words", session=b"s"):
     return (Channel(Secret(secret_here), session, TO_SENDER), Channel(Secret(secret_there), session, TO_RECEIVER))
 
 
-def test_sealed_messages_are_read_in_both_directions():
+def test_signed_messages_are_read_in_both_directions():
     receiver, sender = ends()
     for message in (b"one", b"", b"three"):
         assert sender.verify(receiver.sign(message)) == message
@@ -37,7 +38,7 @@ def test_sealed_messages_are_read_in_both_directions():
     lambda message, code: [message, code[:-1]], lambda message, code: [message, code[:-1] + bytes([code[-1] ^ 1])],
     lambda message, code: [message, b"\xff" + code[1:]], lambda message, code: [message, code, b""],
     lambda message, code: []])
-def test_a_changed_message_or_seal_is_refused_and_the_right_one_still_counts(forge):
+def test_a_changed_message_or_code_is_refused_and_the_right_one_still_counts(forge):
     receiver, sender = ends()
     frames = receiver.sign(b"message")
     with pytest.raises(AuthError):
@@ -45,7 +46,7 @@ def test_a_changed_message_or_seal_is_refused_and_the_right_one_still_counts(for
     assert sender.verify(frames) == b"message"
 
 
-def test_a_seal_counts_once_and_in_its_own_session_and_direction():
+def test_a_code_counts_once_and_in_its_own_session_and_direction():
     receiver, sender = ends()
     first, second = receiver.sign(b"1"), receiver.sign(b"2")
     assert sender.verify(second) == b"2"
@@ -88,14 +89,14 @@ def test_another_secret_is_refused_at_the_bootstrap_server(make_pair, prefill, d
 
 @pytest.mark.parametrize("prefill, decode", [("words", "other"), ("words", None), (None, "words")])
 def test_another_secret_is_refused_on_the_control_channel(make_pair, prefill, decode):
-    """Whoever learned the way otherwise is refused by the rank itself."""
+    """A server that learned the address otherwise is refused by the rank itself."""
     pair = make_pair("fake", cluster_secret=prefill)
     stranger = pair.make_receiver(pair.target, cluster_secret=decode)
     address = pair.bootstrap.address
     with stranger._driver.lock:
         stranger._core.connections.lookups[address] = LookupState()  # its look-up never answers
         stranger._core.reserve(1, address, 77, 10, 3, m.np.empty(0, m.np.int64), time.monotonic())
-        stranger._core.found(address, [pair.sender.info], time.monotonic())
+        stranger._core.connect_to_ranks(address, [pair.sender.info], time.monotonic())
     stranger._driver.io.wake()
     assert pair.until(1, Phase.FAILED, endpoint=stranger) < 1
     assert isinstance(stranger.error(1), TransferFailed) and "different --cluster-secrets" in stranger.error(1).message

@@ -37,10 +37,10 @@ def transfer(fleet: Fleet, room: int, tokens: int, first_page: int, chunk: int) 
                 sender.push(room, group, first, src[first:first + chunk], None)
     for sender in prefill.ranks:
         sender.finish(room, PrefillResult(42, 3))
-    wait_until(lambda: all(transfer.phase(room) in (Phase.DONE, Phase.FAILED) for transfer in fleet.transfers))
-    for transfer in fleet.transfers:
-        assert transfer.phase(room) is Phase.DONE, transfer.error(room)
-        transfer.forget(room)
+    wait_until(lambda: all(endpoint.phase(room) in (Phase.DONE, Phase.FAILED) for endpoint in fleet.endpoints))
+    for endpoint in fleet.endpoints:
+        assert endpoint.phase(room) is Phase.DONE, endpoint.error(room)
+        endpoint.forget(room)
     skipped = first_page * decode.layout.page_size
     for rank, (pools, was) in enumerate(zip(decode.pools, before)):
         got, old = (np.concatenate(each, axis=1) for each in (pools, was))

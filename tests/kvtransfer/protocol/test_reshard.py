@@ -45,21 +45,21 @@ CASES = [(p, d, heads) for heads in (1, 2, 4, 6, 8) for p, d in itertools.produc
 @pytest.mark.parametrize("groups", [((5,), (5,)), ((3, 2), (5,)), ((2, 2, 1), (1, 4))])
 @pytest.mark.parametrize("p, d, heads", CASES)
 def test_every_block_is_written_once_and_right(p, d, heads, groups):
-    check_lanes(side(p, heads, groups[0]), side(d, heads, groups[1]), heads)
+    check_plans(side(p, heads, groups[0]), side(d, heads, groups[1]), heads)
 
 
 @pytest.mark.parametrize("groups", [((5,), (5,)), ((2, 2, 1), (1, 4))])
 @pytest.mark.parametrize("p, d", list(itertools.product((1, 2, 3, 4, 8), repeat=2)))
 def test_each_decode_rank_gets_its_latents_from_one_prefill_rank(p, d, groups):
     prefill, decode = (side(size, 1, cut, "latent") for size, cut in zip((p, d), groups))
-    check_lanes(prefill, decode, 1)
+    check_plans(prefill, decode, 1)
     for j in range(d):
         carrying = [i for i in writer_ranks(j, prefill, decode) if make_plan(i, prefill, j, decode).ranges]
         assert len(carrying) == 1
         assert p != d or carrying == [j]
 
 
-def check_lanes(prefill: RankLayout, decode: RankLayout, heads: int) -> None:
+def check_plans(prefill: RankLayout, decode: RankLayout, heads: int) -> None:
     p, d = prefill.tp_size, decode.tp_size
     assert find_mismatch(prefill, decode) is None
     sources, targets, expected = (pools(prefill, heads, True), pools(decode, heads, False), pools(decode, heads, True))
@@ -68,15 +68,15 @@ def check_lanes(prefill: RankLayout, decode: RankLayout, heads: int) -> None:
         for i in writer_ranks(j, prefill, decode):
             met.add(i)
             assert j in reader_ranks(i, prefill, decode)
-            way = make_plan(i, prefill, j, decode)
-            for block_range in way.ranges:
-                n, m = way.src_blocks[block_range.src_group], way.dst_blocks[block_range.dst_group]
+            plan = make_plan(i, prefill, j, decode)
+            for block_range in plan.ranges:
+                n, m = plan.src_blocks[block_range.src_group], plan.dst_blocks[block_range.dst_group]
                 src = sources[i][block_range.src_group].reshape(PAGES * n, -1)
                 dst = targets[j][block_range.dst_group].reshape(PAGES * m, -1)
                 blocks = expand_blocks(np.arange(PAGES), m, block_range.dst)
                 assert not dst[blocks].any(), "written twice"
                 dst[blocks] = src[expand_blocks(np.arange(PAGES), n, block_range.src)]
-    assert met == set(range(p)), "a prefill rank that nobody meets"
+    assert met == set(range(p)), "a prefill rank without a peer"
     for got, want in zip(itertools.chain(*targets), itertools.chain(*expected)):
         np.testing.assert_array_equal(got, want)
 
@@ -124,11 +124,11 @@ def test_stages_write_their_layers_of_every_decode_rank(p, d, counts, groups, fo
         assert find_mismatch(stage, decode) is None
         for j in range(d):
             for i in writer_ranks(j, stage, decode):
-                way = make_plan(i, stage, j, decode)
-                cuts.add(way.dst_blocks)
+                plan = make_plan(i, stage, j, decode)
+                cuts.add(plan.dst_blocks)
                 mine = np.split(sources[i][0][:, first:first + count], np.cumsum(stage.layout.groups)[:-1], axis=1)
-                for block_range in way.ranges:
-                    n, m = way.src_blocks[block_range.src_group], way.dst_blocks[block_range.dst_group]
+                for block_range in plan.ranges:
+                    n, m = plan.src_blocks[block_range.src_group], plan.dst_blocks[block_range.dst_group]
                     dst = targets[j][block_range.dst_group].reshape(PAGES * m, -1)
                     blocks = expand_blocks(np.arange(PAGES), m, block_range.dst)
                     assert not dst[blocks].any(), "written twice"

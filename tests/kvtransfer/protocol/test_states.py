@@ -44,7 +44,7 @@ def test_terminal_phases_are_never_left(table):
 
 @pytest.mark.parametrize("table", TRANSITIONS.values(), ids=TRANSITIONS.keys())
 def test_a_shared_destination_is_freed_only_by_proof(table):
-    """Whoever may be writing, or be written to, ends in FAILED by way of ABORTING."""
+    """Whoever may be writing, or be written to, ends in FAILED after ABORTING."""
     for (phase, event), after in table.items():
         if after is Phase.FAILED and not phase.terminal and phase is not Phase.RESERVING:
             assert phase is Phase.ABORTING and event in (Event.DRAINED, Event.COMPLETE)
