@@ -358,3 +358,14 @@ def test_without_a_prefix_cache_nothing_is_shared():
     cache.flush()
     cache.check_integrity()
     assert (cache.num_free, cache.num_cached) == (4, 0)
+
+
+def test_a_tidied_cache_hands_out_pages_in_runs():
+    cache = KVCacheManager(4, page_size=1)
+    tables = [cache.new_private_table() for _ in range(4)]
+    assert all(cache.allocate_slots(table, 1) for table in tables)
+    for table in tables:
+        cache.release(table)
+    cache.tidy()
+    again = cache.new_private_table()
+    assert cache.allocate_slots(again, 4) and again.ids.tolist() == [0, 1, 2, 3]
