@@ -37,7 +37,8 @@ class PageTable:
         self.partial_page: PartialPage | None = None
 
     def __repr__(self) -> str:
-        return f"PageTable({self.count} pages, {self.num_owned} owned, {self.num_cached_pages} cached at start)"
+        owned = np.count_nonzero(self.owned)
+        return f"PageTable({self.count} pages, {owned} owned, {self.num_cached_pages} cached at start)"
 
     @property
     def ids(self) -> np.ndarray:
@@ -52,10 +53,6 @@ class PageTable:
         if self._new:
             self._write_new()
         return self._owned[: self.count]
-
-    @property
-    def num_owned(self) -> int:
-        return int(np.count_nonzero(self.owned))
 
     def take_owned(self) -> tuple[np.ndarray, list[int]]:
         """Empty the table; returns the pages that are freed with the request, the newest in a list of their own."""

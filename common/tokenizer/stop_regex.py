@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
-try:
+try:  # pragma: no cover - Python 3.11 and later
     import re._constants as sre  # type: ignore[import-not-found]
     import re._parser as sre_parse  # type: ignore[import-not-found]
-except ImportError:  # Python 3.10
+except ImportError:  # pragma: no cover - Python 3.10
     import sre_constants as sre
     import sre_parse
 

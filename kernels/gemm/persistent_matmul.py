@@ -9,7 +9,7 @@ columns fill the tensor cores' 64 and more programs share the columns. Each part
 each part of a row, and the products of equal parts are summed up.
 
 Written in Gluon, for Triton's pipeline loads rows and weights together. It has no interpreter: small_m_matmul.py's
-kernel is the twin on a CPU (tests/gpu/test_small_m_matmul.py compares).
+kernel is the twin on a CPU (tests/gpu/kernels/test_small_m_matmul.py compares).
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _store(acc, bias_ptr, biased, y_ptr, tile, rows, out, COLUMNS: gl.constexpr,
     if GATED:
         pairs: gl.constexpr = gl.BlockedLayout([1, 1, 2], [32, 1, 1], [1, 4, 1], [2, 0, 1])
         both = gl.convert_layout(acc.reshape([2, MADE, ROWS]).permute(1, 2, 0), pairs)
-        gate, up = both.folds()
+        gate, up = both.split()
         gate, up = gl.convert_layout(gate, layout), gl.convert_layout(up, layout)
         gate += gl.load(bias_ptr + column, mask=has_bias, other=0.0).to(gl.float32)[:, None]
         up += gl.load(bias_ptr + made + column, mask=has_bias, other=0.0).to(gl.float32)[:, None]

@@ -10,7 +10,7 @@ requested before the previous kernel has made the rows.
 
 Gates and ups that end in the activation are loaded eight by eight, so that both are in the same thread.
 
-Written in Gluon; ``linear`` is the twin (tests/gpu/test_split_k_warp_specialized.py compares).
+Written in Gluon; ``linear`` is the twin (tests/gpu/kernels/test_split_k_warp_specialized.py compares).
 """
 
 from __future__ import annotations

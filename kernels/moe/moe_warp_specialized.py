@@ -11,7 +11,7 @@ Larger tiles, of 256 x 192 in as many registers as there are, read less from the
 the time here, and took a sixth more time (tests/bench/results, experts).
 
 Written in Gluon, for Triton's own warp specialization refuses these loops on Hopper. It has no interpreter:
-moe_sorted.py's products, which do the same, are the twins on a CPU (tests/gpu/test_moe.py compares).
+moe_sorted.py's products, which do the same, are the twins on a CPU (tests/gpu/kernels/test_moe.py compares).
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ from urllib.parse import urlsplit
 import httptools
 
 from baton.tests.bench.api_requests import TEXTS, Requests
+from baton.tests.helpers.harness import Cluster, Server, post_json
 from baton.tests.helpers.ports import free_port
-from baton.tests.integration.harness import Cluster, Server, post_json
 
 
 class Reply:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from ..integration.harness import post_json
+from ..helpers.harness import post_json
 from .relay import dummy_flags, relay
 
 

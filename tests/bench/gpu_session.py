@@ -40,8 +40,13 @@ class Step(NamedTuple):
     alone: bool = True
 
 
+def _file_of(name: str) -> Path:
+    [path] = (TESTS / "gpu").rglob(f"test_{name.replace('-', '_')}.py")
+    return path
+
+
 def tests(name: str, seconds: float, alone: bool = False) -> Step:
-    return Step(f"test-{name}", [*PYTEST, str(TESTS / "gpu" / f"test_{name.replace('-', '_')}.py")], seconds, 1, alone)
+    return Step(f"test-{name}", [*PYTEST, str(_file_of(name))], seconds, 1, alone)
 
 
 def parts(name: str, seconds: float, *words: str, alone: bool = False) -> list[Step]:

@@ -25,8 +25,8 @@ import uvloop
 
 from ...common.bench.client.answer import Answer
 from ...common.bench.workloads.dataset_args import DatasetArgs
+from ..helpers.harness import Server
 from ..helpers.ports import free_port
-from ..integration.harness import Server
 from . import interval_parts, load, relay
 from .step_trace import FOLDER, note_collections
 

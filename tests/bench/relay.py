@@ -20,8 +20,8 @@ from pathlib import Path
 
 import uvloop
 
+from ..helpers.harness import Server
 from ..helpers.ports import free_port, free_ports
-from ..integration.harness import Server
 from . import load
 
 LLAMA_8B = {

@@ -28,8 +28,8 @@ from random import Random
 
 import aiohttp
 
+from ..helpers.harness import Server, get_json, post_json
 from ..helpers.ports import free_port, free_ports
-from ..integration.harness import Server, get_json, post_json
 
 WORDS = ("river", "stone", "window", "garden", "morning", "letter", "bridge", "winter", "market", "mountain", "silver",
          "table", "music", "forest", "harbor", "candle", "story", "engine", "paper", "island", "doctor", "summer",

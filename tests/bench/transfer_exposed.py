@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from ..integration.harness import Cluster, post_json
+from ..helpers.harness import Cluster, post_json
 from . import load
 from .relay import LLAMA_8B
 

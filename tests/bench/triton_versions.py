@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-TESTS = Path(__file__).parent.parent / "gpu"
+TESTS = Path(__file__).parent.parent / "gpu" / "kernels"
 PYTEST = ["-m", "pytest", "-q", "-W", "ignore", "--maxfail", "4", "-p", "no:cacheprovider", "-o", "addopts=",
           "--import-mode=importlib"]
 GLUON = [*(str(TESTS / f"test_{name}_warp_specialized.py") for name in ("decode", "dense", "split_k")),

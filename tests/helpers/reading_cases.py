@@ -241,5 +241,27 @@ def _json_array() -> list[Case]:
     ]]
 
 
+def _damaged() -> list[Case]:
+    """Answers that end early, or begin like a call and are none."""
+    begin, sep = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
+    return [Case(name, text, parts) for name, text, parts in [
+        ("deepseekv3", f"{begin}function{sep}add\nno fence", [f"{begin}function{sep}add\nno fence"]),
+        ("deepseekv3", f"{begin}function{sep}add\n```json\n[1]", [f"{begin}function{sep}add\n```json\n[1]"]),
+        ("glm45", "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n", call("add", '{"a": 1')),
+        ("glm45", "<tool_call>add\n<arg_key>a</arg_", [ToolCallStart("add")]),
+        ("glm45", "<tool_call>add\n<arg_key>a</arg_key>1", [ToolCallStart("add"), "1"]),
+        ("glm45", "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1", call("add", '{"a": ')),
+        ("mistral", "[TOOL_CALLS] {}", ["[TOOL_CALLS] {}"]),
+        ("qwen3_coder", "<function=add>\n<parameter=a b", [ToolCallStart("add"), "b"]),
+        ("qwen3_coder", "<function=add>\n<parameter=a>\n1", call("add", '{"a": ')),
+        ("qwen3_coder", "<function=add x>", ["<function=add x>"]),
+        ("pythonic", "[add(1)]", [ToolCallStart("add"), ")]"]),
+        ("pythonic", "[add(a=1j)]", call("add", '{"a": "1j"}')),
+        ("hermes", '<tool_call>{"name": "add", "arguments": "{a"}</tool_call>',
+         ['<tool_call>{"name": "add", "arguments": "{a"}</tool_call>']),
+        ("llama3", '{"parameters": {}, "name": "add", "more": 1}', call("add", "{}")),
+    ]]
+
+
 CASES = [case for cases in (_hermes, _llama3, _mistral, _deepseek, _kimi, _glm, _qwen3_coder, _pythonic, _gpt_oss,
-                            _json_array) for case in cases()]
+                            _json_array, _damaged) for case in cases()]

@@ -2,8 +2,8 @@
 
 import pytest
 
+from baton.tests.helpers.harness import Cluster, Server
 from baton.tests.helpers.ports import free_port
-from baton.tests.integration.harness import Cluster, Server
 
 EXTRAS = ("--enable-custom-logit-processor", "--enable-return-hidden-states")
 """What requests may ask for only where servers allow it."""

@@ -1,5 +1,5 @@
 """One rank's part of the collectives, after the other ranks' parts have arrived; collected by
-test_kernels_interpreted.py. tests/gpu/test_tensor_parallel.py runs several ranks at once."""
+test_kernels_interpreted.py. tests/gpu/distributed/test_tensor_parallel.py runs several ranks at once."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Every kernel against its twin, on a GPU or under the interpreter; collected by test_kernels_interpreted.py and
-tests/gpu/test_kernels.py, never by itself (its name has no ``test_``)."""
+tests/gpu/kernels/test_kernels.py, never by itself (its name has no ``test_``)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The kernels of multi-head latent attention against their twins, on a GPU or under the interpreter; collected by
-test_kernels_interpreted.py and tests/gpu/test_mla.py."""
+test_kernels_interpreted.py and tests/gpu/kernels/test_mla.py."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The kernels of mixtures of experts against their twins, on a GPU or under the interpreter; collected by
-test_kernels_interpreted.py and tests/gpu/test_moe.py."""
+test_kernels_interpreted.py and tests/gpu/kernels/test_moe.py."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The sampling kernels against the torch backend; collected by test_kernels_interpreted.py and
-tests/gpu/test_kernels.py."""
+tests/gpu/kernels/test_kernels.py."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Attention with sliding windows and sinks, and experts with biases and clamped gates, against their twins, on a GPU or
-under the interpreter; collected by test_kernels_interpreted.py and tests/gpu/test_gpt_oss.py."""
+under the interpreter; collected by test_kernels_interpreted.py and tests/gpu/models/test_gpt_oss.py."""
 
 from __future__ import annotations
 

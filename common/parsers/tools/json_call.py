@@ -14,9 +14,6 @@ _NAME, _ARGUMENTS = "name", ("arguments", "parameters")
 def json_object(cursor: Cursor) -> Step[bool]:
     """True where a JSON object comes next, after white space (which is read)."""
     yield from cursor.skip()
-    while not cursor.next:
-        if not (yield from cursor.more()):
-            return False
     return cursor.next == "{"
 
 
@@ -102,8 +99,6 @@ class _Envelope:
         cursor = self._cursor
         is_arguments = key in _ARGUMENTS and not self.begun
         if is_arguments and self._name is not None and (yield from json_object(cursor)):
-            if not self._acceptable():
-                return False
             self._begin()
             yield from json_arguments(cursor, self._calls, *self._ends)
             return True

@@ -21,8 +21,6 @@ def is_string(schema: Schema | None) -> bool:
 
 def to_json(text: str, schema: Schema | None) -> str:
     """A bare value as JSON: of a type other than string where it parses as that, else a string."""
-    if is_string(schema):
-        return quoted(text)
     stripped = text.strip()
     kinds = _kinds(schema)
     if stripped in ("True", "False", "None") or stripped.lower() in ("true", "false", "null"):

@@ -11,7 +11,7 @@ GPU = Path(__file__).parents[2] / "gpu"
 
 def test_every_file_has_a_step():
     named = {Path(word).name for plan in PLANS.values() for step in plan for word in step.argv}
-    assert not [file.name for file in GPU.glob("test_*.py") if file.name not in named]
+    assert not [file.name for file in GPU.rglob("test_*.py") if file.name not in named]
     assert all(len({step.name for step in plan}) == len(plan) for plan in PLANS.values()), "logs overwrite each other"
 
 

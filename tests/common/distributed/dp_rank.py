@@ -71,7 +71,7 @@ def run(case: dict, joined: Parallel) -> dict:
         if joined.device.type == "cpu":
             joined.dp.symm_comm = HostPeers(joined.dp)
         elif joined.tp.through_host:
-            from baton.tests.gpu.ipc_buffers import ipc_sums
+            from baton.tests.gpu.distributed.ipc_buffers import ipc_sums
             joined.tp.symm_comm = ipc_sums(joined.tp, slots=200)
         connect_all(parallel, rows=200)
         assert joined.dp.symm_comm is not None

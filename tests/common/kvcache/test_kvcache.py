@@ -306,3 +306,66 @@ def test_pages_of_tables_released_together_come_out_in_runs():
     assert all(cache.allocate_slots(table, 3 * 16) for table in again)
     assert [table.ids.tolist() for table in again] == [[3, 4, 5], [0, 1, 2]]
     assert cache.append_pages(again).tolist() == [6, 7]
+
+
+class Recorder:
+    """Pages that entered and left the tree."""
+
+    def __init__(self):
+        self.changes = []
+
+    def stored(self, parent, pages, tokens):
+        self.changes.append((parent, pages.tolist(), tokens.tolist()))
+
+    def removed(self, pages):
+        self.changes.append(pages.tolist())
+
+
+def test_a_listener_sees_every_page_that_enters_and_leaves():
+    cache = PrefixCache(page_size=1)
+    cache.listener = recorder = Recorder()
+    cache.insert(tokens(1, 2), pages(10, 11))
+    cache.insert(tokens(1, 2, 3), pages(20, 21, 12))
+    assert recorder.changes == [(None, [10, 11], [1, 2]), (11, [12], [3])]
+    assert [(parent, ids.tolist()) for parent, ids, _ in cache.edges()] == [(None, [10, 11]), (11, [12])]
+    assert cache.evict(1).tolist() == [12] and recorder.changes[2:] == [[12]]
+
+
+def test_an_empty_tree_evicts_nothing():
+    cache = PrefixCache(page_size=1)
+    assert cache.evict(5).tolist() == [] and cache.version == 0
+    assert cache.match(tokens(1))[1].tolist() == []
+    cache.check_integrity()
+
+
+def test_appended_pages_join_the_table_however_it_is_read():
+    cache = KVCacheManager(8, page_size=1)
+    tables = [cache.new_private_table() for _ in range(3)]
+    for _ in range(2):
+        assert cache.append_pages(tables) is not None
+    assert tables[0].ids.tolist() == [0, 3]
+    assert tables[1].owned.tolist() == [True, True]
+    assert cache.allocate_slots(tables[2], 3) and tables[2].ids.tolist() == [2, 5, 6]
+    assert cache.allocate_slots(tables[2], 2) and tables[2].count == 3  # It has them already.
+
+
+def test_without_a_prefix_cache_nothing_is_shared():
+    cache = KVCacheManager(4, page_size=1, prefix_cache=False)
+    table = cache.match_prefix(tokens(1, 2), 2)
+    assert cache.allocate_slots(table, 2) and not cache.is_cacheable(table)
+    cache.commit(table, tokens(1, 2))
+    cache.release(table, tokens(1, 2))
+    cache.flush()
+    cache.check_integrity()
+    assert (cache.num_free, cache.num_cached) == (4, 0)
+
+
+def test_a_tidied_cache_hands_out_pages_in_runs():
+    cache = KVCacheManager(4, page_size=1)
+    tables = [cache.new_private_table() for _ in range(4)]
+    assert all(cache.allocate_slots(table, 1) for table in tables)
+    for table in tables:
+        cache.release(table)
+    cache.tidy()
+    again = cache.new_private_table()
+    assert cache.allocate_slots(again, 4) and again.ids.tolist() == [0, 1, 2, 3]

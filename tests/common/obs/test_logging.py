@@ -17,8 +17,8 @@ from baton.common.config.logs import LogArgs
 from baton.common.obs.failures import LINES, WINDOW_SECONDS, FailureLog
 from baton.common.obs.logging import JsonLine, TextLine, cut, setup_logging
 from baton.tests.helpers.fake_engine import Seed, make_checkpoint
+from baton.tests.helpers.harness import post_json
 from baton.tests.helpers.serving import Server
-from baton.tests.integration.harness import post_json
 
 TEXT = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z) (\w+) +([\w.]+): (.*)")
 

@@ -17,8 +17,8 @@ from baton.common.api.sampling import SamplingParams
 from baton.common.engine.watchdog import EXIT_CODE, Watchdog
 from baton.common.serving.context.request_log import RequestLog
 from baton.tests.helpers.fake_engine import Seed, make_checkpoint
+from baton.tests.helpers.harness import post_json
 from baton.tests.helpers.serving import Server
-from baton.tests.integration.harness import post_json
 
 REQUEST = Generate("a", list(range(5000)), SamplingParams(temperature=0.5))
 

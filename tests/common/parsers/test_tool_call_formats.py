@@ -11,9 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.common.api.grammar import GrammarSpec
+from baton.common.parsers.cursor import Cursor, ScriptParser, Step
+from baton.common.parsers.harmony import MARKERS
 from baton.common.parsers.output_format import OutputFormat
 from baton.common.parsers.output_parser import OutputDelta, ToolArgumentsDelta, ToolCallStart, joined
-from baton.common.parsers.tools import FORMATS
+from baton.common.parsers.reasoning import REASONING
+from baton.common.parsers.structural_tags import node_of
+from baton.common.parsers.tools import FORMATS, JSON_ARRAY
+from baton.common.parsers.tools.grammars import allow_calls
+from baton.common.parsers.tools.values import to_json
 from baton.tests.helpers.reading_cases import CASES, SCHEMAS, Case, call, of_pieces
 
 IDS = [f"{case.format}-{i}" for i, case in enumerate(CASES)]
@@ -119,3 +126,53 @@ def test_floods_of_markup_take_linear_time(name: str) -> None:
         parts = of_pieces(OutputFormat(FORMATS[name], SCHEMAS), [text])
         assert parts in ([text], [])
     assert time.process_time() - began < 20
+
+
+@pytest.mark.parametrize(("text", "schema", "value"), [
+    ("5", {"anyOf": [{"type": "string"}, {"type": "integer"}]}, "5"),
+    ("5", {"anyOf": [{"type": "string"}, {"type": "boolean"}]}, '"5"'),
+    ("True", {"type": ["boolean", "string"]}, "true"),
+    ("true", {"type": ["integer", "string"]}, '"true"'),
+    ("None", {"type": ["string", "null"]}, "null"),
+    ("NaN", {"type": "number"}, '"NaN"'),
+    ("[1]", None, "[1]"),
+    ("a", {"enum": [1, 2]}, '"a"'),
+])
+def test_bare_values_become_json(text: str, schema: dict[str, Any] | None, value: str) -> None:
+    assert to_json(text, schema) == value
+
+
+def test_text_after_a_script_s_end_is_content() -> None:
+    def script(cursor: Cursor) -> Step[None]:
+        yield from cursor.take("<")
+        cursor.drop()
+
+    parser = ScriptParser(script)
+    assert [parser.push("<a"), parser.push("b"), parser.finish()] == [["a"], ["b"], []]
+    assert parser.reasoning_spans == []
+
+
+def test_joined_parts_are_of_one_kind_each_and_not_empty() -> None:
+    parts: list[OutputDelta] = ["a", "", "b", ToolCallStart("f"), ToolArgumentsDelta("{"), ToolArgumentsDelta(""),
+                                ToolArgumentsDelta("}")]
+    assert joined(parts) == ["ab", ToolCallStart("f"), ToolArgumentsDelta("{}")]
+
+
+def test_the_markers_of_an_answer() -> None:
+    hermes = FORMATS["hermes"]
+    assert OutputFormat(hermes).markers == ()  # The request offers no tool.
+    assert OutputFormat(hermes, SCHEMAS).markers == hermes.markers
+    assert OutputFormat(hermes, SCHEMAS, reasoning=REASONING["qwen3"]).markers == (
+        *hermes.markers, "<think>", "</think>")
+    assert OutputFormat(reasoning=REASONING["gpt-oss"]).markers == MARKERS
+
+
+def test_calls_that_look_like_text_are_not_enforced_within_text() -> None:
+    assert JSON_ARRAY.layout is not None
+    assert allow_calls(JSON_ARRAY.layout, SCHEMAS, frozenset(), single=False) is None
+
+
+def test_a_structural_tag_of_the_old_form_is_no_node() -> None:
+    assert node_of(GrammarSpec("structural_tag", '{"structures": []}')) is None
+    assert node_of(GrammarSpec("structural_tag", "[]")) is None
+    assert node_of(GrammarSpec("structural_tag", '{"format": {"type": "any_text"}}')) == {"type": "any_text"}

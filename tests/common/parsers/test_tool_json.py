@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -53,3 +54,12 @@ def test_values_end_where_python_says(data: st.DataObject) -> None:
 def test_noise_ends_where_python_says(noise: str) -> None:
     text = "{" + noise
     assert scanned(text, []) == scanned(text, list(range(len(text)))) == read(text)
+
+
+@pytest.mark.parametrize(("text", "end"), [
+    ('[]', 2), ('{}', 2), ('[ ] x', 3), ('[1, {"a": [true, null]}] x', 24), ('"a\\u00e9\\n" x', 11), ("-1.5e3 ", 6),
+    ('{"a" : 1 , "b": "}"}', 20), ("[1", None), ("{", None), ('{"a"', None), ('{"a":', None), ("1", None),
+    ("[,]", None), ("{a", None), ("{1: 2}", None), ('{"a" 1}', None), ("[1 2]", None), ('"\\x"', None),
+    ('"\\u00g0"', None), ('"\n"', None), ("01 ", None), ("[}", None), ("[1,]", None), ('{"a": 1,}', None)])
+def test_a_value_ends_at_its_last_character(text: str, end: int | None) -> None:
+    assert scanned(text, []) == scanned(text, list(range(len(text)))) == end

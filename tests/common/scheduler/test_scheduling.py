@@ -15,10 +15,12 @@ from baton.common.config.server import ScheduleArgs, ServerConfig
 from baton.common.kvcache.manager import KVCacheManager
 from baton.common.request.req import Req
 from baton.common.scheduler.batcher import Batcher
-from baton.common.scheduler.new_token_ratio import NewTokenRatio
+from baton.common.scheduler.new_token_ratio import NewTokenRatio, remaining_decrease, remaining_output
+from baton.common.scheduler.page_budget import PageBudget
 from baton.common.scheduler.policies.order import SORT_WINDOW_REQUESTS, SORTED_PER_PEEK, KeyOrder, SortedOrder
 from baton.common.scheduler.policies.registry import NAMES, order_maker
 from baton.common.scheduler.prefill_budget import LOGPROB_CHUNK_TOKENS, PrefillBudget
+from baton.common.scheduler.request_queues import RequestQueues
 from baton.common.scheduler.waiting_queue import WaitingQueue
 
 PAGE = 4
@@ -380,3 +382,45 @@ def test_a_step_is_sized_by_the_longest_prompt_where_prompts_are_whole():
     assert ScheduleArgs(chunked_prefill_size=100).largest_prefill(4096) == 100
     assert ScheduleArgs(chunked_prefill_size=-1).largest_prefill(4096) == 16384
     assert ScheduleArgs(chunked_prefill_size=-1, max_prefill_tokens=512).largest_prefill(4096) == 4096
+
+
+# ---------------------------------------------------------------- pages
+
+
+def test_clipped_remainders_shrink_only_below_the_clip():
+    assert remaining_decrease(np.array([1, 4096, 4097])) == 2
+    long = make_req([1], max_new=5000)
+    assert remaining_output(long) == 4096
+    assert remaining_output(make_req([1], max_new=8)) == 8
+
+
+def test_a_ratio_of_zero_reserves_nothing_after_a_retraction_either():
+    ratio = NewTokenRatio(0.0)
+    ratio.on_retraction([make_req([1])])
+    assert ratio.reserved_tokens(1000) == 0
+
+
+def test_a_retraction_raises_the_ratio_to_what_was_used():
+    ratio = NewTokenRatio(1.0)
+    ratio.decay()
+    assert ratio.ratio == pytest.approx(0.699)
+    ratio.on_retraction([make_req([1], max_new=19)])
+    assert ratio.ratio == 1.0
+
+
+def test_the_page_budget_reserves_and_names_what_is_short():
+    cache = KVCacheManager(8, PAGE)
+    budget = PageBudget(cache, NewTokenRatio(1.0), RequestQueues(queue_of("fcfs")))
+    remember(cache, range(8))
+    req, embedded, large = make_req([*range(8), 1, 2, 3]), make_req(range(8)), make_req(range(100, 140))
+    embedded.embeds = np.zeros((8, 2), np.float32)
+    assert budget.shortfall(req, 12, 8) == 3 - 2 - 6
+    assert budget.shortfall(embedded, 8, 8) == 2 - 8  # Its token ids do not identify its pages.
+    assert not budget.reserve(large, 40, 36) and large.page_table is None
+    assert budget.reserve(embedded, 8, 8) and embedded.page_table.num_cached_pages == 0
+    assert budget.reserve(req, 12, 8) and req.page_table.num_cached_pages == 2
+    assert budget.allocate_next(req) and req.page_table.count == 3
+    req.num_computed_tokens = 8
+    budget.release([req, embedded, large], keep=True)
+    assert req.page_table is None and req.num_computed_tokens == 0
+    assert (cache.num_allocated, cache.num_cached) == (0, 2)

@@ -152,6 +152,35 @@ def test_stop_expressions_match_as_re_does(pattern: str, text: str, data: st.Dat
     assert matcher.matched == (pattern if expected else None)
 
 
+@pytest.mark.parametrize(("pattern", "text", "certain"), [
+    ("and|or", "x and or", "x "), (r"[.!?]\s*$", "Hm.", "Hm"), ("a.*?c", "b a\n abc", "b a\n "), ("^b+", "ab", None),
+    ("^b", "b", ""), (r"(?m)^c\n", "bc\nc\n", "bc\n"), ("(?i)A[B-C]", "xaBc", "x"), (r"[^ab\s]{2}", "a1b11", "a1b"),
+    (r"\W\d", "1 2", "1"), (r"(?a)\d", "٣3", "٣"), ("[^a]b", "ab1b", "ab"), ("x[b-d]", "xaxc", "xa"),
+    ("a[^b]", "aba\n", "ab"), (r"[\S]1", " 11", " "), ("(?s)a.b", "a\nb", ""), ("(?i:B)a", "ABa", "A"),
+    ("[^\n]", "\n1", "\n"), ("a{1,2}b", "xaab", "x"), ("(?i)ß", "xß", "x"), ("a[^b]c", "abcadc", "abc")])
+def test_stop_expressions_end_the_text_before_the_match(pattern: str, text: str, certain: str | None) -> None:
+    whole, split = StopMatcher([], expressions=[pattern]), StopMatcher([], expressions=[pattern])
+    expected = text if certain is None else certain
+    assert whole.push(text) + whole.finish() == expected
+    assert "".join(map(split.push, text)) + split.finish() == expected
+    assert whole.matched == split.matched == (None if certain is None else pattern)
+
+
+@pytest.mark.parametrize(("stops", "text", "certain"), [
+    (["END", "EN"], "some END", "some "), (["aab"], "aaab", "a"), (["abab"], "ababab", ""), (["abac"], "ababac", "ab"),
+    (["x"], "abc", "abc"), ([], "abc", "abc"), (["cb", "abcb"], "abcb", "")])
+def test_stop_strings_end_the_text_before_the_match(stops: list[str], text: str, certain: str) -> None:
+    matcher = StopMatcher(stops)
+    assert "".join(map(matcher.push, text)) + matcher.finish() == certain
+    assert (matcher.matched is None) == (certain == text)
+    assert matcher.matched is None or matcher.push("more") == ""
+
+
+def test_stop_text_can_be_part_of_the_answer() -> None:
+    matcher = StopMatcher(["END"], trim=False)
+    assert matcher.push("some END and") == "some END"
+
+
 def test_stop_expressions_cost_the_same_whatever_they_are() -> None:
     """Python's own matcher would take 2 to the power of 2,000 steps."""
     matcher = StopMatcher(["never"], expressions=["(a+)+c", "(a|aa|a?a)+d"])

@@ -147,3 +147,10 @@ def test_stages_of_another_model_do_not_fit():
     own = msgspec.structs.replace(side(1, 4, (5,)).layout, scales=((1.0, 1.0),) * 5)
     assert "in layer 4 are (1.0, 1.0) here and (1.0, 2.0) there" in find_mismatch(RankLayout(1, scaled),
                                                                                   RankLayout(1, own))
+
+
+def test_windows_that_differ_are_named():
+    prefill = side(1, 4, (2,))
+    layout = {name: getattr(prefill.layout, name) for name in KVLayout.__struct_fields__} | {"windows": (None, 8)}
+    assert find_mismatch(prefill, RankLayout(1, KVLayout(**layout))) == (
+        "the sliding window of layer 1 is 8 here and None there")

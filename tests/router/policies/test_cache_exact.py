@@ -35,6 +35,7 @@ from baton.router.policies.cache_aware import PrefixMemory
 from baton.router.policies.cache_exact import CacheExact
 from baton.router.policies.page_costs import KVMemory
 from baton.router.policies.text_pages import TextPages, text_blocks
+from baton.router.policies.worker_groups import WorkerGroups
 from baton.router.workers.kv_index import KVIndex
 from baton.router.workers.registry import Worker
 from baton.tests.helpers.ports import free_ports
@@ -351,6 +352,124 @@ def test_running_tokens_count_even_where_another_router_sent_them():
     prefills, decodes, policy = workers(1, "p"), workers(2, "d"), CacheExact()
     policy.costs.memory = {decodes[0].id: KVMemory(5000.0, 10_000.0), decodes[1].id: KVMemory(100.0, 10_000.0)}
     assert pairs(policy, prefills, decodes, ids(1, 64)).decode is decodes[1]
+
+
+def test_reports_of_memory_are_in_the_worker_s_pages():
+    pool, policy = workers(2), CacheExact()
+    policy.on_events(pool[0], [Stored([1, 2], None, (), 64)])
+    policy.on_memory(pool[0], 640, 6400)
+    policy.on_memory(pool[1], 640, 6400)  # Its page size is unknown.
+    assert policy.costs.memory == {pool[0].id: KVMemory(10.0, 100.0), pool[1].id: KVMemory(40.0, 400.0)}
+    assert (policy.cached_tokens(pool[0]), policy.cached_tokens(pool[1])) == (128, 0)
+    policy.on_no_memory(pool[1])
+    policy.on_removed(pool[0])
+    assert not policy.costs.memory and policy.cached_tokens(pool[0]) == 0
+
+
+def test_a_worker_that_is_followed_no_more_has_no_pages():
+    pool, policy = workers(2), CacheExact()
+    policy.on_followed(pool[0])
+    policy.on_events(pool[0], [stored(ids(1, 64))])
+    policy.on_lost(pool[0])
+    assert not policy.followed and len(policy.kv_index) == 0
+
+
+def test_the_share_of_a_prompt_that_the_cheapest_worker_has():
+    pool, policy = workers(3), CacheExact()
+    tokens = ids(1, 320)
+    subject, _ = read(policy, {"input_ids": tokens})
+    assert policy.cached_share(pool, None) == policy.cached_share(pool, subject) == 0.0
+    policy.kv_index.apply(pool[1].id, [stored(tokens[:240])])
+    assert policy.cached_share(pool, subject) == 0.75
+    pool[1].load = 100
+    assert policy.cached_share(pool, subject) == 0.0
+
+
+def test_loads_far_apart_overrule_all_pages():
+    pool, policy = workers(2), CacheExact()
+    tokens = ids(1, 320)
+    policy.kv_index.apply(pool[0].id, [stored(tokens)])
+    pool[0].load = 100
+    subject, _ = read(policy, {"input_ids": tokens})
+    assert policy.choose(pool, subject) == Decision(pool[1], "balance")
+    assert policy.choose(pool, None) == Decision(pool[1], "cache_miss")
+    assert policy.choose(pool[:1], subject) == Decision(pool[0], "only")
+
+
+def test_a_pair_is_chosen_for_a_request_without_a_prompt_and_where_loads_are_far_apart():
+    prefills, decodes, policy = workers(2, "p"), workers(2, "d"), CacheExact()
+    prefills[0].load = decodes[1].load = 100
+    assert policy.choose_pair(prefills, decodes, None) == (prefills[1], decodes[0], "cache_miss")
+    assert len(policy.recent) == len(policy.recent_decode) == 0
+
+
+def test_of_decode_workers_on_one_host_the_cheapest_is_chosen():
+    prefills, policy = workers(1, "h"), CacheExact()
+    decodes = tuple(Worker(Endpoint.parse(f"http://h0:{port}")) for port in (81, 82, 83))
+    decodes[0].load = decodes[2].load = 3
+    assert pairs(policy, prefills, decodes, ids(1, 640)).decode is decodes[1]
+
+
+def test_of_many_workers_those_with_most_cached_are_candidates():
+    prefills, decodes, policy = workers(70, "p"), workers(70, "d"), CacheExact()
+    tokens = ids(1, 640)
+    for pool in (prefills, decodes):
+        for worker in pool[:30]:
+            worker.load = 1
+    policy.kv_index.apply(prefills[3].id, [stored(tokens)])
+    policy.kv_index.apply(decodes[4].id, [stored(tokens)])
+    policy.kv_index.apply(-1, [stored(tokens)])  # neither's: one that fails health checks
+    assert pairs(policy, prefills, decodes, tokens) == (prefills[3], decodes[4], "cache_hit")
+    assert policy.choose(prefills, read(policy, {"input_ids": tokens})[0]).worker is prefills[3]
+
+
+def test_processes_share_what_they_send_and_learn():
+    applied = []
+
+    class Joined:
+        def channel(self, apply):
+            applied.append(apply)
+            return lambda subject, number, words: None
+
+    policy = CacheExact()
+    policy.replicate(Joined())
+    assert len(applied) == 4
+    pool = workers(3)
+    subject, _ = read(policy, {"text": "a" * 2000})
+    applied[2](subject.blocks, pool[1].id, 1000)
+    assert policy.choose(pool, subject) == Decision(pool[1], "cache_hit")
+
+
+def test_events_of_an_unknown_kind_change_nothing():
+    kv_index = KVIndex()
+    kv_index.apply(1, [object()])
+    assert len(kv_index) == 0 and kv_index.sizes == {}
+
+
+def test_a_worker_s_pages_are_bounded(monkeypatch):
+    monkeypatch.setattr("baton.router.workers.kv_index.MAX_PAGES_PER_WORKER", 3)
+    kv_index, tokens = KVIndex(), ids(1, 160)
+    kv_index.apply(1, [stored(tokens)])
+    assert kv_index.match(numbered(tokens)) == {1: 3}
+
+
+def test_a_page_that_two_hashes_name_goes_with_the_first():
+    """Another engine may cache the same tokens twice, under hashes of its own."""
+    kv_index, tokens = KVIndex(), ids(1, PAGE)
+    kv_index.apply(1, [Stored([b"a"], None, tokens, PAGE), Stored([b"b"], None, tokens, PAGE)], native=False)
+    kv_index.apply(1, [Removed([b"a"])], native=False)
+    assert kv_index.match(numbered(tokens)) == {}
+    kv_index.apply(1, [Removed([b"b"])], native=False)
+    assert kv_index.sizes == {1: 0}
+
+
+def test_groups_of_former_workers_are_forgotten():
+    groups, fleet = WorkerGroups(), [workers(2) for _ in range(9)]
+    first = groups.of(fleet[0])
+    assert groups.of(fleet[0]) is first and first.ids == {worker.id for worker in fleet[0]}
+    for pool in fleet[1:]:
+        groups.of(pool)
+    assert groups.of(fleet[0]) is not first
 
 
 # ---------------------------------------------------------------------- over sockets

@@ -195,3 +195,16 @@ def test_a_system_prompt_held_by_all_is_served_by_all():
     assert sum(worker.load > 0 for worker in pool) > 250
     assert max(worker.load for worker in pool) <= 9
 
+
+def test_pages_longer_than_all_that_one_decision_reads_come_later():
+    pages, tokens = TokenPages(), ids(7, 4_000)
+    runs = [list(pages.runs(split(listed(tokens)), 2_000)) for _ in range(20)]
+    assert runs[0] == [] and [value for _, run in runs[-1] for value in run] == page_hashes(tokens, 2_000)
+
+
+def test_the_number_of_a_released_set_is_used_again():
+    sets = WorkerSets()
+    first = sets.acquire(frozenset((1, 2)))
+    sets.release(first)
+    assert sets.acquire(frozenset((3, 4))) == first and sets.by_number[first] == {3, 4}
+    assert sets.acquire(frozenset((1, 2))) != first

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tracemalloc
 from collections import Counter
+from collections.abc import Iterator
 from random import Random
 
 import pytest
@@ -12,16 +13,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.common.api.errors import ConfigError
+from baton.common.api.kv_events import PromptPages
 from baton.router.config.endpoint import Endpoint
 from baton.router.config.policy import PolicyArgs
 from baton.router.net.body import routing_fields
 from baton.router.net.request import Request
-from baton.router.policies import load_view
-from baton.router.policies.base import Decision
-from baton.router.policies.cache_aware import BLOCK, SHARDS, CacheAware, block_hashes
+from baton.router.policies import PolicySets, build, load_view
+from baton.router.policies.base import Apply, Decision, Publish
+from baton.router.policies.cache_aware import (
+    BLOCK,
+    MAX_BLOCKS,
+    SHARDS,
+    Branches,
+    CacheAware,
+    PrefixMemory,
+    block_hashes,
+    covered_bytes,
+)
 from baton.router.policies.consistent_hash import ConsistentHash
 from baton.router.policies.least_loaded import LeastLoaded
 from baton.router.policies.load_view import EXACT_UP_TO, LoadView
+from baton.router.policies.power_of_two import PowerOfTwo
+from baton.router.policies.round_robin import RoundRobin
+from baton.router.policies.text_pages import TextPages, text_blocks
 from baton.router.workers.registry import Worker
 
 
@@ -255,3 +269,227 @@ async def test_chats_that_share_a_system_prompt_spread_over_http(worker, start_r
 def test_shards_share_the_capacity():
     hashes = block_hashes(Random(3).randbytes(BLOCK * 256))
     assert {value % SHARDS for value in hashes} == set(range(SHARDS))
+
+# ---------------------------------------------------------------------- simple policies
+
+
+@pytest.mark.parametrize("name", ["random", "power_of_two", "round_robin", "prefix_hash", "cache_aware", "cache_exact"])
+def test_an_only_worker_gets_every_request(name):
+    (only,), policy = workers(1), build(name, PolicyArgs(), Random(1))
+    made = request({"prompt": "x"})
+    assert policy.choose((only,), policy.read(made, routing_fields(made.body))).worker is only
+
+
+def test_power_of_two_never_takes_the_most_loaded():
+    pool, policy = workers(3, 5, 1, 9), PowerOfTwo(Random(1))
+    assert {policy.choose(pool, None).worker for _ in range(50)} == {pool[0], pool[1]}
+
+
+class Joined:
+    """Replication with another process that is the test: ``sent`` is what was published, ``apply`` what would apply
+    the other's records, by channel."""
+
+    def __init__(self, counter: Iterator[int] | None = None) -> None:
+        self.apply: list[Apply] = []
+        self.sent: list[tuple[int, int, int, list[int]]] = []
+        self._counter = counter
+
+    def channel(self, apply: Apply) -> Publish:
+        self.apply.append(apply)
+        number = len(self.apply) - 1
+        return lambda subject, value, words: self.sent.append((number, subject, value, list(words)))
+
+    def counter(self) -> Iterator[int] | None:
+        return self._counter
+
+    def pass_on(self, other: Joined) -> None:
+        """Gives the other process all that was published, once."""
+        for number, subject, value, words in self.sent:
+            other.apply[number](words, subject, value)
+        self.sent.clear()
+
+
+@pytest.mark.parametrize("policy", [LeastLoaded(), RoundRobin(), ConsistentHash()])
+def test_processes_that_count_together_take_turns(policy):
+    pool = workers(3)
+    policy.replicate(Joined(iter([1, 5, 9])))
+    assert [policy.choose(pool, b"").worker for _ in range(3)] == [pool[1], pool[2], pool[0]]
+    policy.replicate(Joined())  # This one's processes count for themselves: the counter stays.
+    with pytest.raises(StopIteration):
+        policy.choose(pool, b"")
+
+
+def test_prefixes_that_another_process_sent_are_known():
+    pool, here, there = workers(3), CacheAware(), CacheAware()
+    joined, other = Joined(), Joined()
+    here.replicate(joined)
+    there.replicate(other)
+    prompt = block_hashes(Random(1).randbytes(20 * BLOCK))
+    home = here.choose(pool, prompt).worker
+    joined.pass_on(other)
+    assert there.choose(pool, prompt) == Decision(home, "cache_hit")
+    assert there.choose(pool, prompt[:3]).worker is home
+    assert all(record[0] == 0 for record in other.sent)  # What it took in is not published again.
+    assert len(other.sent) == 2
+
+
+def test_texts_that_another_process_learnt_are_known():
+    here, there = TextPages(1000), TextPages(1000)
+    joined, other = Joined(), Joined()
+    here.replicate(joined)
+    there.replicate(other)
+    blocks = text_blocks(b"x" * 2000)
+    here.learn(blocks, 2000, PromptPages(4, 16, [(2, 22), (4, 44)]))
+    joined.pass_on(other)
+    assert there.knows(blocks) and there.pages_of(blocks)[-1] == (4, 44)
+    assert there.pages_of(blocks) == here.pages_of(blocks)
+    cut, known = text_blocks(b"y" * 2000), len(there)
+    other.apply[0]([4, 16, *cut[:3]], 2000, len(cut))  # The last words of a long record are lost.
+    assert not there.knows(cut) and len(there) == known
+
+
+# ---------------------------------------------------------------------- loads
+
+
+def test_equal_loads_are_passed_in_rotation_and_the_last_falls_back_to_the_first():
+    pool, view = workers(3, 0, 0, 1), LoadView()
+    assert [view.next_least_loaded(pool, number) for number in range(3)] == [pool[0], pool[1], pool[0]]
+
+
+def test_a_large_fleet_s_least_loaded_comes_first_without_reading_all():
+    pool, view = workers(EXACT_UP_TO + 1), LoadView()
+    assert view.next_least_loaded(pool, 0) is pool[0]
+    for worker in pool[:-1]:
+        worker.load = 2
+    assert view.next_least_loaded(pool, 0) is pool[-1]
+    pool[-1].load = 7
+    view.refresh(pool)
+    assert (view.min_load, view.max_load, view.total) == (2, 7, 2 * EXACT_UP_TO + 7)
+    pool[-1].load = 1
+    view.refresh(pool)
+    assert (view.min_load, view.max_load) == (1, 2)
+    assert view.some_least_loaded(1, {}) == [pool[-1]]
+    view.close()
+    assert not any(worker.load_orders for worker in pool)
+
+
+# ---------------------------------------------------------------------- policies of each model
+
+
+def test_each_model_has_its_policies_and_loses_them_with_its_workers():
+    sets, pool = PolicySets({"regular": "cache_aware"}, PolicyArgs(), Random(1)), workers(EXACT_UP_TO + 1)
+    built = []
+    sets.on_build = lambda group, policies: built.append((group, policies))
+    model = sets.of("a")
+    assert sets.of("a") is model and sets.of(None) is sets.common and built == [("a", model)]
+    assert model["regular"].max_blocks == sets.common["regular"].max_blocks == MAX_BLOCKS // 2
+    model["regular"].choose(pool, [1])
+    assert all(worker.load_orders for worker in pool)
+    sets.sweep(0.0, ["a"])
+    assert sets.of("a") is model
+    sets.sweep(1.0, [])
+    assert not any(worker.load_orders for worker in pool)
+    assert sets.common["regular"].max_blocks == MAX_BLOCKS
+    assert sets.of("a") is not model
+
+
+def test_models_share_the_kv_index_of_cache_exact_but_not_its_texts():
+    sets = PolicySets({"prefill": "cache_exact", "decode": "round_robin"}, PolicyArgs(), Random(1))
+    common, model = sets.common["prefill"], sets.of("a")["prefill"]
+    assert model is not common and model.kv_index is common.kv_index and model.texts is not common.texts
+    assert model.max_blocks == common.max_blocks == MAX_BLOCKS // 4
+    sets.sweep(0.0, ["a"])  # round_robin has nothing to do
+
+
+# ---------------------------------------------------------------------- cache_aware's choices
+
+
+def test_the_share_of_a_prompt_that_is_cached():
+    pool, policy = workers(3), CacheAware()
+    prompt = block_hashes(Random(1).randbytes(20 * BLOCK))
+    assert policy.cached_share(pool, prompt) == policy.cached_share(pool, []) == 0.0
+    home = policy.choose(pool, prompt[:15]).worker
+    assert policy.cached_share(pool, prompt) == 0.75
+    assert policy.cached_share(pool, prompt[:15]) == 1.0
+    assert policy.cached_share(pool, [*prompt[:4], *block_hashes(Random(2).randbytes(20 * BLOCK))]) == 0.0
+    home.load = 9  # More than the least by over a quarter of the difference that is called imbalance.
+    assert policy.cached_share(pool, prompt) == 0.0
+    home.load = 100
+    assert policy.cached_share(pool, prompt) == 0.0
+
+
+def test_a_prompt_of_no_text_goes_to_the_least_loaded():
+    pool, policy = workers(2, 5, 0), CacheAware()
+    assert policy.choose(pool, []) == Decision(pool[1], "cache_miss")
+    assert len(policy.memory) == 0
+
+
+def test_loads_far_apart_overrule_the_cache():
+    pool, policy = workers(2), CacheAware()
+    prompt = block_hashes(b"x" * 4 * BLOCK)
+    home = policy.choose(pool, prompt).worker
+    home.load = 40
+    (other,) = {*pool} - {home}
+    assert policy.choose(pool, prompt) == Decision(other, "balance")
+
+
+def test_branches_are_remembered_in_two_generations(monkeypatch):
+    monkeypatch.setattr(Branches, "CAPACITY", 4)
+    branches = Branches()
+    assert [branches.note(1) for _ in range(4)] == [False, False, True, True]
+    for end in (2, 3, 4):
+        assert not branches.note(end)
+    assert branches.note(1)  # in the old generation
+    for end in (5, 6, 7, 8):
+        branches.note(end)
+    assert not branches.note(1)
+
+
+def test_lengths_of_blocks_follow_the_levels():
+    assert len(block_hashes(b"x" * (16 * 1024 + 10))) == 64  # less than a block of the second level
+    assert len(block_hashes(b"x" * (64 * 1024 + 10))) == 64 + 48
+    assert len(block_hashes(b"x" * (64 * 1024 + 4096))) == 64 + 48 + 1
+    assert covered_bytes(64 + 48 + 2) == 64 * 1024 + 2 * 4096
+    assert block_hashes(b"") == []
+
+
+def test_a_prefix_of_an_old_generation_gets_a_further_worker():
+    memory = PrefixMemory()
+    memory.record([1, 2], 5, 1000)
+    memory.record([1], 6, 1000)
+    memory.age()
+    memory.record([1, 2], 7, 1000)
+    assert memory.longest_match([1, 2], frozenset((5, 6, 7))) == (frozenset((5, 7)), 2)
+    assert memory.longest_match([1], frozenset((6, 7))) == (frozenset((6, 7)), 1)
+
+
+def test_a_ring_learns_workers_that_a_retry_names_first():
+    pool, policy = workers(3), ConsistentHash()
+    home = policy.choose([*pool], b"a").worker
+    assert policy.choose(pool, b"a") == Decision(home, "session")
+
+
+def test_a_body_that_is_no_object_names_no_session():
+    assert ConsistentHash().read(request(), None) == b""
+
+
+def test_a_large_fleet_s_least_load_falls_with_one_worker():
+    pool, view = workers(EXACT_UP_TO + 1), LoadView()
+    for worker in pool:
+        worker.load = 2
+    view.refresh(pool)
+    pool[3].load = 1
+    assert view.next_least_loaded(pool, 0) is pool[3] and (view.min_load, view.max_load) == (1, 2)
+
+
+def test_a_page_that_two_blocks_end_with_is_named_once():
+    texts, blocks = TextPages(1000), text_blocks(b"x" * 600)
+    texts.learn(blocks, 600, PromptPages(10, 16, [(1, 11), (10, 110)]))
+    assert texts.pages_of(blocks) == [(1, 11), (10, 110)]
+
+
+@pytest.mark.parametrize("pages", [PromptPages(0, 16, [(1, 1)]), PromptPages(4, 16, []), PromptPages(4, 16, [(0, 1)])])
+def test_a_record_without_pages_teaches_nothing(pages):
+    texts, blocks = TextPages(1000), text_blocks(b"x" * 600)
+    texts.learn(blocks, 600, pages)
+    assert len(texts) == 0 and texts.bytes_per_page == 64.0

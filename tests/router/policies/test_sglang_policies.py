@@ -15,6 +15,7 @@ from baton.router.config.endpoint import Endpoint
 from baton.router.config.policy import PolicyArgs
 from baton.router.net.body import routing_fields
 from baton.router.net.request import Request
+from baton.router.policies.base import Decision
 from baton.router.policies.bucket import Bucket, _RecentBytes
 from baton.router.policies.consistent_hashing import ConsistentHashing
 from baton.router.policies.manual import KeyTable, Manual
@@ -233,6 +234,75 @@ def test_prefixes_of_a_fleet_of_any_size(count):
         policy.choose(pool, asked(policy, prompt="same beginning" * 100 + str(at))).worker.load += 1
     assert sum(worker.load for worker in pool) == 5 * count
     assert max(worker.load for worker in pool) <= 5 * 1.25 + 3
+
+
+def test_manual_keys_that_another_process_assigned_are_known():
+    records = []
+
+    class Joined:
+        def channel(self, apply):
+            self.apply = apply
+            return lambda worker_id, new, words: records.append((words, worker_id, new))
+
+    pool, here, there = workers(2), Manual(Random(1)), Manual(Random(2))
+    joined = Joined()
+    here.replicate(Joined())
+    there.replicate(joined)
+    homes = {name: here.choose(pool, name).worker for name in (b"a", b"b", b"c")}
+    for record in records[:]:
+        joined.apply(*record)
+    assert {name: there.choose(pool, name).worker for name in homes} == homes
+    assert len(records) == 3  # Keys that were known are not published again.
+    joined.apply([], pool[0].id, 1)  # a record that lost its words
+    assert len(there.table) == 3
+
+
+def test_a_key_assigned_again_counts_once():
+    table = KeyTable()
+    for _ in range(2):
+        table.assign(7, 1)
+    assert table.find(7) == (1,) and table.groups == {1: 1}
+
+
+def test_manual_keys_with_no_limit_of_age_stay():
+    pool, policy = workers(2), Manual(Random(1), max_idle=0)
+    home = policy.choose(pool, b"a").worker
+    policy.sweep(10.0**9)
+    assert policy.choose(pool, b"a") == Decision(home, "session")
+
+
+def test_manual_deals_no_key_to_a_worker_that_left():
+    pool, policy = workers(3), Manual(Random(1))
+    policy.choose(pool, b"a")
+    assert {policy.choose(pool[:1], b"%d" % at).worker for at in range(5)} == {pool[0]}
+
+
+def test_buckets_sample_more_lengths_than_they_keep(monkeypatch):
+    monkeypatch.setattr("baton.router.policies.bucket._SAMPLE_SIZE", 50)
+    pool, policy = workers(2), Bucket(Random(1), balance_abs_threshold=10**9)
+    for at in range(2000):
+        policy.choose(pool, b"x" * (10 if at < 1000 else 1000))
+    assert len(policy._lengths) == 50
+    assert 10 < policy._lengths.count(1000) < 40
+    policy.sweep(1.0)
+    assert policy.bounds == [1000]
+    policy.sweep(2.0)  # before the next adjustment, nothing having come
+    policy.sweep(7.0)  # an adjustment without lengths
+    assert policy.bounds == [1000]
+
+
+def test_the_most_bytes_of_buckets_are_right_after_they_are_taken_back():
+    work = _RecentBytes(2)
+    work.add(0, 50)
+    work.add(1, 20)
+    work.add(0, -50)
+    assert (work.most, work.least_index) == (20, 0)
+
+
+def test_prefix_hash_without_a_prompt_goes_to_the_least_loaded():
+    pool, policy = workers(3), PrefixHash()
+    pool[0].load = pool[2].load = 1
+    assert policy.choose(pool, asked(policy)) == Decision(pool[1], "no_prompt")
 
 
 # ---------------------------------------------------------------------- through the router
