@@ -65,10 +65,15 @@ class RowProcessor:
         return cls(path, load(path), {**params, "__req__": tokens}, tokens)
 
 
+_RENAMED_MODULES = {"baton.common.engine.logit_processors": "baton.common.sampling.builtin_processors"}
+"""Import paths that clients may still send, by the module that has the processors now."""
+
+
 @lru_cache(maxsize=1024)
 def load(path: str) -> Processor:
     """The processor at ``package.module:Name``, imported once; raises InvalidRequest where there is none."""
     module, _, name = path.partition(":")
+    module = _RENAMED_MODULES.get(module, module)
     try:
         named: Any = importlib.import_module(module)
         for part in name.split("."):

@@ -134,6 +134,11 @@ def test_thinking_budget(checkpoint, prompts, start, overlap):
         assert 2 not in found["does not"]
 
 
+def test_a_processors_earlier_import_path_names_the_same_one():
+    earlier = DISALLOWED.replace("sampling.builtin_processors", "engine.logit_processors")
+    assert type(load(earlier)) is type(load(DISALLOWED))
+
+
 @pytest.mark.parametrize("path,why", [
     (f"{HERE}:missing", "AttributeError"), ("baton.no_such_module:Name", "ModuleNotFoundError"),
     (f"{HERE}:NeedsArguments", "TypeError"), (f"{HERE}:number", "no callable"),
