@@ -41,7 +41,7 @@ from ...common.kvcache.layout import KVLayout
 from .reshard import RankLayout, find_mismatch
 
 Extent = Literal["sampled", "full", "off"]
-"""How much of the transferred pages a checksum covers."""
+"""The share of the transferred pages that a checksum covers."""
 
 PROTOCOL = 3
 _NumRanks = Annotated[int, msgspec.Meta(ge=1, le=4096)]

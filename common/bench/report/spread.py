@@ -39,7 +39,7 @@ class Spread:
         return cls(len(ordered), mean, std, p50, p90, p95, p99, ordered[-1])
 
     def keyed(self, name: str) -> dict[str, float | None]:
-        """SGLang's keys; None in rank of nan, which JSON lacks."""
+        """SGLang's keys; None in place of nan, which JSON lacks."""
         named = {"mean": self.mean, "median": self.p50, "std": self.std, "p90": self.p90, "p95": self.p95,
                  "p99": self.p99, "max": self.max}
         return {f"{key}_{name}": None if math.isnan(value) else value for key, value in named.items()}
