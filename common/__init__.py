@@ -5,7 +5,7 @@ import sys
 
 
 def _check_neighbours() -> None:
-    """A registry's unrelated package ``baton`` installs into the same folder, over our ``__init__.py`` or next to it."""
+    """A registry's unrelated package ``baton`` may be installed over our ``__init__.py`` or next to it."""
     ours = hasattr(sys.modules[__name__.rpartition(".")[0]], "_DISTRIBUTION")
     if ours and not os.path.isdir(os.path.join(os.path.dirname(os.path.dirname(__file__)), "_baton")):
         return
