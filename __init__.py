@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .offline import Engine
 
-_DISTRIBUTION = "baton-serve"  # tells this package from the registry's unrelated ``baton``; common/__init__.py asks
+# distinguishes this package from the registry's unrelated ``baton``: see common/__init__.py
+_DISTRIBUTION = "baton-serve"
 __all__ = ["Engine", "__version__"]
 
 from .common.version import __version__  # noqa: E402

@@ -305,7 +305,7 @@ def raises_config_error(node: ast.AST) -> TypeGuard[ast.Call]:
 
 
 def text_of(node: ast.expr) -> str:
-    """A message as it stands in the code, ``…`` for what is filled in."""
+    """A message's text in the code, with ``…`` for each value."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return escaped(node.value)
     if isinstance(node, ast.JoinedStr):

@@ -57,13 +57,13 @@ def run(config: BenchOffline, make_engine: MakeEngine) -> int:
 async def _measure(config: BenchOffline, engine: Engine, conversations: Sequence[Conversation]) -> tuple[Load, bool]:
     """The run, and whether Ctrl-C ended it."""
     clock = time.perf_counter
-    server_sender = EngineSender(engine, ignore_eos=not config.offline.disable_ignore_eos, clock=clock)
+    sender = EngineSender(engine, ignore_eos=not config.offline.disable_ignore_eos, clock=clock)
     if not config.offline.skip_warmup:
         first = conversations[0].turns[0]
         warm_up = single(Vocabulary(100, None, as_ids=True).prompt(range(16)), min(first.output_len, 16))
-        await Load(server_sender, clock).run([warm_up], [0.0])
+        await Load(sender, clock).run([warm_up], [0.0])
     progress = Progress("requests", num_requests(conversations), disabled=config.offline.disable_progress)
-    load = Load(server_sender, clock, max_concurrency=config.most_open, ended=Tally(progress).add)
+    load = Load(sender, clock, max_concurrency=config.most_open, ended=Tally(progress).add)
     with _profiled(config, engine):
         interrupted = await until_interrupted(load.run(conversations, [0.0] * len(conversations)))
     progress.close()
@@ -76,13 +76,13 @@ def _profiled(config: BenchOffline, engine: Engine) -> Iterator[None]:
     if not args.profile:
         yield
         return
-    told = engine.start_profile(args.profile_output_dir, args.profile_num_steps, args.profile_activities)
+    message = engine.start_profile(args.profile_output_dir, args.profile_num_steps, args.profile_activities)
     try:
         yield
     finally:
         if args.profile_num_steps is None:  # else it ends by itself
-            told = engine.stop_profile()
-        print(f"profile: {told}", flush=True)
+            message = engine.stop_profile()
+        print(f"profile: {message}", flush=True)
 
 
 def _record(config: BenchOffline, found: Figures, interrupted: bool) -> dict[str, object]:

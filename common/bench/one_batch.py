@@ -210,8 +210,8 @@ def _row(figure: Figure) -> str:
     for name, parts in (("prefill", figure.prefill_parts), ("decode", figure.decode_parts)):
         if parts:
             total = sum(parts.values()) or 1.0
-            told = ", ".join(f"{part} {ms:.2f} ({ms / total:.0%})" for part, ms in parts.items())
-            lines.append(f"{'':6}{name:<8} ms: {told}")
+            shares = ", ".join(f"{part} {ms:.2f} ({ms / total:.0%})" for part, ms in parts.items())
+            lines.append(f"{'':6}{name:<8} ms: {shares}")
     return "\n".join(lines)
 
 

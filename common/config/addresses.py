@@ -40,8 +40,10 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def find_free_ports(host: str, first: int, count: int, *, width: int = 1) -> list[int]:
-    """Finds ``count`` ports from ``first`` on, each of which is free together with the ``width - 1`` ports above it.
-    Raises ConfigError where there are not as many."""
+    """Finds ``count`` ports from ``first`` on; the ``width - 1`` ports above each are free too.
+
+    Raises ConfigError if there are too few.
+    """
     ports: list[int] = []
     port = first
     while len(ports) < count:

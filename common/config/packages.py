@@ -21,7 +21,7 @@ def needs_engine(missing: str) -> str:
 
 
 def is_installed(module: str) -> bool:
-    """Tells whether a module could be imported, without importing it."""
+    """Returns True if a module could be imported, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):  # a submodule of a missing package, or a module that was removed from sys.modules

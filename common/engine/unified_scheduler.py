@@ -164,8 +164,7 @@ class UnifiedScheduler:
             self.batcher.finish_all(beyond)
 
     def _process_plain_results(self, step: StepOutput | PPStep, token_ids: list[int]) -> list[NewToken]:
-        """Report the tokens of those requests in an input batch that merely continue; returns the results of the
-        others."""
+        """Report the tokens of the requests in an input batch that continue; returns the results of the others."""
         input_batch, reqs, positions = step.batch.input_batch, step.sampled_reqs, step.batch.positions
         assert input_batch is not None and positions is not None
         input_batch.record_tokens(token_ids)

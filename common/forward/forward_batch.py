@@ -115,7 +115,7 @@ def build_forward_batch(rows: list[Row], page_size: int, device: torch.device, i
 
 def _last_tokens(batch: ForwardBatch, rows: np.ndarray) -> ForwardBatch | None:
     """Returns ``rows``, the batch's ``logits_rows``, as a decode batch: each attends to all tokens of its request. None
-    where some are not the last of their requests, or there are so many that nothing is saved."""
+    where some are not the last of their requests, or where the rows are too many to save work."""
     requests = np.searchsorted(batch.qo_indptr_cpu, rows + 1)
     if 2 * len(rows) > batch.num_tokens or np.any(batch.qo_indptr_cpu[requests] != rows + 1) or np.any(
             np.diff(rows) <= 0):

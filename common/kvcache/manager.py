@@ -191,7 +191,7 @@ class KVCacheManager:
 
     def keep_partial_page(self, table: PageTable, tokens: np.ndarray) -> PartialPage | None:
         """Hand the last page of ``tokens`` (int32, all computed, all of the table's) to the cache where it is partly
-        filled; the table goes on reading it. Returns None where the prompt ends with a full page. The full pages must
+        filled; the table still reads it. Returns None where the prompt ends with a full page. The full pages must
         be published already.
         """
         assert table.node is not None and table.count == self.pages_for(len(tokens)) and table.partial_page is None

@@ -204,7 +204,7 @@ class InputBatch:
 
     def last_tokens(self, *, reused_on_device: bool) -> tuple[list[int], list[int]]:
         """The last token [B] of each request, and the rows of those whose token the host does not know: 0 there.
-        ``reused_on_device``: the tokens of the reused rows are read on the device, so 0 stands for them as well."""
+        ``reused_on_device``: the tokens of the reused rows are read on the device, so they are 0 as well."""
         known = [0] * len(self.reused_rows) if reused_on_device else [] if self._num_in_flight else self._last_tokens
         rest = self.reqs[len(known):]
         return (known + [0 if req.num_pending else req.tokens.last for req in rest],

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 FAILED = -1
-"""Stands for a token whose logit processor has failed. It reaches all ranks as tokens do."""
+"""The token id of a row whose logit processor has failed. It reaches all ranks as tokens do."""
 
 FillAllowed = Callable[["torch.Tensor", int], None]
 """``fill(bitmask, row)`` writes the allowed tokens into ``bitmask[row]``: bit t % 32 of word t // 32 is token t's.

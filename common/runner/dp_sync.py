@@ -13,7 +13,7 @@ from ..distributed.parallel import Parallel
 @dataclass(frozen=True)
 class DPStepInfo:
     """One step of all attention groups; each list has an entry a group: ``num_tokens`` rows of the model's layers, and
-    ``num_logits`` rows of its head. A group without work computes an idle batch, whose results nobody reads.
+    ``num_logits`` rows of its head. A group without work computes an idle batch, whose results are not read.
 
     ``all_decode``: every group decodes or is idle, so that all may replay a CUDA graph. ``graph_size``: all do, each
     the graph that was captured for this number of rows. ``min_prefill_tokens``: the fewest tokens of a group with work,

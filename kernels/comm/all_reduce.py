@@ -245,8 +245,8 @@ def _block(count: int, peers: PeerBuffers) -> int:
 
 
 def rows_per_program(rows: int, width: int, slots: int = MIN_SLOTS) -> int | None:
-    """Rows of each program of ``all_reduce_rmsnorm``, of which there are at most ``slots``; None where so many rows do
-    not fit."""
+    """Rows of each program of ``all_reduce_rmsnorm``, of which there are at most ``slots``; None where the rows do not
+    fit."""
     block = triton.next_power_of_2(width)
     most, rows_each = SLOT_VALUES // block, triton.next_power_of_2(-(-rows // MIN_SLOTS))
     if rows_each * block > _BLOCK:

@@ -5,8 +5,8 @@ A response's bytes reach the sink as they came; nothing is decoded or rebuilt. T
 
 Contract with the sink (``ResponseSink``): after ``UpstreamPool.send`` returned (never before), zero or one
 ``on_response_head``, then any number of ``on_response_data``, then exactly one of ``on_response_end`` and
-``on_response_lost``. After ``Call.cancel`` nothing comes any more. ``reusable`` is False when the response told
-its reader to close the connection, or ended with it.
+``on_response_lost``. After ``Call.cancel`` nothing comes any more. ``reusable`` is False when the response asked
+to close the connection, or ended with it.
 
 A response of up to ``MAX_BUFFERED_BYTES`` that is no stream reaches the sink complete, in its ``on_response_head``, or
 not at all: one that breaks off in the middle is as good as none, and can be requested of another worker.

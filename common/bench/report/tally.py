@@ -19,5 +19,5 @@ class Tally:
         self._tokens += answer.num_output_tokens
         self._failed += answer.failure is not None
         seconds = max(load.duration, 1e-9)
-        told = f"{self._done / seconds:.1f} req/s, {self._tokens / seconds:,.0f} tok/s, {load.num_open} open"
-        self._progress.advance(told + (f", {self._failed} failed" if self._failed else ""))
+        note = f"{self._done / seconds:.1f} req/s, {self._tokens / seconds:,.0f} tok/s, {load.num_open} open"
+        self._progress.advance(note + (f", {self._failed} failed" if self._failed else ""))

@@ -11,22 +11,13 @@ import re
 from ..cursor import Cursor, Step
 from .call_emitter import CallEmitter
 from .format import Layout, Tag, ToolFormat
-from .json_call import json_arguments, json_object
+from .json_call import json_arguments, json_object, section_script
 
 ALL_BEGIN, ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 BEGIN, SEP, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 FENCE = "```"
 _NAME = re.compile(r"[\w.\-]*")
 _MARKERS = (ALL_BEGIN, ALL_END, BEGIN, SEP, END)
-
-
-def read(cursor: Cursor, calls: CallEmitter) -> Step[None]:
-    while opener := (yield from cursor.content(ALL_BEGIN, ALL_END, BEGIN)):
-        yield from cursor.take(opener)
-        if opener == BEGIN and not (yield from _call(cursor, calls)):
-            cursor.to_content()
-        else:
-            cursor.drop()
 
 
 def _call(cursor: Cursor, calls: CallEmitter) -> Step[bool]:
@@ -51,8 +42,9 @@ def _call(cursor: Cursor, calls: CallEmitter) -> Step[bool]:
     return True
 
 
-DEEPSEEK_V3 = ToolFormat(read, _MARKERS, (frozenset((BEGIN, SEP, FENCE + "json")),), Layout(
+_SCRIPT = section_script(ALL_BEGIN, ALL_END, BEGIN, _call)
+DEEPSEEK_V3 = ToolFormat(_SCRIPT, _MARKERS, (frozenset((BEGIN, SEP, FENCE + "json")),), Layout(
     lambda name: Tag(f"{BEGIN}function{SEP}{name}\n{FENCE}json\n", f"\n{FENCE}{END}"), ALL_BEGIN, "\n", ALL_END,
     ALL_BEGIN))
-DEEPSEEK_V31 = ToolFormat(read, _MARKERS, (frozenset((BEGIN, SEP)),), Layout(
+DEEPSEEK_V31 = ToolFormat(_SCRIPT, _MARKERS, (frozenset((BEGIN, SEP)),), Layout(
     lambda name: Tag(f"{BEGIN}{name}{SEP}", END), ALL_BEGIN, "", ALL_END, ALL_BEGIN))

@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 from ..cursor import Cursor, Step
 from ..json_scanner import JsonScanner
 from .call_emitter import CallEmitter
 
 _NAME, _ARGUMENTS = "name", ("arguments", "parameters")
+
+
+Script = Callable[[Cursor, CallEmitter], Step[None]]
+
+
+def section_script(all_begin: str, all_end: str, begin: str,
+                   call: Callable[[Cursor, CallEmitter], Step[bool]]) -> Script:
+    """The script of a format whose calls are in a section from ``all_begin`` to ``all_end``.
+
+    ``call`` reads one call after its ``begin``; False where there is none: what it read is content then.
+    """
+    def read(cursor: Cursor, calls: CallEmitter) -> Step[None]:
+        while opener := (yield from cursor.content(all_begin, all_end, begin)):
+            yield from cursor.take(opener)
+            if opener == begin and not (yield from call(cursor, calls)):
+                cursor.to_content()
+            else:
+                cursor.drop()
+
+    return read
 
 
 def json_object(cursor: Cursor) -> Step[bool]:

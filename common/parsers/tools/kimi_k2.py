@@ -7,20 +7,11 @@ import re
 from ..cursor import Cursor, Step
 from .call_emitter import CallEmitter
 from .format import Layout, Tag, ToolFormat
-from .json_call import json_arguments, json_object
+from .json_call import json_arguments, json_object, section_script
 
 ALL_BEGIN, ALL_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 BEGIN, SEP, END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 _ID = re.compile(r"[\w.\-:]*")
-
-
-def read(cursor: Cursor, calls: CallEmitter) -> Step[None]:
-    while opener := (yield from cursor.content(ALL_BEGIN, ALL_END, BEGIN)):
-        yield from cursor.take(opener)
-        if opener == BEGIN and not (yield from _call(cursor, calls)):
-            cursor.to_content()
-        else:
-            cursor.drop()
 
 
 def _call(cursor: Cursor, calls: CallEmitter) -> Step[bool]:
@@ -36,5 +27,6 @@ def _call(cursor: Cursor, calls: CallEmitter) -> Step[bool]:
     return True
 
 
-KIMI_K2 = ToolFormat(read, (ALL_BEGIN, ALL_END, BEGIN, SEP, END), (frozenset((ALL_BEGIN,)),), Layout(
+_SCRIPT = section_script(ALL_BEGIN, ALL_END, BEGIN, _call)
+KIMI_K2 = ToolFormat(_SCRIPT, (ALL_BEGIN, ALL_END, BEGIN, SEP, END), (frozenset((ALL_BEGIN,)),), Layout(
     lambda name: Tag(f"{BEGIN}functions.{name}:0{SEP}", END), ALL_BEGIN, "", ALL_END, ALL_BEGIN))

@@ -56,8 +56,10 @@ Body = TypeVar("Body", bound=_Body)
 
 @dataclass(frozen=True)
 class ChatApi(Generic[Body]):
-    """An API whose requests stand for chats. ``adapter`` gets the body, the answer's header and the number of prompt
-    tokens; ``translate_error`` puts an error about the chat's fields into the API's own."""
+    """An API whose requests are translated into chats.
+
+    ``adapter`` gets the body, the answer's header and the number of prompt tokens; ``translate_error`` puts an error
+    about the chat's fields into the API's own."""
 
     decode: Callable[[bytes], Body]
     as_chat: Callable[[Body], ChatRequest]

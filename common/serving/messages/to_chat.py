@@ -7,6 +7,7 @@ from typing import Any
 from ...api.errors import InvalidRequest
 from ..chat.schema import ChatRequest, Function, FunctionCall, Message, MessageToolCall, Tool
 from ..protocol.bootstrap import BootstrapFields
+from ..protocol.decoding import required
 from ..protocol.sampling import StreamOptions
 from .schema import ContentBlock, Conversation, MessagesRequest
 
@@ -63,11 +64,11 @@ def _assistant_message(blocks: list[ContentBlock], path: str, names: dict[str, s
     for i, block in enumerate(blocks):
         at = f"{path}[{i}]"
         if block.type == "text":
-            reply.content = f"{reply.content or ''}{_required(block.text, f'{at}.text')}"
+            reply.content = f"{reply.content or ''}{required(block.text, f'{at}.text')}"
         elif block.type == "thinking":
-            reply.reasoning_content = f"{reply.reasoning_content or ''}{_required(block.thinking, f'{at}.thinking')}"
+            reply.reasoning_content = f"{reply.reasoning_content or ''}{required(block.thinking, f'{at}.thinking')}"
         elif block.type == "tool_use":
-            call_id, name = _required(block.id, f"{at}.id"), _required(block.name, f"{at}.name")
+            call_id, name = required(block.id, f"{at}.id"), required(block.name, f"{at}.name")
             names[call_id] = name
             call = MessageToolCall(FunctionCall(name, block.input or {}), call_id)
             reply.tool_calls = [*(reply.tool_calls or ()), call]
@@ -82,15 +83,15 @@ def _user_messages(role: str, blocks: list[ContentBlock], path: str, names: dict
     for i, block in enumerate(blocks):
         at = f"{path}[{i}]"
         if block.type == "tool_result":
-            call_id = _required(block.tool_use_id, f"{at}.tool_use_id")
+            call_id = required(block.tool_use_id, f"{at}.tool_use_id")
             messages.append(Message("tool", _text(block.content, f"{at}.content"), names.get(call_id),
                                  tool_call_id=call_id))
         elif block.type != "text":
             raise _unknown(block, at)
         elif messages and messages[-1].role == role:
-            messages[-1].content = f"{messages[-1].content}{_required(block.text, f'{at}.text')}"
+            messages[-1].content = f"{messages[-1].content}{required(block.text, f'{at}.text')}"
         else:
-            messages.append(Message(role, _required(block.text, f"{at}.text")))
+            messages.append(Message(role, required(block.text, f"{at}.text")))
     return messages or [Message(role, "")]
 
 
@@ -100,18 +101,12 @@ def _text(content: str | list[ContentBlock] | None, path: str) -> str:
     for i, block in enumerate(content):
         if block.type != "text":
             raise _unknown(block, f"{path}[{i}]")
-    return "\n".join(_required(block.text, f"{path}[{i}].text") for i, block in enumerate(content))
+    return "\n".join(required(block.text, f"{path}[{i}].text") for i, block in enumerate(content))
 
 
 def _unknown(block: ContentBlock, path: str) -> InvalidRequest:
     return InvalidRequest(f"{path} is of type {block.type[:80]!r}, which this model does not take here.", param=path,
                           code="unsupported_content")
-
-
-def _required(value: str | None, path: str) -> str:
-    if value is None:
-        raise InvalidRequest(f"{path} is missing.", param=path)
-    return value
 
 
 # ---------------------------------------------------------------- options
@@ -132,7 +127,7 @@ def _tool_choice(request: Conversation) -> str | dict[str, Any] | None:
     if choice is None:
         return None
     if choice.type == "tool":
-        return {"type": "function", "function": {"name": _required(choice.name, "tool_choice.name")}}
+        return {"type": "function", "function": {"name": required(choice.name, "tool_choice.name")}}
     if choice.type not in _CHOICES:
         raise InvalidRequest(f"tool_choice.type must be 'auto', 'any', 'tool' or 'none', got {choice.type[:80]!r}.",
                              param="tool_choice.type")

@@ -43,6 +43,13 @@ class BodyDecoder(Generic[T]):
         return request
 
 
+def required(value: str | None, path: str) -> str:
+    """``value``; raises InvalidRequest where the field at ``path`` is missing."""
+    if value is None:
+        raise InvalidRequest(f"{path} is missing.", param=path)
+    return value
+
+
 def _readable(error: msgspec.ValidationError) -> InvalidRequest:
     match = _AT.match(str(error))
     assert match is not None

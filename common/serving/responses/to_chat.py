@@ -11,6 +11,7 @@ from typing import Any
 from ...api.errors import InvalidRequest
 from ..chat.schema import ChatRequest, Function, FunctionCall, Message, MessageToolCall, Tool
 from ..protocol.bootstrap import BootstrapFields
+from ..protocol.decoding import required
 from ..protocol.sampling import StreamOptions
 from .schema import FunctionTool, InputItem, InputPart, ResponseRequest, TextOptions
 
@@ -75,7 +76,7 @@ class _Conversation:
         elif kind == "function_call":
             self._add_call(item, path)
         elif kind == "function_call_output":
-            call_id = _required(item.call_id, f"{path}.call_id")
+            call_id = required(item.call_id, f"{path}.call_id")
             self.messages.append(Message("tool", _text(item.output, f"{path}.output"), self._names.get(call_id),
                                          tool_call_id=call_id))
         elif kind == "reasoning":
@@ -87,7 +88,7 @@ class _Conversation:
                                  param=f"{path}.type", code="unsupported_content")
 
     def _add_message(self, item: InputItem, path: str) -> None:
-        role = _required(item.role, f"{path}.role")
+        role = required(item.role, f"{path}.role")
         text = _text(item.content, f"{path}.content")
         if role in ("system", "developer") and len(self.messages) == 1 and self.messages[0].role == "system":
             self.messages[0].content = f"{self.messages[0].content}\n\n{text}"  # templates take one
@@ -98,7 +99,7 @@ class _Conversation:
             self.messages.append(Message(role, text))
 
     def _add_call(self, item: InputItem, path: str) -> None:
-        call_id, name = _required(item.call_id, f"{path}.call_id"), _required(item.name, f"{path}.name")
+        call_id, name = required(item.call_id, f"{path}.call_id"), required(item.name, f"{path}.name")
         self._names[call_id] = name
         message = self._last_assistant_message()
         if message is None:
@@ -125,12 +126,6 @@ def _text(content: str | list[InputPart] | None, path: str) -> str:
     return "".join(texts)
 
 
-def _required(value: str | None, path: str) -> str:
-    if value is None:
-        raise InvalidRequest(f"{path} is missing.", param=path)
-    return value
-
-
 # ---------------------------------------------------------------- options
 
 
@@ -155,7 +150,7 @@ def _tool(tool: FunctionTool, path: str) -> Tool:
     if tool.type != "function":
         raise InvalidRequest(f"{path}.type must be 'function', got {tool.type[:80]!r}: this server runs no tools.",
                              param=f"{path}.type", code="unsupported_parameter")
-    return Tool(Function(_required(tool.name, f"{path}.name"), tool.description, tool.parameters, tool.strict))
+    return Tool(Function(required(tool.name, f"{path}.name"), tool.description, tool.parameters, tool.strict))
 
 
 def _response_format(text: TextOptions | None) -> dict[str, Any] | None:

@@ -255,8 +255,8 @@ SAID = [(Prompt(1, text="Hi"), Answer(Prompt(1, text="Hi"), 1, 0.0, text=" there
 
 
 def test_bodies_of_each_api():
-    asking = RequestOptions("m", extra={"sampling_params": {"temperature": 0.5}, "top_p": 0.9})
-    body = APIS["baton"].body(asking, SAID, Prompt(1, text=" now"), 9)
+    options = RequestOptions("m", extra={"sampling_params": {"temperature": 0.5}, "top_p": 0.9})
+    body = APIS["baton"].body(options, SAID, Prompt(1, text=" now"), 9)
     assert body == {"text": "Hi there now", "model": "m", "stream": True, "top_p": 0.9,
                     "sampling_params": {"temperature": 0.5, "max_new_tokens": 9, "ignore_eos": True}}
     with_ids = [(Prompt(2, ids=[1, 2]), Answer(Prompt(2, ids=[1, 2]), 1, 0.0, ids=[3]))]
