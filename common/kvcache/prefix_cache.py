@@ -3,29 +3,36 @@
 The idea is RadixAttention's (Zheng et al., SGLang, 2024): finished requests leave their pages in a tree
 keyed by the tokens they were computed from, and a new prompt reuses the pages of its longest prefix.
 An edge is a whole number of pages; a partial page never enters the tree.
+
+The pages of an edge are the first cache group's. Of further groups (cache_group.py) it has the pages that their rules
+make useful and that were not evicted since, which they are before the edge is.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
+
+from .cache_group import ABSENT, CacheGroup
 
 
 class Node:
     """An edge of the tree and the point it leads to.
 
     ``tokens`` (int32) has ``page_size`` entries for each of ``pages`` (int64). ``locks`` counts the requests that
-    read this node or one below it: a locked node is not evicted.
+    read this node or one below it: a locked node is not evicted. ``group_pages`` has the page ids (int64) of each
+    further group, ABSENT for those that it lacks.
     """
 
-    __slots__ = ("tokens", "pages", "parent", "children", "locks", "last_used")
+    __slots__ = ("tokens", "pages", "group_pages", "parent", "children", "locks", "last_used")
 
-    def __init__(self, tokens: np.ndarray, pages: np.ndarray, parent: Node | None):
+    def __init__(self, tokens: np.ndarray, pages: np.ndarray, group_pages: list[np.ndarray], parent: Node | None):
         self.tokens = tokens
         self.pages = pages
+        self.group_pages = group_pages
         self.parent = parent
         self.children: dict[bytes, Node] = {}
         self.locks = 0
@@ -54,9 +61,12 @@ class PrefixCache:
     ``listener``, where set, is called on changes; it must be set while the tree is empty.
     """
 
-    def __init__(self, page_size: int):
+    def __init__(self, page_size: int, groups: Sequence[CacheGroup] = ()):
+        """``groups`` are the further groups, whose pages enter by ``CacheGroup.give_to_cache``."""
         self.page_size = page_size
-        self._root = Node(np.empty(0, np.int32), np.empty(0, np.int64), None)
+        self._groups = groups
+        none = np.empty(0, np.int64)
+        self._root = Node(np.empty(0, np.int32), none, [none] * len(groups), None)
         self.num_pages = 0
         self.num_locked = 0
         self.version = 0  # grows with every change of what can be matched
@@ -73,11 +83,47 @@ class PrefixCache:
     def match(self, tokens: np.ndarray) -> tuple[Node, np.ndarray]:
         """The node and page ids of the longest cached prefix of ``tokens`` (int32), in whole pages.
 
-        Splits an edge where the prefix ends inside it, so that the node covers exactly the prefix.
+        Splits an edge where the prefix ends inside it, so that the node covers exactly the prefix. After this prefix
+        tokens can be computed: it ends where each further group has the pages that they read.
         """
+        node, pages = self._walk(self._root, tokens)
+        if self._groups and (count := self._reusable_pages(node, len(pages))) < len(pages):
+            node, pages = self._walk(self._root, tokens[:count * self.page_size])
+        self._touch(node)
+        return node, pages
+
+    def match_first_group(self, tokens: np.ndarray) -> tuple[Node, np.ndarray]:
+        """``match`` without regard to further groups."""
         node, pages = self._walk(self._root, tokens)
         self._touch(node)
         return node, pages
+
+    def group_pages(self, node: Node, group: int, first: int, count: int) -> np.ndarray:
+        """Page ids ``[count - first]`` of a further group from page ``first`` on of a path of ``count`` pages that ends
+        with ``node``; ABSENT where the tree lacks one."""
+        parts = [edge.group_pages[group][max(0, first - before):]
+                 for before, edge in self.edges_from(node, first, count)]
+        return np.concatenate(parts[::-1]) if parts else np.empty(0, np.int64)
+
+    def edges_from(self, node: Node, first: int, count: int) -> Iterator[tuple[int, Node]]:
+        """Yields the edges with pages from ``first`` on of a path of ``count`` pages that ends with ``node``, the last
+        one first, and the number of pages before each."""
+        step: Node | None = node
+        while count > first and step is not None:
+            count -= len(step.pages)
+            yield count, step
+            step = step.parent
+
+    def _reusable_pages(self, node: Node, count: int) -> int:
+        """Pages of the longest beginning of a path of ``count`` pages, which ends with ``node``, after which tokens can
+        be computed."""
+        present = [self.group_pages(node, index, 0, count) != ABSENT for index in range(len(self._groups))]
+        before = -1
+        while count != before:
+            before = count
+            for group, there in zip(self._groups, present):
+                count = group.rule.reusable_pages(there[:count], self.page_size)
+        return count
 
     def _walk(self, node: Node, tokens: np.ndarray) -> tuple[Node, np.ndarray]:
         """The deepest node below ``node`` that ``tokens`` reach, and the pages on the path."""
@@ -103,7 +149,8 @@ class PrefixCache:
         present = len(matched)
         if present < len(pages):
             rest = tokens[present * self.page_size :]
-            leaf = Node(rest.copy(), pages[present:].copy(), node)
+            absent = [np.full(len(pages) - present, ABSENT, np.int64) for _ in self._groups]
+            leaf = Node(rest.copy(), pages[present:].copy(), absent, node)
             node.children[self._key(rest)] = leaf
             self.num_pages += len(leaf.pages)
             self.version += 1
@@ -139,6 +186,8 @@ class PrefixCache:
             assert parent is not None
             del parent.children[self._key(leaf.tokens)]
             freed.append(leaf.pages)
+            for group, ids in zip(self._groups, leaf.group_pages):
+                group.free_cached(ids[ids != ABSENT])
             if self.listener is not None:
                 self.listener.removed(leaf.pages)
             total += len(leaf.pages)
@@ -147,6 +196,22 @@ class PrefixCache:
         self.num_pages -= total
         self.version += bool(total)
         return np.concatenate(freed) if freed else np.empty(0, np.int64)
+
+    def evict_from_group(self, index: int, count: int) -> None:
+        """Free ``count`` pages of a further group that no request reads, or all of these: of the least recently used
+        edges, and of each the first, without which the prefixes that end behind them can still be reused."""
+        group = self._groups[index]
+        for node in sorted(self._nodes(), key=lambda node: node.last_used):
+            if count <= 0:
+                break
+            ids = node.group_pages[index]
+            places = np.flatnonzero(ids != ABSENT)
+            places = places[group.unread_of(ids[places])][:count]
+            if len(places):
+                group.free_cached(ids[places])
+                ids[places] = ABSENT
+                count -= len(places)
+                self.version += 1
 
     def edges(self) -> Iterator[tuple[int | None, np.ndarray, np.ndarray]]:
         """Yields ``(preceding page or None, pages, tokens)`` of every edge, parents before children."""
@@ -160,6 +225,11 @@ class PrefixCache:
         pages = np.concatenate([n.pages for n in nodes]) if nodes else np.empty(0, np.int64)
         assert len(np.unique(pages)) == len(pages) == self.num_pages, "the tree's page count is off"
         assert sum(len(n.pages) for n in nodes if n.locks) == self.num_locked, "the tree's lock count is off"
+
+    def cached_in_group(self, index: int) -> np.ndarray:
+        """Ids of all pages of a further group that the tree has."""
+        ids = np.concatenate([node.group_pages[index] for node in self._nodes()] or [np.empty(0, np.int64)])
+        return ids[ids != ABSENT]
 
     def _nodes(self) -> Iterator[Node]:
         stack = list(self._root.children.values())
@@ -181,10 +251,11 @@ class PrefixCache:
         """Cut an edge after ``pages`` pages; returns the new upper node."""
         cut = pages * self.page_size
         assert node.parent is not None and 0 < pages < len(node.pages)
-        upper = Node(node.tokens[:cut], node.pages[:pages], node.parent)
+        upper = Node(node.tokens[:cut], node.pages[:pages], [ids[:pages] for ids in node.group_pages], node.parent)
         upper.locks, upper.last_used = node.locks, node.last_used
         node.parent.children[self._key(node.tokens)] = upper
         node.tokens, node.pages, node.parent = node.tokens[cut:], node.pages[pages:], upper
+        node.group_pages = [ids[pages:] for ids in node.group_pages]
         upper.children[self._key(node.tokens)] = node
         return upper
 
