@@ -108,7 +108,8 @@ class CacheGroup:
         assert num_pages >= self._max_pages, f"{num_pages} pages are too few for {rule}"
 
     def __repr__(self) -> str:
-        return f"CacheGroup({self.rule}, free {self.num_free}, allocated {self.num_allocated}, cached {self.num_cached})"
+        return (f"CacheGroup({self.rule}, free {self.num_free}, allocated {self.num_allocated}, "
+                f"cached {self.num_cached})")
 
     @property
     def num_pages(self) -> int:
@@ -191,8 +192,6 @@ class CacheGroup:
         """Hand pages that the table owns to the prefix cache, where ``into`` [n], the ids of pages ``first`` onwards of
         a node, has none; False where there are none. The table reads them from now on."""
         begin, end = max(first, table.first), min(first + len(into), table.end)
-        if begin >= end:
-            return False
         ids, owned = table.span(begin, end), table.owned[begin - table.first:end - table.first]
         slots = into[begin - first:end - first]
         given = owned & (slots == ABSENT)

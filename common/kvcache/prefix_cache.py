@@ -228,8 +228,8 @@ class PrefixCache:
 
     def cached_in_group(self, index: int) -> np.ndarray:
         """Ids of all pages of a further group that the tree has."""
-        ids = np.concatenate([node.group_pages[index] for node in self._nodes()] or [np.empty(0, np.int64)])
-        return ids[ids != ABSENT]
+        ids: np.ndarray = np.concatenate([node.group_pages[index] for node in (self._root, *self._nodes())])
+        return np.delete(ids, np.flatnonzero(ids == ABSENT))
 
     def _nodes(self) -> Iterator[Node]:
         stack = list(self._root.children.values())

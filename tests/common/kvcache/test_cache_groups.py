@@ -65,6 +65,7 @@ def compute(cache, prompt, chunk=100, keep=True):
 def test_pages_behind_the_window_are_given_back():
     cache = manager(prefix_cache=False)
     group, = cache.groups
+    cache.tidy()
     table, _ = compute(cache, tokens(*range(20)), chunk=4)
     own, = table.groups
     assert own.end == 10 and own.first == group.first_page(12) == 4
@@ -157,7 +158,13 @@ def test_received_prompts_have_the_pages_of_their_last_window():
     assert cache.match_prefix(prompt, 16).num_cached_pages == 0  # page 6 was not received
     private = cache.new_private_table(17)
     assert cache.allocate_received(private, 17) and private.groups[0].first == 7
-    for each in (table, again, equal, private):
+    whole = cache.match_received(tokens(*range(16), 50, 51, 52, 53))  # of which nothing is missing
+    cache.commit(again, tokens(*range(16), 50, 51, 52, 53))
+    cache.release(whole)
+    whole = cache.match_received(tokens(*range(16), 50, 51, 52, 53))
+    assert cache.allocate_received(whole, 20) and whole.ids.tolist() == again.ids.tolist() and not whole.owned.any()
+    assert not cache.allocate_received(whole, 80) and cache.allocate_received(whole, 20)
+    for each in (table, again, equal, private, whole):
         cache.release(each)
     cache.check_integrity()
     assert manager(prefix_cache=False).match_received(prompt).groups[0].first == 7
@@ -287,7 +294,7 @@ def test_random_branching_prompts_read_what_was_computed_from_their_tokens(seed)
             start = table.num_cached_pages * PAGE
             hits += start > 0
             if received:
-                group, own = cache.groups[0], table.groups[0]
+                own, = table.groups
                 for page in range(table.count):
                     content = tuple(prompt[:(page + 1) * PAGE].tolist())
                     if page >= table.num_cached_pages:
