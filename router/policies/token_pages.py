@@ -88,7 +88,7 @@ class TokenPages:
             segment = young.get(key ^ page_size) or old.get(key ^ page_size)
             if segment is None:
                 if new == MAX_NEW_SEGMENTS:
-                    if parent != segments.seed:
+                    if parent is not None and parent != segments.seed:
                         yield segments.num_tokens // page_size, [parent]
                     return
                 new += 1
