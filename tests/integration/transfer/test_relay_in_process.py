@@ -14,7 +14,6 @@ from baton.common.api.errors import Aborted
 from baton.common.api.messages import Bootstrap, CustomProcessor, Failed, Generate, OutputBatch
 from baton.common.api.namespace import Namespace
 from baton.common.api.sampling import SamplingParams
-from baton.common.config.model import load_model_spec
 from baton.common.config.server import (
     CacheArgs,
     DisaggregationArgs,
@@ -30,6 +29,7 @@ from baton.common.engine.rank import EngineParts
 from baton.common.engine.unified_scheduler import UnifiedScheduler
 from baton.common.execution.executor import Executor
 from baton.common.kvcache.manager import KVCacheManager
+from baton.common.models.registry import load_model_spec
 from baton.common.runner.model_runner import ModelRunner
 from baton.common.sampling.sampler import Sampler
 from baton.common.scheduler.make_batcher import make_batcher
