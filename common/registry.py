@@ -118,16 +118,17 @@ class Registry(Generic[T]):
         folder = importlib.util.find_spec(self.package)
         assert folder is not None and folder.submodule_search_locations is not None, self.package
         for file in pkgutil.iter_modules(folder.submodule_search_locations, f"{self.package}."):
-            for name, declared in () if file.ispkg else self._read(file.name):
+            for name, declared in () if file.ispkg else self._read(file):
                 if name in found:
                     raise ConfigError(f"The {self.kind} {name} is registered twice.")
                 found[name] = declared
         return found
 
-    def _read(self, module: str) -> Iterator[tuple[str, _Declared]]:
-        spec = importlib.util.find_spec(module)
-        source = spec.loader.get_source(module) if spec is not None else None  # type: ignore[union-attr]
-        if source is None or ".register(" not in source:
+    def _read(self, file: pkgutil.ModuleInfo) -> Iterator[tuple[str, _Declared]]:
+        module = file.name
+        spec: Any = file.module_finder.find_spec(module, None)  # importlib's would import the package
+        source = spec.loader.get_source(module) or ""
+        if ".register(" not in source:
             return
         tree = ast.parse(source)
         aliases = set(self._aliases(tree, module))
