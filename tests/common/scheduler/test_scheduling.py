@@ -414,8 +414,8 @@ def test_the_page_budget_reserves_and_names_what_is_short():
     remember(cache, range(8))
     req, embedded, large = make_req([*range(8), 1, 2, 3]), make_req(range(8)), make_req(range(100, 140))
     embedded.embeds = np.zeros((8, 2), np.float32)
-    assert budget.shortfall(req, 12, 8) == 3 - 2 - 6
-    assert budget.shortfall(embedded, 8, 8) == 2 - 8  # Its token ids do not identify its pages.
+    assert budget.shortfalls(req, 12, 8) == [3 - 2 - 6]
+    assert budget.shortfalls(embedded, 8, 8) == [2 - 8]  # Its token ids do not identify its pages.
     assert not budget.reserve(large, 40, 36) and large.page_table is None
     assert budget.reserve(embedded, 8, 8) and embedded.page_table.num_cached_pages == 0
     assert budget.reserve(req, 12, 8) and req.page_table.num_cached_pages == 2
