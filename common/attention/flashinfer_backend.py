@@ -19,6 +19,7 @@ from ...kernels.arguments import HeadNorms
 from ...kernels.attention.dequantize_pages import dequantize_pages
 from ...kernels.attention.scale_by_sinks import scale_by_sinks
 from ..forward.forward_batch import ForwardBatch
+from ..forward.step_context import AttentionPlan
 from ..kvcache.pool import KVPool
 from .base import store
 from .triton_backend import TritonBackend
@@ -72,7 +73,7 @@ class FlashInferBackend:
         self._batch: ForwardBatch | None = None
         self._planned = torch.cuda.Event()
 
-    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
+    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> AttentionPlan:
         self._batch = batch
         if max_length is not None:
             self._captured[batch.num_reqs] = self._over_tensors_of(batch)
@@ -81,6 +82,7 @@ class FlashInferBackend:
             self._plan(self._decode, batch, self._lengths(batch))
         else:
             self._plan_prompts(batch)
+        return self
 
     def warm_up(self, compute_prompt: Callable[[], None]) -> None:
         compute_prompt()

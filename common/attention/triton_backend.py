@@ -15,6 +15,7 @@ from ...kernels.attention.paged_prefill import PrefillBlocks, paged_prefill, pla
 from ...kernels.device import num_sms
 from ...kernels.tuning.policy import policy_of
 from ..forward.forward_batch import ForwardBatch
+from ..forward.step_context import AttentionPlan
 from ..kvcache.pool import KVPool
 from .base import ANY_LENGTH, store
 
@@ -35,7 +36,7 @@ class TritonBackend:
         self._plan: DecodePlan | None = None
         self._blocks: PrefillBlocks | None = None
 
-    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
+    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> AttentionPlan:
         self._batch = batch
         if batch.is_decode:
             # The first layer makes it, so that a graph that captures the layers holds it, and makes it in every replay.
@@ -43,6 +44,7 @@ class TritonBackend:
             self._longest = max_length or int(np.diff(batch.kv_indptr_cpu).max()) * self._pool.layout.page_size
         else:
             self._blocks = plan_prefill(batch.qo_indptr_cpu, self._group, batch.input_ids.device)
+        return self
 
     def warm_up(self, compute_prompt: Callable[[], None]) -> None:
         compute_prompt()
