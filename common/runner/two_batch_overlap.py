@@ -12,7 +12,7 @@ from ..distributed.step_rows import pads_groups
 from ..distributed.token_exchange import TokenExchange
 from ..forward.forward_batch import ForwardBatch, indptr_of, slice_batch
 from ..forward.step_context import MicroBatch, StepContext
-from ..models.causal_lm import CausalLM
+from ..models.decoder.causal_lm import CausalLM
 from .dp_sync import DPStepInfo
 
 

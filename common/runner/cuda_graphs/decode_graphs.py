@@ -21,7 +21,7 @@ from ...attention.base import AttentionPlanner
 from ...distributed.step_rows import StepRows
 from ...forward.forward_batch import DecodeTable, ForwardBatch, Row, build_forward_batch
 from ...forward.step_context import AttentionPlan, StepContext
-from ...models.causal_lm import CausalLM
+from ...models.decoder.causal_lm import CausalLM
 from .decode_inputs import DecodeInputs
 
 _INPUTS_BY_DTYPE = (("input_ids", "positions", "page_of_token", "offset_in_page"),

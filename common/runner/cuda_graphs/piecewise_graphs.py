@@ -26,7 +26,7 @@ from ...distributed.step_rows import StepRows
 from ...forward.host_copies import upload_joined
 from ...forward.piecewise import Projected
 from ...layers.moe import MoE
-from ...models.causal_lm import CausalLM
+from ...models.decoder.causal_lm import CausalLM
 
 _MAX_PADDING_RATIO = 1.0625
 """Rows computed for each token, at most, where padding costs something."""

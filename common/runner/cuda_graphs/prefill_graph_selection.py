@@ -16,7 +16,7 @@ from ...distributed.parallel import Parallel
 from ...distributed.step_rows import StepRows
 from ...forward.forward_batch import ForwardBatch
 from ...forward.piecewise import PiecewiseStep
-from ...models.causal_lm import CausalLM
+from ...models.decoder.causal_lm import CausalLM
 from ...weights.loader import Progress
 from ..dp_sync import DPStepInfo
 from .launch_cost import launch_bound_sizes, launch_ratio
