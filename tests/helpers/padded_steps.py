@@ -33,7 +33,7 @@ class PaddedSteps:
         page, end = self.padding_row.page_ids[0], table.kv_indptr[-1]
         behind = DecodeTable(*(np.full(more, value) for value in (0, page, 0)), end + np.arange(1, more + 1),
                              np.full(more, page), np.full(more, 1))
-        return DecodeTable(*(np.concatenate(both).astype(both[0].dtype) for both in zip(table, behind)))
+        return DecodeTable(*(np.concatenate(both).astype(both[0].dtype) for both in zip(table[:6], behind)))
 
     def run(self, batch):
         assert batch.is_decode and batch.num_reqs in self._sizes
