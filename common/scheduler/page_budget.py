@@ -39,7 +39,8 @@ class PageBudget:
 
     def shortfalls(self, req: Req, num_tokens: int, prefix_limit: int) -> list[int]:
         """Pages of each cache group that must become free before ``reserve`` succeeds, 0 or less where it would now."""
-        further = [group.num_reserved + group.bound_for(req.max_tokens) - group.num_pages for group in self.cache.groups]
+        further = [group.num_reserved + group.bound_for(req.max_tokens) - group.num_pages
+                   for group in self.cache.groups]
         table = self._match(req, num_tokens, prefix_limit)  # what is locked cannot be evicted
         shortfall = self._shortfall(req, table.count, num_tokens)
         self.cache.release(table)
