@@ -55,7 +55,8 @@ _OTHER_BROADCASTS: dict[bytes, Broadcast] = {
 def broadcasts() -> dict[bytes, tuple[tuple[bytes, ...], Broadcast]]:
     """Methods of the paths that are sent to every worker, by path: those of registered commands, and others. Raises
     ConfigError for a plug-in that does not load."""
-    found = {path: (_POST, broadcast) for path, broadcast in _OTHER_BROADCASTS.items()}
+    found: dict[bytes, tuple[tuple[bytes, ...], Broadcast]] = {
+        path: (_POST, broadcast) for path, broadcast in _OTHER_BROADCASTS.items()}
     for endpoint in all_endpoints():
         if endpoint.broadcast is not None:
             found[endpoint.path.encode()] = tuple(map(str.encode, endpoint.methods)), endpoint.broadcast

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..runner.model_runner import ModelRunner
     from ..scheduler.batcher import Batcher
     from ..serving.context.serving_context import ServingContext
+    from .memory import MemoryKind
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -37,7 +38,7 @@ class Rank(Protocol):
     batcher: Batcher
     peers: Peers
     profiler: Profiler
-    released: set[str]
+    released: set[MemoryKind]
     """The kinds of memory that are released."""
 
     @property
@@ -119,8 +120,8 @@ class Command(Generic[S]):
     struct: type[S]
     """What ranks get."""
     run: Callable[[Rank, S], str]
-    """Executes it on a rank; returns a sentence about what was done. Raises ServingError, with nothing changed, where it
-    is refused."""
+    """Executes it on a rank; returns a sentence about what was done. Raises ServingError, with nothing changed, where
+    it is refused."""
     endpoints: tuple[Endpoint, ...]
     while_busy: bool = False
     """True where it is allowed while requests run; else they are answered with Conflict."""

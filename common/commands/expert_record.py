@@ -35,11 +35,15 @@ def run(rank: Rank, command: RecordExperts) -> str:
 
 
 async def start_expert_distribution_record(server: Server, body: None) -> str:
-    """Counts the tokens of every expert from now on; 400 without --expert-distribution-recorder-mode."""
+    """Counts the tokens of every expert from now on; 400 without --expert-distribution-recorder-mode.
+
+    ``--enable-eplb`` counts them too.
+    """
     return await server.execute(RecordExperts("start"))
 
 
 async def stop_expert_distribution_record(server: Server, body: None) -> str:
+    """Stops counting; the record can be dumped until the next start."""
     return await server.execute(RecordExperts("stop"))
 
 

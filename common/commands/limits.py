@@ -43,7 +43,11 @@ def run(rank: Rank, command: SchedulerLimits) -> str:
 
 
 async def set_internal_state(server: Server, body: InternalStateRequest) -> str:
-    """Changes limits of the scheduler while it runs."""
+    """Changes limits of the scheduler while it runs.
+
+    ``server_args`` has one or more of ``max_running_requests``, ``chunked_prefill_size`` (neither above its value at
+    startup) and ``schedule_policy``.
+    """
     if not _given(body.server_args):
         names = ", ".join(SchedulerLimits.__struct_fields__)
         raise InvalidRequest(f"server_args must hold one of {names}.", param="server_args")

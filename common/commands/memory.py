@@ -61,11 +61,16 @@ def _sentence(verb: str, kinds: set[MemoryKind]) -> str:
 
 
 async def release_memory_occupation(server: Server, body: MemoryRequest) -> str:
-    """Releases the device memory of weights and KV pool, or of ``tags``; 409 while requests run."""
+    """Releases the device memory of weights and KV pool, or of ``tags``; 409 while requests run.
+
+    ``weights`` are kept in host memory; the pages of ``kv_cache`` are lost, and a server of a pair cannot release it.
+    Requests are refused until it is resumed.
+    """
     return await server.execute(ReleaseMemory(_kinds(server, body)))
 
 
 async def resume_memory_occupation(server: Server, body: MemoryRequest) -> str:
+    """Allocates memory again that ``/release_memory_occupation`` released: all of it, or ``tags``."""
     return await server.execute(ResumeMemory(_kinds(server, body)))
 
 

@@ -44,7 +44,12 @@ def run_continue(rank: Rank, command: ContinueGeneration) -> str:
 
 async def pause_generation(server: Server, body: PauseRequest) -> str:
     """Pauses generation until ``/continue_generation``; new requests wait. Running ones end ("abort", the default), are
-    retracted ("retract"), or keep their pages ("in_place")."""
+    retracted ("retract"), or keep their pages ("in_place").
+
+    Retracted requests are computed again afterwards: the cache can be flushed or the weights changed in between. A
+    pair's prefill server has no ``retract``: its prompts stay as they are, and fail when the pause outlasts
+    ``--disaggregation-bootstrap-timeout`` or ``--kv-transfer-timeout``.
+    """
     mode = body.mode or "abort"
     with server.context.client.hold_requests():
         done = await server.execute(PauseGeneration(mode))

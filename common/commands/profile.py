@@ -25,7 +25,7 @@ class StartProfile(msgspec.Struct, frozen=True):
 
 
 class StopProfile(msgspec.Struct, frozen=True):
-    pass
+    """Writes the trace that ``/start_profile`` began; 409 where none is recorded."""
 
 
 class ProfileRequest(msgspec.Struct):
@@ -45,6 +45,8 @@ def run_stop(rank: Rank, command: StopProfile) -> str:
 
 
 async def start_profile(server: Server, body: ProfileRequest) -> str:
+    """Records torch.profiler's trace of every rank until ``/stop_profile``, or for ``num_steps`` steps; 409 while one
+    is recorded. The answer's message is the file's path."""
     return await server.execute(StartProfile(
         body.output_dir or tempfile.gettempdir(), body.num_steps, body.activities or ("CPU", "GPU"),
         bool(body.with_stack), bool(body.record_shapes)))

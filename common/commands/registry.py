@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -12,19 +13,23 @@ from .base import Command, Endpoint
 COMMANDS: Registry[Command[Any]] = Registry("command", "baton.common.commands", group="baton.commands")
 
 
-def all_commands() -> dict[str, Command[Any]]:
-    """Imports every command's file; returns the commands by name. Raises ConfigError for a plug-in that does not
-    load."""
-    return {name: COMMANDS.get(name) for name in COMMANDS.names}
-
-
 def all_endpoints() -> list[Endpoint]:
-    return [endpoint for command in all_commands().values() for endpoint in command.endpoints]
+    """The endpoints of all commands, whose files are imported; raises ConfigError for a plug-in that does not load."""
+    return _endpoints(COMMANDS.names)
+
+
+def own_endpoints() -> list[Endpoint]:
+    """The endpoints of this folder's commands."""
+    return _endpoints(name for name in COMMANDS.names if COMMANDS.module_of(name) is not None)
+
+
+def _endpoints(names: Iterable[str]) -> list[Endpoint]:
+    return [endpoint for name in names for endpoint in COMMANDS.get(name).endpoints]
 
 
 def name_of(command: msgspec.Struct) -> str:
     """The name under which a struct's command is registered; raises LookupError."""
-    for name, each in all_commands().items():
-        if each.struct is type(command):
+    for name in COMMANDS.names:
+        if COMMANDS.get(name).struct is type(command):
             return name
     raise LookupError(f"No registered command has the struct {type(command).__name__}.")

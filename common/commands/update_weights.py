@@ -59,7 +59,10 @@ def _check_on_all_ranks(rank: Rank, check: Callable[[], None]) -> None:
 
 
 async def update_weights_from_disk(server: Server, body: UpdateWeightsRequest) -> str:
-    """Loads another checkpoint of the same architecture; 400 where it does not fit, 409 while requests run."""
+    """Loads another checkpoint of the same architecture; 400 where it does not fit, 409 while requests run.
+
+    One that does not fit changes nothing. ``abort_all_requests`` aborts running requests instead of refusing.
+    """
     context = server.context
     if body.abort_all_requests:
         context.client.abort("")

@@ -104,8 +104,9 @@ _PARAMETER = re.compile(r"\{(\w+)(?::[^}]*)?\}")
 
 def api_document(routes: Iterable[Route], endpoints: Iterable[Endpoint], open_paths: Iterable[str]) -> bytes:
     """The OpenAPI 3.1 document as JSON. ``endpoints`` are those of commands; ``open_paths`` need no key."""
-    operations = [(method, path, handler, _SHAPES.get(f"{method} {_template(path)}", _Shape()))
-                  for method, path, handler in routes]
+    operations: list[tuple[str, str, Callable[..., Any], _Shape]] = [
+        (method, path, handler, _SHAPES.get(f"{method} {_template(path)}", _Shape()))
+        for method, path, handler in routes]
     operations += [(method, endpoint.path, endpoint.serve, _Shape(endpoint.body, optional=not endpoint.requires_body))
                    for endpoint in endpoints for method in endpoint.methods]
     kinds = {kind: None for *_, shape in operations for kind in (shape.request, shape.response, shape.chunk) if kind}

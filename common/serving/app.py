@@ -92,8 +92,8 @@ _ROUTES: tuple[tuple[str, str, Route], ...] = (
     ("GET", "/metrics", admin_routes.metrics),
 )
 _FOR_CLIENTS = frozenset(re.sub(r":[^}]*}", "}", path) for _, path, _ in _ROUTES) | {"/openapi.json"}
-"""Paths that a client's key opens, as aiohttp spells them, besides those of commands for clients. Every other path needs
-an administrator's key, also one that is missing here by mistake."""
+"""Paths that a client's key opens, as aiohttp spells them, besides those of commands for clients. Every other path
+needs an administrator's key, also one that is missing here by mistake."""
 _OPEN_TO_ALL = frozenset(("/", "/health", "/health_generate", "/metrics"))
 
 

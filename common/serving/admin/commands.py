@@ -35,7 +35,8 @@ def _decoder(body: type[msgspec.Struct]) -> BodyDecoder[msgspec.Struct]:
 
 
 async def run_endpoint(context: ServingContext, endpoint: Endpoint, body: bytes) -> str:
-    """Runs the command of an endpoint; ``body`` is JSON, empty for defaults. Returns a sentence; raises ServingError."""
+    """Runs the command of an endpoint; ``body`` is JSON, empty for defaults. Returns a sentence; raises
+    ServingError."""
     decoded = None if endpoint.body is None else _decoder(endpoint.body).decode(body or b"{}")
     return await endpoint.serve(CommandServer(context), decoded)
 
