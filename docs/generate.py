@@ -221,7 +221,8 @@ FAMILIES = (
     Family("Flags and files that name them",
            "A value has the wrong type or range, or two flags exclude each other. The sentence names the flag; "
            "[flags](flags.md) lists what each takes.",
-           ("common/config/cli.py", "common/config/logs.py", "common/config/server", "common/registry.py", "launch.py",
+           ("common/config/cli.py", "common/config/logs.py", "common/config/server", "common/registry.py",
+            "common/commands", "launch.py",
             "offline.py", "common/serving/offline")),
     Family("Packages and GPUs",
            "Something is not installed, or the host shows no GPU. Install the extras that the sentence names "

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
+from ..api.errors import ConfigError
 from ..registry import Registry
 from .base import Command, Endpoint
 
@@ -14,8 +16,17 @@ COMMANDS: Registry[Command[Any]] = Registry("command", "baton.common.commands", 
 
 
 def all_endpoints() -> list[Endpoint]:
-    """The endpoints of all commands, whose files are imported; raises ConfigError for a plug-in that does not load."""
-    return _endpoints(COMMANDS.names)
+    """The endpoints of all commands, whose files are imported. Raises ConfigError for a plug-in that does not load, or
+    takes the path of another command."""
+    endpoints = _endpoints(COMMANDS.names)
+    refuse_taken_paths(Counter(endpoint.path for endpoint in endpoints) - Counter({each.path for each in endpoints}))
+    return endpoints
+
+
+def refuse_taken_paths(paths: Iterable[str]) -> None:
+    """Raises ConfigError where a command's path is one of ``paths``, which others have."""
+    if taken := sorted(paths):
+        raise ConfigError(f"A plug-in's command has the path {taken[0]}, which is taken: give it another one.")
 
 
 def own_endpoints() -> list[Endpoint]:

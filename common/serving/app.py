@@ -14,7 +14,7 @@ from aiohttp import web
 
 from ..api.errors import InvalidRequest, NotFound, ServingError, TooLarge
 from ..commands.base import Endpoint
-from ..commands.registry import all_endpoints
+from ..commands.registry import all_endpoints, refuse_taken_paths
 from .admin import commands
 from .admin import handler as admin_routes
 from .api_document import api_document
@@ -105,8 +105,9 @@ class MethodNotAllowed(ServingError):
 
 def make_app(context: ServingContext) -> web.Application:
     """The application of a server with all its endpoints, registered commands among them; raises ConfigError for a
-    plug-in that does not load."""
+    plug-in that does not load or takes a path of the server."""
     endpoints = all_endpoints()
+    refuse_taken_paths({endpoint.path for endpoint in endpoints} & {path for _, path, _ in _ROUTES})
     for_clients = _FOR_CLIENTS | {endpoint.path for endpoint in endpoints if endpoint.for_clients}
     guard = _guard(context, for_clients)
     app = web.Application(client_max_size=context.config.http.max_payload_size, middlewares=[guard])
@@ -138,7 +139,7 @@ def make_app(context: ServingContext) -> web.Application:
 
 def all_routes(endpoints: Iterable[Endpoint]) -> list[tuple[str, str, Route]]:
     """Method, path and handler of every endpoint; ``endpoints`` are those of commands."""
-    return [*_ROUTES, *((method, endpoint.path, functools.partial(commands.answer, endpoint))
+    return [*_ROUTES, *((method, endpoint.path, commands.route(endpoint))
                         for endpoint in endpoints for method in endpoint.methods)]
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from ...common.api.errors import InvalidRequest
 from ...common.api.unreadable import UNREADABLE
+from ...common.commands.registry import refuse_taken_paths
 from ...common.obs.about_page import POLICY, about
 from ..config.endpoint import Endpoint
 from ..config.workers import parse_bootstrap_port
@@ -21,7 +22,7 @@ from ..monitoring.engine_metrics import merge
 from ..net.request import Request
 from ..net.responses import Response, error_message
 from ..relay.dispatcher import RETRY_AFTER_SECONDS
-from ..routes import broadcasts
+from ..routes import RELAYED, broadcasts
 from ..workers.ask import WorkerResponse, ask, ask_models, get
 from ..workers.compatibility import misfits_of
 from ..workers.dp_ranks import report_of, server_url
@@ -258,7 +259,9 @@ _ADMIN_ROUTES: dict[bytes, tuple[tuple[bytes, ...], Handler]] = {
 
 @functools.cache
 def admin_routes() -> dict[bytes, tuple[tuple[bytes, ...], Handler]]:
-    """Methods and handler of the router's own paths; raises ConfigError for a command's plug-in that does not load."""
+    """Methods and handler of the router's own paths; raises ConfigError for a command's plug-in that does not load or
+    takes a path of the router."""
+    refuse_taken_paths(path.decode() for path in broadcasts().keys() & {*_ADMIN_ROUTES, *RELAYED})
     return _ADMIN_ROUTES | {path: (methods, broadcast) for path, (methods, _) in broadcasts().items()}
 
 

@@ -6,6 +6,7 @@ With --admin-api-key they take that key alone, but for those that a command open
 from __future__ import annotations
 
 import functools
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -30,17 +31,25 @@ class CommandServer:
 
 
 @functools.cache
-def _decoder(body: type[msgspec.Struct]) -> BodyDecoder[msgspec.Struct]:
+def decoder(body: type[msgspec.Struct]) -> BodyDecoder[msgspec.Struct]:
+    """Raises TypeError for a body with a number that has no bounds."""
     return BodyDecoder(body)
 
 
 async def run_endpoint(context: ServingContext, endpoint: Endpoint, body: bytes) -> str:
     """Runs the command of an endpoint; ``body`` is JSON, empty for defaults. Returns a sentence; raises
     ServingError."""
-    decoded = None if endpoint.body is None else _decoder(endpoint.body).decode(body or b"{}")
+    decoded = None if endpoint.body is None else decoder(endpoint.body).decode(body or b"{}")
     return await endpoint.serve(CommandServer(context), decoded)
 
 
-async def answer(endpoint: Endpoint, context: ServingContext, request: web.Request) -> web.Response:
-    message = await run_endpoint(context, endpoint, await request.read())
-    return json_response({"success": True, **endpoint.fields, "message": message})
+def route(endpoint: Endpoint) -> Callable[[ServingContext, web.Request], Awaitable[web.Response]]:
+    """The HTTP handler of an endpoint; raises TypeError for a body with a number that has no bounds."""
+    if endpoint.body is not None:
+        decoder(endpoint.body)
+
+    async def answer(context: ServingContext, request: web.Request) -> web.Response:
+        message = await run_endpoint(context, endpoint, await request.read())
+        return json_response({"success": True, **endpoint.fields, "message": message})
+
+    return answer

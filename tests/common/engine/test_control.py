@@ -121,6 +121,12 @@ def test_limits(engine, control):
             control.execute(wrong, idle=True)
 
 
+def test_a_command_that_a_rank_does_not_know_is_refused(control):
+    assert control.command("flush_cache").struct is FlushCache
+    with pytest.raises(InvalidRequest, match="has no command polish: install the package"):
+        control.command("polish")
+
+
 def test_nothing_changes_under_running_requests(control):
     for command in (FlushCache(), UpdateWeights("x"), ReleaseMemory(("weights",))):
         with pytest.raises(Conflict, match="while requests run"):
