@@ -16,7 +16,8 @@ from ..distributed.parallel import Parallel
 from ..forward.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 from ..models.decoder.causal_lm import CausalLM
-from ..models.decoder.mtp import MTPDraftLayer, build_draft_layers
+from ..models.decoder.mtp import MTPDraftLayer
+from ..models.registry import build_draft_layers
 from ..weights.loader import OnOtherStage, Progress, load_dummy, load_safetensors
 from .attention_choice import AttentionChoice
 from .kv_sizing import kv_layout, resolve_dtype
