@@ -18,9 +18,9 @@ from baton.common.commands.methods import signature_of
 from baton.common.commands.registry import COMMANDS, all_endpoints, name_of, own_endpoints
 from baton.common.commands.update_weights import UpdateWeights
 from baton.common.config.cli import build
-from baton.common.config.model import load_model_spec
 from baton.common.config.server import ServerConfig
 from baton.common.engine_client.client import EngineClient
+from baton.common.models.registry import load_model_spec
 from baton.common.serving import app
 from baton.common.serving.context.serving_context import ServingContext
 from baton.router import routes
