@@ -165,7 +165,7 @@ class Batcher:
             return None
         self.page_budget.new_token_ratio.decay()
         return ScheduledBatch(InputBatchChunks(input_batch), is_decode=True, input_batch=input_batch,
-                              last_step_rows=input_batch.last_step_rows(), positions=input_batch.positions)
+                              last_step_rows=input_batch.last_step_rows())
 
     def _current_input_batch(self) -> InputBatch | None:
         """The input batch of the next decode step, the last one where its requests are the same; None where all running
