@@ -41,9 +41,6 @@ class Rank(Protocol):
     released: set[MemoryKind]
     """The kinds of memory that are released."""
 
-    @property
-    def schedule_policies(self) -> tuple[str, ...]: ...
-
     def check_serving(self) -> None:
         """Raises WorkerUnavailable while memory that requests need is released."""
 

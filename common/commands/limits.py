@@ -9,6 +9,7 @@ import msgspec
 
 from ..api.errors import InvalidRequest
 from ..api.wire import Int32
+from ..config.server.schedule import SCHEDULE_POLICIES
 from .base import Command, Endpoint, Rank, Server
 from .registry import COMMANDS
 
@@ -35,9 +36,8 @@ def run(rank: Rank, command: SchedulerLimits) -> str:
         if name in given and not 1 <= given[name] <= limit:
             raise InvalidRequest(f"{name} must be between 1 and {limit}, which the server started with, not "
                                  f"{given[name]}.", param=name)
-    policies = rank.schedule_policies
-    if given.get("schedule_policy", policies[0]) not in policies:
-        raise InvalidRequest(f"schedule_policy must be one of {', '.join(policies)}.", param="schedule_policy")
+    if given.get("schedule_policy", "fcfs") not in SCHEDULE_POLICIES:
+        raise InvalidRequest(f"schedule_policy must be one of {', '.join(SCHEDULE_POLICIES)}.", param="schedule_policy")
     rank.batcher.set_args(dataclasses.replace(rank.batcher.args, **given))
     return "Set " + ", ".join(f"{name} to {value}" for name, value in given.items()) + "."
 

@@ -13,7 +13,6 @@ from ..config.server import ServerConfig
 from ..distributed.tp import TPGroup
 from ..runner.model_runner import ModelRunner
 from ..scheduler.batcher import Batcher
-from ..scheduler.policies import registry
 from .peers import NoPeers, Peers
 from .profiler import Profiler
 
@@ -35,10 +34,6 @@ class Control:
     def model(self) -> ModelIdentity:
         """The model whose weights the engine computes with."""
         return self.runner.model
-
-    @property
-    def schedule_policies(self) -> tuple[str, ...]:
-        return registry.NAMES
 
     def check_serving(self) -> None:
         """Raises WorkerUnavailable while memory that requests need is released."""
