@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ..api.commands import PauseMode
+from ..commands.pause import PauseMode
 from ..config.server import ScheduleArgs
+from ..config.server.schedule import SCHEDULE_POLICIES
 from ..kvcache.manager import KVCacheManager
 from ..request.batch import Chunk, InputBatchChunks, ScheduledBatch
 from ..request.input_batch import InputBatch
 from ..request.req import Req
 from .new_token_ratio import NewTokenRatio, remaining_decrease, remaining_output
 from .page_budget import PageBudget
-from .policies.order import Order
+from .policies.order import Order, OrderInputs
 from .policies.priority import Priorities
-from .policies.registry import order_maker
 from .preemption.retraction import Retraction
 from .prefill_budget import PrefillBudget
 from .request_queues import RequestQueues
@@ -278,4 +278,4 @@ class Batcher:
                 self.swap.discard(req)
 
     def _order_maker(self) -> Callable[[], Order]:
-        return order_maker(self.args.schedule_policy, self.cache.prefix_cache, self._seed)
+        return SCHEDULE_POLICIES.get(self.args.schedule_policy)(OrderInputs(self.cache.prefix_cache, self._seed))
