@@ -49,8 +49,9 @@ class AttentionBackend(AttentionPlanner, Protocol):
             norms: HeadNorms | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Store this step's keys and values in the pool, then attend; returns ``[T, Hq, D]``.
 
-        ``q`` [T, Hq, D], ``k`` and ``v`` [T, Hkv, D]; ``cos_sin`` [positions, D] float32, when given, is the rotary
-        table of the rope that is applied to ``q`` (in place) and ``k``, after ``norms`` of their heads.
+        ``q`` [T, Hq, D], ``k`` and ``v`` [T, Hkv, D]; ``cos_sin`` [positions, R] float32, when given, is the rotary
+        table of the rope that is applied to the first R values of ``q`` (in place) and ``k``, after ``norms`` of their
+        heads.
         ``sinks`` [Hq] float32 are logits that join the denominators of the heads' softmaxes.
         Mutates the pool and ``q``.
         """

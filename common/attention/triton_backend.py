@@ -56,7 +56,7 @@ class TritonBackend:
         assert batch is not None
         # The first layer's attention follows a plan, and starts when all before it has ended: see kernels/_triton.py.
         inputs_ready = batch.is_decode and self._plan is not None
-        if batch.is_decode and cos_sin is not None and self._stores_current_kv(q):
+        if batch.is_decode and cos_sin is not None and self._stores_current_kv(q, cos_sin):
             return self._attend(layer, q, sinks, inputs_ready, CurrentKV(k, v, cos_sin, batch.positions, norms))
         store(self._pool, batch, layer, q, k, v, cos_sin, norms, inputs_ready)
         return self._attend(layer, q, sinks, inputs_ready)
@@ -71,8 +71,10 @@ class TritonBackend:
         self.plan(batch.last_tokens, ANY_LENGTH)
         return self._attend(layer, q[batch.logits_rows], sinks)
 
-    def _stores_current_kv(self, q: torch.Tensor) -> bool:
-        """Says whether attention is to apply rope and store the step's rows, too."""
+    def _stores_current_kv(self, q: torch.Tensor, cos_sin: torch.Tensor) -> bool:
+        """Says whether attention is to apply rope and store the step's rows, too. It rotates whole heads only."""
+        if cos_sin.shape[-1] < q.shape[-1]:
+            return False
         pages = self._pool.groups[0]
         heads = len(q) * self._pool.layout.num_kv_heads
         return pages.dtype == q.dtype and self._policy.stores_current_kv(q.shape[-1], q.element_size(),
