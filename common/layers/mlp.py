@@ -17,8 +17,8 @@ from .linear import ColumnLinear, Columns, RowLinear, Rows
 class MLP:
     """MLP ``[T, hidden] -> [T, hidden]``; its ``size`` intermediate values are split over the ranks of ``tp``.
 
-    Its tensors are ``gate_proj``, ``up_proj`` and ``down_proj``; without ``gated`` there is no gate. Kernels compute gates
-    of silu; activations.py has the other values of ``activation``.
+    Its tensors are ``gate_proj``, ``up_proj`` and ``down_proj``; without ``gated`` there is no gate. Kernels
+    activate gates by silu; activations.py has the other values of ``activation``.
     """
 
     dispatches_tokens = False
