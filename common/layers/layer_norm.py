@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..distributed.deferred_reduce import MaybeDeferred
+from ..distributed.step_rows import ONE_GROUP, StepRows
 from ..weights.slots import Allocate, Slot
 from .norm import FormatOf
 
@@ -33,8 +34,8 @@ class LayerNorm:
         total = rows if residual is None else rows + residual
         return self(total), total
 
-    def add_norm_as(self, format_of: FormatOf, x: MaybeDeferred,
-                    residual: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
+    def add_norm_as(self, format_of: FormatOf, x: MaybeDeferred, residual: torch.Tensor | None,
+                    rows: StepRows = ONE_GROUP) -> tuple[Any, torch.Tensor]:
         """``add_norm``: the rows stay in the engine's type, which every linear layer takes."""
         return self.add_norm(x, residual)
 
