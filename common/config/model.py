@@ -12,7 +12,7 @@ from .checkpoint import read_json, resolve_metadata
 from .defaults import with_defaults
 from .mla import MLASpec, latent_attention
 from .moe import MoESpec, Stacked, deepseek_experts, gpt_oss_experts, mixtral_experts, qwen_experts
-from .quantization import QuantizationScheme, scheme_of
+from .quantization import QuantFormat, choose_quantization
 from .server import ModelArgs
 from .window import (
     ReadWindows,
@@ -101,7 +101,7 @@ class ModelSpec:
     head: Head = "lm"
     num_labels: int = 0
     moe: MoESpec | None = None
-    quantization: QuantizationScheme | None = None
+    quantization: QuantFormat | None = None
     mla: MLASpec | None = None
     mtp_layers: int = 0
     windows: Windows = ()
@@ -208,7 +208,7 @@ def _spec_from(given: dict[str, Any], generation: dict[str, Any] | None, args: M
         dtype=_dtype(config), eos_token_ids=tuple(id for id in eos_ids if id in has),
         context_length=context_length, head=head, num_labels=_num_labels(config) if head == "classifier" else 0,
         moe=family.experts(config) if family.experts else None,
-        quantization=scheme_of(config, args.quantization), mla=mla,
+        quantization=choose_quantization(config, args.quantization), mla=mla,
         mtp_layers=(config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0) if mla else 0,
         windows=family.windows(config), sinks=family.sinks,
         dropped_eos_ids=tuple(id for id in eos_ids if id not in has),
