@@ -102,9 +102,8 @@ def flag_row(flag: _Flag) -> str:
 
 
 def values(flag: _Flag) -> str:
-    kind, choices, many = _shape(flag.annotation)
-    choices = choices and tuple(choice for choice in choices if choice not in flag.field.metadata["hidden"])
-    text = code(choices) if choices else {bool: "", str: "text"}.get(kind, kind.__name__)
+    kind, _, many = _shape(flag.annotation)
+    text = code(flag.choices) if flag.choices else {bool: "", str: "text"}.get(kind, kind.__name__)
     return f"list of {text}" if many and not flag.field.metadata["repeat"] else text
 
 
@@ -217,8 +216,8 @@ FAMILIES = (
     Family("Flags and files that name them",
            "A value has the wrong type or range, or two flags exclude each other. The sentence names the flag; "
            "[flags](flags.md) lists what each takes.",
-           ("common/config/cli.py", "common/config/logs.py", "common/config/server", "launch.py", "offline.py",
-            "common/serving/offline")),
+           ("common/config/cli.py", "common/config/logs.py", "common/config/server", "common/registry.py", "launch.py",
+            "offline.py", "common/serving/offline")),
     Family("Packages and GPUs",
            "Something is not installed, or the host shows no GPU. Install the extras that the sentence names "
            "([install](deployment.md#install)); in a container check that it was given its GPUs.",

@@ -20,6 +20,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 import yaml
 
 from ..api.errors import ConfigError
+from ..registry import Choices
 from ..version import __version__
 from .packages import install
 
@@ -31,16 +32,16 @@ _PATH_SUFFIXES = ("_path", "_file", "_folder", "_dir", "_template", "_plot", "ce
 
 def flag(default: Any = dataclasses.MISSING, *, help: str, names: Sequence[str] = (), repeat: bool = False,
          required: bool = False, some: bool = False, metavar: str | tuple[str, ...] | None = None,
-         hidden: Sequence[str] = ()) -> Any:
+         choices: Choices | None = None) -> Any:
     """Declares a dataclass field that is also a command-line flag.
 
     ``names`` are aliases of the name that is derived from the field's. ``repeat`` lets the flag be given several
     times, each with one or more values (``--prefill URL [PORT]``); the field is then a tuple of tuples of strings.
-    ``required`` fields have no default. With ``some`` a flag of many values takes at least one. ``hidden`` are choices
-    that are accepted but not shown to users.
+    ``required`` fields have no default. With ``some`` a flag of many values takes at least one. ``choices`` are the
+    names of a registry, for a field of type ``str``; other fields have those of their ``Literal``.
     """
     metadata = {"help": help, "names": tuple(names), "repeat": repeat, "metavar": metavar, "some": some,
-                "hidden": tuple(hidden)}
+                "choices": choices}
     if required:
         return dataclasses.field(metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -67,6 +68,18 @@ class _Flag:
     def key(self) -> str:
         return self.field.name
 
+    @property
+    def choices(self) -> tuple[Any, ...] | None:
+        """The values that users may give; None where any may be given."""
+        named: Choices | None = self.field.metadata["choices"]
+        return _shape(self.annotation)[1] if named is None else named.shown
+
+    @property
+    def hidden(self) -> tuple[str, ...]:
+        """Values that are taken too, but not shown to users."""
+        named: Choices | None = self.field.metadata["choices"]
+        return () if named is None else named.hidden
+
     def default(self, defaults: Mapping[str, Any]) -> Any:
         """The command's default for the field, else the field's own; MISSING where the flag must be given."""
         return defaults.get(self.key, self.field.default)
@@ -78,7 +91,7 @@ class _Flag:
         options: dict[str, Any] = {"dest": self.key, "default": argparse.SUPPRESS, "help": self._help(default)}
         if meta["metavar"] is not None:
             options["metavar"] = meta["metavar"]
-        kind, choices, many = _shape(self.annotation)
+        kind, _, many = _shape(self.annotation)
         if kind is bool and self.field.default is False:
             options["action"] = "store_true"
             options.pop("metavar", None)
@@ -88,10 +101,9 @@ class _Flag:
         elif meta["repeat"]:
             options.update(action="append", nargs="+")
         else:
-            options.update(type=kind, choices=choices and [value for value in choices if value not in meta["hidden"]],
-                           nargs=("+" if meta["some"] else "*") if many else None)
+            options.update(type=kind, choices=self.choices, nargs=("+" if meta["some"] else "*") if many else None)
         action = parser.add_argument(*spellings, **options)
-        action.hidden = meta["hidden"]  # type: ignore[attr-defined]
+        action.hidden = self.hidden  # type: ignore[attr-defined]
         if kind is str and self.key.endswith(_PATH_SUFFIXES):
             action.complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}  # type: ignore[attr-defined]
 
@@ -107,7 +119,7 @@ class _Flag:
 
     def convert(self, value: Any) -> Any:
         """Converts a parsed or YAML value to the field's type; raises ConfigError where it does not fit."""
-        kind, choices, many = _shape(self.annotation)
+        kind, _, many = _shape(self.annotation)
         if self.field.metadata["repeat"]:
             return tuple(tuple(map(str, [item] if isinstance(item, str) else item)) for item in value)
         if value is None:
@@ -115,9 +127,9 @@ class _Flag:
         if many:
             return tuple(_cast(kind, item, self.key) for item in ([value] if isinstance(value, str) else value))
         value = _cast(kind, value, self.key)
-        if choices and value not in choices:
-            shown = (str(choice) for choice in choices if choice not in self.field.metadata["hidden"])
-            raise ConfigError(f"{self.key} must be one of {', '.join(shown)}, not {value!r}.")
+        choices = self.choices
+        if choices and value not in choices and value not in self.hidden:
+            raise ConfigError(f"{self.key} must be one of {', '.join(map(str, choices))}, not {value!r}.")
         return value
 
 

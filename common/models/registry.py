@@ -8,9 +8,9 @@ import torch
 
 from ..config.model import ARCHITECTURES, ModelSpec
 from ..distributed.parallel import Parallel
-from .causal_lm import CausalLM
-from .deepseek import deepseek_decoder
-from .moe import moe_decoder
+from .decoder.causal_lm import CausalLM
+from .decoder.latent_attention import deepseek_decoder
+from .decoder.moe import moe_decoder
 
 ModelFactory = Callable[[ModelSpec, Parallel, torch.dtype, torch.device], CausalLM]
 

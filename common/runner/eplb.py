@@ -16,7 +16,7 @@ from ..config.server import ServerConfig
 from ..distributed.parallel import Parallel
 from ..layers.moe import MoE
 from ..layers.moe.eplb_algorithm import imbalance
-from ..models.causal_lm import CausalLM
+from ..models.decoder.causal_lm import CausalLM
 
 log = logging.getLogger("baton.engine")
 

@@ -26,8 +26,8 @@ from ..forward.forward_batch import (
 )
 from ..kvcache.layout import KVLayout
 from ..kvcache.pool import KVPool
-from ..models.micro_batches import MicroBatch
-from ..models.piecewise import PiecewiseStep
+from ..models.decoder.micro_batches import MicroBatch
+from ..models.decoder.piecewise import PiecewiseStep
 from ..quantization.float8 import check_float8
 from ..weights.loader import Progress, silent
 from .attention_choice import AttentionChoice

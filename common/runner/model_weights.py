@@ -12,7 +12,7 @@ from ..config.checkpoint import resolve_checkpoint
 from ..config.model import ModelSpec, load_model_spec
 from ..config.server import ModelArgs, ServerConfig
 from ..distributed.parallel import Parallel
-from ..models.causal_lm import CausalLM
+from ..models.decoder.causal_lm import CausalLM
 from ..models.registry import build_model
 from ..weights.fingerprint import identify
 from ..weights.kv_scales import Scales

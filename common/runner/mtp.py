@@ -15,8 +15,8 @@ from ..config.server import ServerConfig
 from ..distributed.parallel import Parallel
 from ..forward.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
-from ..models.causal_lm import CausalLM
-from ..models.mtp import MTPDraftLayer, build_draft_layers
+from ..models.decoder.causal_lm import CausalLM
+from ..models.decoder.mtp import MTPDraftLayer, build_draft_layers
 from ..weights.loader import OnOtherStage, Progress, load_dummy, load_safetensors
 from .attention_choice import AttentionChoice
 from .kv_sizing import kv_layout, resolve_dtype

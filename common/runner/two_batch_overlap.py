@@ -10,8 +10,8 @@ from ..config.server import ServerConfig
 from ..distributed.parallel import Parallel
 from ..distributed.token_exchange import TokenExchange
 from ..forward.forward_batch import ForwardBatch, indptr_of, slice_batch
-from ..models.causal_lm import CausalLM
-from ..models.micro_batches import MicroBatch
+from ..models.decoder.causal_lm import CausalLM
+from ..models.decoder.micro_batches import MicroBatch
 from .dp_sync import DPStepInfo
 
 

@@ -15,7 +15,8 @@ import numpy as np
 
 from ...common.api.errors import ConfigError, TransferFailed
 from ...common.api.unreadable import UNREADABLE
-from .base import Backend, Peer, Region, Write, WriteState
+from ...common.config.server.disaggregation import TRANSFER_BACKENDS
+from .base import Backend, BackendSettings, Peer, Region, Write, WriteState
 
 logger = logging.getLogger(__name__)
 
@@ -95,3 +96,14 @@ class AutoBackend:
     def close(self) -> None:
         for backend in self._backends:
             backend.close()
+
+
+@TRANSFER_BACKENDS.register("auto")
+def make(settings: BackendSettings) -> Backend:
+    """Combines ipc, for a host's memory, with nixl, for a network, where its library is installed."""
+    backends = [TRANSFER_BACKENDS.get("ipc")(settings)]
+    try:
+        backends.append(TRANSFER_BACKENDS.get("nixl")(settings))
+    except ConfigError as error:
+        logger.warning("Pages travel within this host only: %s", error)
+    return AutoBackend(backends)

@@ -33,6 +33,13 @@ Write = Any
 """A backend's own handle of one write."""
 
 
+class BackendSettings(NamedTuple):
+    """Facts that backends are made from: ``host`` is the address that peers reach this server at."""
+
+    host: str
+    ib_device: str | None
+
+
 class Backend(Protocol):
     name: str
     quarantine_seconds: float

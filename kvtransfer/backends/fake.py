@@ -20,7 +20,8 @@ import zmq
 
 from ...common.api.errors import ConfigError, TransferFailed
 from ...common.api.unreadable import UNREADABLE
-from .base import Region, WriteState
+from ...common.config.server.disaggregation import TRANSFER_BACKENDS
+from .base import Backend, BackendSettings, Region, WriteState
 
 
 class _Metadata(msgspec.Struct):
@@ -169,3 +170,8 @@ class FakeBackend:
 def _blocks(pages: np.ndarray, blocks: int) -> np.ndarray:
     """Views a layer group as ``[pages * blocks, bytes of a block]``."""
     return pages.reshape(len(pages) * blocks, -1)
+
+
+@TRANSFER_BACKENDS.register("fake", hidden=True)
+def make(settings: BackendSettings) -> Backend:
+    return FakeBackend()

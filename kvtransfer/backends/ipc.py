@@ -26,8 +26,9 @@ import numpy as np
 
 from ...common.api.errors import ConfigError, TransferFailed
 from ...common.api.unreadable import UNREADABLE
+from ...common.config.server.disaggregation import TRANSFER_BACKENDS
 from ...common.kvcache.host_memory import HostHandle, handle_of, map_handle, shared_bytes
-from .base import Region, WriteState
+from .base import Backend, BackendSettings, Region, WriteState
 
 logger = logging.getLogger(__name__)
 
@@ -248,3 +249,8 @@ def _host_id() -> str:
     except OSError:
         raise ConfigError("--disaggregation-transfer-backend ipc needs Linux: this system has no "
                           "/proc/sys/kernel/random/boot_id.") from None
+
+
+@TRANSFER_BACKENDS.register("ipc")
+def make(settings: BackendSettings) -> Backend:
+    return IpcBackend()

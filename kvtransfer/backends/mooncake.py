@@ -30,7 +30,8 @@ import numpy as np
 
 from ...common.api.errors import ConfigError, TransferFailed
 from ...common.api.unreadable import UNREADABLE
-from .base import Region, WriteState
+from ...common.config.server.disaggregation import TRANSFER_BACKENDS
+from .base import Backend, BackendSettings, Region, WriteState
 
 logger = logging.getLogger(__name__)
 
@@ -184,3 +185,8 @@ def find_runs(src_ids: np.ndarray, dst_ids: np.ndarray) -> tuple[np.ndarray, np.
 
 def _cut(regions: Sequence[Region], num_pages: int, blocks: Sequence[int]) -> list[_Blocks]:
     return [_Blocks(region.address, region.num_bytes // (num_pages * count)) for region, count in zip(regions, blocks)]
+
+
+@TRANSFER_BACKENDS.register("mooncake")
+def make(settings: BackendSettings) -> Backend:
+    return MooncakeBackend(settings.host, settings.ib_device)

@@ -27,7 +27,8 @@ import msgspec
 import numpy as np
 
 from ...common.api.errors import ConfigError, TransferFailed
-from .base import Region, WriteState
+from ...common.config.server.disaggregation import TRANSFER_BACKENDS
+from .base import Backend, BackendSettings, Region, WriteState
 
 logger = logging.getLogger(__name__)
 
@@ -199,3 +200,8 @@ def _release(handle: Any) -> None:
         handle.release()
     except Exception as error:
         logger.debug("NIXL keeps a handle until its agent ends: %s", error)
+
+
+@TRANSFER_BACKENDS.register("nixl")
+def make(settings: BackendSettings) -> Backend:
+    return NixlBackend()

@@ -9,7 +9,9 @@ from typing import Literal
 
 from ...common.api.errors import ConfigError
 from ...common.config.cli import flag
+from ...common.config.server.disaggregation import TRANSFER_BACKENDS
 from ...common.kvcache.layout import DTYPE_BYTES, KVLayout, split_layers
+from ...common.registry import Choices
 
 
 @dataclass(frozen=True)
@@ -20,8 +22,7 @@ class BenchArgs:
     prefill_gpu: tuple[int, ...] = flag((0,), help="GPUs of the senders, used in turn, with --device cuda")
     decode_gpu: tuple[int, ...] = flag((1,), help="GPUs of the receivers; may be the same")
     tp: tuple[str, ...] = flag(("1:1",), help="tensor-parallel sizes of prefill and decode, each a case")
-    backend: Literal["auto", "nixl", "ipc", "mooncake", "fake"] = flag(
-        "nixl", hidden=("fake",), help="transfer backend")
+    backend: str = flag("nixl", choices=Choices(TRANSFER_BACKENDS), help="transfer backend")
     prompt_tokens: tuple[int, ...] = flag((1024, 4096), help="prompt lengths")
     descriptor_kib: tuple[int, ...] = flag((64, 256, 1024, 2048), help=(
         "KiB of one page of one layer group, approximated by a whole number of groups"))

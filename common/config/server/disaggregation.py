@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ...api.errors import ConfigError
+from ...registry import Choices, Registry
 from ..cli import flag
 
 Mode = Literal["null", "prefill", "decode"]
 TransferOverlap = Literal["layers", "chunk", "prompt"]
+TRANSFER_BACKENDS: Registry[Callable[[Any], Any]] = Registry("transfer backend", "baton.kvtransfer.backends")
+"""Functions that make a ``Backend`` from ``BackendSettings``; both types are in kvtransfer/backends/base.py."""
 
 
 @dataclass(frozen=True)
 class DisaggregationArgs:
     disaggregation_mode: Mode = flag("null", help="role of this server: both phases in one engine, or one of them")
-    disaggregation_transfer_backend: Literal["auto", "nixl", "ipc", "mooncake", "fake"] = flag(
-        "nixl", hidden=("fake",), help=(
-            "how KV pages travel; ipc copies them between GPUs (or processes) of one host at the speed of their link, "
-            "auto is ipc within a host and nixl between hosts"))
+    disaggregation_transfer_backend: str = flag("nixl", choices=Choices(TRANSFER_BACKENDS), help=(
+        "how KV pages travel; ipc copies them between GPUs (or processes) of one host at the speed of their link, auto "
+        "is ipc within a host and nixl between hosts"))
     disaggregation_ib_device: str | None = flag(None, help=(
         "RDMA devices of the mooncake backend, with commas between them; without it mooncake uses TCP"))
     disaggregation_bootstrap_port: int = flag(8998, help="port of a prefill server's bootstrap server")

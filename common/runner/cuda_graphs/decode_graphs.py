@@ -19,7 +19,7 @@ import torch
 from ....kernels.sampling.argmax import argmax
 from ...attention.base import AttentionPlanner
 from ...forward.forward_batch import DecodeTable, ForwardBatch, Row, build_forward_batch
-from ...models.causal_lm import CausalLM
+from ...models.decoder.causal_lm import CausalLM
 from .decode_inputs import DecodeInputs
 
 _INPUTS_BY_DTYPE = (("input_ids", "positions", "page_of_token", "offset_in_page"),

@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from ...models.causal_lm import CausalLM
+from ...models.decoder.causal_lm import CausalLM
 
 _TRIAL_LAYERS = 8
 _MAX_LAUNCH_BOUND_RATIO = 1.2

@@ -25,8 +25,8 @@ from ...distributed.live_rows import LiveRows
 from ...distributed.parallel import Parallel
 from ...forward.host_copies import upload_joined
 from ...layers.moe import MoE
-from ...models.causal_lm import CausalLM
-from ...models.piecewise import Projected
+from ...models.decoder.causal_lm import CausalLM
+from ...models.decoder.piecewise import Projected
 
 _MAX_PADDING_RATIO = 1.0625
 """Rows computed for each token, at most, where padding costs something."""
@@ -143,7 +143,7 @@ class PrefillGraphs:
 
 
 class GraphedStep:
-    """The graphs of a step of ``rows`` rows, see models.piecewise."""
+    """The graphs of a step of ``rows`` rows, see models.decoder.piecewise."""
 
     def __init__(self, pieces: list[LayerGraph], inputs: torch.Tensor, attention_out: torch.Tensor, rows: int):
         self._pieces = pieces

@@ -13,8 +13,8 @@ from ...config.model import ModelSpec
 from ...config.server import ServerConfig
 from ...distributed.parallel import Parallel
 from ...forward.forward_batch import ForwardBatch
-from ...models.causal_lm import CausalLM
-from ...models.piecewise import PiecewiseStep
+from ...models.decoder.causal_lm import CausalLM
+from ...models.decoder.piecewise import PiecewiseStep
 from ...weights.loader import Progress
 from ..dp_sync import DPStepInfo
 from .launch_cost import launch_bound_sizes, launch_ratio

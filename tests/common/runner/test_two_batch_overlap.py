@@ -16,7 +16,7 @@ from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.token_exchange import TokenExchange
 from baton.common.distributed.tp import TPGroup
 from baton.common.forward.forward_batch import Row, build_forward_batch
-from baton.common.models.micro_batches import run_interleaved
+from baton.common.models.decoder.micro_batches import run_interleaved
 from baton.common.runner.dp_sync import DPSync
 from baton.common.runner.two_batch_overlap import TwoBatchOverlap, slice_rows
 from baton.tests.helpers.small_models import load_runner, server_config

@@ -26,7 +26,7 @@ def test_runs_are_neighbours_on_both_sides(src, dst, expected):
 
 
 def test_an_unknown_backend_is_a_sentence():
-    with pytest.raises(ConfigError, match="must be auto, nixl, ipc or mooncake, not 'pigeon'"):
+    with pytest.raises(ConfigError, match="must be auto, ipc, mooncake or nixl, not 'pigeon'"):
         make_backend("pigeon")
 
 

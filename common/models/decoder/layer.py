@@ -8,18 +8,18 @@ from typing import Any, Protocol
 
 import torch
 
-from ...kernels.arguments import Float8Format, HeadNorms
-from ..attention.base import AttentionBackend, AttentionPlanner
-from ..config.model import ModelSpec
-from ..distributed.deferred_reduce import MaybeDeferred
-from ..distributed.parallel import Parallel
-from ..distributed.token_exchange import TokenExchange
-from ..distributed.tp import TPGroup
-from ..forward.forward_batch import ForwardBatch
-from ..layers.linear import ColumnLinear, Columns, RowLinear, Rows
-from ..layers.mlp import MLP
-from ..layers.norm import RMSNorm, unquantized
-from ..weights.slots import Allocate, Slot
+from ....kernels.arguments import Float8Format, HeadNorms
+from ...attention.base import AttentionBackend, AttentionPlanner
+from ...config.model import ModelSpec
+from ...distributed.deferred_reduce import MaybeDeferred
+from ...distributed.parallel import Parallel
+from ...distributed.token_exchange import TokenExchange
+from ...distributed.tp import TPGroup
+from ...forward.forward_batch import ForwardBatch
+from ...layers.linear import ColumnLinear, Columns, RowLinear, Rows
+from ...layers.mlp import MLP
+from ...layers.norm import RMSNorm, unquantized
+from ...weights.slots import Allocate, Slot
 from .micro_batches import MicroBatch
 from .piecewise import Projected
 

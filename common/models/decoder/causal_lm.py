@@ -10,16 +10,16 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 
 import torch
 
-from ..attention.base import AttentionPlanner
-from ..config.model import ModelSpec
-from ..distributed.deferred_reduce import MaybeDeferred
-from ..distributed.parallel import Parallel
-from ..forward.forward_batch import ForwardBatch
-from ..layers.classifier_head import ClassifierHead
-from ..layers.norm import RMSNorm
-from ..layers.rotary import rotary_table
-from ..layers.vocab import VocabTable
-from ..weights.slots import Slot, allocator
+from ...attention.base import AttentionPlanner
+from ...config.model import ModelSpec
+from ...distributed.deferred_reduce import MaybeDeferred
+from ...distributed.parallel import Parallel
+from ...forward.forward_batch import ForwardBatch
+from ...layers.classifier_head import ClassifierHead
+from ...layers.norm import RMSNorm
+from ...layers.rotary import rotary_table
+from ...layers.vocab import VocabTable
+from ...weights.slots import Slot, allocator
 from .layer import DecoderLayer, MakeAttention, MakeMLP, SelfAttention, dense_mlp
 from .micro_batches import MicroBatch, run_interleaved
 from .piecewise import PiecewiseStep, Projected

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import torch
 
-from ...kernels.gemm.dense_matmul import dense_matmul
-from ..attention.base import AttentionPlanner
-from ..config.model import ModelSpec
-from ..distributed.parallel import Parallel
-from ..layers.norm import RMSNorm
-from ..weights.slots import Allocate, Slot, allocator
-from .deepseek import LatentSelfAttention
+from ....kernels.gemm.dense_matmul import dense_matmul
+from ...attention.base import AttentionPlanner
+from ...config.model import ModelSpec
+from ...distributed.parallel import Parallel
+from ...layers.norm import RMSNorm
+from ...weights.slots import Allocate, Slot, allocator
+from .latent_attention import LatentSelfAttention
 from .layer import DecoderLayer
 from .moe import mixed_mlp
 

@@ -6,17 +6,17 @@ from collections.abc import Iterator
 
 import torch
 
-from ...kernels.arguments import Float8Format
-from ..attention.mla.base import LatentBackend
-from ..config.mla import MLASpec
-from ..config.model import ModelSpec
-from ..distributed.parallel import Parallel
-from ..distributed.tp import TPGroup
-from ..forward.forward_batch import ForwardBatch
-from ..layers.dense_weight import DenseWeight
-from ..layers.linear import ColumnLinear, Columns, RowLinear, Rows
-from ..layers.norm import RMSNorm
-from ..weights.slots import Allocate, Slot
+from ....kernels.arguments import Float8Format
+from ...attention.mla.base import LatentBackend
+from ...config.mla import MLASpec
+from ...config.model import ModelSpec
+from ...distributed.parallel import Parallel
+from ...distributed.tp import TPGroup
+from ...forward.forward_batch import ForwardBatch
+from ...layers.dense_weight import DenseWeight
+from ...layers.linear import ColumnLinear, Columns, RowLinear, Rows
+from ...layers.norm import RMSNorm
+from ...weights.slots import Allocate, Slot
 from .causal_lm import CausalLM
 from .moe import mixed_mlp
 from .piecewise import Projected

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import NamedTuple, TypeVar
 
-from ..attention.base import AttentionPlanner
-from ..distributed.token_exchange import TokenExchange
+from ...attention.base import AttentionPlanner
+from ...distributed.token_exchange import TokenExchange
 
 T = TypeVar("T")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from ..config.model import ModelSpec
-from ..distributed.expert_parallel import ExpertParallel
-from ..distributed.parallel import Parallel
-from ..distributed.tp import TPGroup
-from ..layers.moe import MoE
-from ..weights.slots import Allocate
+from ...config.model import ModelSpec
+from ...distributed.expert_parallel import ExpertParallel
+from ...distributed.parallel import Parallel
+from ...distributed.tp import TPGroup
+from ...layers.moe import MoE
+from ...weights.slots import Allocate
 from .causal_lm import CausalLM
 from .layer import LayerMLP, MakeMLP, dense_mlp
 

@@ -1,0 +1,164 @@
+"""Registry of implementations by name: one decorator in the file of each.
+
+A registry is declared below the code that uses its names, together with the package whose files hold the entries. The
+names are read from the files' source, so that a command line lists them without importing torch; a file is imported
+when one of its entries is asked for.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from .api.errors import ConfigError
+
+T = TypeVar("T")
+E = TypeVar("E")
+
+
+class _Declared(NamedTuple):
+    """A name that a file registers: the file's module, and whether users are shown the name."""
+
+    module: str
+    hidden: bool
+
+
+class Registry(Generic[T]):
+    """The implementations of one interface ``T``, by the names that users give them.
+
+    ``kind`` is the noun of errors ("attention backend"). ``package``, e.g. "baton.common.attention", is the package
+    whose modules (those of its subpackages are left out) register entries: at their top level, with the registry
+    imported by its own name and the names as literals:
+
+        @ATTENTION_BACKENDS.register("triton")
+        class TritonBackend: ...
+
+    ``group`` names the entry points of installed plug-ins; an entry point is an entry itself, or a module that
+    registers it.
+    """
+
+    def __init__(self, kind: str, package: str = "", *, group: str = ""):
+        self.kind = kind
+        self.package = package
+        self._group = group
+        self._entries: dict[str, T] = {}
+        self._hidden: set[str] = set()
+
+    def register(self, *names: str, hidden: bool = False) -> Callable[[E], E]:
+        """Returns a decorator that registers a class, function or object under ``names``. ``hidden`` names are taken
+        but not listed. Raises ConfigError for a name that is registered already."""
+        def add(entry: E) -> E:
+            for name in names:
+                if self._entries.setdefault(name, entry) is not entry:  # type: ignore[arg-type]
+                    raise ConfigError(f"The {self.kind} {name} is registered twice.")
+            self._hidden.update(names if hidden else ())
+            return entry
+        return add
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that are shown to users, sorted."""
+        return tuple(sorted(self.all_names - self.hidden))
+
+    @property
+    def all_names(self) -> set[str]:
+        """All names that are taken, hidden ones too. Raises ConfigError where a plug-in takes a name of another."""
+        if twice := sorted(self._declared.keys() & self._plugins.keys()):
+            raise ConfigError(f"The {self.kind} {twice[0]} is registered twice: a plug-in needs a name of its own.")
+        return {*self._declared, *self._entries, *self._plugins}
+
+    @property
+    def hidden(self) -> set[str]:
+        return self._hidden | {name for name, declared in self._declared.items() if declared.hidden}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.all_names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def get(self, name: str) -> T:
+        """Returns the entry; imports the file that holds it. Raises ConfigError for an unknown name."""
+        if name in self._declared:
+            importlib.import_module(self._declared[name].module)
+        elif name in self._plugins and name not in self._entries:
+            loaded = self._plugins[name].load()
+            self._entries.setdefault(name, loaded)
+        if name not in self._entries:
+            *names, last = self.names
+            raise ConfigError(f"The {self.kind} must be {', '.join(names)} or {last}, not {name!r}.")
+        return self._entries[name]
+
+    def module_of(self, name: str) -> str | None:
+        """The module of the registry's package that registers ``name``; None for entries from elsewhere."""
+        return self._declared[name].module if name in self._declared else None
+
+    @functools.cached_property
+    def _declared(self) -> dict[str, _Declared]:
+        """The names that the package's files register, read from their source."""
+        found: dict[str, _Declared] = {}
+        if not self.package:
+            return found
+        folder = importlib.util.find_spec(self.package)
+        assert folder is not None and folder.submodule_search_locations is not None, self.package
+        for file in pkgutil.iter_modules(folder.submodule_search_locations, f"{self.package}."):
+            for name, declared in () if file.ispkg else self._read(file.name):
+                if name in found:
+                    raise ConfigError(f"The {self.kind} {name} is registered twice.")
+                found[name] = declared
+        return found
+
+    def _read(self, module: str) -> Iterator[tuple[str, _Declared]]:
+        spec = importlib.util.find_spec(module)
+        source = spec.loader.get_source(module) if spec is not None else None  # type: ignore[union-attr]
+        if source is None or ".register(" not in source:
+            return
+        tree = ast.parse(source)
+        aliases = set(self._aliases(tree, module))
+        for node in ast.walk(tree):
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id=alias), attr="register")) if alias in aliases:
+                    hidden = any(each.arg == "hidden" and ast.literal_eval(each.value) for each in node.keywords)
+                    for name in node.args:
+                        yield ast.literal_eval(name), _Declared(module, hidden)
+
+    def _aliases(self, tree: ast.Module, module: str) -> Iterator[str]:
+        """The names under which a module imports this registry."""
+        for node in tree.body:
+            if isinstance(node, ast.ImportFrom):
+                relative = "." * node.level + (node.module or "")
+                source = sys.modules.get(importlib.util.resolve_name(relative, module.rpartition(".")[0]))
+                for each in node.names:
+                    if getattr(source, each.name, None) is self:
+                        yield each.asname or each.name
+
+    @functools.cached_property
+    def _plugins(self) -> dict[str, importlib.metadata.EntryPoint]:
+        if not self._group:
+            return {}
+        return {point.name: point for point in importlib.metadata.entry_points(group=self._group)}
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The values of a flag: the names of ``registry``, and ``others``, which come first."""
+
+    registry: Registry[Any]
+    others: tuple[str, ...] = ()
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        return *self.others, *self.registry.names
+
+    @property
+    def hidden(self) -> tuple[str, ...]:
+        """Values that are taken, and not shown to users."""
+        return tuple(sorted(self.registry.hidden))
