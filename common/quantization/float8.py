@@ -13,8 +13,7 @@ FLOAT8 = torch.float8_e4m3fn
 
 _DUMMY_SCALE = 2.0**-12
 """With this weight scale a deviation of 0.02 takes a fifth of float8's range."""
-FLOAT8_VALUES = TensorKind("float8 (e4m3)", lambda dtype: dtype == "F8_E4M3", dummy_std=DUMMY_STD / _DUMMY_SCALE,
-                           dummy_limit=FP8_LARGEST)
+FLOAT8_VALUES = TensorKind("float8 (e4m3)", "F8_E4M3", dummy_std=DUMMY_STD / _DUMMY_SCALE, dummy_limit=FP8_LARGEST)
 """Values whose scales are tensors of their own. Of billions of dummy ones some lie beyond float8's largest, and would
 become NaN."""
 WEIGHT_SCALE = TensorKind("weight scale", keeps_ones=False, dummy_value=_DUMMY_SCALE)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 BLOCK = (128, 128)
 Granularity = Literal["tensor", "channel", "block"]
-_AT_LOAD: dict[str, Granularity] = {"fp8": "channel", "fp8_per_tensor": "tensor", "fp8_per_block": "block"}
 
 
 @QUANTIZATIONS.register("fp8", "fp8_per_tensor", "fp8_per_block")
@@ -50,7 +49,7 @@ class Fp8:
 
     @classmethod
     def at_load(cls, name: str) -> Fp8:
-        return cls(_AT_LOAD[name])
+        return AS_LOADED[name]
 
     def quantizes(self, name: str) -> bool:
         return not names_layer(self.ignored, name)
@@ -86,6 +85,10 @@ class Fp8:
                               "for experts: use a checkpoint with dynamic ones, or one in bfloat16 with --quantization "
                               "fp8.")
         return KernelExperts(gate_up, down, limit, scales_by="block" if self.weights == "block" else "row")
+
+
+AS_LOADED = {"fp8": Fp8("channel"), "fp8_per_tensor": Fp8("tensor"), "fp8_per_block": Fp8("block")}
+"""Formats that are applied while weights are loaded, by the values of ``--quantization``."""
 
 
 def _fp8(stated: Mapping[str, Any]) -> Fp8:

@@ -17,8 +17,8 @@ from ..weights.slots import Allocate, Slot
 from .shards import Shard
 
 GatedForward = Callable[["torch.Tensor | Float8Rows", "torch.Tensor | None"], torch.Tensor]
-"""``forward(x, bias)`` returns ``silu_and_mul`` of the product ``[T, out]``; the first half of the weight are gates, the
-second half ups."""
+"""``forward(x, bias)`` returns ``silu_and_mul`` of the product; the first half of the weight are gates, the second half
+ups."""
 
 
 class LinearMethod(Protocol):
@@ -84,8 +84,8 @@ class Unquantized:
 
 
 def linear_method(shards: Sequence[Shard], width: int, allocate: Allocate) -> LinearMethod:
-    """Creates the method of a weight ``[sum of the shards' sizes, width]``; raises ConfigError where its format does not
-    allow such shards."""
+    """Creates the method of a weight ``[sum of the shards' sizes, width]``; raises ConfigError where its format does
+    not allow such shards."""
     found = format_of(shards, allocate)
     return Unquantized(shards, width, allocate) if found is None else found.linear(shards, width, allocate)
 

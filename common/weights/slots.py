@@ -12,7 +12,7 @@ from ..config.quantization import QuantFormat
 from .lazy import LazyTensor
 
 DUMMY_STD = 0.02
-_NOT_FLOATS = {"F8_E4M3": "float8", "F8_E5M2": "float8", "I8": "int8", "U8": "uint8"}
+_QUANTIZED = {"F8_E4M3": "float8", "F8_E5M2": "float8", "I8": "int8", "U8": "uint8"}
 """Types of quantized values, by safetensors' names of them."""
 
 
@@ -20,14 +20,15 @@ _NOT_FLOATS = {"F8_E4M3": "float8", "F8_E5M2": "float8", "I8": "int8", "U8": "ui
 class TensorKind:
     """The kind of a tensor in the checkpoint, as a model's quantization format reads it.
 
-    ``name`` completes "by config.json it is ...". ``accepts`` says whether the checkpoint's tensor may have a type, by
-    safetensors' name of it. Without ``keeps_ones`` it is written with and without dimensions of one. Dummy values are
-    all ``dummy_value``, or, where that is None, normal with the deviation ``dummy_std``, and clamped to
-    ``dummy_limit``.
+    ``name`` completes "by config.json it is ...". ``dtype`` is safetensors' name of the only type that it may have,
+    where there is one; the types ``refuses`` it must not have. Without ``keeps_ones`` it is written with and without
+    dimensions of one. Dummy values are all ``dummy_value``, or, where that is None, normal with the deviation
+    ``dummy_std``, and clamped to ``dummy_limit``.
     """
 
     name: str
-    accepts: Callable[[str], bool] = lambda dtype: True
+    dtype: str | None = None
+    refuses: tuple[str, ...] = ()
     keeps_ones: bool = True
     dummy_value: float | None = None
     dummy_std: float = DUMMY_STD
@@ -40,12 +41,12 @@ class TensorKind:
         if not same:
             raise ConfigError(f"{name} in {file} has shape {list(found)}, but config.json asks for {list(shape)}.")
         dtype = tensor.get_dtype()
-        if not self.accepts(dtype):
-            found_kind = _NOT_FLOATS.get(dtype, dtype) if self is VALUES else dtype
-            raise ConfigError(f"{name} in {file} is {found_kind}, but by config.json it is {self.name}.")
+        if dtype in self.refuses or self.dtype not in (None, dtype):
+            shown = _QUANTIZED.get(dtype, dtype) if dtype in self.refuses else dtype
+            raise ConfigError(f"{name} in {file} is {shown}, but by config.json it is {self.name}.")
 
 
-VALUES = TensorKind("not quantized", lambda dtype: dtype not in _NOT_FLOATS)
+VALUES = TensorKind("not quantized", refuses=tuple(_QUANTIZED))
 """Values in a floating-point type, which are converted to the parameter's."""
 
 
@@ -57,8 +58,8 @@ class Slot:
     the tensor ``name``, whose whole shape is ``shape`` (``()``: one value, for all of ``target``). With an empty
     ``target`` the checkpoint must have the tensor, which another rank loads.
 
-    ``kind`` says how the checkpoint's tensor is checked, and a dummy one made. ``load``, where given, gets the slice instead of a copy to
-    ``target``.
+    ``kind`` says how the checkpoint's tensor is checked, and a dummy one made. ``load``, where given, gets the slice
+    instead of a copy to ``target``.
     """
 
     name: str

@@ -7,6 +7,7 @@ from typing import Literal
 
 from ...registry import Choices
 from ..cli import flag
+from ..load_format import LOAD_FORMATS
 from ..quantization import QUANTIZATIONS
 
 
@@ -21,8 +22,9 @@ class ModelArgs:
         "theirs are equal, so give two equivalent checkpoints (a model and its copy in float8) the same name; "
         "weights that are loaded at run time have a fingerprint of their own again"))
     served_model_name: str | None = flag(None, help="model name in the API; by default --model-path")
-    load_format: Literal["auto", "safetensors", "dummy"] = flag(
-        "auto", help="dummy fills the weights with random values, for benchmarks without a checkpoint")
+    load_format: str = flag("auto", choices=Choices(LOAD_FORMATS), help=(
+        "source of the weights: auto is safetensors, dummy fills them with random values, for benchmarks without a "
+        "checkpoint"))
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = flag(
         "auto", help="type of weights and KV cache; auto is the checkpoint's on a GPU and float32 on a CPU")
     quantization: str | None = flag(None, choices=Choices(QUANTIZATIONS), help=(

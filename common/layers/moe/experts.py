@@ -89,8 +89,8 @@ class Experts:
 def _grouped(gate_up: ExpertLinear, down: ExpertLinear, limit: float) -> GroupedExperts:
     """Returns the computation of the experts in their quantization format."""
     if gate_up.quantization != down.quantization:
-        raise ConfigError(f"The checkpoint quantizes one of {gate_up.name} and {down.name}, which are computed together: "
-                          "use a checkpoint that treats them alike.")
+        raise ConfigError(f"The checkpoint quantizes one of {gate_up.name} and {down.name}, which are computed "
+                          "together: use a checkpoint that treats them alike.")
     if gate_up.quantization is None:
         return KernelExperts(gate_up, down, limit)
     return gate_up.quantization.experts(gate_up, down, limit)
