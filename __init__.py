@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .common.models.registry import register_model
     from .offline import Engine
 
 # distinguishes this package from the registry's unrelated ``baton``: see common/__init__.py
 _DISTRIBUTION = "baton-serve"
-__all__ = ["Engine", "__version__"]
+__all__ = ["Engine", "__version__", "register_model"]
 
 from .common.version import __version__  # noqa: E402
 
 
 def __getattr__(name: str) -> Any:
-    """``baton.Engine`` is imported when it is asked for: the router's install does not have what it needs."""
+    """Imports a public name when it is asked for: the router's install does not have what ``Engine`` needs."""
     if name == "Engine":
         from .common.config.packages import missing_engine, needs_engine
 
@@ -24,4 +25,8 @@ def __getattr__(name: str) -> Any:
         from .offline import Engine
 
         return Engine
+    if name == "register_model":
+        from .common.models.registry import register_model
+
+        return register_model
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

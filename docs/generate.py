@@ -231,7 +231,8 @@ FAMILIES = (
     Family("Checkpoints",
            "The model's folder is incomplete, of an architecture or form that is not supported ([models](models.md)), "
            "or does not match its config.json.",
-           ("common/config/model.py", "common/config/moe.py", "common/config/mla.py", "common/config/window.py",
+           ("common/config/model.py", "common/config/model_config.py", "common/config/moe.py", "common/config/mla.py",
+            "common/config/rope.py", "common/config/window.py", "common/models",
             "common/config/checkpoint.py", "common/config/hub.py", "common/weights", "common/runner/model_weights.py",
             "common/runner/mtp.py")),
     Family("Quantization",

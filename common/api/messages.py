@@ -15,6 +15,7 @@ import msgspec
 from .commands import Command
 from .grammar import GrammarSpec, Vocabulary
 from .identity import ModelIdentity
+from .namespace import SHARED, Namespace
 from .sampling import SamplingParams
 
 
@@ -68,6 +69,7 @@ class Generate(msgspec.Struct, tag=True):
     processor: CustomProcessor | None = None
     input_embeds: bytes | None = None
     return_hidden_states: bool = False
+    namespace: Namespace = SHARED  # of its pages in the prefix cache
     dp_rank: int | None = None  # the data-parallel rank that computes it; None where there is one
     aborted: bool = False  # before it was sent: then it never is
 

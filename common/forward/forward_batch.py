@@ -162,11 +162,12 @@ class DecodeTable(NamedTuple):
     kv_indptr: np.ndarray  # [B + 1] int32
     kv_indices: np.ndarray  # [N] int32
     kv_last_page_len: np.ndarray  # [B] int32
+    pages_version: int | None = None  # equal versions have equal ``kv_indptr`` and ``kv_indices``
 
 
 def _empty_table() -> DecodeTable:
     int64, int32 = np.empty(0, np.int64), np.empty(0, np.int32)
-    return DecodeTable(int64, int64, int64, np.zeros(1, np.int32), int32, int32)
+    return DecodeTable(int64, int64, int64, np.zeros(1, np.int32), int32, int32, 0)
 
 
 EMPTY_DECODE_TABLE = _empty_table()
@@ -203,7 +204,8 @@ def build_table_batch(table: DecodeTable, token_ids: torch.Tensor, device: torch
 
 def _arrays(table: DecodeTable, token_ids: np.ndarray, logits_rows: np.ndarray) -> dict[str, np.ndarray]:
     return {"input_ids": token_ids, "logits_rows": logits_rows,
-            "qo_indptr": np.arange(len(table.positions) + 1, dtype=np.int32), **table._asdict()}
+            "qo_indptr": np.arange(len(table.positions) + 1, dtype=np.int32),
+            **{name: array for name, array in table._asdict().items() if isinstance(array, np.ndarray)}}
 
 
 def _build(host: dict[str, np.ndarray], device: torch.device, *, is_decode: bool,

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..api.namespace import SHARED, Namespace
 from .allocator import PageAllocator
 from .partial_pages import PartialPage, PartialPages
 from .prefix_cache import Node, PrefixCache
@@ -128,11 +129,12 @@ class KVCacheManager:
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    def match_prefix(self, tokens: np.ndarray, limit: int) -> PageTable:
-        """A page table with the cached prefix of ``tokens`` (int32), of at most ``limit`` tokens, which it locks."""
+    def match_prefix(self, tokens: np.ndarray, limit: int, namespace: Namespace = SHARED) -> PageTable:
+        """A page table with the cached prefix of ``tokens`` (int32) in a namespace, of at most ``limit`` tokens, which
+        it locks. What is committed from the table stays in that namespace."""
         if self.prefix_cache is None:
             return self.new_private_table()
-        node, pages = self.prefix_cache.match(tokens[: limit // self.page_size * self.page_size])
+        node, pages = self.prefix_cache.match(tokens[: limit // self.page_size * self.page_size], namespace)
         self.prefix_cache.lock(node)
         return PageTable(pages, node)
 
@@ -204,10 +206,11 @@ class KVCacheManager:
         self.partial_pages.acquire(table.partial_page)
         return table.partial_page
 
-    def match_full_prompt(self, tokens: np.ndarray, partial: PartialPage | None) -> PageTable | None:
+    def match_full_prompt(self, tokens: np.ndarray, partial: PartialPage | None,
+                          namespace: Namespace = SHARED) -> PageTable | None:
         """A page table of all pages of ``tokens`` (int32), ``partial`` the last; None where some were evicted."""
         rest = len(tokens) % self.page_size
-        table = self.match_prefix(tokens, len(tokens))
+        table = self.match_prefix(tokens, len(tokens), namespace)
         if table.count < len(tokens) // self.page_size or (rest and (partial is None or partial.page is None)):
             self.release(table)
             return None

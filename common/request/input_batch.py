@@ -14,11 +14,11 @@ import numpy as np
 
 from ..api.messages import NewTokens
 from ..forward.forward_batch import DecodeTable
-from ..kvcache.manager import KVCacheManager, PageTable
+from ..kvcache.manager import PageTable
+from ..kvcache.page_columns import PageColumns
 from .req import Req
 from .sampling_metadata import SamplingMetadata
 
-_NO_PAGES = np.empty(0, np.int64), np.empty(0, np.int64)
 _PAGE_TABLE, _STOP_IDS = attrgetter("page_table"), attrgetter("stop_ids")
 
 
@@ -35,24 +35,18 @@ class InputBatch:
         """None of ``reqs`` may be complete, and each has computed all of its tokens but the last. ``previous`` was the
         last decode batch, and no other batch has computed its requests since."""
         self.reqs = reqs
-        self._page_size = page_size
-        self._page_tables: list[PageTable | None] = list(map(_PAGE_TABLE, reqs))
-        reused = self.reused_rows = self._rows_in(previous)
+        tables: list[PageTable] = list(map(_PAGE_TABLE, reqs))
+        reused = self.reused_rows = self._rows_in(previous, tables)
         self.previous_reqs = [] if previous is None else previous.reqs
         new = reqs[len(reused):]
         self.positions = np.array([req.num_computed_tokens for req in new], np.int64)
         self.remaining = np.array([req.num_prompt_tokens + req.sampling.max_new_tokens for req in new], np.int64)
         self.remaining -= self.positions + 1
-        self._capacity = np.array([0 if req.page_table is None else req.page_table.count * page_size for req in new],
-                                  np.int64)  # tokens that the pages of each request cover
+        self.pages: PageColumns = (PageColumns(tables, page_size) if previous is None else
+                                   previous.pages.select(reused, tables[len(reused):]))
         self._flags = np.array([(_is_plain(req), req.sampling.greedy, req.sampling.seed is not None) for req in new],
                                bool).reshape(-1, 3)
         self._unreported = list(range(len(reused), len(reqs)))
-        self._kv_indptr = np.zeros(len(reqs) + 1, np.int32)
-        self._kv_indices = np.empty(0, np.int32)
-        self._page_of_token = np.empty(0, np.int64)
-        self._offsets: np.ndarray | None = None  # of the positions in their pages, once decode_table was called
-        self._appended = _NO_PAGES  # rows, and the pages appended to them since decode_table last read the page tables
         self.stop_ids: frozenset[int] = frozenset().union(*set(map(_STOP_IDS, reqs)))
         self._last_tokens: list[int] = []  # of the first requests, as far as the host knows them
         self._num_in_flight = 0  # steps whose tokens are not recorded
@@ -69,7 +63,6 @@ class InputBatch:
         """Take over the state of the rows ``reused`` of ``previous``, the first of this batch."""
         self.positions = np.concatenate((previous.positions[reused], self.positions))
         self.remaining = np.concatenate((previous.remaining[reused], self.remaining))
-        self._capacity = np.concatenate((previous._capacity[reused], self._capacity))
         flags = previous._flags[reused]
         for row in np.flatnonzero(~flags[:, 0]).tolist():
             flags[row, 0] = _is_plain(self.reqs[row])  # it may have reached ``min_new_tokens``
@@ -81,12 +74,6 @@ class InputBatch:
             self._last_tokens = [previous._last_tokens[row] for row in rows]
         if previous._report_fields is not None:
             self._report_fields = previous._report_fields.select(rows).extended(self.reqs[len(reused):])
-        indptr, indices = previous._kv_indptr, previous._kv_indices
-        np.cumsum(np.diff(indptr)[reused], out=self._kv_indptr[1:len(reused) + 1])
-        self._kv_indptr[len(reused) + 1:] = self._kv_indptr[len(reused)]
-        cuts = np.flatnonzero(np.diff(reused) != 1) + 1
-        self._kv_indices = np.concatenate([indices[indptr[some[0]]:indptr[some[-1] + 1]] for some in
-                                           np.split(reused, cuts)])
 
     def __repr__(self) -> str:
         return f"InputBatch({len(self.reqs)} requests, {self.min_remaining} steps remain)"
@@ -110,27 +97,8 @@ class InputBatch:
         return np.flatnonzero(self.remaining == 1).tolist() if self.min_remaining == 1 else []
 
     def rows_without_page(self) -> list[int]:
-        """Rows of the requests that have no page for the next step's token. After allocating one otherwise than by
-        ``append_pages``, call ``update_capacity``."""
-        return np.flatnonzero(self._capacity <= self.positions).tolist()
-
-    def update_capacity(self, row: int) -> None:
-        """Read the number of a request's pages anew."""
-        table = self.reqs[row].page_table
-        assert table is not None
-        self._capacity[row] = table.count * self._page_size
-
-    def append_pages(self, cache: KVCacheManager, rows: list[int]) -> bool:
-        """Append a page to each of the ``rows_without_page``; False, and no change, where too few are free, or where a
-        page table has grown without ``update_capacity``."""
-        tables = [table for table in map(self._page_tables.__getitem__, rows) if table is not None]
-        current = [table.count for table in tables] == (self._capacity[rows] // self._page_size).tolist()
-        pages = cache.append_pages(tables) if current else None
-        if pages is None:
-            return False
-        self._appended = np.array(rows), pages
-        self._capacity[rows] += self._page_size
-        return True
+        """Rows of the requests that have no page for the next step's token; see PageColumns."""
+        return self.pages.rows_without_page(self.positions)
 
     def remove(self, reqs: Sequence[Req]) -> None:
         """Mark the rows of those ``reqs`` that are in the batch: they have ended or free their pages."""
@@ -147,55 +115,12 @@ class InputBatch:
             req.num_pending += 1
         self._num_in_flight += 1
         self.positions = self.positions + 1
-        if self._offsets is not None:
-            self._offsets = self._offsets + 1
         self.remaining -= 1
         self.min_remaining -= 1
 
     def decode_table(self) -> DecodeTable:
         """Page table and slots of the next step. All requests must have pages for it."""
-        if self._offsets is None or int(self._offsets.max()) >= self._page_size:
-            self._offsets = self._update_pages()
-        return DecodeTable(self.positions, self._page_of_token, self._offsets, self._kv_indptr, self._kv_indices,
-                           (self._offsets + 1).astype(np.int32))
-
-    def _update_pages(self) -> np.ndarray:
-        """Bring the page indices up to ``positions``; returns the offsets of these in their pages."""
-        pages = self.positions // self._page_size
-        rows = np.flatnonzero(np.diff(self._kv_indptr) <= pages)
-        if len(rows):
-            self._insert_pages(pages, rows)
-        assert len(self._kv_indices) == self._kv_indptr[-1], "a request's pages do not cover its tokens"
-        self._page_of_token = self._kv_indices[self._kv_indptr[1:] - 1].astype(np.int64)
-        return self.positions - pages * self._page_size
-
-    def _insert_pages(self, pages: np.ndarray, rows: np.ndarray) -> None:
-        """Insert the missing pages of the requests at ``rows``, up to page ``pages`` of each, into ``_kv_indices``."""
-        before, indptr = self._kv_indices, self._kv_indptr
-        (appended_rows, appended), self._appended = self._appended, _NO_PAGES
-        one_missing_each = len(before) == int(pages.sum()) + len(pages) - len(rows)
-        if one_missing_each and np.array_equal(appended_rows, rows):  # they entered their new pages together
-            self._kv_indices = np.insert(before, indptr[rows + 1], appended.astype(np.int32))
-        else:
-            self._kv_indices = self._indices_with(rows.tolist(), pages[rows].tolist())
-        self._kv_indptr = np.zeros_like(self._kv_indptr)
-        np.cumsum(pages + 1, out=self._kv_indptr[1:])
-
-    def _indices_with(self, rows: list[int], last_pages: list[int]) -> np.ndarray:
-        """``_kv_indices`` with the pages of ``rows`` extended up to ``last_pages``."""
-        before, indptr = self._kv_indices, self._kv_indptr.tolist()
-        parts: list[np.ndarray] = []
-        at = 0
-        for row, last in zip(rows, last_pages):
-            begin, end = indptr[row], indptr[row + 1]
-            if at < end:
-                parts.append(before[at:end])
-            table = self.reqs[row].page_table
-            assert table is not None
-            parts.append(table.ids[end - begin:last + 1])
-            at = end
-        parts.append(before[at:])
-        return np.concatenate(parts, dtype=np.int32, casting="same_kind")
+        return DecodeTable(self.positions, *self.pages.slots(self.positions))
 
     def record_tokens(self, token_ids: list[int]) -> None:
         """Record the tokens [B] of the oldest step in flight."""
@@ -242,7 +167,7 @@ class InputBatch:
             rows.update(self._unreported)
         return sorted(rows)
 
-    def _rows_in(self, previous: InputBatch | None) -> np.ndarray:
+    def _rows_in(self, previous: InputBatch | None, tables: list[PageTable]) -> np.ndarray:
         """The rows in ``previous`` of this batch's first requests, as far as they have the same order and page tables
         there."""
         if previous is None:
@@ -252,7 +177,7 @@ class InputBatch:
         staying = np.flatnonzero(stays)
         rows = staying.tolist()
         if ([previous.reqs[row] for row in rows] == self.reqs[:len(rows)]
-                and [previous._page_tables[row] for row in rows] == self._page_tables[:len(rows)]):
+                and previous.pages.same_tables(rows, tables[:len(rows)])):
             return staying  # the usual case: requests joined, ended or were retracted
         return _matching_rows(self.reqs, previous)
 
@@ -283,8 +208,8 @@ def _matching_rows(reqs: list[Req], previous: InputBatch) -> np.ndarray:
     rows: list[int] = []
     following = iter(reqs)
     expected = next(following, None)
-    for row, (req, table) in enumerate(zip(previous.reqs, previous._page_tables)):
-        if req is expected and req.page_table is table:
+    for row, req in enumerate(previous.reqs):
+        if req is expected and req.page_table is not None and previous.pages.same_tables([row], [req.page_table]):
             rows.append(row)
             expected = next(following, None)
     return np.array(rows, np.int64)

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..api.errors import ServingError
 from ..api.messages import Bootstrap, Finish, Generate, LatencySpan, Logprobs, Output, Pooling, SpanName
+from ..api.namespace import SHARED, Namespace
 from ..api.sampling import SamplingParams
 from ..kvcache.manager import PageTable
 from .hidden_states import HiddenStates
@@ -55,6 +56,7 @@ class Req:
     matcher: OutputMatcher | None = None  # on the rank that samples tokens, where there is a grammar
     logprob_start: int | None = None  # first prompt position whose logprob is reported
     priority: int | None = None  # None: the server's default
+    namespace: Namespace = SHARED  # of its pages in the prefix cache
     # filled by the scheduler
     page_table: PageTable | None = None
     num_cached_tokens: int = 0
@@ -99,6 +101,7 @@ class Req:
             spans=[] if message.traced else None,
             pooling=message.pooling,
             priority=message.priority,
+            namespace=message.namespace,
             processor=None if message.processor is None else RowProcessor.of(
                 message.processor.path, message.processor.params, RequestTokens(tokens, num_embeds, begin)),
             embeds=embeds,
@@ -129,8 +132,10 @@ class Req:
 
     @property
     def prompt_digest(self) -> int:
-        """A checksum by which the two servers of a pair verify that they have the same prompt."""
-        return zlib.crc32(self.prompt.tobytes(), 0 if self.embeds is None else zlib.crc32(self.embeds.tobytes()))
+        """A checksum by which the two servers of a pair verify that they have the same prompt, in one namespace."""
+        start = zlib.crc32(self.namespace.packed)
+        return zlib.crc32(self.prompt.tobytes(), start if self.embeds is None else
+                          zlib.crc32(self.embeds.tobytes(), start))
 
     @property
     def computed(self) -> np.ndarray:

@@ -8,11 +8,11 @@ import torch
 
 from ..api.errors import ConfigError
 from ..api.identity import ModelIdentity
-from ..config.model import ModelSpec, load_model_spec
+from ..config.model import ModelSpec
 from ..config.server import ModelArgs, ServerConfig
 from ..distributed.parallel import Parallel
 from ..models.decoder.causal_lm import CausalLM
-from ..models.registry import build_model
+from ..models.registry import build_model, load_model_spec
 from ..weights.fingerprint import identify
 from ..weights.kv_scales import Scales
 from ..weights.loader import Progress, check_weights, load_weights, silent
@@ -50,9 +50,9 @@ class ModelWeights:
         those of the rank's KV cache."""
         args = self._args_of(model_path, revision)
         spec = load_model_spec(args)
-        differing = [field.name for field in dataclasses.fields(spec)
-                     if getattr(spec, field.name) != getattr(self.spec, field.name)
-                     and field.name not in ("dtype", "eos_token_ids", "dropped_eos_ids")]
+        stated, current = spec.facts(), self.spec.facts()
+        differing = [name for name in {**stated, **current} if stated.get(name) != current.get(name)
+                     and name not in ("dtype", "eos_token_ids", "dropped_eos_ids")]
         if differing:
             raise ConfigError(f"{model_path} is another model than the one that runs: {', '.join(differing)} differ.")
         if scales_of(kv_scales(self._config.cache, args, spec), self._layers) != current_scales:

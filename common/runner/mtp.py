@@ -15,7 +15,8 @@ from ..distributed.parallel import Parallel
 from ..forward.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 from ..models.decoder.causal_lm import CausalLM
-from ..models.decoder.mtp import MTPDraftLayer, build_draft_layers
+from ..models.decoder.mtp import MTPDraftLayer
+from ..models.registry import build_draft_layers
 from ..weights.loader import OnOtherStage, Progress, load_weights
 from ..weights.source import open_weights
 from .attention_choice import AttentionChoice

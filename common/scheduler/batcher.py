@@ -201,7 +201,7 @@ class Batcher:
             if input_batch is None:
                 return True
             rows = input_batch.rows_without_page()
-            if not rows or input_batch.append_pages(self.cache, rows):
+            if not rows or input_batch.pages.append_pages(self.cache, rows):
                 return True
             allocated = [self._allocate_row(input_batch, row) for row in rows]
             return all(allocated)
@@ -213,7 +213,7 @@ class Batcher:
 
     def _allocate_row(self, input_batch: InputBatch, row: int) -> bool:
         allocated = self.page_budget.allocate_next(input_batch.reqs[row])
-        input_batch.update_capacity(row)
+        input_batch.pages.update_capacity(row)
         return allocated
 
     def preempt_for(self, req: Req, num_tokens: int, prefix_limit: int) -> None:

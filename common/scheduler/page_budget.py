@@ -27,7 +27,7 @@ class PageBudget:
         Leaves running requests pages to grow into; False, and no change, where that does not fit.
         """
         table = (self.cache.new_private_table() if req.embeds is not None else
-                 self.cache.match_prefix(req.tokens.view(), prefix_limit))
+                 self.cache.match_prefix(req.tokens.view(), prefix_limit, req.namespace))
         if self._shortfall(req, table.count, num_tokens) > 0 or not self.cache.allocate_slots(table, num_tokens):
             self.cache.release(table)
             return False
@@ -38,7 +38,8 @@ class PageBudget:
         """Pages that must become free before ``reserve`` succeeds, 0 or less where it would now."""
         if req.embeds is not None:
             return self._shortfall(req, 0, num_tokens)
-        table = self.cache.match_prefix(req.tokens.view(), prefix_limit)  # what is locked cannot be evicted
+        # what is locked cannot be evicted
+        table = self.cache.match_prefix(req.tokens.view(), prefix_limit, req.namespace)
         shortfall = self._shortfall(req, table.count, num_tokens)
         self.cache.release(table)
         return shortfall

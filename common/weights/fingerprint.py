@@ -23,6 +23,8 @@ from .kv_scales import is_kv_scale
 _SERVER_FIELDS = ("dtype", "eos_token_ids", "context_length", "quantization")
 """Fields of ModelSpec that describe how a server runs a model, or its API; a checkpoint in float8 differs by its
 tensors."""
+_STATED_OF_ALL = {"attention_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": False}
+"""Facts that are part of every model's fingerprint, also where its family does not have them."""
 
 
 def identify(args: ModelArgs, spec: ModelSpec, updates: int = 0) -> ModelIdentity:
@@ -41,8 +43,9 @@ def identify(args: ModelArgs, spec: ModelSpec, updates: int = 0) -> ModelIdentit
 
 def _facts(spec: ModelSpec) -> bytes:
     """Encodes the fields that differ from their defaults: a release with more fields gets the same for older models."""
-    facts = {field.name: value for field in dataclasses.fields(spec)
-             if field.name not in _SERVER_FIELDS and (value := getattr(spec, field.name)) != field.default}
+    facts = {**_STATED_OF_ALL, **spec.facts()}
+    for name in _SERVER_FIELDS:
+        facts.pop(name, None)
     return json.dumps(facts, sort_keys=True, default=_plain).encode()
 
 

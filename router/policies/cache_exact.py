@@ -161,10 +161,11 @@ class CacheExact:
         if not text:
             return None
         assert fields is not None
+        seed = fields.namespace.seed
         if _is_token_ids(text):
-            ids = split(text)
+            ids = split(text, seed)
             return Prompt(len(text), ids.keys, ids)
-        blocks = text_blocks(text)
+        blocks = text_blocks(text, seed)
         if self.texts.knows(blocks):
             return Prompt(len(text), blocks, None)
         reader = _PromptPagesReader(self.texts, blocks, len(text))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from baton.common.api.grammar import GrammarSpec
 from baton.common.api.messages import Generate, OutputBatch, PrepareGrammar
 from baton.common.api.sampling import SamplingParams
-from baton.common.config.model import load_model_spec
 from baton.common.config.server import (
     CacheArgs,
     DataParallelArgs,
@@ -23,6 +22,7 @@ from baton.common.execution.executor import Executor
 from baton.common.execution.pp_executor import PPExecutor
 from baton.common.grammar.store import GrammarStore
 from baton.common.kvcache.manager import KVCacheManager
+from baton.common.models.registry import load_model_spec
 from baton.common.runner.model_runner import ModelRunner
 from baton.common.sampling.sampler import Sampler
 from baton.common.scheduler.make_batcher import make_batcher

@@ -1,8 +1,4 @@
-"""The pre-norm causal language model that every supported family is built of.
-
-Llama, Mistral, Qwen2 and Qwen3 differ by switches of their ModelSpec only; other families pass their own attentions and
-MLPs (layer.py defines the interfaces).
-"""
+"""The pre-norm causal language model: embedding, the layers that a family's blocks make (layer.py), norm and head."""
 
 from __future__ import annotations
 
@@ -16,11 +12,10 @@ from ...distributed.deferred_reduce import MaybeDeferred
 from ...distributed.parallel import Parallel
 from ...forward.forward_batch import ForwardBatch
 from ...layers.classifier_head import ClassifierHead
-from ...layers.norm import RMSNorm
 from ...layers.rotary import rotary_table
 from ...layers.vocab import VocabTable
 from ...weights.slots import Slot, allocator
-from .layer import DecoderLayer, MakeAttention, MakeMLP, SelfAttention, dense_mlp
+from .layer import Blocks, DecoderLayer, LayerNorm
 from .micro_batches import MicroBatch, run_interleaved
 from .piecewise import PiecewiseStep, Projected
 
@@ -33,22 +28,22 @@ class CausalLM:
     """
 
     def __init__(self, spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device,
-                 make_mlp: MakeMLP = dense_mlp, make_attention: MakeAttention = SelfAttention):
+                 blocks: Blocks):
         allocate = allocator(dtype, device, spec.quantization)
         self.pp = parallel.pp
         self.hidden_size, self.dtype = spec.hidden_size, dtype
         self.embed_tokens: VocabTable | None = None
-        self.norm: RMSNorm | None = None
+        self.norm: LayerNorm | None = None
         self.classifier: ClassifierHead | None = None
         self.lm_head: VocabTable | None = None
         tied = spec.head == "lm" and spec.tie_word_embeddings
         if self.pp.is_first or (self.pp.is_last and tied):
             self.embed_tokens = VocabTable("model.embed_tokens", spec.vocab_size, spec.hidden_size, parallel.attn_tp,
                                            allocate)
-        self.layers = [DecoderLayer(index, kv_layer, spec, parallel, allocate, make_mlp, make_attention)
+        self.layers = [DecoderLayer(index, kv_layer, spec, parallel, allocate, blocks)
                        for kv_layer, index in enumerate(self.pp.layers(spec.num_layers))]
         if self.pp.is_last:
-            self.norm = RMSNorm("model.norm", spec.hidden_size, spec.rms_norm_eps, allocate)
+            self.norm = blocks.norm("model.norm", spec.hidden_size, allocate, None)
             self.classifier = (ClassifierHead("score", spec.num_labels, spec.hidden_size, allocate)
                                if spec.num_labels else None)
             self.lm_head = self.embed_tokens if tied else None
@@ -59,7 +54,8 @@ class CausalLM:
         # experts' tokens are counted, all tokens are.
         self._trims_last_layer = self.pp.is_last and not (
             parallel.token_exchange.spans_dp or parallel.experts.counts_tokens)
-        self.cos_sin = rotary_table(spec, device)
+        rotary_dim = blocks.rotary_dim or blocks.rope.rotary_dim(spec.head_dim)
+        self.cos_sin = rotary_table(blocks.rope, rotary_dim, spec.context_length, device)
 
     @property
     def supports_microbatches(self) -> bool:

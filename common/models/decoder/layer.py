@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ import torch
 from ....kernels.arguments import Float8Format, HeadNorms
 from ...attention.base import AttentionBackend, AttentionPlanner
 from ...config.model import ModelSpec
+from ...config.rope import RotarySpec
 from ...distributed.deferred_reduce import MaybeDeferred
 from ...distributed.parallel import Parallel
 from ...distributed.token_exchange import TokenExchange
@@ -18,14 +20,19 @@ from ...distributed.tp import TPGroup
 from ...forward.forward_batch import ForwardBatch
 from ...layers.linear import ColumnLinear, Columns, RowLinear, Rows
 from ...layers.mlp import MLP
-from ...layers.norm import RMSNorm, unquantized
+from ...layers.norm import FormatOf, RMSNorm, unquantized
 from ...weights.slots import Allocate, Slot
 from .micro_batches import MicroBatch
 from .piecewise import Projected
 
 
 class SelfAttention:
-    def __init__(self, name: str, layer: int, spec: ModelSpec, tp: TPGroup, allocate: Allocate):
+    """Attention with a key and a value a KV head. ``head_norm_eps``: heads of queries and keys are normed, with it.
+    ``sinks``: each head has a logit that joins the denominator of its softmax."""
+
+    def __init__(self, name: str, layer: int, spec: ModelSpec, tp: TPGroup, allocate: Allocate, *,
+                 qkv_bias: bool = False, o_bias: bool = False, head_norm_eps: float | None = None,
+                 sinks: bool = False):
         self.layer = layer
         self.head_dim = spec.head_dim
         q_size = spec.num_heads * spec.head_dim
@@ -33,19 +40,19 @@ class SelfAttention:
             Columns.shard(f"{name}.q_proj", q_size, tp),
             Columns.kv_shard(f"{name}.k_proj", spec.num_kv_heads, spec.head_dim, tp),
             Columns.kv_shard(f"{name}.v_proj", spec.num_kv_heads, spec.head_dim, tp),
-        ], spec.attention_bias, allocate)
+        ], qkv_bias, allocate)
         self.num_local_heads = [size // spec.head_dim for size in self.qkv.sizes]  # of q, k and v
-        self.output = RowLinear(f"{name}.o_proj", q_size, spec.hidden_size, spec.o_bias, tp, allocate)
+        self.output = RowLinear(f"{name}.o_proj", q_size, spec.hidden_size, o_bias, tp, allocate)
         self.width = q_size // tp.size
         self.sinks: Slot | None = None
-        if spec.sinks:
+        if sinks:
             heads = spec.num_heads // tp.size
             self.sinks = Slot(f"{name}.sinks", allocate(heads, dtype=torch.float32), (spec.num_heads,), 0,
                               tp.rank * heads)
         self.q_norm = self.k_norm = None
-        if spec.qk_norm:
-            self.q_norm = RMSNorm(f"{name}.q_norm", spec.head_dim, spec.rms_norm_eps, allocate)
-            self.k_norm = RMSNorm(f"{name}.k_norm", spec.head_dim, spec.rms_norm_eps, allocate)
+        if head_norm_eps is not None:
+            self.q_norm = RMSNorm(f"{name}.q_norm", spec.head_dim, head_norm_eps, allocate)
+            self.k_norm = RMSNorm(f"{name}.k_norm", spec.head_dim, head_norm_eps, allocate)
 
     def activation_format(self, rows: int) -> Float8Format | None:
         return self.qkv.activation_format(rows)
@@ -130,8 +137,51 @@ MakeMLP = Callable[[str, int, ModelSpec, TPGroup, Allocate], LayerMLP]
 """Builds the MLP ``(name, layer index, spec, tp, allocate)`` of a layer; its tensors' names begin with ``name``."""
 
 
-def dense_mlp(name: str, index: int, spec: ModelSpec, tp: TPGroup, allocate: Allocate) -> LayerMLP:
-    return MLP(name, spec.hidden_size, spec.intermediate_size, spec.mlp_bias, tp, allocate)
+def dense_mlp(*, bias: bool = False) -> MakeMLP:
+    """Returns a factory of dense MLPs."""
+    def make(name: str, index: int, spec: ModelSpec, tp: TPGroup, allocate: Allocate) -> LayerMLP:
+        return MLP(name, spec.hidden_size, spec.intermediate_size, bias, tp, allocate)
+
+    return make
+
+
+class LayerNorm(Protocol):
+    """A norm of a layer's rows, added to the residual before."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def add_norm_as(self, format_of: FormatOf, x: MaybeDeferred,
+                    residual: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
+        """See RMSNorm."""
+
+    def add_norm(self, x: MaybeDeferred, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """See RMSNorm."""
+
+    def slots(self) -> Iterator[Slot]: ...
+
+
+MakeNorm = Callable[[str, int, Allocate, TokenExchange | None], LayerNorm]
+"""Builds the norm ``(name, size, allocate, exchange)``; see RMSNorm."""
+
+
+def rms_norm(eps: float) -> MakeNorm:
+    """Returns a factory of RMSNorms."""
+    def make(name: str, size: int, allocate: Allocate, exchange: TokenExchange | None = None) -> LayerNorm:
+        return RMSNorm(name, size, eps, allocate, exchange)
+
+    return make
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The parts of which a family's decoder is made. ``rotary_dim`` values of a head are rotated, by default as many as
+    ``rope`` says."""
+
+    rope: RotarySpec
+    norm: MakeNorm
+    attention: MakeAttention
+    mlp: MakeMLP
+    rotary_dim: int | None = None
 
 
 def mlp_over_dp(mlp: LayerMLP, exchange: TokenExchange) -> Callable[[Any], MaybeDeferred]:
@@ -145,14 +195,14 @@ def mlp_over_dp(mlp: LayerMLP, exchange: TokenExchange) -> Callable[[Any], Maybe
 
 class DecoderLayer:
     def __init__(self, index: int, kv_layer: int, spec: ModelSpec, parallel: Parallel, allocate: Allocate,
-                 make_mlp: MakeMLP, make_attention: MakeAttention):
+                 blocks: Blocks):
         """Builds layer ``index`` of the model, whose keys and values are layer ``kv_layer`` of the pool."""
         name = f"model.layers.{index}"
-        self.input_norm = RMSNorm(f"{name}.input_layernorm", spec.hidden_size, spec.rms_norm_eps, allocate)
-        self.attention = make_attention(f"{name}.self_attn", kv_layer, spec, parallel.attn_tp, allocate)
-        self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", spec.hidden_size, spec.rms_norm_eps, allocate,
-                                parallel.token_exchange)
-        self.mlp = make_mlp(f"{name}.mlp", index, spec, parallel.tp, allocate)
+        self.input_norm = blocks.norm(f"{name}.input_layernorm", spec.hidden_size, allocate, None)
+        self.attention = blocks.attention(f"{name}.self_attn", kv_layer, spec, parallel.attn_tp, allocate)
+        self.mlp_norm = blocks.norm(f"{name}.post_attention_layernorm", spec.hidden_size, allocate,
+                                    parallel.token_exchange)
+        self.mlp = blocks.mlp(f"{name}.mlp", index, spec, parallel.tp, allocate)
         self.mlp_over_dp = mlp_over_dp(self.mlp, parallel.token_exchange)
         self.mlp_input_format = unquantized if parallel.token_exchange.spans_dp else self.mlp.activation_format
 

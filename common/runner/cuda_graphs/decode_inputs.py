@@ -52,7 +52,7 @@ class DecodeInputs:
         """Copies ``table``, padded to ``size`` rows, to the device without waiting for it; returns host copies, which
         the second call after this one overwrites. A step that was launched reads the values from before.
 
-        The table's ``kv_indptr`` and ``kv_indices`` must not be changed in place: equal arrays are not copied again.
+        Pages of the same ``pages_version`` are not copied again.
         """
         self._active ^= 1
         count, num_indices = len(table.positions), len(table.kv_indices)
@@ -60,7 +60,7 @@ class DecodeInputs:
         arrays = staging.acquire(num_indices + size - count)
         for name in (*_INT64, "kv_last_page_len"):
             arrays[name][:count] = getattr(table, name)
-        pages = _Pages(table.kv_indptr, table.kv_indices, size)
+        pages = _Pages(table.pages_version, size)
         if not pages.same(staging.pages):
             staging.pages = pages
             self._fill_pages(arrays, table, size)
@@ -89,15 +89,13 @@ class DecodeInputs:
 
 
 class _Pages(NamedTuple):
-    """A table's pages, padded to ``size`` rows; compared by the identity of their arrays."""
+    """A version of a table's pages, padded to ``size`` rows."""
 
-    kv_indptr: np.ndarray
-    kv_indices: np.ndarray
+    version: int | None
     size: int
 
     def same(self, other: _Pages | None) -> bool:
-        return (other is not None and self.kv_indices is other.kv_indices and self.kv_indptr is other.kv_indptr
-                and self.size == other.size)
+        return self.version is not None and self == other
 
 
 class _StagingBuffer:

@@ -15,4 +15,5 @@ class LongestPrefixFirst:
     def __call__(self, reqs: Sequence[Req]) -> list[Req]:
         """Sort by matched pages; equal requests stay in order of arrival. Touches the matches: they are evicted
         last."""
-        return sorted(reqs, key=lambda req: -len(self._cache.match(req.tokens.view(0, req.prefix_limit))[1]))
+        return sorted(reqs, key=lambda req: -len(self._cache.match(req.tokens.view(0, req.prefix_limit),
+                                                                   req.namespace)[1]))

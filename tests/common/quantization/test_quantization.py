@@ -13,11 +13,11 @@ from transformers import FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 from baton.common.api.errors import ConfigError
-from baton.common.config.model import load_model_spec
 from baton.common.distributed.deferred_reduce import DeferredSum
 from baton.common.distributed.tp import TPGroup
 from baton.common.layers.linear import ColumnLinear, Columns, RowLinear
 from baton.common.layers.norm import RMSNorm
+from baton.common.models.registry import load_model_spec
 from baton.common.quantization.float8 import dequantize_blocks, quantize_blocks
 from baton.common.quantization.fp8 import AS_LOADED, Fp8
 from baton.common.weights.slots import allocator

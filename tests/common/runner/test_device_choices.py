@@ -11,7 +11,6 @@ import torch
 
 from baton.common.api.errors import ConfigError
 from baton.common.config.cli import build, parse
-from baton.common.config.model import load_model_spec
 from baton.common.config.server import ServerConfig
 from baton.common.distributed import all_to_all
 from baton.common.distributed import peer_all_reduce as peers
@@ -21,6 +20,7 @@ from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.tp import TPGroup
 from baton.common.engine.rank import _failure_sentence, device_of
 from baton.common.engine.rank_spec import RankSpec
+from baton.common.models.registry import load_model_spec
 from baton.common.runner import model_runner
 from baton.common.runner.kv_sizing import kv_layout, ranks_per_gpu
 from baton.common.runner.preflight import token_bytes

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from baton.common.config.model import load_model_spec
 from baton.common.config.server import KernelArgs, ScheduleArgs
 from baton.common.distributed.expert_parallel import ExpertParallel
 from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.tp import TPGroup
+from baton.common.models.registry import load_model_spec
 from baton.common.runner.cuda_graphs.launch_cost import launch_bound_sizes
 from baton.common.runner.cuda_graphs.piecewise_graphs import PrefillGraphs, default_sizes, prefill_graph_sizes
 from baton.common.runner.kv_sizing import count_pages, kv_layout

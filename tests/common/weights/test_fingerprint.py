@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.common.api.errors import ConfigError
-from baton.common.config.model import load_model_spec
 from baton.common.config.server import ModelArgs
+from baton.common.models.registry import load_model_spec
 from baton.common.tinychat import CHECKPOINT
 from baton.common.weights import samples
 from baton.common.weights.fingerprint import identify
