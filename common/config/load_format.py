@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ..registry import Registry
 
 if TYPE_CHECKING:
     from ..weights.source import WeightSource
     from .server import ModelArgs
+
+E = TypeVar("E")
 
 
 class LoadFormat(Protocol):
@@ -23,3 +26,9 @@ class LoadFormat(Protocol):
 
 
 LOAD_FORMATS: Registry[LoadFormat] = Registry("load format", "baton.common.weights", group="baton.load_formats")
+
+
+def register_load_format(*names: str) -> Callable[[E], E]:
+    """Returns a decorator that registers a LoadFormat under values of ``--load-format``. Server processes know those of
+    installed packages alone, by entry points ``baton.load_formats`` of the same names."""
+    return LOAD_FORMATS.register(*names)

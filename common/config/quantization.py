@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..api.errors import ConfigError
 from ..registry import Registry
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from ..quantization.shards import Shard
     from ..weights.lazy import LazyTensor
     from ..weights.slots import Allocate
+
+E = TypeVar("E")
 
 
 class QuantFormat(Protocol):
@@ -77,6 +79,12 @@ class QuantMethod(Protocol):
 QUANTIZATIONS: Registry[QuantMethod] = Registry("quantization format", "baton.common.quantization",
                                                 group="baton.quantization")
 """The formats, by the values of ``--quantization``."""
+
+
+def register_quantization(*names: str) -> Callable[[E], E]:
+    """Returns a decorator that registers a QuantMethod under values of ``--quantization``. Server processes know those
+    of installed packages alone, by entry points ``baton.quantization`` of the same names."""
+    return QUANTIZATIONS.register(*names)
 
 
 def choose_quantization(config: Mapping[str, Any], flag: str | None) -> QuantFormat | None:

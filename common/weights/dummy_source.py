@@ -34,7 +34,7 @@ class DummySource:
             yield SourceTensor(slot.name, _DummyTensor(slot, self._seed), self.name)
 
     def find(self, name: str) -> LazyTensor:
-        raise ConfigError(f"The {self.name} lack {name}.")
+        raise ConfigError(f"The checkpoint {self.name} lacks {name}.")
 
     def identity(self, is_optional: Callable[[str], bool]) -> bytes:
         return f"dummy {self._seed}".encode()

@@ -65,9 +65,9 @@ def load_weights(source: WeightSource, slots: Iterable[Slot], progress: Progress
     if num_unused:
         log.info("%d tensors of %s are not loaded: multi-token prediction is not used", num_unused, ", ".join(unused))
     if missing:
-        raise ConfigError(f"The {source.name} lacks {first_names(missing)}.")
+        raise ConfigError(f"The checkpoint {source.name} lacks {first_names(missing)}.")
     if unexpected:
-        log.warning("the %s holds %s, which its architecture does not have: they are not loaded", source.name,
+        log.warning("the checkpoint %s holds %s, which its architecture does not have: they are not loaded", source.name,
                     first_names(unexpected))
 
 
@@ -81,7 +81,7 @@ def check_weights(source: WeightSource, slots: Iterable[Slot], *, stacked: Stack
             slot.kind.check(slot.name, tensor, slot.shape, file)
             missing.discard(slot.name)
     if missing:
-        raise ConfigError(f"The {source.name} lacks {first_names(missing)}.")
+        raise ConfigError(f"The checkpoint {source.name} lacks {first_names(missing)}.")
 
 
 def _tensors(source: WeightSource, slots: Mapping[str, Slot], stacked: Stacked) -> Iterator[SourceTensor]:

@@ -27,7 +27,7 @@ class SafetensorsSource:
 
     def __init__(self, args: ModelArgs):
         self._folder = resolve_checkpoint(args)
-        self.name = f"checkpoint {self._folder}"
+        self.name = str(self._folder)
 
     def tensors(self, slots: Sequence[Slot]) -> Iterator[SourceTensor]:
         for file in checkpoint_files(self._folder):
@@ -40,7 +40,7 @@ class SafetensorsSource:
 
     def find(self, name: str) -> LazyTensor:
         if name not in self._files:
-            raise ConfigError(f"The {self.name} lacks {name}.")
+            raise ConfigError(f"The checkpoint {self.name} lacks {name}.")
         with safe_open(self._files[name], framework="pt") as content:
             found: LazyTensor = content.get_slice(name)
             return found

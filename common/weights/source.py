@@ -26,7 +26,7 @@ class WeightSource(Protocol):
 
     @property
     def name(self) -> str:
-        """A noun for logs and errors ("checkpoint /models/a")."""
+        """The name of these weights, for logs and errors: a folder, or a noun."""
 
     def tensors(self, slots: Sequence[Slot]) -> Iterator[SourceTensor]:
         """Yields all tensors, whichever ``slots`` there are; or, where weights are made up, one for each of them.
