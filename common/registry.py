@@ -14,7 +14,7 @@ import importlib.metadata
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -25,18 +25,19 @@ E = TypeVar("E")
 
 
 class _Declared(NamedTuple):
-    """A name that a file registers: the file's module, and whether users are shown the name."""
+    """A name that a file registers: the file's module, and the options of the decorator."""
 
     module: str
-    hidden: bool
+    hidden: bool = False
+    needs: Mapping[str, str] = {}
 
 
 class Registry(Generic[T]):
     """The implementations of one interface ``T``, by the names that users give them.
 
     ``kind`` is the noun of errors ("attention backend"). ``package``, e.g. "baton.common.attention", is the package
-    whose modules (those of its subpackages are left out) register entries: at their top level, with the registry
-    imported by its own name and the names as literals:
+    whose modules (those of its subpackages are left out) register entries: with the registry imported at the top, and
+    names and options as literals:
 
         @ATTENTION_BACKENDS.register("triton")
         class TritonBackend: ...
@@ -51,15 +52,18 @@ class Registry(Generic[T]):
         self._group = group
         self._entries: dict[str, T] = {}
         self._hidden: set[str] = set()
+        self._needs: dict[str, Mapping[str, str]] = {}
 
-    def register(self, *names: str, hidden: bool = False) -> Callable[[E], E]:
+    def register(self, *names: str, hidden: bool = False, needs: Mapping[str, str] | None = None) -> Callable[[E], E]:
         """Returns a decorator that registers a class, function or object under ``names``. ``hidden`` names are taken
-        but not listed. Raises ConfigError for a name that is registered already."""
+        but not listed. ``needs`` maps modules that the entry imports when it is used to their packages on PyPI. Raises
+        ConfigError for a name that is registered already."""
         def add(entry: E) -> E:
             for name in names:
                 if self._entries.setdefault(name, entry) is not entry:  # type: ignore[arg-type]
                     raise ConfigError(f"The {self.kind} {name} is registered twice.")
             self._hidden.update(names if hidden else ())
+            self._needs.update(dict.fromkeys(names, needs or {}))
             return entry
         return add
 
@@ -97,6 +101,10 @@ class Registry(Generic[T]):
             raise ConfigError(f"The {self.kind} must be {', '.join(names)} or {last}, not {name!r}.")
         return self._entries[name]
 
+    def needs_of(self, name: str) -> Mapping[str, str]:
+        """Returns the modules that the entry imports when it is used, with their packages on PyPI; imports nothing."""
+        return self._declared[name].needs if name in self._declared else self._needs.get(name, {})
+
     def module_of(self, name: str) -> str | None:
         """The module of the registry's package that registers ``name``; None for entries from elsewhere."""
         return self._declared[name].module if name in self._declared else None
@@ -110,25 +118,26 @@ class Registry(Generic[T]):
         folder = importlib.util.find_spec(self.package)
         assert folder is not None and folder.submodule_search_locations is not None, self.package
         for file in pkgutil.iter_modules(folder.submodule_search_locations, f"{self.package}."):
-            for name, declared in () if file.ispkg else self._read(file.name):
+            for name, declared in () if file.ispkg else self._read(file):
                 if name in found:
                     raise ConfigError(f"The {self.kind} {name} is registered twice.")
                 found[name] = declared
         return found
 
-    def _read(self, module: str) -> Iterator[tuple[str, _Declared]]:
-        spec = importlib.util.find_spec(module)
-        source = spec.loader.get_source(module) if spec is not None else None  # type: ignore[union-attr]
-        if source is None or ".register(" not in source:
+    def _read(self, file: pkgutil.ModuleInfo) -> Iterator[tuple[str, _Declared]]:
+        module = file.name
+        spec: Any = file.module_finder.find_spec(module, None)  # importlib's would import the package
+        source = spec.loader.get_source(module) or ""
+        if ".register(" not in source:
             return
         tree = ast.parse(source)
         aliases = set(self._aliases(tree, module))
         for node in ast.walk(tree):
             match node:
                 case ast.Call(func=ast.Attribute(value=ast.Name(id=alias), attr="register")) if alias in aliases:
-                    hidden = any(each.arg == "hidden" and ast.literal_eval(each.value) for each in node.keywords)
+                    options = {each.arg or "": ast.literal_eval(each.value) for each in node.keywords}
                     for name in node.args:
-                        yield ast.literal_eval(name), _Declared(module, hidden)
+                        yield ast.literal_eval(name), _Declared(module, **options)
 
     def _aliases(self, tree: ast.Module, module: str) -> Iterator[str]:
         """The names under which a module imports this registry."""
@@ -149,16 +158,24 @@ class Registry(Generic[T]):
 
 @dataclass(frozen=True)
 class Choices:
-    """The values of a flag: the names of ``registry``, and ``others``, which come first."""
+    """The values of a flag: ``others``, then the names of ``registries``."""
 
-    registry: Registry[Any]
+    registries: tuple[Registry[Any], ...]
     others: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, *registries: Registry[Any], others: tuple[str, ...] = ()) -> Choices:
+        return cls(registries, others)
 
     @property
     def shown(self) -> tuple[str, ...]:
-        return *self.others, *self.registry.names
+        return *self.others, *sorted({name for registry in self.registries for name in registry.names})
 
     @property
     def hidden(self) -> tuple[str, ...]:
         """Values that are taken, and not shown to users."""
-        return tuple(sorted(self.registry.hidden))
+        return tuple(sorted({name for registry in self.registries for name in registry.hidden}))
+
+    def needs_of(self, name: str) -> dict[str, str]:
+        """Returns the modules, with their packages on PyPI, that a value needs."""
+        return {module: package for registry in self.registries for module, package in registry.needs_of(name).items()}

@@ -15,9 +15,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ...kernels.arguments import HeadNorms
+from ..config.server.kernels import ATTENTION_BACKENDS
 from ..forward.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
-from .base import store
+from .base import AttentionBackend, AttentionFacts, store
 
 QUERY_BLOCK = 1024
 """Rows of an extend's score mask: 8,192 x 8,192 at once would take 64 MiB a request."""
@@ -33,8 +34,18 @@ class _Bucket:
     lengths: list[int]
 
 
+@ATTENTION_BACKENDS.register("torch")
 class TorchBackend:
     attends_last_tokens = True
+    captures = False
+
+    @staticmethod
+    def check(facts: AttentionFacts) -> None:
+        """Runs everywhere."""
+
+    @staticmethod
+    def make(pool: KVPool, num_heads: int, dtype: torch.dtype, window: int | None) -> AttentionBackend:
+        return TorchBackend(pool, window)
 
     def __init__(self, pool: KVPool, window: int | None = None):
         self._pool = pool

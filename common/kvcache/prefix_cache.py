@@ -4,17 +4,21 @@ The idea is RadixAttention's (Zheng et al., SGLang, 2024): finished requests lea
 keyed by the tokens they were computed from, and a new prompt reuses the pages of its longest prefix.
 An edge is a whole number of pages; a partial page never enters the tree. Pages of different namespaces
 (``api.namespace``) are never shared: each namespace has a root of its own, from its first page to its last.
+
+The pages of an edge are the first cache group's. Of further groups (cache_group.py) it has the pages that their rules
+make useful and that were not evicted since, which they are before the edge is.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from ..api.namespace import SHARED, Namespace
+from .cache_group import ABSENT, CacheGroup
 
 
 class Node:
@@ -22,14 +26,17 @@ class Node:
 
     ``tokens`` (int32) has ``page_size`` entries for each of ``pages`` (int64). ``locks`` counts the requests that
     read this node or one below it: a locked node is not evicted. A root has neither tokens, locks nor a parent.
+    ``group_pages`` has the page ids (int64) of each further group, ABSENT for those that it lacks.
     """
 
-    __slots__ = ("namespace", "tokens", "pages", "parent", "children", "locks", "last_used")
+    __slots__ = ("namespace", "tokens", "pages", "group_pages", "parent", "children", "locks", "last_used")
 
-    def __init__(self, namespace: Namespace, tokens: np.ndarray, pages: np.ndarray, parent: Node | None):
+    def __init__(self, namespace: Namespace, tokens: np.ndarray, pages: np.ndarray, parent: Node | None,
+                 group_pages: Sequence[np.ndarray] = ()):
         self.namespace = namespace
         self.tokens = tokens
         self.pages = pages
+        self.group_pages = group_pages
         self.parent = parent
         self.children: dict[bytes, Node] = {}
         self.locks = 0
@@ -67,8 +74,10 @@ class PrefixCache:
     ``listeners`` are called on changes, in order; they are added while the cache is empty.
     """
 
-    def __init__(self, page_size: int):
+    def __init__(self, page_size: int, groups: Sequence[CacheGroup] = ()):
+        """``groups`` are the further groups, whose pages enter by ``CacheGroup.give_to_cache``."""
         self.page_size = page_size
+        self._groups = groups
         self._roots: dict[Namespace, Node] = {}  # those that have children
         self.num_pages = 0
         self.num_locked = 0
@@ -87,11 +96,48 @@ class PrefixCache:
         """The node and page ids of the longest prefix of ``tokens`` (int32) that is cached in a namespace, in whole
         pages; a root where nothing is.
 
-        Splits an edge where the prefix ends inside it, so that the node covers exactly the prefix.
+        Splits an edge where the prefix ends inside it, so that the node covers exactly the prefix. After this prefix
+        tokens can be computed: it ends where each further group has the pages that they read.
         """
+        root = self._roots.get(namespace) or _root(namespace)
+        node, pages = self._walk(root, tokens)
+        if self._groups and (count := self._reusable_pages(node, len(pages))) < len(pages):
+            node, pages = self._walk(root, tokens[:count * self.page_size])
+        self._touch(node)
+        return node, pages
+
+    def match_first_group(self, tokens: np.ndarray, namespace: Namespace = SHARED) -> tuple[Node, np.ndarray]:
+        """``match`` without regard to further groups."""
         node, pages = self._walk(self._roots.get(namespace) or _root(namespace), tokens)
         self._touch(node)
         return node, pages
+
+    def group_pages(self, node: Node, group: int, first: int, count: int) -> np.ndarray:
+        """Page ids ``[count - first]`` of a further group from page ``first`` on of a path of ``count`` pages that ends
+        with ``node``; ABSENT where the tree lacks one."""
+        parts = [edge.group_pages[group][max(0, first - before):]
+                 for before, edge in self.edges_from(node, first, count)]
+        return np.concatenate(parts[::-1]) if parts else np.empty(0, np.int64)
+
+    def edges_from(self, node: Node, first: int, count: int) -> Iterator[tuple[int, Node]]:
+        """Yields the edges with pages from ``first`` on of a path of ``count`` pages that ends with ``node``, the last
+        one first, and the number of pages before each."""
+        step: Node | None = node
+        while count > first and step is not None:
+            count -= len(step.pages)
+            yield count, step
+            step = step.parent
+
+    def _reusable_pages(self, node: Node, count: int) -> int:
+        """Pages of the longest beginning of a path of ``count`` pages, which ends with ``node``, after which tokens can
+        be computed."""
+        present = [self.group_pages(node, index, 0, count) != ABSENT for index in range(len(self._groups))]
+        before = -1
+        while count != before:
+            before = count
+            for group, there in zip(self._groups, present):
+                count = group.rule.reusable_pages(there[:count], self.page_size)
+        return count
 
     def _walk(self, node: Node, tokens: np.ndarray) -> tuple[Node, np.ndarray]:
         """The deepest node below ``node`` that ``tokens`` reach, and the pages on the path."""
@@ -121,7 +167,8 @@ class PrefixCache:
         present = len(matched)
         if present < len(pages):
             rest = tokens[present * self.page_size :]
-            leaf = Node(node.namespace, rest.copy(), pages[present:].copy(), node)
+            absent = [np.full(len(pages) - present, ABSENT, np.int64) for _ in self._groups]
+            leaf = Node(node.namespace, rest.copy(), pages[present:].copy(), node, absent)
             node.children[self._key(rest)] = leaf
             if node.parent is None:
                 self._roots[node.namespace] = node
@@ -159,6 +206,8 @@ class PrefixCache:
             assert parent is not None
             del parent.children[self._key(leaf.tokens)]
             freed.append(leaf.pages)
+            for group, ids in zip(self._groups, leaf.group_pages):
+                group.free_cached(ids[ids != ABSENT])
             for listener in self.listeners:
                 listener.removed(leaf.namespace, leaf.pages)
             total += len(leaf.pages)
@@ -171,6 +220,22 @@ class PrefixCache:
         self.num_pages -= total
         self.version += bool(total)
         return np.concatenate(freed) if freed else np.empty(0, np.int64)
+
+    def evict_from_group(self, index: int, count: int) -> None:
+        """Free ``count`` pages of a further group that no request reads, or all of these: of the least recently used
+        edges, and of each the first, without which the prefixes that end behind them can still be reused."""
+        group = self._groups[index]
+        for node in sorted(self._nodes(), key=lambda node: node.last_used):
+            if count <= 0:
+                break
+            ids = node.group_pages[index]
+            places = np.flatnonzero(ids != ABSENT)
+            places = places[group.unread_of(ids[places])][:count]
+            if len(places):
+                group.free_cached(ids[places])
+                ids[places] = ABSENT
+                count -= len(places)
+                self.version += 1
 
     def edges(self) -> Iterator[Edge]:
         """Yields every edge, parents before children."""
@@ -185,6 +250,12 @@ class PrefixCache:
         assert len(np.unique(pages)) == len(pages) == self.num_pages, "the tree's page count is off"
         assert sum(len(n.pages) for n in nodes if n.locks) == self.num_locked, "the tree's lock count is off"
         assert all(root.children for root in self._roots.values()), "a namespace without pages was kept"
+
+    def cached_in_group(self, index: int) -> np.ndarray:
+        """Ids of all pages of a further group that the tree has."""
+        ids = np.empty(0, np.int64)
+        ids = np.concatenate([ids, *(node.group_pages[index] for node in self._nodes())])
+        return np.delete(ids, np.flatnonzero(ids == ABSENT))
 
     def _nodes(self) -> Iterator[Node]:
         stack = [node for root in self._roots.values() for node in root.children.values()]
@@ -206,10 +277,12 @@ class PrefixCache:
         """Cut an edge after ``pages`` pages; returns the new upper node."""
         cut = pages * self.page_size
         assert node.parent is not None and 0 < pages < len(node.pages)
-        upper = Node(node.namespace, node.tokens[:cut], node.pages[:pages], node.parent)
+        upper = Node(node.namespace, node.tokens[:cut], node.pages[:pages], node.parent,
+                     [ids[:pages] for ids in node.group_pages])
         upper.locks, upper.last_used = node.locks, node.last_used
         node.parent.children[self._key(node.tokens)] = upper
         node.tokens, node.pages, node.parent = node.tokens[cut:], node.pages[pages:], upper
+        node.group_pages = [ids[pages:] for ids in node.group_pages]
         upper.children[self._key(node.tokens)] = node
         return upper
 

@@ -14,8 +14,9 @@ from ..request.sampling_metadata import FAILED, RequestedLogprobs, SamplingMetad
 from .apply_processors import apply_processors
 from .bitmask import apply_token_bitmask
 from .penalties import apply_penalties
-from .sampling_backend import SamplingBackend, scaled_logits, select_sampling_backend
+from .sampling_backend import select_sampling_backend
 from .token_logprobs import LogprobReport, TokenLogprob
+from .torch_sampling import scaled_logits
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Sampler:
     """Samples tokens. Under tensor parallelism rank 0 samples, and the others receive its tokens only."""
 
     def __init__(self, vocab_size: int, device: torch.device | str, seed: int, tp: TPGroup | None = None, *,
-                 original_logprobs: bool = False, backend: SamplingBackend = "auto",
+                 original_logprobs: bool = False, backend: str = "auto",
                  dtype: torch.dtype = torch.float32):
         """``original_logprobs``: log-probabilities are those before temperature. ``dtype`` is that of the logits of
         ``sample_plain``. Raises ConfigError where ``backend`` cannot run."""

@@ -20,7 +20,7 @@ FILES = {
     "cube.py": "from toys_of_a_test.names import OTHERS, TOYS as t\n\nCUBE = t.register('cube')(object())\n"
                "OTHERS.register('die')(CUBE)\n",
     "secret.py": "import missing_package\nfrom .names import TOYS\n\n\n"
-                 "@TOYS.register('secret', hidden=True)\ndef make(): ...\n",
+                 "@TOYS.register('secret', hidden=True, needs={'missing_package': 'missing'})\ndef make(): ...\n",
     "helper.py": "import atexit\natexit.register(print, 'not a toy')\n",
     "inner/__init__.py": "",
     "inner/deep.py": "from ..names import TOYS\n\n\n@TOYS.register('deep')\nclass Deep: ...\n",
@@ -62,7 +62,8 @@ def test_an_unknown_name_is_a_sentence_with_the_shown_ones(toys):
 
 
 def test_a_name_is_taken_once(toys, tmp_path):
-    toys.TOYS.register("kite")(print)
+    toys.TOYS.register("kite", needs={"wind": "air"})(print)
+    assert toys.TOYS.needs_of("kite") == {"wind": "air"}
     toys.TOYS.register("kite")(print)  # the same entry
     assert toys.TOYS.get("kite") is print and toys.TOYS.module_of("kite") is None
     with pytest.raises(ConfigError, match="The toy kite is registered twice."):
@@ -111,5 +112,6 @@ def test_a_plug_in_needs_a_name_of_its_own(toys, monkeypatch):
 
 
 def test_choices_of_a_flag(toys):
-    choices = Choices(toys.TOYS, ("auto",))
-    assert choices.shown == ("auto", "ball", "cube", "sphere") and choices.hidden == ("secret",)
+    choices = Choices.of(toys.TOYS, toys.OTHERS, others=("auto",))
+    assert choices.shown == ("auto", "ball", "cube", "die", "sphere") and choices.hidden == ("secret",)
+    assert choices.needs_of("secret") == {"missing_package": "missing"} and choices.needs_of("auto") == {}

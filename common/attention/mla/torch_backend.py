@@ -14,10 +14,11 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from ...config.mla import MLASpec
+from ...config.server.kernels import LATENT_BACKENDS
 from ...forward.forward_batch import ForwardBatch
 from ...kvcache.pool import KVPool
 from ..torch_backend import QUERY_BLOCK, similar
-from .base import absorb, gather, store, values_of
+from .base import LatentBackend, absorb, gather, store, values_of
 
 
 @dataclass
@@ -31,8 +32,23 @@ class _Bucket:
     lengths: list[int]
 
 
+@LATENT_BACKENDS.register("torch")
 class MLATorchBackend:
     attends_last_tokens = True
+    takes_prompts = True
+    captures = False
+
+    @staticmethod
+    def check(device: torch.device) -> None:
+        """Runs everywhere."""
+
+    @staticmethod
+    def check_decode(device: torch.device, mla: MLASpec, dtype: str, stored: str) -> None:
+        """Takes all types."""
+
+    @staticmethod
+    def make(pool: KVPool, mla: MLASpec, num_heads: int, dtype: torch.dtype) -> LatentBackend:
+        return MLATorchBackend(pool, mla)
 
     def __init__(self, pool: KVPool, mla: MLASpec):
         self._pool = pool

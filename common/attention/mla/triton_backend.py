@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch.nn.functional import linear
 
+from ....kernels._triton import INTERPRETED
 from ....kernels.arguments import Segment
 from ....kernels.attention.decode_plan import DecodePlan, plan_decode
 from ....kernels.attention.mla_decode import mla_decode
@@ -15,17 +16,34 @@ from ....kernels.attention.mla_prefill import mla_prefill, plan_mla_prefill
 from ....kernels.device import num_sms
 from ....kernels.tuning.policy import policy_of
 from ...config.mla import MLASpec
+from ...config.server.kernels import LATENT_BACKENDS
 from ...forward.forward_batch import ForwardBatch
 from ...kvcache.pool import KVPool
-from ..base import ANY_LENGTH
-from .base import absorb, gather, store, values_of
+from ..base import ANY_LENGTH, check_gpu
+from .base import LatentBackend, absorb, gather, store, values_of
 
 _EXPANDED_BYTES = 256 << 20
 """The most memory of a context's keys and values at once: 32,768 tokens of 16 heads in bfloat16."""
 
 
+@LATENT_BACKENDS.register("triton", needs={"triton": "triton"})
 class MLATritonBackend:
     attends_last_tokens = True
+    takes_prompts = True
+    captures = True
+
+    @staticmethod
+    def check(device: torch.device) -> None:
+        if not INTERPRETED:
+            check_gpu("triton", device)
+
+    @staticmethod
+    def check_decode(device: torch.device, mla: MLASpec, dtype: str, stored: str) -> None:
+        """Takes all types."""
+
+    @staticmethod
+    def make(pool: KVPool, mla: MLASpec, num_heads: int, dtype: torch.dtype) -> LatentBackend:
+        return MLATritonBackend(pool, mla, num_heads, dtype)
 
     def __init__(self, pool: KVPool, mla: MLASpec, num_heads: int, dtype: torch.dtype):
         """``num_heads`` counts this rank's heads; ``dtype`` is the model's."""

@@ -19,7 +19,7 @@ TRANSFER_BACKENDS: Registry[Callable[[Any], Any]] = Registry("transfer backend",
 @dataclass(frozen=True)
 class DisaggregationArgs:
     disaggregation_mode: Mode = flag("null", help="role of this server: both phases in one engine, or one of them")
-    disaggregation_transfer_backend: str = flag("nixl", choices=Choices(TRANSFER_BACKENDS), help=(
+    disaggregation_transfer_backend: str = flag("nixl", choices=Choices.of(TRANSFER_BACKENDS), help=(
         "how KV pages travel; ipc copies them between GPUs (or processes) of one host at the speed of their link, auto "
         "is ipc within a host and nixl between hosts"))
     disaggregation_ib_device: str | None = flag(None, help=(

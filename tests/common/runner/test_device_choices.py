@@ -25,7 +25,8 @@ from baton.common.runner import model_runner
 from baton.common.runner.kv_sizing import kv_layout, ranks_per_gpu
 from baton.common.runner.preflight import token_bytes
 from baton.common.sampling.sampler import Sampler
-from baton.common.sampling.sampling_backend import TorchSampling, select_sampling_backend
+from baton.common.sampling.sampling_backend import select_sampling_backend
+from baton.common.sampling.torch_sampling import TorchSampling
 
 CPU = torch.device("cpu")
 
