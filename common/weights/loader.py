@@ -67,8 +67,8 @@ def load_weights(source: WeightSource, slots: Iterable[Slot], progress: Progress
     if missing:
         raise ConfigError(f"The checkpoint {source.name} lacks {first_names(missing)}.")
     if unexpected:
-        log.warning("the checkpoint %s holds %s, which its architecture does not have: they are not loaded", source.name,
-                    first_names(unexpected))
+        log.warning("the checkpoint %s holds %s, which its architecture does not have: they are not loaded",
+                    source.name, first_names(unexpected))
 
 
 def check_weights(source: WeightSource, slots: Iterable[Slot], *, stacked: Stacked = "rows") -> None:

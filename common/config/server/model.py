@@ -22,12 +22,12 @@ class ModelArgs:
         "theirs are equal, so give two equivalent checkpoints (a model and its copy in float8) the same name; "
         "weights that are loaded at run time have a fingerprint of their own again"))
     served_model_name: str | None = flag(None, help="model name in the API; by default --model-path")
-    load_format: str = flag("auto", choices=Choices(LOAD_FORMATS), help=(
+    load_format: str = flag("auto", choices=Choices.of(LOAD_FORMATS), help=(
         "source of the weights: auto is safetensors, dummy fills them with random values, for benchmarks without a "
         "checkpoint"))
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = flag(
         "auto", help="type of weights and KV cache; auto is the checkpoint's on a GPU and float32 on a CPU")
-    quantization: str | None = flag(None, choices=Choices(QUANTIZATIONS), help=(
+    quantization: str | None = flag(None, choices=Choices.of(QUANTIZATIONS), help=(
         "format of linear layers' weights: fp8 has weights and activations in float8, with a scale for each output and "
         "each token, fp8_per_tensor one for each projection, fp8_per_block one for blocks of 128 x 128; checkpoints "
         "that are quantized need no flag"))

@@ -1,4 +1,4 @@
-"""Int8 weights with a scale an output, in plain torch: a quantization format in one file, as a user's package has it."""
+"""Int8 weights with a scale an output, in plain torch: a quantization format in one file, as users write it."""
 
 from __future__ import annotations
 
