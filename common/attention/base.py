@@ -11,6 +11,7 @@ from ...kernels.arguments import HeadNorms
 from ...kernels.attention.rope_and_store import rope_and_store
 from ..api.errors import ConfigError
 from ..forward.forward_batch import ForwardBatch
+from ..forward.step_context import AttentionPlan
 from ..kvcache.pool import KVPool
 
 ANY_LENGTH = 1 << 30
@@ -21,7 +22,7 @@ server's warm-up compiles the merge."""
 class AttentionPlanner(Protocol):
     """The part of a backend's interface that is the same for all kinds of attention: it plans batches."""
 
-    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
+    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> AttentionPlan:
         """Prepare for ``batch``, a decode step or a ragged extend over existing prefixes.
 
         With ``max_length`` the step is captured into a graph, whose replays find other page tables in the batch's

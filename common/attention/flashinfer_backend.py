@@ -15,6 +15,7 @@ from ...kernels.attention.scale_by_sinks import scale_by_sinks
 from ..api.errors import ConfigError
 from ..config.server.kernels import ATTENTION_BACKENDS
 from ..forward.forward_batch import ForwardBatch
+from ..forward.step_context import AttentionPlan
 from ..kvcache.pool import KVPool
 from .base import AttentionBackend, AttentionFacts, check_gpu, store
 from .triton_backend import TritonBackend
@@ -92,7 +93,7 @@ class FlashInferBackend:
         self._batch: ForwardBatch | None = None
         self._planned = torch.cuda.Event()
 
-    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
+    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> AttentionPlan:
         self._batch = batch
         if max_length is not None:
             self._captured[batch.num_reqs] = self._over_tensors_of(batch)
@@ -101,6 +102,7 @@ class FlashInferBackend:
             self._plan(self._decode, batch, self._lengths(batch))
         else:
             self._plan_prompts(batch)
+        return self
 
     def warm_up(self, compute_prompt: Callable[[], None]) -> None:
         compute_prompt()

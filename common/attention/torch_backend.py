@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ...kernels.arguments import HeadNorms
 from ..config.server.kernels import ATTENTION_BACKENDS
 from ..forward.forward_batch import ForwardBatch
+from ..forward.step_context import AttentionPlan
 from ..kvcache.pool import KVPool
 from .base import AttentionBackend, AttentionFacts, store
 
@@ -57,7 +58,7 @@ class TorchBackend:
         self._float8 = dtype if dtype.itemsize == 1 else None  # gathered as bytes: not every device indexes float8
         self._scratch = torch.empty(0, dtype=torch.uint8 if self._float8 else dtype, device=pool.groups[0].device)
 
-    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
+    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> AttentionPlan:
         self._batch = batch
         pages = np.diff(batch.kv_indptr_cpu)
         lengths = (pages - 1) * self._layout.page_size + batch.kv_last_page_len_cpu
@@ -68,6 +69,7 @@ class TorchBackend:
             begins, pages, lengths = begins + unseen, pages - unseen, lengths - unseen * self._layout.page_size
         members = similar(pages) if batch.is_decode else [np.array([b]) for b in range(batch.num_reqs)]
         self._buckets = [self._bucket(batch, requests, begins, pages, lengths) for requests in members]
+        return self
 
     def _bucket(self, batch: ForwardBatch, requests: np.ndarray, begins: np.ndarray, pages: np.ndarray,
                 lengths: np.ndarray) -> _Bucket:

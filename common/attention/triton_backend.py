@@ -17,6 +17,7 @@ from ...kernels.device import num_sms
 from ...kernels.tuning.policy import policy_of
 from ..config.server.kernels import ATTENTION_BACKENDS
 from ..forward.forward_batch import ForwardBatch
+from ..forward.step_context import AttentionPlan
 from ..kvcache.pool import KVPool
 from .base import ANY_LENGTH, AttentionBackend, AttentionFacts, check_gpu, store
 
@@ -48,7 +49,7 @@ class TritonBackend:
         self._plan: DecodePlan | None = None
         self._blocks: PrefillBlocks | None = None
 
-    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
+    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> AttentionPlan:
         self._batch = batch
         if batch.is_decode:
             # The first layer makes it, so that a graph that captures the layers holds it, and makes it in every replay.
@@ -56,6 +57,7 @@ class TritonBackend:
             self._longest = max_length or int(np.diff(batch.kv_indptr_cpu).max()) * self._pool.layout.page_size
         else:
             self._blocks = plan_prefill(batch.qo_indptr_cpu, self._group, batch.input_ids.device)
+        return self
 
     def warm_up(self, compute_prompt: Callable[[], None]) -> None:
         compute_prompt()

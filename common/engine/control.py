@@ -23,10 +23,10 @@ from ..api.commands import (
 from ..api.errors import ConfigError, Conflict, InvalidRequest, ServingError, WorkerUnavailable
 from ..api.identity import ModelIdentity
 from ..config.server import ServerConfig
+from ..config.server.schedule import SCHEDULE_POLICIES
 from ..distributed.tp import TPGroup
 from ..runner.model_runner import ModelRunner
 from ..scheduler.batcher import Batcher
-from ..scheduler.policies import registry
 from .peers import NoPeers, Peers
 from .profiler import Profiler
 
@@ -140,8 +140,8 @@ class Control:
             if name in given and not 1 <= given[name] <= limit:
                 raise InvalidRequest(f"{name} must be between 1 and {limit}, which the server started with, not "
                                      f"{given[name]}.", param=name)
-        if given.get("schedule_policy", "fcfs") not in registry.NAMES:
-            raise InvalidRequest(f"schedule_policy must be one of {', '.join(registry.NAMES)}.",
+        if given.get("schedule_policy", "fcfs") not in SCHEDULE_POLICIES:
+            raise InvalidRequest(f"schedule_policy must be one of {', '.join(SCHEDULE_POLICIES)}.",
                                  param="schedule_policy")
         self._batcher.set_args(dataclasses.replace(self._batcher.args, **given))
         return "Set " + ", ".join(f"{name} to {value}" for name, value in given.items()) + "."

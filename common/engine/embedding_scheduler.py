@@ -86,9 +86,9 @@ class EmbeddingScheduler:
 
     def _pooled(self, batch: ScheduledBatch) -> list[bytes]:
         """The pooled float32 vectors of the chunks that end their prompt."""
-        self._runner.sync_dp(batch.num_tokens, 0, can_decode=False)
+        info = self._runner.sync_dp(batch.num_tokens, 0, can_decode=False)
         rows_of = _pooled_rows(batch)
-        hidden = self._runner.hidden_states(self._build(batch, [row for rows in rows_of for row in rows]))
+        hidden = self._runner.hidden_states(self._build(batch, [row for rows in rows_of for row in rows]), info)
         pooled, offset = [], 0
         for chunk, indices in zip(batch.chunks, rows_of):
             rows = hidden[offset:offset + len(indices)]

@@ -32,7 +32,9 @@ from ..api.messages import (
     Loading,
     Output,
     OutputBatch,
+    OutputExtras,
     PrepareGrammar,
+    PromptUsage,
     RankTotals,
     Ready,
     Shutdown,
@@ -179,7 +181,7 @@ class EngineClient:
 
     def _end_unsent(self, request: Generate) -> None:
         """End a request that was not sent to the engine; ``request.rid`` is its engine id."""
-        self._deliver(Output(request.rid, [], len(request.input_ids), 0, 0, Finish("abort")))
+        self._deliver(Output(request.rid, [], OutputExtras(PromptUsage(len(request.input_ids), 0), Finish("abort"))))
 
     def abort_group(self, rid: str) -> None:
         """Cancel a request and, where it asked for several choices, all of them (``rid-0``, ``rid-1``, ...)."""
@@ -280,7 +282,7 @@ class EngineClient:
     def _dispatch(self, message: FromEngine) -> None:
         match message:
             case OutputBatch():
-                for output in message.items:
+                for output in message.rows():
                     self._deliver(output)
             case Failed(engine_id, code, text):
                 self._fail(engine_id, from_code(code, text))
@@ -304,7 +306,7 @@ class EngineClient:
         if self._balancer is not None:
             self._balancer.add_tokens(engine_id, len(output.token_ids))
         if self._ids.aliases:
-            output.rid = self._ids.client_id(engine_id)
+            output = output._replace(rid=self._ids.client_id(engine_id))
         if output.finish is not None:
             self._close_request(engine_id)
         stream.put(output)

@@ -23,6 +23,7 @@ from ..sampling.prompt_logprobs import PromptReport, prompt_rows
 from ..sampling.sampled_tokens import SampledTokenBuffers, SampledTokens
 
 if TYPE_CHECKING:
+    from ..runner.dp_sync import DPStepInfo
     from ..runner.model_runner import ModelRunner
     from ..sampling.sampler import PendingSample, Sampler
 
@@ -103,8 +104,8 @@ class Executor:
         rows += [row.index for row in logprob_rows]
         hidden = hidden_rows(batch)
         pending = self._pending_indices(batch)
-        self._runner.sync_dp(batch.num_tokens, len(rows), can_decode=batch.is_decode and not hidden)
-        logits, states = self._forward(batch, rows, hidden, pending, after_group)
+        info = self._runner.sync_dp(batch.num_tokens, len(rows), can_decode=batch.is_decode and not hidden)
+        logits, states = self._forward(batch, rows, hidden, pending, after_group, info)
         count = len(sampled_chunks)
         allowed = self._fill_masks(sampled_chunks, pending)
         metadata = [chunk.req.sampling_metadata(chunk.stop, pending.get(chunk.req), allowed.get(chunk.req))
@@ -121,8 +122,8 @@ class Executor:
         last = self._last
         same_rows = last is not None and last.sampled_reqs is input_batch.reqs
         token_ids = last.sampled.tokens if last is not None and same_rows else self._last_token_ids(input_batch)
-        self._runner.sync_dp(len(input_batch), len(input_batch), can_decode=True)
-        logits, argmax = self._runner.decode(input_batch.decode_table(), token_ids)
+        info = self._runner.sync_dp(len(input_batch), len(input_batch), can_decode=True)
+        logits, argmax = self._runner.decode(input_batch.decode_table(), token_ids, info)
         # Every rank has the whole logits, bit by bit the same: so each computes the same argmax.
         tokens = (argmax if input_batch.all_greedy and argmax is not None else
                   self._sampler.sample_plain(logits, input_batch.sampling_metadata()))
@@ -193,21 +194,21 @@ class Executor:
         return dict(zip([req for req, _ in live], self._grammars.fill([matcher for _, matcher in live])))
 
     def _forward(self, batch: ScheduledBatch, rows: list[int], hidden: list[HiddenRows], pending: dict[Req, int],
-                 after_group: AfterGroup | None) -> tuple[torch.Tensor, torch.Tensor]:
+                 after_group: AfterGroup | None, info: DPStepInfo | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the logits of ``rows``, and the hidden states of ``hidden``."""
         if not hidden:
-            logits = self._runner.forward(self._build(batch, rows, pending), after_group)
+            logits = self._runner.forward(self._build(batch, rows, pending, info), after_group, info)
             return logits, logits[:0]
         indices = rows + [row for one in hidden for row in range(one.start, one.stop)]
         forward_batch = self._build(batch, indices, pending, padded=False)
-        return self._runner.forward_with_hidden(forward_batch, len(rows), after_group)
+        return self._runner.forward_with_hidden(forward_batch, len(rows), after_group, info)
 
-    def _build(self, batch: ScheduledBatch, logits_rows: list[int], pending: dict[Req, int], *,
-               padded: bool = True) -> ForwardBatch:
+    def _build(self, batch: ScheduledBatch, logits_rows: list[int], pending: dict[Req, int],
+               info: DPStepInfo | None = None, *, padded: bool = True) -> ForwardBatch:
         """Builds the model's input; ``padded``: to a size that a CUDA graph was captured for."""
         runner, page_size = self._runner, self._runner.layout.page_size
         if batch.is_decode and not any(chunk.req.embeds is not None for chunk in batch.chunks):
-            padding = runner.padding_rows(len(batch.chunks)) if padded else []
+            padding = runner.padding_rows(len(batch.chunks), info) if padded else []
             return build_decode_batch(_decode_rows(batch.chunks, pending, padding), page_size, runner.device,
                                       logits_rows, self._previous)
         rows = []
@@ -219,7 +220,7 @@ class Executor:
             rows.append(Row(req.tokens.view(chunk.start, chunk.stop), chunk.start, pages, pending.get(req),
                             embeds if embeds is not None and len(embeds) else None))
         if batch.is_decode and padded:
-            rows += runner.padding_rows(len(rows))
+            rows += runner.padding_rows(len(rows), info)
         return build_forward_batch(rows, page_size, runner.device, batch.is_decode, logits_rows, self._previous)
 
 

@@ -13,6 +13,7 @@ from ..config.model import ModelSpec
 from ..config.server import ServerConfig
 from ..distributed.parallel import Parallel
 from ..forward.forward_batch import ForwardBatch
+from ..forward.step_context import StepContext
 from ..kvcache.pool import KVPool
 from ..models.decoder.causal_lm import CausalLM
 from ..models.decoder.mtp import MTPDraftLayer
@@ -71,10 +72,10 @@ class MTPDraftLayers:
         are the tokens one position after the batch's, then two. Latents are stored at the batch's positions.
         """
         assert self._model.embed_tokens is not None
-        self._attention.plan(batch)
+        step = StepContext(batch, self._attention.plan(batch))
         states = []
         for layer, ids in zip(self._layers, next_ids):
-            hidden = layer(hidden, self._model.embed_tokens.embed(ids), self._attention, self._model.cos_sin)
+            hidden = layer(hidden, self._model.embed_tokens.embed(ids), step, self._model.cos_sin)
             states.append(hidden)
         return states
 

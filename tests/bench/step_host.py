@@ -58,18 +58,20 @@ class FreeModel:
     def run_idle_batch(self) -> None:
         """Nobody else."""
 
-    def sync_dp(self, num_tokens: int, num_logits: int, *, can_decode: bool) -> bool:
-        return True
+    def sync_dp(self, num_tokens: int, num_logits: int, *, can_decode: bool) -> None:
+        """Nobody else."""
 
-    def padding(self, num_reqs: int) -> list[Row]:
+    def padding_rows(self, num_reqs: int, info: Any = None) -> list[Row]:
         return []
 
-    def decode(self, table: DecodeTable, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def decode(self, table: DecodeTable, token_ids: torch.Tensor, info: Any = None) -> tuple[torch.Tensor,
+                                                                                             torch.Tensor]:
         count = len(table.positions)
         self._inputs.fill(table, count)
         return self._logits[:count], self._likeliest[:count]
 
-    def forward(self, batch: ForwardBatch, after_group: Any = None) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, after_group: Any = None,
+                info: Any = None) -> torch.Tensor:
         assert batch.logits_rows is not None
         return self._logits[:len(batch.logits_rows)]
 

@@ -16,7 +16,7 @@ FLOORS: dict[str, list[list[str]]] = {
     "kernels": [["device", "arguments"], ["_triton"], ["_gluon", "tuning"], ["gated_activation"], ["reference"],
                 ["rowwise"], ["comm", "sampling", "gemm"], ["float8", "attention"], ["moe"]],
     "common": [["version", "process", "tinychat"], ["api"], ["registry"], ["parsers"], ["config"], ["obs"],
-               ["tokenizer"], ["weights", "distributed", "kvcache", "forward"], ["quantization"],
+               ["tokenizer"], ["weights", "distributed", "kvcache"], ["forward"], ["quantization"],
                ["layers", "attention"], ["models"], ["request"], ["grammar"], ["sampling"], ["scheduler"], ["runner"],
                ["execution"], ["engine"], ["engine_client"], ["serving", "cluster"], ["bench"]],
     "common/serving": [["protocol"], ["storage"], ["context"], ["web"], ["sse", "stats_logger"], ["respond", "host"],

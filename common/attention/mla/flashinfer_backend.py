@@ -12,6 +12,7 @@ from ...api.errors import ConfigError
 from ...config.mla import MLASpec
 from ...config.server.kernels import LATENT_BACKENDS
 from ...forward.forward_batch import ForwardBatch
+from ...forward.step_context import AttentionPlan
 from ...kvcache.pool import KVPool
 from ..base import check_gpu
 from .base import LatentBackend, absorb, store, values_of
@@ -62,15 +63,16 @@ class MLAFlashInferBackend:
         self._batch: ForwardBatch | None = None
         self._planned = torch.cuda.Event()
 
-    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
+    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> AttentionPlan:
         assert batch.is_decode
         self._batch = batch
         if max_length is None:
             self._plan(self._plain, batch)
-            return
+            return self
         if batch.num_reqs not in self._captured:
             self._captured[batch.num_reqs] = self._over_tensors_of(batch)
         self.refresh(batch)
+        return self
 
     def warm_up(self, compute_prompt: Callable[[], None]) -> None:
         compute_prompt()

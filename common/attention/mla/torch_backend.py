@@ -16,6 +16,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from ...config.mla import MLASpec
 from ...config.server.kernels import LATENT_BACKENDS
 from ...forward.forward_batch import ForwardBatch
+from ...forward.step_context import AttentionPlan
 from ...kvcache.pool import KVPool
 from ..torch_backend import QUERY_BLOCK, similar
 from .base import LatentBackend, absorb, gather, store, values_of
@@ -56,12 +57,13 @@ class MLATorchBackend:
         self._batch: ForwardBatch | None = None
         self._buckets: list[_Bucket] = []
 
-    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
+    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> AttentionPlan:
         self._batch = batch
         pages = np.diff(batch.kv_indptr_cpu)
         lengths = (pages - 1) * self._pool.layout.page_size + batch.kv_last_page_len_cpu
         members = similar(pages) if batch.is_decode else [np.array([b]) for b in range(batch.num_reqs)]
         self._buckets = [self._bucket(batch, requests, pages, lengths) for requests in members]
+        return self
 
     def _bucket(self, batch: ForwardBatch, requests: np.ndarray, pages: np.ndarray, lengths: np.ndarray) -> _Bucket:
         device = batch.input_ids.device

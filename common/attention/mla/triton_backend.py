@@ -18,6 +18,7 @@ from ....kernels.tuning.policy import policy_of
 from ...config.mla import MLASpec
 from ...config.server.kernels import LATENT_BACKENDS
 from ...forward.forward_batch import ForwardBatch
+from ...forward.step_context import AttentionPlan
 from ...kvcache.pool import KVPool
 from ..base import ANY_LENGTH, check_gpu
 from .base import LatentBackend, absorb, gather, store, values_of
@@ -75,7 +76,7 @@ class MLATritonBackend:
         qo_indptr = torch.from_numpy(one).to(device)
         mla_prefill(q, kv, context[:, mla.kv_lora_rank:], segment, qo_indptr, mla.scale, out, lse)
 
-    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
+    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> AttentionPlan:
         self._batch = batch
         page_size = self._pool.layout.page_size
         if batch.is_decode:
@@ -85,6 +86,7 @@ class MLATritonBackend:
         else:
             self._segments = plan_mla_prefill(batch.qo_indptr_cpu, batch.kv_indptr_cpu, batch.kv_last_page_len_cpu,
                                               page_size, self._most_tokens, batch.input_ids.device)
+        return self
 
     def warm_up(self, compute_prompt: Callable[[], None]) -> None:
         compute_prompt()

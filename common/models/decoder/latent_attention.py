@@ -7,16 +7,15 @@ from collections.abc import Iterator
 import torch
 
 from ....kernels.arguments import Float8Format
-from ...attention.mla.base import LatentBackend
 from ...config.mla import MLASpec
 from ...config.model import ModelSpec
 from ...distributed.tp import TPGroup
-from ...forward.forward_batch import ForwardBatch
+from ...forward.piecewise import Projected
+from ...forward.step_context import StepContext
 from ...layers.dense_weight import DenseWeight
 from ...layers.linear import ColumnLinear, Columns, RowLinear, Rows
 from ...layers.norm import RMSNorm
 from ...weights.slots import Allocate, Slot
-from .piecewise import Projected
 
 _LATENT_NORM_EPS = 1e-6
 """DeepSeek's own code uses it for the latents' norms, whatever config.json says of the others."""
@@ -87,12 +86,13 @@ class LatentSelfAttention:
         latent, k_rope = latent.split([self.mla.kv_lora_rank, self.mla.rope_dim], dim=-1)
         return q, self.norm(latent), k_rope
 
-    def attend(self, projected: Projected, attention: LatentBackend, cos_sin: torch.Tensor,
-               trimmed: ForwardBatch | None) -> torch.Tensor:
+    def attend(self, projected: Projected, step: StepContext, cos_sin: torch.Tensor, trimmed: bool) -> torch.Tensor:
         q, latent, k_rope = projected
         up = self.up.weight.unflatten(0, (-1, self.mla.nope_dim + self.mla.v_dim))  # [H, N + V, L]
         inputs = (self.layer, q, latent, k_rope, up, cos_sin)
-        return (attention.run(*inputs) if trimmed is None else attention.run_last_tokens(trimmed, *inputs)).flatten(1)
+        if trimmed:
+            return step.attention.run_last_tokens(step.batch, *inputs).flatten(1)
+        return step.attention.run(*inputs).flatten(1)
 
     def slots(self) -> Iterator[Slot]:
         for module in (self.queries, self.norm, self.up, self.output):

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import torch
 
 from ....kernels.gemm.dense_matmul import dense_matmul
-from ...attention.base import AttentionPlanner
 from ...config.model import ModelSpec
 from ...distributed.parallel import Parallel
+from ...forward.step_context import StepContext
 from ...weights.slots import Allocate, Slot, allocator
 from .layer import Blocks, DecoderLayer
 
@@ -34,12 +34,12 @@ class MTPDraftLayer:
         self.layer = DecoderLayer(index, kv_layer, spec, parallel, allocate, blocks)
         self.norm = blocks.norm(f"{name}.shared_head.norm", spec.hidden_size, allocate, None)
 
-    def __call__(self, hidden: torch.Tensor, embeds: torch.Tensor, attention: AttentionPlanner,
+    def __call__(self, hidden: torch.Tensor, embeds: torch.Tensor, step: StepContext,
                  cos_sin: torch.Tensor) -> torch.Tensor:
         """Takes ``hidden`` [T, hidden] of positions and ``embeds`` [T, hidden], the embeddings of the tokens after
-        them; returns ``[T, hidden]``. ``attention`` has planned a batch at these positions."""
+        them; returns ``[T, hidden]``. ``step`` is one of a batch at these positions."""
         joined = torch.cat([self.token_norm(embeds), self.hidden_norm(hidden)], dim=-1)
-        x, residual = self.layer(dense_matmul(joined, self.eh_proj), None, attention, cos_sin)
+        x, residual = self.layer(dense_matmul(joined, self.eh_proj), None, step, cos_sin)
         return self.norm.add_norm(x, residual)[0]
 
     def slots(self) -> Iterator[Slot]:

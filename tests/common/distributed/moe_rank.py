@@ -117,10 +117,10 @@ def apart(world: TPGroup) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
     made, mine = layer(parallel.experts), local_tokens(world.rank)
     found = []
     for _ in range(2):
-        parallel.token_exchange.begin_step(world.gather_ints(np.array([len(mine)]))[:, 0].tolist())
-        sent = made.forward_deferred(mine)
-        parallel.token_exchange.begin_step([2] * world.size, all_decode=True)
-        met = made.forward_deferred(GatheredTokens(world.all_gather_rows(two_tokens(world.rank))))
+        rows = parallel.token_exchange.step(world.gather_ints(np.array([len(mine)]))[:, 0].tolist())
+        sent = made.forward_deferred(mine, rows)
+        rows = parallel.token_exchange.step([2] * world.size, all_decode=True)
+        met = made.forward_deferred(GatheredTokens(world.all_gather_rows(two_tokens(world.rank))), rows)
         assert isinstance(sent, torch.Tensor) and isinstance(met, DeferredRows)
         counts = world.all_reduce(made.counts.clone())
         found.append((sent, met.reduce(), int(counts.sum())))

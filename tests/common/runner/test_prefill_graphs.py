@@ -11,6 +11,7 @@ import torch
 from baton.common.config.server import KernelArgs, ScheduleArgs
 from baton.common.distributed.expert_parallel import ExpertParallel
 from baton.common.distributed.parallel import Parallel
+from baton.common.distributed.step_rows import ONE_GROUP
 from baton.common.distributed.tp import TPGroup
 from baton.common.models.registry import load_model_spec
 from baton.common.runner.cuda_graphs.launch_cost import launch_bound_sizes
@@ -66,7 +67,7 @@ def test_the_largest_step_that_waits_for_the_host_is_found_in_few_trials(tmp_pat
     def trial(size, work):
         tried.append(size)
         if size <= 64:
-            work()
+            work(ONE_GROUP)
         return max(1.05, 1.2 * size / (bound + 0.5))
 
     sizes = default_sizes(8192)

@@ -12,13 +12,19 @@ from baton.common.api.messages import Generate
 from baton.common.api.sampling import SamplingParams
 from baton.common.config.cli import parse
 from baton.common.config.server import ScheduleArgs, ServerConfig
+from baton.common.config.server.schedule import SCHEDULE_POLICIES
 from baton.common.kvcache.manager import KVCacheManager
 from baton.common.request.req import Req
 from baton.common.scheduler.batcher import Batcher
 from baton.common.scheduler.new_token_ratio import NewTokenRatio, remaining_decrease, remaining_output
 from baton.common.scheduler.page_budget import PageBudget
-from baton.common.scheduler.policies.order import SORT_WINDOW_REQUESTS, SORTED_PER_PEEK, KeyOrder, SortedOrder
-from baton.common.scheduler.policies.registry import NAMES, order_maker
+from baton.common.scheduler.policies.order import (
+    SORT_WINDOW_REQUESTS,
+    SORTED_PER_PEEK,
+    KeyOrder,
+    OrderInputs,
+    SortedOrder,
+)
 from baton.common.scheduler.prefill_budget import LOGPROB_CHUNK_TOKENS, PrefillBudget
 from baton.common.scheduler.request_queues import RequestQueues
 from baton.common.scheduler.waiting_queue import WaitingQueue
@@ -55,7 +61,7 @@ def drain(queue):
 
 
 def queue_of(name, cache=None, seed=0, urgency=lambda req: 0):
-    return WaitingQueue(order_maker(name, cache.prefix_cache if cache else None, seed), urgency)
+    return WaitingQueue(SCHEDULE_POLICIES.get(name)(OrderInputs(cache.prefix_cache if cache else None, seed)), urgency)
 
 
 # ---------------------------------------------------------------- orders
@@ -131,7 +137,7 @@ def test_the_current_subtree_is_not_left_for_one_of_equal_weight():
     assert actual == [begun[0], begun[1], *others, begun[2]]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULE_POLICIES.names)
 def test_requests_leave_a_queue_in_any_order(name):
     cache = KVCacheManager(64, PAGE)
     rng = random.Random(3)
@@ -151,7 +157,7 @@ def test_requests_leave_a_queue_in_any_order(name):
             inside.remove(head)
         assert len(queue) == len(inside) and list(queue) == inside
         if step == 300:
-            queue.reorder(order_maker("lof", None, 0))
+            queue.reorder(SCHEDULE_POLICIES.get("lof")(OrderInputs(None, 0)))
     assert set(drain(queue)) == set(inside)
 
 
@@ -185,7 +191,7 @@ def test_a_heap_drops_stale_entries():
     assert order.first() is first and len(order._heap) < 40
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULE_POLICIES.names)
 def test_a_step_costs_the_same_however_many_wait(name):
     """Steps that admit no request, and steps that admit one and end one: with 8,000 waiting as with 200."""
     def seconds(count):
