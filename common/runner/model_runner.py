@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import torch
 
-from ..api.commands import MemoryKind
 from ..api.errors import ConfigError
 from ..api.identity import ModelIdentity
 from ..attention.base import AttentionPlanner
+from ..commands.memory import MemoryKind
 from ..config.model import ModelSpec
 from ..config.server import ServerConfig
 from ..distributed.capture import may_capture

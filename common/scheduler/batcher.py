@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ..api.commands import PauseMode
+from ..commands.pause import PauseMode
 from ..config.server import ScheduleArgs
 from ..config.server.schedule import SCHEDULE_POLICIES
 from ..kvcache.manager import KVCacheManager

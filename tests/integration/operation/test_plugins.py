@@ -39,8 +39,9 @@ def test_servers_find_a_format_by_its_entry_point(tmp_path, monkeypatch):
         expected = answers(alone.wait_ready().url)
     finally:
         alone.kill()
-    with Cluster(tmp_path, flags=["--model-fingerprint", "tinychat"], prefill_flags=at_load,
-                 decode_flags=["--model-path", str(tmp_path / "model")]) as pair:
+    same = ["--model-fingerprint", "tinychat", "--served-model-name", "tinychat"]
+    with Cluster(tmp_path, flags=same, prefill_flags=at_load, decode_flags=[
+            "--model-path", str(tmp_path / "model")]) as pair:
         assert answers(pair.url) == expected and len({*map(tuple, expected)}) == len(PROMPTS)
         for server in pair.workers:
             server.assert_clean()
