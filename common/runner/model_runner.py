@@ -108,7 +108,7 @@ class ModelRunner:
         scales = kv_scales(config.cache, config.model, spec)
         layout = kv_layout(config.cache, spec, parallel.attn_tp.size, dtype, scales,
                            parallel.pp.layers(spec.num_layers))
-        num_local_pages = count_pages(config, spec, layout, parallel, device)
+        num_local_pages = count_pages(config, spec, [layout], parallel, device)
         num_pages = int(parallel.world.min_reduce(np.array([num_local_pages]))[0])
         if num_pages < 1:
             raise ConfigError("No memory is left for the KV pool: raise --mem-fraction-static, lower "
