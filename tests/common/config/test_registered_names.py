@@ -10,6 +10,8 @@ import pytest
 
 from baton.common.api.errors import ConfigError
 from baton.common.config.cli import _flags
+from baton.common.config.load_format import LOAD_FORMATS
+from baton.common.config.quantization import QUANTIZATIONS
 from baton.common.config.server import ServerConfig
 from baton.common.config.server.disaggregation import TRANSFER_BACKENDS
 from baton.common.config.server.kernels import ATTENTION_BACKENDS, LATENT_BACKENDS, SAMPLING_BACKENDS
@@ -28,12 +30,19 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
     "common/scheduler/policies": (SCHEDULE_POLICIES, {"order", "priority"}),
     "router/policies": (ROUTING_POLICIES, {
         "base", "load_view", "page_costs", "text_pages", "token_pages", "worker_groups"}),
+    "common/quantization": (QUANTIZATIONS, {
+        "experts", "float8", "fp8_block", "fp8_per_channel", "methods", "mxfp4_experts", "shards"}),
+    "common/weights": (LOAD_FORMATS, {
+        "expert_names", "files", "fingerprint", "interleaved_experts", "kv_scales", "lazy", "loader", "samples",
+        "slots", "source"}),
     "kvtransfer/backends": (TRANSFER_BACKENDS, {"base", "cuda_driver", "ipc_cuda", "ipc_host"}),
 }
 """By folder: the registry of its implementations, and the files that implement nothing."""
 FLAGS = {
     "attention_backend": {"auto", *ATTENTION_BACKENDS, *LATENT_BACKENDS},
     "decode_attention_backend": {"auto", *ATTENTION_BACKENDS, *LATENT_BACKENDS},
+    "quantization": {*QUANTIZATIONS},
+    "load_format": {*LOAD_FORMATS},
     "sampling_backend": {"auto", *SAMPLING_BACKENDS},
     "schedule_policy": {*SCHEDULE_POLICIES},
     **dict.fromkeys(("policy", "prefill_policy", "decode_policy"), {*ROUTING_POLICIES}),
