@@ -92,16 +92,24 @@ class Registry(Generic[T]):
         return iter(self.names)
 
     def get(self, name: str) -> T:
-        """Returns the entry; imports the file that holds it. Raises ConfigError for an unknown name."""
+        """Returns the entry; imports the file that holds it. Raises ConfigError for an unknown name, and for a plug-in
+        that does not load."""
         if name in self._declared:
             importlib.import_module(self._declared[name].module)
         elif name in self._plugins and name not in self._entries:
-            loaded = self._plugins[name].load()
+            loaded = self._load(self._plugins[name])
             self._entries.setdefault(name, loaded)
         if name not in self._entries:
             *names, last = self.names
             raise ConfigError(f"The {self.kind} must be {', '.join(names)} or {last}, not {name!r}.")
         return self._entries[name]
+
+    def _load(self, plugin: importlib.metadata.EntryPoint) -> Any:
+        try:
+            return plugin.load()
+        except Exception as error:  # whatever the plug-in's file does
+            raise ConfigError(f"The plug-in {plugin.value} of the {self.kind} {plugin.name} does not load: "
+                              f"{type(error).__name__}: {error}") from error
 
     def needs_of(self, name: str) -> Mapping[str, str]:
         """Returns the modules that the entry imports when it is used, with their packages on PyPI; imports nothing."""

@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from .commands import Command
 from .grammar import GrammarSpec, Vocabulary
 from .identity import ModelIdentity
 from .namespace import SHARED, Namespace
@@ -95,10 +94,12 @@ class Abort(msgspec.Struct, tag=True):
 
 
 class Control(msgspec.Struct, tag=True):
-    """Change the engine as a whole; answered by ``Done``."""
+    """Run an administrative command (see ``common/commands``): its registered name and its encoded struct. Answered by
+    ``Done``."""
 
     seq: int
-    command: Command
+    name: str
+    arguments: msgspec.Raw
 
 
 class GetState(msgspec.Struct, tag=True):

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import torch
 
-from ..api.commands import MemoryKind
 from ..api.errors import ConfigError
 from ..api.identity import ModelIdentity
 from ..attention.base import AttentionPlanner
+from ..commands.memory import MemoryKind
 from ..config.model import ModelSpec
 from ..config.server import ServerConfig
 from ..distributed.capture import may_capture
@@ -107,7 +107,7 @@ class ModelRunner:
         scales = kv_scales(config.cache, config.model, spec)
         layout = kv_layout(config.cache, spec, parallel.attn_tp.size, dtype, scales,
                            parallel.pp.layers(spec.num_layers))
-        num_local_pages = count_pages(config, spec, layout, parallel, device)
+        num_local_pages = count_pages(config, spec, [layout], parallel, device)
         num_pages = int(parallel.world.min_reduce(np.array([num_local_pages]))[0])
         if num_pages < 1:
             raise ConfigError("No memory is left for the KV pool: raise --mem-fraction-static, lower "

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ..api.commands import PauseMode
+from ..commands.pause import PauseMode
 from ..config.server import ScheduleArgs
 from ..config.server.schedule import SCHEDULE_POLICIES
 from ..kvcache.manager import KVCacheManager
@@ -111,9 +111,10 @@ class Batcher:
         chunks: list[Chunk] = []
         for req in self._in_prefill_order():
             taken = budget.take(req)
-            if taken:
-                stop = req.num_computed_tokens + taken
-                chunks.append(Chunk(req, req.num_computed_tokens, stop, stop == req.length))
+            start = req.num_computed_tokens
+            assert req.page_table is not None
+            if taken and (stop := self.cache.allocate_chunk(req.page_table, start, start + taken)) > start:
+                chunks.append(Chunk(req, start, stop, stop == req.length))
             if budget.exhausted or len(chunks) == self._max_micro_batch:
                 break
         return chunks

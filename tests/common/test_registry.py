@@ -116,6 +116,15 @@ def test_a_plug_in_may_be_a_module_that_registers(monkeypatch):
     assert toys.get("len") is len
 
 
+def test_a_plug_in_that_does_not_load_is_a_sentence(monkeypatch):
+    points = [EntryPoint("kite", "missing_package.kite:Kite", "toys")]
+    monkeypatch.setattr(module.importlib.metadata, "entry_points", lambda group: points)
+    toys: Registry[object] = Registry("toy", group="toys")
+    with pytest.raises(ConfigError,
+                       match="The plug-in missing_package.kite:Kite of the toy kite does not load: .*missin"):
+        toys.get("kite")
+
+
 def test_a_plug_in_needs_a_name_of_its_own(toys, monkeypatch):
     points = [EntryPoint("ball", "json:dumps", "toys")]
     monkeypatch.setattr(module.importlib.metadata, "entry_points", lambda group: points)

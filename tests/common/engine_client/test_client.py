@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from baton.common.api.commands import FlushCache
 from baton.common.api.errors import Conflict, InvalidRequest, Overloaded, TransferFailed, WorkerUnavailable
 from baton.common.api.messages import (
     Failed,
@@ -27,6 +26,7 @@ from baton.common.api.messages import (
     StartFailed,
 )
 from baton.common.api.sampling import SamplingParams
+from baton.common.commands.flush_cache import FlushCache
 from baton.common.config.cli import parse
 from baton.common.config.server import ServerConfig
 from baton.common.engine.rank_spec import RankSpec
