@@ -28,7 +28,7 @@ from ..forward.forward_batch import (
 from ..forward.step_context import StepContext
 from ..kvcache.layout import KVLayout
 from ..kvcache.pool import KVPool
-from ..quantization.methods import check_device, check_float8
+from ..quantization.float8 import check_float8
 from ..weights.loader import Progress, silent
 from .attention_choice import AttentionChoice
 from .cuda_graphs.decode_graphs import DecodeGraphs, sizes_to_capture
@@ -96,7 +96,8 @@ class ModelRunner:
         spec.check_tp(parallel.attn_tp.size, parallel.tp.size)
         parallel.experts.check(spec.moe)
         dtype = resolve_dtype(config, spec, device)
-        check_device(spec.quantization, dtype, device)
+        if spec.quantization is not None:
+            spec.quantization.check_device(dtype, device)
         if config.cache.kv_cache_dtype != "auto":
             check_float8(device, "--kv-cache-dtype auto")
         attention = AttentionChoice(config, spec, parallel, dtype)

@@ -12,6 +12,8 @@ from baton.common.api.errors import ConfigError
 from baton.common.bench.serving_args import BenchServing
 from baton.common.bench.workloads.dataset_args import DATASETS
 from baton.common.config.cli import _flags
+from baton.common.config.load_format import LOAD_FORMATS
+from baton.common.config.quantization import QUANTIZATIONS
 from baton.common.config.server import ServerConfig
 from baton.common.config.server.disaggregation import TRANSFER_BACKENDS
 from baton.common.config.server.kernels import ATTENTION_BACKENDS, LATENT_BACKENDS, SAMPLING_BACKENDS
@@ -37,12 +39,19 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
     "common/parsers/reasoning": (REASONING_FORMATS, {"format", "grammar", "parser", "registry"}),
     "common/bench/workloads": (DATASETS, {
         "arrivals", "dataset_args", "datasets", "own_workload", "vocabulary", "workload"}),
+    "common/quantization": (QUANTIZATIONS, {
+        "experts", "float8", "fp8_block", "fp8_per_channel", "methods", "mxfp4_experts", "shards"}),
+    "common/weights": (LOAD_FORMATS, {
+        "expert_names", "files", "fingerprint", "interleaved_experts", "kv_scales", "lazy", "loader", "samples",
+        "slots", "source"}),
     "kvtransfer/backends": (TRANSFER_BACKENDS, {"base", "cuda_driver", "ipc_cuda", "ipc_host"}),
 }
 """By folder: the registry of its implementations, and the files that implement nothing."""
 FLAGS = {
     "attention_backend": {"auto", *ATTENTION_BACKENDS, *LATENT_BACKENDS},
     "decode_attention_backend": {"auto", *ATTENTION_BACKENDS, *LATENT_BACKENDS},
+    "quantization": {*QUANTIZATIONS},
+    "load_format": {*LOAD_FORMATS},
     "sampling_backend": {"auto", *SAMPLING_BACKENDS},
     "tool_call_parser": {"auto", "none", *TOOL_FORMATS},
     "reasoning_parser": {"none", *REASONING_FORMATS},
