@@ -82,8 +82,8 @@ QUANTIZATIONS: Registry[QuantMethod] = Registry("quantization format", "baton.co
 
 
 def register_quantization(*names: str) -> Callable[[E], E]:
-    """Returns a decorator that registers a QuantMethod under values of ``--quantization``. Server processes know those
-    of installed packages alone, by entry points ``baton.quantization`` of the same names."""
+    """Returns a decorator that registers a QuantMethod under values of ``--quantization``. Servers find those of
+    installed packages by entry points of the group ``baton.quantization`` with the same names."""
     return QUANTIZATIONS.register(*names)
 
 
