@@ -53,10 +53,10 @@ class AttentionBackend(AttentionPlanner, Protocol):
     has one sliding window: a query sees at most that many tokens up to its own (None: all).
 
     ``run(layer, q, k, v, cos_sin=None, norms=None, sinks=None)`` stores this step's keys and values in the pool, then
-    attends; it returns ``[T, Hq, D]``. ``q`` [T, Hq, D], ``k`` and ``v`` [T, Hkv, D]; ``cos_sin`` [positions, D]
-    float32, when given, is the rotary table of the rope that is applied to ``q`` (in place) and ``k``, after ``norms``
-    of their heads. ``sinks`` [Hq] float32 are logits that join the denominators of the heads' softmaxes. It mutates the
-    pool and ``q``.
+    attends; it returns ``[T, Hq, D]``. ``q`` [T, Hq, D], ``k`` and ``v`` [T, Hkv, D]; ``cos_sin`` [positions, R]
+    float32, when given, is the rotary table of the rope that is applied to the first R values of ``q`` (in place) and
+    ``k``, after ``norms`` of their heads. ``sinks`` [Hq] float32 are logits that join the denominators of the heads'
+    softmaxes. It mutates the pool and ``q``.
     """
 
 

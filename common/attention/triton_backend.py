@@ -68,8 +68,10 @@ class TritonBackend:
         plan = self.plan(batch.last_tokens, workspace, max_length=ANY_LENGTH)
         return self.attend(plan, layer, q[batch.logits_rows], sinks)
 
-    def stores_current_kv(self, q: torch.Tensor) -> bool:
-        """Says whether attention is to apply rope and store the step's rows, too."""
+    def stores_current_kv(self, q: torch.Tensor, cos_sin: torch.Tensor) -> bool:
+        """Says whether attention is to apply rope and store the step's rows, too. It rotates whole heads only."""
+        if cos_sin.shape[-1] < q.shape[-1]:
+            return False
         pages = self.pool.groups[0]
         heads = len(q) * self.pool.layout.num_kv_heads
         return pages.dtype == q.dtype and self._policy.stores_current_kv(q.shape[-1], q.element_size(),
@@ -115,7 +117,7 @@ class TritonPlan:
         backend, batch = self.backend, self.batch
         # The first layer's attention follows a plan, and starts when all before it has ended: see kernels/_triton.py.
         inputs_ready = batch.is_decode and self.splits is not None
-        if batch.is_decode and cos_sin is not None and backend.stores_current_kv(q):
+        if batch.is_decode and cos_sin is not None and backend.stores_current_kv(q, cos_sin):
             return backend.attend(self, layer, q, sinks, inputs_ready, CurrentKV(k, v, cos_sin, batch.positions, norms))
         store(backend.pool, batch, layer, q, k, v, cos_sin, norms, inputs_ready)
         return backend.attend(self, layer, q, sinks, inputs_ready)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import torch
 
-from ..api.commands import MemoryKind
 from ..api.errors import ConfigError
 from ..api.identity import ModelIdentity
 from ..attention.base import AttentionPlanner
 from ..attention.workspace import AttentionWorkspace
+from ..commands.memory import MemoryKind
 from ..config.model import ModelSpec
 from ..config.server import ServerConfig
 from ..distributed.capture import may_capture
@@ -29,7 +29,7 @@ from ..forward.forward_batch import (
 from ..forward.step_context import StepContext
 from ..kvcache.layout import KVLayout
 from ..kvcache.pool import KVPool
-from ..quantization.methods import check_device, check_float8
+from ..quantization.float8 import check_float8
 from ..weights.loader import Progress, silent
 from .attention_choice import AttentionChoice
 from .cuda_graphs.decode_graphs import DecodeGraphs, sizes_to_capture
@@ -98,7 +98,8 @@ class ModelRunner:
         spec.check_tp(parallel.attn_tp.size, parallel.tp.size)
         parallel.experts.check(spec.moe)
         dtype = resolve_dtype(config, spec, device)
-        check_device(spec.quantization, dtype, device)
+        if spec.quantization is not None:
+            spec.quantization.check_device(dtype, device)
         if config.cache.kv_cache_dtype != "auto":
             check_float8(device, "--kv-cache-dtype auto")
         attention = AttentionChoice(config, spec, parallel, dtype)
@@ -109,7 +110,7 @@ class ModelRunner:
         scales = kv_scales(config.cache, config.model, spec)
         layout = kv_layout(config.cache, spec, parallel.attn_tp.size, dtype, scales,
                            parallel.pp.layers(spec.num_layers))
-        num_local_pages = count_pages(config, spec, layout, parallel, device)
+        num_local_pages = count_pages(config, spec, [layout], parallel, device)
         num_pages = int(parallel.world.min_reduce(np.array([num_local_pages]))[0])
         if num_pages < 1:
             raise ConfigError("No memory is left for the KV pool: raise --mem-fraction-static, lower "

@@ -10,7 +10,6 @@ import torch
 from ..api.errors import ConfigError
 from ..attention.base import AttentionPlanner
 from ..attention.workspace import AttentionWorkspace
-from ..config.checkpoint import resolve_checkpoint
 from ..config.model import ModelSpec
 from ..config.server import ServerConfig
 from ..distributed.parallel import Parallel
@@ -20,7 +19,8 @@ from ..kvcache.pool import KVPool
 from ..models.decoder.causal_lm import CausalLM
 from ..models.decoder.mtp import MTPDraftLayer
 from ..models.registry import build_draft_layers
-from ..weights.loader import OnOtherStage, Progress, load_dummy, load_safetensors
+from ..weights.loader import OnOtherStage, Progress, load_weights
+from ..weights.source import open_weights
 from .attention_choice import AttentionChoice
 from .kv_sizing import kv_layout, resolve_dtype
 
@@ -57,11 +57,8 @@ class MTPDraftLayers:
         try:
             layers = build_draft_layers(spec, parallel, getattr(torch, dtype), device)
             slots = [slot for layer in layers for slot in layer.slots()]
-            if config.model.load_format == "dummy":
-                load_dummy(slots, config.model.random_seed, progress)
-            else:
-                load_safetensors(resolve_checkpoint(config.model), slots, progress, tied=False,
-                                 on_other_stage=_is_not_draft_tensor(spec), stacked=spec.stacked_experts)
+            load_weights(open_weights(config.model), slots, progress, tied=False,
+                         on_other_stage=_is_not_draft_tensor(spec), stacked=spec.stacked_experts)
             own = dataclasses.replace(spec, num_layers=len(layers), windows=())
             pool = KVPool(kv_layout(config.cache, own, parallel.attn_tp.size, dtype), num_pages, device)
         except torch.OutOfMemoryError:

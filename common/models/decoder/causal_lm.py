@@ -17,7 +17,7 @@ from ...layers.classifier_head import ClassifierHead
 from ...layers.rotary import rotary_table
 from ...layers.vocab import VocabTable
 from ...weights.slots import Slot, allocator
-from .layer import Blocks, DecoderLayer, LayerNorm
+from .layer import Blocks, DecoderLayer, Norm
 from .micro_batches import run_interleaved
 
 
@@ -34,7 +34,7 @@ class CausalLM:
         self.pp = parallel.pp
         self.hidden_size, self.dtype = spec.hidden_size, dtype
         self.embed_tokens: VocabTable | None = None
-        self.norm: LayerNorm | None = None
+        self.norm: Norm | None = None
         self.classifier: ClassifierHead | None = None
         self.lm_head: VocabTable | None = None
         tied = spec.head == "lm" and spec.tie_word_embeddings
