@@ -94,7 +94,6 @@ class CausalLM:
         if step.microbatches:
             x, residual = self._forward_microbatches(x, step)
         elif step.piecewise is not None:
-            batch.attention_out = step.piecewise.attention_out
             x, residual = self._forward_piecewise(x, step, step.piecewise, trims)
         else:
             for index, layer in enumerate(self.layers):

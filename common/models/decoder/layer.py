@@ -69,7 +69,7 @@ class SelfAttention:
         sinks = None if self.sinks is None else self.sinks.target
         inputs = (self.layer, q, k, v, cos_sin, norms, sinks)
         if trimmed:
-            return step.attention.run_last_tokens(step.batch, *inputs).flatten(1)
+            return step.attention.run_last_tokens(*inputs).flatten(1)
         return step.attention.run(*inputs).flatten(1)
 
     def slots(self) -> Iterator[Slot]:
