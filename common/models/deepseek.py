@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..distributed.parallel import Parallel
+    from ..weights.lazy import LazyTensor
     from .decoder.causal_lm import CausalLM
     from .decoder.layer import Blocks
     from .decoder.mtp import MTPDraftLayer
@@ -116,6 +117,13 @@ def _blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
                   mixed_mlp(parallel.experts, dense_mlp(bias=own.mlp_bias)), spec.mla.rope_dim)
 
 
+def tensor_parts(name: str, tensor: LazyTensor) -> Iterable[tuple[str, LazyTensor]]:
+    """Splits experts that transformers stacked."""
+    from ..weights.expert_names import by_expert
+
+    return by_expert(name, tensor)
+
+
 _DEFAULTS = {
     **COMMON, "attention_bias": False, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -130,6 +138,6 @@ _V3 = {
     "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "rope_interleave": True, "eos_token_id": 1}
 
 MODELS.register("DeepseekV2ForCausalLM", "DeepseekV2ForSequenceClassification", "DeepseekV2Model")(
-    ModelFamily(partial(read, version=2), build, build_draft, _V2))
+    ModelFamily(partial(read, version=2), build, build_draft, _V2, tensor_parts))
 MODELS.register("DeepseekV3ForCausalLM", "DeepseekV3ForSequenceClassification", "DeepseekV3Model")(
-    ModelFamily(partial(read, version=3), build, build_draft, _V3))
+    ModelFamily(partial(read, version=3), build, build_draft, _V3, tensor_parts))
