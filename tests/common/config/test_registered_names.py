@@ -27,7 +27,8 @@ from baton.router.config.policy import ROUTING_POLICIES
 from baton.tests.helpers.layers import ROOT
 
 FILES: dict[str, tuple[Registry, set[str]]] = {
-    "common/attention": (ATTENTION_BACKENDS, {"base", "select", "per_window_backend", "prefill_decode_backend"}),
+    "common/attention": (ATTENTION_BACKENDS, {
+        "base", "select", "per_window_backend", "prefill_decode_backend", "workspace"}),
     "common/attention/mla": (LATENT_BACKENDS, {"base", "select"}),
     "common/sampling": (SAMPLING_BACKENDS, {
         "apply_processors", "bitmask", "builtin_processors", "gumbel_noise", "hidden_rows", "penalties",
