@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from ..api.errors import ConfigError
-from ..config.checkpoint import resolve_checkpoint
+from ..config.load_format import LOAD_FORMATS
 from ..config.model import ModelSpec
 from ..config.server import CacheArgs, ModelArgs, ServerConfig
 from ..distributed.parallel import Parallel
@@ -37,7 +37,7 @@ def kv_scales(cache: CacheArgs, model: ModelArgs, spec: ModelSpec) -> Scales:
     """Returns the KV scales of all layers; none where the cache is not in float8."""
     if cache.kv_cache_dtype == "auto":
         return ()
-    return read_kv_scales(cache, None if model.load_format == "dummy" else resolve_checkpoint(model), spec.num_layers)
+    return read_kv_scales(cache, LOAD_FORMATS.get(model.load_format)(model), spec.num_layers)
 
 
 def scales_of(scales: Scales, layers: range) -> Scales:
