@@ -186,8 +186,9 @@ def test_servers_whose_groups_differ_are_refused():
 def test_messages_with_groups_and_without_are_read_and_bad_ones_are_not():
     hello = Hello(info_of(gpt_oss()), "i", 100, b"", further_pools=(m.FurtherPool(80, 79),))
     assert m.decode_to_sender(m.encode(hello)) == hello and [pool.num_pages for pool in hello.pools] == [100, 80]
-    for changed in ({"further_pools": []}, {"info": {**msgspec.to_builtins(hello.info), "further_layouts": []}}):
-        packed = msgspec.msgpack.encode({**msgspec.to_builtins(hello), **changed})
+    fields = msgspec.to_builtins(hello, builtin_types=(bytes,))
+    for changed in ({"further_pools": []}, {"info": {**fields["info"], "further_layouts": []}}):
+        packed = msgspec.msgpack.encode({**fields, **changed})
         with pytest.raises(msgspec.ValidationError, match="every cache group has a layout and a pool"):
             m.decode_to_sender(packed)
     odd = msgspec.to_builtins(info_of(gpt_oss()))
