@@ -24,8 +24,9 @@ reshard plans (reshard.py): a decode rank has sessions with all prefill ranks th
 waits for the result of each. Version 3 adds FirstTokenAck, until which prefill retains what another attempt at the
 request would need, and Decline. EarlyResult is sent only to peers whose memory has completion flags, which know the
 message. A server with several cache groups names the further ones in fields that an older peer ignores: it finds fewer
-layers than it expects, and refuses. A prefill server may have pipeline stages: each of its ranks then has some of the layers, which an older peer
-refuses by their number. A server whose weights were replaced is another instance with another model.
+layers than it expects, and refuses. A prefill server may have pipeline stages: each of its ranks then has some of the
+layers, which an older peer refuses by their number. A server whose weights were replaced is another instance with
+another model.
 """
 
 from __future__ import annotations
