@@ -146,6 +146,7 @@ class ServerConfig(ServerSections):
             "--enable-return-hidden-states": self.answers.enable_return_hidden_states,
             "--enable-mixed-chunk": self.schedule.enable_mixed_chunk,
             "--retract-host-memory-gb": self.schedule.retract_host_memory_gb > 0,
+            "--kv-tier": self.cache.kv_tier is not None,
         }
         for name in filter(given.get, given):
             raise ConfigError(f"{name} does not work across the stages of --pp-size: leave one of them out.")

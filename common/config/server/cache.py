@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ...api.errors import ConfigError
+from ...registry import Choices, Registry
 from ..cli import flag
+
+KV_TIERS: Registry[Callable[[Any], Any]] = Registry("KV tier", "baton.common.kvcache.tiers", group="baton.kv_tiers")
+"""Functions that make a ``KVTier`` from a ``TierContext``; both types are in kvcache/tiers/base.py."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,14 @@ class CacheArgs:
         "JSON file with the scales of a KV cache in float8 ({\"kv_cache\": {\"scaling_factor\": {RANK: {LAYER: "
         "FACTOR}}}}); without it they are the checkpoint's, or 1"))
 
+    kv_tier: str | None = flag(None, choices=Choices.of(KV_TIERS), help=(
+        "tier that keeps what is evicted from the prefix cache, for later prompts; without one it is computed again"))
+    kv_tier_gb: float = flag(4.0, help="memory of the KV tier, in GiB for each rank")
+
     def __post_init__(self) -> None:
+        if self.kv_tier is not None and self.disable_radix_cache:
+            raise ConfigError("--kv-tier keeps pages of the prefix cache; drop --disable-radix-cache, or leave it out.")
+        if not self.kv_tier_gb > 0:
+            raise ConfigError(f"--kv-tier-gb must be above 0, not {self.kv_tier_gb:g}.")
         if self.quantization_param_path is not None and self.kv_cache_dtype == "auto":
             raise ConfigError("--quantization-param-path is for a KV cache in float8: set --kv-cache-dtype too.")

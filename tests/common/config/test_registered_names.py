@@ -11,6 +11,7 @@ import pytest
 from baton.common.api.errors import ConfigError
 from baton.common.config.cli import _flags
 from baton.common.config.server import ServerConfig
+from baton.common.config.server.cache import KV_TIERS
 from baton.common.config.server.disaggregation import TRANSFER_BACKENDS
 from baton.common.config.server.kernels import ATTENTION_BACKENDS, LATENT_BACKENDS, SAMPLING_BACKENDS
 from baton.common.registry import Registry
@@ -23,6 +24,7 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
     "common/sampling": (SAMPLING_BACKENDS, {
         "apply_processors", "bitmask", "builtin_processors", "gumbel_noise", "hidden_rows", "penalties",
         "prompt_logprobs", "sampled_tokens", "sampler", "sampling_backend", "token_logprobs"}),
+    "common/kvcache/tiers": (KV_TIERS, {"base"}),
     "kvtransfer/backends": (TRANSFER_BACKENDS, {"base", "cuda_driver", "ipc_cuda", "ipc_host"}),
 }
 """By folder: the registry of its implementations, and the files that implement nothing."""
@@ -31,6 +33,7 @@ FLAGS = {
     "decode_attention_backend": {"auto", *ATTENTION_BACKENDS, *LATENT_BACKENDS},
     "sampling_backend": {"auto", *SAMPLING_BACKENDS},
     "disaggregation_transfer_backend": {*TRANSFER_BACKENDS},
+    "kv_tier": {*KV_TIERS},
 }
 """Flags of servers and routers that take registered names, and the values that ``--help`` shows."""
 
