@@ -30,6 +30,7 @@ class _Declared(NamedTuple):
     module: str
     hidden: bool = False
     needs: Mapping[str, str] = {}
+    traits: tuple[str, ...] = ()
 
 
 class Registry(Generic[T]):
@@ -51,19 +52,20 @@ class Registry(Generic[T]):
         self.package = package
         self._group = group
         self._entries: dict[str, T] = {}
-        self._hidden: set[str] = set()
-        self._needs: dict[str, Mapping[str, str]] = {}
+        self._given: dict[str, _Declared] = {}
 
-    def register(self, *names: str, hidden: bool = False, needs: Mapping[str, str] | None = None) -> Callable[[E], E]:
+    def register(self, *names: str, hidden: bool = False, needs: Mapping[str, str] | None = None,
+                 traits: tuple[str, ...] = ()) -> Callable[[E], E]:
         """Returns a decorator that registers a class, function or object under ``names``. ``hidden`` names are taken
-        but not listed. ``needs`` maps modules that the entry imports when it is used to their packages on PyPI. Raises
-        ConfigError for a name that is registered already."""
+        but not listed. ``needs`` maps modules that the entry imports when it is used to their packages on PyPI.
+        ``traits`` are words of the registry by which flags are checked.
+
+        Raises ConfigError for a name that is registered already."""
         def add(entry: E) -> E:
             for name in names:
                 if self._entries.setdefault(name, entry) is not entry:  # type: ignore[arg-type]
                     raise ConfigError(f"The {self.kind} {name} is registered twice.")
-            self._hidden.update(names if hidden else ())
-            self._needs.update(dict.fromkeys(names, needs or {}))
+            self._given.update(dict.fromkeys(names, _Declared("", hidden, needs or {}, traits)))
             return entry
         return add
 
@@ -81,7 +83,7 @@ class Registry(Generic[T]):
 
     @property
     def hidden(self) -> set[str]:
-        return self._hidden | {name for name, declared in self._declared.items() if declared.hidden}
+        return {name for name in {*self._declared, *self._given} if self._options(name).hidden}
 
     def __contains__(self, name: object) -> bool:
         return name in self.all_names
@@ -90,20 +92,41 @@ class Registry(Generic[T]):
         return iter(self.names)
 
     def get(self, name: str) -> T:
-        """Returns the entry; imports the file that holds it. Raises ConfigError for an unknown name."""
+        """Returns the entry; imports the file that holds it. Raises ConfigError for an unknown name, and for a plug-in
+        that does not load."""
         if name in self._declared:
             importlib.import_module(self._declared[name].module)
         elif name in self._plugins and name not in self._entries:
-            loaded = self._plugins[name].load()
+            loaded = self._load(self._plugins[name])
             self._entries.setdefault(name, loaded)
         if name not in self._entries:
             *names, last = self.names
             raise ConfigError(f"The {self.kind} must be {', '.join(names)} or {last}, not {name!r}.")
         return self._entries[name]
 
+    def _load(self, plugin: importlib.metadata.EntryPoint) -> Any:
+        try:
+            return plugin.load()
+        except Exception as error:  # whatever the plug-in's file does
+            raise ConfigError(f"The plug-in {plugin.value} of the {self.kind} {plugin.name} does not load: "
+                              f"{type(error).__name__}: {error}") from error
+
     def needs_of(self, name: str) -> Mapping[str, str]:
         """Returns the modules that the entry imports when it is used, with their packages on PyPI; imports nothing."""
-        return self._declared[name].needs if name in self._declared else self._needs.get(name, {})
+        return self._options(name).needs
+
+    def has(self, name: str, trait: str) -> bool:
+        """Returns True if the entry was registered with this trait; imports nothing."""
+        return trait in self._options(name).traits
+
+    def entries(self) -> dict[str, T]:
+        """Returns all entries by name, hidden ones too, those of one decorator in its order; imports all files."""
+        for name in self.all_names:
+            self.get(name)
+        return dict(self._entries)
+
+    def _options(self, name: str) -> _Declared:
+        return self._declared.get(name) or self._given.get(name) or _Declared("")
 
     def module_of(self, name: str) -> str | None:
         """The module of the registry's package that registers ``name``; None for entries from elsewhere."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ..api.errors import ConfigError
 from .mla import MLASpec
 from .moe import MoESpec, Stacked
-from .quantization import QuantizationScheme
+from .quantization import QuantFormat
 from .window import Windows
 
 Head = Literal["lm", "classifier", "none"]
@@ -43,7 +43,7 @@ class ModelSpec:
     head: Head = "lm"
     num_labels: int = 0
     moe: MoESpec | None = None
-    quantization: QuantizationScheme | None = None
+    quantization: QuantFormat | None = None
     mla: MLASpec | None = None
     mtp_layers: int = 0
     windows: Windows = ()

@@ -166,16 +166,16 @@ class UnifiedScheduler:
 
     def _process_plain_results(self, step: StepOutput | PPStep, token_ids: list[int]) -> list[NewToken]:
         """Report the tokens of the requests in an input batch that continue; returns the results of the others."""
-        input_batch, reqs, positions = step.batch.input_batch, step.sampled_reqs, step.batch.positions
-        assert input_batch is not None and positions is not None
+        input_batch, reqs = step.batch.input_batch, step.sampled_reqs
+        assert input_batch is not None
         input_batch.record_tokens(token_ids)
         to_check = input_batch.rows_to_check(token_ids, step.batch.last_step_rows)
         if not to_check:
-            self.tracker.add_new_tokens(reqs, input_batch.new_tokens(token_ids, positions))
+            self.tracker.add_new_tokens(reqs, input_batch.rids, token_ids)
             return []
         excluded = set(to_check)
         rows = [row for row in range(len(reqs)) if row not in excluded]
         if rows:
-            self.tracker.add_new_tokens([reqs[row] for row in rows],
-                                        input_batch.new_tokens(token_ids, positions, rows))
+            self.tracker.add_new_tokens([reqs[row] for row in rows], [input_batch.rids[row] for row in rows],
+                                        [token_ids[row] for row in rows])
         return [NewToken(reqs[row], token_ids[row], None) for row in to_check]

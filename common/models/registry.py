@@ -126,7 +126,7 @@ def _architecture_of(config: Mapping[str, Any]) -> str:
     found: str | None = next((name for name in named if name in families()), None)
     if found is None:
         raise ConfigError(f"Architecture {named[0]} is not supported: use a checkpoint of "
-                          f"{', '.join(name for name in families() if name.endswith('ForCausalLM'))}.")
+                          f"{', '.join(sorted(name for name in families() if name.endswith('ForCausalLM')))}.")
     return found
 
 

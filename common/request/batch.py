@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, overload
 
-import numpy as np
-
 from .req import Req
 
 if TYPE_CHECKING:
@@ -60,8 +58,7 @@ class ScheduledBatch:
 
     ``is_decode``: each is one token long and samples. Otherwise the last ``num_decode_rows`` of them are, in a mixed
     chunk (SGLang's word for a step of prompts and running requests). ``input_batch``: the persistent batch that a
-    decode step's chunks belong to; ``last_step_rows``: its rows whose last step this is; ``positions`` [B] int64: those
-    of the tokens that the step computes.
+    decode step's chunks belong to; ``last_step_rows``: its rows whose last step this is.
     """
 
     chunks: Sequence[Chunk]
@@ -69,7 +66,6 @@ class ScheduledBatch:
     num_decode_rows: int = 0
     input_batch: InputBatch | None = None
     last_step_rows: Sequence[int] = ()
-    positions: np.ndarray | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -9,7 +9,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..api.errors import ServingError
-from ..api.messages import Bootstrap, Finish, Generate, LatencySpan, Logprobs, Output, Pooling, SpanName
+from ..api.messages import (
+    Bootstrap,
+    Finish,
+    Generate,
+    LatencySpan,
+    Logprobs,
+    OutputExtras,
+    Pooling,
+    PromptUsage,
+    SpanName,
+)
 from ..api.namespace import SHARED, Namespace
 from ..api.sampling import SamplingParams
 from ..kvcache.manager import PageTable
@@ -212,18 +222,15 @@ class Req:
             return None
         return self.matcher.error_at_end()
 
-    def output(self, token_ids: list[int], logprobs: Logprobs | None) -> Output:
-        """The message to the API server with new tokens; prompt logprobs are part of the first."""
-        if self.reported and not self.spans and self.hidden is None and self.embedding is None:  # nearly all
-            return Output(self.rid, token_ids, self.num_prompt_tokens, self.num_cached_tokens,
-                          self.tokens.count - self.num_prompt_tokens, self.finish, logprobs if token_ids else None)
+    def take_extras(self, logprobs: Logprobs | None = None) -> OutputExtras | None:
+        """Returns what the request reports besides its new tokens, whose ``logprobs`` are given; None where that is
+        nothing. The first report says how many tokens the prompt has, and its log-probabilities."""
+        if (self.reported and logprobs is None and self.finish is None and not self.spans and self.hidden is None
+                and self.embedding is None):
+            return None
         first, self.reported = not self.reported, True
-        spans: list[LatencySpan] = []
-        if self.spans:
-            spans, self.spans = self.spans, []
-        return Output(
-            rid=self.rid, token_ids=token_ids, num_prompt_tokens=self.num_prompt_tokens,
-            num_cached_tokens=self.num_cached_tokens, num_output_tokens=self.num_output_tokens, finish=self.finish,
-            logprobs=logprobs if token_ids else None, prompt_logprobs=self.prompt_logprobs if first else None,
-            spans=spans, embedding=self.embedding, hidden_states=None if self.hidden is None else self.hidden.take(),
-        )
+        spans, self.spans = self.spans or [], None if self.spans is None else []
+        return OutputExtras(
+            usage=PromptUsage(self.num_prompt_tokens, self.num_cached_tokens) if first else None, finish=self.finish,
+            logprobs=logprobs, prompt_logprobs=self.prompt_logprobs if first else None, embedding=self.embedding,
+            hidden_states=None if self.hidden is None else self.hidden.take(), spans=spans)

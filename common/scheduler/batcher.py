@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ..api.commands import PauseMode
+from ..commands.pause import PauseMode
 from ..config.server import ScheduleArgs
+from ..config.server.schedule import SCHEDULE_POLICIES
 from ..kvcache.manager import KVCacheManager
 from ..request.batch import Chunk, InputBatchChunks, ScheduledBatch
 from ..request.input_batch import InputBatch
 from ..request.req import Req
 from .new_token_ratio import NewTokenRatio, remaining_decrease, remaining_output
 from .page_budget import PageBudget
-from .policies.order import Order
+from .policies.order import Order, OrderInputs
 from .policies.priority import Priorities
-from .policies.registry import order_maker
 from .preemption.retraction import Retraction
 from .prefill_budget import PrefillBudget
 from .request_queues import RequestQueues
@@ -119,9 +119,10 @@ class Batcher:
         chunks: list[Chunk] = []
         for req in self._in_prefill_order():
             taken = budget.take(req)
-            if taken:
-                stop = req.num_computed_tokens + taken
-                chunks.append(Chunk(req, req.num_computed_tokens, stop, stop == req.length))
+            start = req.num_computed_tokens
+            assert req.page_table is not None
+            if taken and (stop := self.cache.allocate_chunk(req.page_table, start, start + taken)) > start:
+                chunks.append(Chunk(req, start, stop, stop == req.length))
             if budget.exhausted or len(chunks) == self._max_micro_batch:
                 break
         return chunks
@@ -197,7 +198,7 @@ class Batcher:
             return None
         self.page_budget.new_token_ratio.decay()
         return ScheduledBatch(InputBatchChunks(input_batch), is_decode=True, input_batch=input_batch,
-                              last_step_rows=input_batch.last_step_rows(), positions=input_batch.positions)
+                              last_step_rows=input_batch.last_step_rows())
 
     def _current_input_batch(self) -> InputBatch | None:
         """The input batch of the next decode step, the last one where its requests are the same; None where all running
@@ -312,4 +313,4 @@ class Batcher:
                 self.swap.discard(req)
 
     def _order_maker(self) -> Callable[[], Order]:
-        return order_maker(self.args.schedule_policy, self.cache.prefix_cache, self._seed)
+        return SCHEDULE_POLICIES.get(self.args.schedule_policy)(OrderInputs(self.cache.prefix_cache, self._seed))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..api.errors import ConfigError
 from ..config.server import ServerConfig
 from ..config.server.cache import KV_TIERS
 from ..distributed.tp import TPGroup
@@ -28,6 +29,9 @@ def make_batcher(config: ServerConfig, runner: ModelRunner, cache: KVCacheManage
         swap = SwapSpace(host, cache.page_size, measure_link_bandwidth(runner.device), PrefillRate(), group.min_reduce,
                          shared=config.mode == "decode")
     if config.cache.kv_tier is not None:
+        if cache.groups:
+            raise ConfigError("--kv-tier does not keep the pages of sliding windows yet; leave it out, or set "
+                              "--disable-hybrid-swa-memory.")
         num_bytes = int(config.cache.kv_tier_gb * 2**30)
         tier: KVTier = KV_TIERS.get(config.cache.kv_tier)(TierContext(runner.pool, num_bytes, "--kv-tier-gb"))
         cache.attach_tier(tier, shared=config.mode == "decode")

@@ -104,7 +104,7 @@ class GrammarEngine:
         for message in self.sent:
             if isinstance(message, Failed):
                 found[message.rid] = message
-            for output in message.items if isinstance(message, OutputBatch) else ():
+            for output in message.rows() if isinstance(message, OutputBatch) else ():
                 found.setdefault(output.rid, []).extend(output.token_ids)
                 if output.finish is not None:
                     self.reasons[output.rid] = output.finish.reason

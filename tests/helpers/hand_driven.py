@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.common.api.grammar import GrammarSpec
-from baton.common.api.messages import Generate, OutputBatch, PrepareGrammar
+from baton.common.api.messages import Generate, PrepareGrammar
 from baton.common.api.sampling import SamplingParams
 from baton.common.config.server import (
     CacheArgs,
@@ -27,6 +27,8 @@ from baton.common.runner.model_runner import ModelRunner
 from baton.common.sampling.sampler import Sampler
 from baton.common.scheduler.make_batcher import make_batcher
 from baton.common.scheduler.request_tracker import RequestTracker
+
+from .outputs import outputs_of
 
 
 class Engine:
@@ -84,7 +86,7 @@ class Engine:
         assert self.cache.num_allocated == 0
         swap = self.scheduler.batcher.swap
         assert swap is None or swap.tier.num_pages == 0
-        outputs = [item for message in self.sent if isinstance(message, OutputBatch) for item in message.items]
+        outputs = outputs_of(self.sent)
         self.sent.clear()
         return outputs
 

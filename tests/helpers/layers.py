@@ -15,7 +15,7 @@ FLOORS: dict[str, list[list[str]]] = {
     "": [["kernels"], ["common"], ["kvtransfer", "router"], ["prefill", "decode"], ["launch", "offline"], ["bench"]],
     "kernels": [["device", "arguments"], ["_triton"], ["_gluon", "tuning"], ["gated_activation"], ["reference"],
                 ["rowwise"], ["comm", "sampling", "gemm"], ["float8", "attention"], ["moe"]],
-    "common": [["version", "process", "tinychat"], ["api"], ["registry"], ["parsers"], ["config"], ["obs"],
+    "common": [["version", "process", "tinychat"], ["api"], ["registry"], ["parsers"], ["config"], ["obs", "commands"],
                ["tokenizer"], ["weights", "distributed", "kvcache"], ["forward"], ["quantization"],
                ["layers", "attention"], ["models"], ["request"], ["grammar"], ["sampling"], ["scheduler"], ["runner"],
                ["execution"], ["engine"], ["engine_client"], ["serving", "cluster"], ["bench"]],

@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...api.errors import ConfigError
-from ...parsers.reasoning import REASONING
-from ...parsers.tools import FORMATS
+from ...parsers.reasoning import REASONING_FORMATS
+from ...parsers.tools import TOOL_FORMATS
+from ...registry import Choices
 from ..cli import flag
+
+_TOOL_CHOICES = Choices.of(TOOL_FORMATS, others=("auto", "none"))
+_REASONING_CHOICES = Choices.of(REASONING_FORMATS, others=("none",))
 
 
 @dataclass(frozen=True)
@@ -25,18 +29,16 @@ class AnswerArgs:
 
 @dataclass(frozen=True)
 class ChatArgs:
-    tool_call_parser: str = flag("auto", help=(
-        "how the model writes tool calls: qwen25, llama3, mistral, deepseekv3, gpt-oss, ...; auto chooses by its "
-        "chat template, none parses nothing"))
-    reasoning_parser: str | None = flag(None, help=(
-        "how the model writes its reasoning, which is then returned apart from the answer: deepseek-r1, qwen3, "
-        "gpt-oss, ..."))
+    tool_call_parser: str = flag("auto", choices=_TOOL_CHOICES, help=(
+        "how the model writes tool calls; auto chooses by its chat template, none parses nothing"))
+    reasoning_parser: str | None = flag(None, choices=_REASONING_CHOICES, help=(
+        "how the model writes its reasoning, which is then returned apart from the answer"))
 
     def __post_init__(self) -> None:
-        for name, given, known in (("--tool-call-parser", self.tool_call_parser, ("auto", "none", *FORMATS)),
-                                   ("--reasoning-parser", self.reasoning_parser, (None, "none", *REASONING))):
-            if given not in known:
-                raise ConfigError(f"{name} {given} is unknown; it is one of {', '.join(sorted(filter(None, known)))}.")
+        for name, given, choices in (("--tool-call-parser", self.tool_call_parser, _TOOL_CHOICES),
+                                     ("--reasoning-parser", self.reasoning_parser, _REASONING_CHOICES)):
+            if given is not None and given not in choices.shown:
+                raise ConfigError(f"{name} {given} is unknown; it is one of {', '.join(sorted(choices.shown))}.")
 
 
 @dataclass(frozen=True)

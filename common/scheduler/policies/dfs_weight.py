@@ -7,11 +7,13 @@ tree is finished before the next one needs its pages.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ...api.namespace import Namespace
+from ...config.server.schedule import SCHEDULE_POLICIES
 from ...kvcache.prefix_cache import Node, PrefixCache
 from ...request.req import Req
+from .order import Order, OrderInputs, sorted_by_cache
 
 
 class HeaviestSubtreeFirst:
@@ -57,3 +59,8 @@ class HeaviestSubtreeFirst:
             path.add(step)
             step = step.parent
         return path
+
+
+@SCHEDULE_POLICIES.register("dfs-weight", traits=("prefix_cache",))
+def make(inputs: OrderInputs) -> Callable[[], Order]:
+    return sorted_by_cache(HeaviestSubtreeFirst, inputs)

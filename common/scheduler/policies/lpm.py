@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from ...config.server.schedule import SCHEDULE_POLICIES
 from ...kvcache.prefix_cache import PrefixCache
 from ...request.req import Req
+from .order import Order, OrderInputs, sorted_by_cache
 
 
 class LongestPrefixFirst:
@@ -17,3 +19,8 @@ class LongestPrefixFirst:
         last."""
         return sorted(reqs, key=lambda req: -len(self._cache.match(req.tokens.view(0, req.prefix_limit),
                                                                    req.namespace)[1]))
+
+
+@SCHEDULE_POLICIES.register("lpm", traits=("prefix_cache",))
+def make(inputs: OrderInputs) -> Callable[[], Order]:
+    return sorted_by_cache(LongestPrefixFirst, inputs)

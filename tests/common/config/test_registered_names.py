@@ -9,13 +9,21 @@ from pathlib import Path
 import pytest
 
 from baton.common.api.errors import ConfigError
+from baton.common.bench.serving_args import BenchServing
+from baton.common.bench.workloads.dataset_args import DATASETS
 from baton.common.config.cli import _flags
+from baton.common.config.load_format import LOAD_FORMATS
+from baton.common.config.quantization import QUANTIZATIONS
 from baton.common.config.server import ServerConfig
 from baton.common.config.server.cache import KV_TIERS
 from baton.common.config.server.disaggregation import TRANSFER_BACKENDS
 from baton.common.config.server.kernels import ATTENTION_BACKENDS, LATENT_BACKENDS, SAMPLING_BACKENDS
+from baton.common.config.server.schedule import SCHEDULE_POLICIES
+from baton.common.parsers.reasoning import REASONING_FORMATS
+from baton.common.parsers.tools import TOOL_FORMATS
 from baton.common.registry import Registry
 from baton.router.config import RouterConfig
+from baton.router.config.policy import ROUTING_POLICIES
 from baton.tests.helpers.layers import ROOT
 
 FILES: dict[str, tuple[Registry, set[str]]] = {
@@ -25,17 +33,40 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
         "apply_processors", "bitmask", "builtin_processors", "gumbel_noise", "hidden_rows", "penalties",
         "prompt_logprobs", "sampled_tokens", "sampler", "sampling_backend", "token_logprobs"}),
     "common/kvcache/tiers": (KV_TIERS, {"base"}),
+    "common/scheduler/policies": (SCHEDULE_POLICIES, {"order", "priority"}),
+    "router/policies": (ROUTING_POLICIES, {
+        "base", "load_view", "page_costs", "text_pages", "token_pages", "worker_groups"}),
+    "common/parsers/tools": (TOOL_FORMATS, {
+        "arguments_builder", "call_emitter", "format", "grammars", "json_array", "json_call", "registry", "values"}),
+    "common/parsers/reasoning": (REASONING_FORMATS, {"format", "grammar", "parser", "registry"}),
+    "common/bench/workloads": (DATASETS, {
+        "arrivals", "dataset_args", "datasets", "own_workload", "vocabulary", "workload"}),
+    "common/quantization": (QUANTIZATIONS, {
+        "experts", "float8", "fp8_block", "fp8_per_channel", "methods", "mxfp4_experts", "shards"}),
+    "common/weights": (LOAD_FORMATS, {
+        "expert_names", "files", "fingerprint", "interleaved_experts", "kv_scales", "lazy", "loader", "samples",
+        "slots", "source"}),
     "kvtransfer/backends": (TRANSFER_BACKENDS, {"base", "cuda_driver", "ipc_cuda", "ipc_host"}),
 }
 """By folder: the registry of its implementations, and the files that implement nothing."""
 FLAGS = {
     "attention_backend": {"auto", *ATTENTION_BACKENDS, *LATENT_BACKENDS},
     "decode_attention_backend": {"auto", *ATTENTION_BACKENDS, *LATENT_BACKENDS},
+    "quantization": {*QUANTIZATIONS},
+    "load_format": {*LOAD_FORMATS},
     "sampling_backend": {"auto", *SAMPLING_BACKENDS},
+    "tool_call_parser": {"auto", "none", *TOOL_FORMATS},
+    "reasoning_parser": {"none", *REASONING_FORMATS},
+    "dataset_name": {*DATASETS},
+    "schedule_policy": {*SCHEDULE_POLICIES},
+    **dict.fromkeys(("policy", "prefill_policy", "decode_policy"), {*ROUTING_POLICIES}),
     "disaggregation_transfer_backend": {*TRANSFER_BACKENDS},
     "kv_tier": {*KV_TIERS},
 }
-"""Flags of servers and routers that take registered names, and the values that ``--help`` shows."""
+"""Flags that take registered names, and the values that ``--help`` shows."""
+
+
+COMMANDS = (RouterConfig, ServerConfig, BenchServing)
 
 
 @pytest.mark.parametrize("folder", FILES)
@@ -60,12 +91,12 @@ def test_every_name_leads_to_an_entry(folder):
 
 @pytest.mark.parametrize("name", FLAGS)
 def test_registered_names_are_those_of_the_flag(name):
-    flags = {flag.key: flag for config in (RouterConfig, ServerConfig) for flag in _flags(config)}
+    flags = {flag.key: flag for config in COMMANDS for flag in _flags(config)}
     assert set(flags[name].choices or ()) == FLAGS[name]
 
 
 def test_flags_that_take_registered_names_are_all_listed():
-    flags = [flag for config in (RouterConfig, ServerConfig) for flag in _flags(config)]
+    flags = [flag for config in COMMANDS for flag in _flags(config)]
     assert {flag.key for flag in flags if flag.field.metadata["choices"] is not None} == FLAGS.keys()
 
 

@@ -15,7 +15,6 @@ import sys
 import numpy as np
 import torch
 
-from baton.common.api.messages import OutputBatch
 from baton.common.config.server import DataParallelArgs, KernelArgs, ParallelArgs
 from baton.common.distributed.deferred_reduce import DeferredSum
 from baton.common.distributed.expert_parallel import ExpertParallel
@@ -23,6 +22,7 @@ from baton.common.distributed.parallel import Parallel, init_parallel
 from baton.common.distributed.peer_all_reduce import connect_all
 from baton.tests.helpers.hand_driven import Engine, tokens_of
 from baton.tests.helpers.host_peers import HostPeers
+from baton.tests.helpers.outputs import outputs_of
 from baton.tests.helpers.padded_steps import PaddedSteps
 from baton.tests.helpers.rank_processes import SECONDS, end_rank, place_of
 from baton.tests.helpers.replayed_prompts import record_again
@@ -98,7 +98,7 @@ def run(case: dict, joined: Parallel) -> dict:
         engine.tracker.flush()
     assert not engine.tracker.live and engine.cache.num_allocated == 0
     engine.cache.check_integrity()
-    outputs = [item for message in engine.sent if isinstance(message, OutputBatch) for item in message.items]
+    outputs = outputs_of(engine.sent)
     tokens = tokens_of(outputs)
     return {"tokens": [tokens[str(i)] for i in range(len(prompts))], "turns": turns, "computed": computed,
             "retracted": engine.scheduler.batcher.retraction.num_retracted, "replayed": replayed, "met": meeting,

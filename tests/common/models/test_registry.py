@@ -20,17 +20,20 @@ FILES = sorted(module.name for module in pkgutil.iter_modules(models.__path__)
 DOCS = Path(__file__).parents[3] / "docs"
 
 
-def registering_file(family) -> str:
-    return getattr(family.read, "func", family.read).__module__.rpartition(".")[2]
+def shipped() -> dict[str, str]:
+    """The architectures that Baton's own files register, each with its file."""
+    modules = {name: getattr(family.read, "func", family.read).__module__ for name, family in families().items()}
+    return {name: module.removeprefix(f"{models.__name__}.") for name, module in modules.items()
+            if module.startswith(models.__name__)}
 
 
 def test_every_file_registers_a_family_and_no_other_file_does():
-    assert sorted({registering_file(family) for family in families().values()}) == FILES
+    assert sorted(set(shipped().values())) == FILES
 
 
 def test_documents_name_every_architecture_that_generates():
     named = (DOCS / "models.md").read_text()
-    assert [name for name in families() if name.endswith("ForCausalLM") and f"`{name}`" not in named] == []
+    assert [name for name in shipped() if name.endswith("ForCausalLM") and f"`{name}`" not in named] == []
 
 
 def test_a_name_is_registered_once():

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from baton.common.api.errors import Aborted
-from baton.common.api.messages import Bootstrap, CustomProcessor, Failed, Generate, OutputBatch
+from baton.common.api.messages import Bootstrap, CustomProcessor, Failed, Generate
 from baton.common.api.namespace import Namespace
 from baton.common.api.sampling import SamplingParams
 from baton.common.config.server import (
@@ -38,6 +38,7 @@ from baton.decode.rank import _make_scheduler as make_decode
 from baton.kvtransfer.bootstrap import BootstrapServer
 from baton.prefill.rank import _make_scheduler as make_prefill
 from baton.tests.helpers import dict_tier  # noqa: F401 (registers its tiers)
+from baton.tests.helpers.outputs import outputs_of
 from baton.tests.helpers.ports import free_port
 
 VOCAB = 96
@@ -115,7 +116,7 @@ class Side:
 
     def take(self):
         self.tracker.flush()
-        outputs = [item for message in self.sent if isinstance(message, OutputBatch) for item in message.items]
+        outputs = outputs_of(self.sent)
         failures = {message.rid: message for message in self.sent if isinstance(message, Failed)}
         self.sent.clear()
         return outputs, failures
