@@ -14,7 +14,7 @@ from baton.common.kvcache.tiers.base import FinishedTask, TierContext, TierCount
 SLOW_POLLS = 3
 
 
-@KV_TIERS.register("dict")
+@KV_TIERS.register("dict", hidden=True)
 class DictTier:
     capacity = 1 << 30
 
@@ -85,7 +85,7 @@ class SlowTask:
             self._finished = self._load()
 
 
-@KV_TIERS.register("slow-dict")
+@KV_TIERS.register("slow-dict", hidden=True)
 class SlowDictTier(DictTier):
     def __init__(self, context: TierContext):
         super().__init__(context)

@@ -73,7 +73,7 @@ COMMANDS = (RouterConfig, ServerConfig, BenchServing)
 def test_every_implementation_registers_in_its_own_file(folder):
     registry, others = FILES[folder]
     files = {path.stem for path in (ROOT / folder).glob("*.py")} - {"__init__"}
-    modules = {registry.module_of(name) for name in registry.all_names}
+    modules = {registry.module_of(name) for name in registry.all_names} - {None}  # other tests register their own
     assert {str(module).rpartition(".")[2] for module in modules} == files - others
     assert others <= files
     assert registry.package == "baton." + folder.replace("/", ".")
