@@ -13,7 +13,7 @@ from ..config.model_config import ModelConfig, check_silu
 from ..config.moe import MoESpec
 from ..config.rope import RotarySpec, read_rope
 from ..config.window import window_of_flagged_layers
-from .registry import architectures_of, register_model
+from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
     import torch
@@ -64,10 +64,13 @@ def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch
         own.rope, rms_norm(own.rms_norm_eps), attention, mixed_mlp(parallel.experts)))
 
 
-register_model(*architectures_of("GptOss"), read=read, build=build, defaults={
+_DEFAULTS = {
     **COMMON, "hidden_size": 2880, "num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8,
     "head_dim": 64, "intermediate_size": 2880, "vocab_size": 201088, "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5, "attention_bias": True, "sliding_window": 128, "num_experts": 128, "num_experts_per_tok": 4,
     "rope_theta": 150000.0, "rope_parameters": {
         "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-        "original_max_position_embeddings": 4096}})
+        "original_max_position_embeddings": 4096}}
+
+MODELS.register("GptOssForCausalLM", "GptOssForSequenceClassification", "GptOssModel")(
+    ModelFamily(read, build, defaults=_DEFAULTS))

@@ -11,7 +11,7 @@ from ..config.model_config import ModelConfig, check_silu
 from ..config.moe import MoESpec
 from ..config.rope import RotarySpec, read_rope
 from ..config.window import window_of_all_layers
-from .registry import architectures_of, register_model
+from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +47,9 @@ def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch
         own.rope, rms_norm(own.rms_norm_eps), SelfAttention, mixed_mlp(parallel.experts)))
 
 
-register_model(*architectures_of("Mixtral"), read=read, build=build, defaults={
-    **COMMON, "num_key_value_heads": 8, "intermediate_size": 14336, "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "num_experts": 8, "num_experts_per_tok": 2, "eos_token_id": 2})
+_DEFAULTS = {**COMMON, "num_key_value_heads": 8, "intermediate_size": 14336, "max_position_embeddings": 131072,
+             "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "num_experts": 8, "num_experts_per_tok": 2,
+             "eos_token_id": 2}
+
+MODELS.register("MixtralForCausalLM", "MixtralForSequenceClassification", "MixtralModel")(
+    ModelFamily(read, build, defaults=_DEFAULTS))

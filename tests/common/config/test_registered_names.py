@@ -19,6 +19,7 @@ from baton.common.config.server.cache import KV_TIERS
 from baton.common.config.server.disaggregation import TRANSFER_BACKENDS
 from baton.common.config.server.kernels import ATTENTION_BACKENDS, LATENT_BACKENDS, SAMPLING_BACKENDS
 from baton.common.config.server.schedule import SCHEDULE_POLICIES
+from baton.common.models.registry import MODELS
 from baton.common.parsers.reasoning import REASONING_FORMATS
 from baton.common.parsers.tools import TOOL_FORMATS
 from baton.common.registry import Registry
@@ -43,6 +44,7 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
         "arrivals", "dataset_args", "datasets", "own_workload", "vocabulary", "workload"}),
     "common/quantization": (QUANTIZATIONS, {
         "experts", "float8", "fp8_block", "fp8_per_channel", "methods", "mxfp4_experts", "shards"}),
+    "common/models": (MODELS, {"registry"}),
     "common/weights": (LOAD_FORMATS, {
         "expert_names", "files", "fingerprint", "interleaved_experts", "kv_scales", "lazy", "loader", "samples",
         "slots", "source"}),

@@ -388,6 +388,17 @@ def test_a_namespace_returns_while_a_request_still_reads_its_empty_root():
     cache.check_integrity()
 
 
+def test_a_node_that_is_read_stays_when_its_last_child_is_evicted():
+    cache = PrefixCache(page_size=1)
+    above, _ = cache.insert(tokens(1), pages(10))
+    cache.insert(tokens(1, 2), pages(10, 11))
+    cache.lock(above)
+    assert cache.evict(2).tolist() == [11] and cache.match(tokens(1, 2))[1].tolist() == [10]
+    cache.unlock(above)
+    assert cache.evict(2).tolist() == [10] and cache.num_pages == 0
+    cache.check_integrity()
+
+
 def test_an_empty_tree_evicts_nothing():
     cache = PrefixCache(page_size=1)
     assert cache.evict(5).tolist() == [] and cache.version == 0
