@@ -16,11 +16,12 @@ from collections.abc import Sequence
 
 from ..api.errors import ServingError
 from ..api.messages import Finish, Logprobs
-from ..execution.executor import Executor, NewToken, StepOutput
+from ..execution.executor import Executor, LaunchedStep
 from ..execution.pp_executor import PPExecutor, PPStep
 from ..execution.pp_pipeline import make_pipeline
-from ..request.batch import ScheduledBatch
 from ..request.req import Req
+from ..request.step_input import StepInput
+from ..request.step_output import StepOutput, add_prompt_results, row_results
 from ..scheduler.batcher import Batcher
 from ..scheduler.request_tracker import RequestTracker
 from .peers import NoPeers
@@ -107,7 +108,7 @@ class UnifiedScheduler:
     def _free(self, reqs: Sequence[Req]) -> None:
         """Free the pages of requests that have ended, once no step writes into them any more."""
         in_flight = self._pipeline.in_flight
-        writing: set[Req] = set() if in_flight is None else set(reqs).intersection(in_flight.sampled_reqs)
+        writing: set[Req] = set() if in_flight is None else set(reqs).intersection(in_flight.step.sampled_reqs)
         self.batcher.remove([req for req in reqs if req in writing])
         self.batcher.finish_all([req for req in reqs if req not in writing])
 
@@ -121,7 +122,7 @@ class UnifiedScheduler:
             self.synchronize()  # a victim's last token must be known; other requests may end by theirs
             batcher.preempt_for(req, num_tokens, prefix_limit)
 
-    def _next_batch(self) -> ScheduledBatch | None:
+    def _next_batch(self) -> StepInput | None:
         batcher = self.batcher
         if batcher.paused is not None:
             return None
@@ -137,15 +138,13 @@ class UnifiedScheduler:
                 return batch
         return batcher.next_mixed() if mixed else batcher.next_decode()
 
-    def _process_results(self, step: StepOutput | PPStep) -> None:
-        if (token_ids := step.plain_token_ids()) is not None:
-            results = self._process_plain_results(step, token_ids)
-        else:
-            results = step.new_tokens()
+    def _process_results(self, launched: LaunchedStep | PPStep) -> None:
+        step, output = launched.step, launched.wait()
         if self._rate is not None:
             self._rate.end()
+        add_prompt_results(step, output)
         beyond, ended = [], []
-        for result in results:
+        for result in row_results(step, output, self._report_continuing(step, output)):
             req = result.req
             if req.finish is not None:  # it ended with the previous step, and this one's token is beyond its end
                 beyond.append(req)
@@ -154,7 +153,7 @@ class UnifiedScheduler:
                 req.finish = Finish("abort")
                 self.tracker.fail(req, result.error)
             else:
-                self._add_output(req, req.append_pending(result.token_id), result.logprobs)
+                self._add_output(req, req.append_pending(*result.token_ids), result.logprobs)
             if req.finish is not None:
                 ended.append(req)
         if ended:
@@ -163,18 +162,20 @@ class UnifiedScheduler:
         if beyond:
             self.batcher.finish_all(beyond)
 
-    def _process_plain_results(self, step: StepOutput | PPStep, token_ids: list[int]) -> list[NewToken]:
-        """Report the tokens of the requests in an input batch that continue; returns the results of the others."""
-        input_batch, reqs, positions = step.batch.input_batch, step.sampled_reqs, step.batch.positions
-        assert input_batch is not None and positions is not None
-        input_batch.record_tokens(token_ids)
-        to_check = input_batch.rows_to_check(token_ids, step.batch.last_step_rows)
+    def _report_continuing(self, step: StepInput, output: StepOutput) -> list[int] | None:
+        """Report the tokens of the requests in an input batch that merely continue; returns the indices of the other
+        results, None for all."""
+        input_batch, tokens = step.input_batch, output.tokens
+        if input_batch is None:
+            return None
+        input_batch.record_tokens(tokens)
+        to_check = input_batch.rows_to_check(tokens, step.last_step_rows, output.extras)
         if not to_check:
-            self.tracker.add_new_tokens(reqs, input_batch.new_tokens(token_ids, positions))
-            return []
+            self.tracker.add_new_tokens(step.reqs, input_batch.new_tokens(tokens, step.starts))
+            return to_check
         excluded = set(to_check)
-        rows = [row for row in range(len(reqs)) if row not in excluded]
+        rows = [row for row in range(len(step)) if row not in excluded]
         if rows:
-            self.tracker.add_new_tokens([reqs[row] for row in rows],
-                                        input_batch.new_tokens(token_ids, positions, rows))
-        return [NewToken(reqs[row], token_ids[row], None) for row in to_check]
+            self.tracker.add_new_tokens([step.reqs[row] for row in rows],
+                                        input_batch.new_tokens(tokens, step.starts, rows))
+        return to_check

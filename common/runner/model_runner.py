@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,13 +17,12 @@ from ..config.server import ServerConfig
 from ..distributed.capture import may_capture
 from ..distributed.parallel import Parallel
 from ..forward.forward_batch import (
-    EMPTY_DECODE_TABLE,
+    NO_COLUMNS,
     AfterGroup,
-    DecodeTable,
     ForwardBatch,
+    ModelInput,
     Row,
     build_forward_batch,
-    build_table_batch,
 )
 from ..kvcache.layout import KVLayout
 from ..kvcache.pool import KVPool
@@ -47,8 +47,18 @@ _WARM_UP_PREFILL_ROWS = 64
 """Rows of a prefill step that uses other GEMM and norm kernels than steps of a few rows."""
 
 
+class StepLogits(NamedTuple):
+    """Logits ``[R, vocab]`` of a step in the engine's type; their argmax ``[R]`` int64, where a graph has computed it;
+    hidden states ``[num_hidden, hidden]``. Later steps overwrite the first two."""
+
+    logits: torch.Tensor
+    argmax: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
+
+
 class ModelRunner:
-    """Owns what lives on the device. ``load`` builds it; ``forward`` and ``decode`` compute steps.
+    """Owns what lives on the device. ``load`` builds it; ``step`` computes an engine's steps, on CUDA graphs where it
+    can, ``forward`` and ``hidden_states`` a batch without decode graphs.
 
     ``pool`` has ``num_pages`` pages of ``layout`` for requests, with tensor parallelism equally many on every rank,
     and a last one, the scratch page, for the padding of decode batches.
@@ -140,15 +150,14 @@ class ModelRunner:
         compute = self.hidden_states if embeds else self.forward
         prefill_rows = min(_WARM_UP_PREFILL_ROWS, self.spec.context_length)
 
-        def step(rows: int, is_decode: bool = False) -> None:
-            self._begin_step(DPStepInfo([rows] * groups, [1] * groups, all_decode=is_decode))
+        def step(rows: int) -> None:
+            self._begin_step(DPStepInfo([rows] * groups, [1] * groups, all_decode=rows == 1))
             row = Row([0] * rows, 0, np.zeros(self.layout.pages_for(rows), np.int32))
-            compute(build_forward_batch([row], self.layout.page_size, self.device, is_decode))
+            compute(build_forward_batch([row], self.layout.page_size, self.device))
             torch.cuda.synchronize(self.device)
 
-        steps: list[Callable[[], None]] = [lambda: self._attention.warm_up(lambda: step(1)), lambda: step(prefill_rows)]
-        if not embeds:
-            steps.append(lambda: step(1, is_decode=True))
+        steps: list[Callable[[], None]] = [lambda: self._attention.warm_up(lambda: step(2)), lambda: step(prefill_rows),
+                                           lambda: step(1)]
         for done, run in enumerate(steps, 1):
             run()
             progress("warming up kernels", done / len(steps))
@@ -204,14 +213,6 @@ class ModelRunner:
         if complete:
             self._capture(silent)
 
-    def padding_rows(self, num_reqs: int) -> list[Row]:
-        """Returns the rows that pad a decode batch of ``num_reqs`` to its graph's size; none without CUDA graphs.
-        Called after ``sync_dp``."""
-        size = self._graph_size(num_reqs)
-        if size is None or self._decode_graphs is None:
-            return []
-        return [self._decode_graphs.padding_row] * (size - num_reqs)
-
     def _graph_size(self, num_reqs: int) -> int | None:
         """Returns the size of the graph that a decode batch of ``num_reqs`` replays; None where it does not."""
         if self._parallel.dp_size > 1:
@@ -253,61 +254,56 @@ class ModelRunner:
         can_decode = not self._config.model.is_embedding
         if self.sync_dp(0, 0, can_decode=can_decode):
             if self._decode_graphs is not None and self._graph_size(0) is not None:
-                self.decode(EMPTY_DECODE_TABLE, self._no_ids)
+                self._replay(ModelInput(NO_COLUMNS, self._no_ids), self._graph_size(0))
                 return
             rows = [Row([0], 0, np.array([self.num_pages]))] * (1 + self._is_split)
-            batch = build_forward_batch(rows, self.layout.page_size, self.device, can_decode, [])
+            batch = build_forward_batch(rows, self.layout.page_size, self.device, [])
             if can_decode:
                 self.forward(batch)
             else:
                 self.hidden_states(batch)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, after_group: AfterGroup | None = None) -> torch.Tensor:
-        """Returns float32 logits ``[R, vocab]`` of ``batch.logits_rows``; stores the batch's keys and values in the
-        pool.
+    def step(self, step: ModelInput, after_group: AfterGroup | None = None) -> StepLogits:
+        """Computes a step, and stores its keys and values in the pool; agrees on it with other data-parallel ranks.
 
         ``after_group(g, event)`` is called once the last layer of layer group g has been enqueued: its pages may be
-        read after ``event`` (on a CPU at once, and ``event`` is None).
+        read after ``event`` (on a CPU at once, and ``event`` is None). Decode graphs have no such events, and no hidden
+        states.
         """
+        can_replay = step.is_plain_decode and after_group is None
+        self.sync_dp(step.columns.num_tokens, step.num_logits, can_decode=can_replay)
+        if can_replay and (replayed := self._replay(step, self._graph_size(step.columns.num_reqs))) is not None:
+            return replayed
+        batch = ForwardBatch.from_columns(step.columns, step.token_ids, self.device, step.logits_rows, step.embeds)
+        if not step.num_hidden:
+            return StepLogits(self._logits(batch, after_group))
+        states = self.hidden_states(batch, after_group)
+        logits = self._model.compute_logits(states[:step.num_logits])
+        return StepLogits(logits, hidden=states[step.num_logits:])
+
+    def _replay(self, step: ModelInput, size: int | None) -> StepLogits | None:
+        """Computes a plain decode step on the graph of ``size``; returns None where there is none."""
+        if self._decode_graphs is None or size is None:
+            return None
         self._rebalance_experts()
-        if batch.is_decode and self._decode_graphs is not None and self._graph_size(batch.num_reqs) == batch.num_reqs:
-            assert after_group is None and batch.logits_rows is not None
-            return self._decode_graphs.run(batch)[:len(batch.logits_rows)].float()
+        return StepLogits(*self._decode_graphs.decode(step, size))
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, after_group: AfterGroup | None = None) -> torch.Tensor:
+        """Returns float32 logits ``[R, vocab]`` of ``batch.logits_rows``, as ``step`` without decode graphs."""
+        return self._logits(batch, after_group).float()
+
+    def _logits(self, batch: ForwardBatch, after_group: AfterGroup | None) -> torch.Tensor:
+        self._rebalance_experts()
         return self._model.forward(batch, self._attention, self._layer_group_events.after_layer(after_group),
-                                   self._plan(batch), self._piecewise(batch)).float()
+                                   self._plan(batch), self._piecewise(batch))
 
     @torch.inference_mode()
-    def decode(self, table: DecodeTable, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Computes a decode step of ``table``'s rows, whose tokens ``token_ids`` [B] int64 are on the device.
-
-        Returns logits ``[B, vocab]`` in the engine's type, and their argmax ``[B]`` where a graph has computed it.
-        Later steps overwrite both.
-        """
-        self._rebalance_experts()
-        size = None if self._decode_graphs is None else self._graph_size(len(table.positions))
-        if self._decode_graphs is not None and size is not None:
-            return self._decode_graphs.decode(table, token_ids, size)
-        batch = build_table_batch(table, token_ids, self.device)
-        self._attention.plan(batch)
-        return self._model.forward(batch, self._attention, self._layer_group_events.after_layer(None),
-                                   piecewise=self._piecewise(batch)), None
-
-    @torch.inference_mode()
-    def forward_with_hidden(self, batch: ForwardBatch, num_logits: int,
-                            after_group: AfterGroup | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns ``forward``'s logits of the first ``num_logits`` of ``batch.logits_rows``, and the hidden states
-        ``[R - num_logits, hidden]`` of the others after the final norm. Runs without decode graphs, which keep none."""
-        self._rebalance_experts()
-        hidden = self._model.hidden_states(batch, self._attention, self._layer_group_events.after_layer(after_group),
-                                           self._plan(batch), self._piecewise(batch))
-        return self._model.compute_logits(hidden[:num_logits]).float(), hidden[num_logits:]
-
-    @torch.inference_mode()
-    def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
+    def hidden_states(self, batch: ForwardBatch, after_group: AfterGroup | None = None) -> torch.Tensor:
         """Returns hidden states ``[R, hidden]`` of ``batch.logits_rows`` after the final norm."""
         self._rebalance_experts()
-        return self._model.hidden_states(batch, self._attention, self._layer_group_events.after_layer(None),
+        return self._model.hidden_states(batch, self._attention, self._layer_group_events.after_layer(after_group),
                                          self._plan(batch), self._piecewise(batch))
 
     def _plan(self, batch: ForwardBatch) -> list[MicroBatch]:
