@@ -5,17 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .common.config.load_format import register_load_format
+    from .common.config.quantization import register_quantization
+    from .common.models.registry import register_model
     from .offline import Engine
 
 # distinguishes this package from the registry's unrelated ``baton``: see common/__init__.py
 _DISTRIBUTION = "baton-serve"
-__all__ = ["Engine", "__version__"]
+__all__ = ["Engine", "__version__", "register_load_format", "register_model", "register_quantization"]
 
 from .common.version import __version__  # noqa: E402
 
 
 def __getattr__(name: str) -> Any:
-    """``baton.Engine`` is imported when it is asked for: the router's install does not have what it needs."""
+    """Imports a public name when it is asked for: the router's install does not have what ``Engine`` needs."""
     if name == "Engine":
         from .common.config.packages import missing_engine, needs_engine
 
@@ -24,4 +27,16 @@ def __getattr__(name: str) -> Any:
         from .offline import Engine
 
         return Engine
+    if name == "register_model":
+        from .common.models.registry import register_model
+
+        return register_model
+    if name == "register_quantization":
+        from .common.config.quantization import register_quantization
+
+        return register_quantization
+    if name == "register_load_format":
+        from .common.config.load_format import register_load_format
+
+        return register_load_format
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

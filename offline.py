@@ -7,24 +7,23 @@ import concurrent.futures
 import contextlib
 import secrets
 import socket
-import tempfile
 import threading
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping
 from typing import Any, TypeVar
 
-from .common.api.commands import FlushCache, ReleaseMemory, ResumeMemory, StartProfile, StopProfile, UpdateWeights
 from .common.api.errors import ConfigError
+from .common.commands.base import Endpoint
+from .common.commands.methods import CommandMethods
 from .common.config.cli import build
 from .common.config.server import ServerConfig
-from .common.serving.admin.control import LOAD_SECONDS
 from .common.serving.offline import Cluster, EngineProcesses
 
 T = TypeVar("T")
 _END = object()
 
 
-class Engine:
+class Engine(CommandMethods):
     """A unified engine, or a prefill and a decode engine, in processes of their own below this one.
 
     ::
@@ -36,13 +35,16 @@ class Engine:
     With ``prefill`` and ``decode``, each a (maybe empty) dict of flags for that role alone, two engines hand the KV
     cache over: ``Engine("tinychat", prefill={}, decode={"base_gpu_id": 1})``.
 
-    Bodies are those of ``/generate`` and ``/v1/chat/completions``; their error answers raise ServingError here. All
-    methods may be called from any thread, the ``async_`` ones on any event loop. ConfigError is raised where the engine
-    cannot start. Processes are spawned: a script needs ``if __name__ == "__main__":`` around its use.
+    Bodies are those of ``/generate`` and ``/v1/chat/completions``; their error answers raise ServingError here. Each
+    administrative endpoint (``/flush_cache``, ``/start_profile``, ...) is a method with the fields of its body, and
+    returns the engines' messages, a line each. All methods may be called from any thread, the ``async_`` ones on any
+    event loop. ConfigError is raised where the engine cannot start. Processes are spawned: a script needs
+    ``if __name__ == "__main__":`` around its use.
     """
 
     def __init__(self, model_path: str | None = None, *, prefill: Mapping[str, Any] | None = None,
                  decode: Mapping[str, Any] | None = None, **flags: Any):
+        super().__init__()
         if (prefill is None) != (decode is None):
             raise ConfigError("prefill and decode go together: give both, or neither for one engine.")
         if model_path is not None:
@@ -103,44 +105,12 @@ class Engine:
 
     # ------------------------------------------------------------------ the engine as a whole
 
-    def flush_cache(self) -> None:
-        """Drops the prefix caches; raises Conflict while requests run."""
-        self._control(FlushCache())
-
-    def update_weights_from_disk(self, model_path: str) -> None:
-        """Loads another checkpoint of the same architecture; raises InvalidRequest where it does not fit."""
-        self._control(UpdateWeights(model_path))
-
-    def release_memory_occupation(self, tags: tuple[Any, ...] | None = None) -> None:
-        """Releases device memory until ``resume_memory_occupation``; ``tags``: "weights", "kv_cache"."""
-        self._control(ReleaseMemory(self._kinds(tags)))
-
-    def resume_memory_occupation(self, tags: tuple[Any, ...] | None = None) -> None:
-        self._control(ResumeMemory(self._kinds(tags)))
-
-    def start_profile(self, output_dir: str | None = None, num_steps: int | None = None,
-                      activities: tuple[Any, ...] = ("CPU", "GPU")) -> str:
-        """Records torch.profiler's trace of every rank until ``stop_profile``, or for ``num_steps`` steps; returns the
-        path. Raises Conflict while one is recorded."""
-        return self._control(StartProfile(output_dir or tempfile.gettempdir(), num_steps, activities))
-
-    def stop_profile(self) -> str:
-        """Writes the trace; raises Conflict where none is recorded."""
-        return self._control(StopProfile())
-
     def state(self) -> Any:
         """A snapshot of the engine that answers: pages, requests, counters."""
         return self._thread.run(self._cluster.context.client.state())
 
-    def _kinds(self, tags: tuple[Any, ...] | None) -> tuple[Any, ...]:
-        if tags is not None:
-            return tuple(tags)
-        return ("weights", "kv_cache") if len(self._cluster.contexts) == 1 else ("weights",)
-
-    def _control(self, command: Any) -> str:
-        """The engines' replies, a line each."""
-        return "\n".join(self._thread.run(context.client.control(command, LOAD_SECONDS))
-                         for context in self._cluster.contexts)
+    def _run_endpoint(self, endpoint: Endpoint, arguments: Mapping[str, Any]) -> str:
+        return "\n".join(self._thread.run(self._cluster.run_endpoint(endpoint, arguments)))
 
     # ------------------------------------------------------------------ streams
 

@@ -25,6 +25,7 @@ setup(
     packages=["baton", *PACKAGES],
     package_data={"baton": ["py.typed"], "baton.common.tinychat": ["checkpoint/*"],
                   "baton.common.tokenizer": ["chat_templates/*.jinja"],
-                  "baton.kernels": ["tuning/*.json"], "baton.router.monitoring": ["dashboard.html"]},
+                  "baton.common.commands": ["*.pyi"], "baton.kernels": ["tuning/*.json"],
+                  "baton.router.monitoring": ["dashboard.html"]},
     cmdclass={"build_py": BuildPackages},
 )

@@ -1,4 +1,5 @@
-"""Writes the pages that follow from the code: flags.md, metrics.md, errors.md and layers.md.
+"""Writes the pages that follow from the code (flags.md, metrics.md, errors.md, layers.md, admin.md), and the types of
+``baton.Engine``'s methods.
 
 ``python docs/generate.py`` rewrites them (``make docs`` runs it); ``--check`` only compares, and exits with 1 where one
 is out of date.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import inspect
 import sys
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -19,6 +21,9 @@ from baton.common.bench.draft_args import BenchDraft
 from baton.common.bench.offline_args import BenchOffline
 from baton.common.bench.one_batch_args import BenchOneBatch
 from baton.common.bench.serving_args import BenchServing
+from baton.common.commands.base import Endpoint
+from baton.common.commands.methods import signature_of
+from baton.common.commands.registry import own_endpoints
 from baton.common.config.cli import _Flag, _flags, _shape
 from baton.common.config.server import ServerConfig
 from baton.common.obs.engine_metrics import COUNTERS, GAUGES
@@ -216,7 +221,8 @@ FAMILIES = (
     Family("Flags and files that name them",
            "A value has the wrong type or range, or two flags exclude each other. The sentence names the flag; "
            "[flags](flags.md) lists what each takes.",
-           ("common/config/cli.py", "common/config/logs.py", "common/config/server", "common/registry.py", "launch.py",
+           ("common/config/cli.py", "common/config/logs.py", "common/config/server", "common/registry.py",
+            "common/commands", "launch.py",
             "offline.py", "common/serving/offline")),
     Family("Packages and GPUs",
            "Something is not installed, or the host shows no GPU. Install the extras that the sentence names "
@@ -231,7 +237,8 @@ FAMILIES = (
     Family("Checkpoints",
            "The model's folder is incomplete, of an architecture or form that is not supported ([models](models.md)), "
            "or does not match its config.json.",
-           ("common/config/model.py", "common/config/moe.py", "common/config/mla.py", "common/config/window.py",
+           ("common/config/model.py", "common/config/model_config.py", "common/config/moe.py", "common/config/mla.py",
+            "common/config/rope.py", "common/config/window.py", "common/models",
             "common/config/checkpoint.py", "common/config/hub.py", "common/weights", "common/runner/model_weights.py",
             "common/runner/mtp.py")),
     Family("Quantization",
@@ -320,8 +327,50 @@ def escaped(text: str) -> str:
     return text.replace("\n", " ")
 
 
+# ---------------------------------------------------------------------- administrative commands
+
+
+def admin_page() -> str:
+    lines = ["# Changing a running server", "", NOTE, "",
+             "These change a server as a whole. A router has the same endpoints and sends them to all of its workers; "
+             "its answer has each worker's status. [`baton.Engine`](engine.md) has a method for each, named like the "
+             "path, with the body's fields as parameters. With `--admin-api-key` they take that key alone.", "",
+             "| endpoint | fields of the body | effect |", "|---|---|---|"]
+    lines += [row(code(f"{method} {endpoint.path}" for method in endpoint.methods),
+                  code(field.name for field in endpoint.parameters), prose_of(endpoint))
+              for endpoint in own_endpoints()]
+    return "\n".join([*lines, "",
+                      "With pairs, other weights change [which servers fit together]"
+                      "(transfer.md#which-servers-fit-together).", "",
+                      "Of single requests: `POST /abort_request` with `rid`, or with `abort_all` for all of them, ends "
+                      "requests; they are answered with the tokens so far, and the finish reason `abort`. "
+                      "`POST /open_session` and `POST /close_session` keep a session: `/generate` with "
+                      "`session_params` sends only what is new, the server remembers the rest.", "",
+                      "[A command of your own](contributing.md#add-an-administrative-command) is one file.", ""])
+
+
+def prose_of(endpoint: Endpoint) -> str:
+    return " ".join(inspect.getdoc(endpoint.serve).split()).replace("``", "`")
+
+
+def engine_methods() -> str:
+    """The stub of common/commands/methods.py, for type checkers."""
+    lines = ["# Written by docs/generate.py from the commands' files: change it there, then run `make docs`.", "",
+             "from abc import ABC", "from collections.abc import Mapping, Sequence", "from typing import Any, Literal",
+             "", "from .base import Endpoint", "", "class CommandMethods(ABC):", "    def __init__(self) -> None: ...",
+             "    def _run_endpoint(self, endpoint: Endpoint, arguments: Mapping[str, Any]) -> str: ..."]
+    for endpoint in own_endpoints():
+        _, *parameters = signature_of(endpoint).parameters.values()
+        lines += [f"    def {endpoint.name}(", "        self,",
+                  *(f"        {each.name}: {each.annotation}"
+                    f"{'' if each.default is each.empty else f' = {each.default!r}'}," for each in parameters),
+                  "    ) -> str: ..."]
+    return "\n".join([*lines, "", "def signature_of(endpoint: Endpoint) -> Any: ...", ""])
+
+
 PAGES: dict[str, Callable[[], str]] = {"flags.md": flags_page, "metrics.md": metrics_page, "errors.md": errors_page,
-                                       "layers.md": layers.page}
+                                       "layers.md": layers.page, "admin.md": admin_page,
+                                       "../common/commands/methods.pyi": engine_methods}
 
 
 def main() -> int:

@@ -87,7 +87,8 @@ class RetainedPrompts:
             return None
         if not np.array_equal(prompt.token_ids, req.prompt) or prompt.parameters != _parameters_of(req):
             return None
-        if (page_table := self._cache.match_full_prompt(req.prompt, prompt.partial_page)) is None:
+        if (page_table := self._cache.match_full_prompt(req.prompt, prompt.partial_page,
+                                                             req.namespace)) is None:
             self.drop(room)
             return None
         self._remove(room)
@@ -129,4 +130,4 @@ class RetainedPrompts:
 def _parameters_of(req: Req) -> tuple[object, ...]:
     """Returns all parameters of a request, apart from its prompt, on which its first token and result depend."""
     processor = None if req.processor is None else req.processor.path
-    return req.sampling, req.stop_ids, req.logprobs, req.logprob_start, processor
+    return req.sampling, req.stop_ids, req.logprobs, req.logprob_start, processor, req.namespace

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from random import Random
 from typing import Any, Protocol
 
-from .admin.endpoints import ADMIN_ROUTES
+from .admin.endpoints import admin_routes
 from .admin.worker_routes import serve_workers
 from .admission.admission import Admission, AdmissionControl
 from .config import RouterConfig
@@ -83,7 +83,7 @@ class LocalComponents:
 
 def answer_locally(router: ClusterView, request: Request) -> Response | Coroutine[Any, Any, Response]:
     """Answers a request to the router itself in this process, now or later; raises ServingError."""
-    route = ADMIN_ROUTES.get(request.path)
+    route = admin_routes().get(request.path)
     if route is None:
         return serve_workers(router, request)
     methods, handler = route

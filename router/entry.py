@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from ..common.api.errors import NotFound, ServingError
-from .admin.endpoints import ADMIN_ROUTES, OPEN_PATHS
+from .admin.endpoints import OPEN_PATHS, admin_routes
 from .admin.model_routes import MODELS, READING, answer_models
 from .admin.rights import check_path, is_loopback, needs_admin
 from .admin.worker_routes import WORKERS
@@ -37,10 +37,13 @@ from .workers.registry import Role, Worker
 
 logger = logging.getLogger("baton.router")
 
-ROUTES = RouteTable(ADMIN_ROUTES, open_paths=OPEN_PATHS, router_folder=WORKERS)
-
 RouterHandler = Callable[[ClusterView, Request], "Response | Coroutine[Any, Any, Response]"]
 """Answers a request to the router itself, now or later; raises ServingError."""
+
+
+def route_table() -> RouteTable:
+    """The routes of a router; raises ConfigError for a command's plug-in that does not load."""
+    return RouteTable(admin_routes(), open_paths=OPEN_PATHS, router_folder=WORKERS)
 
 
 class _Task:
@@ -72,6 +75,7 @@ class RequestHandler:
                  gate: AdmissionGate | None):
         """``gate``: admission, where requests may have to wait or be refused; None without any limit."""
         config = cluster.config
+        self._routes = route_table()
         self._cluster = cluster
         self._router_handler = router_handler
         self._rng = rng
@@ -101,7 +105,7 @@ class RequestHandler:
                 if request.method == b"OPTIONS" and request.origin:
                     self._respond(connection, request, self._cors.preflight(request))
                     return
-            route = ROUTES[request.path]
+            route = self._routes[request.path]
             if not route.is_plain:
                 check_path(request.path)
             if self._has_keys or self._is_exposed:
@@ -131,7 +135,7 @@ class RequestHandler:
     def _serve_after_checks(self, connection: ClientConnection, request: Request) -> None:
         """Relay a request that waited for the workers' first checks."""
         try:
-            self._relay(connection, request, ROUTES[request.path])
+            self._relay(connection, request, self._routes[request.path])
         except ServingError as error:
             self._refuse(connection, request, error)
 
@@ -273,6 +277,6 @@ class RequestHandler:
             self._respond(connection, request, response)
 
     def _respond(self, connection: ClientConnection, request: Request, response: Response) -> None:
-        self._metrics.requests[ROUTES[request.path].label, response.status] += 1
+        self._metrics.requests[self._routes[request.path].label, response.status] += 1
         connection.respond(request, response)
         connection.done(keep_alive=request.keep_alive)

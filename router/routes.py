@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Set
 from typing import Literal, NamedTuple
+
+from ..common.commands.base import Broadcast
+from ..common.commands.registry import all_endpoints
 
 _POST, _GET = (b"POST",), (b"GET", b"HEAD")
 
@@ -35,19 +39,35 @@ UNSUPPORTED: dict[bytes, str] = {
 }
 """Prefixes of sglang-router's paths that this router does not have, and what to do instead."""
 
-QUICK_BROADCASTS = (b"/flush_cache", b"/abort_request", b"/start_profile", b"/stop_profile", b"/pause_generation",
-                    b"/continue_generation", b"/configure_logging", b"/set_internal_state", b"/reset_prefix_cache",
-                    b"/start_expert_distribution_record", b"/stop_expert_distribution_record",
-                    b"/dump_expert_distribution_record")
-SLOW_BROADCASTS = (
-    b"/update_weights_from_disk", b"/update_weights_from_tensor", b"/update_weights_from_distributed",
-    b"/update_weights_from_ipc", b"/init_weights_update_group", b"/destroy_weights_update_group",
-    b"/update_weight_version", b"/release_memory_occupation", b"/resume_memory_occupation",
-    b"/load_lora_adapter", b"/unload_lora_adapter", b"/v1/load_lora_adapter", b"/v1/unload_lora_adapter")
-"""Paths that are sent to every worker and move weights, which may take minutes."""
-RENAMING = frozenset((b"/update_weights_from_disk", b"/load_lora_adapter", b"/unload_lora_adapter",
-                      b"/v1/load_lora_adapter", b"/v1/unload_lora_adapter"))
-"""Broadcasts after which workers may serve other models."""
+_OTHER_BROADCASTS: dict[bytes, Broadcast] = {
+    **dict.fromkeys((b"/abort_request", b"/configure_logging", b"/reset_prefix_cache"), Broadcast()),
+    **dict.fromkeys((b"/update_weights_from_tensor", b"/update_weights_from_distributed", b"/update_weights_from_ipc",
+                     b"/init_weights_update_group", b"/destroy_weights_update_group", b"/update_weight_version"),
+                    Broadcast(slow=True)),
+    **dict.fromkeys((b"/load_lora_adapter", b"/unload_lora_adapter", b"/v1/load_lora_adapter",
+                     b"/v1/unload_lora_adapter"),
+                    Broadcast(slow=True, renames=True)),
+}
+"""What is sent to every worker besides commands: requests to abort, and endpoints of other engines."""
+
+
+@functools.cache
+def broadcasts() -> dict[bytes, tuple[tuple[bytes, ...], Broadcast]]:
+    """Methods of the paths that are sent to every worker, by path: those of registered commands, and others. Raises
+    ConfigError for a plug-in that does not load."""
+    found: dict[bytes, tuple[tuple[bytes, ...], Broadcast]] = {
+        path: (_POST, broadcast) for path, broadcast in _OTHER_BROADCASTS.items()}
+    for endpoint in all_endpoints():
+        if endpoint.broadcast is not None:
+            found[endpoint.path.encode()] = tuple(map(str.encode, endpoint.methods)), endpoint.broadcast
+    return found
+
+
+@functools.cache
+def changing_paths() -> frozenset[bytes]:
+    """The broadcasts that need an administrator's key."""
+    for_clients = {endpoint.path.encode() for endpoint in all_endpoints() if endpoint.for_clients}
+    return frozenset(broadcasts().keys() - for_clients)
 
 
 class Route(NamedTuple):

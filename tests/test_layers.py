@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "decode": {"kvtransfer", "common"},
     "router": {"common"},
 }
-TORCH_FREE = {"api", "config", "obs", "registry"}
+TORCH_FREE = {"api", "commands", "config", "obs", "registry"}
 """Parts of common/ that the router may use, besides the schemas of common/serving/."""
 
 

@@ -6,7 +6,9 @@ before them, tokens, page size, ...), ``BlockRemoved`` (hashes) and ``AllBlocksC
 releases write maps with the same names instead; ``decode`` reads both.
 
 Our servers' hashes are ``page_hashes``: chained, so that one hash identifies a whole prefix, and the
-same for equal tokens on every server, so that routers can compute them from a prompt's tokens.
+same for equal tokens on every server, so that routers can compute them from a prompt's tokens. The pages of a
+namespace follow its seed (``Namespace.seed``): their hashes differ from those of all other namespaces, and readers
+that know no namespaces see pages that follow one they never saw. The salt itself is not sent.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ Hash = int | bytes
 class Stored(NamedTuple):
     """Pages entered the cache: ``hashes[i]`` covers all tokens up to the end of page i of ``token_ids``.
 
-    ``parent`` is the hash of the page before the first one, None at the beginning of a prompt.
+    ``parent`` is the hash of the page before the first one; at the beginning of a prompt its namespace's seed, or None.
     """
 
     hashes: Sequence[Hash]
@@ -131,12 +133,13 @@ def _read(event: Any) -> Event | None:
         fields = dict(zip(_FIELDS.get(name, ()), event[1:]))
     if name == "AllBlocksCleared":
         return Cleared()
-    # A LoRA's pages have other keys and values for the same tokens; layer groups after the first are no prefixes.
+    # Layer groups after the first are no prefixes.
     if name not in _FIELDS or fields.get("medium") not in (None, "GPU") or fields.get("group_idx"):
         return None
     if name == "BlockRemoved":
         return Removed(_hashes(fields["block_hashes"]))
-    if fields.get("lora_id") is not None or fields.get("lora_name") is not None:
+    # Pages of a LoRA, and those with extra keys (salts, images), have other content for the same tokens.
+    if fields.get("lora_id") is not None or fields.get("lora_name") is not None or any(fields.get("extra_keys") or ()):
         return None
     parent, token_ids = fields["parent_block_hash"], fields["token_ids"]
     if not isinstance(parent, (int, bytes, type(None))) or not isinstance(token_ids, list):
@@ -156,13 +159,14 @@ def _count(value: Any) -> int:
     return value
 
 
-def encode_pages(token_ids: Sequence[int], page_size: int) -> str:
+def encode_pages(token_ids: Sequence[int], page_size: int, seed: int | None = None) -> str:
     """A prompt's page hashes as a header's value: ``PAGES;PAGE_SIZE;PAGE:HASH,PAGE:HASH,...``, hashes in hexadecimal.
+    ``seed`` is that of the prompt's namespace.
 
     For long prompts the value has every 2nd, 4th, 8th ... page, 64 or fewer, and the last one: it stays below 2 KB,
     and prompts that share a prefix have the same pages of it.
     """
-    hashes = page_hashes(token_ids, page_size)
+    hashes = page_hashes(token_ids, page_size, seed)
     count = len(hashes)
     stride = 1
     while count > stride * _MAX_ENCODED_PAGES:

@@ -2,19 +2,20 @@
 
 API server -> rank 0: ``ToEngine``. Rank 0 -> API server: ``FromEngine``; with data-parallel attention, the first rank
 of each attention group sends, and all of these answer ``Control``, ``ConnectPeer``, ``GetState`` and
-``PrepareGrammar``. The engine sends exactly one terminal message (``Output.finish`` set, or ``Failed``) for every
-``Generate`` it receives.
+``PrepareGrammar``. The engine sends exactly one terminal message (an output with ``finish`` set, or ``Failed``) for
+every ``Generate`` it receives.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from .commands import Command
 from .grammar import GrammarSpec, Vocabulary
 from .identity import ModelIdentity
+from .namespace import SHARED, Namespace
 from .sampling import SamplingParams
 
 
@@ -68,6 +69,7 @@ class Generate(msgspec.Struct, tag=True):
     processor: CustomProcessor | None = None
     input_embeds: bytes | None = None
     return_hidden_states: bool = False
+    namespace: Namespace = SHARED  # of its pages in the prefix cache
     dp_rank: int | None = None  # the data-parallel rank that computes it; None where there is one
     aborted: bool = False  # before it was sent: then it never is
 
@@ -92,10 +94,12 @@ class Abort(msgspec.Struct, tag=True):
 
 
 class Control(msgspec.Struct, tag=True):
-    """Change the engine as a whole; answered by ``Done``."""
+    """Run an administrative command (see ``common/commands``): its registered name and its encoded struct. Answered by
+    ``Done``."""
 
     seq: int
-    command: Command
+    name: str
+    arguments: msgspec.Raw
 
 
 class GetState(msgspec.Struct, tag=True):
@@ -157,48 +161,87 @@ class Logprobs(msgspec.Struct, array_like=True):
     of_ids: list[list[tuple[int, float]]] = []
 
 
-class Output(msgspec.Struct):
-    """New tokens of a request in one step. Counts are totals so far."""
+class PromptUsage(msgspec.Struct, frozen=True, array_like=True):
+    """Prompt tokens of a request, and how many of them came from a cache."""
 
-    rid: str
-    token_ids: list[int]
-    num_prompt_tokens: int
+    num_tokens: int
     num_cached_tokens: int
-    num_output_tokens: int
+
+
+class OutputExtras(msgspec.Struct, omit_defaults=True):
+    """What a request reports in a step besides new tokens. ``usage`` and ``prompt_logprobs`` are in its first report
+    only; ``finish`` is in its last."""
+
+    usage: PromptUsage | None = None
     finish: Finish | None = None
-    logprobs: Logprobs | None = None
+    logprobs: Logprobs | None = None  # of the new tokens
     prompt_logprobs: Logprobs | None = None
     embedding: bytes | None = None  # float32, of a request with ``pooling``; class scores of a classifier
     hidden_states: bytes | None = None  # float32 rows of the positions after those sent before
-    spans: list[LatencySpan] = []  # those that ended since the last output, of traced requests
+    spans: list[LatencySpan] = []  # those that ended since the last report, of traced requests
 
 
-class NewTokens(msgspec.Struct, array_like=True):
-    """One new token for each of several requests, and nothing else to report. Columns are Output's fields."""
+class Output(NamedTuple):
+    """One request's row of an OutputBatch."""
 
-    rids: list[str]
+    rid: str
     token_ids: list[int]
-    num_prompt_tokens: list[int]
-    num_cached_tokens: list[int]
-    num_output_tokens: list[int]
+    extras: OutputExtras | None = None
+
+    @property
+    def finish(self) -> Finish | None:
+        return None if self.extras is None else self.extras.finish
 
 
 class OutputBatch(msgspec.Struct, tag=True):
-    """All outputs of one engine step: first the ``new_tokens`` of requests that merely continue, then the ``outputs``
-    of all others."""
+    """The outputs of one engine step, in columns: request ``rids[i]`` has ``counts[i]`` of the new ``token_ids``, which
+    follow each other in the order of the rows. ``counts`` is None where each row has one token. ``extras`` are those of
+    the rows, by index, that report more than tokens."""
 
-    outputs: list[Output]
-    new_tokens: NewTokens | None = None
+    rids: list[str]
+    token_ids: list[int]
+    counts: list[int] | None = None
+    extras: dict[int, OutputExtras] = {}
 
-    @property
-    def items(self) -> list[Output]:
-        """All as ``Output``."""
-        new = self.new_tokens
-        if new is None:
-            return self.outputs
-        return [Output(rid, [token_id], prompt, cached, output) for rid, token_id, prompt, cached, output in zip(
-            new.rids, new.token_ids, new.num_prompt_tokens, new.num_cached_tokens, new.num_output_tokens)
-                ] + self.outputs
+    @classmethod
+    def of(cls, outputs: Iterable[Output]) -> OutputBatch:
+        """Returns the message with these rows."""
+        batch = cls([], [], [])
+        for output in outputs:
+            batch.append(*output)
+        return batch
+
+    def append(self, rid: str, token_ids: list[int], extras: OutputExtras | None) -> None:
+        """Appends a row."""
+        if self.counts is None and len(token_ids) != 1:
+            self.counts = [1] * len(self.rids)
+        if self.counts is not None:
+            self.counts.append(len(token_ids))
+        if extras is not None:
+            self.extras[len(self.rids)] = extras
+        self.rids.append(rid)
+        self.token_ids += token_ids
+
+    def extend(self, rids: list[str], token_ids: list[int], counts: list[int] | None = None) -> None:
+        """Appends rows that have tokens alone: one each, or ``counts``."""
+        if counts is not None and self.counts is None:
+            self.counts = [1] * len(self.rids)
+        if self.counts is not None:
+            self.counts += [1] * len(rids) if counts is None else counts
+        self.rids += rids
+        self.token_ids += token_ids
+
+    def rows(self) -> Iterator[Output]:
+        """Yields the rows."""
+        extras, token_ids = self.extras, self.token_ids
+        if self.counts is None:
+            for row, (rid, token_id) in enumerate(zip(self.rids, token_ids)):
+                yield Output(rid, [token_id], extras.get(row))
+            return
+        begin = 0
+        for row, (rid, count) in enumerate(zip(self.rids, self.counts)):
+            yield Output(rid, token_ids[begin:begin + count], extras.get(row))
+            begin += count
 
 
 class Failed(msgspec.Struct, tag=True):

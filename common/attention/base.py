@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ...kernels.arguments import HeadNorms
 from ...kernels.attention.rope_and_store import rope_and_store
+from ..api.errors import ConfigError
 from ..forward.forward_batch import ForwardBatch
+from ..forward.step_context import AttentionPlan
 from ..kvcache.pool import KVPool
 
 ANY_LENGTH = 1 << 30
@@ -20,7 +22,7 @@ server's warm-up compiles the merge."""
 class AttentionPlanner(Protocol):
     """The part of a backend's interface that is the same for all kinds of attention: it plans batches."""
 
-    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
+    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> AttentionPlan:
         """Prepare for ``batch``, a decode step or a ragged extend over existing prefixes.
 
         With ``max_length`` the step is captured into a graph, whose replays find other page tables in the batch's
@@ -60,6 +62,34 @@ class AttentionBackend(AttentionPlanner, Protocol):
                         sinks: torch.Tensor | None = None) -> torch.Tensor:
         """``run`` for a model's last layer: keys and values of all rows are stored, but only the rows of
         ``batch.last_tokens`` attend: ``[R, Hq, D]``. ``batch`` is planned; the next step must be planned again."""
+
+
+class AttentionFacts(NamedTuple):
+    """Facts about a rank by which a backend is chosen: ``dtype`` is the model's, ``head_dim`` a head's values."""
+
+    device: torch.device
+    dtype: str
+    head_dim: int
+
+
+class AttentionFactory(Protocol):
+    """A registered backend. Its file imports the library that it ``needs`` when it is made, not before."""
+
+    captures: bool
+    """True if decode steps run under CUDA graphs."""
+
+    def check(self, facts: AttentionFacts) -> None:
+        """Raises ConfigError where the backend cannot run."""
+
+    def make(self, pool: KVPool, num_heads: int, dtype: torch.dtype, window: int | None) -> AttentionBackend:
+        """Makes the backend of layers with this ``window``; ``num_heads`` counts this rank's query heads, ``dtype`` is
+        the model's."""
+
+
+def check_gpu(name: str, device: torch.device) -> None:
+    """Raises ConfigError where there is no GPU, for backends that need one."""
+    if device.type != "cuda":
+        raise ConfigError(f"--attention-backend {name} needs a GPU: use torch on a CPU.")
 
 
 def store(pool: KVPool, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,

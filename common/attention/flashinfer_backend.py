@@ -8,21 +8,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from flashinfer import (
-    BatchDecodeWithPagedKVCacheWrapper,
-    BatchPrefillWithPagedKVCacheWrapper,
-    BatchPrefillWithRaggedKVCacheWrapper,
-    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
-)
 
 from ...kernels.arguments import HeadNorms
 from ...kernels.attention.dequantize_pages import dequantize_pages
 from ...kernels.attention.scale_by_sinks import scale_by_sinks
+from ..api.errors import ConfigError
+from ..config.server.kernels import ATTENTION_BACKENDS
 from ..forward.forward_batch import ForwardBatch
+from ..forward.step_context import AttentionPlan
 from ..kvcache.pool import KVPool
-from .base import store
+from .base import AttentionBackend, AttentionFacts, check_gpu, store
 from .triton_backend import TritonBackend
 
+_DTYPES = ("float16", "bfloat16")
+_HEAD_DIMS = (64, 128, 256)
+_MIN_WINDOW = 1024
+"""With a shorter window a prompt's rows see a few tiles, which our kernel shares among the query heads of a KV head;
+FlashInfer's would be compiled for windows, a minute at a server's first start."""
 _WORKSPACE_BYTES = 256 << 20
 _PLAN_BYTES = 8 << 20
 """FlashInfer's own size of the buffer of a plan."""
@@ -32,6 +34,7 @@ _DEQUANTIZED_BYTES = 256 << 20
 _LARGEST_PLAIN_GROUP = 2
 
 
+@ATTENTION_BACKENDS.register("flashinfer", needs={"flashinfer": "flashinfer-python"})
 class FlashInferBackend:
     """One decode and one prefill wrapper over a shared workspace: a batch is planned once and run by every layer.
 
@@ -40,9 +43,26 @@ class FlashInferBackend:
     """
 
     attends_last_tokens = False  # its plan would wait for the last step
+    captures = True
+
+    @staticmethod
+    def check(facts: AttentionFacts) -> None:
+        if facts.dtype not in _DTYPES:
+            raise ConfigError(f"--attention-backend flashinfer takes --dtype float16 or bfloat16, not {facts.dtype}.")
+        if facts.head_dim not in _HEAD_DIMS:
+            raise ConfigError(f"--attention-backend flashinfer takes heads of {_HEAD_DIMS} values, not "
+                              f"{facts.head_dim}: use triton.")
+        check_gpu("flashinfer", facts.device)
+
+    @staticmethod
+    def make(pool: KVPool, num_heads: int, dtype: torch.dtype, window: int | None) -> AttentionBackend:
+        if window is not None and window < _MIN_WINDOW:
+            return TritonBackend(pool, num_heads, window)
+        return FlashInferBackend(pool, num_heads, dtype, window)
 
     def __init__(self, pool: KVPool, num_heads: int, dtype: torch.dtype, window: int | None = None):
         """``dtype`` is the model's; the pool's may be float8."""
+        import flashinfer
         layout = pool.layout
         device = pool.groups[0].device
         self._pool = pool
@@ -54,13 +74,14 @@ class FlashInferBackend:
         workspace = self._workspace = _workspace_of(device)
         tensor_cores = self._tensor_cores = num_heads // layout.num_kv_heads > _LARGEST_PLAIN_GROUP
         fa3 = torch.cuda.get_device_capability(device) == (9, 0)
-        self._decode = BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=tensor_cores)
-        self._prefill = BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa3" if fa3 else "fa2")
+        self._decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=tensor_cores)
+        self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND",
+                                                                       backend="fa3" if fa3 else "fa2")
         # FA3's kernels take queries and keys of one type: float8 pages of a prompt are dequantized, which costs far
         # less than FA2 loses. Prompts for which that takes too much memory are our kernel's.
         self._dequantizes = fa3 and stored != dtype
         # For whole prompts FA3 is faster on the step's own contiguous keys and values than on pages.
-        self._whole: Any = BatchPrefillWithRaggedKVCacheWrapper(
+        self._whole: Any = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
             workspace, "NHD", backend="fa3") if fa3 and stored == dtype else None
         self._pages = torch.empty(0, dtype=torch.int32, device=device)  # of the planned batch
         self._max_dequantized_pages = _DEQUANTIZED_BYTES // (
@@ -72,7 +93,7 @@ class FlashInferBackend:
         self._batch: ForwardBatch | None = None
         self._planned = torch.cuda.Event()
 
-    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
+    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> AttentionPlan:
         self._batch = batch
         if max_length is not None:
             self._captured[batch.num_reqs] = self._over_tensors_of(batch)
@@ -81,6 +102,7 @@ class FlashInferBackend:
             self._plan(self._decode, batch, self._lengths(batch))
         else:
             self._plan_prompts(batch)
+        return self
 
     def warm_up(self, compute_prompt: Callable[[], None]) -> None:
         compute_prompt()
@@ -146,7 +168,8 @@ class FlashInferBackend:
         """Makes a wrapper that reads the page table of a graph, and plans into the memory that all graphs share."""
         if self._captured_plans is None:
             self._captured_plans = torch.empty(_PLAN_BYTES, dtype=torch.uint8, device=self._workspace.device)
-        wrapper = CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
+        import flashinfer
+        wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
             self._workspace, batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len, "HND",
             use_tensor_cores=self._tensor_cores)
         wrapper.reset_workspace_buffer(self._workspace, self._captured_plans)

@@ -8,6 +8,7 @@ import torch
 
 from ...kernels.arguments import HeadNorms
 from ..forward.forward_batch import ForwardBatch
+from ..forward.step_context import AttentionPlan
 from .base import AttentionBackend
 
 
@@ -18,9 +19,10 @@ class PerWindowBackend:
         self._backends = list(backends.values())
         self._of_layer = [backends[window] for window in windows]
 
-    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
+    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> AttentionPlan:
         for backend in self._backends:
             backend.plan(batch, max_length)
+        return self
 
     def warm_up(self, compute_prompt: Callable[[], None]) -> None:
         for backend in self._backends:

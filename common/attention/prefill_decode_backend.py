@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..forward.forward_batch import ForwardBatch
+from ..forward.step_context import AttentionPlan
 
 
 class PrefillDecodeBackend:
@@ -18,9 +19,10 @@ class PrefillDecodeBackend:
         self._decode = decode
         self._chosen = prefill
 
-    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
+    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> AttentionPlan:
         self._chosen = self._decode if batch.is_decode else self._prefill
         self._chosen.plan(batch, max_length)
+        return self
 
     def warm_up(self, compute_prompt: Callable[[], None]) -> None:
         self._prefill.warm_up(compute_prompt)

@@ -9,17 +9,14 @@ import torch
 
 from ..api.errors import ConfigError
 from ..config.server import KernelArgs
+from ..config.server.kernels import ATTENTION_BACKENDS
 from ..kvcache.pool import KVPool
-from .base import AttentionBackend
+from .base import AttentionBackend, AttentionFacts
 from .per_window_backend import PerWindowBackend
 from .prefill_decode_backend import PrefillDecodeBackend
-from .torch_backend import TorchBackend
 
-_FLASHINFER_DTYPES = ("float16", "bfloat16")
-_FLASHINFER_HEAD_DIMS = (64, 128, 256)
-_FLASHINFER_MIN_WINDOW = 1024
-"""With a shorter window a prompt's rows see a few tiles, which our kernel shares among the query heads of a KV head;
-FlashInfer's would be compiled for windows, a minute at a server's first start."""
+_BY_PREFERENCE = ("flashinfer", "triton")
+"""The backends that ``auto`` tries on a GPU; else it is torch."""
 
 
 def choose_backend(name: str, device: torch.device, dtype: str, head_dim: int) -> str:
@@ -27,30 +24,28 @@ def choose_backend(name: str, device: torch.device, dtype: str, head_dim: int) -
 
     Raises ConfigError where the named backend cannot run.
     """
-    on_gpu = device.type == "cuda"
+    facts = AttentionFacts(device, dtype, head_dim)
     if name == "auto":
-        if not on_gpu:
-            return "torch"
-        if find_spec("flashinfer") and dtype in _FLASHINFER_DTYPES and head_dim in _FLASHINFER_HEAD_DIMS:
-            return "flashinfer"
-        return "triton" if find_spec("triton") else "torch"
-    if name == "torch":
-        return name
-    if find_spec(name) is None:
-        raise ConfigError(f"--attention-backend {name} needs the package {name}, which is not installed.")
-    if name == "flashinfer" and dtype not in _FLASHINFER_DTYPES:
-        raise ConfigError(f"--attention-backend flashinfer takes --dtype float16 or bfloat16, not {dtype}.")
-    if name == "flashinfer" and head_dim not in _FLASHINFER_HEAD_DIMS:
-        raise ConfigError(f"--attention-backend flashinfer takes heads of {_FLASHINFER_HEAD_DIMS} values, not "
-                          f"{head_dim}: use triton.")
-    if not on_gpu and not (name == "triton" and interpreted()):
-        raise ConfigError(f"--attention-backend {name} needs a GPU: use torch on a CPU.")
+        tried = _BY_PREFERENCE if device.type == "cuda" else ()
+        return next((each for each in tried if _runs(each, facts)), "torch")
+    _check(name, facts)
     return name
 
 
-def interpreted() -> bool:
-    from ...kernels._triton import INTERPRETED
-    return INTERPRETED
+def _check(name: str, facts: AttentionFacts) -> None:
+    """Raises ConfigError where the backend cannot run."""
+    for module in ATTENTION_BACKENDS.needs_of(name):
+        if find_spec(module) is None:
+            raise ConfigError(f"--attention-backend {name} needs the package {module}, which is not installed.")
+    ATTENTION_BACKENDS.get(name).check(facts)
+
+
+def _runs(name: str, facts: AttentionFacts) -> bool:
+    try:
+        _check(name, facts)
+    except ConfigError:
+        return False
+    return True
 
 
 def choose_decode_backend(args: KernelArgs, device: torch.device, dtype: str, head_dim: int) -> str:
@@ -63,9 +58,9 @@ def choose_decode_backend(args: KernelArgs, device: torch.device, dtype: str, he
     if name == "auto":
         return "triton" if device.type == "cuda" and prefill != "torch" and find_spec("triton") else prefill
     chosen = choose_backend(name, device, dtype, head_dim)
-    if chosen == "torch" and device.type == "cuda" and not args.disable_cuda_graph:
-        raise ConfigError("--decode-attention-backend torch does not run under CUDA graphs: use triton or flashinfer, "
-                          "or --disable-cuda-graph.")
+    if not ATTENTION_BACKENDS.get(chosen).captures and device.type == "cuda" and not args.disable_cuda_graph:
+        raise ConfigError(f"--decode-attention-backend {chosen} does not run under CUDA graphs: use triton or "
+                          "flashinfer, or --disable-cuda-graph.")
     return chosen
 
 
@@ -97,10 +92,4 @@ def select_backend(name: str, device: torch.device, pool: KVPool, num_heads: int
     counts this rank's query heads. ``dtype`` as in ``select_attention``."""
     dtype = dtype or pool.layout.dtype
     chosen = choose_backend(name, device, dtype, pool.layout.head_dim)
-    if chosen == "flashinfer" and (window is None or window >= _FLASHINFER_MIN_WINDOW):
-        from .flashinfer_backend import FlashInferBackend
-        return FlashInferBackend(pool, num_heads, getattr(torch, dtype), window)
-    if chosen != "torch":
-        from .triton_backend import TritonBackend
-        return TritonBackend(pool, num_heads, window)
-    return TorchBackend(pool, window)
+    return ATTENTION_BACKENDS.get(chosen).make(pool, num_heads, getattr(torch, dtype), window)

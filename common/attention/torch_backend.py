@@ -15,9 +15,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ...kernels.arguments import HeadNorms
+from ..config.server.kernels import ATTENTION_BACKENDS
 from ..forward.forward_batch import ForwardBatch
+from ..forward.step_context import AttentionPlan
 from ..kvcache.pool import KVPool
-from .base import store
+from .base import AttentionBackend, AttentionFacts, store
 
 QUERY_BLOCK = 1024
 """Rows of an extend's score mask: 8,192 x 8,192 at once would take 64 MiB a request."""
@@ -33,8 +35,18 @@ class _Bucket:
     lengths: list[int]
 
 
+@ATTENTION_BACKENDS.register("torch")
 class TorchBackend:
     attends_last_tokens = True
+    captures = False
+
+    @staticmethod
+    def check(facts: AttentionFacts) -> None:
+        """Runs everywhere."""
+
+    @staticmethod
+    def make(pool: KVPool, num_heads: int, dtype: torch.dtype, window: int | None) -> AttentionBackend:
+        return TorchBackend(pool, window)
 
     def __init__(self, pool: KVPool, window: int | None = None):
         self._pool = pool
@@ -46,7 +58,7 @@ class TorchBackend:
         self._float8 = dtype if dtype.itemsize == 1 else None  # gathered as bytes: not every device indexes float8
         self._scratch = torch.empty(0, dtype=torch.uint8 if self._float8 else dtype, device=pool.groups[0].device)
 
-    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
+    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> AttentionPlan:
         self._batch = batch
         pages = np.diff(batch.kv_indptr_cpu)
         lengths = (pages - 1) * self._layout.page_size + batch.kv_last_page_len_cpu
@@ -57,6 +69,7 @@ class TorchBackend:
             begins, pages, lengths = begins + unseen, pages - unseen, lengths - unseen * self._layout.page_size
         members = similar(pages) if batch.is_decode else [np.array([b]) for b in range(batch.num_reqs)]
         self._buckets = [self._bucket(batch, requests, begins, pages, lengths) for requests in members]
+        return self
 
     def _bucket(self, batch: ForwardBatch, requests: np.ndarray, begins: np.ndarray, pages: np.ndarray,
                 lengths: np.ndarray) -> _Bucket:

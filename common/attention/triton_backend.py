@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from ...kernels._triton import INTERPRETED
 from ...kernels.arguments import HeadNorms
 from ...kernels.attention.current_kv import CurrentKV
 from ...kernels.attention.decode_plan import DecodePlan, plan_decode
@@ -14,13 +15,26 @@ from ...kernels.attention.paged_decode import paged_decode
 from ...kernels.attention.paged_prefill import PrefillBlocks, paged_prefill, plan_prefill
 from ...kernels.device import num_sms
 from ...kernels.tuning.policy import policy_of
+from ..config.server.kernels import ATTENTION_BACKENDS
 from ..forward.forward_batch import ForwardBatch
+from ..forward.step_context import AttentionPlan
 from ..kvcache.pool import KVPool
-from .base import ANY_LENGTH, store
+from .base import ANY_LENGTH, AttentionBackend, AttentionFacts, check_gpu, store
 
 
+@ATTENTION_BACKENDS.register("triton", needs={"triton": "triton"})
 class TritonBackend:
     attends_last_tokens = True
+    captures = True
+
+    @staticmethod
+    def check(facts: AttentionFacts) -> None:
+        if not INTERPRETED:
+            check_gpu("triton", facts.device)
+
+    @staticmethod
+    def make(pool: KVPool, num_heads: int, dtype: torch.dtype, window: int | None) -> AttentionBackend:
+        return TritonBackend(pool, num_heads, window)
 
     def __init__(self, pool: KVPool, num_heads: int, window: int | None = None):
         self._pool = pool
@@ -35,7 +49,7 @@ class TritonBackend:
         self._plan: DecodePlan | None = None
         self._blocks: PrefillBlocks | None = None
 
-    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
+    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> AttentionPlan:
         self._batch = batch
         if batch.is_decode:
             # The first layer makes it, so that a graph that captures the layers holds it, and makes it in every replay.
@@ -43,6 +57,7 @@ class TritonBackend:
             self._longest = max_length or int(np.diff(batch.kv_indptr_cpu).max()) * self._pool.layout.page_size
         else:
             self._blocks = plan_prefill(batch.qo_indptr_cpu, self._group, batch.input_ids.device)
+        return self
 
     def warm_up(self, compute_prompt: Callable[[], None]) -> None:
         compute_prompt()

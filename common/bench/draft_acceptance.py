@@ -15,12 +15,12 @@ import torch
 
 from ..api.errors import ConfigError
 from ..config.cli import parse
-from ..config.model import load_model_spec
 from ..config.server import ServerConfig
 from ..distributed.parallel import Parallel
 from ..engine.rank import join_groups
 from ..engine.rank_spec import RankSpec
 from ..forward.forward_batch import Row, build_forward_batch
+from ..models.registry import load_model_spec
 from ..runner.model_runner import ModelRunner
 from ..runner.mtp import MTPDraftLayers
 from ..weights.loader import silent

@@ -13,8 +13,8 @@ from typing import Any
 
 from ..api.errors import ConfigError
 from ..config.cli import parse
-from ..config.model import load_model_spec
 from ..engine.garbage_collector import freeze_collector
+from ..models.registry import load_model_spec
 from .client.stepped_engine import SteppedEngine
 from .command import reported
 from .one_batch_args import BenchOneBatch

@@ -1,11 +1,8 @@
-"""Multi-head latent attention, as a checkpoint's configuration describes it."""
+"""Multi-head latent attention, as the engine and its attention backends see it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ..api.errors import ConfigError
 
@@ -43,21 +40,3 @@ class MLASpec:
     @property
     def qk_dim(self) -> int:
         return self.nope_dim + self.rope_dim
-
-
-def latent_attention(config: Mapping[str, Any], scaling: Mapping[str, Any] | None) -> MLASpec:
-    """Reads DeepSeek's configuration; ``scaling`` is that of the rotary embeddings (``ModelSpec.rope_scaling``)."""
-    nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
-    return MLASpec(
-        q_lora_rank=config.get("q_lora_rank") or None, kv_lora_rank=config["kv_lora_rank"], nope_dim=nope,
-        rope_dim=rope, v_dim=config["v_head_dim"], scale=(nope + rope) ** -0.5 * _magnitude(scaling) ** 2,
-        interleaved=bool(config.get("rope_interleave", True)))
-
-
-def _magnitude(scaling: Mapping[str, Any] | None) -> float:
-    """Returns YaRN's factor of queries and keys for a stretched context (arXiv:2309.00071, section 3.4). It applies to
-    all of their values, while the rotary table can scale only those that it rotates."""
-    if not scaling or not scaling.get("mscale_all_dim") or scaling["factor"] <= 1:
-        return 1.0
-    result: float = 0.1 * scaling["mscale_all_dim"] * math.log(scaling["factor"]) + 1.0
-    return result

@@ -1,10 +1,9 @@
-"""Reads a mixture of experts from a checkpoint's configuration."""
+"""A mixture of experts, as the engine and the layers see it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ..api.errors import ConfigError
 
@@ -54,54 +53,3 @@ class MoESpec:
         if self.num_experts % groups or not 1 <= chosen <= groups or self.top_k > self.num_experts // groups * chosen:
             raise ConfigError(f"config.json chooses {self.top_k} experts from {chosen} of {groups} groups of "
                               f"{self.num_experts} experts, which does not come out even.")
-
-
-def mixtral_experts(config: Mapping[str, Any]) -> MoESpec:
-    return MoESpec(num_experts=config["num_experts"], top_k=config["num_experts_per_tok"],
-                   intermediate_size=config["intermediate_size"], layers=tuple(range(config["num_hidden_layers"])))
-
-
-def gpt_oss_experts(config: Mapping[str, Any]) -> MoESpec:
-    """A softmax over the chosen experts' logits is that over all of them, renormalized."""
-    top_k = config.get("experts_per_token") or config["num_experts_per_tok"]  # the first is OpenAI's own name
-    return MoESpec(num_experts=config["num_experts"], top_k=top_k,
-                   intermediate_size=config["intermediate_size"], layers=tuple(range(config["num_hidden_layers"])),
-                   router_name="router", router_bias=True, expert_bias=True,
-                   gate_limit=float(config.get("swiglu_limit") or 7.0), stacked="interleaved")
-
-
-def qwen_experts(config: Mapping[str, Any]) -> MoESpec | None:
-    """Reads Qwen2-MoE's or Qwen3-MoE's experts; None where no layer has any."""
-    dense, step = config.get("mlp_only_layers") or (), config["decoder_sparse_step"]
-    layers = tuple(i for i in range(config["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0)
-    if not layers or not config["num_experts"]:
-        return None
-    return MoESpec(num_experts=config["num_experts"], top_k=config["num_experts_per_tok"],
-                   intermediate_size=config["moe_intermediate_size"], layers=layers,
-                   renormalize=bool(config["norm_topk_prob"]),
-                   shared_size=config.get("shared_expert_intermediate_size") or 0, shared_name="shared_expert",
-                   shared_gate=bool(config.get("shared_expert_intermediate_size")))
-
-
-def deepseek_experts(config: Mapping[str, Any], *, version: Literal[2, 3]) -> MoESpec | None:
-    """Reads DeepSeek-V2's or V3's experts; None where no layer has any.
-
-    V2 scores by softmax and its groups by their best expert, V3 by sigmoid, with a bias, and by their two best. V2 as
-    published scales weights only where it does not renormalise them.
-    """
-    first, step = config["first_k_dense_replace"] or 0, config.get("moe_layer_freq") or 1
-    layers = tuple(i for i in range(config["num_hidden_layers"]) if i >= first and i % step == 0)
-    if not layers or not config["num_experts"]:
-        return None
-    renormalize = bool(config["norm_topk_prob"])
-    scaling = float(config["routed_scaling_factor"])
-    grouped = version == 3 or config["topk_method"] == "group_limited_greedy"
-    return MoESpec(
-        num_experts=config["num_experts"], top_k=config["num_experts_per_tok"],
-        intermediate_size=config["moe_intermediate_size"], layers=layers,
-        scoring="sigmoid" if version == 3 else "softmax", renormalize=renormalize,
-        scaling_factor=1.0 if version == 2 and renormalize else scaling,
-        num_groups=(config.get("n_group") or 1) if grouped else 1,
-        top_groups=(config.get("topk_group") or 1) if grouped else 1,
-        group_score="top2" if version == 3 else "max", correction_bias=version == 3,
-        shared_size=(config.get("n_shared_experts") or 0) * config["moe_intermediate_size"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..api.errors import ConfigError
@@ -10,28 +10,25 @@ from ..api.errors import ConfigError
 Windows = tuple[int | None, ...]
 """For each layer the tokens that a token attends to, itself included; None for all. Empty: no layer has a window."""
 
-ReadWindows = Callable[[Mapping[str, Any]], Windows]
-
 
 def window_of_all_layers(config: Mapping[str, Any]) -> Windows:
-    """Reads Mistral's and Mixtral's: the same window in every layer."""
-    return _per_layer(config, [True] * config["num_hidden_layers"], config.get("sliding_window"))
+    """Reads one window for every layer, as Mistral's and Mixtral's."""
+    return window_of_layers(config, [True] * config["num_hidden_layers"])
 
 
-def window_of_flagged_layers(config: Mapping[str, Any], *, slides: Callable[[int, int], bool]) -> Windows:
-    """Reads Qwen's, with ``use_sliding_window`` only: the layers that ``layer_types`` names, else those for which
-    ``slides(layer, max_window_layers)``."""
-    if not config["use_sliding_window"]:
+def window_of_flagged_layers(config: Mapping[str, Any], default: Sequence[bool]) -> Windows:
+    """Reads a window for the layers that ``layer_types`` names, else those for which ``default`` is true."""
+    return window_of_layers(config, _layer_types(config, default))
+
+
+def window_of_layers(config: Mapping[str, Any], sliding: Sequence[bool]) -> Windows:
+    """Reads ``sliding_window`` for the layers for which ``sliding`` is true."""
+    window = config.get("sliding_window")
+    if window is None or not any(sliding):
         return ()
-    last = config["max_window_layers"]
-    sliding = [slides(layer, last) for layer in range(config["num_hidden_layers"])]
-    return _per_layer(config, _layer_types(config, sliding), config["sliding_window"])
-
-
-def window_of_alternating_layers(config: Mapping[str, Any]) -> Windows:
-    """Reads gpt-oss's: every second layer from the first on, unless ``layer_types`` says otherwise."""
-    sliding = [layer % 2 == 0 for layer in range(config["num_hidden_layers"])]
-    return _per_layer(config, _layer_types(config, sliding), config["sliding_window"])
+    if window < 1:
+        raise ConfigError(f"config.json states sliding_window {window}: it must be 1 or more, or null.")
+    return tuple(window if slides else None for slides in sliding)
 
 
 def no_window(config: Mapping[str, Any]) -> Windows:
@@ -52,11 +49,3 @@ def _layer_types(config: Mapping[str, Any], default: Sequence[bool]) -> Sequence
         raise ConfigError(f"config.json's layer_types must name sliding_attention or full_attention for each of "
                           f"{len(default)} layers; it has {len(kinds)}: {', '.join(map(str, sorted(set(kinds))))}.")
     return [known[kind] for kind in kinds]
-
-
-def _per_layer(config: Mapping[str, Any], sliding: Sequence[bool], window: int | None) -> Windows:
-    if window is None or not any(sliding):
-        return ()
-    if window < 1:
-        raise ConfigError(f"config.json states sliding_window {window}: it must be 1 or more, or null.")
-    return tuple(window if slides else None for slides in sliding)

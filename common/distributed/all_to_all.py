@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from ...kernels.arguments import Float8Rows
 from ...kernels.comm.all_to_all import all_to_all_combine, all_to_all_dispatch, reduce_combined
 from ...kernels.comm.dispatch_buffers import GROUP, DispatchLayout, DispatchMemory
 from .dispatch_buffers import DispatchBuffers
+from .step_rows import StepRows
 from .tp import TPGroup
 
 log = logging.getLogger("baton.engine")
@@ -25,13 +26,12 @@ _SELF_TEST_MAX_POLLS = 1 << 23
 
 
 class AllToAllExchange:
-    """All-to-all between attention groups of one rank each, with whole experts. ``begin_step`` describes a step;
-    ``can_dispatch`` says whether it takes this path, by what is equal on all ranks. ``nbytes``: this GPU's memory that
-    it occupies, once connected."""
+    """All-to-all between attention groups of one rank each, with whole experts. ``can_dispatch`` says whether a
+    step takes this path, by what is equal on all ranks. ``nbytes``: this GPU's memory that it occupies, once
+    connected."""
 
     def __init__(self, group: TPGroup):
         self._group = group
-        self._max_rows = 0
         self._shared: DispatchBuffers | None = None
 
     def connect(self, rows: int, width: int, choices: int, dtype: torch.dtype, *, float8: bool = False) -> None:
@@ -64,25 +64,20 @@ class AllToAllExchange:
     def connected(self) -> bool:
         return self._shared is not None
 
-    def begin_step(self, counts: Sequence[int]) -> None:
-        """Announces a step with these rows of each rank."""
-        self._max_rows = max(counts)
-
-    @property
-    def can_dispatch(self) -> bool:
-        """True if the step takes this path."""
-        return self.fits(self._max_rows)
+    def can_dispatch(self, rows: StepRows) -> bool:
+        """Returns whether the step takes this path."""
+        return self.fits(rows.largest)
 
     def fits(self, rows: int) -> bool:
         """Returns whether a step of at most ``rows`` rows of each rank can take this path."""
         return self._shared is not None and 0 < rows <= self._shared.peers.layout.rows
 
     def dispatch_combine(self, x: torch.Tensor, physical_ids: torch.Tensor, weights: torch.Tensor, num_local: int,
-                         products: Products, addend: torch.Tensor | None = None) -> DeferredCombine:
+                         products: Products, addend: torch.Tensor | None, rows: StepRows) -> DeferredCombine:
         """Returns the weighted sum of the experts' results for this rank's tokens ``x`` [T, hidden], plus ``addend``,
-        in a step that ``can_dispatch``. All ranks call it together; see ``compute_by_all_to_all``."""
+        in a step of ``rows`` that ``can_dispatch``. All ranks call it together; see ``compute_by_all_to_all``."""
         assert self._shared is not None
-        peers, max_rows = self._shared.peers, self._max_rows
+        peers, max_rows = self._shared.peers, rows.largest
         physical_ids = physical_ids.contiguous()
         all_to_all_dispatch(x.contiguous(), physical_ids, weights.contiguous(), max_rows, num_local, peers)
         y, positions = products(peers.tokens(max_rows), peers.choices(max_rows)[0])

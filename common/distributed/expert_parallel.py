@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
-
-import torch
 
 from ..api.errors import ConfigError
 from ..config.moe import MoESpec
 from ..config.server import ParallelArgs
 from .all_to_all import AllToAllExchange
-from .live_rows import LiveRows
 from .low_latency import LowLatencyExchange
 from .tp import TPGroup
 
@@ -30,8 +27,7 @@ class ExpertParallel:
     - ``low_latency``: as ``none``, but decode steps use ``low_latency``;
     - ``peer``: as ``alltoall``, but decode steps use ``low_latency``, and others ``all_to_all`` where they can.
 
-    ``attn_tp_is_one``: every rank is an attention group of its own, with its own tokens. ``prefill_live_rows`` marks
-    the tokens of padded prefill steps.
+    ``attn_tp_is_one``: every rank is an attention group of its own, with its own tokens.
 
     With ``eplb`` experts move between ranks while they serve (each is then whole on its ranks), and ``redundant``
     further physical experts hold replicas. ``counts_tokens``: layers count the tokens of every expert.
@@ -46,7 +42,6 @@ class ExpertParallel:
     redundant: int = 0
     eplb: bool = False
     counts_tokens: bool = False
-    prefill_live_rows: LiveRows = field(default_factory=LiveRows)
 
     @staticmethod
     def from_args(args: ParallelArgs, group: TPGroup) -> ExpertParallel:
@@ -64,13 +59,6 @@ class ExpertParallel:
     def uses_all_to_all(self) -> bool:
         """True if tokens are sent to the ranks of their experts only, except in low-latency decode steps."""
         return self.a2a in ("alltoall", "peer")
-
-    @property
-    def live(self) -> torch.Tensor | None:
-        """The rows of the step that are tokens; None: all."""
-        if self.low_latency is not None and self.low_latency.live is not None:
-            return self.low_latency.live
-        return self.prefill_live_rows.rows
 
     @property
     def expert_tp_size(self) -> int:

@@ -4,12 +4,12 @@ and norms them."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from .deferred_reduce import DeferredRows
+from .step_rows import StepRows
 from .tp import TPGroup
 
 log = logging.getLogger("baton.engine")
@@ -23,42 +23,31 @@ class GatheredTokens:
 
 
 class LowLatencyExchange:
-    """Exchange between attention groups of one rank each. ``begin_step`` describes a step; ``can_gather`` says whether
-    it takes this path, by what is equal on all ranks. A warning is logged where decode steps cannot.
-
-    ``live`` [ranks * n] is 0 for rows that only pad the groups' batches to one size; None: all are tokens.
-    """
+    """Exchange between attention groups of one rank each. ``can_gather`` says whether a step takes this path, by what
+    is equal on all ranks. A warning is logged where decode steps cannot."""
 
     def __init__(self, dp: TPGroup):
         self._dp = dp
-        self._rows = 0  # rows of each rank in a step that takes this path; 0: the step does not
         self._warned = False
-        self.live: torch.Tensor | None = None
 
-    def begin_step(self, counts: Sequence[int]) -> None:
-        """Announces a decode step with these rows of each group, or (empty) a step of another kind."""
-        self._rows = counts[0] if len(set(counts)) == 1 else 0
-        self.live = None
+    def gather_live(self, live: torch.Tensor, rows: StepRows) -> torch.Tensor | None:
+        """Gathers which of each rank's rows are tokens, this rank's [n] bool, to ``[ranks * n]``; returns None in a
+        step of another kind. All ranks call it."""
+        return self._dp.all_gather_rows(live.to(torch.float16)) if rows.decode_rows else None
 
-    def mark_live(self, live: torch.Tensor | None) -> None:
-        """Sets which of this rank's rows [n] of the step are tokens, before its first layer; on all ranks or none."""
-        self.live = None
-        if live is not None and self._rows:
-            self.live = self._dp.all_gather_rows(live.to(torch.float16))
-
-    def can_gather(self, rows: torch.Tensor) -> bool:
-        """Returns whether the norm of ``rows`` [n, hidden] gathers them."""
-        if not self._rows or len(rows) != self._rows:
+    def can_gather(self, x: torch.Tensor, rows: StepRows) -> bool:
+        """Returns whether the norm of ``x`` [n, hidden] gathers them."""
+        if not rows.decode_rows or len(x) != rows.decode_rows:
             return False
         comm = self._dp.symm_comm
-        if comm is not None and comm.can_norm_gather(rows):
+        if comm is not None and comm.can_norm_gather(x):
             return True
         if not self._warned:
             self._warned = True
-            log.warning("Decode steps of %d rows reach experts over %s: %s.", len(rows),
+            log.warning("Decode steps of %d rows reach experts over %s: %s.", len(x),
                         "NCCL" if self._dp.device_group is not None else "gloo",
                         "the ranks cannot write into each other's memory"
-                        if comm is None else f"rows of {rows.shape[1]} values of {rows.dtype} do not fit the slots")
+                        if comm is None else f"rows of {x.shape[1]} values of {x.dtype} do not fit the slots")
         return False
 
     def norm_gather(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor,

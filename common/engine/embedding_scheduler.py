@@ -86,11 +86,11 @@ class EmbeddingScheduler:
 
     def _pooled(self, step: StepInput) -> list[bytes]:
         """The pooled float32 vectors of the chunks that end their prompt."""
-        self._runner.sync_dp(step.num_tokens, 0, can_decode=False)
+        info = self._runner.sync_dp(step.num_tokens, 0, can_decode=False)
         rows_of = _pooled_rows(step)
         batch = ForwardBatch.from_columns(step.columns, TokenIds(step.known_tokens), self._runner.device,
                                           np.concatenate(rows_of).astype(np.int64))
-        hidden = self._runner.hidden_states(batch)
+        hidden = self._runner.hidden_states(batch, info=info)
         pooled, offset = [], 0
         for chunk, indices in zip(step.chunks, rows_of):
             rows = hidden[offset:offset + len(indices)]

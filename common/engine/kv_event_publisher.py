@@ -20,6 +20,7 @@ import zmq
 
 from ..api.errors import ConfigError
 from ..api.kv_events import END_OF_REPLAY, TOPIC, Cleared, Event, Removed, Stored, chained, encode
+from ..api.namespace import Namespace
 from ..config.server import ServerConfig
 from ..kvcache.prefix_cache import PrefixCache
 
@@ -40,14 +41,14 @@ class PageRecorder:
         self._hash_of: dict[int, int] = {}
         self.events: list[Event] = []
 
-    def stored(self, parent: int | None, pages: np.ndarray, tokens: np.ndarray) -> None:
+    def stored(self, namespace: Namespace, parent: int | None, pages: np.ndarray, tokens: np.ndarray) -> None:
         """``pages`` (int64), computed from ``tokens`` (int32, whole pages), follow page ``parent`` (None: nothing)."""
-        before = None if parent is None else self._hash_of[parent]
+        before = namespace.seed if parent is None else self._hash_of[parent]
         hashes = chained(tokens.astype("<i4", copy=False).tobytes(), 4 * self._page_size, before)
         self._hash_of.update(zip(pages.tolist(), hashes))
         self.events.append(Stored(hashes, before, tokens.tolist(), self._page_size))
 
-    def removed(self, pages: np.ndarray) -> None:
+    def removed(self, namespace: Namespace, pages: np.ndarray) -> None:
         hashes = [self._hash_of.pop(page) for page in pages.tolist()]
         self.events.append(Removed(hashes))
 
@@ -58,8 +59,8 @@ class PageRecorder:
     def snapshot(self, cache: PrefixCache) -> list[Event]:
         """Events that make an empty copy equal to ``cache``, including changes not taken yet."""
         events: list[Event] = [Cleared()]
-        for parent, pages, tokens in cache.edges():
-            before = None if parent is None else self._hash_of[parent]
+        for namespace, parent, pages, tokens in cache.edges():
+            before = namespace.seed if parent is None else self._hash_of[parent]
             events.append(Stored([self._hash_of[page] for page in pages.tolist()], before, tokens.tolist(),
                                  self._page_size))
         return events
@@ -71,7 +72,8 @@ class KVEventPublisher:
     def __init__(self, cache: PrefixCache, host: str, port: int):
         """Listens on ``port`` and the one above it; raises ConfigError where one is not free."""
         self._cache = cache
-        self._listener = cache.listener = PageRecorder(cache.page_size)
+        self._listener = PageRecorder(cache.page_size)
+        cache.listeners.append(self._listener)
         self._number = int(time.time() * 1000)
         self._replay_buffer: deque[tuple[int, bytes]] = deque(maxlen=REPLAY_BUFFER_BATCHES)
         self._next_heartbeat = 0.0

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from typing import Protocol
 
 from ..api import messages
-from ..api.commands import PauseGeneration
 from ..api.errors import Aborted, AbortRequested, DeadlineExceeded, ServingError
 from ..api.messages import (
     RANK_TOTALS,
@@ -213,11 +212,12 @@ class EngineLoop:
             self._tracker.fail(req, error)
 
     def _execute(self, message: messages.Control) -> None:
-        if isinstance(message.command, PauseGeneration):
-            self._scheduler.synchronize()
         try:
+            command = self._control.command(message.name)
+            if command.synchronizes:
+                self._scheduler.synchronize()
             with self._watchdog.suspended() if self._watchdog else nullcontext():  # a checkpoint may load for minutes
-                done = self._control.execute(message.command, idle=self._no_pages_in_use)
+                done = self._control.execute(command.decode(message.arguments), idle=self._no_pages_in_use)
             self._send(Done(message.seq, done))
         except ServingError as error:
             self._send(Done(message.seq, error.message, error.code))

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..api.commands import StartProfile
 from ..api.errors import Conflict, InvalidRequest
+from ..commands.profile import StartProfile
 
 if TYPE_CHECKING:
     from torch.profiler import profile

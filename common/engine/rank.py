@@ -14,7 +14,7 @@ from ..api.errors import ConfigError
 from ..api.messages import FromEngine, Loading, Ready, StartFailed
 from ..config.checkpoint import resolve_checkpoint
 from ..config.command import describe_error
-from ..config.model import ModelSpec, load_model_spec
+from ..config.model import ModelSpec
 from ..config.server import ServerConfig
 from ..distributed.agreement import RankAgreement, is_lost_peer
 from ..distributed.expert_parallel import ExpertParallel
@@ -26,6 +26,7 @@ from ..execution.pp_channel import PPChannel
 from ..execution.pp_executor import PPExecutor
 from ..grammar.store import GrammarStore
 from ..kvcache.manager import KVCacheManager
+from ..models.registry import load_model_spec
 from ..obs.logging import setup_logging
 from ..runner.kv_sizing import resolve_dtype
 from ..runner.model_runner import ModelRunner

@@ -171,11 +171,11 @@ class UnifiedScheduler:
         input_batch.record_tokens(tokens)
         to_check = input_batch.rows_to_check(tokens, step.last_step_rows, output.extras)
         if not to_check:
-            self.tracker.add_new_tokens(step.reqs, input_batch.new_tokens(tokens, step.starts))
+            self.tracker.add_new_tokens(step.reqs, input_batch.rids, tokens)
             return to_check
         excluded = set(to_check)
         rows = [row for row in range(len(step)) if row not in excluded]
         if rows:
-            self.tracker.add_new_tokens([step.reqs[row] for row in rows],
-                                        input_batch.new_tokens(tokens, step.starts, rows))
+            self.tracker.add_new_tokens([step.reqs[row] for row in rows], [input_batch.rids[row] for row in rows],
+                                        [tokens[row] for row in rows])
         return to_check

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 import msgspec
 
-from ..api.commands import Command, ContinueGeneration, PauseGeneration, PauseMode
 from ..api.errors import (
     Conflict,
     EngineDead,
@@ -32,14 +31,18 @@ from ..api.messages import (
     Loading,
     Output,
     OutputBatch,
+    OutputExtras,
     PrepareGrammar,
+    PromptUsage,
     RankTotals,
     Ready,
     Shutdown,
     StartFailed,
     State,
     ToEngine,
+    encode,
 )
+from ..commands.registry import name_of
 from .dp_balancer import DPBalancer
 from .dp_states import merge_states, with_rank_totals
 from .engine_channel import EngineChannel
@@ -133,30 +136,24 @@ class EngineClient:
             else:
                 self._paused[engine_id] = request
 
-    async def pause(self, mode: PauseMode) -> str:
-        """Pause until ``resume``; new requests wait here meanwhile. Returns the engine's sentence, like ``control``."""
+    @contextlib.contextmanager
+    def hold_requests(self) -> Iterator[None]:
+        """From the block on, new requests wait here until ``send_held``; not where the block raises ServingError."""
         begins, self._paused = self._paused is None, self._paused or {}
         try:
-            done = await self.control(PauseGeneration(mode))
+            yield
         except ServingError:
             if begins:
-                self._send_paused()
+                self.send_held()
             raise
-        if mode == "abort":
-            self._send(Abort("", False))
-        return done
-
-    async def resume(self) -> str:
-        """Continue after ``pause``; harmless without one."""
-        done = await self.control(ContinueGeneration())
-        self._send_paused()
-        return done
 
     @property
     def paused(self) -> bool:
+        """True while new requests wait here."""
         return self._paused is not None
 
-    def _send_paused(self) -> None:
+    def send_held(self) -> None:
+        """Send the requests that wait; harmless where none do."""
         paused, self._paused = self._paused, None
         for request in (paused or {}).values():
             self._send(request)
@@ -177,9 +174,13 @@ class EngineClient:
         self.pending.abort(rid)
         self._send(Abort(engine_id, silent))
 
+    def abort_sent(self) -> None:
+        """Cancel all requests that the engine has; those that wait here go on waiting."""
+        self._send(Abort("", False))
+
     def _end_unsent(self, request: Generate) -> None:
         """End a request that was not sent to the engine; ``request.rid`` is its engine id."""
-        self._deliver(Output(request.rid, [], len(request.input_ids), 0, 0, Finish("abort")))
+        self._deliver(Output(request.rid, [], OutputExtras(PromptUsage(len(request.input_ids), 0), Finish("abort"))))
 
     def abort_group(self, rid: str) -> None:
         """Cancel a request and, where it asked for several choices, all of them (``rid-0``, ``rid-1``, ...)."""
@@ -215,10 +216,11 @@ class EngineClient:
         """The state of each data-parallel rank, in order."""
         return with_rank_totals(await self._call(GetState))
 
-    async def control(self, command: Command, timeout: float = _REPLY_SECONDS) -> str:
-        """Change the engine as a whole; returns a sentence about what was done. Raises the ServingError with which the
-        engine refused."""
-        return _sentence_of(await self._call(lambda seq: Control(seq, command), timeout))
+    async def control(self, command: msgspec.Struct, timeout: float = _REPLY_SECONDS) -> str:
+        """Run an administrative command, the struct of a registered one; returns a sentence about what was done. Raises
+        the ServingError with which the engine refused."""
+        name, arguments = name_of(command), msgspec.Raw(encode(command))
+        return _sentence_of(await self._call(lambda seq: Control(seq, name, arguments), timeout))
 
     async def connect_peer(self, host: str, port: int, timeout: float) -> None:
         """Connect a decode server to the prefill server whose bootstrap server has this address; returns when its data
@@ -280,7 +282,7 @@ class EngineClient:
     def _dispatch(self, message: FromEngine) -> None:
         match message:
             case OutputBatch():
-                for output in message.items:
+                for output in message.rows():
                     self._deliver(output)
             case Failed(engine_id, code, text):
                 self._fail(engine_id, from_code(code, text))
@@ -304,7 +306,7 @@ class EngineClient:
         if self._balancer is not None:
             self._balancer.add_tokens(engine_id, len(output.token_ids))
         if self._ids.aliases:
-            output.rid = self._ids.client_id(engine_id)
+            output = output._replace(rid=self._ids.client_id(engine_id))
         if output.finish is not None:
             self._close_request(engine_id)
         stream.put(output)

@@ -1,7 +1,7 @@
 """The KV cache as schedulers see it: requests read cached pages, allocate fresh ones, and publish them.
 
 Every page is free, allocated to exactly one request, or owned by the prefix cache:
-``free + allocated + cached == total``. A request may *read* cached pages that it has locked.
+``free + allocated + cached == total``, in each cache group. A request may *read* cached pages that it has locked.
 """
 
 from __future__ import annotations
@@ -10,22 +10,27 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..api.namespace import SHARED, Namespace
 from .allocator import PageAllocator
+from .cache_group import ABSENT, CacheGroup, GroupTable
 from .partial_pages import PartialPage, PartialPages
 from .prefix_cache import Node, PrefixCache
 
 
 class PageTable:
-    """Page table of one request (vLLM's block table): its page ids in token order.
+    """Page tables of one request (vLLM's block tables): its page ids in token order, and its tables in the further
+    cache groups, ``groups``.
 
     ``owned[i]`` is True where page i is allocated to the request and freed with it, False where the prefix cache owns
     it and ``node``'s lock protects it. A table without a ``node`` has nothing to do with the prefix cache.
     ``partial_page`` belongs to the cache too; it is the last page.
     """
 
-    __slots__ = ("_ids", "_new", "_owned", "count", "node", "num_cached_pages", "num_published", "partial_page")
+    __slots__ = ("_ids", "_new", "_owned", "count", "groups", "node", "num_cached_pages", "num_published",
+                 "partial_page")
 
-    def __init__(self, cached: np.ndarray, node: Node | None):
+    def __init__(self, cached: np.ndarray, node: Node | None, groups: Sequence[GroupTable] = ()):
+        self.groups = groups
         self.count = len(cached)
         self._ids = np.empty(max(8, 2 * self.count), np.int64)
         self._ids[: self.count] = cached
@@ -92,11 +97,14 @@ class KVCacheManager:
     """Page allocator and prefix cache of one rank. Torch-free and deterministic, so that the ranks of a
     tensor-parallel group, fed the same calls, have equal page tables."""
 
-    def __init__(self, num_pages: int, page_size: int, prefix_cache: bool = True):
+    def __init__(self, num_pages: int, page_size: int, prefix_cache: bool = True, groups: Sequence[CacheGroup] = ()):
+        """``num_pages`` of the first cache group, whose layers read all tokens; ``groups`` are the further ones, with
+        pages of the same number of tokens."""
         self.page_size = page_size
         self.allocator = PageAllocator(num_pages)
-        self.prefix_cache = PrefixCache(page_size) if prefix_cache else None
-        self.partial_pages = PartialPages()
+        self.groups = groups
+        self.prefix_cache = PrefixCache(page_size, groups) if prefix_cache else None
+        self.partial_pages = PartialPages(groups)
         self._num_allocated = 0
 
     def __repr__(self) -> str:
@@ -128,17 +136,42 @@ class KVCacheManager:
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    def match_prefix(self, tokens: np.ndarray, limit: int) -> PageTable:
-        """A page table with the cached prefix of ``tokens`` (int32), of at most ``limit`` tokens, which it locks."""
+    def match_prefix(self, tokens: np.ndarray, limit: int, namespace: Namespace = SHARED) -> PageTable:
+        """A page table with the cached prefix of ``tokens`` (int32) in a namespace, of at most ``limit`` tokens, which
+        it locks. What is committed from the table stays in that namespace."""
         if self.prefix_cache is None:
             return self.new_private_table()
-        node, pages = self.prefix_cache.match(tokens[: limit // self.page_size * self.page_size])
-        self.prefix_cache.lock(node)
-        return PageTable(pages, node)
+        node, pages = self.prefix_cache.match(tokens[: limit // self.page_size * self.page_size], namespace)
+        return self._table_of(node, pages, len(pages) * self.page_size)
 
-    def new_private_table(self) -> PageTable:
-        """An empty page table that never enters the prefix cache: token ids do not identify what its pages contain."""
-        return PageTable(np.empty(0, np.int64), None)
+    def match_incoming(self, tokens: np.ndarray, namespace: Namespace = SHARED) -> PageTable:
+        """``match_prefix`` of a prompt that comes from another engine and is not computed here: a further group's table
+        begins with the first page that is read after the prompt, and its cached pages may end before the others'."""
+        if self.prefix_cache is None:
+            return self.new_private_table(len(tokens))
+        node, pages = self.prefix_cache.match_first_group(
+            tokens[: len(tokens) // self.page_size * self.page_size], namespace)
+        return self._table_of(node, pages, len(tokens))
+
+    def _table_of(self, node: Node, pages: np.ndarray, num_tokens: int) -> PageTable:
+        """A page table with the pages of a cached prefix, which it locks. ``num_tokens`` are not computed here."""
+        assert self.prefix_cache is not None
+        self.prefix_cache.lock(node)
+        table = PageTable(pages, node, [GroupTable() for _ in self.groups])
+        for index, (group, own) in enumerate(zip(self.groups, table.groups)):
+            first = group.first_page(num_tokens)
+            ids = self.prefix_cache.group_pages(node, index, first, len(pages))
+            absent = np.flatnonzero(ids == ABSENT)
+            group.begin(own, first, ids[:absent[0]] if len(absent) else ids)
+        return table
+
+    def new_private_table(self, num_tokens: int = 0) -> PageTable:
+        """An empty page table that never enters the prefix cache: token ids do not identify what its pages contain.
+        ``num_tokens`` are not computed here."""
+        table = PageTable(np.empty(0, np.int64), None, [GroupTable() for _ in self.groups])
+        for group, own in zip(self.groups, table.groups):
+            group.begin(own, group.first_page(num_tokens), table.ids)
+        return table
 
     def allocate_slots(self, table: PageTable, num_tokens: int) -> bool:
         """Extend ``table`` to cover ``num_tokens`` tokens; False, and no change, where pages are short."""
@@ -156,14 +189,83 @@ class KVCacheManager:
         self._num_allocated += missing
         return True
 
+    def reserve(self, table: PageTable, max_tokens: int) -> bool:
+        """Reserve pages of further groups for a request of at most ``max_tokens`` tokens; False where other requests
+        have reserved them."""
+        bounds = [group.bound_for(max_tokens) for group in self.groups]
+        if any(group.num_reserved + bound > group.num_pages for group, bound in zip(self.groups, bounds)):
+            return False
+        for group, own, bound in zip(self.groups, table.groups, bounds):
+            group.reserve(own, bound)
+        return True
+
+    def allocate_incoming(self, table: PageTable, num_tokens: int) -> bool:
+        """``allocate_slots`` in all groups, for ``num_tokens`` tokens that come from elsewhere, of which further groups
+        need those that the tokens after them read."""
+        count = self.pages_for(num_tokens)
+        for group, own in zip(self.groups, table.groups):
+            group.drop_before(own, first := group.first_page(num_tokens))
+            if not len(own.ids):
+                own.first = own.unread = first
+        if not all(self._free_in_group(index, count - own.end) for index, own in enumerate(table.groups)):
+            return False
+        if not self.allocate_slots(table, num_tokens):
+            return False
+        for group, own in zip(self.groups, table.groups):
+            group.extend(own, count)
+        return True
+
+    def allocate_chunk(self, table: PageTable, start: int, stop: int) -> int:
+        """Give further groups the pages of the tokens ``start`` to ``stop``, which the next step computes, or of fewer
+        where pages are short; returns where these end. The table has their pages of the first group. At most the step
+        of the last call may be in flight."""
+        for index, (group, own) in enumerate(zip(self.groups, table.groups)):
+            group.drop_unread(own, start)
+            spare = group.num_unreserved + max(0, own.bound - len(own.ids))
+            wanted = min(self.pages_for(stop), own.end + max(0, min(spare, group.num_available))) - own.end
+            if wanted > 0 and self._free_in_group(index, wanted):
+                group.extend(own, own.end + wanted)
+            stop = max(start, min(stop, own.end * self.page_size))
+        return stop
+
+    def allocate_next(self, table: PageTable, num_tokens: int) -> bool:
+        """Extend ``table`` in all groups by the page of the next token, the last of ``num_tokens``, where it begins a
+        page; False where pages are short."""
+        count = self.pages_for(num_tokens)
+        for index, (group, own) in enumerate(zip(self.groups, table.groups)):
+            if own.end < count:
+                group.make_room(own)
+                if not self._free_in_group(index, count - own.end):
+                    return False
+                group.extend(own, count)
+        return self.allocate_slots(table, num_tokens)
+
+    def _free_in_group(self, index: int, count: int) -> bool:
+        """Evict until ``count`` pages of a further group are free; False, and no change, where that is impossible."""
+        group = self.groups[index]
+        if count <= group.num_free:
+            return True
+        if count > group.num_available:
+            return False
+        assert self.prefix_cache is not None
+        # As in ``allocate_slots``: not every step has to walk the tree.
+        self.prefix_cache.evict_from_group(index, max(count - group.num_free, group.num_pages // 128))
+        while count > group.num_free:
+            self.allocator.free(self.partial_pages.evict(1))
+        return True
+
     def append_pages(self, tables: Sequence[PageTable]) -> np.ndarray | None:
-        """Append one page to each table; returns the pages in order. Returns None, and changes nothing, where too few
-        are free: then call ``allocate_slots`` for one after the other, which evicts."""
-        if len(tables) > self.num_free:
+        """Append one page to each table, in all groups; returns the first group's in order. Returns None, and changes
+        nothing, where too few are free: then call ``allocate_next`` for one after the other, which evicts."""
+        if len(tables) > self.num_free or any(len(tables) > group.num_free for group in self.groups):
             return None
         pages = self.allocator.allocate(len(tables))
         for table, page in zip(tables, pages.tolist()):
             table.append(page)
+        for index, group in enumerate(self.groups):
+            for table in tables:
+                group.make_room(own := table.groups[index])
+                group.extend(own, table.count)
         self._num_allocated += len(tables)
         return pages
 
@@ -175,7 +277,11 @@ class KVCacheManager:
         """
         cache = self.prefix_cache
         count = len(tokens) // self.page_size
-        if cache is None or table.node is None or count <= table.num_published:
+        if cache is None or table.node is None:
+            return
+        if count <= table.num_published:
+            if count == table.num_published:
+                self._publish_groups(table)
             return
         first = table.num_published  # table.node covers the pages before
         node, present = cache.insert(tokens[first * self.page_size : count * self.page_size], table.ids[first:count],
@@ -188,6 +294,14 @@ class KVCacheManager:
         table.owned[present:count] = False
         self._num_allocated -= count - present
         table.num_published = count
+        self._publish_groups(table)
+
+    def _publish_groups(self, table: PageTable) -> None:
+        """Hand pages of further groups to the tree, where it lacks them on the path to ``table.node``."""
+        for index, (group, own) in enumerate(zip(self.groups, table.groups)):
+            assert self.prefix_cache is not None and table.node is not None
+            for before, edge in self.prefix_cache.edges_from(table.node, own.first, table.num_published):
+                self.prefix_cache.version += group.give_to_cache(own, before, edge.group_pages[index])
 
     def keep_partial_page(self, table: PageTable, tokens: np.ndarray) -> PartialPage | None:
         """Hand the last page of ``tokens`` (int32, all computed, all of the table's) to the cache where it is partly
@@ -200,14 +314,16 @@ class KVCacheManager:
         assert table.owned[-1]
         table.owned[-1] = False
         self._num_allocated -= 1
-        table.partial_page = self.partial_pages.add(int(table.ids[-1]))
+        table.partial_page = self.partial_pages.add(
+            int(table.ids[-1]), [group.give_last_to_cache(own) for group, own in zip(self.groups, table.groups)])
         self.partial_pages.acquire(table.partial_page)
         return table.partial_page
 
-    def match_full_prompt(self, tokens: np.ndarray, partial: PartialPage | None) -> PageTable | None:
+    def match_full_prompt(self, tokens: np.ndarray, partial: PartialPage | None,
+                          namespace: Namespace = SHARED) -> PageTable | None:
         """A page table of all pages of ``tokens`` (int32), ``partial`` the last; None where some were evicted."""
         rest = len(tokens) % self.page_size
-        table = self.match_prefix(tokens, len(tokens))
+        table = self.match_prefix(tokens, len(tokens), namespace)
         if table.count < len(tokens) // self.page_size or (rest and (partial is None or partial.page is None)):
             self.release(table)
             return None
@@ -217,6 +333,8 @@ class KVCacheManager:
             table.owned[-1] = False
             table.partial_page = partial
             self.partial_pages.acquire(partial)
+            for group, own, page in zip(self.groups, table.groups, partial.group_pages):
+                group.read(own, page)
         return table
 
     def drop_partial_page(self, partial: PartialPage) -> None:
@@ -241,6 +359,8 @@ class KVCacheManager:
             pages, new = table.take_owned()
             freed.append(pages)
             newest += new
+            for group, own in zip(self.groups, table.groups):
+                group.release(own)
             if self.prefix_cache is not None and table.node is not None:
                 self.prefix_cache.unlock(table.node)
             if table.partial_page is not None:
@@ -261,9 +381,16 @@ class KVCacheManager:
     def tidy(self) -> None:
         """Sort the free pages, so that later requests get contiguous ones where possible; for idle moments."""
         self.allocator.tidy()
+        for group in self.groups:
+            group.allocator.tidy()
 
     def check_integrity(self) -> None:
         """Asserts ``free + allocated + cached == total`` and the tree's own counts. Cheap enough for idle moments."""
         if self.prefix_cache is not None:
             self.prefix_cache.check_integrity()
         assert self.num_free + self.num_allocated + self.num_cached == self.num_pages, repr(self)
+        for index, group in enumerate(self.groups):
+            cached = [self.partial_pages.cached_in_group(index)]
+            if self.prefix_cache is not None:
+                cached.append(self.prefix_cache.cached_in_group(index))
+            group.check_integrity(cached)

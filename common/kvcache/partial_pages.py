@@ -6,16 +6,22 @@ such pages belong to the cache like the tree's, and are evicted when memory is n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+
+from .cache_group import CacheGroup
 
 
 class PartialPage:
-    """One page with the number of its readers. ``retained`` until it is dropped; ``page`` is None once evicted."""
+    """One page with the number of its readers. ``retained`` until it is dropped; ``page`` is None once evicted.
+    ``group_pages`` are those of the same tokens in the further groups."""
 
-    __slots__ = ("page", "readers", "retained")
+    __slots__ = ("group_pages", "page", "readers", "retained")
 
-    def __init__(self, page: int):
+    def __init__(self, page: int, group_pages: Sequence[int] = ()):
         self.page: int | None = page
+        self.group_pages = group_pages
         self.readers = 0
         self.retained = True
 
@@ -26,7 +32,8 @@ class PartialPage:
 class PartialPages:
     """All partial pages of one cache, oldest first. A page leaves when it is neither retained nor read."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups: Sequence[CacheGroup] = ()) -> None:
+        self._groups = groups
         self._pages: dict[PartialPage, None] = {}
         self._num_read = 0
 
@@ -37,8 +44,8 @@ class PartialPages:
     def num_evictable(self) -> int:
         return len(self._pages) - self._num_read
 
-    def add(self, page: int) -> PartialPage:
-        partial = PartialPage(page)
+    def add(self, page: int, group_pages: Sequence[int] = ()) -> PartialPage:
+        partial = PartialPage(page, group_pages)
         self._pages[partial] = None
         return partial
 
@@ -69,4 +76,10 @@ class PartialPages:
         for partial in partials:
             del self._pages[partial]
             partial.page = None
+            for group, page in zip(self._groups, partial.group_pages):
+                group.free_cached(np.array([page]))
         return pages
+
+    def cached_in_group(self, index: int) -> np.ndarray:
+        """Ids of all pages of a further group."""
+        return np.array([partial.group_pages[index] for partial in self._pages], np.int64)

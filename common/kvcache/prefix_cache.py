@@ -1,31 +1,42 @@
-"""Prefix cache: a radix tree over token ids whose edges own KV pages.
+"""Prefix cache: radix trees over token ids, one a namespace, whose edges own KV pages.
 
 The idea is RadixAttention's (Zheng et al., SGLang, 2024): finished requests leave their pages in a tree
 keyed by the tokens they were computed from, and a new prompt reuses the pages of its longest prefix.
-An edge is a whole number of pages; a partial page never enters the tree.
+An edge is a whole number of pages; a partial page never enters the tree. Pages of different namespaces
+(``api.namespace``) are never shared: each namespace has a root of its own, from its first page to its last.
+
+The pages of an edge are the first cache group's. Of further groups (cache_group.py) it has the pages that their rules
+make useful and that were not evicted since, which they are before the edge is.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
+
+from ..api.namespace import SHARED, Namespace
+from .cache_group import ABSENT, CacheGroup
 
 
 class Node:
     """An edge of the tree and the point it leads to.
 
     ``tokens`` (int32) has ``page_size`` entries for each of ``pages`` (int64). ``locks`` counts the requests that
-    read this node or one below it: a locked node is not evicted.
+    read this node or one below it: a locked node is not evicted. A root has neither tokens, locks nor a parent.
+    ``group_pages`` has the page ids (int64) of each further group, ABSENT for those that it lacks.
     """
 
-    __slots__ = ("tokens", "pages", "parent", "children", "locks", "last_used")
+    __slots__ = ("namespace", "tokens", "pages", "group_pages", "parent", "children", "locks", "last_used")
 
-    def __init__(self, tokens: np.ndarray, pages: np.ndarray, parent: Node | None):
+    def __init__(self, namespace: Namespace, tokens: np.ndarray, pages: np.ndarray, parent: Node | None,
+                 group_pages: Sequence[np.ndarray] = ()):
+        self.namespace = namespace
         self.tokens = tokens
         self.pages = pages
+        self.group_pages = group_pages
         self.parent = parent
         self.children: dict[bytes, Node] = {}
         self.locks = 0
@@ -41,43 +52,92 @@ class Node:
 class CacheListener(Protocol):
     """Listener that is called for every page that enters or leaves the tree."""
 
-    def stored(self, parent: int | None, pages: np.ndarray, tokens: np.ndarray) -> None:
+    def stored(self, namespace: Namespace, parent: int | None, pages: np.ndarray, tokens: np.ndarray) -> None:
         """``pages`` follow page ``parent`` (None: they begin a prompt); both arrays are the tree's own."""
 
-    def removed(self, pages: np.ndarray) -> None: ...
+    def removed(self, namespace: Namespace, pages: np.ndarray) -> None: ...
+
+
+class Edge(NamedTuple):
+    """An edge's content; ``parent`` is the page before its first one, None at the beginning of a prompt."""
+
+    namespace: Namespace
+    parent: int | None
+    pages: np.ndarray
+    tokens: np.ndarray
 
 
 class PrefixCache:
-    """The tree. It owns the pages of its nodes; callers lock what they read.
+    """The trees of all namespaces. It owns the pages of its nodes; callers lock what they read.
 
     ``num_pages`` counts all pages owned, ``num_locked`` those of locked nodes.
-    ``listener``, where set, is called on changes; it must be set while the tree is empty.
+    ``listeners`` are called on changes, in order; they are added while the cache is empty.
     """
 
-    def __init__(self, page_size: int):
+    def __init__(self, page_size: int, groups: Sequence[CacheGroup] = ()):
+        """``groups`` are the further groups, whose pages enter by ``CacheGroup.give_to_cache``."""
         self.page_size = page_size
-        self._root = Node(np.empty(0, np.int32), np.empty(0, np.int64), None)
+        self._groups = groups
+        self._roots: dict[Namespace, Node] = {}  # those that have children
         self.num_pages = 0
         self.num_locked = 0
         self.version = 0  # grows with every change of what can be matched
         self._clock = 0
-        self.listener: CacheListener | None = None
+        self.listeners: list[CacheListener] = []
 
     def __repr__(self) -> str:
-        return f"PrefixCache({self.num_pages} pages, {self.num_locked} locked)"
+        return f"PrefixCache({self.num_pages} pages in {len(self._roots)} namespaces, {self.num_locked} locked)"
 
     @property
     def num_evictable(self) -> int:
         return self.num_pages - self.num_locked
 
-    def match(self, tokens: np.ndarray) -> tuple[Node, np.ndarray]:
-        """The node and page ids of the longest cached prefix of ``tokens`` (int32), in whole pages.
+    def match(self, tokens: np.ndarray, namespace: Namespace = SHARED) -> tuple[Node, np.ndarray]:
+        """The node and page ids of the longest prefix of ``tokens`` (int32) that is cached in a namespace, in whole
+        pages; a root where nothing is.
 
-        Splits an edge where the prefix ends inside it, so that the node covers exactly the prefix.
+        Splits an edge where the prefix ends inside it, so that the node covers exactly the prefix. After this prefix
+        tokens can be computed: it ends where each further group has the pages that they read.
         """
-        node, pages = self._walk(self._root, tokens)
+        root = self._roots.get(namespace) or _root(namespace)
+        node, pages = self._walk(root, tokens)
+        if self._groups and (count := self._reusable_pages(node, len(pages))) < len(pages):
+            node, pages = self._walk(root, tokens[:count * self.page_size])
         self._touch(node)
         return node, pages
+
+    def match_first_group(self, tokens: np.ndarray, namespace: Namespace = SHARED) -> tuple[Node, np.ndarray]:
+        """``match`` without regard to further groups."""
+        node, pages = self._walk(self._roots.get(namespace) or _root(namespace), tokens)
+        self._touch(node)
+        return node, pages
+
+    def group_pages(self, node: Node, group: int, first: int, count: int) -> np.ndarray:
+        """Page ids ``[count - first]`` of a further group from page ``first`` on of a path of ``count`` pages that ends
+        with ``node``; ABSENT where the tree lacks one."""
+        parts = [edge.group_pages[group][max(0, first - before):]
+                 for before, edge in self.edges_from(node, first, count)]
+        return np.concatenate(parts[::-1]) if parts else np.empty(0, np.int64)
+
+    def edges_from(self, node: Node, first: int, count: int) -> Iterator[tuple[int, Node]]:
+        """Yields the edges with pages from ``first`` on of a path of ``count`` pages that ends with ``node``, the last
+        one first, and the number of pages before each."""
+        step: Node | None = node
+        while count > first and step is not None:
+            count -= len(step.pages)
+            yield count, step
+            step = step.parent
+
+    def _reusable_pages(self, node: Node, count: int) -> int:
+        """Pages of the longest beginning of a path of ``count`` pages, which ends with ``node``, after which tokens can
+        be computed."""
+        present = [self.group_pages(node, index, 0, count) != ABSENT for index in range(len(self._groups))]
+        before = -1
+        while count != before:
+            before = count
+            for group, there in zip(self._groups, present):
+                count = group.rule.reusable_pages(there[:count], self.page_size)
+        return count
 
     def _walk(self, node: Node, tokens: np.ndarray) -> tuple[Node, np.ndarray]:
         """The deepest node below ``node`` that ``tokens`` reach, and the pages on the path."""
@@ -93,22 +153,29 @@ class PrefixCache:
         return node, np.concatenate(pages) if pages else np.empty(0, np.int64)
 
     def insert(self, tokens: np.ndarray, pages: np.ndarray, below: Node | None = None) -> tuple[Node, int]:
-        """Make ``tokens`` (int32, whole pages) a path of the tree that begins below ``below`` (None: at the root).
+        """Make ``tokens`` (int32, whole pages) a path of the tree that begins below ``below``, which ``match`` returned
+        (None: at the root of ``SHARED``).
 
         Takes ownership of ``pages[n:]`` and returns the path's last node with n, the number of leading pages that the
         tree had already: the caller keeps those of ``pages``.
         """
         assert len(tokens) == len(pages) * self.page_size
-        node, matched = self._walk(below or self._root, tokens)
+        if below is None or below.parent is None:  # that root may have left, and another come
+            namespace = SHARED if below is None else below.namespace
+            below = self._roots.get(namespace) or _root(namespace)
+        node, matched = self._walk(below, tokens)
         present = len(matched)
         if present < len(pages):
             rest = tokens[present * self.page_size :]
-            leaf = Node(rest.copy(), pages[present:].copy(), node)
+            absent = [np.full(len(pages) - present, ABSENT, np.int64) for _ in self._groups]
+            leaf = Node(node.namespace, rest.copy(), pages[present:].copy(), node, absent)
             node.children[self._key(rest)] = leaf
+            if node.parent is None:
+                self._roots[node.namespace] = node
             self.num_pages += len(leaf.pages)
             self.version += 1
-            if self.listener is not None:
-                self.listener.stored(_last_page(node), leaf.pages, leaf.tokens)
+            for listener in self.listeners:
+                listener.stored(leaf.namespace, _last_page(node), leaf.pages, leaf.tokens)
             node = leaf
         self._touch(node)
         return node, present
@@ -139,20 +206,42 @@ class PrefixCache:
             assert parent is not None
             del parent.children[self._key(leaf.tokens)]
             freed.append(leaf.pages)
-            if self.listener is not None:
-                self.listener.removed(leaf.pages)
+            for group, ids in zip(self._groups, leaf.group_pages):
+                group.free_cached(ids[ids != ABSENT])
+            for listener in self.listeners:
+                listener.removed(leaf.namespace, leaf.pages)
             total += len(leaf.pages)
-            if parent is not self._root and not parent.children and not parent.locks:
+            if parent.children:
+                continue
+            if parent.parent is None:
+                del self._roots[parent.namespace]
+            elif not parent.locks:
                 heapq.heappush(leaves, parent)
         self.num_pages -= total
         self.version += bool(total)
         return np.concatenate(freed) if freed else np.empty(0, np.int64)
 
-    def edges(self) -> Iterator[tuple[int | None, np.ndarray, np.ndarray]]:
-        """Yields ``(preceding page or None, pages, tokens)`` of every edge, parents before children."""
+    def evict_from_group(self, index: int, count: int) -> None:
+        """Free ``count`` pages of a further group that no request reads, or all of these: of the least recently used
+        edges, and of each the first, without which the prefixes that end behind them can still be reused."""
+        group = self._groups[index]
+        for node in sorted(self._nodes(), key=lambda node: node.last_used):
+            if count <= 0:
+                break
+            ids = node.group_pages[index]
+            places = np.flatnonzero(ids != ABSENT)
+            places = places[group.unread_of(ids[places])][:count]
+            if len(places):
+                group.free_cached(ids[places])
+                ids[places] = ABSENT
+                count -= len(places)
+                self.version += 1
+
+    def edges(self) -> Iterator[Edge]:
+        """Yields every edge, parents before children."""
         for node in self._nodes():
             assert node.parent is not None
-            yield _last_page(node.parent), node.pages, node.tokens
+            yield Edge(node.namespace, _last_page(node.parent), node.pages, node.tokens)
 
     def check_integrity(self) -> None:
         """Recount everything; asserts that the totals hold and that no page has two owners."""
@@ -160,9 +249,16 @@ class PrefixCache:
         pages = np.concatenate([n.pages for n in nodes]) if nodes else np.empty(0, np.int64)
         assert len(np.unique(pages)) == len(pages) == self.num_pages, "the tree's page count is off"
         assert sum(len(n.pages) for n in nodes if n.locks) == self.num_locked, "the tree's lock count is off"
+        assert all(root.children for root in self._roots.values()), "a namespace without pages was kept"
+
+    def cached_in_group(self, index: int) -> np.ndarray:
+        """Ids of all pages of a further group that the tree has."""
+        ids = np.empty(0, np.int64)
+        ids = np.concatenate([ids, *(node.group_pages[index] for node in self._nodes())])
+        return np.delete(ids, np.flatnonzero(ids == ABSENT))
 
     def _nodes(self) -> Iterator[Node]:
-        stack = list(self._root.children.values())
+        stack = [node for root in self._roots.values() for node in root.children.values()]
         while stack:
             node = stack.pop()
             yield node
@@ -181,16 +277,18 @@ class PrefixCache:
         """Cut an edge after ``pages`` pages; returns the new upper node."""
         cut = pages * self.page_size
         assert node.parent is not None and 0 < pages < len(node.pages)
-        upper = Node(node.tokens[:cut], node.pages[:pages], node.parent)
+        upper = Node(node.namespace, node.tokens[:cut], node.pages[:pages], node.parent,
+                     [ids[:pages] for ids in node.group_pages])
         upper.locks, upper.last_used = node.locks, node.last_used
         node.parent.children[self._key(node.tokens)] = upper
         node.tokens, node.pages, node.parent = node.tokens[cut:], node.pages[pages:], upper
+        node.group_pages = [ids[pages:] for ids in node.group_pages]
         upper.children[self._key(node.tokens)] = node
         return upper
 
     def _add_locks(self, node: Node, delta: int, until: Node | None = None) -> None:
         step: Node | None = node
-        while step is not None and step is not until and step is not self._root:
+        while step is not None and step is not until and step.parent is not None:
             before, step.locks = step.locks, step.locks + delta
             assert step.locks >= 0, "a node was unlocked twice"
             if bool(before) != bool(step.locks):
@@ -203,6 +301,10 @@ class PrefixCache:
         while step is not None:
             step.last_used = self._clock
             step = step.parent
+
+
+def _root(namespace: Namespace) -> Node:
+    return Node(namespace, np.empty(0, np.int32), np.empty(0, np.int64), None)
 
 
 def _last_page(node: Node) -> int | None:

@@ -8,13 +8,15 @@ import torch
 
 from ...kernels.arguments import Float8Format
 from ..distributed.deferred_reduce import MaybeDeferred
+from ..distributed.step_rows import ONE_GROUP, StepRows
 from ..distributed.tp import TPGroup
 from ..weights.slots import Allocate, Slot
 from .linear import ColumnLinear, Columns, RowLinear, Rows
 
 
 class MLP:
-    """Gated MLP ``[T, hidden] -> [T, hidden]``; its ``size`` intermediate values are split over the ranks of ``tp``."""
+    """Gated MLP ``[T, hidden] -> [T, hidden]``; its ``size`` intermediate values are split over the ranks of ``tp``.
+    It computes any rows alike, whatever the step's ``rows``."""
 
     dispatches_tokens = False
 
@@ -32,22 +34,22 @@ class MLP:
     def activation_format(self, rows: int) -> Float8Format | None:
         return self.gate_up.activation_format(rows)
 
-    def __call__(self, x: Rows) -> torch.Tensor:
+    def __call__(self, x: Rows, rows: StepRows = ONE_GROUP) -> torch.Tensor:
         return self.down(self._intermediate(x), gated=not self._fuses_activation)
 
     def _intermediate(self, x: Rows) -> torch.Tensor:
         """Returns the input of ``down``: activated, or gates and ups side by side."""
         return self.gate_up.forward_gated(x) if self._fuses_activation else self.gate_up(x)
 
-    def forward_deferred(self, x: Rows) -> MaybeDeferred:
+    def forward_deferred(self, x: Rows, rows: StepRows = ONE_GROUP) -> MaybeDeferred:
         return self.down.forward_deferred(self._intermediate(x), gated=not self._fuses_activation)
 
-    def partial(self, x: Rows) -> torch.Tensor:
+    def partial(self, x: Rows, rows: StepRows = ONE_GROUP) -> torch.Tensor:
         """Returns this rank's summand of the result; needs ``has_partial``."""
         assert self.has_partial
         return self.down.partial(self._intermediate(x), gated=not self._fuses_activation)
 
-    def partial_pair(self, x: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def partial_pair(self, x: Rows, rows: StepRows = ONE_GROUP) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self.partial(x), None
 
     def slots(self) -> Iterator[Slot]:

@@ -11,6 +11,7 @@ from ...kernels.arguments import Float8Format
 from ...kernels.rowwise.fp8_rmsnorm import fp8_rmsnorm
 from ...kernels.rowwise.rmsnorm import rmsnorm
 from ..distributed.deferred_reduce import MaybeDeferred
+from ..distributed.step_rows import ONE_GROUP, StepRows
 from ..distributed.token_exchange import TokenExchange
 from ..weights.slots import Allocate, Slot
 
@@ -42,11 +43,11 @@ class RMSNorm:
         assert isinstance(normed, torch.Tensor)
         return normed, total
 
-    def add_norm_as(self, format_of: FormatOf, x: MaybeDeferred,
-                    residual: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
+    def add_norm_as(self, format_of: FormatOf, x: MaybeDeferred, residual: torch.Tensor | None,
+                    rows: StepRows = ONE_GROUP) -> tuple[Any, torch.Tensor]:
         """``add_norm`` with the normed rows in the activation format of ``format_of``, where the norm's kernel can;
-        with ``exchange``, in a low-latency decode step, they are GatheredTokens."""
-        if self._low_latency is not None and residual is not None and self._low_latency.can_gather(residual):
+        with ``exchange``, in a low-latency decode step of ``rows``, they are GatheredTokens."""
+        if self._low_latency is not None and residual is not None and self._low_latency.can_gather(residual, rows):
             assert isinstance(x, torch.Tensor), "a rank that is an attention group has its rows whole"
             return self._low_latency.norm_gather(x, residual, self.weight, self.eps)
         if not isinstance(x, torch.Tensor):

@@ -12,25 +12,26 @@ from typing import Any
 
 import torch
 
-from ..config.model import ModelSpec
+from ..config.rope import RotarySpec
 
 
-def rotary_table(spec: ModelSpec, device: torch.device | str) -> torch.Tensor:
-    """Returns ``[context_length, rotary_dim]`` float32: cosines in the first half of a row, sines in the second."""
-    positions = torch.arange(spec.context_length, dtype=torch.float32)[:, None]
-    scaling = spec.rope_scaling or {"rope_type": "default"}
+def rotary_table(rope: RotarySpec, dim: int, context_length: int, device: torch.device | str) -> torch.Tensor:
+    """Returns the table ``[context_length, dim]`` float32 for heads of which ``dim`` values are rotated: cosines in the
+    first half of a row, sines in the second."""
+    positions = torch.arange(context_length, dtype=torch.float32)[:, None]
+    scaling = rope.rope_scaling or {"rope_type": "default"}
     kind = scaling["rope_type"]
     magnitude = 1.0
     if kind == "dynamic":
-        angles = _dynamic_angles(spec, scaling, positions)
+        angles = _dynamic_angles(rope, dim, scaling, positions)
     else:
-        frequencies = _frequencies(spec.rope_theta, spec.rotary_dim)
+        frequencies = _frequencies(rope.rope_theta, dim)
         if kind == "linear":
             frequencies = frequencies / scaling["factor"]
         elif kind == "llama3":
             frequencies = _llama3(frequencies, scaling)
         elif kind == "yarn":
-            frequencies, magnitude = _yarn(spec, scaling)
+            frequencies, magnitude = _yarn(rope, dim, scaling)
         angles = positions * frequencies
     return torch.cat((angles.cos() * magnitude, angles.sin() * magnitude), dim=-1).to(device)
 
@@ -39,16 +40,16 @@ def _frequencies(base: float, dim: int) -> torch.Tensor:
     return 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
 
-def _dynamic_angles(spec: ModelSpec, scaling: Mapping[str, Any], positions: torch.Tensor) -> torch.Tensor:
+def _dynamic_angles(rope: RotarySpec, dim: int, scaling: Mapping[str, Any], positions: torch.Tensor) -> torch.Tensor:
     """Computes the angles of dynamic NTK: beyond the trained length, each position uses the base of a sequence that
     ends with it.
 
     That is what transformers computes when it generates token by token with a KV cache, and it does not change
     with the split into chunks. (A single long forward pass there uses the base of the whole sequence.)
     """
-    dim, factor, trained = spec.rotary_dim, scaling["factor"], spec.max_position_embeddings
+    factor, trained = scaling["factor"], rope.max_position_embeddings
     length = (positions.double() + 1).clamp(min=trained)
-    base = spec.rope_theta * (factor * length / trained - (factor - 1)) ** (dim / (dim - 2))
+    base = rope.rope_theta * (factor * length / trained - (factor - 1)) ** (dim / (dim - 2))
     exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
     result: torch.Tensor = positions * (1.0 / base ** exponents).float()
     return result
@@ -64,14 +65,14 @@ def _llama3(frequencies: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tens
     return result
 
 
-def _yarn(spec: ModelSpec, scaling: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
+def _yarn(rope: RotarySpec, dim: int, scaling: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
     """Scales by YaRN (arXiv:2309.00071): blends by the number of rotations within the trained length, and returns the
     attention's magnitude, too."""
-    dim, factor = spec.rotary_dim, scaling["factor"]
+    factor = scaling["factor"]
     original = scaling["original_max_position_embeddings"]
 
     def dim_of(rotations: float) -> float:
-        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(spec.rope_theta))
+        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
 
     low, high = dim_of(scaling.get("beta_fast") or 32), dim_of(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
@@ -79,7 +80,7 @@ def _yarn(spec: ModelSpec, scaling: Mapping[str, Any]) -> tuple[torch.Tensor, fl
     low, high = max(low, 0), min(high, dim - 1)
     ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)
     stretched = ramp.clamp(0, 1)
-    frequencies = _frequencies(spec.rope_theta, dim)
+    frequencies = _frequencies(rope.rope_theta, dim)
     return frequencies / factor * stretched + frequencies * (1 - stretched), _yarn_magnitude(scaling)
 
 

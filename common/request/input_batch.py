@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 
-from ..api.messages import NewTokens
 from ..forward.forward_batch import BatchColumns, indptr_of, ragged_positions
 from ..kvcache.manager import PageTable
 from ..kvcache.page_columns import PageColumns
@@ -54,7 +52,7 @@ class InputBatch:
         self.stop_ids: frozenset[int] = frozenset().union(*set(map(_STOP_IDS, reqs)))
         self._last_tokens: list[int] = []  # of the first requests, as far as the host knows them
         self._num_in_flight = 0  # steps whose tokens are not recorded
-        self._report_fields: _ReportFields | None = None
+        self._rids: list[str] | None = None
         if previous is not None and len(reused):
             self._reuse(previous, reused)
         self.extra_index: list[int] = np.flatnonzero(self._flags[:, 0]).tolist()
@@ -77,8 +75,6 @@ class InputBatch:
         self._unreported += [row for row, before in enumerate(rows) if before in unreported] if unreported else []
         if not previous._num_in_flight and len(previous._last_tokens) == len(previous.reqs):
             self._last_tokens = [previous._last_tokens[row] for row in rows]
-        if previous._report_fields is not None:
-            self._report_fields = previous._report_fields.select(rows).extended(self.reqs[len(reused):])
 
     def __repr__(self) -> str:
         return f"InputBatch({len(self.reqs)} requests, {self.min_remaining} steps remain)"
@@ -194,22 +190,17 @@ class InputBatch:
                               for req, start in zip(self.reqs, self.positions.tolist())]
         return self._metadata
 
-    def new_tokens(self, token_ids: list[int], positions: np.ndarray, rows: list[int] | None = None) -> NewTokens:
-        """The message for the API server about a step that computed ``positions`` [B] and sampled ``token_ids`` [B];
-        of ``rows`` alone, where given."""
-        if self._report_fields is None:
-            self._report_fields = _ReportFields([], [], [], np.empty(0, np.int64)).extended(self.reqs)
-        rids, prompts, cached, before = self._report_fields
-        outputs = (positions - before).tolist()
-        if rows is None:
-            return NewTokens(rids, token_ids, prompts, cached, outputs)
-        return NewTokens([rids[row] for row in rows], [token_ids[row] for row in rows], [prompts[row] for row in rows],
-                         [cached[row] for row in rows], [outputs[row] for row in rows])
+    @property
+    def rids(self) -> list[str]:
+        """The requests' ids."""
+        if self._rids is None:
+            self._rids = [req.rid for req in self.reqs]
+        return self._rids
 
     def rows_to_check(self, token_ids: Sequence[int], last_step_rows: Sequence[int],
                       with_extras: Iterable[int] = ()) -> list[int]:
-        """Rows, ascending, of the requests that need more than an entry in the ``new_tokens`` of a step whose results
-        are processed: those that end, were removed, or report more than tokens, as rows ``with_extras`` do.
+        """Rows, ascending, of the requests that have more to report than the token of a step whose results are
+        processed: those that end, were removed, or report more than tokens, as rows ``with_extras`` do.
         ``last_step_rows``: as returned before the step was launched."""
         rows = {*self.removed_rows, *last_step_rows, *with_extras}
         if not self.stop_ids.isdisjoint(token_ids):
@@ -233,27 +224,6 @@ class InputBatch:
                 and previous.pages.same_tables(rows, tables[:len(rows)])):
             return staying  # the usual case: requests joined, ended or were retracted
         return _matching_rows(self.reqs, previous)
-
-
-class _ReportFields(NamedTuple):
-    """Constant fields of a batch's messages, by row. The number of outputs is the position less ``offset``."""
-
-    rids: list[str]
-    prompts: list[int]
-    cached: list[int]
-    offset: np.ndarray
-
-    def select(self, rows: list[int]) -> _ReportFields:
-        return _ReportFields([self.rids[row] for row in rows], [self.prompts[row] for row in rows],
-                             [self.cached[row] for row in rows], self.offset[rows])
-
-    def extended(self, reqs: Sequence[Req]) -> _ReportFields:
-        if not reqs:
-            return self
-        prompts = [req.num_prompt_tokens for req in reqs]
-        return _ReportFields(self.rids + [req.rid for req in reqs], self.prompts + prompts,
-                             self.cached + [req.num_cached_tokens for req in reqs],
-                             np.concatenate((self.offset, np.array(prompts) - 2)))  # a token follows the computed one
 
 
 def _matching_rows(reqs: list[Req], previous: InputBatch) -> np.ndarray:

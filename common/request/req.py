@@ -10,7 +10,18 @@ from functools import cached_property
 import numpy as np
 
 from ..api.errors import ServingError
-from ..api.messages import Bootstrap, Finish, Generate, LatencySpan, Logprobs, Output, Pooling, SpanName
+from ..api.messages import (
+    Bootstrap,
+    Finish,
+    Generate,
+    LatencySpan,
+    Logprobs,
+    OutputExtras,
+    Pooling,
+    PromptUsage,
+    SpanName,
+)
+from ..api.namespace import SHARED, Namespace
 from ..api.sampling import SamplingParams
 from ..kvcache.manager import PageTable
 from .extras import Extra, extras_of
@@ -57,6 +68,7 @@ class Req:
     matcher: OutputMatcher | None = None  # on the rank that samples tokens, where there is a grammar
     logprob_start: int | None = None  # first prompt position whose logprob is reported
     priority: int | None = None  # None: the server's default
+    namespace: Namespace = SHARED  # of its pages in the prefix cache
     # filled by the scheduler
     page_table: PageTable | None = None
     num_cached_tokens: int = 0
@@ -101,6 +113,7 @@ class Req:
             spans=[] if message.traced else None,
             pooling=message.pooling,
             priority=message.priority,
+            namespace=message.namespace,
             processor=None if message.processor is None else RowProcessor.of(
                 message.processor.path, message.processor.params, RequestTokens(tokens, num_embeds, begin)),
             embeds=embeds,
@@ -131,8 +144,10 @@ class Req:
 
     @property
     def prompt_digest(self) -> int:
-        """A checksum by which the two servers of a pair verify that they have the same prompt."""
-        return zlib.crc32(self.prompt.tobytes(), 0 if self.embeds is None else zlib.crc32(self.embeds.tobytes()))
+        """A checksum by which the two servers of a pair verify that they have the same prompt, in one namespace."""
+        start = zlib.crc32(self.namespace.packed)
+        return zlib.crc32(self.prompt.tobytes(), start if self.embeds is None else
+                          zlib.crc32(self.embeds.tobytes(), start))
 
     @property
     def computed(self) -> np.ndarray:
@@ -222,18 +237,15 @@ class Req:
             return None
         return self.matcher.error_at_end()
 
-    def output(self, token_ids: list[int], logprobs: Logprobs | None) -> Output:
-        """The message to the API server with new tokens; prompt logprobs are part of the first."""
-        if self.reported and not self.spans and self.hidden is None and self.embedding is None:  # nearly all
-            return Output(self.rid, token_ids, self.num_prompt_tokens, self.num_cached_tokens,
-                          self.tokens.count - self.num_prompt_tokens, self.finish, logprobs if token_ids else None)
+    def take_extras(self, logprobs: Logprobs | None = None) -> OutputExtras | None:
+        """Returns what the request reports besides its new tokens, whose ``logprobs`` are given; None where that is
+        nothing. The first report says how many tokens the prompt has, and its log-probabilities."""
+        if (self.reported and logprobs is None and self.finish is None and not self.spans and self.hidden is None
+                and self.embedding is None):
+            return None
         first, self.reported = not self.reported, True
-        spans: list[LatencySpan] = []
-        if self.spans:
-            spans, self.spans = self.spans, []
-        return Output(
-            rid=self.rid, token_ids=token_ids, num_prompt_tokens=self.num_prompt_tokens,
-            num_cached_tokens=self.num_cached_tokens, num_output_tokens=self.num_output_tokens, finish=self.finish,
-            logprobs=logprobs if token_ids else None, prompt_logprobs=self.prompt_logprobs if first else None,
-            spans=spans, embedding=self.embedding, hidden_states=None if self.hidden is None else self.hidden.take(),
-        )
+        spans, self.spans = self.spans or [], None if self.spans is None else []
+        return OutputExtras(
+            usage=PromptUsage(self.num_prompt_tokens, self.num_cached_tokens) if first else None, finish=self.finish,
+            logprobs=logprobs, prompt_logprobs=self.prompt_logprobs if first else None, embedding=self.embedding,
+            hidden_states=None if self.hidden is None else self.hidden.take(), spans=spans)

@@ -8,14 +8,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..api.commands import MemoryKind
 from ..api.errors import ConfigError
 from ..api.identity import ModelIdentity
 from ..attention.base import AttentionPlanner
+from ..commands.memory import MemoryKind
 from ..config.model import ModelSpec
 from ..config.server import ServerConfig
 from ..distributed.capture import may_capture
 from ..distributed.parallel import Parallel
+from ..distributed.step_rows import StepRows
 from ..forward.forward_batch import (
     NO_COLUMNS,
     AfterGroup,
@@ -24,11 +25,10 @@ from ..forward.forward_batch import (
     Row,
     build_forward_batch,
 )
+from ..forward.step_context import StepContext
 from ..kvcache.layout import KVLayout
 from ..kvcache.pool import KVPool
-from ..models.decoder.micro_batches import MicroBatch
-from ..models.decoder.piecewise import PiecewiseStep
-from ..quantization.methods import check_device, check_float8
+from ..quantization.float8 import check_float8
 from ..weights.loader import Progress, silent
 from .attention_choice import AttentionChoice
 from .cuda_graphs.decode_graphs import DecodeGraphs, sizes_to_capture
@@ -68,7 +68,6 @@ class ModelRunner:
                  device: torch.device, parallel: Parallel | None = None):
         self._parallel = parallel or Parallel()
         self.dp_sync = DPSync(self._parallel)
-        self._step_info = DPStepInfo.uniform_decode(self._parallel.dp_size, 1)
         self._config = config
         self.spec = weights.spec
         self.device = device
@@ -92,7 +91,6 @@ class ModelRunner:
         }
         self._no_ids = torch.empty(0, dtype=torch.int64, device=device)
         self._two_batch_overlap: TwoBatchOverlap | None = None
-        self._is_split = False  # whether this step is computed in micro-batches
         self.prefill_graphs = PrefillGraphSelection(model, self._parallel)
         self._layer_group_events = LayerGroupEvents(pool.layout.groups, device)
 
@@ -108,7 +106,8 @@ class ModelRunner:
         spec.check_tp(parallel.attn_tp.size, parallel.tp.size)
         parallel.experts.check(spec.moe)
         dtype = resolve_dtype(config, spec, device)
-        check_device(spec.quantization, dtype, device)
+        if spec.quantization is not None:
+            spec.quantization.check_device(dtype, device)
         if config.cache.kv_cache_dtype != "auto":
             check_float8(device, "--kv-cache-dtype auto")
         attention = AttentionChoice(config, spec, parallel, dtype)
@@ -119,7 +118,7 @@ class ModelRunner:
         scales = kv_scales(config.cache, config.model, spec)
         layout = kv_layout(config.cache, spec, parallel.attn_tp.size, dtype, scales,
                            parallel.pp.layers(spec.num_layers))
-        num_local_pages = count_pages(config, spec, layout, parallel, device)
+        num_local_pages = count_pages(config, spec, [layout], parallel, device)
         num_pages = int(parallel.world.min_reduce(np.array([num_local_pages]))[0])
         if num_pages < 1:
             raise ConfigError("No memory is left for the KV pool: raise --mem-fraction-static, lower "
@@ -134,7 +133,7 @@ class ModelRunner:
             captures_prefill = config.captured_prompts(spec.context_length) > 0
             if (decodes or captures_prefill) and not config.kernels.disable_cuda_graph and may_capture(parallel):
                 runner._captures_decode = decodes
-                runner.prefill_graphs.select(config, spec, runner._begin_step)
+                runner.prefill_graphs.select(config, spec)
             runner._capture(progress)
         progress("ready", 1.0)
         return runner
@@ -151,9 +150,9 @@ class ModelRunner:
         prefill_rows = min(_WARM_UP_PREFILL_ROWS, self.spec.context_length)
 
         def step(rows: int) -> None:
-            self._begin_step(DPStepInfo([rows] * groups, [1] * groups, all_decode=rows == 1))
+            info = DPStepInfo([rows] * groups, [1] * groups, all_decode=rows == 1)
             row = Row([0] * rows, 0, np.zeros(self.layout.pages_for(rows), np.int32))
-            compute(build_forward_batch([row], self.layout.page_size, self.device))
+            compute(build_forward_batch([row], self.layout.page_size, self.device), info=info)
             torch.cuda.synchronize(self.device)
 
         steps: list[Callable[[], None]] = [lambda: self._attention.warm_up(lambda: step(2)), lambda: step(prefill_rows),
@@ -163,7 +162,7 @@ class ModelRunner:
             progress("warming up kernels", done / len(steps))
 
     def _capture(self, progress: Progress) -> None:
-        self.prefill_graphs.capture(self._begin_step, progress)
+        self.prefill_graphs.capture(progress)
         if self._captures_decode:
             self._capture_decode(progress)
 
@@ -173,7 +172,7 @@ class ModelRunner:
         self._decode_graphs = DecodeGraphs(
             self._model, self._attention, sizes, self.layout.page_size, self.layout.pages_for(self.spec.context_length),
             self.num_pages, self.device,
-            lambda size: self._begin_step(DPStepInfo.uniform_decode(self._parallel.dp_size, size)),
+            lambda size: self._rows_of(DPStepInfo.uniform_decode(self._parallel.dp_size, size)),
             lambda fraction: progress("capturing CUDA graphs", fraction))
 
     def check_weights(self, model_path: str, revision: str | None) -> None:
@@ -213,24 +212,23 @@ class ModelRunner:
         if complete:
             self._capture(silent)
 
-    def _graph_size(self, num_reqs: int) -> int | None:
+    def _graph_size(self, num_reqs: int, info: DPStepInfo | None) -> int | None:
         """Returns the size of the graph that a decode batch of ``num_reqs`` replays; None where it does not."""
         if self._parallel.dp_size > 1:
-            return self._step_info.graph_size
+            return None if info is None else info.graph_size
         return self._decode_graphs.size_for(num_reqs) if self._decode_graphs else None
 
-    def sync_dp(self, num_tokens: int, num_logits: int, *, can_decode: bool) -> bool:
+    def sync_dp(self, num_tokens: int, num_logits: int, *, can_decode: bool) -> DPStepInfo | None:
         """Agrees with the other data-parallel ranks on the step, once in each iteration, before the batch is built.
 
         ``num_tokens`` rows are computed here, of which ``num_logits`` get logits; both 0 without a batch.
-        ``can_decode``: a decode graph could compute it. Returns False where no rank computes anything.
+        ``can_decode``: a decode graph could compute it. Returns the step, which the calls that build and compute the
+        batch take; None where no rank computes anything.
         """
         if self._parallel.dp_size == 1:
-            return num_tokens > 0
+            return DPStepInfo([num_tokens], [num_logits], all_decode=can_decode) if num_tokens else None
         info = self.dp_sync.sync(num_tokens, num_logits, can_decode=can_decode)
-        if info is not None:
-            self._begin_step(info.padded_to_graph(self._decode_graphs.size_for) if self._decode_graphs else info)
-        return info is not None
+        return info.padded_to_graph(self._decode_graphs.size_for) if info and self._decode_graphs else info
 
     def _enable_two_batch_overlap(self, attention: AttentionPlanner) -> None:
         """Computes prefill steps in two micro-batches from now on, the second with ``attention``. Raises
@@ -238,11 +236,31 @@ class ModelRunner:
         self._two_batch_overlap = TwoBatchOverlap.from_config(self._config, self._parallel, self._model,
                                                               (self._attention, attention))
 
-    def _begin_step(self, info: DPStepInfo) -> None:
-        self._step_info = info
-        self._is_split = self._two_batch_overlap is not None and self._two_batch_overlap.begin_step(info)
-        self._parallel.token_exchange.begin_step(info.num_tokens, all_decode=info.all_decode)
-        self._parallel.logits_exchange.begin_step(info.num_logits)
+    def _rows_of(self, info: DPStepInfo) -> tuple[StepRows, StepRows]:
+        """Returns the rows of the step's layers, and those of its LM head."""
+        return (self._parallel.token_exchange.step(info.num_tokens, all_decode=info.all_decode),
+                self._parallel.logits_exchange.step(info.num_logits))
+
+    def _split_counts(self, info: DPStepInfo) -> tuple[list[int], list[int]] | None:
+        """Returns the rows of the micro-batches of a step that is split; see TwoBatchOverlap."""
+        return None if self._two_batch_overlap is None else self._two_batch_overlap.split_counts(info)
+
+    def _context(self, batch: ForwardBatch, info: DPStepInfo | None,
+                 after_group: AfterGroup | None = None) -> StepContext:
+        """Plans the batch's attention, and returns the step's context. ``info``: None for a step of one attention group
+        that was not agreed on."""
+        if info is None:
+            assert self._parallel.dp_size == 1, "sync_dp returns the step of several attention groups"
+            info = DPStepInfo([batch.num_tokens], [batch.num_tokens], all_decode=batch.is_decode)
+        rows, logits = self._rows_of(info)
+        after_layer = self._layer_group_events.after_layer(after_group)
+        split = self._split_counts(info)
+        if split is not None:
+            assert self._two_batch_overlap is not None
+            microbatches = self._two_batch_overlap.plan(batch, split)
+            return StepContext(batch, microbatches[-1].step.attention, rows, logits, after_layer, microbatches)
+        return StepContext(batch, self._attention.plan(batch), rows, logits, after_layer,
+                           piecewise=self.prefill_graphs.step_for(batch, info))
 
     def run_idle_batch(self) -> None:
         """Takes part in an iteration without a batch: other data-parallel ranks that compute need this rank's part of
@@ -252,16 +270,17 @@ class ModelRunner:
         an empty batch.
         """
         can_decode = not self._config.model.is_embedding
-        if self.sync_dp(0, 0, can_decode=can_decode):
-            if self._decode_graphs is not None and self._graph_size(0) is not None:
-                self._replay(ModelInput(NO_COLUMNS, self._no_ids), self._graph_size(0))
-                return
-            rows = [Row([0], 0, np.array([self.num_pages]))] * (1 + self._is_split)
-            batch = build_forward_batch(rows, self.layout.page_size, self.device, [])
-            if can_decode:
-                self.forward(batch)
-            else:
-                self.hidden_states(batch)
+        info = self.sync_dp(0, 0, can_decode=can_decode)
+        if info is None:
+            return
+        if self._replay(ModelInput(NO_COLUMNS, self._no_ids), info) is not None:
+            return
+        rows = [Row([0], 0, np.array([self.num_pages]))] * (1 if self._split_counts(info) is None else 2)
+        batch = build_forward_batch(rows, self.layout.page_size, self.device, [])
+        if can_decode:
+            self.forward(batch, info=info)
+        else:
+            self.hidden_states(batch, info=info)
 
     @torch.inference_mode()
     def step(self, step: ModelInput, after_group: AfterGroup | None = None) -> StepLogits:
@@ -272,50 +291,40 @@ class ModelRunner:
         states.
         """
         can_replay = step.is_plain_decode and after_group is None
-        self.sync_dp(step.columns.num_tokens, step.num_logits, can_decode=can_replay)
-        if can_replay and (replayed := self._replay(step, self._graph_size(step.columns.num_reqs))) is not None:
+        info = self.sync_dp(step.columns.num_tokens, step.num_logits, can_decode=can_replay)
+        if can_replay and (replayed := self._replay(step, info)) is not None:
             return replayed
         batch = ForwardBatch.from_columns(step.columns, step.token_ids, self.device, step.logits_rows, step.embeds)
+        self._rebalance_experts()
+        context = self._context(batch, info, after_group)
         if not step.num_hidden:
-            return StepLogits(self._logits(batch, after_group))
-        states = self.hidden_states(batch, after_group)
-        logits = self._model.compute_logits(states[:step.num_logits])
+            return StepLogits(self._model.forward(context))
+        states = self._model.hidden_states(context)
+        logits = self._model.compute_logits(states[:step.num_logits], context.logits)
         return StepLogits(logits, hidden=states[step.num_logits:])
 
-    def _replay(self, step: ModelInput, size: int | None) -> StepLogits | None:
-        """Computes a plain decode step on the graph of ``size``; returns None where there is none."""
+    def _replay(self, step: ModelInput, info: DPStepInfo | None) -> StepLogits | None:
+        """Computes a plain decode step on a graph; returns None where there is none of its size."""
+        size = self._graph_size(step.columns.num_reqs, info)
         if self._decode_graphs is None or size is None:
             return None
         self._rebalance_experts()
         return StepLogits(*self._decode_graphs.decode(step, size))
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, after_group: AfterGroup | None = None) -> torch.Tensor:
-        """Returns float32 logits ``[R, vocab]`` of ``batch.logits_rows``, as ``step`` without decode graphs."""
-        return self._logits(batch, after_group).float()
-
-    def _logits(self, batch: ForwardBatch, after_group: AfterGroup | None) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, after_group: AfterGroup | None = None,
+                info: DPStepInfo | None = None) -> torch.Tensor:
+        """Returns float32 logits ``[R, vocab]`` of ``batch.logits_rows``, as ``step`` without decode graphs. ``info``
+        is what ``sync_dp`` returned for the batch; with one attention group it may be left out."""
         self._rebalance_experts()
-        return self._model.forward(batch, self._attention, self._layer_group_events.after_layer(after_group),
-                                   self._plan(batch), self._piecewise(batch))
+        return self._model.forward(self._context(batch, info, after_group)).float()
 
     @torch.inference_mode()
-    def hidden_states(self, batch: ForwardBatch, after_group: AfterGroup | None = None) -> torch.Tensor:
-        """Returns hidden states ``[R, hidden]`` of ``batch.logits_rows`` after the final norm."""
+    def hidden_states(self, batch: ForwardBatch, info: DPStepInfo | None = None) -> torch.Tensor:
+        """Returns hidden states ``[R, hidden]`` of ``batch.logits_rows`` after the final norm. ``info`` as in
+        ``forward``."""
         self._rebalance_experts()
-        return self._model.hidden_states(batch, self._attention, self._layer_group_events.after_layer(after_group),
-                                         self._plan(batch), self._piecewise(batch))
-
-    def _plan(self, batch: ForwardBatch) -> list[MicroBatch]:
-        """Plans the batch's attention; returns the micro-batches of a step that is split."""
-        if self._two_batch_overlap is not None and self._is_split:
-            return self._two_batch_overlap.plan(batch)
-        self._attention.plan(batch)
-        return []
-
-    def _piecewise(self, batch: ForwardBatch) -> PiecewiseStep | None:
-        """Returns the piecewise graphs that this step replays."""
-        return None if self._is_split else self.prefill_graphs.step_for(batch, self._step_info)
+        return self._model.hidden_states(self._context(batch, info))
 
     def _rebalance_experts(self) -> None:
         """Moves experts where it is time. Every rank calls it once a step, whether it replays a graph or not."""

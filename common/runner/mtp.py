@@ -9,15 +9,17 @@ import torch
 
 from ..api.errors import ConfigError
 from ..attention.base import AttentionPlanner
-from ..config.checkpoint import resolve_checkpoint
 from ..config.model import ModelSpec
 from ..config.server import ServerConfig
 from ..distributed.parallel import Parallel
 from ..forward.forward_batch import ForwardBatch
+from ..forward.step_context import StepContext
 from ..kvcache.pool import KVPool
 from ..models.decoder.causal_lm import CausalLM
-from ..models.decoder.mtp import MTPDraftLayer, build_draft_layers
-from ..weights.loader import OnOtherStage, Progress, load_dummy, load_safetensors
+from ..models.decoder.mtp import MTPDraftLayer
+from ..models.registry import build_draft_layers
+from ..weights.loader import OnOtherStage, Progress, load_weights
+from ..weights.source import open_weights
 from .attention_choice import AttentionChoice
 from .kv_sizing import kv_layout, resolve_dtype
 
@@ -52,11 +54,8 @@ class MTPDraftLayers:
         try:
             layers = build_draft_layers(spec, parallel, getattr(torch, dtype), device)
             slots = [slot for layer in layers for slot in layer.slots()]
-            if config.model.load_format == "dummy":
-                load_dummy(slots, config.model.random_seed, progress)
-            else:
-                load_safetensors(resolve_checkpoint(config.model), slots, progress, tied=False,
-                                 on_other_stage=_is_not_draft_tensor(spec), stacked=spec.stacked_experts)
+            load_weights(open_weights(config.model), slots, progress, tied=False,
+                         on_other_stage=_is_not_draft_tensor(spec), stacked=spec.stacked_experts)
             own = dataclasses.replace(spec, num_layers=len(layers), windows=())
             pool = KVPool(kv_layout(config.cache, own, parallel.attn_tp.size, dtype), num_pages, device)
         except torch.OutOfMemoryError:
@@ -73,10 +72,10 @@ class MTPDraftLayers:
         are the tokens one position after the batch's, then two. Latents are stored at the batch's positions.
         """
         assert self._model.embed_tokens is not None
-        self._attention.plan(batch)
+        step = StepContext(batch, self._attention.plan(batch))
         states = []
         for layer, ids in zip(self._layers, next_ids):
-            hidden = layer(hidden, self._model.embed_tokens.embed(ids), self._attention, self._model.cos_sin)
+            hidden = layer(hidden, self._model.embed_tokens.embed(ids), step, self._model.cos_sin)
             states.append(hidden)
         return states
 

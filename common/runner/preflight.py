@@ -10,14 +10,14 @@ from ..config.addresses import check_free
 from ..config.model import ModelSpec
 from ..config.packages import is_installed
 from ..config.server import CacheArgs, ServerConfig
+from ..config.server.disaggregation import TRANSFER_BACKENDS
+from ..config.server.kernels import ATTENTION_CHOICES, SAMPLING_CHOICES
 from ..kvcache.layout import DTYPE_BYTES
+from ..registry import Choices
 from ..tokenizer.templates import check_template
 
 _GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 _KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-_WHEELS = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine", "flashinfer": "flashinfer-python",
-           "triton": "triton"}
-"""The PyPI package of each module that a flag's value needs."""
 _GIB = 1 << 30
 
 
@@ -53,15 +53,18 @@ def _check_device(config: ServerConfig) -> None:
 
 def _check_packages(config: ServerConfig) -> None:
     kernels = config.kernels
-    chosen: list[tuple[str, str]] = [
-        ("--attention-backend", kernels.attention_backend), ("--sampling-backend", kernels.sampling_backend),
-        ("--decode-attention-backend", kernels.decode_attention_backend)]
+    chosen: list[tuple[str, Choices, str]] = [
+        ("--attention-backend", ATTENTION_CHOICES, kernels.attention_backend),
+        ("--sampling-backend", SAMPLING_CHOICES, kernels.sampling_backend),
+        ("--decode-attention-backend", ATTENTION_CHOICES, kernels.decode_attention_backend)]
     if config.mode != "null":
-        chosen.append(("--disaggregation-transfer-backend", config.disaggregation.disaggregation_transfer_backend))
-    for flag, name in chosen:
-        if name in _WHEELS and not is_installed(name):
-            raise ConfigError(f"{flag} {name} needs the package {_WHEELS[name]}: pip install {_WHEELS[name]}, or give "
-                              "the flag another value.")
+        chosen.append(("--disaggregation-transfer-backend", Choices.of(TRANSFER_BACKENDS),
+                       config.disaggregation.disaggregation_transfer_backend))
+    for flag, choices, name in chosen:
+        for module, package in choices.needs_of(name).items():
+            if not is_installed(module):
+                raise ConfigError(f"{flag} {name} needs the package {package}: pip install {package}, or give the flag "
+                                  "another value.")
 
 
 def _check_host_pool(config: ServerConfig, spec: ModelSpec) -> None:

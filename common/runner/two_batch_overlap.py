@@ -8,10 +8,11 @@ from ..api.errors import ConfigError
 from ..attention.base import AttentionPlanner
 from ..config.server import ServerConfig
 from ..distributed.parallel import Parallel
+from ..distributed.step_rows import pads_groups
 from ..distributed.token_exchange import TokenExchange
 from ..forward.forward_batch import ForwardBatch, indptr_of, slice_batch
+from ..forward.step_context import MicroBatch, StepContext
 from ..models.decoder.causal_lm import CausalLM
-from ..models.decoder.micro_batches import MicroBatch
 from .dp_sync import DPStepInfo
 
 
@@ -20,15 +21,14 @@ class TwoBatchOverlap:
     attends to the first, which is stored before. All ranks split the same steps: those in which every attention group
     prefills or is idle; an idle one takes part with a row in each micro-batch."""
 
-    def __init__(self, attentions: tuple[AttentionPlanner, AttentionPlanner],
-                 exchanges: tuple[TokenExchange, TokenExchange], page_size: int, dp_rank: int, min_tokens: int):
+    def __init__(self, attentions: tuple[AttentionPlanner, AttentionPlanner], exchange: TokenExchange, page_size: int,
+                 dp_rank: int, min_tokens: int):
         """``min_tokens``: tokens of every busy attention group from which a step is split."""
         self._attentions = attentions
-        self._exchanges = exchanges
+        self._exchange = exchange
         self._page_size = page_size
         self._dp_rank = dp_rank
         self._min_tokens = min_tokens
-        self._split_row = 0
 
     @classmethod
     def from_config(cls, config: ServerConfig, parallel: Parallel, model: CausalLM,
@@ -37,28 +37,27 @@ class TwoBatchOverlap:
         if not model.supports_microbatches:
             raise ConfigError("--enable-two-batch-overlap is for --moe-a2a-backend none, and for MLPs without a bias: "
                               "leave it out.")
-        return cls(attentions, (parallel.overlap_exchange(), parallel.overlap_exchange()), config.cache.page_size,
-                   parallel.dp_rank, config.data_parallel.two_batch_min_tokens)
+        return cls(attentions, parallel.overlap_exchange(), config.cache.page_size, parallel.dp_rank,
+                   config.data_parallel.two_batch_min_tokens)
 
-    def begin_step(self, info: DPStepInfo) -> bool:
-        """Prepares the exchanges of a step; returns whether it is split."""
+    def split_counts(self, info: DPStepInfo) -> tuple[list[int], list[int]] | None:
+        """Returns the rows of both micro-batches in each attention group, where the step is split, else None."""
         if info.min_prefill_tokens < self._min_tokens:
-            return False
+            return None
         # Even, so that pointers to the second micro-batch's rows are aligned as kernels were compiled for.
         first = [max(count // 4 * 2, 1) for count in info.num_tokens]
         second = [max(count - before, 1) for count, before in zip(info.num_tokens, first)]
-        for exchange, counts in zip(self._exchanges, (first, second)):
-            exchange.begin_step(counts)
-        self._split_row = first[self._dp_rank]
-        return all(exchange.padded for exchange in self._exchanges)
+        return (first, second) if pads_groups(first) and pads_groups(second) else None
 
-    def plan(self, batch: ForwardBatch) -> list[MicroBatch]:
-        """Plans the attentions of a batch that is split, and returns its micro-batches."""
-        bounds = ((0, self._split_row), (self._split_row, batch.num_tokens))
-        for attention, (start, stop) in zip(self._attentions, bounds):
-            attention.plan(slice_rows(batch, start, stop, self._page_size))
-        return [MicroBatch(start, stop, attention, exchange)
-                for (start, stop), attention, exchange in zip(bounds, self._attentions, self._exchanges)]
+    def plan(self, batch: ForwardBatch, counts: tuple[list[int], list[int]]) -> tuple[MicroBatch, ...]:
+        """Plans the attentions of a batch that is split by ``split_counts``, and returns its micro-batches."""
+        split_row = counts[0][self._dp_rank]
+        bounds = ((0, split_row), (split_row, batch.num_tokens))
+        steps = []
+        for attention, (start, stop), rows in zip(self._attentions, bounds, counts):
+            part = slice_rows(batch, start, stop, self._page_size)
+            steps.append(StepContext(part, attention.plan(part), self._exchange.step(rows)))
+        return tuple(MicroBatch(start, stop, step, self._exchange) for (start, stop), step in zip(bounds, steps))
 
 
 def slice_rows(batch: ForwardBatch, start: int, stop: int, page_size: int) -> ForwardBatch:

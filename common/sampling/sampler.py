@@ -15,7 +15,8 @@ from ..request.sampling_metadata import FAILED, SamplingMetadata
 from ..request.step_output import RowOutput
 from .extras.logprobs import LOGPROBS, LogprobReport, SampledLogprobs, TokenLogprob
 from .sampled_tokens import SampledTokenBuffers, SampledTokens
-from .sampling_backend import SamplingBackend, scaled_logits, select_sampling_backend
+from .sampling_backend import select_sampling_backend
+from .torch_sampling import scaled_logits
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Sampler:
     """Samples tokens. Under tensor parallelism rank 0 samples, and the others receive its tokens only."""
 
     def __init__(self, vocab_size: int, device: torch.device | str, seed: int, tp: TPGroup | None = None, *,
-                 original_logprobs: bool = False, backend: SamplingBackend = "auto",
+                 original_logprobs: bool = False, backend: str = "auto",
                  dtype: torch.dtype = torch.float32):
         """``original_logprobs``: log-probabilities are those before temperature. ``dtype`` is that of the logits.
         Raises ConfigError where ``backend`` cannot run."""

@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ..api.commands import PauseMode
+from ..commands.pause import PauseMode
 from ..config.server import ScheduleArgs
+from ..config.server.schedule import SCHEDULE_POLICIES
 from ..kvcache.manager import KVCacheManager
 from ..request.input_batch import InputBatch
 from ..request.req import Req
 from ..request.step_input import Chunk, StepInput, chunk_step
 from .new_token_ratio import NewTokenRatio, remaining_decrease, remaining_output
 from .page_budget import PageBudget
-from .policies.order import Order
+from .policies.order import Order, OrderInputs
 from .policies.priority import Priorities
-from .policies.registry import order_maker
 from .preemption.retraction import Retraction
 from .prefill_budget import PrefillBudget
 from .request_queues import RequestQueues
@@ -114,9 +114,10 @@ class Batcher:
         chunks: list[Chunk] = []
         for req in self._in_prefill_order():
             taken = budget.take(req)
-            if taken:
-                stop = req.num_computed_tokens + taken
-                chunks.append(Chunk(req, req.num_computed_tokens, stop, stop == req.length))
+            start = req.num_computed_tokens
+            assert req.page_table is not None
+            if taken and (stop := self.cache.allocate_chunk(req.page_table, start, start + taken)) > start:
+                chunks.append(Chunk(req, start, stop, stop == req.length))
             if budget.exhausted or len(chunks) == self._max_micro_batch:
                 break
         return chunks
@@ -280,4 +281,4 @@ class Batcher:
                 self.swap.discard(req)
 
     def _order_maker(self) -> Callable[[], Order]:
-        return order_maker(self.args.schedule_policy, self.cache.prefix_cache, self._seed)
+        return SCHEDULE_POLICIES.get(self.args.schedule_policy)(OrderInputs(self.cache.prefix_cache, self._seed))

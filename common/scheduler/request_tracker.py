@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..api.errors import AbortRequested, Conflict, InvalidRequest, Overloaded, ServingError
-from ..api.messages import Failed, Finish, FromEngine, Generate, Logprobs, NewTokens, Output, OutputBatch
+from ..api.messages import Failed, Finish, FromEngine, Generate, Logprobs, OutputBatch
 from ..api.token_ids import check_request_ids
 from ..request.req import Req
 
@@ -26,8 +26,7 @@ class RequestTracker:
         self._max_requests = max_requests
         self._timeout = timeout
         self._reserves_output = reserves_output
-        self._outputs: list[Output] = []
-        self._new_tokens: NewTokens | None = None
+        self._outputs = OutputBatch([], [])
         self.live: dict[str, Req] = {}
         self.counters: dict[str, float] = dict.fromkeys(
             ("prompt_tokens", "cached_tokens", "generation_tokens", "finished_requests", "failed_requests"), 0)
@@ -61,8 +60,7 @@ class RequestTracker:
 
     def add_output(self, req: Req, token_ids: list[int], logprobs: Logprobs | None) -> None:
         """Report new tokens; closes the request where ``req.finish`` is set."""
-        output = req.output(token_ids, logprobs)
-        self._outputs.append(output)
+        self._outputs.append(req.rid, token_ids, req.take_extras(logprobs if token_ids else None))
         self.counters["generation_tokens"] += len(token_ids)
         if req.finish is not None:
             self._close(req)
@@ -70,14 +68,12 @@ class RequestTracker:
             self.counters["prompt_tokens"] += req.num_prompt_tokens
             self.counters["cached_tokens"] += req.num_cached_tokens
 
-    def add_new_tokens(self, reqs: Sequence[Req], new_tokens: NewTokens) -> None:
-        """Report the pending token of each of ``reqs``, none of which ends with it; all have sent an output before."""
-        for req, token_id in zip(reqs, new_tokens.token_ids):
+    def add_new_tokens(self, reqs: Sequence[Req], rids: list[str], token_ids: list[int]) -> None:
+        """Report the pending token of each of ``reqs``, none of which ends with it; all have reported before."""
+        for req, token_id in zip(reqs, token_ids):
             req.num_pending -= 1
             req.tokens.append(token_id)
-        if self._outputs or self._new_tokens is not None:
-            self.flush()  # within a message, the batch precedes the other outputs
-        self._new_tokens = new_tokens
+        self._outputs.extend(rids, token_ids)
         self.counters["generation_tokens"] += len(reqs)
 
     def fail(self, req: Req, error: ServingError) -> None:
@@ -100,6 +96,6 @@ class RequestTracker:
 
     def flush(self) -> None:
         """Send the outputs gathered since the last call."""
-        if self._outputs or self._new_tokens is not None:
-            self._send(OutputBatch(self._outputs, self._new_tokens))
-            self._outputs, self._new_tokens = [], None
+        if self._outputs.rids:
+            outputs, self._outputs = self._outputs, OutputBatch([], [])
+            self._send(outputs)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 from aiohttp import web
 
+from ..commands.base import Endpoint
 from ..version import __version__
 from .admin import schema as admin
 from .chat import parsing_schema as parsing
@@ -87,13 +88,6 @@ _SHAPES: dict[str, _Shape] = {
     "POST /close_session": _Shape(sessions.CloseSessionRequest),
     "POST /abort_request": _Shape(admin.AbortRequest),
     "POST /connect_prefill": _Shape(admin.PrefillAddress),
-    "POST /update_weights_from_disk": _Shape(admin.UpdateWeightsRequest),
-    "POST /release_memory_occupation": _Shape(admin.MemoryRequest, optional=True),
-    "POST /resume_memory_occupation": _Shape(admin.MemoryRequest, optional=True),
-    "POST /pause_generation": _Shape(admin.PauseRequest, optional=True),
-    "POST /start_profile": _Shape(admin.ProfileRequest, optional=True),
-    "POST /set_internal_state": _Shape(admin.InternalStateRequest),
-    "POST /dump_expert_distribution_record": _Shape(admin.DumpRequest, optional=True),
 }
 _QUERY_SCHEMAS: dict[str, dict[str, Any]] = {
     "limit": {"type": "integer", "minimum": 1}, "order": {"enum": ["asc", "desc"]}}
@@ -108,16 +102,20 @@ _REF = "#/components/schemas/"
 _PARAMETER = re.compile(r"\{(\w+)(?::[^}]*)?\}")
 
 
-def api_document(routes: Iterable[Route], open_paths: Iterable[str]) -> bytes:
-    """The OpenAPI 3.1 document as JSON; ``open_paths`` need no key."""
-    routes = list(routes)
-    kinds = {kind: None for shape in _SHAPES.values() for kind in (shape.request, shape.response, shape.chunk) if kind}
+def api_document(routes: Iterable[Route], endpoints: Iterable[Endpoint], open_paths: Iterable[str]) -> bytes:
+    """The OpenAPI 3.1 document as JSON. ``endpoints`` are those of commands; ``open_paths`` need no key."""
+    operations: list[tuple[str, str, Callable[..., Any], _Shape]] = [
+        (method, path, handler, _SHAPES.get(f"{method} {_template(path)}", _Shape()))
+        for method, path, handler in routes]
+    operations += [(method, endpoint.path, endpoint.serve, _Shape(endpoint.body, optional=not endpoint.requires_body))
+                   for endpoint in endpoints for method in endpoint.methods]
+    kinds = {kind: None for *_, shape in operations for kind in (shape.request, shape.response, shape.chunk) if kind}
     kinds |= dict.fromkeys((ErrorBody, messages.MessagesError))
     kind_schemas, components = msgspec.json.schema_components(kinds, ref_template=_REF + "{name}")
     schemas = dict(zip(kinds, kind_schemas))
     paths: dict[str, dict[str, Any]] = {}
-    for method, path, handler in routes:
-        operation = _operation(method, path, handler, schemas, path in open_paths)
+    for method, path, handler, shape in operations:
+        operation = _operation(method, path, handler, shape, schemas, path in open_paths)
         paths.setdefault(_template(path), {})[method.lower()] = operation
     return encode(_renamed({
         "openapi": "3.1.0", "info": {"title": "Baton", "version": __version__}, "paths": paths,
@@ -127,9 +125,8 @@ def api_document(routes: Iterable[Route], open_paths: Iterable[str]) -> bytes:
             "header": {"type": "apiKey", "in": "header", "name": "x-api-key"}}}}))
 
 
-def _operation(method: str, path: str, handler: Callable[..., Any], schemas: dict[Any, Any],
+def _operation(method: str, path: str, handler: Callable[..., Any], shape: _Shape, schemas: dict[Any, Any],
                is_open: bool) -> dict[str, Any]:
-    shape = _SHAPES.get(f"{method} {_template(path)}", _Shape())
     error = messages.MessagesError if path.startswith("/v1/messages") else ErrorBody
     content = {"application/json": {"schema": schemas[shape.response] if shape.response else {}}}
     if shape.chunk is not None:

@@ -7,13 +7,15 @@ import functools
 import logging
 import re
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Set
 from typing import Any
 
 from aiohttp import web
 
 from ..api.errors import InvalidRequest, NotFound, ServingError, TooLarge
-from .admin import control
+from ..commands.base import Endpoint
+from ..commands.registry import all_endpoints, refuse_taken_paths
+from .admin import commands
 from .admin import handler as admin_routes
 from .api_document import api_document
 from .batches import handler as batch_routes
@@ -89,25 +91,9 @@ _ROUTES: tuple[tuple[str, str, Route], ...] = (
     ("POST", "/close_session", session_routes.close_session),
     ("GET", "/metrics", admin_routes.metrics),
 )
-_CONTROL: tuple[tuple[str, str, Route], ...] = (
-    ("GET", "/flush_cache", control.flush_cache),
-    ("POST", "/flush_cache", control.flush_cache),
-    ("POST", "/update_weights_from_disk", control.update_weights_from_disk),
-    ("POST", "/release_memory_occupation", control.release_memory_occupation),
-    ("POST", "/resume_memory_occupation", control.resume_memory_occupation),
-    ("POST", "/pause_generation", control.pause_generation),
-    ("POST", "/continue_generation", control.continue_generation),
-    ("POST", "/start_profile", control.start_profile),
-    ("POST", "/stop_profile", control.stop_profile),
-    ("POST", "/set_internal_state", control.set_internal_state),
-    ("POST", "/start_expert_distribution_record", control.start_expert_distribution_record),
-    ("POST", "/stop_expert_distribution_record", control.stop_expert_distribution_record),
-    ("POST", "/dump_expert_distribution_record", control.dump_expert_distribution_record),
-)
-"""Routes that change the server, or all of its requests: for an administrator."""
 _FOR_CLIENTS = frozenset(re.sub(r":[^}]*}", "}", path) for _, path, _ in _ROUTES) | {"/openapi.json"}
-"""Paths that a client's key opens, as aiohttp spells them. Every other path needs an administrator's key, also one that
-is missing here by mistake."""
+"""Paths that a client's key opens, as aiohttp spells them, besides those of commands for clients. Every other path
+needs an administrator's key, also one that is missing here by mistake."""
 _OPEN_TO_ALL = frozenset(("/", "/health", "/health_generate", "/metrics"))
 
 
@@ -118,8 +104,14 @@ class MethodNotAllowed(ServingError):
 
 
 def make_app(context: ServingContext) -> web.Application:
-    app = web.Application(client_max_size=context.config.http.max_payload_size, middlewares=[_guard(context)])
-    for method, path, route in (*_ROUTES, *_CONTROL):
+    """The application of a server with all its endpoints, registered commands among them; raises ConfigError for a
+    plug-in that does not load or takes a path of the server."""
+    endpoints = all_endpoints()
+    refuse_taken_paths({endpoint.path for endpoint in endpoints} & {path for _, path, _ in _ROUTES})
+    for_clients = _FOR_CLIENTS | {endpoint.path for endpoint in endpoints if endpoint.for_clients}
+    guard = _guard(context, for_clients)
+    app = web.Application(client_max_size=context.config.http.max_payload_size, middlewares=[guard])
+    for method, path, route in all_routes(endpoints):
         handler = functools.partial(route, context)
         if method == "GET":
             app.router.add_get(path, handler)  # and HEAD
@@ -132,7 +124,7 @@ def make_app(context: ServingContext) -> web.Application:
     app.on_response_prepare.append(echo_request_id)
     app.on_response_prepare.append(add_prompt_pages)
     logging.getLogger("aiohttp.server").addFilter(is_server_fault)
-    document = functools.cache(lambda: api_document((*_ROUTES, *_CONTROL), _OPEN_TO_ALL))
+    document = functools.cache(lambda: api_document(_ROUTES, endpoints, _OPEN_TO_ALL))
 
     async def openapi(request: web.Request) -> web.Response:
         return json_bytes(document())
@@ -145,7 +137,13 @@ def make_app(context: ServingContext) -> web.Application:
     return app
 
 
-def _guard(context: ServingContext) -> Any:
+def all_routes(endpoints: Iterable[Endpoint]) -> list[tuple[str, str, Route]]:
+    """Method, path and handler of every endpoint; ``endpoints`` are those of commands."""
+    return [*_ROUTES, *((method, endpoint.path, commands.route(endpoint))
+                        for endpoint in endpoints for method in endpoint.methods)]
+
+
+def _guard(context: ServingContext, for_clients: Set[str]) -> Any:
     """A middleware that checks the key, and turns every error into the API's error object."""
     http, in_flight = context.config.http, context.in_flight
 
@@ -159,7 +157,7 @@ def _guard(context: ServingContext) -> Any:
         in_flight.begin(task, request)
         context.client_timeouts.on_head(request)
         try:
-            _check_key(request, context.keys)
+            _check_key(request, context.keys, for_clients)
             return await handler(request)
         except ServingError as error:
             return _failure(request, error)
@@ -193,13 +191,13 @@ def _client(request: web.Request) -> str:
     return str(hash(key)) if key else headers.get("X-Forwarded-For") or request.remote or ""
 
 
-def _check_key(request: web.Request, keys: ApiKeys) -> None:
+def _check_key(request: web.Request, keys: ApiKeys, for_clients: Set[str]) -> None:
     """Checks the request's key for its route, however its path is written; raises Unauthorized."""
     resource = request.match_info.route.resource
     path = resource.canonical if resource is not None else None
     if path in _OPEN_TO_ALL:
         return
-    keys.check(request, admin=path is not None and path not in _FOR_CLIENTS)
+    keys.check(request, admin=path is not None and path not in for_clients)
 
 
 def _failure(request: web.Request, error: ServingError) -> web.Response:

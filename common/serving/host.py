@@ -18,12 +18,13 @@ from ..api.errors import ConfigError
 from ..api.messages import Loading, Ready, StartFailed
 from ..config.checkpoint import pin_revision
 from ..config.command import describe_error
-from ..config.model import ModelSpec, load_model_spec
+from ..config.model import ModelSpec
 from ..config.server import ServerConfig
 from ..engine_client.client import EngineClient
 from ..engine_client.dp_balancer import DPBalancer
 from ..engine_client.multi_node import NodeServer
 from ..engine_client.rank_processes import RankProcesses, RankTarget, rank_specs
+from ..models.registry import load_model_spec
 from ..runner.preflight import preflight
 from ..tokenizer.tokenizer import Tokenizer, load_tokenizer
 from .context.served_model import ChatFormats

@@ -13,8 +13,10 @@ from typing import Any
 import msgspec
 
 from ..api.errors import ConfigError, WorkerUnavailable
+from ..commands.base import Endpoint
 from ..config.server import ServerConfig
 from ..engine_client.rank_processes import RankTarget
+from .admin.commands import run_endpoint
 from .chat.handler import plan_chat
 from .chat.schema import ChatRequest, decode_chat
 from .context.serving_context import ServingContext
@@ -79,6 +81,12 @@ class Cluster:
     async def chat(self, body: Mapping[str, Any]) -> Any:
         """The answer to a body of ``/v1/chat/completions``, as plain data; raises ServingError."""
         return msgspec.to_builtins(await self._full(_chat(body), plan_chat))
+
+    async def run_endpoint(self, endpoint: Endpoint, arguments: Mapping[str, Any]) -> list[str]:
+        """Runs the command of an endpoint on one engine after the other; returns their sentences. Raises ServingError,
+        as over HTTP."""
+        body = msgspec.json.encode(arguments)
+        return [await run_endpoint(context, endpoint, body) for context in self.contexts]
 
     def stream_generate(self, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
         """The stream's events, each with a choice's complete answer so far."""

@@ -125,7 +125,7 @@ def record_prompt_pages(context: ServingContext, request: web.Request, requests:
     if PROMPT_PAGES_HEADER in request.headers:
         first = requests[0]
         ids = first.input_ids if first.input_embeds is None else []  # pages of embeddings are never cached
-        request[PROMPT_PAGES_HEADER] = encode_pages(ids, context.config.cache.page_size)
+        request[PROMPT_PAGES_HEADER] = encode_pages(ids, context.config.cache.page_size, first.namespace.seed)
 
 
 async def add_prompt_pages(request: web.Request, response: web.StreamResponse) -> None:

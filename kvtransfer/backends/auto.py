@@ -98,7 +98,7 @@ class AutoBackend:
             backend.close()
 
 
-@TRANSFER_BACKENDS.register("auto")
+@TRANSFER_BACKENDS.register("auto", traits=("maps_host_memory",))
 def make(settings: BackendSettings) -> Backend:
     """Combines ipc, for a host's memory, with nixl, for a network, where its library is installed."""
     backends = [TRANSFER_BACKENDS.get("ipc")(settings)]

@@ -251,6 +251,6 @@ def _host_id() -> str:
                           "/proc/sys/kernel/random/boot_id.") from None
 
 
-@TRANSFER_BACKENDS.register("ipc")
+@TRANSFER_BACKENDS.register("ipc", traits=("maps_host_memory",))
 def make(settings: BackendSettings) -> Backend:
     return IpcBackend()

@@ -187,6 +187,6 @@ def _cut(regions: Sequence[Region], num_pages: int, blocks: Sequence[int]) -> li
     return [_Blocks(region.address, region.num_bytes // (num_pages * count)) for region, count in zip(regions, blocks)]
 
 
-@TRANSFER_BACKENDS.register("mooncake")
+@TRANSFER_BACKENDS.register("mooncake", needs={"mooncake": "mooncake-transfer-engine"})
 def make(settings: BackendSettings) -> Backend:
     return MooncakeBackend(settings.host, settings.ib_device)

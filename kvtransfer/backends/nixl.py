@@ -202,6 +202,6 @@ def _release(handle: Any) -> None:
         logger.debug("NIXL keeps a handle until its agent ends: %s", error)
 
 
-@TRANSFER_BACKENDS.register("nixl")
+@TRANSFER_BACKENDS.register("nixl", needs={"nixl": "nixl"})
 def make(settings: BackendSettings) -> Backend:
     return NixlBackend()

@@ -22,7 +22,7 @@ class BenchArgs:
     prefill_gpu: tuple[int, ...] = flag((0,), help="GPUs of the senders, used in turn, with --device cuda")
     decode_gpu: tuple[int, ...] = flag((1,), help="GPUs of the receivers; may be the same")
     tp: tuple[str, ...] = flag(("1:1",), help="tensor-parallel sizes of prefill and decode, each a case")
-    backend: str = flag("nixl", choices=Choices(TRANSFER_BACKENDS), help="transfer backend")
+    backend: str = flag("nixl", choices=Choices.of(TRANSFER_BACKENDS), help="transfer backend")
     prompt_tokens: tuple[int, ...] = flag((1024, 4096), help="prompt lengths")
     descriptor_kib: tuple[int, ...] = flag((64, 256, 1024, 2048), help=(
         "KiB of one page of one layer group, approximated by a whole number of groups"))

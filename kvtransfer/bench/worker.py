@@ -15,6 +15,7 @@ import torch
 
 from ...common.api.errors import ServingError
 from ...common.config.server import DisaggregationArgs
+from ...common.config.server.disaggregation import TRANSFER_BACKENDS
 from ...common.kvcache.host_memory import shared_bytes
 from ...common.kvcache.layout import KVLayout
 from ..backends import make_backend
@@ -164,7 +165,7 @@ class Worker:
         return rates
 
     def _zeros(self, shape: tuple[int, int]) -> torch.Tensor:
-        if self._args.backend in ("auto", "ipc") and self._device.type == "cpu":
+        if TRANSFER_BACKENDS.has(self._args.backend, "maps_host_memory") and self._device.type == "cpu":
             return torch.from_numpy(shared_bytes(shape[0] * shape[1])).view(shape)
         return torch.zeros(shape, dtype=torch.uint8, device=self._device)
 

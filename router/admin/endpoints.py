@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Coroutine
 from typing import Any
 from urllib.parse import parse_qs
@@ -11,6 +12,7 @@ import msgspec
 
 from ...common.api.errors import InvalidRequest
 from ...common.api.unreadable import UNREADABLE
+from ...common.commands.registry import refuse_taken_paths
 from ...common.obs.about_page import POLICY, about
 from ..config.endpoint import Endpoint
 from ..config.workers import parse_bootstrap_port
@@ -20,7 +22,7 @@ from ..monitoring.engine_metrics import merge
 from ..net.request import Request
 from ..net.responses import Response, error_message
 from ..relay.dispatcher import RETRY_AFTER_SECONDS
-from ..routes import QUICK_BROADCASTS, RENAMING, SLOW_BROADCASTS
+from ..routes import RELAYED, broadcasts
 from ..workers.ask import WorkerResponse, ask, ask_models, get
 from ..workers.compatibility import misfits_of
 from ..workers.dp_ranks import report_of, server_url
@@ -116,21 +118,24 @@ def drain_at(router: ClusterView, url: str) -> Response:
 
 
 async def broadcast(router: ClusterView, request: Request) -> Response:
-    """Sends the request to every worker; 200 when all succeed, with each worker's status (0: no answer) and error.
+    """Sends the request to every worker; 200 when all succeed, with each worker's status (0: no answer) and error, and
+    what the broadcast combines from the answers of those that succeeded.
 
     The status is 4xx where all that failed refused the request by a 4xx, else 502.
     """
-    slow = request.path in SLOW_BROADCASTS
-    seconds = (router.config.http.request_timeout_secs or _FOREVER) if slow else _BROADCAST_SECONDS
+    _, kind = broadcasts()[request.path]
+    seconds = (router.config.http.request_timeout_secs or _FOREVER) if kind.slow else _BROADCAST_SECONDS
     servers = _servers(router)
     answers = await asyncio.gather(*(ask(router.dispatcher, w, request, seconds) for w in servers.values()))
-    if request.path in RENAMING:
+    if kind.renames:
         await asyncio.gather(*(ask_models(router.dispatcher, worker, _REPORT_SECONDS) for worker in router.registry))
     failed = [answer.status for answer in answers if not answer.ok]
     refused = all(400 <= status < 500 for status in failed)
     result: dict[str, Any] = {"success": not failed, "workers": {url: a.status for url, a in zip(servers, answers)}}
     if failed:
         result["errors"] = {url: a.detail or error_message(a.body) for url, a in zip(servers, answers) if not a.ok}
+    if kind.combine is not None:
+        result |= kind.combine({url: a.json_object() for url, a in zip(servers, answers) if a.ok})
     return Response.json(result, 200 if not failed else max(failed) if refused else 502)
 
 
@@ -234,7 +239,7 @@ def key_from(parameters: dict[str, Any]) -> str | None:
     return key or None
 
 
-ADMIN_ROUTES: dict[bytes, tuple[tuple[bytes, ...], Handler]] = {
+_ADMIN_ROUTES: dict[bytes, tuple[tuple[bytes, ...], Handler]] = {
     b"/": ((b"GET",), root),
     b"/health": ((b"GET",), liveness),
     b"/liveness": ((b"GET",), liveness),
@@ -249,8 +254,16 @@ ADMIN_ROUTES: dict[bytes, tuple[tuple[bytes, ...], Handler]] = {
     b"/drain_worker": ((b"POST",), drain_worker),
     b"/get_load": ((b"GET",), loads),
     b"/get_loads": ((b"GET",), loads),
-    **dict.fromkeys((*QUICK_BROADCASTS, *SLOW_BROADCASTS), ((b"POST",), broadcast)),
-    b"/flush_cache": ((b"GET", b"POST"), broadcast),
 }
+
+
+@functools.cache
+def admin_routes() -> dict[bytes, tuple[tuple[bytes, ...], Handler]]:
+    """Methods and handler of the router's own paths; raises ConfigError for a command's plug-in that does not load or
+    takes a path of the router."""
+    refuse_taken_paths(path.decode() for path in broadcasts().keys() & {*_ADMIN_ROUTES, *RELAYED})
+    return _ADMIN_ROUTES | {path: (methods, broadcast) for path, (methods, _) in broadcasts().items()}
+
+
 OPEN_PATHS = frozenset((b"/", b"/health", b"/liveness", b"/readiness", b"/metrics", b"/dashboard"))
 """Paths that need no API key: probes and scrapers have none, and the dashboard's page asks for one."""

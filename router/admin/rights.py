@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import re
 from typing import Any
@@ -12,13 +13,10 @@ import msgspec
 from ...common.api.errors import InvalidRequest
 from ...common.api.unreadable import UNREADABLE
 from ..net.request import Request
-from ..routes import PREFIXES, QUICK_BROADCASTS, SLOW_BROADCASTS
+from ..routes import PREFIXES, changing_paths
 from .worker_routes import changes_workers
 
-_CHANGING = frozenset((b"/add_worker", b"/remove_worker", b"/drain_worker", *QUICK_BROADCASTS, *SLOW_BROADCASTS))
-_CHANGING_NAMES = frozenset((*(path.rpartition(b"/")[2] for path in _CHANGING),
-                             b"sleep", b"wake_up", b"collective_rpc", b"scale_elastic_ep"))
-"""The last parts of paths under ``PREFIXES`` that change the worker; all other paths there need no admin key."""
+_CHANGING = frozenset((b"/add_worker", b"/remove_worker", b"/drain_worker"))
 _SEPARATOR = re.compile(rb"[/\\]")
 
 
@@ -43,10 +41,17 @@ def needs_admin(request: Request) -> bool:
             return bool(_decode_abort(request.body).abort_all)
         except UNREADABLE:
             return False  # The workers say what is wrong with it.
-    if path in _CHANGING or changes_workers(request):
+    if path in _CHANGING or path in changing_paths() or changes_workers(request):
         return True
     return path.startswith(PREFIXES) and (
-        unquote_to_bytes(path).rstrip(b"/").rpartition(b"/")[2] in _CHANGING_NAMES)
+        unquote_to_bytes(path).rstrip(b"/").rpartition(b"/")[2] in _changing_names())
+
+
+@functools.cache
+def _changing_names() -> frozenset[bytes]:
+    """The last parts of paths under ``PREFIXES`` that change the worker; all other paths there need no admin key."""
+    return frozenset((*(path.rpartition(b"/")[2] for path in _CHANGING | changing_paths()),
+                      b"sleep", b"wake_up", b"collective_rpc", b"scale_elastic_ep"))
 
 
 def is_loopback(host: str) -> bool:

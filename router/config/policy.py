@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ...common.api.errors import ConfigError
 from ...common.config.cli import flag
+from ...common.registry import Choices, Registry
 from .checks import not_negative, positive
 
-PolicyName = Literal[
-    "bucket", "cache_aware", "cache_exact", "consistent_hash", "consistent_hashing", "least_loaded", "manual",
-    "power_of_two", "prefix_hash", "random", "round_robin"]
+if TYPE_CHECKING:
+    from ..policies.base import PolicyFactory
+
+ROUTING_POLICIES: Registry[PolicyFactory] = Registry("routing policy", "baton.router.policies")
+_POLICY_CHOICES = Choices.of(ROUTING_POLICIES)
 
 
 @dataclasses.dataclass(frozen=True)
 class PolicyArgs:
-    policy: PolicyName = flag("cache_aware", help="how a worker is chosen")
-    prefill_policy: PolicyName | None = flag(None, help="how a prefill worker is chosen (default: --policy)")
-    decode_policy: PolicyName | None = flag(None, help="how a decode worker is chosen (default: --policy)")
+    policy: str = flag("cache_aware", choices=_POLICY_CHOICES, help="how a worker is chosen")
+    prefill_policy: str | None = flag(
+        None, choices=_POLICY_CHOICES, help="how a prefill worker is chosen (default: --policy)")
+    decode_policy: str | None = flag(
+        None, choices=_POLICY_CHOICES, help="how a decode worker is chosen (default: --policy)")
     cache_threshold: float = flag(
         0.5, help="cache_aware: least share of a prompt that a worker must have seen to be preferred")
     balance_abs_threshold: int = flag(

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from ...common.api.errors import InvalidRequest
+from ...common.api.namespace import SHARED, Namespace
 from ...common.api.unreadable import UNREADABLE
 
 _ABSENT = msgspec.Raw()
@@ -64,6 +65,15 @@ class RoutingFields(msgspec.Struct, gc=False):
     bootstrap_room: msgspec.Raw = _ABSENT
     stream: msgspec.Raw = _ABSENT
     session_params: msgspec.Raw = _ABSENT
+    cache_salt: msgspec.Raw = _ABSENT
+    extra_key: msgspec.Raw = _ABSENT
+
+    @property
+    def namespace(self) -> Namespace:
+        """The namespace of the prompt's pages in workers' prefix caches; of a batch, the first prompt's."""
+        if not self.cache_salt and not self.extra_key:
+            return SHARED
+        return Namespace(_first_key(self.cache_salt), _first_key(self.extra_key))
 
     @property
     def routing_text(self) -> bytes:
@@ -116,9 +126,19 @@ class RoutingFields(msgspec.Struct, gc=False):
 
 _decode_routing_fields = msgspec.json.Decoder(RoutingFields).decode
 _decode_name = msgspec.json.Decoder(str).decode
+_decode_keys = msgspec.json.Decoder(str | list[str] | None).decode
 _encode = msgspec.json.Encoder().encode
 _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+def _first_key(raw: msgspec.Raw) -> str:
+    """A string, or the first of a list of strings; "" for anything else, which workers refuse."""
+    try:
+        keys = _decode_keys(raw) if raw else None
+    except UNREADABLE:
+        return ""
+    return (keys[0] if keys else "") if isinstance(keys, list) else keys or ""
 
 
 def _batch(raw: msgspec.Raw) -> int | None:

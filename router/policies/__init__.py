@@ -1,4 +1,4 @@
-"""Policies by name."""
+"""Policies of routing, one a file, registered there; the sets of policies that a router uses."""
 
 from __future__ import annotations
 
@@ -6,57 +6,20 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from random import Random
 
-from ..config.policy import PolicyArgs
+from ..config.policy import ROUTING_POLICIES, PolicyArgs
 from ..net.request import Group
 from ..workers.registry import Role
+from . import cache_exact
 from .base import Decision, Policy, Subject
-from .bucket import Bucket
 from .cache_aware import MAX_BLOCKS, CacheAware
 from .cache_exact import CacheExact
-from .consistent_hash import ConsistentHash
-from .consistent_hashing import ConsistentHashing
-from .least_loaded import LeastLoaded
 from .load_view import LoadView
-from .manual import Manual
-from .power_of_two import PowerOfTwo
-from .prefix_hash import PrefixHash
-from .random import RandomChoice
-from .round_robin import RoundRobin
 
 __all__ = ["Decision", "PolicySets", "Policy", "Subject", "build", "build_all"]
 
 
-def _cache_aware(args: PolicyArgs, rng: Random) -> Policy:
-    return CacheAware(cache_threshold=args.cache_threshold, balance_abs_threshold=args.balance_abs_threshold,
-                      balance_rel_threshold=args.balance_rel_threshold, max_tree_size=args.max_tree_size,
-                      eviction_interval=args.eviction_interval)
-
-
-def _cache_exact(args: PolicyArgs) -> CacheExact:
-    return CacheExact(balance_abs_threshold=args.balance_abs_threshold,
-                      balance_rel_threshold=args.balance_rel_threshold, max_tree_size=args.max_tree_size)
-
-
-_BUILDERS: dict[str, Callable[[PolicyArgs, Random], Policy]] = {
-    "bucket": lambda args, rng: Bucket(
-        rng, balance_abs_threshold=args.balance_abs_threshold, balance_rel_threshold=args.balance_rel_threshold,
-        interval=args.bucket_adjust_interval_secs),
-    "cache_aware": _cache_aware,
-    "cache_exact": lambda args, rng: _cache_exact(args),
-    "consistent_hash": lambda args, rng: ConsistentHash(args.hash_header),
-    "consistent_hashing": lambda args, rng: ConsistentHashing(rng),
-    "least_loaded": lambda args, rng: LeastLoaded(),
-    "manual": lambda args, rng: Manual(rng, mode=args.assignment_mode, max_idle=args.max_idle_secs,
-                                       eviction_interval=args.eviction_interval),
-    "power_of_two": lambda args, rng: PowerOfTwo(rng),
-    "prefix_hash": lambda args, rng: PrefixHash(args.prefix_token_count, args.prefix_hash_load_factor),
-    "random": lambda args, rng: RandomChoice(rng),
-    "round_robin": lambda args, rng: RoundRobin(),
-}
-
-
 def build(name: str, args: PolicyArgs, rng: Random) -> Policy:
-    return _BUILDERS[name](args, rng)
+    return ROUTING_POLICIES.get(name)(args, rng)
 
 
 def build_all(names: Mapping[Role, str], args: PolicyArgs, rng: Random,
@@ -67,7 +30,7 @@ def build_all(names: Mapping[Role, str], args: PolicyArgs, rng: Random,
     Prefill and decode policies remember the same prompts, each for itself: they share the bound on memory.
     """
     if "cache_exact" in names.values():
-        exact = exact.of_another_model() if exact is not None else _cache_exact(args)
+        exact = exact.of_another_model() if exact is not None else cache_exact.make(args, rng)
     policies = {role: exact if exact is not None and name == "cache_exact" else build(name, args, rng)
                 for role, name in names.items()}
     _bound_memory([policies])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
+from random import Random
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from ..config.policy import PolicyArgs
 from ..net.body import RoutingFields
 from ..net.request import Request
 from ..net.upstream_response import ResponseHead
@@ -57,6 +59,9 @@ class Policy(Protocol):
         WorkerUnavailable where the request asks for none of them."""
         ...
 
+
+PolicyFactory = Callable[[PolicyArgs, Random], Policy]
+"""A registered policy: makes it from its flags, with the router's random numbers."""
 
 Apply = Callable[[list[int], int, int], None]
 """``apply(words, subject, number)`` takes in a record of another process."""

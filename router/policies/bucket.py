@@ -13,8 +13,9 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from random import Random
 
+from ..config.policy import ROUTING_POLICIES, PolicyArgs
 from ..workers.registry import Worker
-from .base import Decision, prompt_text
+from .base import Decision, Policy, prompt_text
 
 _INITIAL_MAX_LENGTH = 4096
 """Lengths up to here are divided evenly until prompts have been seen."""
@@ -129,3 +130,9 @@ class Bucket:
         self.bounds = self._bounds(len(workers))
         self._workers, self._work = workers, _RecentBytes(len(workers))
         self._recent, self._past = [], deque()
+
+
+@ROUTING_POLICIES.register("bucket")
+def make(args: PolicyArgs, rng: Random) -> Policy:
+    return Bucket(rng, balance_abs_threshold=args.balance_abs_threshold,
+                  balance_rel_threshold=args.balance_rel_threshold, interval=args.bucket_adjust_interval_secs)

@@ -11,12 +11,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain, islice
+from random import Random
 
+from ..config.policy import ROUTING_POLICIES, PolicyArgs
 from ..net.body import RoutingFields
 from ..net.request import Request
 from ..workers.registry import Worker
 from ..workers.worker_sets import WorkerSets
-from .base import Decision, Publish, Replication, by_load, prompt_text
+from .base import Decision, Policy, Publish, Replication, by_load, prompt_text
 from .load_view import EXACT_UP_TO, LoadView
 from .worker_groups import WorkerGroup, WorkerGroups
 
@@ -334,3 +336,10 @@ class Branches:
                 self._old, self._young = self._young, {}
             self._young[end] = seen + 1
         return seen + 1 >= self.MIN_SEEN
+
+
+@ROUTING_POLICIES.register("cache_aware")
+def make(args: PolicyArgs, rng: Random) -> Policy:
+    return CacheAware(cache_threshold=args.cache_threshold, balance_abs_threshold=args.balance_abs_threshold,
+                      balance_rel_threshold=args.balance_rel_threshold, max_tree_size=args.max_tree_size,
+                      eviction_interval=args.eviction_interval)

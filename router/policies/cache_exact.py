@@ -13,10 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import nlargest
 from operator import itemgetter
+from random import Random
 from typing import NamedTuple
 from weakref import WeakSet
 
 from ...common.api.kv_events import PROMPT_PAGES_HEADER, Cleared, Event, decode_pages
+from ..config.policy import ROUTING_POLICIES, PolicyArgs
 from ..net.body import RoutingFields
 from ..net.request import Request
 from ..net.upstream_response import ResponseHead
@@ -161,10 +163,11 @@ class CacheExact:
         if not text:
             return None
         assert fields is not None
+        seed = fields.namespace.seed
         if _is_token_ids(text):
-            ids = split(text)
+            ids = split(text, seed)
             return Prompt(len(text), ids.keys, ids)
-        blocks = text_blocks(text)
+        blocks = text_blocks(text, seed)
         if self.texts.knows(blocks):
             return Prompt(len(text), blocks, None)
         reader = _PromptPagesReader(self.texts, blocks, len(text))
@@ -344,3 +347,9 @@ class _PromptPagesReader:
 def _is_token_ids(text: bytes) -> bool:
     """Returns True if a prompt is a list of token ids, by its beginning."""
     return text.startswith(b"[") and text[1:9].lstrip()[:1].isdigit()
+
+
+@ROUTING_POLICIES.register("cache_exact")
+def make(args: PolicyArgs, rng: Random) -> CacheExact:
+    return CacheExact(balance_abs_threshold=args.balance_abs_threshold,
+                      balance_rel_threshold=args.balance_rel_threshold, max_tree_size=args.max_tree_size)

@@ -12,14 +12,16 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from itertools import count
+from random import Random
 
 import msgspec
 
 from ...common.api.unreadable import UNREADABLE
+from ..config.policy import ROUTING_POLICIES, PolicyArgs
 from ..net.body import RoutingFields
 from ..net.request import Request
 from ..workers.registry import Worker
-from .base import Decision, Replication
+from .base import Decision, Policy, Replication
 from .load_view import LoadView
 
 POINTS = 160
@@ -153,3 +155,8 @@ class ConsistentHash:
         if not subject:
             return Decision(self._loads.next_least_loaded(workers, next(self._counter)), "no_session")
         return Decision(self._ring.owner(workers, subject), "session")
+
+
+@ROUTING_POLICIES.register("consistent_hash")
+def make(args: PolicyArgs, rng: Random) -> Policy:
+    return ConsistentHash(args.hash_header)

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from random import Random
 
 from ...common.api.errors import WorkerUnavailable
+from ..config.policy import ROUTING_POLICIES, PolicyArgs
 from ..net.body import RoutingFields
 from ..net.request import Request
 from ..workers.registry import Worker
-from .base import ROUTING_KEY, Decision
+from .base import ROUTING_KEY, Decision, Policy
 from .consistent_hash import WorkerRing
 
 _TARGET = b"x-smg-target-worker"
@@ -41,3 +42,8 @@ class ConsistentHashing:
         if not key:
             return Decision(self._rng.choice(workers), "no_session")
         return Decision(self._ring.owner(workers, key), "session")
+
+
+@ROUTING_POLICIES.register("consistent_hashing")
+def make(args: PolicyArgs, rng: Random) -> Policy:
+    return ConsistentHashing(rng)

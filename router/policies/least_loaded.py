@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import count
+from random import Random
 
+from ..config.policy import ROUTING_POLICIES, PolicyArgs
 from ..workers.registry import Worker
-from .base import Decision, Replication, Subject, nothing
+from .base import Decision, Policy, Replication, Subject, nothing
 from .load_view import LoadView
 
 
@@ -22,3 +24,8 @@ class LeastLoaded:
 
     def choose(self, workers: Sequence[Worker], subject: Subject) -> Decision:
         return Decision(self._loads.next_least_loaded(workers, next(self._counter)), "least")
+
+
+@ROUTING_POLICIES.register("least_loaded")
+def make(args: PolicyArgs, rng: Random) -> Policy:
+    return LeastLoaded()

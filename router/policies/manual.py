@@ -14,10 +14,11 @@ from typing import Literal
 
 import msgspec
 
+from ..config.policy import ROUTING_POLICIES, PolicyArgs
 from ..net.body import RoutingFields
 from ..net.request import Request
 from ..workers.registry import Worker
-from .base import ROUTING_KEY, Decision, Publish, Replication
+from .base import ROUTING_KEY, Decision, Policy, Publish, Replication
 from .load_view import LoadView
 
 AssignmentMode = Literal["random", "min_load", "min_group"]
@@ -162,3 +163,8 @@ class Manual:
         self._deck = [worker.id for worker in workers]
         self._rng.shuffle(self._deck)
         return self._by_id[self._deck.pop()]
+
+
+@ROUTING_POLICIES.register("manual")
+def make(args: PolicyArgs, rng: Random) -> Policy:
+    return Manual(rng, mode=args.assignment_mode, max_idle=args.max_idle_secs, eviction_interval=args.eviction_interval)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
+from ..config.policy import ROUTING_POLICIES, PolicyArgs
 from ..workers.registry import Worker
-from .base import Decision, Subject, nothing
+from .base import Decision, Policy, Subject, nothing
 
 
 class PowerOfTwo:
@@ -24,3 +25,8 @@ class PowerOfTwo:
             return Decision(workers[0], "only")
         first, second = self._rng.sample(workers, 2)
         return Decision(first if first.load <= second.load else second, "lighter")
+
+
+@ROUTING_POLICIES.register("power_of_two")
+def make(args: PolicyArgs, rng: Random) -> Policy:
+    return PowerOfTwo(rng)

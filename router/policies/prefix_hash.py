@@ -6,11 +6,13 @@ Needs no memory of prompts: a hash of the first tokens chooses a position on the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from random import Random
 
+from ..config.policy import ROUTING_POLICIES, PolicyArgs
 from ..net.body import RoutingFields
 from ..net.request import Request
 from ..workers.registry import Worker
-from .base import Decision, prompt_text
+from .base import Decision, Policy, prompt_text
 from .consistent_hash import WorkerRing
 from .load_view import LoadView
 
@@ -46,3 +48,8 @@ class PrefixHash:
         if worker.load <= (loads.total + 1) / len(workers) * self._factor:
             return Decision(worker, "prefix")
         return Decision(loads.least_loaded({}), "balance")
+
+
+@ROUTING_POLICIES.register("prefix_hash")
+def make(args: PolicyArgs, rng: Random) -> Policy:
+    return PrefixHash(args.prefix_token_count, args.prefix_hash_load_factor)

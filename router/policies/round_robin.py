@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import count
+from random import Random
 
+from ..config.policy import ROUTING_POLICIES, PolicyArgs
 from ..workers.registry import Worker
-from .base import Decision, Replication, Subject, nothing
+from .base import Decision, Policy, Replication, Subject, nothing
 
 
 class RoundRobin:
@@ -20,3 +22,8 @@ class RoundRobin:
 
     def choose(self, workers: Sequence[Worker], subject: Subject) -> Decision:
         return Decision(workers[next(self._counter) % len(workers)], "turn")
+
+
+@ROUTING_POLICIES.register("round_robin")
+def make(args: PolicyArgs, rng: Random) -> Policy:
+    return RoundRobin()

@@ -25,9 +25,10 @@ _PAGE_BITS = 24
 _MAX_PAGES = 2**_PAGE_BITS - 1
 
 
-def text_blocks(text: bytes) -> list[int]:
-    """Returns the hashes of the text's blocks and, last, of the whole text."""
-    return [*block_hashes(text), hash((1, text))]
+def text_blocks(text: bytes, seed: int | None = None) -> list[int]:
+    """Returns the hashes of the text's blocks and, last, of the whole text, in the namespace of ``seed``."""
+    blocks = [*block_hashes(text), hash((1, text))]
+    return blocks if seed is None else [block ^ seed for block in blocks]
 
 
 class TextPages:

@@ -36,16 +36,18 @@ class TokenSegments(NamedTuple):
     ends: list[int]
     """Offsets at which segments end, but for the last one."""
     keys: list[int]
-    """Hashes of the text up to each end, and of all of it."""
+    """Hashes of the text up to each end, and of all of it, in its namespace."""
+    seed: int | None = None
+    """Of its namespace: the parent of its first page."""
 
     @property
     def num_tokens(self) -> int:
         return self.text.count(b",") + 1
 
 
-def split(text: bytes) -> TokenSegments:
+def split(text: bytes, seed: int | None = None) -> TokenSegments:
     ends, keys = [], []
-    key, start, min_size = 0, 1, MIN_FIRST_SEGMENT_BYTES
+    key, start, min_size = seed or 0, 1, MIN_FIRST_SEGMENT_BYTES
     while (end := text.find(b",", start + min_size)) >= 0:
         min_size = MIN_SEGMENT_BYTES
         key = hash((key, text[start:end]))
@@ -53,7 +55,7 @@ def split(text: bytes) -> TokenSegments:
         keys.append(key)
         start = end + 1
     keys.append(hash((key, text[start:], 1)))
-    return TokenSegments(text, ends, keys)
+    return TokenSegments(text, ends, keys, seed)
 
 
 class TokenPages:
@@ -80,13 +82,13 @@ class TokenPages:
         """
         young, old = self._young, self._old
         start, number, new, rest = 1, 0, 0, b""
-        parent: int | None = None
+        parent = segments.seed
         hashes: Sequence[int]
         for end, key in zip((*segments.ends, len(segments.text)), segments.keys):
             segment = young.get(key ^ page_size) or old.get(key ^ page_size)
             if segment is None:
                 if new == MAX_NEW_SEGMENTS:
-                    if parent is not None:
+                    if parent is not None and parent != segments.seed:
                         yield segments.num_tokens // page_size, [parent]
                     return
                 new += 1

@@ -26,7 +26,6 @@ import xgrammar
 from ...common.api.grammar import GrammarSpec, Vocabulary
 from ...common.api.messages import Generate
 from ...common.api.sampling import SamplingParams
-from ...common.config.model import load_model_spec
 from ...common.config.server import (
     CacheArgs,
     DisaggregationArgs,
@@ -39,6 +38,7 @@ from ...common.config.server import (
 )
 from ...common.distributed.parallel import Parallel
 from ...common.grammar.compiler import Compiler
+from ...common.models.registry import load_model_spec
 from ...common.runner.model_runner import ModelRunner
 from ..helpers.grammar_engine import GrammarEngine
 from .relay import LLAMA_8B

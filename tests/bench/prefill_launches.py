@@ -76,18 +76,17 @@ def single_calls(engine: SteppedEngine) -> dict[str, float]:
     device, dtype = runner.device, runner._model.dtype
     x = torch.zeros(32, runner._model.hidden_size, dtype=dtype, device=device)
     row = Row([1] * 32, 0, np.arange(runner.layout.pages_for(32), dtype=np.int32))
-    runner._attention.plan(build_forward_batch([row], runner.layout.page_size, device))
-    projected, residual = layer.enter(x, x)
-    heads = layer.attention.attend(projected, runner._attention, runner._model.cos_sin, None)
+    step = runner._context(build_forward_batch([row], runner.layout.page_size, device), None)
+    projected, residual = layer.pre_attention(x, x)
+    heads = layer.attention.attend(projected, step, runner._model.cos_sin, False)
     calls: dict[str, Callable[[], Any]] = {
         "rmsnorm (Triton)": lambda: rmsnorm(x, layer.mlp_norm.weight, 1e-5, x),
         "a product": lambda: torch.nn.functional.linear(x, layer.input_norm.weight[None]),
         "copy_": lambda: heads.copy_(heads),
         "empty": lambda: torch.empty_like(x),
         "a slice": lambda: x[:16],
-        "a layer's attention": lambda: layer.attention.attend(projected, runner._attention, runner._model.cos_sin,
-                                                               None),
-        "a layer between attentions": lambda: runner._model.between_attentions(1, heads, residual),
+        "a layer's attention": lambda: layer.attention.attend(projected, step, runner._model.cos_sin, False),
+        "a layer between attentions": lambda: runner._model.between_attentions(1, heads, residual, step.rows),
     }
     graphs = runner.prefill_graphs.graphs
     if graphs is not None:
@@ -112,7 +111,7 @@ def record(engine: SteppedEngine, wanted: GraphSizes) -> dict[str, float]:
     engine.synchronize()
     torch.cuda.empty_cache()
     before, began = torch.cuda.mem_get_info()[0], time.perf_counter()
-    runner.prefill_graphs.record(wanted, GraphRecorder(runner.device), runner._begin_step, lambda what, share: None)
+    runner.prefill_graphs.record(wanted, GraphRecorder(runner.device), lambda what, share: None)
     engine.synchronize()
     torch.cuda.empty_cache()
     seconds = time.perf_counter() - began

@@ -77,10 +77,8 @@ class EngineTrace:
 
         def sent(message: Any) -> None:
             send(message)
-            if hasattr(message, "outputs"):
-                batch = message.new_tokens
-                count = len(message.outputs) + (0 if batch is None else len(batch.rids))
-                self.told.append((time.perf_counter(), count, self._waited))
+            if hasattr(message, "rids"):
+                self.told.append((time.perf_counter(), len(message.rids), self._waited))
 
         def closed() -> None:
             self._write()

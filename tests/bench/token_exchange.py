@@ -105,10 +105,10 @@ def measured(parallel: Parallel, counts: list[int], hidden: int, dtype: torch.dt
     exchange, across = parallel.token_exchange, parallel.dp
     x = torch.randn(counts[parallel.dp_rank], hidden, device=parallel.device).to(dtype)
     equal = torch.randn(max(counts), hidden, device=parallel.device).to(dtype)
-    exchange.begin_step(counts)
+    rows = exchange.step(counts)
     return {
-        "around": timed(parallel, lambda: exchange.apply(parallel.tp.all_reduce, x)),
-        "summed": timed(parallel, lambda: exchange.apply_partial(lambda y: y, in_two, x)),
+        "around": timed(parallel, lambda: exchange.apply(parallel.tp.all_reduce, x, rows)),
+        "summed": timed(parallel, lambda: exchange.apply_partial(lambda y: y, in_two, x, rows)),
         "collectives": timed(parallel, lambda: across.reduce_scatter_rows(across.all_gather_rows(equal))),
     }
 
@@ -142,13 +142,12 @@ class Layer:
         self.x = torch.randn(tokens, hidden, device=parallel.device).to(dtype)
 
     def exchange(self) -> None:
-        self._tokens.begin_step(self._counts)
-        self._tokens.apply_partial(lambda y: y, in_two, self.x)
+        self._tokens.apply_partial(lambda y: y, in_two, self.x, self._tokens.step(self._counts))
 
     def normed(self, low_latency: bool) -> None:
-        self._tokens.begin_step(self._counts, all_decode=low_latency)
-        rows, residual = self._before.add_norm_as(unquantized, self.x, self.x)
-        self._behind.add_norm(self._tokens.apply_partial(lambda y: y, in_two, rows), residual)
+        rows = self._tokens.step(self._counts, all_decode=low_latency)
+        x, residual = self._before.add_norm_as(unquantized, self.x, self.x, rows)
+        self._behind.add_norm(self._tokens.apply_partial(lambda y: y, in_two, x, rows), residual)
 
 
 def in_two(y: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -20,7 +20,8 @@ FILES = {
     "cube.py": "from toys_of_a_test.names import OTHERS, TOYS as t\n\nCUBE = t.register('cube')(object())\n"
                "OTHERS.register('die')(CUBE)\n",
     "secret.py": "import missing_package\nfrom .names import TOYS\n\n\n"
-                 "@TOYS.register('secret', hidden=True)\ndef make(): ...\n",
+                 "@TOYS.register('secret', hidden=True, traits=('dark',), needs={'missing_package': 'missing'})\n"
+                 "def make(): ...\n",
     "helper.py": "import atexit\natexit.register(print, 'not a toy')\n",
     "inner/__init__.py": "",
     "inner/deep.py": "from ..names import TOYS\n\n\n@TOYS.register('deep')\nclass Deep: ...\n",
@@ -56,13 +57,27 @@ def test_an_entry_is_imported_when_it_is_asked_for(toys):
         toys.TOYS.get("secret")
 
 
+def test_traits_are_known_without_importing(toys):
+    assert toys.TOYS.has("secret", "dark") and not toys.TOYS.has("ball", "dark") and not toys.TOYS.has("kite", "dark")
+
+
+def test_all_entries(toys, tmp_path):
+    (tmp_path / "toys_of_a_test" / "secret.py").unlink()
+    importlib.invalidate_caches()
+    entries = toys.TOYS.entries()
+    assert set(entries) == {"ball", "sphere", "cube"} and entries["ball"] is entries["sphere"]
+    assert (*entries,).index("sphere") == (*entries,).index("ball") + 1
+
+
 def test_an_unknown_name_is_a_sentence_with_the_shown_ones(toys):
     with pytest.raises(ConfigError, match="^The toy must be ball, cube or sphere, not 'kite'.$"):
         toys.TOYS.get("kite")
 
 
 def test_a_name_is_taken_once(toys, tmp_path):
-    toys.TOYS.register("kite")(print)
+    toys.TOYS.register("kite", needs={"wind": "air"}, traits=("flies",))(print)
+    assert toys.TOYS.needs_of("kite") == {"wind": "air"}
+    assert toys.TOYS.has("kite", "flies") and not toys.TOYS.has("kite", "rolls")
     toys.TOYS.register("kite")(print)  # the same entry
     assert toys.TOYS.get("kite") is print and toys.TOYS.module_of("kite") is None
     with pytest.raises(ConfigError, match="The toy kite is registered twice."):
@@ -101,6 +116,15 @@ def test_a_plug_in_may_be_a_module_that_registers(monkeypatch):
     assert toys.get("len") is len
 
 
+def test_a_plug_in_that_does_not_load_is_a_sentence(monkeypatch):
+    points = [EntryPoint("kite", "missing_package.kite:Kite", "toys")]
+    monkeypatch.setattr(module.importlib.metadata, "entry_points", lambda group: points)
+    toys: Registry[object] = Registry("toy", group="toys")
+    with pytest.raises(ConfigError,
+                       match="The plug-in missing_package.kite:Kite of the toy kite does not load: .*missin"):
+        toys.get("kite")
+
+
 def test_a_plug_in_needs_a_name_of_its_own(toys, monkeypatch):
     points = [EntryPoint("ball", "json:dumps", "toys")]
     monkeypatch.setattr(module.importlib.metadata, "entry_points", lambda group: points)
@@ -111,5 +135,6 @@ def test_a_plug_in_needs_a_name_of_its_own(toys, monkeypatch):
 
 
 def test_choices_of_a_flag(toys):
-    choices = Choices(toys.TOYS, ("auto",))
-    assert choices.shown == ("auto", "ball", "cube", "sphere") and choices.hidden == ("secret",)
+    choices = Choices.of(toys.TOYS, toys.OTHERS, others=("auto",))
+    assert choices.shown == ("auto", "ball", "cube", "die", "sphere") and choices.hidden == ("secret",)
+    assert choices.needs_of("secret") == {"missing_package": "missing"} and choices.needs_of("auto") == {}

@@ -30,6 +30,8 @@ from baton.common.api.messages import (
     Logprobs,
     Output,
     OutputBatch,
+    OutputExtras,
+    PromptUsage,
     RankTotals,
     Ready,
     Shutdown,
@@ -155,8 +157,8 @@ class EchoEngine:
         if (found := self._running.pop(rid, None)) is not None:
             self._counters["aborted_requests"] += 1
             if not silent:
-                num_prompt_tokens = len(found[0].input_ids)
-                self._channel.send(OutputBatch([Output(rid, [], num_prompt_tokens, 1, found[1], Finish("abort"))]))
+                extras = OutputExtras(PromptUsage(len(found[0].input_ids), 1), Finish("abort"))
+                self._channel.send(OutputBatch.of([Output(rid, [], extras)]))
 
     def _step(self) -> None:
         outputs = []
@@ -174,7 +176,7 @@ class EchoEngine:
             else:
                 self._running[rid] = (request, done + 1)
         if outputs:
-            self._channel.send(OutputBatch(outputs))
+            self._channel.send(OutputBatch.of(outputs))
             time.sleep(STEP_SECONDS)
 
     def _output(self, request: Generate, done: int) -> Output:
@@ -187,7 +189,7 @@ class EchoEngine:
         elif total >= sampling.max_new_tokens or self._mode == "prefill":
             finish = Finish("length")
         if sampling.max_new_tokens == 0:
-            return Output(request.rid, [], len(prompt), 1, 0, Finish("length"))
+            return Output(request.rid, [], OutputExtras(PromptUsage(len(prompt), 1), Finish("length")))
         logprobs = prompt_logprobs = None
         if request.return_logprob:
             top = [(token, -0.5), (EOS, -float("inf"))][: request.top_logprobs_num]
@@ -196,7 +198,8 @@ class EchoEngine:
             if done == 0 and start >= 0:
                 values = [None] * (start == 0) + [-1.0] * (len(prompt) - max(start, 1))
                 prompt_logprobs = Logprobs(prompt[start:], values)
-        return Output(request.rid, [token], len(prompt), 1, total, finish, logprobs, prompt_logprobs)
+        usage = None if done else PromptUsage(len(prompt), 1)
+        return Output(request.rid, [token], OutputExtras(usage, finish, logprobs, prompt_logprobs))
 
 
 def rank_main(spec: RankSpec) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 from baton.common.api.grammar import GrammarSpec, Vocabulary
 from baton.common.api.messages import Failed, Generate, OutputBatch, PrepareGrammar
 from baton.common.api.sampling import SamplingParams
-from baton.common.config.model import load_model_spec
 from baton.common.config.server import (
     CacheArgs,
     DisaggregationArgs,
@@ -25,6 +24,7 @@ from baton.common.engine.unified_scheduler import UnifiedScheduler
 from baton.common.execution.executor import Executor
 from baton.common.grammar.store import GrammarStore
 from baton.common.kvcache.manager import KVCacheManager
+from baton.common.models.registry import load_model_spec
 from baton.common.runner.model_runner import ModelRunner
 from baton.common.sampling.sampler import Sampler
 from baton.common.scheduler.batcher import Batcher
@@ -104,7 +104,7 @@ class GrammarEngine:
         for message in self.sent:
             if isinstance(message, Failed):
                 found[message.rid] = message
-            for output in message.items if isinstance(message, OutputBatch) else ():
+            for output in message.rows() if isinstance(message, OutputBatch) else ():
                 found.setdefault(output.rid, []).extend(output.token_ids)
                 if output.finish is not None:
                     self.reasons[output.rid] = output.finish.reason

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from baton.common.api.grammar import GrammarSpec
-from baton.common.api.messages import Generate, OutputBatch, PrepareGrammar
+from baton.common.api.messages import Generate, PrepareGrammar
 from baton.common.api.sampling import SamplingParams
-from baton.common.config.model import load_model_spec
 from baton.common.config.server import (
     CacheArgs,
     DataParallelArgs,
@@ -23,10 +22,13 @@ from baton.common.execution.executor import Executor
 from baton.common.execution.pp_executor import PPExecutor
 from baton.common.grammar.store import GrammarStore
 from baton.common.kvcache.manager import KVCacheManager
+from baton.common.models.registry import load_model_spec
 from baton.common.runner.model_runner import ModelRunner
 from baton.common.sampling.sampler import Sampler
 from baton.common.scheduler.make_batcher import make_batcher
 from baton.common.scheduler.request_tracker import RequestTracker
+
+from .outputs import outputs_of
 
 
 class Engine:
@@ -84,7 +86,7 @@ class Engine:
         assert self.cache.num_allocated == 0
         swap = self.scheduler.batcher.swap
         assert swap is None or swap.host.num_allocated == 0
-        outputs = [item for message in self.sent if isinstance(message, OutputBatch) for item in message.items]
+        outputs = outputs_of(self.sent)
         self.sent.clear()
         return outputs
 

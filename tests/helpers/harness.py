@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from baton.tests.helpers.ports import free_ports
@@ -23,10 +23,11 @@ def get_json(url: str, timeout: float = 10.0) -> dict:
         return json.load(answer)
 
 
-def post_json(url: str, body: dict | None = None, timeout: float = 60.0) -> tuple[int, dict]:
+def post_json(url: str, body: dict | None = None, timeout: float = 60.0,
+              headers: Mapping[str, str] | None = None) -> tuple[int, dict]:
     """Status and JSON body, whatever the status."""
     data = b"" if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method="POST")
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **(headers or {})}, method="POST")
     try:
         with urllib.request.urlopen(request, timeout=timeout) as answer:
             return answer.status, json.load(answer)
@@ -102,21 +103,24 @@ class Cluster:
 
     def __init__(self, folder: Path, *, prefill: int = 1, decode: int = 1, flags: Sequence[str] = (),
                  prefill_flags: Sequence[str] = (), decode_flags: Sequence[str] = (),
-                 router_flags: Sequence[str] = ("--policy", "round_robin")):
+                 router_flags: Sequence[str] = ("--policy", "round_robin"),
+                 environment: Mapping[str, str] | None = None):
         ports = free_ports(2 * prefill + decode + 1)
         common = ["--model-path", "tinychat", "--device", "cpu", "--log-level", "warning", *flags]
         self.prefill, self.decode, routed = [], [], []
         for i in range(prefill):
             port, bootstrap = ports.pop(), ports.pop()
             argv = [*common, *prefill_flags, "--disaggregation-bootstrap-port", str(bootstrap)]
-            self.prefill.append(Server("baton.prefill.launch", argv, port, folder / f"prefill-{i}.log"))
+            self.prefill.append(Server("baton.prefill.launch", argv, port, folder / f"prefill-{i}.log",
+                                       **(environment or {})))
             routed += ["--prefill", self.prefill[-1].url, str(bootstrap)]
         for i in range(decode):
             argv = [*common, *decode_flags]
-            self.decode.append(Server("baton.decode.launch", argv, ports.pop(), folder / f"decode-{i}.log"))
+            self.decode.append(Server("baton.decode.launch", argv, ports.pop(), folder / f"decode-{i}.log",
+                                      **(environment or {})))
             routed += ["--decode", self.decode[-1].url]
         argv = ["--pd-disaggregation", "--log-level", "warning", *routed, *router_flags]
-        self.router = Server("baton.router.launch", argv, ports.pop(), folder / "router.log")
+        self.router = Server("baton.router.launch", argv, ports.pop(), folder / "router.log", **(environment or {}))
 
     @property
     def workers(self) -> list[Server]:

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 
 from baton.common.forward.forward_batch import BatchColumns, ForwardBatch, TokenIds
+from baton.common.forward.step_context import StepContext
+from baton.common.runner.dp_sync import DPStepInfo
 
 
 class PaddedSteps:
@@ -38,7 +40,8 @@ class PaddedSteps:
     def _run(self, batch):
         assert batch.is_decode and batch.num_reqs in self._sizes
         self.replayed.append(batch.num_reqs)
-        self._runner._attention.plan(batch)
-        live = batch.page_of_token != self._runner.num_pages
-        return self._runner._model.forward(dataclasses.replace(batch, logits_rows=None, live=live),
-                                           self._runner._attention, lambda layer: None)
+        runner = self._runner
+        plan = runner._attention.plan(batch)
+        rows, logits = runner._rows_of(DPStepInfo.uniform_decode(runner._parallel.dp_size, batch.num_reqs))
+        rows = runner._model.token_exchange.mark_live(rows, batch.page_of_token != runner.num_pages)
+        return runner._model.forward(StepContext(dataclasses.replace(batch, logits_rows=None), plan, rows, logits))

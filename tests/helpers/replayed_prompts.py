@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from baton.common.distributed.parallel import Parallel
 from baton.common.forward.forward_batch import Row, build_forward_batch
 from baton.common.runner.cuda_graphs.piecewise_graphs import GraphSizes
 from baton.tests.helpers.small_models import scattered_pages
@@ -19,23 +18,16 @@ PADDED = [16, 48, 48, 48, 16]
 
 
 class Again:
-    """Records by computing once more into the tensors of the first time, with what was exchanged and live then.
-    ``replayed`` has the rows of every replay."""
+    """Records by computing once more into the tensors of the first time. ``replayed`` has the rows of every replay."""
 
-    def __init__(self, parallel: Parallel) -> None:
-        self._tokens, self._padded = parallel.token_exchange, parallel.experts.prefill_live_rows
+    def __init__(self) -> None:
         self.replayed: list[int] = []
 
     def record(self, work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        held, counts, live = work(), self._tokens._counts, self._padded.rows
-        assert live is not None
+        held = work()
 
         def replay() -> None:
-            now = self._tokens._counts
-            self._tokens.begin_step(counts)
-            with self._padded.using(live):
-                (projected, residual), (new, new_residual) = held, work()
-            self._tokens.begin_step(now)
+            (projected, residual), (new, new_residual) = held, work()
             for old, made in zip((*projected, residual), (*new, new_residual)):
                 old.copy_(made)
             self.replayed.append(len(residual))
@@ -48,8 +40,8 @@ class Again:
 
 def record_again(runner: Any, sizes: list[int]) -> list[int]:
     """The runner's prompts run in pieces of ``sizes`` from now on; the rows of every piece that will be replayed."""
-    recorder = Again(runner._parallel)
-    runner.prefill_graphs.record(GraphSizes(sizes, sizes[-1]), recorder, runner._begin_step, lambda what, share: None)
+    recorder = Again()
+    runner.prefill_graphs.record(GraphSizes(sizes, sizes[-1]), recorder, lambda what, share: None)
     recorder.replayed.clear()
     return recorder.replayed
 

@@ -205,7 +205,7 @@ class SimulatedServer:
 
     def _send(self, message: FromEngine) -> None:
         assert isinstance(message, OutputBatch)
-        sent = [(output.rid, output.finish is not None) for output in message.items]
+        sent = [(output.rid, output.finish is not None) for output in message.rows()]
         self._later(self.now, lambda now: self._deliver(now, sent))
 
     def _deliver(self, now: float, sent: list[tuple[str, bool]]) -> None:

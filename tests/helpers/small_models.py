@@ -9,7 +9,6 @@ import numpy as np
 import torch
 import transformers
 
-from baton.common.config.model import load_model_spec
 from baton.common.config.server import (
     CacheArgs,
     DisaggregationArgs,
@@ -22,6 +21,7 @@ from baton.common.config.server import (
 )
 from baton.common.distributed.parallel import Parallel
 from baton.common.forward.forward_batch import Row, build_forward_batch
+from baton.common.models.registry import load_model_spec
 from baton.common.runner.model_runner import ModelRunner
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")

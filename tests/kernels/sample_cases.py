@@ -9,8 +9,10 @@ import torch
 
 from baton.common.api.sampling import SamplingParams
 from baton.common.request.sampling_metadata import SamplingMetadata
+from baton.common.sampling.fused_sampling import FusedSampling, _Table
 from baton.common.sampling.gumbel_noise import MIN_NOISE, seeded_exponential
-from baton.common.sampling.sampling_backend import FusedSampling, TorchSampling, _Table, select_sampling_backend
+from baton.common.sampling.sampling_backend import select_sampling_backend
+from baton.common.sampling.torch_sampling import TorchSampling
 from baton.kernels.sampling import sample as kernel
 from baton.tests.kernels.kernel_cases import DEVICE, GPU
 from baton.tests.kernels.kernel_cases import pytestmark as pytestmark

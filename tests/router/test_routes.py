@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from baton.router.admin.endpoints import ADMIN_ROUTES, OPEN_PATHS
-from baton.router.entry import ROUTES
+from baton.router.admin.endpoints import OPEN_PATHS, admin_routes
+from baton.router.entry import route_table
 from baton.router.routes import ANY_METHOD, PAIR_PATHS, RELAYED
 
+ROUTES = route_table()
 
 def test_exact_paths():
     for path, methods in RELAYED.items():
         route = ROUTES[path]
         assert (route.kind, route.methods, route.label, route.is_plain) == ("relay", methods, path.decode(), True)
         assert route.runs_on_pair is (path in PAIR_PATHS) and not route.is_open
-    for path in ADMIN_ROUTES:
+    for path in admin_routes():
         route = ROUTES[path]
         assert (route.kind, route.label, route.is_open) == ("router", path.decode(), path in OPEN_PATHS)
         assert not route.is_plain and not route.runs_on_pair

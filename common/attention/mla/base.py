@@ -31,6 +31,25 @@ class LatentBackend(AttentionPlanner, Protocol):
         """``run`` for a model's last layer, as AttentionBackend's: ``[R, H, V]``."""
 
 
+class LatentFactory(Protocol):
+    """A registered backend. Its file imports the library that it ``needs`` when it is made, not before."""
+
+    takes_prompts: bool
+    """True if it computes prompts too; else decode steps alone."""
+    captures: bool
+    """True if decode steps run under CUDA graphs."""
+
+    def check(self, device: torch.device) -> None:
+        """Raises ConfigError where the backend cannot run."""
+
+    def check_decode(self, device: torch.device, mla: MLASpec, dtype: str, stored: str) -> None:
+        """Raises ConfigError where it cannot run decode steps of a model in ``dtype`` whose latents are ``stored`` in
+        another type or the same."""
+
+    def make(self, pool: KVPool, mla: MLASpec, num_heads: int, dtype: torch.dtype) -> LatentBackend:
+        """Makes the backend; ``num_heads`` counts this rank's heads, ``dtype`` is the model's."""
+
+
 def store(pool: KVPool, mla: MLASpec, batch: ForwardBatch, layer: int, q: torch.Tensor, latent: torch.Tensor,
           k_rope: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     """Apply rope and store a layer's latents, the part of ``run`` that all backends share; returns its pages."""

@@ -7,21 +7,47 @@ from typing import Any
 
 import numpy as np
 import torch
-from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
+from ...api.errors import ConfigError
 from ...config.mla import MLASpec
+from ...config.server.kernels import LATENT_BACKENDS
 from ...forward.forward_batch import ForwardBatch
+from ...forward.step_context import AttentionPlan
 from ...kvcache.pool import KVPool
-from .base import absorb, store, values_of
+from ..base import check_gpu
+from .base import LatentBackend, absorb, store, values_of
 
 _WORKSPACE_BYTES = 128 << 20
 
 
+@LATENT_BACKENDS.register("flashinfer", needs={"flashinfer": "flashinfer-python"})
 class MLAFlashInferBackend:
     """Decodes in the absorbed form. A captured step has a wrapper of its own, over the graph's page table: its plan is
     made again before each replay."""
 
     attends_last_tokens = False  # its plan would wait for the last step
+    takes_prompts = False
+    captures = True
+
+    @staticmethod
+    def check(device: torch.device) -> None:
+        check_gpu("flashinfer", device)
+
+    @staticmethod
+    def check_decode(device: torch.device, mla: MLASpec, dtype: str, stored: str) -> None:
+        why = None
+        if device.type != "cuda":
+            why = "needs a GPU"
+        elif (mla.kv_lora_rank, mla.rope_dim) != (512, 64):
+            why = f"takes latents of 512 + 64 values, not {mla.kv_lora_rank} + {mla.rope_dim}"
+        elif dtype not in ("bfloat16", "float16") or stored != dtype:
+            why = f"takes latents in bfloat16 or float16, as the model's, not {stored} in a model in {dtype}"
+        if why is not None:
+            raise ConfigError(f"--decode-attention-backend flashinfer {why}: leave the flag out.")
+
+    @staticmethod
+    def make(pool: KVPool, mla: MLASpec, num_heads: int, dtype: torch.dtype) -> LatentBackend:
+        return MLAFlashInferBackend(pool, mla, num_heads, dtype)
 
     def __init__(self, pool: KVPool, mla: MLASpec, num_heads: int, dtype: torch.dtype):
         """``num_heads`` counts this rank's heads; ``dtype`` is the model's and the pool's."""
@@ -30,21 +56,23 @@ class MLAFlashInferBackend:
         self._num_heads = num_heads
         self._dtype = dtype
         self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.groups[0].device)
+        from flashinfer.mla import BatchMLAPagedAttentionWrapper
         self._plain = BatchMLAPagedAttentionWrapper(self._workspace)
         self._captured: dict[int, Any] = {}  # by batch size
         self._wrapper: Any = None
         self._batch: ForwardBatch | None = None
         self._planned = torch.cuda.Event()
 
-    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
+    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> AttentionPlan:
         assert batch.is_decode
         self._batch = batch
         if max_length is None:
             self._plan(self._plain, batch)
-            return
+            return self
         if batch.num_reqs not in self._captured:
             self._captured[batch.num_reqs] = self._over_tensors_of(batch)
         self.refresh(batch)
+        return self
 
     def warm_up(self, compute_prompt: Callable[[], None]) -> None:
         compute_prompt()
@@ -55,6 +83,7 @@ class MLAFlashInferBackend:
     def _over_tensors_of(self, batch: ForwardBatch) -> Any:
         """Makes a wrapper that reads the page indices of the graph."""
         rows = torch.zeros(3, batch.num_reqs + 1, dtype=torch.int32, device=self._workspace.device)
+        from flashinfer.mla import BatchMLAPagedAttentionWrapper
         return BatchMLAPagedAttentionWrapper(
             self._workspace, use_cuda_graph=True, qo_indptr=rows[0], kv_indptr=rows[1], kv_indices=batch.kv_indices,
             kv_len_arr=rows[2, :batch.num_reqs])

@@ -9,12 +9,10 @@ import torch
 from ...api.errors import ConfigError
 from ...config.mla import MLASpec
 from ...config.server import KernelArgs
+from ...config.server.kernels import LATENT_BACKENDS
 from ...kvcache.pool import KVPool
 from ..prefill_decode_backend import PrefillDecodeBackend
-from ..select import interpreted
 from .base import LatentBackend
-from .torch_backend import MLATorchBackend
-from .triton_backend import MLATritonBackend
 
 
 def choose_latent_backend(name: str, device: torch.device) -> str:
@@ -22,15 +20,11 @@ def choose_latent_backend(name: str, device: torch.device) -> str:
     backend cannot run."""
     if name == "auto":
         return "triton" if device.type == "cuda" and find_spec("triton") else "torch"
-    if name == "torch":
-        return name
-    if name == "flashinfer":
-        raise ConfigError("--attention-backend flashinfer is not for prompts of a model with multi-head latent "
-                          "attention: leave the flag out, or set --decode-attention-backend flashinfer.")
-    if find_spec(name) is None:
-        raise ConfigError(f"--attention-backend {name} needs the package {name}, which is not installed.")
-    if device.type != "cuda" and not interpreted():
-        raise ConfigError(f"--attention-backend {name} needs a GPU: use torch on a CPU.")
+    if not LATENT_BACKENDS.get(name).takes_prompts:
+        raise ConfigError(f"--attention-backend {name} is not for prompts of a model with multi-head latent "
+                          f"attention: leave the flag out, or set --decode-attention-backend {name}.")
+    _check_installed(name)
+    LATENT_BACKENDS.get(name).check(device)
     return name
 
 
@@ -41,28 +35,23 @@ def choose_latent_decode_backend(args: KernelArgs, device: torch.device, mla: ML
     Raises ConfigError where the named one cannot run, or not under the CUDA graphs that were not disabled.
     """
     name = args.decode_attention_backend
-    if name == "flashinfer":
-        _check_flashinfer(device, mla, dtype, stored)
-        return name
-    chosen = choose_latent_backend(args.attention_backend if name == "auto" else name, device)
-    if chosen != "triton" and device.type == "cuda" and not args.disable_cuda_graph:
+    if name != "auto" and not LATENT_BACKENDS.get(name).takes_prompts:
+        _check_installed(name, "decode-")
+        chosen = name
+    else:
+        chosen = choose_latent_backend(args.attention_backend if name == "auto" else name, device)
+    backend = LATENT_BACKENDS.get(chosen)
+    backend.check_decode(device, mla, dtype, stored)
+    if not backend.captures and device.type == "cuda" and not args.disable_cuda_graph:
         raise ConfigError(f"Attention by {chosen} does not decode under CUDA graphs: set --decode-attention-backend "
                           "triton, or --disable-cuda-graph.")
     return chosen
 
 
-def _check_flashinfer(device: torch.device, mla: MLASpec, dtype: str, stored: str) -> None:
-    if find_spec("flashinfer") is None:
-        raise ConfigError("--decode-attention-backend flashinfer needs the package flashinfer, which is not installed.")
-    why = None
-    if device.type != "cuda":
-        why = "needs a GPU"
-    elif (mla.kv_lora_rank, mla.rope_dim) != (512, 64):
-        why = f"takes latents of 512 + 64 values, not {mla.kv_lora_rank} + {mla.rope_dim}"
-    elif dtype not in ("bfloat16", "float16") or stored != dtype:
-        why = f"takes latents in bfloat16 or float16, as the model's, not {stored} in a model in {dtype}"
-    if why is not None:
-        raise ConfigError(f"--decode-attention-backend flashinfer {why}: leave the flag out.")
+def _check_installed(name: str, steps: str = "") -> None:
+    for module in LATENT_BACKENDS.needs_of(name):
+        if find_spec(module) is None:
+            raise ConfigError(f"--{steps}attention-backend {name} needs the package {module}, which is not installed.")
 
 
 def select_latent_attention(args: KernelArgs, device: torch.device, pool: KVPool, mla: MLASpec,
@@ -79,9 +68,4 @@ def select_latent_attention(args: KernelArgs, device: torch.device, pool: KVPool
 
 def latent_backend(name: str, pool: KVPool, mla: MLASpec, num_heads: int, dtype: str) -> LatentBackend:
     """Build the backend of this name; ``num_heads`` counts this rank's heads."""
-    if name == "flashinfer":
-        from .flashinfer_backend import MLAFlashInferBackend
-        return MLAFlashInferBackend(pool, mla, num_heads, getattr(torch, dtype))
-    if name == "triton":
-        return MLATritonBackend(pool, mla, num_heads, getattr(torch, dtype))
-    return MLATorchBackend(pool, mla)
+    return LATENT_BACKENDS.get(name).make(pool, mla, num_heads, getattr(torch, dtype))

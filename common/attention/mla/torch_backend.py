@@ -14,10 +14,12 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from ...config.mla import MLASpec
+from ...config.server.kernels import LATENT_BACKENDS
 from ...forward.forward_batch import ForwardBatch
+from ...forward.step_context import AttentionPlan
 from ...kvcache.pool import KVPool
 from ..torch_backend import QUERY_BLOCK, similar
-from .base import absorb, gather, store, values_of
+from .base import LatentBackend, absorb, gather, store, values_of
 
 
 @dataclass
@@ -31,8 +33,23 @@ class _Bucket:
     lengths: list[int]
 
 
+@LATENT_BACKENDS.register("torch")
 class MLATorchBackend:
     attends_last_tokens = True
+    takes_prompts = True
+    captures = False
+
+    @staticmethod
+    def check(device: torch.device) -> None:
+        """Runs everywhere."""
+
+    @staticmethod
+    def check_decode(device: torch.device, mla: MLASpec, dtype: str, stored: str) -> None:
+        """Takes all types."""
+
+    @staticmethod
+    def make(pool: KVPool, mla: MLASpec, num_heads: int, dtype: torch.dtype) -> LatentBackend:
+        return MLATorchBackend(pool, mla)
 
     def __init__(self, pool: KVPool, mla: MLASpec):
         self._pool = pool
@@ -40,12 +57,13 @@ class MLATorchBackend:
         self._batch: ForwardBatch | None = None
         self._buckets: list[_Bucket] = []
 
-    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
+    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> AttentionPlan:
         self._batch = batch
         pages = np.diff(batch.kv_indptr_cpu)
         lengths = (pages - 1) * self._pool.layout.page_size + batch.kv_last_page_len_cpu
         members = similar(pages) if batch.is_decode else [np.array([b]) for b in range(batch.num_reqs)]
         self._buckets = [self._bucket(batch, requests, pages, lengths) for requests in members]
+        return self
 
     def _bucket(self, batch: ForwardBatch, requests: np.ndarray, pages: np.ndarray, lengths: np.ndarray) -> _Bucket:
         device = batch.input_ids.device

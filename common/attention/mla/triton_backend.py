@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch.nn.functional import linear
 
+from ....kernels._triton import INTERPRETED
 from ....kernels.arguments import Segment
 from ....kernels.attention.decode_plan import DecodePlan, plan_decode
 from ....kernels.attention.mla_decode import mla_decode
@@ -15,17 +16,35 @@ from ....kernels.attention.mla_prefill import mla_prefill, plan_mla_prefill
 from ....kernels.device import num_sms
 from ....kernels.tuning.policy import policy_of
 from ...config.mla import MLASpec
+from ...config.server.kernels import LATENT_BACKENDS
 from ...forward.forward_batch import ForwardBatch
+from ...forward.step_context import AttentionPlan
 from ...kvcache.pool import KVPool
-from ..base import ANY_LENGTH
-from .base import absorb, gather, store, values_of
+from ..base import ANY_LENGTH, check_gpu
+from .base import LatentBackend, absorb, gather, store, values_of
 
 _EXPANDED_BYTES = 256 << 20
 """The most memory of a context's keys and values at once: 32,768 tokens of 16 heads in bfloat16."""
 
 
+@LATENT_BACKENDS.register("triton", needs={"triton": "triton"})
 class MLATritonBackend:
     attends_last_tokens = True
+    takes_prompts = True
+    captures = True
+
+    @staticmethod
+    def check(device: torch.device) -> None:
+        if not INTERPRETED:
+            check_gpu("triton", device)
+
+    @staticmethod
+    def check_decode(device: torch.device, mla: MLASpec, dtype: str, stored: str) -> None:
+        """Takes all types."""
+
+    @staticmethod
+    def make(pool: KVPool, mla: MLASpec, num_heads: int, dtype: torch.dtype) -> LatentBackend:
+        return MLATritonBackend(pool, mla, num_heads, dtype)
 
     def __init__(self, pool: KVPool, mla: MLASpec, num_heads: int, dtype: torch.dtype):
         """``num_heads`` counts this rank's heads; ``dtype`` is the model's."""
@@ -57,7 +76,7 @@ class MLATritonBackend:
         qo_indptr = torch.from_numpy(one).to(device)
         mla_prefill(q, kv, context[:, mla.kv_lora_rank:], segment, qo_indptr, mla.scale, out, lse)
 
-    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
+    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> AttentionPlan:
         self._batch = batch
         page_size = self._pool.layout.page_size
         if batch.is_decode:
@@ -67,6 +86,7 @@ class MLATritonBackend:
         else:
             self._segments = plan_mla_prefill(batch.qo_indptr_cpu, batch.kv_indptr_cpu, batch.kv_last_page_len_cpu,
                                               page_size, self._most_tokens, batch.input_ids.device)
+        return self
 
     def warm_up(self, compute_prompt: Callable[[], None]) -> None:
         compute_prompt()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...config.model import load_model_spec
 from ...config.server import ModelArgs
+from ...models.registry import load_model_spec
 from ...tokenizer.tokenizer import load_tokenizer
 from .dataset_args import DatasetArgs
 from .datasets import make_workload

@@ -13,13 +13,14 @@ from ..cli import flag
 Mode = Literal["null", "prefill", "decode"]
 TransferOverlap = Literal["layers", "chunk", "prompt"]
 TRANSFER_BACKENDS: Registry[Callable[[Any], Any]] = Registry("transfer backend", "baton.kvtransfer.backends")
-"""Functions that make a ``Backend`` from ``BackendSettings``; both types are in kvtransfer/backends/base.py."""
+"""Functions that make a ``Backend`` from ``BackendSettings``; both types are in kvtransfer/backends/base.py. Trait
+"maps_host_memory": pools in host memory are mapped by peers, so that they are allocated as shared memory."""
 
 
 @dataclass(frozen=True)
 class DisaggregationArgs:
     disaggregation_mode: Mode = flag("null", help="role of this server: both phases in one engine, or one of them")
-    disaggregation_transfer_backend: str = flag("nixl", choices=Choices(TRANSFER_BACKENDS), help=(
+    disaggregation_transfer_backend: str = flag("nixl", choices=Choices.of(TRANSFER_BACKENDS), help=(
         "how KV pages travel; ipc copies them between GPUs (or processes) of one host at the speed of their link, auto "
         "is ipc within a host and nixl between hosts"))
     disaggregation_ib_device: str | None = flag(None, help=(
@@ -45,7 +46,8 @@ class DisaggregationArgs:
     @property
     def shares_memory(self) -> bool:
         """True where peers on this host map the KV pool."""
-        return self.disaggregation_mode != "null" and self.disaggregation_transfer_backend in ("auto", "ipc")
+        backend = self.disaggregation_transfer_backend
+        return self.disaggregation_mode != "null" and TRANSFER_BACKENDS.has(backend, "maps_host_memory")
 
     def __post_init__(self) -> None:
         if self.disaggregation_ib_device is not None and self.disaggregation_transfer_backend != "mooncake":

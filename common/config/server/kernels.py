@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING
 
+from ...registry import Choices, Registry
 from ..cli import flag
+
+if TYPE_CHECKING:
+    from ...attention.base import AttentionFactory
+    from ...attention.mla.base import LatentFactory
+    from ...sampling.sampling_backend import SamplingFactory
+
+ATTENTION_BACKENDS: Registry[AttentionFactory] = Registry("attention backend", "baton.common.attention")
+LATENT_BACKENDS: Registry[LatentFactory] = Registry("backend of multi-head latent attention",
+                                                    "baton.common.attention.mla")
+SAMPLING_BACKENDS: Registry[SamplingFactory] = Registry("sampling backend", "baton.common.sampling")
+ATTENTION_CHOICES = Choices.of(ATTENTION_BACKENDS, LATENT_BACKENDS, others=("auto",))
+SAMPLING_CHOICES = Choices.of(SAMPLING_BACKENDS, others=("auto",))
 
 
 @dataclass(frozen=True)
 class KernelArgs:
-    attention_backend: Literal["auto", "torch", "triton", "flashinfer"] = flag("auto", help=(
+    attention_backend: str = flag("auto", choices=ATTENTION_CHOICES, help=(
         "auto is flashinfer on a GPU where it is installed and supports the model, else triton; torch on a CPU"))
-    decode_attention_backend: Literal["auto", "torch", "triton", "flashinfer"] = flag("auto", help=(
+    decode_attention_backend: str = flag("auto", choices=ATTENTION_CHOICES, help=(
         "backend of decode steps; auto is triton on a GPU, else that of --attention-backend"))
-    sampling_backend: Literal["auto", "torch", "triton"] = flag("auto", help=(
+    sampling_backend: str = flag("auto", choices=SAMPLING_CHOICES, help=(
         "triton samples by kernels that sort nothing; auto is triton on a GPU where a trial gives torch's tokens"))
     disable_cuda_graph: bool = flag(False, help="launch a decode step's kernels one by one")
     disable_custom_all_reduce: bool = flag(False, help=(

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING
 
 from ...api.errors import ConfigError
+from ...registry import Choices, Registry
 from ..cli import flag
+
+if TYPE_CHECKING:
+    from ...scheduler.policies.order import OrderFactory
+
+SCHEDULE_POLICIES: Registry[OrderFactory] = Registry("schedule policy", "baton.common.scheduler.policies")
+"""Trait "prefix_cache": the policy sorts by the contents of the prefix cache."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +28,7 @@ class ScheduleArgs:
         "most prompt tokens of a step of several prompts: a further prompt joins only within this"))
     disable_overlap_schedule: bool = flag(False, help=(
         "process each step's results before the next step is launched (always so on a CPU)"))
-    schedule_policy: Literal["fcfs", "lpm", "dfs-weight", "lof", "random"] = flag("fcfs", help=(
+    schedule_policy: str = flag("fcfs", choices=Choices.of(SCHEDULE_POLICIES), help=(
         "order of waiting requests: first come first served, longest prefix match, depth-first by subtree of the "
         "prefix cache, longest output, or random"))
     schedule_conservativeness: float = flag(1.0, help=(

@@ -12,6 +12,7 @@ from ...config.moe import MoESpec
 from ...distributed.deferred_reduce import DeferredSum, MaybeDeferred
 from ...distributed.expert_parallel import ExpertParallel
 from ...distributed.low_latency import GatheredTokens
+from ...distributed.step_rows import ONE_GROUP, StepRows
 from ...distributed.tp import TPGroup
 from ...weights.slots import Allocate, Slot
 from .dispatch import compute_by_all_to_all
@@ -53,46 +54,47 @@ class MoE:
         """Returns None: the router reads the rows, too."""
         return None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Computes the layer. ``x`` and the result are the same on every rank of the group, or with
-        ``dispatches_tokens`` each rank's own."""
+    def __call__(self, x: torch.Tensor, rows: StepRows = ONE_GROUP) -> torch.Tensor:
+        """Computes the layer in a step of ``rows``. ``x`` and the result are the same on every rank of the group, or
+        with ``dispatches_tokens`` each rank's own."""
         if self.dispatches_tokens:
-            return self.forward_all_to_all(x)
+            return self.forward_all_to_all(x, rows)
         if self.share.uses_all_to_all:
-            return self._split_rows(x)
-        return self.share.group.all_reduce(self.partial(x))
+            return self._split_rows(x, rows)
+        return self.share.group.all_reduce(self.partial(x, rows))
 
-    def forward_deferred(self, x: torch.Tensor | GatheredTokens) -> MaybeDeferred:
+    def forward_deferred(self, x: torch.Tensor | GatheredTokens, rows: StepRows = ONE_GROUP) -> MaybeDeferred:
         """Computes the layer, with its sum over the ranks deferred where there is one."""
         if isinstance(x, GatheredTokens):
-            return self._forward_low_latency(x.rows)
+            return self._forward_low_latency(x.rows, rows)
         if self.dispatches_tokens:
-            return self._dispatch(x)
+            return self._dispatch(x, rows)
         if self.has_partial and self.share.group.size > 1:
-            return DeferredSum(self.partial(x), self.share.group)
-        return self(x)
+            return DeferredSum(self.partial(x, rows), self.share.group)
+        return self(x, rows)
 
     @property
     def has_partial(self) -> bool:
         return not self.share.uses_all_to_all
 
-    def partial(self, x: torch.Tensor) -> torch.Tensor:
+    def partial(self, x: torch.Tensor, rows: StepRows = ONE_GROUP) -> torch.Tensor:
         """Returns this rank's summand of the result; needs ``has_partial``."""
-        y, shared = self.partial_pair(x)
+        y, shared = self.partial_pair(x, rows)
         if shared is not None:
             y += shared
         return y
 
-    def partial_pair(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def partial_pair(self, x: torch.Tensor,
+                     rows: StepRows = ONE_GROUP) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns ``partial`` as the routed experts' summand and that of the shared expert."""
         assert self.has_partial
-        return self._routed_experts(x), None if self.shared is None else self.shared.partial(x)
+        return self._routed_experts(x, rows), None if self.shared is None else self.shared.partial(x)
 
-    def _routed_experts(self, x: torch.Tensor) -> torch.Tensor:
+    def _routed_experts(self, x: torch.Tensor, rows: StepRows) -> torch.Tensor:
         """Returns this rank's experts' summand for all ranks' tokens ``x``."""
         first_id = self.share.ep_rank * self.experts.num_local
         if self.counts is None and self.placement is None:
-            local_ids, weights = self.router(x, self.share.live, first_id)
+            local_ids, weights = self.router(x, rows.live, first_id)
         else:
             ids, weights = self.router(x)
             exchange = self.share.low_latency
@@ -101,45 +103,46 @@ class MoE:
             local_ids = physical_ids - first_id if first_id else physical_ids
         return self.experts(x, local_ids, weights)
 
-    def _forward_low_latency(self, rows: torch.Tensor) -> MaybeDeferred:
-        """Computes a decode step, whose ``rows`` all ranks have; the shared expert computes each rank's own."""
+    def _forward_low_latency(self, x: torch.Tensor, rows: StepRows) -> MaybeDeferred:
+        """Computes a decode step, whose tokens ``x`` all ranks have; the shared expert computes each rank's own."""
         exchange = self.share.low_latency
         assert exchange is not None and self.dispatches_tokens
-        y = self._routed_experts(rows)
+        y = self._routed_experts(x, rows)
         if self.shared is not None:
-            exchange.local_rows(y).add_(self.shared.partial(exchange.local_rows(rows)))
+            exchange.local_rows(y).add_(self.shared.partial(exchange.local_rows(x)))
         return exchange.reduce_scatter_deferred(y)
 
-    def forward_all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+    def forward_all_to_all(self, x: torch.Tensor, rows: StepRows = ONE_GROUP) -> torch.Tensor:
         """Computes this rank's own tokens ``x`` [T, hidden], of which there may be none. Needs
         ``share.uses_all_to_all``; all ranks of the group call it together."""
-        y = self._dispatch(x)
+        y = self._dispatch(x, rows)
         return y if isinstance(y, torch.Tensor) else y.reduce()
 
-    def _dispatch(self, x: torch.Tensor) -> MaybeDeferred:
+    def _dispatch(self, x: torch.Tensor, rows: StepRows) -> MaybeDeferred:
         assert self.share.uses_all_to_all
-        ids, weights = self.router(x, self._local_live(len(x)))
+        ids, weights = self.router(x, self._local_live(len(x), rows))
         physical_ids = self._physical_ids(ids, counted=ids, shift=self.share.group.rank)
         addend = None if self.shared is None else self.shared.partial(x)
         num_local, all_to_all = self.experts.num_local, self.share.all_to_all
-        if all_to_all is not None and all_to_all.can_dispatch:
-            return all_to_all.dispatch_combine(x, physical_ids, weights, num_local, self.experts.products, addend)
+        if all_to_all is not None and all_to_all.can_dispatch(rows):
+            return all_to_all.dispatch_combine(x, physical_ids, weights, num_local, self.experts.products, addend,
+                                               rows)
         y = compute_by_all_to_all(self.share.group, x, physical_ids, weights, num_local, self.experts)
         return y if addend is None else y + addend
 
-    def _local_live(self, rows: int) -> torch.Tensor | None:
+    def _local_live(self, own: int, rows: StepRows) -> torch.Tensor | None:
         """Returns which of this rank's rows of the step are tokens; None: all."""
-        live, size = self.share.live, self.share.group.size
+        live, size = rows.live, self.share.group.size
         # Placements do not map negative ids: padding is then computed as tokens are.
-        if live is None or self.placement is not None or not self.dispatches_tokens or len(live) != rows * size:
+        if live is None or self.placement is not None or not self.dispatches_tokens or len(live) != own * size:
             return None
-        return live[self.share.group.rank * rows:(self.share.group.rank + 1) * rows]
+        return live[self.share.group.rank * own:(self.share.group.rank + 1) * own]
 
-    def _split_rows(self, x: torch.Tensor) -> torch.Tensor:
+    def _split_rows(self, x: torch.Tensor, rows: StepRows) -> torch.Tensor:
         """Computes an equal part of the rows, padded, on each rank; then gathers them."""
         group = self.share.group
         each = -(-x.shape[0] // group.size)
-        mine = self.forward_all_to_all(x[group.rank * each:(group.rank + 1) * each])
+        mine = self.forward_all_to_all(x[group.rank * each:(group.rank + 1) * each], rows)
         padded = torch.nn.functional.pad(mine, (0, 0, 0, each - mine.shape[0]))
         parts = group.all_gather_last_dim(padded.flatten()).view(group.size * each, x.shape[1])
         return parts[:x.shape[0]]

@@ -1,28 +1,24 @@
-"""The pre-norm causal language model that every supported family is built of.
-
-Llama, Mistral, Qwen2 and Qwen3 differ by switches of their ModelSpec only; other families pass their own attentions and
-MLPs (layer.py defines the interfaces).
-"""
+"""The pre-norm causal language model: embedding, the layers that a family's blocks make (layer.py), norm and head."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 
 import torch
 
-from ...attention.base import AttentionPlanner
 from ...config.model import ModelSpec
 from ...distributed.deferred_reduce import MaybeDeferred
 from ...distributed.parallel import Parallel
+from ...distributed.step_rows import ONE_GROUP, StepRows
 from ...forward.forward_batch import ForwardBatch
+from ...forward.piecewise import PiecewiseStep, Projected
+from ...forward.step_context import MicroBatch, StepContext
 from ...layers.classifier_head import ClassifierHead
-from ...layers.norm import RMSNorm
 from ...layers.rotary import rotary_table
 from ...layers.vocab import VocabTable
 from ...weights.slots import Slot, allocator
-from .layer import DecoderLayer, MakeAttention, MakeMLP, SelfAttention, dense_mlp
-from .micro_batches import MicroBatch, run_interleaved
-from .piecewise import PiecewiseStep, Projected
+from .layer import Blocks, DecoderLayer, LayerNorm
+from .micro_batches import run_interleaved
 
 
 class CausalLM:
@@ -33,22 +29,22 @@ class CausalLM:
     """
 
     def __init__(self, spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device,
-                 make_mlp: MakeMLP = dense_mlp, make_attention: MakeAttention = SelfAttention):
+                 blocks: Blocks):
         allocate = allocator(dtype, device, spec.quantization)
         self.pp = parallel.pp
         self.hidden_size, self.dtype = spec.hidden_size, dtype
         self.embed_tokens: VocabTable | None = None
-        self.norm: RMSNorm | None = None
+        self.norm: LayerNorm | None = None
         self.classifier: ClassifierHead | None = None
         self.lm_head: VocabTable | None = None
         tied = spec.head == "lm" and spec.tie_word_embeddings
         if self.pp.is_first or (self.pp.is_last and tied):
             self.embed_tokens = VocabTable("model.embed_tokens", spec.vocab_size, spec.hidden_size, parallel.attn_tp,
                                            allocate)
-        self.layers = [DecoderLayer(index, kv_layer, spec, parallel, allocate, make_mlp, make_attention)
+        self.layers = [DecoderLayer(index, kv_layer, spec, parallel, allocate, blocks)
                        for kv_layer, index in enumerate(self.pp.layers(spec.num_layers))]
         if self.pp.is_last:
-            self.norm = RMSNorm("model.norm", spec.hidden_size, spec.rms_norm_eps, allocate)
+            self.norm = blocks.norm("model.norm", spec.hidden_size, allocate, None)
             self.classifier = (ClassifierHead("score", spec.num_labels, spec.hidden_size, allocate)
                                if spec.num_labels else None)
             self.lm_head = self.embed_tokens if tied else None
@@ -59,7 +55,8 @@ class CausalLM:
         # experts' tokens are counted, all tokens are.
         self._trims_last_layer = self.pp.is_last and not (
             parallel.token_exchange.spans_dp or parallel.experts.counts_tokens)
-        self.cos_sin = rotary_table(spec, device)
+        rotary_dim = blocks.rotary_dim or blocks.rope.rotary_dim(spec.head_dim)
+        self.cos_sin = rotary_table(blocks.rope, rotary_dim, spec.context_length, device)
 
     @property
     def supports_microbatches(self) -> bool:
@@ -67,47 +64,42 @@ class CausalLM:
         return self.pp.size == 1 and all(layer.mlp.has_partial and not layer.mlp.dispatches_tokens
                                          for layer in self.layers)
 
-    def forward(self, batch: ForwardBatch, attention: AttentionPlanner, after_layer: Callable[[int], None],
-                microbatches: Sequence[MicroBatch] = (), piecewise: PiecewiseStep | None = None) -> torch.Tensor:
-        """Returns logits ``[R, vocab]`` of ``batch.logits_rows`` in the engine's type; a pipeline stage before the last
-        returns none. See ``hidden_states``."""
-        hidden = self.hidden_states(batch, attention, after_layer, microbatches, piecewise)
-        return self.compute_logits(hidden) if self.pp.is_last else hidden
+    def forward(self, step: StepContext) -> torch.Tensor:
+        """Returns logits ``[R, vocab]`` of the batch's ``logits_rows`` in the engine's type; a pipeline stage before
+        the last returns none. See ``hidden_states``."""
+        hidden = self.hidden_states(step)
+        return self.compute_logits(hidden, step.logits) if self.pp.is_last else hidden
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns logits ``[R, vocab]`` of hidden states ``[R, hidden]``, in their type, with contiguous rows."""
+    def compute_logits(self, hidden: torch.Tensor, rows: StepRows = ONE_GROUP) -> torch.Tensor:
+        """Returns logits ``[R, vocab]`` of hidden states ``[R, hidden]``, in their type, with contiguous rows. ``rows``
+        are those of every attention group."""
         assert self.lm_head is not None
         if self.lm_head is self.embed_tokens:  # which every attention group has for itself
             return self.lm_head.logits(hidden)
         if self.logits_exchange.spans_dp and self.logits_exchange.dp_size == self.lm_head.tp.size:
-            return self.logits_exchange.apply_columns(self.lm_head.local_logits, hidden)[:, :self.lm_head.vocab_size]
-        return self.logits_exchange.apply(self.lm_head.logits, hidden)
+            return self.logits_exchange.apply_columns(self.lm_head.local_logits, hidden,
+                                                      rows)[:, :self.lm_head.vocab_size]
+        return self.logits_exchange.apply(self.lm_head.logits, hidden, rows)
 
-    def hidden_states(self, batch: ForwardBatch, attention: AttentionPlanner, after_layer: Callable[[int], None],
-                      microbatches: Sequence[MicroBatch] = (), piecewise: PiecewiseStep | None = None) -> torch.Tensor:
-        """Returns hidden states ``[R, hidden]`` of ``batch.logits_rows`` after the final norm.
+    def hidden_states(self, step: StepContext) -> torch.Tensor:
+        """Returns hidden states ``[R, hidden]`` of the batch's ``logits_rows`` after the final norm.
 
-        ``attention`` has planned ``batch``, or each of ``microbatches`` its own rows. With ``piecewise``, layers replay
-        its CUDA graphs between their attentions.
-
-        ``after_layer(i)`` is called once layer i of this stage has been enqueued, which stores its keys and values. A
-        stage before the last one sends its result to the next, and returns no rows.
+        Layers store keys and values before ``step.after_layer`` is called. A stage before the last one sends its result
+        to the next, and returns no rows.
         """
         x: MaybeDeferred
-        if self.token_exchange.low_latency is not None:
-            self.token_exchange.low_latency.mark_live(batch.live)
+        batch, last = step.batch, len(self.layers) - 1
         x, residual = self._embed_or_receive(batch)
-        trims = self._trims_last_layer and batch.last_tokens is not None and attention.attends_last_tokens
-        if microbatches:
-            x, residual = self._forward_microbatches(x, microbatches, after_layer)
-        elif piecewise is not None:
-            batch.attention_out = piecewise.attention_out
-            x, residual = self._forward_piecewise(x, piecewise, attention, after_layer, batch if trims else None)
+        trims = self._trims_last_layer and batch.last_tokens is not None and step.attention.attends_last_tokens
+        if step.microbatches:
+            x, residual = self._forward_microbatches(x, step)
+        elif step.piecewise is not None:
+            batch.attention_out = step.piecewise.attention_out
+            x, residual = self._forward_piecewise(x, step, step.piecewise, trims)
         else:
             for index, layer in enumerate(self.layers):
-                trimmed = batch if trims and index == len(self.layers) - 1 else None
-                x, residual = layer(x, residual, attention, self.cos_sin, trimmed)
-                after_layer(index)
+                x, residual = layer(x, residual, step, self.cos_sin, trims and index == last)
+                step.after_layer(index)
         assert residual is not None
         if not self.pp.is_last:
             x = x if isinstance(x, torch.Tensor) else x.reduce()
@@ -119,47 +111,47 @@ class CausalLM:
             residual = residual[batch.logits_rows]
         return self.norm.add_norm(x, residual)[0]
 
-    def _forward_microbatches(self, x: torch.Tensor, microbatches: Sequence[MicroBatch],
-                              after_layer: Callable[[int], None]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward_microbatches(self, x: torch.Tensor, step: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes all layers. When the last micro-batch reaches a layer, the others' keys and values are enqueued."""
+        microbatches = step.microbatches
+
         def layers_of(microbatch: MicroBatch) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor]]:
             y: MaybeDeferred = x[microbatch.start:microbatch.stop]
             residual: torch.Tensor | None = None
             for index, layer in enumerate(self.layers):
                 y, residual = yield from layer.forward_microbatch(y, residual, microbatch, self.cos_sin)
                 if microbatch is microbatches[-1]:
-                    after_layer(index)
+                    step.after_layer(index)
             assert residual is not None
             return y if isinstance(y, torch.Tensor) else y.reduce(), residual
 
         results = run_interleaved([layers_of(microbatch) for microbatch in microbatches])
         return torch.cat([y for y, _ in results]), torch.cat([residual for _, residual in results])
 
-    def between_attentions(self, index: int, rows: torch.Tensor,
-                           residual: torch.Tensor | None) -> tuple[Projected, torch.Tensor]:
+    def between_attentions(self, index: int, heads: torch.Tensor, residual: torch.Tensor | None,
+                           rows: StepRows) -> tuple[Projected, torch.Tensor]:
         """Computes what lies between the attentions of layers ``index`` - 1 and ``index`` of this stage, row by row.
 
-        ``rows`` are attention outputs of the former, or the embeddings for the first layer.
+        ``heads`` are attention outputs of the former, or the embeddings for the first layer, in a step of ``rows``.
         """
-        x: MaybeDeferred = rows
+        x: MaybeDeferred = heads
         if index:
             assert residual is not None
-            x, residual = self.layers[index - 1].post_attention(rows, residual)
+            x, residual = self.layers[index - 1].post_attention(heads, residual, rows)
         return self.layers[index].pre_attention(x, residual)
 
-    def _forward_piecewise(self, x: torch.Tensor, piecewise: PiecewiseStep, attention: AttentionPlanner,
-                           after_layer: Callable[[int], None],
-                           trimmed: ForwardBatch | None) -> tuple[MaybeDeferred, torch.Tensor]:
+    def _forward_piecewise(self, x: torch.Tensor, step: StepContext, piecewise: PiecewiseStep,
+                           trimmed: bool) -> tuple[MaybeDeferred, torch.Tensor]:
         """Computes all layers; the graphs end before the attention of the last one."""
         final = len(self.layers) - 1
         for index in range(final):
             projected, _ = piecewise.run(index, x)
-            x = self.layers[index].attention.attend(projected, attention, self.cos_sin, None)
-            after_layer(index)
+            x = self.layers[index].attention.attend(projected, step, self.cos_sin, False)
+            step.after_layer(index)
         projected, residual = piecewise.run(final, x)
-        heads = self.layers[final].attention.attend(projected, attention, self.cos_sin, trimmed)
-        result = self.layers[final].post_last_attention(heads, residual, trimmed)
-        after_layer(final)
+        heads = self.layers[final].attention.attend(projected, step, self.cos_sin, trimmed)
+        result = self.layers[final].post_last_attention(heads, residual, step, trimmed)
+        step.after_layer(final)
         return result
 
     def _embed_or_receive(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:

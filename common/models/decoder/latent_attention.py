@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3: multi-head latent attention (MLA) and, except in the first layers, mixtures of experts."""
+"""Multi-head latent attention (MLA), which stores one latent a token."""
 
 from __future__ import annotations
 
@@ -7,43 +7,35 @@ from collections.abc import Iterator
 import torch
 
 from ....kernels.arguments import Float8Format
-from ...attention.mla.base import LatentBackend
 from ...config.mla import MLASpec
 from ...config.model import ModelSpec
-from ...distributed.parallel import Parallel
 from ...distributed.tp import TPGroup
-from ...forward.forward_batch import ForwardBatch
+from ...forward.piecewise import Projected
+from ...forward.step_context import StepContext
 from ...layers.dense_weight import DenseWeight
 from ...layers.linear import ColumnLinear, Columns, RowLinear, Rows
 from ...layers.norm import RMSNorm
 from ...weights.slots import Allocate, Slot
-from .causal_lm import CausalLM
-from .moe import mixed_mlp
-from .piecewise import Projected
 
 _LATENT_NORM_EPS = 1e-6
 """DeepSeek's own code uses it for the latents' norms, whatever config.json says of the others."""
-
-
-def deepseek_decoder(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    return CausalLM(spec, parallel, dtype, device, mixed_mlp(parallel.experts), LatentSelfAttention)
 
 
 class Queries:
     """Projects hidden states to this rank's queries ``[T, H, N + R]`` and, in the same GEMM, to the token's latent and
     shared key ``[T, L + R]``, which every rank computes."""
 
-    def __init__(self, name: str, spec: ModelSpec, mla: MLASpec, tp: TPGroup, allocate: Allocate):
+    def __init__(self, name: str, spec: ModelSpec, mla: MLASpec, bias: bool, tp: TPGroup, allocate: Allocate):
         size = spec.num_heads * mla.qk_dim
         latent = Columns.whole(f"{name}.kv_a_proj_with_mqa", mla.latent_dim)
         self.width = mla.qk_dim
         self.norm = self.up = self.latent = None
         if mla.q_lora_rank is not None:
             down = Columns.whole(f"{name}.q_a_proj", mla.q_lora_rank)
-            self.first = ColumnLinear(spec.hidden_size, [down, latent], spec.attention_bias, allocate)
+            self.first = ColumnLinear(spec.hidden_size, [down, latent], bias, allocate)
             self.norm = RMSNorm(f"{name}.q_a_layernorm", mla.q_lora_rank, _LATENT_NORM_EPS, allocate)
             self.up = ColumnLinear(mla.q_lora_rank, [Columns.shard(f"{name}.q_b_proj", size, tp)], False, allocate)
-        elif spec.attention_bias:  # q_proj has none even then
+        elif bias:  # q_proj has none even then
             self.first = ColumnLinear(spec.hidden_size, [Columns.shard(f"{name}.q_proj", size, tp)], False, allocate)
             self.latent = ColumnLinear(spec.hidden_size, [latent], True, allocate)
         else:
@@ -70,17 +62,20 @@ class Queries:
 
 
 class LatentSelfAttention:
-    def __init__(self, name: str, layer: int, spec: ModelSpec, tp: TPGroup, allocate: Allocate):
+    """Latent attention as ``spec.mla`` describes it; ``bias`` is that of the projections to latents."""
+
+    def __init__(self, name: str, layer: int, spec: ModelSpec, tp: TPGroup, allocate: Allocate, *, bias: bool = False,
+                 o_bias: bool = False):
         assert spec.mla is not None
         self.layer = layer
         self.mla = spec.mla
         heads = spec.num_heads
-        self.queries = Queries(name, spec, self.mla, tp, allocate)
+        self.queries = Queries(name, spec, self.mla, bias, tp, allocate)
         self.norm = RMSNorm(f"{name}.kv_a_layernorm", self.mla.kv_lora_rank, _LATENT_NORM_EPS, allocate)
         # Attention needs this one as a matrix a head, in the engine's type, whatever the checkpoint's.
         self.up = DenseWeight(Columns.shard(f"{name}.kv_b_proj", heads * (self.mla.nope_dim + self.mla.v_dim), tp),
                               self.mla.kv_lora_rank, allocate)
-        self.output = RowLinear(f"{name}.o_proj", heads * self.mla.v_dim, spec.hidden_size, spec.o_bias, tp, allocate)
+        self.output = RowLinear(f"{name}.o_proj", heads * self.mla.v_dim, spec.hidden_size, o_bias, tp, allocate)
         self.width = heads * self.mla.v_dim // tp.size
 
     def activation_format(self, rows: int) -> Float8Format | None:
@@ -91,12 +86,13 @@ class LatentSelfAttention:
         latent, k_rope = latent.split([self.mla.kv_lora_rank, self.mla.rope_dim], dim=-1)
         return q, self.norm(latent), k_rope
 
-    def attend(self, projected: Projected, attention: LatentBackend, cos_sin: torch.Tensor,
-               trimmed: ForwardBatch | None) -> torch.Tensor:
+    def attend(self, projected: Projected, step: StepContext, cos_sin: torch.Tensor, trimmed: bool) -> torch.Tensor:
         q, latent, k_rope = projected
         up = self.up.weight.unflatten(0, (-1, self.mla.nope_dim + self.mla.v_dim))  # [H, N + V, L]
         inputs = (self.layer, q, latent, k_rope, up, cos_sin)
-        return (attention.run(*inputs) if trimmed is None else attention.run_last_tokens(trimmed, *inputs)).flatten(1)
+        if trimmed:
+            return step.attention.run_last_tokens(step.batch, *inputs).flatten(1)
+        return step.attention.run(*inputs).flatten(1)
 
     def slots(self) -> Iterator[Slot]:
         for module in (self.queries, self.norm, self.up, self.output):

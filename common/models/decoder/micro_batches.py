@@ -1,25 +1,11 @@
-"""Micro-batches of a step for two-batch overlap: one computes while rows of the other travel between attention
-groups."""
+"""Interleaves the micro-batches of a step: one computes while rows of the other travel between attention groups."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import NamedTuple, TypeVar
-
-from ...attention.base import AttentionPlanner
-from ...distributed.token_exchange import TokenExchange
+from typing import TypeVar
 
 T = TypeVar("T")
-
-
-class MicroBatch(NamedTuple):
-    """Rows ``start:stop`` of the step. ``attention`` has planned them, and ``token_exchange`` has the number of rows of
-    this micro-batch in every attention group."""
-
-    start: int
-    stop: int
-    attention: AttentionPlanner
-    token_exchange: TokenExchange
 
 
 def run_interleaved(works: Sequence[Generator[None, None, T]]) -> list[T]:

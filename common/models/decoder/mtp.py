@@ -9,14 +9,11 @@ from collections.abc import Iterator
 import torch
 
 from ....kernels.gemm.dense_matmul import dense_matmul
-from ...attention.base import AttentionPlanner
 from ...config.model import ModelSpec
 from ...distributed.parallel import Parallel
-from ...layers.norm import RMSNorm
+from ...forward.step_context import StepContext
 from ...weights.slots import Allocate, Slot, allocator
-from .latent_attention import LatentSelfAttention
-from .layer import DecoderLayer
-from .moe import mixed_mlp
+from .layer import Blocks, DecoderLayer
 
 
 class MTPDraftLayer:
@@ -26,23 +23,23 @@ class MTPDraftLayer:
     model's hidden states after its final norm, which is what checkpoints were trained with.
     """
 
-    def __init__(self, index: int, kv_layer: int, spec: ModelSpec, parallel: Parallel, allocate: Allocate):
+    def __init__(self, index: int, kv_layer: int, spec: ModelSpec, parallel: Parallel, allocate: Allocate,
+                 blocks: Blocks):
         """Builds layer ``index`` of the checkpoint; its latents are layer ``kv_layer`` of the draft layers' pool."""
         name = f"model.layers.{index}"
         self._name = name
-        self.token_norm = RMSNorm(f"{name}.enorm", spec.hidden_size, spec.rms_norm_eps, allocate)
-        self.hidden_norm = RMSNorm(f"{name}.hnorm", spec.hidden_size, spec.rms_norm_eps, allocate)
+        self.token_norm = blocks.norm(f"{name}.enorm", spec.hidden_size, allocate, None)
+        self.hidden_norm = blocks.norm(f"{name}.hnorm", spec.hidden_size, allocate, None)
         self.eh_proj = allocate(spec.hidden_size, 2 * spec.hidden_size)  # not quantized in float8 checkpoints either
-        self.layer = DecoderLayer(index, kv_layer, spec, parallel, allocate, mixed_mlp(parallel.experts),
-                                  LatentSelfAttention)
-        self.norm = RMSNorm(f"{name}.shared_head.norm", spec.hidden_size, spec.rms_norm_eps, allocate)
+        self.layer = DecoderLayer(index, kv_layer, spec, parallel, allocate, blocks)
+        self.norm = blocks.norm(f"{name}.shared_head.norm", spec.hidden_size, allocate, None)
 
-    def __call__(self, hidden: torch.Tensor, embeds: torch.Tensor, attention: AttentionPlanner,
+    def __call__(self, hidden: torch.Tensor, embeds: torch.Tensor, step: StepContext,
                  cos_sin: torch.Tensor) -> torch.Tensor:
         """Takes ``hidden`` [T, hidden] of positions and ``embeds`` [T, hidden], the embeddings of the tokens after
-        them; returns ``[T, hidden]``. ``attention`` has planned a batch at these positions."""
+        them; returns ``[T, hidden]``. ``step`` is one of a batch at these positions."""
         joined = torch.cat([self.token_norm(embeds), self.hidden_norm(hidden)], dim=-1)
-        x, residual = self.layer(dense_matmul(joined, self.eh_proj), None, attention, cos_sin)
+        x, residual = self.layer(dense_matmul(joined, self.eh_proj), None, step, cos_sin)
         return self.norm.add_norm(x, residual)[0]
 
     def slots(self) -> Iterator[Slot]:
@@ -51,12 +48,13 @@ class MTPDraftLayer:
         yield Slot(f"{self._name}.eh_proj.weight", self.eh_proj, tuple(self.eh_proj.shape))
 
 
-def build_draft_layers(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype,
-                       device: torch.device) -> list[MTPDraftLayer]:
-    """Builds the checkpoint's draft layers, the first one next to the model, with uninitialised weights."""
+def build_mtp_layers(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device,
+                     blocks: Blocks) -> list[MTPDraftLayer]:
+    """Builds the checkpoint's draft layers of ``blocks``, the first one next to the model, with uninitialised weights.
+    All of them have experts where the model has any."""
     if spec.moe is not None:
         draft_layers = tuple(range(spec.num_layers, spec.num_layers + spec.mtp_layers))
         spec = dataclasses.replace(spec, moe=dataclasses.replace(spec.moe, layers=spec.moe.layers + draft_layers))
     allocate = allocator(dtype, device, spec.quantization)
-    return [MTPDraftLayer(spec.num_layers + kv_layer, kv_layer, spec, parallel, allocate)
+    return [MTPDraftLayer(spec.num_layers + kv_layer, kv_layer, spec, parallel, allocate, blocks)
             for kv_layer in range(spec.mtp_layers)]

@@ -18,7 +18,9 @@ import torch
 
 from ....kernels.sampling.argmax import argmax
 from ...attention.base import AttentionPlanner
+from ...distributed.step_rows import StepRows
 from ...forward.forward_batch import ForwardBatch, ModelInput, Row, TokenIds, build_forward_batch
+from ...forward.step_context import AttentionPlan, StepContext
 from ...models.decoder.causal_lm import CausalLM
 from .decode_inputs import DecodeInputs
 
@@ -36,10 +38,11 @@ def sizes_to_capture(requested: Sequence[int], largest: int) -> list[int]:
 
 class DecodeGraphs:
     """Captures at construction; ``decode`` replays. ``max_pages`` bounds the pages of one request.
-    ``begin_step`` is called with a size before a step of that size is computed."""
+    ``rows_of`` makes the rows of a step of a size: of the layers, and of the LM head."""
 
     def __init__(self, model: CausalLM, attention: AttentionPlanner, sizes: Sequence[int], page_size: int,
-                 max_pages: int, scratch_page: int, device: torch.device, begin_step: Callable[[int], None],
+                 max_pages: int, scratch_page: int, device: torch.device,
+                 rows_of: Callable[[int], tuple[StepRows, StepRows]],
                  progress: Callable[[float], None]):
         self._sizes = sorted(sizes)
         self._attention = attention
@@ -50,14 +53,13 @@ class DecodeGraphs:
         self._logits: dict[int, torch.Tensor] = {}
         self._argmax: dict[int, torch.Tensor] = {}
         self._input_views = {size: self._views_of(size) for size in self._sizes}
-        self._batches: dict[int, ForwardBatch] = {}
+        self._steps: dict[int, StepContext] = {}  # those that were captured
         self._row_views: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._argmax_in_inputs: int | None = None  # the size whose argmax is in ``input_ids``
         memory = torch.cuda.graph_pool_handle()
         # The largest first: the smaller ones then fit into its memory.
         for done, size in enumerate(reversed(self._sizes)):
-            begin_step(size)
-            self._capture(size, model, max_pages * page_size, memory)
+            self._capture(size, model, rows_of(size), max_pages * page_size, memory)
             progress((done + 1) / len(self._sizes))
 
     def size_for(self, num_reqs: int) -> int | None:
@@ -77,7 +79,7 @@ class DecodeGraphs:
         if not step.follows_argmax or self._argmax_in_inputs != size:
             tokens = step.token_ids
             input_ids.copy_(tokens.on_device(input_ids.device) if isinstance(tokens, TokenIds) else tokens)
-        batch = self._batches[size]
+        batch = self._steps[size].batch
         batch.kv_indptr_cpu, batch.kv_indices_cpu = host["kv_indptr"], host["kv_indices"]
         batch.kv_last_page_len_cpu = host["kv_last_page_len"]
         self._attention.refresh(batch)
@@ -108,29 +110,30 @@ class DecodeGraphs:
             "kv_last_page_len": static.kv_last_page_len[:size],
         }
 
-    def _capture(self, size: int, model: CausalLM, max_length: int, memory: Any) -> None:
+    def _capture(self, size: int, model: CausalLM, rows: tuple[StepRows, StepRows], max_length: int,
+                 memory: Any) -> None:
         static, attention = self._static, self._attention
         batch = ForwardBatch(
             max_q_len=1, logits_rows=None, qo_indptr=static.qo_indptr[:size + 1], **self._input_views[size],
             qo_indptr_cpu=static.qo_indptr_cpu[:size + 1], kv_indptr_cpu=static.kv_indptr_cpu[:size + 1],
             kv_indices_cpu=static.kv_indices_cpu[:size], kv_last_page_len_cpu=static.kv_last_page_len_cpu[:size])
-        self._batches[size] = batch
 
-        def forward() -> tuple[torch.Tensor, torch.Tensor]:
-            batch.live = batch.page_of_token != self._scratch_page
-            logits = model.forward(batch, attention, lambda layer: None)
+        def forward(plan: AttentionPlan) -> tuple[torch.Tensor, torch.Tensor]:
+            live = model.token_exchange.mark_live(rows[0], batch.page_of_token != self._scratch_page)
+            step = self._steps[size] = StepContext(batch, plan, live, rows[1])
+            logits = model.forward(step)
             return logits, argmax(logits, batch.input_ids)[1]
 
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            attention.plan(batch, max_length=max_length)
-            forward()  # libraries allocate and compile outside of the capture
+            # libraries allocate and compile outside of the capture
+            forward(attention.plan(batch, max_length=max_length))
         torch.cuda.current_stream().wait_stream(stream)
-        attention.plan(batch, max_length=max_length)  # a backend that plans in its first layer must do so in the graph
+        plan = attention.plan(batch, max_length=max_length)  # if its first layer makes it, that must be in the graph
         graph = torch.cuda.CUDAGraph()
         # Other threads of a rank (NCCL's, transfers') call CUDA too, and must not end the capture.
         with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-            self._logits[size], self._argmax[size] = forward()
+            self._logits[size], self._argmax[size] = forward(plan)
         graph.replay()  # the first launch uploads the graph to the device: 0.6 ms, which requests would wait for
         self._graphs[size] = graph

@@ -8,6 +8,7 @@ from functools import cache
 
 import torch
 
+from ...distributed.step_rows import StepRows
 from ...models.decoder.causal_lm import CausalLM
 
 _TRIAL_LAYERS = 8
@@ -16,8 +17,9 @@ _MAX_LAUNCH_BOUND_RATIO = 1.2
 _MAX_USEFUL_RATIO = 2.0
 """The same ratio above which the host is so far ahead that faster launching gains nothing."""
 
-Trial = Callable[[int, Callable[[], None]], float]
-"""``(size, work)``: returns the time of ``work`` on the device over the time of launching it, equal on all ranks."""
+Trial = Callable[[int, Callable[[StepRows], None]], float]
+"""``(size, work)``: returns the time of ``work`` on the device over the time of launching it, equal on all ranks.
+``work`` takes the rows of a step of ``size`` rows in every attention group."""
 
 
 def launch_bound_sizes(model: CausalLM, sizes: Sequence[int], trial: Trial) -> tuple[list[int], int]:
@@ -30,15 +32,15 @@ def launch_bound_sizes(model: CausalLM, sizes: Sequence[int], trial: Trial) -> t
     inputs = torch.randn(largest, model.hidden_size, dtype=model.dtype, device=device)  # zeros would go to few experts
     heads = torch.randn(largest, model.layers[0].attention.width, dtype=model.dtype, device=device)
 
-    def compute(size: int) -> None:
-        rows, residual = inputs[:size], None
+    def compute(size: int, rows: StepRows) -> None:
+        x, residual = inputs[:size], None
         for index in range(min(_TRIAL_LAYERS, len(model.layers))):
-            _, residual = model.between_attentions(index, rows, residual)
-            rows = heads[:size]
+            _, residual = model.between_attentions(index, x, residual, rows)
+            x = heads[:size]
 
     @cache
     def ratio(size: int) -> float:
-        return trial(size, lambda: compute(size))
+        return trial(size, lambda rows: compute(size, rows))
 
     useful = sizes[:_count(sizes, lambda size: ratio(size) < _MAX_USEFUL_RATIO)]
     launch_bound = _count(useful, lambda size: ratio(size) < _MAX_LAUNCH_BOUND_RATIO)

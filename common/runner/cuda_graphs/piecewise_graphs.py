@@ -21,12 +21,12 @@ import torch
 from ...config.model import ModelSpec
 from ...config.server import ServerConfig
 from ...distributed.capture import may_capture_prefill
-from ...distributed.live_rows import LiveRows
 from ...distributed.parallel import Parallel
+from ...distributed.step_rows import StepRows
 from ...forward.host_copies import upload_joined
+from ...forward.piecewise import Projected
 from ...layers.moe import MoE
 from ...models.decoder.causal_lm import CausalLM
-from ...models.decoder.piecewise import Projected
 
 _MAX_PADDING_RATIO = 1.0625
 """Rows computed for each token, at most, where padding costs something."""
@@ -81,10 +81,10 @@ def prefill_graph_sizes(config: ServerConfig, spec: ModelSpec, parallel: Paralle
 
 class PrefillGraphs:
     """Records at construction. ``groups``: attention groups that compute together, with as many rows each.
-    ``begin_step`` is called with a size before a step of that size is computed, ``progress`` with the fraction done."""
+    ``rows_of`` makes the rows of a step of a size, ``progress`` is called with the fraction done."""
 
-    def __init__(self, model: CausalLM, recorded: GraphSizes, groups: int, live: LiveRows, recorder: Recorder,
-                 begin_step: Callable[[int], None], progress: Callable[[float], None]):
+    def __init__(self, model: CausalLM, recorded: GraphSizes, groups: int, recorder: Recorder,
+                 rows_of: Callable[[int], StepRows], progress: Callable[[float], None]):
         self._sizes, self._launch_bound = sorted(recorded.sizes), recorded.launch_bound
         self._groups = groups
         is_moe_dp = groups > 1 and isinstance(model.layers[-1].mlp, MoE)
@@ -97,19 +97,19 @@ class PrefillGraphs:
         self._pieces: dict[int, list[LayerGraph]] = {}
         # The largest first: the smaller ones then fit into its memory.
         for done, size in enumerate(reversed(self._sizes), 1):
-            begin_step(size)
-            with live.using(self._live[:groups * size]):
-                self._pieces[size] = self._record(model, size, recorder)
+            rows = rows_of(size).with_live(self._live[:groups * size])
+            self._pieces[size] = self._record(model, size, rows, recorder)
             progress(done / len(self._sizes))
 
-    def _record(self, model: CausalLM, size: int, recorder: Recorder) -> list[LayerGraph]:
+    def _record(self, model: CausalLM, size: int, rows: StepRows, recorder: Recorder) -> list[LayerGraph]:
         pieces: list[LayerGraph] = []
-        rows, residual = self._inputs[:size], None
+        x, residual = self._inputs[:size], None
         for index in range(len(model.layers)):
-            (projected, residual), replay = recorder.record(partial(model.between_attentions, index, rows, residual))
+            (projected, residual), replay = recorder.record(
+                partial(model.between_attentions, index, x, residual, rows))
             replay()  # the next piece is tried on this one's results
             pieces.append(LayerGraph(replay, tuple(map(recorder.alias, projected)), recorder.alias(residual)))
-            rows = self._attention_out[:size]
+            x = self._attention_out[:size]
         return pieces
 
     def size_for(self, num_tokens: Sequence[int]) -> int | None:
@@ -143,7 +143,7 @@ class PrefillGraphs:
 
 
 class GraphedStep:
-    """The graphs of a step of ``rows`` rows, see models.decoder.piecewise."""
+    """The graphs of a step of ``rows`` rows, see forward.piecewise."""
 
     def __init__(self, pieces: list[LayerGraph], inputs: torch.Tensor, attention_out: torch.Tensor, rows: int):
         self._pieces = pieces

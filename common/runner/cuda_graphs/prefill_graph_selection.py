@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,9 +13,10 @@ import torch
 from ...config.model import ModelSpec
 from ...config.server import ServerConfig
 from ...distributed.parallel import Parallel
+from ...distributed.step_rows import StepRows
 from ...forward.forward_batch import ForwardBatch
+from ...forward.piecewise import PiecewiseStep
 from ...models.decoder.causal_lm import CausalLM
-from ...models.decoder.piecewise import PiecewiseStep
 from ...weights.loader import Progress
 from ..dp_sync import DPStepInfo
 from .launch_cost import launch_bound_sizes, launch_ratio
@@ -22,12 +24,9 @@ from .piecewise_graphs import GraphRecorder, GraphSizes, PrefillGraphs, Recorder
 
 log = logging.getLogger("baton.engine")
 
-BeginStep = Callable[[DPStepInfo], None]
-
 
 class PrefillGraphSelection:
-    """One rank's selection; all ranks of the engine make the same calls. ``begin_step`` is called before a step is
-    computed."""
+    """One rank's selection; all ranks of the engine make the same calls."""
 
     def __init__(self, model: CausalLM, parallel: Parallel):
         self._model = model
@@ -37,7 +36,7 @@ class PrefillGraphSelection:
         self.graphs: PrefillGraphs | None = None
 
     @torch.inference_mode()
-    def select(self, config: ServerConfig, spec: ModelSpec, begin_step: BeginStep) -> None:
+    def select(self, config: ServerConfig, spec: ModelSpec) -> None:
         """Selects the sizes that ``capture`` records, on ranks that may: those of the flags, or those at which a step
         is launch-bound."""
         sizes = prefill_graph_sizes(config, spec, self._parallel)
@@ -47,22 +46,21 @@ class PrefillGraphSelection:
             self.selected = GraphSizes(sizes, sizes[-1])
             return
 
-        def trial(size: int, work: Callable[[], None]) -> float:
-            begin_step(self._prefill_step(size))
-            ratio = launch_ratio(work, self._device)
+        def trial(size: int, work: Callable[[StepRows], None]) -> float:
+            ratio = launch_ratio(partial(work, self._rows_of(size)), self._device)
             return float(self._parallel.world.min_reduce(np.array([1e6 * ratio]))[0]) / 1e6
 
         selected = GraphSizes(*launch_bound_sizes(self._model, sizes, trial))
         self.selected = selected if selected.sizes else None
 
-    def capture(self, begin_step: BeginStep, progress: Progress) -> None:
+    def capture(self, progress: Progress) -> None:
         """Captures what is selected. Without graphs a server is only slower: a kind of model that cannot be captured
         runs eagerly, and a warning says so."""
         if self.selected is None:
             return
         failure = None
         try:
-            self.record(self.selected, GraphRecorder(self._device), begin_step, progress)
+            self.record(self.selected, GraphRecorder(self._device), progress)
         except Exception as error:  # torch refuses a capture by errors of many kinds
             failure = f"{type(error).__name__}: {error}"
         if not self._parallel.world.all_true(failure is None):
@@ -70,11 +68,10 @@ class PrefillGraphSelection:
             self.selected = self.graphs = None
 
     @torch.inference_mode()
-    def record(self, selected: GraphSizes, recorder: Recorder, begin_step: BeginStep, progress: Progress) -> None:
+    def record(self, selected: GraphSizes, recorder: Recorder, progress: Progress) -> None:
         """Records graphs, which prefill steps replay from now on."""
         self.graphs = PrefillGraphs(
-            self._model, selected, self._parallel.dp_size, self._parallel.experts.prefill_live_rows, recorder,
-            lambda size: begin_step(self._prefill_step(size)),
+            self._model, selected, self._parallel.dp_size, recorder, self._rows_of,
             lambda fraction: progress("CUDA graphs of prompts", fraction))
 
     def release(self) -> None:
@@ -91,6 +88,6 @@ class PrefillGraphSelection:
         size = self.graphs.size_for(num_tokens)
         return None if size is None else self.graphs.step(size, num_tokens, batch.num_tokens)
 
-    def _prefill_step(self, size: int) -> DPStepInfo:
-        """Returns a prefill step with ``size`` tokens of every attention group."""
-        return DPStepInfo([size] * self._parallel.dp_size, [1] * self._parallel.dp_size)
+    def _rows_of(self, size: int) -> StepRows:
+        """Returns the rows of a prefill step with ``size`` tokens of every attention group."""
+        return self._parallel.token_exchange.step([size] * self._parallel.dp_size)

@@ -1,1 +1,1 @@
-"""Orders of waiting requests, one policy a file, registered in registry.py; request priorities."""
+"""Orders of waiting requests, one policy a file, registered there; request priorities."""

@@ -7,10 +7,13 @@ tree is finished before the next one needs its pages.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from ...api.namespace import Namespace
+from ...config.server.schedule import SCHEDULE_POLICIES
 from ...kvcache.prefix_cache import Node, PrefixCache
 from ...request.req import Req
+from .order import Order, OrderInputs, sorted_by_cache
 
 
 class HeaviestSubtreeFirst:
@@ -23,8 +26,10 @@ class HeaviestSubtreeFirst:
         of arrival decides. Requests that match a node itself follow those of its subtrees, in order of arrival."""
         current_path = self._current_path(set(reqs))
         reqs_of: dict[Node, list[Req]] = defaultdict(list)
+        roots: dict[Namespace, Node] = {}  # ``match`` makes a root for each request of a namespace without pages
         for req in reqs:
-            reqs_of[self._cache.match(req.tokens.view(0, req.prefix_limit))[0]].append(req)
+            node = self._cache.match(req.tokens.view(0, req.prefix_limit), req.namespace)[0]
+            reqs_of[node if node.parent is not None else roots.setdefault(node.namespace, node)].append(req)
         # Only now: a later match may have split the edge that an earlier one ended on.
         weights: Counter[Node] = Counter()
         children: dict[Node | None, list[Node]] = defaultdict(list)
@@ -54,3 +59,8 @@ class HeaviestSubtreeFirst:
             path.add(step)
             step = step.parent
         return path
+
+
+@SCHEDULE_POLICIES.register("dfs-weight", traits=("prefix_cache",))
+def make(inputs: OrderInputs) -> Callable[[], Order]:
+    return sorted_by_cache(HeaviestSubtreeFirst, inputs)

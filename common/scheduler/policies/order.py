@@ -5,8 +5,10 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
+from ...kvcache.prefix_cache import PrefixCache
 from ...request.req import Req
 
 SORT_WINDOW_REQUESTS = 128
@@ -25,6 +27,17 @@ class Order(Protocol):
 
     def discard(self, req: Req) -> None:
         """Remove a request that is in the order."""
+
+
+class OrderInputs(NamedTuple):
+    """Inputs of a policy: the prefix cache, None where there is none, and a seed that the ranks of a group share."""
+
+    cache: PrefixCache | None
+    seed: int
+
+
+OrderFactory = Callable[[OrderInputs], Callable[[], Order]]
+"""A registered policy: returns a factory of empty orders."""
 
 
 class KeyOrder:
@@ -103,3 +116,12 @@ class SortedOrder:
         self._sorted = deque(self._sort(window))
         self._sorted_at = (self._version(), self._count)
         self._peeks_left = -(-len(window) // SORTED_PER_PEEK)
+
+
+def sorted_by_cache(sort: Callable[[PrefixCache], Callable[[Sequence[Req]], list[Req]]],
+                    inputs: OrderInputs) -> Callable[[], Order]:
+    """Returns a factory of orders sorted by the contents of the prefix cache; in order of arrival without one."""
+    cache = inputs.cache
+    if cache is None:
+        return partial(KeyOrder, lambda req: 0.0)
+    return partial(SortedOrder, sort(cache), lambda: cache.version)

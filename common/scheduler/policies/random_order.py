@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 
+from ...config.server.schedule import SCHEDULE_POLICIES
 from ...request.req import Req
+from .order import KeyOrder, Order, OrderInputs
 
 
 class RandomKey:
@@ -16,3 +20,8 @@ class RandomKey:
 
     def __call__(self, req: Req) -> float:
         return self._random.random()
+
+
+@SCHEDULE_POLICIES.register("random")
+def make(inputs: OrderInputs) -> Callable[[], Order]:
+    return partial(KeyOrder, RandomKey(inputs.seed))

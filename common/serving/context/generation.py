@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from ...api.errors import AbortRequested, ServingError
-from ...api.messages import Generate, LatencySpan, Logprobs, Output
+from ...api.messages import Generate, LatencySpan, Logprobs, Output, OutputExtras, PromptUsage
 from ...engine_client.client import EngineClient
 from ...engine_client.output_stream import OutputStream
 from ...obs.metrics import ServerMetrics
@@ -62,6 +62,7 @@ class Choice:
         self._text_stream = text_stream
         self._metrics = metrics
         self._last = 0.0
+        self._usage = PromptUsage(0, 0)  # as the engine counts: continued output is part of the prompt
 
     @property
     def text(self) -> str:
@@ -112,46 +113,58 @@ class Choice:
 
     def take(self, output: Output) -> None:
         """Adds one output of the engine; the last one sets ``finish``."""
-        self._measure(output)
-        text = self._text_stream.push(output.token_ids, output.finish)
-        self.num_prompt_tokens = output.num_prompt_tokens - self._num_continued
-        self.num_cached_tokens = min(output.num_cached_tokens, self.num_prompt_tokens)
-        self.num_output_tokens = output.num_output_tokens + self._num_continued
-        if output.prompt_logprobs is not None:
-            self.prompt_logprobs = output.prompt_logprobs
-        self.stages += output.spans
-        self.embedding = output.embedding or self.embedding
-        if output.hidden_states:
-            self.hidden_states.append(output.hidden_states)
+        _, token_ids, extras = output
+        self.num_output_tokens += len(token_ids)
+        if extras is not None:
+            self._take_extras(extras)
+        self._measure(len(token_ids))
+        finish = None if extras is None else extras.finish
+        text = self._text_stream.push(token_ids, finish)
         if text:
             self._texts.append(text)
             self._new.text += text
-        for part in (self._total, self._new):
-            part.token_ids.extend(output.token_ids)
-            if output.logprobs is not None:
-                part.logprobs.append(output.logprobs)
+        self._total.token_ids.extend(token_ids)
+        self._new.token_ids.extend(token_ids)
         if self._text_stream.matched is not None:
             self._finish(ChoiceFinish("stop", self._text_stream.matched))
-        elif output.finish is not None:
-            self._finish(ChoiceFinish(output.finish.reason, output.finish.matched))
+        elif finish is not None:
+            self._finish(ChoiceFinish(finish.reason, finish.matched))
 
-    def _measure(self, output: Output) -> None:
-        if output.embedding is not None:
-            self._metrics.prompt_tokens.inc(output.num_prompt_tokens)
-            self._metrics.cached_tokens.inc(output.num_cached_tokens)
-        if not output.token_ids:
+    def _take_extras(self, extras: OutputExtras) -> None:
+        if (usage := extras.usage) is not None:
+            self.num_prompt_tokens = usage.num_tokens - self._num_continued
+            self.num_cached_tokens = min(usage.num_cached_tokens, self.num_prompt_tokens)
+            self._usage = usage
+        if extras.prompt_logprobs is not None:
+            self.prompt_logprobs = extras.prompt_logprobs
+        if extras.logprobs is not None:
+            self._total.logprobs.append(extras.logprobs)
+            self._new.logprobs.append(extras.logprobs)
+        if extras.embedding is not None:
+            self.embedding = extras.embedding
+            self._count_prompt()
+        if extras.hidden_states:
+            self.hidden_states.append(extras.hidden_states)
+        self.stages += extras.spans
+
+    def _measure(self, count: int) -> None:
+        """Observes the latency of ``count`` new tokens."""
+        if not count:
             return
         now = time.monotonic()
         if self._last:
-            gap = (now - self._last) / len(output.token_ids)
-            for _ in output.token_ids:
+            gap = (now - self._last) / count
+            for _ in range(count):
                 self._metrics.itl.observe(gap)
         else:
             self._metrics.ttft.observe(now - self.arrived)
-            self._metrics.prompt_tokens.inc(output.num_prompt_tokens)
-            self._metrics.cached_tokens.inc(output.num_cached_tokens)
-        self._metrics.generation_tokens.inc(len(output.token_ids))
+            self._count_prompt()
+        self._metrics.generation_tokens.inc(count)
         self._last = now
+
+    def _count_prompt(self) -> None:
+        self._metrics.prompt_tokens.inc(self._usage.num_tokens)
+        self._metrics.cached_tokens.inc(self._usage.num_cached_tokens)
 
     def _finish(self, finish: ChoiceFinish) -> None:
         self.finish = finish

@@ -13,6 +13,7 @@ import msgspec
 
 from ...api.errors import InvalidRequest
 from ...api.messages import Generate
+from ...api.namespace import Namespace
 from ...api.sampling import SamplingParams
 from ...api.token_ids import check_ids
 from ...config.server import ServerConfig
@@ -21,6 +22,7 @@ from ...grammar.service import GrammarService
 from ..protocol.bootstrap import BootstrapFields, Placement, place_choices
 from ..protocol.continuation import Continuation, continue_after
 from ..protocol.logprobs import LogprobOptions
+from ..protocol.namespaces import namespaces_of
 from ..protocol.prompts import Prompts
 from .served_model import ServedModel
 from .server_status import ServerStatus
@@ -91,7 +93,7 @@ class RequestPlanner:
         request that begins here). ``body`` has BootstrapFields. Raises InvalidRequest."""
         assert isinstance(body, BootstrapFields)
         requests = engine_requests(ids, samplings, n, body.rid, self.placements(body, len(ids), n),
-                                   [logprobs] * len(ids), body.priority)
+                                   [logprobs] * len(ids), body.priority, namespaces_of(body, len(ids)))
         return requests, await self.resume(body.continuation, requests, grammar_param)
 
     async def resume(self, continuation: Continuation | None, requests: list[Generate],
@@ -123,7 +125,7 @@ class RequestPlanner:
 
 def engine_requests(ids: list[list[int]], samplings: list[SamplingParams], n: int, rid: str | list[str] | None,
                     choice_placements: list[Placement], logprobs: list[LogprobOptions],
-                    priority: int | None) -> list[Generate]:
+                    priority: int | None, namespaces: list[Namespace]) -> list[Generate]:
     """One request to the engine per choice: ``n`` of each prompt, in order. Raises InvalidRequest for ``rid``.
 
     The choices of one prompt differ in their seed (consecutive from the given one) and their id.
@@ -137,7 +139,7 @@ def engine_requests(ids: list[list[int]], samplings: list[SamplingParams], n: in
             rid=rids[choice], input_ids=prompt, sampling=_reseeded(samplings[i], j), bootstrap=placement.bootstrap,
             return_logprob=options.enabled, top_logprobs_num=options.num_top,
             token_ids_logprob=list(options.token_ids), logprob_start_len=options.start if options.enabled else -1,
-            priority=priority, dp_rank=placement.dp_rank))
+            priority=priority, namespace=namespaces[i], dp_rank=placement.dp_rank))
     return requests
 
 

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from ...api.errors import InvalidRequest
 from ...api.messages import Generate
+from ...api.namespace import SHARED
 from ...api.sampling import SamplingParams
 from ...api.token_ids import check_ids
 from ...tokenizer.tokenizer import Tokenizer
@@ -221,7 +222,8 @@ def _requests(context: ServingContext, ids: list[list[int]], sampling: SamplingP
         if len(prompt) + sampling.max_new_tokens > context.planner.token_limit:
             raise too_long(f"A prompt in {param}", len(prompt), context.planner.token_limit, param=param)
     placements = [Placement(None, None)] * len(ids)
-    return engine_requests(ids, [sampling] * len(ids), 1, rid, placements, [logprobs] * len(ids), priority)
+    return engine_requests(ids, [sampling] * len(ids), 1, rid, placements, [logprobs] * len(ids), priority,
+                           [SHARED] * len(ids))
 
 
 async def _complete(context: ServingContext, requests: list[Generate]) -> list[Choice]:

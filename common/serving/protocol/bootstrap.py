@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import msgspec
-
 from ...api.errors import InvalidRequest
 from ...api.messages import Bootstrap
 from ...api.wire import Int32, Int64
+from .namespaces import NamespaceFields
 from .per_prompt import per_choice, rooms_per_choice
 
 
-class BootstrapFields(msgspec.Struct, kw_only=True):
+class BootstrapFields(NamespaceFields, kw_only=True):
     """The fields that a router adds to a request; lists hold one entry per prompt of a batch, or one per choice
-    (sgl-router sends that for a chat with ``n``)."""
+    (sgl-router sends that for a chat with ``n``). Every request that may have them has a namespace, too."""
 
     bootstrap_host: str | list[str] | None = None
     bootstrap_port: Int32 | list[Int32 | None] | None = None

@@ -30,7 +30,7 @@ Table = Mapping[str, Refused]
 _PLAIN = Refused()
 _TEXT_ONLY = Refused("this model takes text only")
 _NO_LORA = Refused("this server has no adapters")
-_SALT = Refused("all requests share one prefix cache; start the server with --disable-radix-cache to share nothing")
+_SALT = Refused("these requests share one prefix cache; start the server with --disable-radix-cache to share nothing")
 _MEDIA = dict.fromkeys(("max_dynamic_patch", "min_dynamic_patch", "use_audio_in_video", "images_config"), _TEXT_ONLY)
 _ROUTED = {"return_routed_experts": _PLAIN, "routed_experts_start_len": Refused(harmless=(0,))}
 _CACHE = {"extra_key": _SALT, "cache_salt": _SALT}
@@ -38,7 +38,7 @@ _LOGITS = Refused("/generate takes it")
 _SEND = "send {} instead".format
 
 _OPENAI: Table = {
-    **_MEDIA, **_ROUTED, **_CACHE,
+    **_MEDIA, **_ROUTED,
     "lora_path": _NO_LORA, "return_hidden_states": Refused("/generate returns them"),
     "custom_logit_processor": _LOGITS, "custom_params": _LOGITS,
     "prompt_logprobs": Refused("/v1/completions returns log-probabilities of the prompt with echo and logprobs, "
@@ -78,7 +78,7 @@ RESPONSE: Table = {
 _WITH_MEDIA = dict.fromkeys(("image_data", "video_data", "audio_data", "mm_hashes", "mm_content_hashes",
                              "video_config", "image_max_dynamic_patch", "video_max_dynamic_patch"), _TEXT_ONLY)
 GENERATE: Table = {
-    **_MEDIA, **_ROUTED, **_CACHE, **_WITH_MEDIA,
+    **_MEDIA, **_ROUTED, **_WITH_MEDIA,
     "lora_path": _NO_LORA, "lora_id": _NO_LORA, "background": _PLAIN, "return_sampling_mask": _PLAIN,
     "return_flat_raw_top_logprobs": Refused("top_logprobs_num returns them in lists"),
     "return_flat_raw_top_logprobs_b64": Refused("top_logprobs_num returns them in lists"),

@@ -75,8 +75,7 @@ def backend_of(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(synchronize=lambda: None, record=lambda: None))
     monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: plain(*shape, **options))
-    yield importlib.import_module(name).FlashInferBackend
-    del sys.modules[name]
+    return importlib.import_module(name).FlashInferBackend
 
 
 def results_of(backends, pages, start: int, count: int, layer: int) -> list[torch.Tensor]:

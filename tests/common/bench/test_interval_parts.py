@@ -85,7 +85,7 @@ def test_a_front_notes_when_streams_wrote_what_came(tmp_path, monkeypatch):
     trace = FrontTrace()
     trace.watch()
     for writes in (2, 1):
-        EngineClient._dispatch(None, OutputBatch([]))
+        EngineClient._dispatch(None, OutputBatch([], []))
         EngineClient._dispatch(None, Loading("weights", 0.5))  # tells no tokens
         assert [web.StreamResponse.write(None, b"token") for _ in range(writes)] == [b"token"] * writes
     trace.save(tmp_path)

@@ -13,8 +13,8 @@ import transformers
 
 from baton.common.api.errors import ConfigError
 from baton.common.config.checkpoint import resolve_checkpoint
-from baton.common.config.model import load_model_spec
 from baton.common.config.server import ModelArgs
+from baton.common.models.registry import load_model_spec
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -33,8 +33,8 @@ def spec_of(folder: Path, generation: dict | None = None, context_length: int | 
 
 def test_defaults(tmp_path):
     spec = spec_of(tmp_path)
-    assert (spec.num_kv_heads, spec.head_dim, spec.dtype, spec.rope_theta) == (4, 16, "bfloat16", 10000.0)
-    assert spec.rope_scaling is None and not spec.tie_word_embeddings and not spec.attention_bias
+    assert (spec.num_kv_heads, spec.head_dim, spec.dtype, spec.family.rope.rope_theta) == (4, 16, "bfloat16", 10000.0)
+    assert spec.family.rope.rope_scaling is None and not spec.tie_word_embeddings and not spec.family.attention_bias
     assert spec.eos_token_ids == (2,) and spec.context_length == 2048
 
 
@@ -98,12 +98,14 @@ def test_eos_tokens_of_both_files_are_joined(tmp_path):
 ])
 def test_rope_in_old_and_new_form(tmp_path, changes, theta, scaling, context):
     spec = spec_of(tmp_path, **changes)
-    assert (spec.rope_theta, spec.rope_scaling, spec.context_length) == (theta, scaling, context)
+    rope = spec.family.rope
+    assert (rope.rope_theta, rope.rope_scaling, spec.context_length) == (theta, scaling, context)
 
 
 @pytest.mark.parametrize("changes,sentence", [
-    ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported: use a checkpoint of LlamaForCausalLM, "
-                                             "MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"),
+    ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported: use a checkpoint of "
+                                             "DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, GptOssForCausalLM, "
+                                             "LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Qwen2"),
     ({"architectures": ...}, "Architecture none is not supported"),
     ({"hidden_act": "gelu"}, "Activation 'gelu' is not supported"),
     ({"quantization_config": {"quant_method": "gptq"}}, "quantized by 'gptq' are not supported"),
@@ -159,11 +161,11 @@ def test_a_window_as_long_as_the_context_is_none(tmp_path):
 
 
 def test_biases_by_family(tmp_path):
-    llama = spec_of(tmp_path, attention_bias=True, mlp_bias=True)
-    assert llama.attention_bias and llama.o_bias and llama.mlp_bias and not llama.qk_norm
-    qwen2 = spec_of(tmp_path, architectures=["Qwen2ForCausalLM"])
-    assert qwen2.attention_bias and not qwen2.o_bias
-    assert spec_of(tmp_path, architectures=["Qwen3ForCausalLM"]).qk_norm
+    llama = spec_of(tmp_path, attention_bias=True, mlp_bias=True).family
+    assert llama.attention_bias and llama.o_bias and llama.mlp_bias
+    qwen2 = spec_of(tmp_path, architectures=["Qwen2ForCausalLM"]).family
+    assert qwen2.attention_bias and not qwen2.o_bias and not qwen2.qk_norm
+    assert spec_of(tmp_path, architectures=["Qwen3ForCausalLM"]).family.qk_norm
 
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "./nothing", "a/b/c", "with space"])
@@ -194,7 +196,7 @@ def test_hub_failure_is_one_sentence(monkeypatch):
 
 def test_the_front_reads_a_specification_without_torch(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    code = ("import sys; from baton.common.config.model import load_model_spec as load; "
+    code = ("import sys; from baton.common.models.registry import load_model_spec as load; "
             "from baton.common.config.server import ModelArgs; "
             f"load(ModelArgs(model_path={str(tmp_path)!r})); assert 'torch' not in sys.modules")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

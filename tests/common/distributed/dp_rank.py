@@ -15,7 +15,6 @@ import sys
 import numpy as np
 import torch
 
-from baton.common.api.messages import OutputBatch
 from baton.common.config.server import DataParallelArgs, KernelArgs, ParallelArgs
 from baton.common.distributed.deferred_reduce import DeferredSum
 from baton.common.distributed.expert_parallel import ExpertParallel
@@ -23,6 +22,7 @@ from baton.common.distributed.parallel import Parallel, init_parallel
 from baton.common.distributed.peer_all_reduce import connect_all
 from baton.tests.helpers.hand_driven import Engine, tokens_of
 from baton.tests.helpers.host_peers import HostPeers
+from baton.tests.helpers.outputs import outputs_of
 from baton.tests.helpers.padded_steps import PaddedSteps
 from baton.tests.helpers.rank_processes import SECONDS, end_rank, place_of
 from baton.tests.helpers.replayed_prompts import record_again
@@ -50,16 +50,17 @@ def check_exchange(parallel: Parallel) -> list[bool]:
             assert torch.equal(x, whole)
             return x * 2
 
-        parallel.token_exchange.begin_step(counts)
+        rows = parallel.token_exchange.step(counts)
         mine = parts[parallel.dp_rank]
         share = (parallel.tp.rank + 1) / sum(range(1, parallel.tp.size + 1))  # of the sum, this rank's
-        summed = parallel.token_exchange.apply_partial(lambda x: compute(x) * share, lambda x: (x, None), mine)  # noqa: B023
+        summed = parallel.token_exchange.apply_partial(lambda x: compute(x) * share, lambda x: (x, None), mine, rows)  # noqa: B023
         if isinstance(summed, DeferredSum):
             summed = summed.reduce()
-        found.append(torch.equal(parallel.token_exchange.apply(compute, mine), mine * 2)
+        found.append(torch.equal(parallel.token_exchange.apply(compute, mine, rows), mine * 2)
                      and torch.allclose(summed, mine * 2))
-    parallel.token_exchange.begin_step([0] * parallel.dp_size)
-    found.append(parallel.token_exchange.apply(lambda x: x, torch.empty(0, 6, device=parallel.device)).shape == (0, 6))
+    rows = parallel.token_exchange.step([0] * parallel.dp_size)
+    none = torch.empty(0, 6, device=parallel.device)
+    found.append(parallel.token_exchange.apply(lambda x: x, none, rows).shape == (0, 6))
     return found
 
 
@@ -97,7 +98,7 @@ def run(case: dict, joined: Parallel) -> dict:
         engine.tracker.flush()
     assert not engine.tracker.live and engine.cache.num_allocated == 0
     engine.cache.check_integrity()
-    outputs = [item for message in engine.sent if isinstance(message, OutputBatch) for item in message.items]
+    outputs = outputs_of(engine.sent)
     tokens = tokens_of(outputs)
     return {"tokens": [tokens[str(i)] for i in range(len(prompts))], "turns": turns, "computed": computed,
             "retracted": engine.scheduler.batcher.retraction.num_retracted, "replayed": replayed, "met": meeting,
@@ -112,14 +113,16 @@ def watch_low_latency(parallel: Parallel) -> list[list[int]]:
     exchange = parallel.token_exchange.low_latency
     if exchange is None:
         return seen
-    norm_gather = exchange.norm_gather
+    can_gather = exchange.can_gather
 
-    def watched(*args):
-        live = exchange.live
-        seen.append([] if live is None else [len(live)] if live.is_cuda else live.int().tolist())
-        return norm_gather(*args)
+    def watched(x, rows):
+        gathers = can_gather(x, rows)
+        if gathers:
+            live = rows.live
+            seen.append([] if live is None else [len(live)] if live.is_cuda else live.int().tolist())
+        return gathers
 
-    exchange.norm_gather = watched
+    exchange.can_gather = watched
     return seen
 
 
@@ -129,8 +132,8 @@ def watch_microbatches(engine: Engine) -> list[list[int]]:
     if engine.runner._two_batch_overlap is not None:
         plan = engine.runner._two_batch_overlap.plan
 
-        def watched(batch):
-            microbatches = plan(batch)
+        def watched(batch, counts):
+            microbatches = plan(batch, counts)
             seen.append([one.stop - one.start for one in microbatches])
             return microbatches
 

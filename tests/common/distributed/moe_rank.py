@@ -19,8 +19,8 @@ from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.tp import TPGroup, init_tp
 from baton.common.layers.moe import MoE
 from baton.common.runner.eplb import ExpertCounts
-from baton.common.weights.loader import load_dummy
 from baton.common.weights.slots import allocator
+from baton.tests.helpers.dummy_weights import fill_dummy
 from baton.tests.helpers.rank_processes import end_rank, place_of
 from baton.tests.helpers.replayed_prompts import record_again
 from baton.tests.helpers.small_models import forward, load_runner, scattered_pages, server_config
@@ -92,7 +92,7 @@ def while_experts_move(folder: Path, world: TPGroup, a2a: AllToAll) -> dict:
 def layer(share: ExpertParallel) -> MoE:
     """Random, by its tensors' names: the same experts however they are shared."""
     made = MoE("mixture", SPREAD, HIDDEN, share, allocator(torch.float32, torch.device("cpu")))
-    load_dummy(made.slots(), 5, lambda what, fraction: None)
+    fill_dummy(made.slots(), 5)
     made.router.weight *= 50  # as drawn, all experts score alike
     return made
 
@@ -117,10 +117,10 @@ def apart(world: TPGroup) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
     made, mine = layer(parallel.experts), local_tokens(world.rank)
     found = []
     for _ in range(2):
-        parallel.token_exchange.begin_step(world.gather_ints(np.array([len(mine)]))[:, 0].tolist())
-        sent = made.forward_deferred(mine)
-        parallel.token_exchange.begin_step([2] * world.size, all_decode=True)
-        met = made.forward_deferred(GatheredTokens(world.all_gather_rows(two_tokens(world.rank))))
+        rows = parallel.token_exchange.step(world.gather_ints(np.array([len(mine)]))[:, 0].tolist())
+        sent = made.forward_deferred(mine, rows)
+        rows = parallel.token_exchange.step([2] * world.size, all_decode=True)
+        met = made.forward_deferred(GatheredTokens(world.all_gather_rows(two_tokens(world.rank))), rows)
         assert isinstance(sent, torch.Tensor) and isinstance(met, DeferredRows)
         counts = world.all_reduce(made.counts.clone())
         found.append((sent, met.reduce(), int(counts.sum())))

@@ -13,7 +13,7 @@ from baton.common.api.messages import Generate, State
 from baton.common.api.sampling import SamplingParams
 from baton.common.config.cli import parse
 from baton.common.config.server import ServerConfig
-from baton.common.distributed.low_latency import LowLatencyExchange
+from baton.common.distributed.token_exchange import TokenExchange
 from baton.common.distributed.tp import TPGroup
 from baton.common.engine_client.dp_balancer import DPBalancer
 from baton.common.engine_client.dp_states import merge_states
@@ -139,14 +139,13 @@ def test_ranks_without_tokens_of_their_own_do_not_meet(backend, flags, capsys):
 
 
 def test_decode_steps_that_cannot_meet_say_so_once(caplog):
-    exchange, rows = LowLatencyExchange(TPGroup(0, 2)), torch.zeros(3, 8)
-    exchange.begin_step([3, 3])
-    assert not exchange.can_gather(rows) and not exchange.can_gather(rows)
+    exchange, rows = TokenExchange(TPGroup(0, 2), low_latency=True), torch.zeros(3, 8)
+    together = exchange.step([3, 3], all_decode=True)
+    assert not exchange.low_latency.can_gather(rows, together) and not exchange.low_latency.can_gather(rows, together)
     sentence = "Decode steps of 3 rows reach experts over gloo: the ranks cannot write into each other's memory."
     assert caplog.text.count(sentence) == caplog.text.count("Decode steps") == 1
-    for counts in ([3, 4], []):
-        exchange.begin_step(counts)
-        assert not exchange.can_gather(rows)
+    for step in (exchange.step([3, 4], all_decode=True), exchange.step([3, 3])):
+        assert step.decode_rows == 0 and not exchange.low_latency.can_gather(rows, step)
 
 
 def request(rid: str, tokens: int = 1, dp_rank: int | None = None) -> Generate:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from baton.common.api.errors import ConfigError
-from baton.common.config.model import load_model_spec
 from baton.common.distributed.tp import TPGroup
+from baton.common.models.registry import load_model_spec
 from baton.common.request.sampling_metadata import FAILED
 from baton.tests.helpers.rank_processes import run_ranks
 from baton.tests.helpers.small_models import (

@@ -10,16 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.common.api.commands import (
-    FlushCache,
-    ReleaseMemory,
-    ResumeMemory,
-    SetLimits,
-    StartProfile,
-    StopProfile,
-    UpdateWeights,
-)
 from baton.common.api.errors import Conflict, InvalidRequest, WorkerUnavailable
+from baton.common.commands.flush_cache import FlushCache
+from baton.common.commands.limits import SchedulerLimits
+from baton.common.commands.memory import ReleaseMemory, ResumeMemory
+from baton.common.commands.profile import StartProfile, StopProfile
+from baton.common.commands.update_weights import UpdateWeights
 from baton.common.engine.control import Control
 from baton.common.tinychat import CHECKPOINT
 from baton.tests.helpers.hand_driven import Engine, tokens_of
@@ -113,16 +109,22 @@ def test_a_profile_is_written_after_its_steps(control, tmp_path):
 
 
 def test_limits(engine, control):
-    control.execute(SetLimits(max_running_requests=1), idle=False)
+    control.execute(SchedulerLimits(max_running_requests=1), idle=False)
     for rid in "ab":
         engine.start(rid, PROMPT)
     for _ in range(3):
         engine.scheduler.step(0.0)
     assert engine.scheduler.num_running == 1
     engine.run()
-    for wrong in (SetLimits(max_running_requests=65), SetLimits(schedule_policy="best")):
+    for wrong in (SchedulerLimits(max_running_requests=65), SchedulerLimits(schedule_policy="best")):
         with pytest.raises(InvalidRequest):
             control.execute(wrong, idle=True)
+
+
+def test_a_command_that_a_rank_does_not_know_is_refused(control):
+    assert control.command("flush_cache").struct is FlushCache
+    with pytest.raises(InvalidRequest, match="has no command polish: install the package"):
+        control.command("polish")
 
 
 def test_nothing_changes_under_running_requests(control):

@@ -24,6 +24,7 @@ from baton.common.api.kv_events import (
     encode_pages,
     page_hashes,
 )
+from baton.common.api.namespace import SHARED, Namespace
 from baton.common.config.server import (
     CacheArgs,
     DisaggregationArgs,
@@ -119,6 +120,13 @@ def test_we_understand_theirs():
     assert decode(maps) == [Stored([b"x"], b"p", [1, 2], 2)]
 
 
+@pytest.mark.parametrize("extra_keys, read", [([None], True), (None, True), ([["salt"]], False)])
+def test_pages_with_extra_keys_are_left_out(extra_keys, read):
+    """Their content depends on more than their tokens: vLLM names a prompt's salt at its first page."""
+    event = ["BlockStored", [b"x"], None, [1, 2], 2, None, "GPU", None, extra_keys]
+    assert bool(decode(msgspec.msgpack.encode([1.0, [event]]))) is read
+
+
 @given(st.binary(max_size=40) | st.recursive(
     st.none() | st.integers(-9, 9) | st.text(max_size=3) | st.just("BlockStored") | st.just("BlockRemoved"),
     lambda inner: st.lists(inner, max_size=5)).map(msgspec.msgpack.encode))
@@ -183,7 +191,7 @@ def pages_of(manager: KVCacheManager) -> dict[int, tuple[int, ...]]:
             path.insert(0, step.tokens)
             step = step.parent
         tokens = np.concatenate(path).tolist()
-        for i, value in enumerate(page_hashes(tokens, PAGE)):
+        for i, value in enumerate(page_hashes(tokens, PAGE, node.namespace.seed)):
             pages[value] = tuple(tokens[i * PAGE:(i + 1) * PAGE])
     return pages
 
@@ -239,10 +247,10 @@ class Followed:
                 answers.append((int.from_bytes(number, "big"), decode(payload)))
         raise AssertionError("no end of the replay")
 
-    def compute(self, tokens) -> None:
+    def compute(self, tokens, namespace: Namespace = SHARED) -> None:
         """Run a request through the cache."""
         array = np.array(tokens, np.int32)
-        table = self.manager.match_prefix(array, len(array))
+        table = self.manager.match_prefix(array, len(array), namespace)
         assert self.manager.allocate_slots(table, len(array))
         self.manager.release(table, array)
 
@@ -270,7 +278,7 @@ def test_a_subscriber_has_what_the_cache_has(followed):
     socket = followed.subscribe()
     followed.follow(socket)
     for i, prompt in enumerate(some_prompts(150)):
-        followed.compute(prompt)
+        followed.compute(prompt, Namespace("salt") if i % 4 == 1 else SHARED)
         if i % 3 == 0:
             followed.flush()
     followed.flush()
@@ -284,9 +292,23 @@ def test_a_subscriber_has_what_the_cache_has(followed):
     assert followed.copy.pages == {}
 
 
+def test_equal_tokens_of_two_namespaces_have_unequal_hashes(followed):
+    """The first page of a namespace follows its seed, so that no reader takes it for one of all requests; the salt is
+    not sent."""
+    socket = followed.subscribe()
+    followed.follow(socket)
+    for namespace in (SHARED, Namespace("s3cret"), Namespace(extra_key="s3cret"), Namespace("s3cre", "t")):
+        followed.compute(range(8), namespace)
+    followed.flush()
+    _, _, payload = socket.recv_multipart()
+    stored = decode(payload)
+    assert len({value for event in stored for value in event.hashes}) == 8 and b"s3cre" not in payload
+    assert [event.parent for event in stored][:2] == [None, Namespace("s3cret").seed]
+
+
 def test_a_late_subscriber_gets_everything_in_one_batch(followed):
-    for prompt in some_prompts(100):
-        followed.compute(prompt)
+    for i, prompt in enumerate(some_prompts(100)):
+        followed.compute(prompt, Namespace("salt") if i % 4 == 1 else SHARED)
         followed.flush()
     ((number, events),) = followed.ask(0)
     assert isinstance(events[0], Cleared)
@@ -346,7 +368,7 @@ def config(**events) -> ServerConfig:
 def test_nothing_is_recorded_without_a_listener():
     manager = KVCacheManager(8, PAGE)
     assert start_publisher(config(), manager.prefix_cache) is None
-    assert manager.prefix_cache.listener is None
+    assert manager.prefix_cache.listeners == []
 
 
 def test_a_publisher_that_cannot_start_gives_the_reason(followed):

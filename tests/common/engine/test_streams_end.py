@@ -17,8 +17,8 @@ def test_the_engine_sends_last_tokens_before_it_frees_pages():
 
     def take(message):
         assert isinstance(message, OutputBatch)
-        if any(output.finish for output in message.items):
-            sent.append((len(message.items), batcher.cache.num_allocated, len(batcher.running)))
+        if any(output.finish for output in message.rows()):
+            sent.append((len(message.rids), batcher.cache.num_allocated, len(batcher.running)))
 
     engine._parts.tracker._send = take
     engine.start(4, 20, 10)

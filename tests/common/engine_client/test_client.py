@@ -12,10 +12,21 @@ from pathlib import Path
 
 import pytest
 
-from baton.common.api.commands import FlushCache
 from baton.common.api.errors import Conflict, InvalidRequest, Overloaded, TransferFailed, WorkerUnavailable
-from baton.common.api.messages import Failed, Finish, Generate, Loading, Output, OutputBatch, Ready, StartFailed
+from baton.common.api.messages import (
+    Failed,
+    Finish,
+    Generate,
+    Loading,
+    Output,
+    OutputBatch,
+    OutputExtras,
+    PromptUsage,
+    Ready,
+    StartFailed,
+)
 from baton.common.api.sampling import SamplingParams
+from baton.common.commands.flush_cache import FlushCache
 from baton.common.config.cli import parse
 from baton.common.config.server import ServerConfig
 from baton.common.engine.rank_spec import RankSpec
@@ -172,7 +183,7 @@ async def test_late_outputs_of_a_request_do_not_reach_its_successor(engine: Engi
         with client.open([request("a", [5], seed=Seed.SILENT)]):
             pass
         with client.open([request("a", [5, 6, 7])]) as stream:
-            client._dispatch(OutputBatch([Output("a", [99], 1, 0, 1, Finish("length"))]))
+            client._dispatch(OutputBatch.of([Output("a", [99], OutputExtras(PromptUsage(1, 0), Finish("length")))]))
             client._dispatch(Failed("a", "aborted", "The one before was aborted."))
             with pytest.raises(Conflict, match="'a' is in use"):
                 await collect(client.generate(request("a", [5])))

@@ -14,7 +14,7 @@ import time
 import numpy as np
 import torch
 
-from baton.common.api.messages import Abort, Failed, Generate, OutputBatch, Shutdown
+from baton.common.api.messages import Abort, Failed, Generate, Shutdown
 from baton.common.api.sampling import SamplingParams
 from baton.common.config.server import ParallelArgs
 from baton.common.distributed.parallel import Parallel, init_parallel
@@ -23,6 +23,7 @@ from baton.common.engine.loop import EngineLoop
 from baton.common.engine.rank_channel import PPTicker
 from baton.common.execution.pp_channel import PPChannel
 from baton.tests.helpers.hand_driven import Engine
+from baton.tests.helpers.outputs import outputs_of
 from baton.tests.helpers.rank_processes import SECONDS, end_rank, place_of
 from baton.tests.helpers.small_models import forward, load_runner, scattered_pages, server_config
 
@@ -111,7 +112,7 @@ def run(case: dict, parallel: Parallel) -> dict:
     assert not engine.tracker.live and engine.cache.num_allocated == 0
     engine.cache.check_integrity()
     line.close()
-    outputs = [item for message in engine.sent if isinstance(message, OutputBatch) for item in message.items]
+    outputs = outputs_of(engine.sent)
     return {"tokens": {rid: [token for item in outputs if item.rid == rid for token in item.token_ids]
                        for rid in map(str, range(len(prompts)))},
             "prompt_logprobs": {item.rid: item.prompt_logprobs.values for item in outputs if item.prompt_logprobs},

@@ -11,9 +11,9 @@ import torch
 
 from baton.common.api.errors import ConfigError
 from baton.common.config.cli import parse
-from baton.common.config.model import load_model_spec
 from baton.common.config.server import CacheArgs, ParallelArgs, ServerConfig
 from baton.common.distributed.pipeline_parallel import PPStages
+from baton.common.models.registry import load_model_spec
 from baton.common.runner.kv_sizing import kv_layout
 from baton.tests.helpers.deepseek_models import save_deepseek
 from baton.tests.helpers.gpt_oss_models import save_gpt_oss

@@ -19,6 +19,7 @@ from baton.common.grammar.masks import MaskFiller
 from baton.common.grammar.matcher import Matcher
 from baton.common.request.token_buffer import TokenBuffer
 from baton.tests.helpers.grammar_engine import GrammarEngine, schema_spec, text_of, tokenizer
+from baton.tests.helpers.outputs import outputs_of
 
 PERSON = schema_spec({
     "type": "object", "properties": {
@@ -291,5 +292,5 @@ def test_logprobs_are_those_of_what_the_grammar_allows():
     while engine.scheduler.step(0.0):
         engine.tracker.flush()
     engine.tracker.flush()
-    values = [value for message in engine.sent for output in message.items for value in output.logprobs.values]
+    values = [value for output in outputs_of(engine.sent) for value in output.logprobs.values]
     assert all(-20 < value <= 0 for value in values) and values[-1] == pytest.approx(0, abs=1e-6), values

@@ -6,10 +6,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from baton.common.api.namespace import SHARED, Namespace
 from baton.common.kvcache.allocator import PageAllocator
 from baton.common.kvcache.layout import KVLayout, shape_of_group, split_layers
 from baton.common.kvcache.manager import KVCacheManager
 from baton.common.kvcache.prefix_cache import PrefixCache
+
+SALTED = Namespace(salt="s")
 
 
 def tokens(*ids):
@@ -251,12 +254,16 @@ class ManagerMachine(RuleBasedStateMachine):
         super().__init__()
         self.cache = KVCacheManager(num_pages=24, page_size=2)
         self.live = []
+        self.content = {}  # by page: the namespace and tokens that it was last allocated for
 
-    @rule(prompt=st.lists(st.integers(0, 2), min_size=1, max_size=14))
-    def begin(self, prompt):
+    @rule(prompt=st.lists(st.integers(0, 2), min_size=1, max_size=14), salt=st.sampled_from(["", "a", "b"]))
+    def begin(self, prompt, salt):
         ids = tokens(*prompt)
-        table = self.cache.match_prefix(ids, len(ids) - 1)
+        table = self.cache.match_prefix(ids, len(ids) - 1, Namespace(salt))
+        content = [(salt, tuple(prompt[:2 * i + 2])) for i in range(len(ids))]
+        assert [self.content[page] for page in table.ids.tolist()] == content[:table.count]
         if self.cache.allocate_slots(table, len(ids)):
+            self.content |= dict(zip(table.ids.tolist(), content))
             self.live.append((table, ids))
         else:
             self.cache.release(table)
@@ -313,22 +320,71 @@ class Recorder:
 
     def __init__(self):
         self.changes = []
+        self.namespaces = []
 
-    def stored(self, parent, pages, tokens):
+    def stored(self, namespace, parent, pages, tokens):
+        self.namespaces.append(namespace)
         self.changes.append((parent, pages.tolist(), tokens.tolist()))
 
-    def removed(self, pages):
+    def removed(self, namespace, pages):
+        self.namespaces.append(namespace)
         self.changes.append(pages.tolist())
 
 
-def test_a_listener_sees_every_page_that_enters_and_leaves():
+def test_every_listener_sees_every_page_that_enters_and_leaves():
     cache = PrefixCache(page_size=1)
-    cache.listener = recorder = Recorder()
+    recorder, other = Recorder(), Recorder()
+    cache.listeners += [recorder, other]
     cache.insert(tokens(1, 2), pages(10, 11))
     cache.insert(tokens(1, 2, 3), pages(20, 21, 12))
     assert recorder.changes == [(None, [10, 11], [1, 2]), (11, [12], [3])]
-    assert [(parent, ids.tolist()) for parent, ids, _ in cache.edges()] == [(None, [10, 11]), (11, [12])]
+    assert [(edge.parent, edge.pages.tolist()) for edge in cache.edges()] == [(None, [10, 11]), (11, [12])]
     assert cache.evict(1).tolist() == [12] and recorder.changes[2:] == [[12]]
+    cache.insert(tokens(1, 2), pages(30, 31), cache.match(tokens(1), SALTED)[0])
+    assert recorder.changes[3:] == [(None, [30, 31], [1, 2])] and other.changes == recorder.changes
+    assert cache.evict(4).tolist() == [10, 11, 30, 31]
+    assert recorder.namespaces == [SHARED] * 3 + [SALTED, SHARED, SALTED] == other.namespaces
+
+
+def test_namespaces_never_share_a_page():
+    """The same tokens under two salts and none: each namespace finds its own pages, and leaves with its last one."""
+    cache = KVCacheManager(16, page_size=2)
+    prompt, namespaces = tokens(1, 2, 3, 4), (SHARED, SALTED, Namespace(extra_key="x"))
+    for count in (0, 2):
+        owned = []
+        for namespace in namespaces:
+            table = cache.match_prefix(prompt, 4, namespace)
+            assert table.num_cached_pages == count and cache.allocate_slots(table, 4)
+            owned.append(table.ids.tolist())
+            cache.release(table, prompt)
+            cache.check_integrity()
+        assert len({page for ids in owned for page in ids}) == 6
+    tables = [cache.match_prefix(prompt, 4, namespace) for namespace in namespaces]
+    assert [table.ids.tolist() for table in tables] == owned
+    cache.release(tables[0])
+    cache.release(tables[2])
+    evicted = cache.prefix_cache.evict(6)
+    assert sorted(evicted.tolist()) == sorted(owned[0] + owned[2])
+    cache.allocator.free(evicted)
+    cache.release(tables[1])
+    cache.check_integrity()
+    cache.flush()
+    assert repr(cache.prefix_cache) == "PrefixCache(0 pages in 0 namespaces, 0 locked)"
+
+
+def test_a_namespace_returns_while_a_request_still_reads_its_empty_root():
+    """Two requests match a namespace without pages; it comes with the first, leaves, and comes again with the other."""
+    cache = KVCacheManager(8, page_size=1)
+    first, second = (cache.match_prefix(tokens(1, 2), 2, SALTED) for _ in range(2))
+    assert cache.allocate_slots(first, 2) and cache.allocate_slots(second, 2)
+    cache.release(first, tokens(1, 2))
+    cache.flush()
+    cache.commit(second, tokens(1, 2))
+    third = cache.match_prefix(tokens(1, 2), 2, SALTED)
+    assert third.ids.tolist() == second.ids.tolist()
+    cache.release_all([(second, None), (third, None)])
+    assert cache.match_prefix(tokens(1, 2), 2).count == 0
+    cache.check_integrity()
 
 
 def test_an_empty_tree_evicts_nothing():

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.common.api.commands import RecordExperts
 from baton.common.api.errors import InvalidRequest
+from baton.common.commands.expert_record import RecordExperts
 from baton.common.config.server import ParallelArgs
 from baton.common.distributed.expert_parallel import ExpertParallel
 from baton.common.distributed.parallel import Parallel

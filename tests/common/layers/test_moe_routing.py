@@ -11,9 +11,11 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from baton.common.api.errors import ConfigError
-from baton.common.config.defaults import with_defaults
-from baton.common.config.moe import MoESpec, deepseek_experts, mixtral_experts, qwen_experts
+from baton.common.config.model_config import ModelConfig
+from baton.common.config.moe import MoESpec
+from baton.common.config.server import ModelArgs
 from baton.common.layers.moe.routing import Router
+from baton.common.models.registry import families
 from baton.common.weights.slots import allocator
 from baton.kernels.reference import group_scores, limit_to_groups, moe_topk
 
@@ -21,32 +23,40 @@ HIDDEN, EXPERTS = 32, 16
 DEEPSEEK = {"hidden_size": HIDDEN, "n_routed_experts": EXPERTS, "num_experts_per_tok": 4, "num_hidden_layers": 3,
             "moe_intermediate_size": 10, "n_shared_experts": 2, "first_k_dense_replace": 1}
 ROUTERS = {
-    "mixtral": (MixtralTopKRouter, MixtralConfig, mixtral_experts,
+    "mixtral": (MixtralTopKRouter, MixtralConfig,
                 {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "intermediate_size": 12}),
-    "qwen3": (Qwen3MoeTopKRouter, Qwen3MoeConfig, qwen_experts, {"num_experts": EXPERTS, "num_experts_per_tok": 5}),
-    "qwen3_renormalised": (Qwen3MoeTopKRouter, Qwen3MoeConfig, qwen_experts,
+    "qwen3": (Qwen3MoeTopKRouter, Qwen3MoeConfig, {"num_experts": EXPERTS, "num_experts_per_tok": 5}),
+    "qwen3_renormalised": (Qwen3MoeTopKRouter, Qwen3MoeConfig,
                            {"num_experts": EXPERTS, "num_experts_per_tok": 5, "norm_topk_prob": True}),
-    "deepseek_v2": (DeepseekV2TopkRouter, DeepseekV2Config, lambda c: deepseek_experts(c, version=2),
+    "deepseek_v2": (DeepseekV2TopkRouter, DeepseekV2Config,
                     {**DEEPSEEK, "routed_scaling_factor": 16.0}),
-    "deepseek_v2_groups": (DeepseekV2TopkRouter, DeepseekV2Config, lambda c: deepseek_experts(c, version=2),
+    "deepseek_v2_groups": (DeepseekV2TopkRouter, DeepseekV2Config,
                            {**DEEPSEEK, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
-    "deepseek_v3": (DeepseekV3TopkRouter, DeepseekV3Config, lambda c: deepseek_experts(c, version=3),
+    "deepseek_v3": (DeepseekV3TopkRouter, DeepseekV3Config,
                     {**DEEPSEEK, "n_group": 4, "topk_group": 2}),
-    "deepseek_v3_one_group": (DeepseekV3TopkRouter, DeepseekV3Config, lambda c: deepseek_experts(c, version=3),
+    "deepseek_v3_one_group": (DeepseekV3TopkRouter, DeepseekV3Config,
                               {**DEEPSEEK, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
 }
+
+
+def experts_of(family: str, values: dict) -> MoESpec | None:
+    """The experts that a family's file reads from a configuration."""
+    name = f"{family}ForCausalLM"
+    found = families()[name]
+    return found.read(ModelConfig.complete(name, values, None, found.defaults, ModelArgs("none"))).moe
 
 
 @pytest.mark.parametrize("name", ROUTERS)
 @torch.inference_mode()
 def test_equals_transformers(name):
-    module, config_class, read, values = ROUTERS[name]
+    module, config_class, values = ROUTERS[name]
     torch.manual_seed(1)
     config = config_class(**{"hidden_size": HIDDEN, **values})
     theirs = module(config)
     theirs.weight.data.normal_(0, 0.3)
     family = module.__name__.removesuffix("TopkRouter").removesuffix("TopKRouter")
-    spec = read(with_defaults(config.to_dict(), family))
+    spec = experts_of(family, config.to_dict())
+    assert spec is not None
     ours = Router("gate", spec, HIDDEN, allocator(torch.float32, torch.device("cpu")))
     ours.weight.copy_(theirs.weight)
     if ours.bias is not None:
@@ -85,20 +95,19 @@ def test_a_bias_moves_the_choice_and_not_the_weights():
 
 def test_layers_with_experts():
     values = {"num_hidden_layers": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-    qwen = with_defaults({**values, "num_experts": 4}, "Qwen3Moe")
-    assert qwen_experts(qwen).layers == (0, 1, 2, 3, 4, 5)
-    assert qwen_experts({**qwen, "mlp_only_layers": [0, 5]}).layers == (1, 2, 3, 4)
-    assert qwen_experts({**qwen, "decoder_sparse_step": 2}).layers == (1, 3, 5)
-    assert qwen_experts({**qwen, "num_experts": 0}) is None
-    named = with_defaults({**values, "num_experts": None, "num_local_experts": 4}, "Qwen3Moe")
-    assert qwen_experts(named).num_experts == 4
-    shared = qwen_experts({**qwen, "shared_expert_intermediate_size": 16})
+    qwen = {**values, "num_experts": 4}
+    assert experts_of("Qwen3Moe", qwen).layers == (0, 1, 2, 3, 4, 5)
+    assert experts_of("Qwen3Moe", {**qwen, "mlp_only_layers": [0, 5]}).layers == (1, 2, 3, 4)
+    assert experts_of("Qwen3Moe", {**qwen, "decoder_sparse_step": 2}).layers == (1, 3, 5)
+    assert experts_of("Qwen3Moe", {**qwen, "num_experts": 0}) is None
+    assert experts_of("Qwen3Moe", {**values, "num_experts": None, "num_local_experts": 4}).num_experts == 4
+    shared = experts_of("Qwen3Moe", {**qwen, "shared_expert_intermediate_size": 16})
     assert (shared.shared_size, shared.shared_gate, shared.shared_name) == (16, True, "shared_expert")
-    deepseek = deepseek_experts(with_defaults(DEEPSEEK, "DeepseekV3"), version=3)
+    deepseek = experts_of("DeepseekV3", DEEPSEEK)
     assert deepseek.layers == (1, 2) and deepseek.shared_size == 20 and not deepseek.shared_gate
-    assert deepseek_experts(with_defaults({**DEEPSEEK, "n_routed_experts": None}, "DeepseekV2"), version=2) is None
-    scaled = with_defaults({**DEEPSEEK, "norm_topk_prob": True, "routed_scaling_factor": 16.0}, "DeepseekV2")
-    assert deepseek_experts(scaled, version=2).scaling_factor == 1.0
+    assert experts_of("DeepseekV2", {**DEEPSEEK, "n_routed_experts": None}) is None
+    scaled = {**DEEPSEEK, "norm_topk_prob": True, "routed_scaling_factor": 16.0}
+    assert experts_of("DeepseekV2", scaled).scaling_factor == 1.0
 
 
 @pytest.mark.parametrize("changes,sentence", [

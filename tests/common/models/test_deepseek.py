@@ -17,8 +17,8 @@ from baton.common.api.errors import ConfigError
 from baton.common.attention.mla import select
 from baton.common.attention.mla.select import choose_latent_backend, choose_latent_decode_backend
 from baton.common.config.mla import MLASpec
-from baton.common.config.model import load_model_spec
 from baton.common.config.server import CacheArgs, KernelArgs
+from baton.common.models.registry import load_model_spec
 from baton.common.quantization.float8 import dequantize_blocks, quantize_blocks
 from baton.common.runner.kv_sizing import kv_layout
 from baton.tests.common.models.test_models_numerics import TOLERANCE, check_whole_and_decode, tokens_of

@@ -13,8 +13,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from baton.common.api.errors import ConfigError
 from baton.common.attention.per_window_backend import PerWindowBackend
 from baton.common.attention.torch_backend import TorchBackend
-from baton.common.config.model import load_model_spec
-from baton.common.weights.interleaved_experts import from_mxfp4
+from baton.common.models.registry import load_model_spec
+from baton.common.quantization.mxfp4_experts import from_mxfp4
 from baton.tests.common.models.test_models_numerics import TOLERANCE, check_whole_and_decode
 from baton.tests.common.models.test_models_numerics import tokens_of as random_tokens
 from baton.tests.common.weights.test_weights import change
@@ -149,7 +149,8 @@ def test_what_the_configuration_says(tmp_path):
         "swiglu_limit": 7.0, "tie_word_embeddings": False, "vocab_size": 201088}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [200002, 199999, 200012]}))
     spec = load_model_spec(server_config(tmp_path).model)
-    assert spec.windows == (128, None) * 12 and spec.sinks and spec.attention_bias and spec.o_bias
+    assert spec.windows == (128, None) * 12 and spec.family.sinks
+    assert spec.family.attention_bias and spec.family.o_bias
     assert spec.context_length == 131072 and spec.eos_token_ids == (200002, 199999, 200012)
     assert spec.quantization is None and spec.moe is not None
     assert (spec.moe.num_experts, spec.moe.top_k, spec.moe.gate_limit, spec.moe.expert_bias) == (32, 4, 7.0, True)

@@ -29,9 +29,9 @@ def computed_rows(runner, monkeypatch) -> list[int]:
     norm = runner._model.layers[-1].mlp_norm
     inner = norm.add_norm_as
 
-    def add_norm_as(format_of, x, residual):
+    def add_norm_as(format_of, x, residual, rows):
         seen.append(len(residual))
-        return inner(format_of, x, residual)
+        return inner(format_of, x, residual, rows)
 
     monkeypatch.setattr(norm, "add_norm_as", add_norm_as)
     return seen

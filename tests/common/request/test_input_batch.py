@@ -244,10 +244,9 @@ def test_persistent_batches_change_no_token(monkeypatch):
         answers_of = {}
 
         def take(message):
-            for output in message.items if isinstance(message, OutputBatch) else ():
+            for output in message.rows() if isinstance(message, OutputBatch) else ():
                 tokens, ended = answers_of.setdefault(output.rid, ([], []))
                 tokens += output.token_ids
-                assert output.num_output_tokens == len(tokens)
                 ended += [output.finish.reason] if output.finish else []
 
         if not persistent:
@@ -291,24 +290,24 @@ def test_token_buffer_reads_tokens_not_yet_in_the_array():
     assert before.tolist() == [5, 6] and buffer.view(1, 4).tolist() == [6, 0, 1] and buffer.view(0, 999)[-1] == 199
 
 
-def test_new_tokens_precede_other_outputs():
+def test_rows_of_two_steps_are_one_message():
     requests, sent = Requests(5), []
     tracker = RequestTracker(sent.append, eos_ids=frozenset(), vocab_size=1 << 31, max_request_tokens=100,
                              max_requests=9, timeout=1.0)
     reqs = [requests.make_computed(max_new_tokens=30) for _ in range(3)]
     batch = InputBatch(reqs, PAGE)
-    positions = batch.positions
     batch.advance()
     for token_id in (7, 8):  # two steps' results in one iteration
-        tracker.add_new_tokens(reqs[:2], batch.new_tokens([token_id] * 3, positions, [0, 1]))
+        tracker.add_new_tokens(reqs[:2], batch.rids[:2], [token_id] * 2)
         reqs[2].append_pending(token_id)
         tracker.add_output(reqs[2], [token_id], None)
-        positions = positions + 1
         for req in reqs:
             req.num_pending += 1
     tracker.flush()
-    assert [(item.rid, item.token_ids, item.num_output_tokens) for message in sent for item in message.items] == [
-        ("1", [7], 2), ("2", [7], 2), ("3", [7], 1), ("1", [8], 3), ("2", [8], 3), ("3", [8], 2)]
+    (message,) = sent
+    assert [(row.rid, row.token_ids) for row in message.rows()] == [
+        ("1", [7]), ("2", [7]), ("3", [7]), ("1", [8]), ("2", [8]), ("3", [8])]
+    assert message.counts is None and list(message.extras) == [2]
     for message in sent:
         assert decode_from_engine(encode(message)) == message
     assert [req.tokens.view(req.num_prompt_tokens).tolist() for req in reqs] == [[7, 8]] * 3

@@ -11,21 +11,23 @@ import torch
 
 from baton.common.api.errors import ConfigError
 from baton.common.config.cli import build, parse
-from baton.common.config.model import load_model_spec
 from baton.common.config.server import ServerConfig
 from baton.common.distributed import all_to_all
 from baton.common.distributed import peer_all_reduce as peers
 from baton.common.distributed.capture import may_capture
 from baton.common.distributed.expert_parallel import ExpertParallel
 from baton.common.distributed.parallel import Parallel
+from baton.common.distributed.step_rows import StepRows
 from baton.common.distributed.tp import TPGroup
 from baton.common.engine.rank import _failure_sentence, device_of
 from baton.common.engine.rank_spec import RankSpec
+from baton.common.models.registry import load_model_spec
 from baton.common.runner import model_runner
 from baton.common.runner.kv_sizing import kv_layout, ranks_per_gpu
 from baton.common.runner.preflight import token_bytes
 from baton.common.sampling.sampler import Sampler
-from baton.common.sampling.sampling_backend import TorchSampling, select_sampling_backend
+from baton.common.sampling.sampling_backend import select_sampling_backend
+from baton.common.sampling.torch_sampling import TorchSampling
 
 CPU = torch.device("cpu")
 
@@ -138,7 +140,6 @@ def test_tokens_go_by_collectives_where_memory_cannot_be_shared(monkeypatch, cap
         group = Group(0, 2, "cuda:0", device_group=object())
         made = Parallel(group, TPGroup(), group, ExpertParallel(group, 2, "peer"))
         made.token_exchange.all_to_all.connect(8, 64, 2, torch.bfloat16)
-        made.token_exchange.all_to_all.begin_step([3, 8])
         return made
 
     def refuses(*given):
@@ -149,7 +150,8 @@ def test_tokens_go_by_collectives_where_memory_cannot_be_shared(monkeypatch, cap
     monkeypatch.setattr(all_to_all, "DispatchBuffers", refuses)
     alone = parallel()
     exchange = alone.token_exchange.all_to_all
-    assert not (exchange.connected or exchange.can_dispatch or may_capture(alone))
+    rows, more = (StepRows.of_groups(counts, 0, torch.device("cpu")) for counts in ([3, 8], [9, 1]))
+    assert not (exchange.connected or exchange.can_dispatch(rows) or may_capture(alone))
     assert "for which the host waits in every layer: RuntimeError: no peers here." in caplog.text
     monkeypatch.setattr(all_to_all, "DispatchBuffers", lambda rank, group, device, areas: SimpleNamespace(
         peers=SimpleNamespace(layout=areas)))
@@ -159,10 +161,9 @@ def test_tokens_go_by_collectives_where_memory_cannot_be_shared(monkeypatch, cap
     monkeypatch.setattr(all_to_all, "_self_test", lambda peers: None)
     sending = parallel()
     exchange = sending.token_exchange.all_to_all
-    assert exchange.can_dispatch and may_capture(sending)
+    assert exchange.can_dispatch(rows) and may_capture(sending)
     assert exchange.nbytes == all_to_all.DispatchLayout(2, 8, 64, 2).nbytes > 2 * 2 * 8 * 64 * 2
-    exchange.begin_step([9, 1])
-    assert not exchange.can_dispatch, "there is no room for as many"
+    assert not exchange.can_dispatch(more), "there is no room for as many"
 
 
 def test_sums_on_a_cpu_have_no_peers():

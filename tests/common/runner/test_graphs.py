@@ -8,6 +8,8 @@ from unittest.mock import MagicMock, patch
 import numpy as np
 import torch
 
+from baton.common.distributed.parallel import Parallel
+from baton.common.distributed.step_rows import ONE_GROUP
 from baton.common.forward.forward_batch import NO_COLUMNS, BatchColumns, ModelInput
 from baton.common.runner.cuda_graphs.decode_graphs import DecodeGraphs
 
@@ -19,20 +21,22 @@ class Played:
         self.capturing = False
         self.made_in_capture = None
         self.captured = []
+        self.token_exchange = Parallel().token_exchange
 
     def plan(self, batch, max_length=None):
         assert max_length == 32
         self.made_in_capture = None
+        return self
 
     def refresh(self, batch):
         self.refreshed = batch
 
-    def forward(self, batch, attention, after_layer):
+    def forward(self, step):
         if self.made_in_capture is None:  # as backends do, whose plans are computed on the device
             self.made_in_capture = self.capturing
         if self.capturing:
-            self.captured.append((batch.num_reqs, self.made_in_capture))
-        return torch.zeros(batch.num_reqs, 3)
+            self.captured.append((step.batch.num_reqs, self.made_in_capture))
+        return torch.zeros(step.batch.num_reqs, 3)
 
     @contextlib.contextmanager
     def graph(self, made, **options):
@@ -41,7 +45,7 @@ class Played:
         self.capturing = False
 
 
-def captured(played, begin=lambda size: None, progress=lambda share: None):
+def captured(played, begin=lambda size: (ONE_GROUP, ONE_GROUP), progress=lambda share: None):
     """Graphs of 1, 2 and 4 rows over two pages of 16 tokens each; page 9 is the padding's."""
     cuda = {"Stream": MagicMock(), "current_stream": MagicMock(), "stream": lambda stream: contextlib.nullcontext(),
             "CUDAGraph": MagicMock(), "graph": played.graph, "graph_pool_handle": MagicMock()}
@@ -52,7 +56,7 @@ def captured(played, begin=lambda size: None, progress=lambda share: None):
 def test_a_graph_holds_the_making_of_its_plan():
     """Else replays would read the plan of the padding, from memory that has been given back."""
     played, seen, begun = Played(), [], []
-    graphs = captured(played, begun.append, seen.append)
+    graphs = captured(played, lambda size: begun.append(size) or (ONE_GROUP, ONE_GROUP), seen.append)
     assert played.captured == [(4, True), (2, True), (1, True)]
     assert begun == [4, 2, 1]
     assert graphs.size_for(3) == 4 and graphs.size_for(5) is None and seen == [1 / 3, 2 / 3, 1]
@@ -69,9 +73,9 @@ def test_a_graph_is_launched_before_requests_come():
                 made.replay = lambda: launched.append(graphs_table(self.batch))
                 yield
 
-        def forward(self, batch, attention, after_layer):
-            self.batch = batch
-            return super().forward(batch, attention, after_layer)
+        def forward(self, step):
+            self.batch = step.batch
+            return super().forward(step)
 
     def graphs_table(batch):
         return batch.num_reqs, set(batch.page_of_token.tolist()), set(batch.kv_indices.tolist())
@@ -98,8 +102,9 @@ def test_argmax_tokens_stay_in_the_graph_that_computed_them():
     assert given(argmax, follows=True)[0] == [99, 99]
     assert given(argmax)[0] == [0, 0]
     other = given(torch.tensor([15, 16]), 4)[1]
-    assert given(other, follows=True)[0] == [0, 0] and given(argmax, follows=True)[0] == [99, 99]
-    graphs.decode(ModelInput(NO_COLUMNS, other[:0]), 2)
+    assert given(argmax, follows=True)[0] == [0, 0] and given(other)[0] == [0, 0]
+    assert given(argmax, follows=True)[0] == [99, 99]
+    graphs.decode(ModelInput(NO_COLUMNS, argmax[:0]), 2)
     assert given(argmax, follows=True)[0] == [0, 0]
 
 

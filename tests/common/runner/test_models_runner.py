@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.common.api.errors import ConfigError
-from baton.common.config.model import load_model_spec
 from baton.common.config.server import CacheArgs
+from baton.common.models.registry import load_model_spec
 from baton.common.runner.kv_sizing import kv_layout
 from baton.tests.helpers.small_models import load_runner, save_model, server_config
 

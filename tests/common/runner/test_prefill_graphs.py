@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from baton.common.config.model import load_model_spec
 from baton.common.config.server import KernelArgs, ScheduleArgs
 from baton.common.distributed.expert_parallel import ExpertParallel
 from baton.common.distributed.parallel import Parallel
+from baton.common.distributed.step_rows import ONE_GROUP
 from baton.common.distributed.tp import TPGroup
+from baton.common.models.registry import load_model_spec
 from baton.common.runner.cuda_graphs.launch_cost import launch_bound_sizes
 from baton.common.runner.cuda_graphs.piecewise_graphs import PrefillGraphs, default_sizes, prefill_graph_sizes
 from baton.common.runner.kv_sizing import count_pages, kv_layout
@@ -66,7 +67,7 @@ def test_the_largest_step_that_waits_for_the_host_is_found_in_few_trials(tmp_pat
     def trial(size, work):
         tried.append(size)
         if size <= 64:
-            work()
+            work(ONE_GROUP)
         return max(1.05, 1.2 * size / (bound + 0.5))
 
     sizes = default_sizes(8192)
@@ -113,7 +114,7 @@ def test_the_pool_leaves_no_room_for_graphs_that_nobody_records(tmp_path, monkey
         changed = dataclasses.replace(config, kernels=KernelArgs(**kernels),
                                       cache=dataclasses.replace(config.cache, max_total_tokens=None),
                                       schedule=ScheduleArgs(chunked_prefill_size=4096))
-        return count_pages(changed, spec, layout, parallel or Parallel(), torch.device("cuda"))
+        return count_pages(changed, spec, [layout], parallel or Parallel(), torch.device("cuda"))
 
     without = pages(disable_piecewise_cuda_graph=True)
     assert pages(Parallel(experts=ExpertParallel(TPGroup(), counts_tokens=True))) == without

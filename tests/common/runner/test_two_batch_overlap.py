@@ -78,9 +78,8 @@ def agreed(*told: tuple[int, bool]):
 
 def split_of(*told: tuple[int, bool]) -> list[list[int]]:
     """Rows of the micro-batches in every group; empty where the step is not split."""
-    exchanges = tuple(TokenExchange(TPGroup(0, len(told))) for _ in range(2))
-    cut = TwoBatchOverlap((None, None), exchanges, PAGE, 0, MIN_TOKENS).begin_step(agreed(*told))
-    return [exchange._counts for exchange in exchanges] if cut else []
+    exchange = TokenExchange(TPGroup(0, len(told)))
+    return list(TwoBatchOverlap((None, None), exchange, PAGE, 0, MIN_TOKENS).split_counts(agreed(*told)) or [])
 
 
 def test_which_steps_are_split():

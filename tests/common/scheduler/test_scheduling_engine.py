@@ -10,10 +10,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from baton.common.api.errors import Aborted
 from baton.common.api.grammar import GrammarSpec, Vocabulary
-from baton.common.api.messages import Failed, OutputBatch
-from baton.common.scheduler.policies.registry import NAMES
+from baton.common.api.messages import Failed
+from baton.common.config.server.schedule import SCHEDULE_POLICIES
 from baton.common.scheduler.preemption.copy_rates import PrefillRate
 from baton.tests.helpers.hand_driven import Engine, tokens_of
+from baton.tests.helpers.outputs import outputs_of
 
 VOCAB = 96
 WIDTH = 48
@@ -132,7 +133,7 @@ def drive(engine, requests, seed, *, abort_share=0.0):
     engine.tracker.flush()
     failed = [message.rid for message in engine.sent if isinstance(message, Failed)]
     assert sorted(failed) == sorted(aborted), "each aborted request fails once, and no other one does"
-    messages = [item for message in engine.sent if isinstance(message, OutputBatch) for item in message.items]
+    messages = outputs_of(engine.sent)
     ended = [item.rid for item in messages if item.finish is not None]
     assert len(ended) == len(set(ended)) and not aborted & set(ended)
     engine.run()  # checks that no page is allocated
@@ -179,7 +180,7 @@ def test_tokens_do_not_depend_on_the_schedule(checkpoint, alone, options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("policy", NAMES)
+@pytest.mark.parametrize("policy", SCHEDULE_POLICIES.names)
 def test_long_soak(checkpoint, alone, policy, seed):
     rng = random.Random(seed)
     schedule = {"schedule_conservativeness": rng.choice([0.0, 0.0, 1.0]), "enable_mixed_chunk": rng.random() < 0.5}

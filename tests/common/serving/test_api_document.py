@@ -8,6 +8,7 @@ from typing import Any
 import aiohttp
 import openai
 
+from baton.common.commands.registry import all_endpoints
 from baton.common.serving import app
 
 # What POSTs take no body, or none that is JSON.
@@ -36,7 +37,7 @@ async def test_every_route_is_described(http: aiohttp.ClientSession) -> None:
     document = await fetch(http)
     assert document["openapi"] == "3.1.0"
     ids = []
-    for method, path, _ in (*app._ROUTES, *app._CONTROL):
+    for method, path, _ in app.all_routes(all_endpoints()):
         path = re.sub(r"\{(\w+):[^}]*\}", r"{\1}", path)
         operation = document["paths"][path][method.lower()]
         ids.append(operation["operationId"])

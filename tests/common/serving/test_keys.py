@@ -11,9 +11,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from baton.common.config.cli import build
-from baton.common.config.model import load_model_spec
 from baton.common.config.server import ServerConfig
 from baton.common.engine_client.client import EngineClient
+from baton.common.models.registry import load_model_spec
 from baton.common.serving.app import make_app
 from baton.common.serving.context.serving_context import ServingContext
 

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.common.api.errors import ConfigError
-from baton.common.config.model import load_model_spec
 from baton.common.distributed.parallel import Parallel
+from baton.common.models.registry import load_model_spec
 from baton.common.runner.model_runner import ModelRunner
 from baton.tests.helpers.small_models import (
     expected_logits,

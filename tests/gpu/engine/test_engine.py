@@ -10,8 +10,8 @@ import torch
 from transformers import AutoTokenizer
 
 from baton.common.api.messages import CustomProcessor
-from baton.common.config.model import load_model_spec
 from baton.common.config.server import KernelArgs, ModelArgs
+from baton.common.models.registry import load_model_spec
 from baton.common.tinychat import CHECKPOINT
 from baton.tests.helpers.hand_driven import Engine, tokens_of
 from baton.tests.tinychat.tasks import held_out, matches

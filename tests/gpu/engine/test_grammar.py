@@ -8,7 +8,6 @@ import jsonschema
 import pytest
 import torch
 
-from baton.common.config.model import load_model_spec
 from baton.common.config.server import (
     CacheArgs,
     DisaggregationArgs,
@@ -20,6 +19,7 @@ from baton.common.config.server import (
     ServerConfig,
 )
 from baton.common.distributed.parallel import Parallel
+from baton.common.models.registry import load_model_spec
 from baton.common.runner.model_runner import ModelRunner
 from baton.common.tinychat import CHECKPOINT
 from baton.tests.helpers.grammar_engine import GrammarEngine, schema_spec, text_of

@@ -25,7 +25,7 @@ def both(runner) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Logits of the same steps, twice in pieces, each beside the eager ones."""
     runner.prefill_graphs.release()  # those of a server's own sizes
     eager = steps_of(runner)
-    runner.prefill_graphs.record(GraphSizes(SIZES, SIZES[-1]), GraphRecorder(runner.device), runner._begin_step,
+    runner.prefill_graphs.record(GraphSizes(SIZES, SIZES[-1]), GraphRecorder(runner.device),
                                  lambda what, share: None)
     return [pair for _ in range(2) for pair in zip(steps_of(runner), eager)]
 
@@ -66,7 +66,7 @@ def test_a_large_mixture_computes_the_same(tmp_path):
 
     runner.prefill_graphs.graphs = None
     eager = [logits_of(count) for count in (1024, 700)]
-    runner.prefill_graphs.record(GraphSizes([768, 1024], 1024), GraphRecorder(runner.device), runner._begin_step,
+    runner.prefill_graphs.record(GraphSizes([768, 1024], 1024), GraphRecorder(runner.device),
                                  lambda what, share: None)
     logits_of(1024)
     found = [logits_of(count) for count in (1024, 700)]

@@ -40,7 +40,7 @@ def test_embeddings_equal_the_cpus(tmp_path):
     assert runner._decode_graphs is None
     runner.prefill_graphs.release()
     ways = [states(runner)]
-    runner.prefill_graphs.record(GraphSizes([16, 48, 64], 64), GraphRecorder(runner.device), runner._begin_step,
+    runner.prefill_graphs.record(GraphSizes([16, 48, 64], 64), GraphRecorder(runner.device),
                                  lambda what, share: None)
     ways += [states(runner), states(runner)]
     for found in ways:

@@ -11,9 +11,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from baton.common.api.errors import Aborted
-from baton.common.api.messages import Bootstrap, CustomProcessor, Failed, Generate, OutputBatch
+from baton.common.api.messages import Bootstrap, CustomProcessor, Failed, Generate
+from baton.common.api.namespace import Namespace
 from baton.common.api.sampling import SamplingParams
-from baton.common.config.model import load_model_spec
 from baton.common.config.server import (
     CacheArgs,
     DisaggregationArgs,
@@ -29,6 +29,7 @@ from baton.common.engine.rank import EngineParts
 from baton.common.engine.unified_scheduler import UnifiedScheduler
 from baton.common.execution.executor import Executor
 from baton.common.kvcache.manager import KVCacheManager
+from baton.common.models.registry import load_model_spec
 from baton.common.runner.model_runner import ModelRunner
 from baton.common.sampling.sampler import Sampler
 from baton.common.scheduler.make_batcher import make_batcher
@@ -36,6 +37,7 @@ from baton.common.scheduler.request_tracker import RequestTracker
 from baton.decode.rank import _make_scheduler as make_decode
 from baton.kvtransfer.bootstrap import BootstrapServer
 from baton.prefill.rank import _make_scheduler as make_prefill
+from baton.tests.helpers.outputs import outputs_of
 from baton.tests.helpers.ports import free_port
 
 VOCAB = 96
@@ -113,7 +115,7 @@ class Side:
 
     def take(self):
         self.tracker.flush()
-        outputs = [item for message in self.sent if isinstance(message, OutputBatch) for item in message.items]
+        outputs = outputs_of(self.sent)
         failures = {message.rid: message for message in self.sent if isinstance(message, Failed)}
         self.sent.clear()
         return outputs, failures
@@ -218,6 +220,41 @@ def test_only_missing_pages_travel(pair):
         prefill.take()
     assert sent == [21, 1]
     assert outputs[-1].num_cached_tokens == 80
+
+
+def test_namespaces_share_nothing_on_either_side(pair):
+    """Equal prompts under two salts travel whole; the second of a salt finds all full pages on both sides."""
+    prefill, decode = pair
+    prompt = [(11 * i + 3) % VOCAB for i in range(41)]
+    page_bytes = decode.scheduler.receiver.info.layout.page_bytes
+    sent, cached, tokens = [], [], []
+    for room, salt in enumerate(("", "a", "b", "a", ""), start=6000):
+        before = prefill.scheduler.sender.counters["kv_bytes_sent"]
+        for side in pair:
+            side.start("a", prompt, room=room, port=prefill.start_at, max_new_tokens=2,
+                       fields={"namespace": Namespace(salt)})
+        run(prefill, decode)
+        sent.append((prefill.scheduler.sender.counters["kv_bytes_sent"] - before) / page_bytes)
+        outputs, failures = decode.take()
+        cached.append((prefill.take()[0][-1].num_cached_tokens, outputs[-1].num_cached_tokens))
+        tokens.append(tokens_of(outputs)["a"])
+        assert not failures
+        prefill.assert_clean()
+        decode.assert_clean()
+    assert sent == [11, 11, 11, 1, 1] and cached == [(0, 0)] * 3 + [(40, 40)] * 2
+    assert tokens == tokens[:1] * 5
+
+
+def test_different_namespaces_fail_both_halves(pair):
+    """The body of one half lost its salt on the way."""
+    prefill, decode = pair
+    prefill.start("n", [1, 2, 3], room=8500, port=prefill.start_at, fields={"namespace": Namespace("a")})
+    decode.start("n", [1, 2, 3], room=8500, port=prefill.start_at)
+    run(prefill, decode)
+    for side in pair:
+        outputs, failures = side.take()
+        assert not outputs and failures["n"].code == "kv_transfer_failed"
+        side.assert_clean()
 
 
 def test_abort_on_either_side_ends_both(pair, prompts):

@@ -23,6 +23,7 @@ from baton.common.api.kv_events import (
     encode_pages,
     page_hashes,
 )
+from baton.common.api.namespace import SHARED, Namespace
 from baton.common.engine.kv_event_publisher import KVEventPublisher
 from baton.common.kvcache.manager import KVCacheManager
 from baton.router.config.endpoint import Endpoint
@@ -186,6 +187,46 @@ def test_a_prompt_of_ids_goes_where_its_pages_are():
         subject, request = read(policy, body)
         assert subject.amendment is None and not request.headers and request.on_head is None
         assert policy.choose(pool, subject) == Decision(pool[2], "cache_hit")
+
+
+@pytest.mark.parametrize("asked, worker", [({}, 0), ({"cache_salt": "a"}, 1), ({"cache_salt": ["a", "z"]}, 1),
+                                           ({"extra_key": "a"}, 2), ({"cache_salt": "a", "extra_key": "a"}, 3)])
+def test_pages_of_another_namespace_are_no_hits(asked, worker):
+    """Each worker has the same tokens in a namespace of its own, and the prompt goes to that of its own namespace."""
+    tokens = ids(1, 320)
+    pool, policy = workers(5), CacheExact()
+    namespaces = SHARED, Namespace("a"), Namespace("", "a"), Namespace("a", "a")
+    for each, namespace in zip(pool, namespaces):
+        hashes = page_hashes(tokens, PAGE, namespace.seed)
+        policy.kv_index.apply(each.id, [Stored(hashes, namespace.seed, tokens, PAGE)])
+    for _ in range(2):  # then its segments are known
+        subject, _ = read(policy, {"input_ids": tokens, **asked})
+        pages, cached = policy._cached_pages(subject)
+        assert cached == {pool[worker].id: 20} and pages == 20
+    assert policy.choose(pool, subject) == Decision(pool[worker], "cache_hit")
+    subject, _ = read(policy, {"input_ids": tokens, "cache_salt": "new"})
+    assert policy._cached_pages(subject) == (20, {})
+    assert policy.choose(pool, subject).reason == "cache_miss"
+
+
+def test_texts_are_learnt_by_namespace():
+    """The pages that an answer names are those of its namespace, and no other namespace's text is known by them."""
+    (text, tokens), policy = words(1, 320), CacheExact()
+    for salt in ("a", "b"):
+        subject, _ = read(policy, {"text": text, "cache_salt": salt})
+        assert subject.amendment is not None and policy._cached_pages(subject)[1] == {}
+        line = f"{PROMPT_PAGES_HEADER}: {encode_pages(tokens, PAGE, Namespace(salt).seed)}\r\n".encode()
+        head = b"HTTP/1.1 200 OK\r\n" + line + b"\r\n"
+        subject.amendment.on_head(ResponseHead(ResponseFacts.read(200, head), head, len(head) - 2))
+        again, _ = read(policy, {"text": text, "cache_salt": salt})
+        assert again.amendment is None
+        assert policy.texts.pages_of(again.blocks)[-1] == (20, page_hashes(tokens, PAGE, Namespace(salt).seed)[-1])
+
+
+@pytest.mark.parametrize("value, salt", [('"a"', "a"), ('["a", "b"]', "a"), ("[]", ""), ("3", ""), ("null", "")])
+def test_the_namespace_of_a_body(value, salt):
+    fields = routing_fields(b'{"text": "x", "cache_salt": %b}' % value.encode())
+    assert fields.namespace == Namespace(salt)
 
 
 def test_an_eviction_and_a_restart_are_known_at_once():

@@ -109,10 +109,11 @@ async def test_questions_of_sglang_router_s_clients_are_answered(start_router, w
 
 async def test_every_endpoint_of_our_servers_is_there(start_router, worker, request_to):
     """Relayed, broadcast, or answered by the router itself."""
+    from baton.common.commands.registry import all_endpoints
     from baton.common.serving import app
 
     router = await start_router(await worker())
-    for method, path, _ in (*app._ROUTES, *app._CONTROL, ("GET", "/openapi.json", None)):
+    for method, path, _ in (*app.all_routes(all_endpoints()), ("GET", "/openapi.json", None)):
         if path == "/connect_prefill":  # The router's own question.
             continue
         reply = await request_to(router, method, re.sub(r"\{[^}]*\}", "name", path), b"{}" if method == "POST" else b"")

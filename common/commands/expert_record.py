@@ -1,0 +1,59 @@
+"""Counts the tokens that every expert computes."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Literal
+
+import msgspec
+
+from .base import Command, Endpoint, Rank, Server
+from .registry import COMMANDS
+
+
+class RecordExperts(msgspec.Struct, frozen=True):
+    """Record the number of tokens that every expert computes, from ``start`` to ``stop``; ``dump`` writes the current,
+    or last, record into ``folder``. Refused where the engine does not count them."""
+
+    action: Literal["start", "stop", "dump"]
+    folder: str = ""
+
+
+class DumpRequest(msgspec.Struct):
+    output_dir: str | None = None
+
+
+def run(rank: Rank, command: RecordExperts) -> str:
+    record = rank.runner.expert_record
+    match command.action:
+        case "start":
+            return record.start()
+        case "stop":
+            return record.stop()
+        case "dump":
+            return record.dump(command.folder, write=rank.tp.rank == 0)
+
+
+async def start_expert_distribution_record(server: Server, body: None) -> str:
+    """Counts the tokens of every expert from now on; 400 without --expert-distribution-recorder-mode.
+
+    ``--enable-eplb`` counts them too.
+    """
+    return await server.execute(RecordExperts("start"))
+
+
+async def stop_expert_distribution_record(server: Server, body: None) -> str:
+    """Stops counting; the record can be dumped until the next start."""
+    return await server.execute(RecordExperts("stop"))
+
+
+async def dump_expert_distribution_record(server: Server, body: DumpRequest) -> str:
+    """Writes the current or last recording as JSON; the answer's message is the file's path."""
+    return await server.execute(RecordExperts("dump", body.output_dir or tempfile.gettempdir()))
+
+
+COMMANDS.register("record_experts")(Command(RecordExperts, run, (
+    Endpoint("/start_expert_distribution_record", start_expert_distribution_record),
+    Endpoint("/stop_expert_distribution_record", stop_expert_distribution_record),
+    Endpoint("/dump_expert_distribution_record", dump_expert_distribution_record, DumpRequest),
+), while_busy=True))

@@ -1,0 +1,62 @@
+# Written by docs/generate.py from the commands' files: change it there, then run `make docs`.
+
+from abc import ABC
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from .base import Endpoint
+
+class CommandMethods(ABC):
+    def __init__(self) -> None: ...
+    def _run_endpoint(self, endpoint: Endpoint, arguments: Mapping[str, Any]) -> str: ...
+    def continue_generation(
+        self,
+    ) -> str: ...
+    def flush_cache(
+        self,
+    ) -> str: ...
+    def pause_generation(
+        self,
+        mode: Literal['abort', 'retract', 'in_place'] | None = None,
+    ) -> str: ...
+    def start_expert_distribution_record(
+        self,
+    ) -> str: ...
+    def stop_expert_distribution_record(
+        self,
+    ) -> str: ...
+    def dump_expert_distribution_record(
+        self,
+        output_dir: str | None = None,
+    ) -> str: ...
+    def release_memory_occupation(
+        self,
+        tags: Sequence[Literal['weights', 'kv_cache']] | None = None,
+    ) -> str: ...
+    def resume_memory_occupation(
+        self,
+        tags: Sequence[Literal['weights', 'kv_cache']] | None = None,
+    ) -> str: ...
+    def set_internal_state(
+        self,
+        server_args: Mapping[str, Any],
+    ) -> str: ...
+    def start_profile(
+        self,
+        output_dir: str | None = None,
+        num_steps: int | None = None,
+        activities: Sequence[Literal['CPU', 'GPU']] | None = None,
+        with_stack: bool | None = None,
+        record_shapes: bool | None = None,
+    ) -> str: ...
+    def stop_profile(
+        self,
+    ) -> str: ...
+    def update_weights_from_disk(
+        self,
+        model_path: str,
+        revision: str | None = None,
+        abort_all_requests: bool | None = None,
+    ) -> str: ...
+
+def signature_of(endpoint: Endpoint) -> Any: ...

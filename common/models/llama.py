@@ -1,0 +1,54 @@
+"""Llama: the dense pre-norm decoder that the other families vary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ..config.defaults import COMMON
+from ..config.model import ModelSpec
+from ..config.model_config import ModelConfig, check_silu
+from ..config.rope import RotarySpec, read_rope
+from ..config.window import no_window
+from .registry import architectures_of, register_model
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..distributed.parallel import Parallel
+    from .decoder.causal_lm import CausalLM
+
+
+@dataclass(frozen=True)
+class LlamaSpec:
+    """Llama's own facts. ``attention_bias`` is that of q, k and v."""
+
+    rope: RotarySpec
+    rms_norm_eps: float
+    attention_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+
+
+def read(config: ModelConfig) -> ModelSpec:
+    check_silu(config)
+    values, rope = config.values, read_rope(config.values)
+    bias = bool(values["attention_bias"])
+    own = LlamaSpec(rope, values["rms_norm_eps"], bias, bias, bool(values["mlp_bias"]))
+    return config.spec(rope.longest_context, own, windows=no_window(values))
+
+
+def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    from .decoder.causal_lm import CausalLM
+    from .decoder.layer import Blocks, SelfAttention, dense_mlp, rms_norm
+
+    own: LlamaSpec = spec.family
+    return CausalLM(spec, parallel, dtype, device, Blocks(
+        own.rope, rms_norm(own.rms_norm_eps),
+        partial(SelfAttention, qkv_bias=own.attention_bias, o_bias=own.o_bias), dense_mlp(bias=own.mlp_bias)))
+
+
+register_model(*architectures_of("Llama"), read=read, build=build, defaults={
+    **COMMON, "intermediate_size": 11008, "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False,
+    "eos_token_id": 2})

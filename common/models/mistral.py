@@ -1,0 +1,48 @@
+"""Mistral: Llama without biases, with one sliding window in every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..config.defaults import COMMON
+from ..config.model import ModelSpec
+from ..config.model_config import ModelConfig, check_silu
+from ..config.rope import RotarySpec, read_rope
+from ..config.window import window_of_all_layers
+from .registry import architectures_of, register_model
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..distributed.parallel import Parallel
+    from .decoder.causal_lm import CausalLM
+
+
+@dataclass(frozen=True)
+class MistralSpec:
+    """Mistral's own facts."""
+
+    rope: RotarySpec
+    rms_norm_eps: float
+
+
+def read(config: ModelConfig) -> ModelSpec:
+    check_silu(config)
+    rope = read_rope(config.values)
+    return config.spec(rope.longest_context, MistralSpec(rope, config.values["rms_norm_eps"]),
+                       windows=window_of_all_layers(config.values))
+
+
+def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    from .decoder.causal_lm import CausalLM
+    from .decoder.layer import Blocks, SelfAttention, dense_mlp, rms_norm
+
+    own: MistralSpec = spec.family
+    return CausalLM(spec, parallel, dtype, device,
+                    Blocks(own.rope, rms_norm(own.rms_norm_eps), SelfAttention, dense_mlp()))
+
+
+register_model(*architectures_of("Mistral"), read=read, build=build, defaults={
+    **COMMON, "num_key_value_heads": 8, "intermediate_size": 14336, "max_position_embeddings": 131072,
+    "sliding_window": 4096, "eos_token_id": 2})

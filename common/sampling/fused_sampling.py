@@ -1,0 +1,84 @@
+"""The sampling backend of Baton's own kernels, which do not sort."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ...kernels._triton import AVAILABLE, INTERPRETED
+from ...kernels.sampling import sample as kernel
+from ...kernels.sampling.argmax import argmax
+from ..api.errors import ConfigError
+from ..api.sampling import SamplingParams
+from ..config.server.kernels import SAMPLING_BACKENDS
+from ..forward.host_copies import upload_joined
+from ..request.sampling_metadata import SamplingMetadata
+from .sampling_backend import SamplingKernels
+
+
+@SAMPLING_BACKENDS.register("triton", needs={"triton": "triton"})
+def make(vocab_size: int, device: torch.device, seed: int) -> SamplingKernels:
+    if not AVAILABLE or (device.type == "cpu" and not INTERPRETED):
+        raise ConfigError("--sampling-backend triton needs a GPU and the package triton: use torch.")
+    return FusedSampling(device, seed)
+
+
+class FusedSampling:
+    """The kernels of ``kernels.sampling``. Rows without a seed get one for the step, from a generator on the host."""
+
+    def __init__(self, device: torch.device, seed: int):
+        self._device = device
+        self._generator = np.random.default_rng(seed & (2**64 - 1))
+        self._tables: list[tuple[list[SamplingParams], _Table]] = []  # of the last batches: plain rows, and others
+
+    def __call__(self, logits: torch.Tensor, rows: Sequence[SamplingMetadata]) -> torch.Tensor:
+        params = [row.params for row in rows]
+        table = self._table_of(params, logits.shape[1])
+        if not table.random_rows:
+            return argmax(logits)[1]
+        filled = table.filled([row.position for row in rows], self._generator)
+        on_device = upload_joined([filled.ravel()], torch.int64, self._device).view(filled.shape)
+        peaks, tokens = argmax(logits)
+        sampled = kernel.sample(logits, peaks, on_device, table.truncates)
+        if len(table.random_rows) == len(rows):
+            return sampled
+        tokens[on_device[0]] = sampled
+        return tokens
+
+    def _table_of(self, params: list[SamplingParams], vocab_size: int) -> _Table:
+        for known, table in self._tables:
+            if known == params:  # identity is compared first: an unchanged batch costs microseconds
+                return table
+        table = _Table(params, vocab_size)
+        self._tables = [(params, table), *self._tables[:1]]
+        return table
+
+
+class _Table:
+    """The sampling parameters of a batch in the kernels' layout; ``random_rows`` are the rows that are not greedy."""
+
+    def __init__(self, params: Sequence[SamplingParams], vocab_size: int):
+        self.random_rows = [i for i, p in enumerate(params) if not p.greedy]
+        subset = [params[i] for i in self.random_rows]
+        self.truncates = any(p.top_k > 0 or p.top_p < 1 for p in subset)
+        self._index = np.array(self.random_rows, np.int64)
+        self._fixed = np.zeros((kernel.INTS + kernel.FLOATS, len(subset)), np.int64)
+        self._fixed[0] = self.random_rows
+        self._fixed[1] = [p.seed or 0 for p in subset]
+        self._fixed[3] = [min(p.top_k, vocab_size) for p in subset]
+        floats = self._fixed[kernel.INTS:].view(np.float64)
+        floats[0] = [max(p.temperature, 1e-30) for p in subset]  # less would be 0 in float32
+        floats[1] = [p.top_p for p in subset]
+        floats[2] = [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in subset]
+        self._unseeded = np.array([column for column, p in enumerate(subset) if p.seed is None], np.int64)
+
+    def filled(self, positions: Sequence[int], generator: np.random.Generator) -> np.ndarray:
+        """Returns the table with this step's positions and seeds."""
+        table = self._fixed
+        table[2] = np.array(positions, np.int64)[self._index]
+        if len(self._unseeded):
+            table[1, self._unseeded] = generator.integers(-(2**63), 2**63 - 1, len(self._unseeded), endpoint=True)
+        return table

@@ -1,0 +1,87 @@
+"""The reference sampling backend, in torch: it sorts, and runs anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..api.sampling import SamplingParams
+from ..config.server.kernels import SAMPLING_BACKENDS
+from ..forward.host_copies import upload
+from ..request.sampling_metadata import SamplingMetadata
+from .gumbel_noise import MIN_NOISE, seeded_exponential
+from .sampling_backend import SamplingKernels
+
+
+@SAMPLING_BACKENDS.register("torch")
+def make(vocab_size: int, device: torch.device, seed: int) -> SamplingKernels:
+    return TorchSampling(vocab_size, device, seed)
+
+
+class TorchSampling:
+    """The reference backend in torch."""
+
+    def __init__(self, vocab_size: int, device: torch.device, seed: int):
+        self._vocab_size = vocab_size
+        self._device = device
+        self._generator = torch.Generator(device)
+        self._generator.manual_seed(seed)
+
+    def __call__(self, logits: torch.Tensor, rows: Sequence[SamplingMetadata]) -> torch.Tensor:
+        tokens = logits.argmax(-1)
+        random_rows = [i for i, row in enumerate(rows) if not row.params.greedy]
+        if not random_rows:
+            return tokens
+        index = self._tensor(random_rows)
+        subset = [rows[i].params for i in random_rows]
+        probabilities = self._truncate(scaled_logits(logits[index].float(), subset), subset).softmax(-1)
+        noise = self._noise(subset, [rows[i].position for i in random_rows])
+        tokens[index] = (probabilities / noise).argmax(-1)
+        return tokens
+
+    def _truncate(self, scaled: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+        """Sets to -inf what top-k, then top-p of the rest, then min-p rule out; sorts only the rows that need it."""
+        truncated = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1]
+        if truncated:
+            index = self._tensor(truncated)
+            scaled[index] = self._top_k_top_p(scaled[index], [params[row] for row in truncated])
+        if any(p.min_p > 0 for p in params):
+            floor = self._tensor([p.min_p for p in params], torch.float32).log()
+            scaled.masked_fill_(scaled < scaled.amax(-1, keepdim=True) + floor[:, None], float("-inf"))
+        return scaled
+
+    def _top_k_top_p(self, scaled: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+        ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+        top_k = self._tensor([p.top_k if p.top_k > 0 else self._vocab_size for p in params])
+        ordered.masked_fill_(torch.arange(self._vocab_size, device=self._device) >= top_k[:, None], float("-inf"))
+        top_p = self._tensor([p.top_p for p in params], torch.float32)
+        probabilities = ordered.softmax(-1)
+        before = probabilities.cumsum(-1) - probabilities
+        excess = before >= top_p[:, None]
+        excess[:, 0] = False
+        ordered.masked_fill_(excess & (top_p < 1)[:, None], float("-inf"))
+        return torch.empty_like(scaled).scatter_(-1, order, ordered)
+
+    def _noise(self, params: Sequence[SamplingParams], positions: Sequence[int]) -> torch.Tensor:
+        """Returns exponential noise ``[len(params), vocab]``, above 0."""
+        seeded = [row for row, p in enumerate(params) if p.seed is not None]
+        shape = (len(params), self._vocab_size)
+        noise = torch.empty(shape, device=self._device)
+        if len(seeded) < len(params):
+            noise.exponential_(generator=self._generator)
+        if seeded:
+            seeds = self._tensor([params[row].seed or 0 for row in seeded])
+            counters = self._tensor([positions[row] for row in seeded])
+            noise[self._tensor(seeded)] = seeded_exponential(seeds, counters, self._vocab_size)
+        return noise.clamp_(min=MIN_NOISE)
+
+    def _tensor(self, values: Sequence[float], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return upload(values, dtype, self._device)
+
+
+def scaled_logits(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Divides logits [n, vocab] by their temperatures, which are not 0; shifts their maximum to 0."""
+    temperature = upload([p.temperature for p in params], torch.float32, logits.device)
+    # With a tiny temperature the largest logits would become inf - inf = NaN; shifted first, they become 0 and -inf.
+    return (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]

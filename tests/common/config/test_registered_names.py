@@ -1,0 +1,107 @@
+"""Every implementation registers in its own file, and the registered names are those that ``--help`` shows."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from baton.common.api.errors import ConfigError
+from baton.common.config.cli import _flags
+from baton.common.config.load_format import LOAD_FORMATS
+from baton.common.config.quantization import QUANTIZATIONS
+from baton.common.config.server import ServerConfig
+from baton.common.config.server.disaggregation import TRANSFER_BACKENDS
+from baton.common.config.server.kernels import ATTENTION_BACKENDS, LATENT_BACKENDS, SAMPLING_BACKENDS
+from baton.common.config.server.schedule import SCHEDULE_POLICIES
+from baton.common.registry import Registry
+from baton.router.config import RouterConfig
+from baton.router.config.policy import ROUTING_POLICIES
+from baton.tests.helpers.layers import ROOT
+
+FILES: dict[str, tuple[Registry, set[str]]] = {
+    "common/attention": (ATTENTION_BACKENDS, {"base", "select", "per_window_backend", "prefill_decode_backend"}),
+    "common/attention/mla": (LATENT_BACKENDS, {"base", "select"}),
+    "common/sampling": (SAMPLING_BACKENDS, {
+        "apply_processors", "bitmask", "builtin_processors", "gumbel_noise", "hidden_rows", "penalties",
+        "prompt_logprobs", "sampled_tokens", "sampler", "sampling_backend", "token_logprobs"}),
+    "common/scheduler/policies": (SCHEDULE_POLICIES, {"order", "priority"}),
+    "router/policies": (ROUTING_POLICIES, {
+        "base", "load_view", "page_costs", "text_pages", "token_pages", "worker_groups"}),
+    "common/quantization": (QUANTIZATIONS, {
+        "experts", "float8", "fp8_block", "fp8_per_channel", "methods", "mxfp4_experts", "shards"}),
+    "common/weights": (LOAD_FORMATS, {
+        "expert_names", "files", "fingerprint", "interleaved_experts", "kv_scales", "lazy", "loader", "samples",
+        "slots", "source"}),
+    "kvtransfer/backends": (TRANSFER_BACKENDS, {"base", "cuda_driver", "ipc_cuda", "ipc_host"}),
+}
+"""By folder: the registry of its implementations, and the files that implement nothing."""
+FLAGS = {
+    "attention_backend": {"auto", *ATTENTION_BACKENDS, *LATENT_BACKENDS},
+    "decode_attention_backend": {"auto", *ATTENTION_BACKENDS, *LATENT_BACKENDS},
+    "quantization": {*QUANTIZATIONS},
+    "load_format": {*LOAD_FORMATS},
+    "sampling_backend": {"auto", *SAMPLING_BACKENDS},
+    "schedule_policy": {*SCHEDULE_POLICIES},
+    **dict.fromkeys(("policy", "prefill_policy", "decode_policy"), {*ROUTING_POLICIES}),
+    "disaggregation_transfer_backend": {*TRANSFER_BACKENDS},
+}
+"""Flags of servers and routers that take registered names, and the values that ``--help`` shows."""
+
+
+@pytest.mark.parametrize("folder", FILES)
+def test_every_implementation_registers_in_its_own_file(folder):
+    registry, others = FILES[folder]
+    files = {path.stem for path in (ROOT / folder).glob("*.py")} - {"__init__"}
+    modules = {registry.module_of(name) for name in registry.all_names}
+    assert {str(module).rpartition(".")[2] for module in modules} == files - others
+    assert others <= files
+    assert registry.package == "baton." + folder.replace("/", ".")
+
+
+@pytest.mark.parametrize("folder", FILES)
+def test_every_name_leads_to_an_entry(folder):
+    """Also where the library that it needs is not installed."""
+    registry, _ = FILES[folder]
+    for name in registry.all_names:
+        assert registry.get(name) is not None
+    with pytest.raises(ConfigError, match=registry.names[0]):
+        registry.get("no such name")
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_registered_names_are_those_of_the_flag(name):
+    flags = {flag.key: flag for config in (RouterConfig, ServerConfig) for flag in _flags(config)}
+    assert set(flags[name].choices or ()) == FLAGS[name]
+
+
+def test_flags_that_take_registered_names_are_all_listed():
+    flags = [flag for config in (RouterConfig, ServerConfig) for flag in _flags(config)]
+    assert {flag.key for flag in flags if flag.field.metadata["choices"] is not None} == FLAGS.keys()
+
+
+def test_the_fake_transfer_backend_is_taken_but_not_shown():
+    assert "fake" in TRANSFER_BACKENDS and "fake" not in TRANSFER_BACKENDS.names
+    (flag,) = [flag for flag in _flags(ServerConfig) if flag.key == "disaggregation_transfer_backend"]
+    assert flag.convert("fake") == "fake"
+    with pytest.raises(ConfigError, match="must be one of auto, ipc, mooncake, nixl, not 'pigeon'"):
+        flag.convert("pigeon")
+
+
+def test_an_implementation_of_a_new_file_is_known(tmp_path, monkeypatch):
+    """One file with one decorator is all that a backend takes."""
+    source = ("from ..config.server.kernels import SAMPLING_BACKENDS\n\n\n"
+              "@SAMPLING_BACKENDS.register('toy')\ndef make(vocab_size, device, seed):\n    return vocab_size\n")
+    (tmp_path / "toy_sampling.py").write_text(source)
+    package = importlib.import_module("baton.common.sampling")
+    monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
+    monkeypatch.setattr(package.__spec__, "submodule_search_locations", package.__path__)
+    for cache in ("_declared", "_entries"):
+        monkeypatch.setitem(vars(SAMPLING_BACKENDS), cache, dict(vars(SAMPLING_BACKENDS).get(cache, {})))
+    monkeypatch.delitem(vars(SAMPLING_BACKENDS), "_declared")
+    (flag,) = [flag for flag in _flags(ServerConfig) if flag.key == "sampling_backend"]
+    assert "toy" in (flag.choices or ())
+    assert SAMPLING_BACKENDS.get("toy")(7, None, 0) == 7  # type: ignore[arg-type]
+    assert Path(importlib.import_module(SAMPLING_BACKENDS.module_of("toy") or "").__file__ or "").parent == tmp_path
