@@ -76,15 +76,15 @@ class Executor:
         after ``event`` (None on a CPU). Where a request has a grammar, its mask is filled while the device runs the
         forward pass; that needs its pending token, so that the host then waits for the step before.
         """
-        prompt, hidden = prompt_rows(step), hidden_rows(step)
+        prompt, hidden = (prompt_rows(step), hidden_rows(step)) if step.extra_index else ([], [])
         logits, argmax, states = self._runner.step(self._model_input(step, prompt, hidden), after_group)
         count = len(step.sampling)
         sample = self._sample(step, logits[:count] if prompt else logits, argmax if step.all_greedy else None)
-        reports = list(sample.reports)
+        reports = sample.reports
         if prompt:
-            reports.append(PromptReport(prompt, logits[count:]))
+            reports = [*reports, PromptReport(prompt, logits[count:])]
         if states is not None:
-            reports.append(HiddenReport(hidden, states))
+            reports = [*reports, HiddenReport(hidden, states)]
         self._last = LaunchedStep(step, sample, reports)
         return self._last
 
@@ -111,15 +111,16 @@ class Executor:
         return None if self._last is None else self._last.sample.tokens
 
     def _model_input(self, step: StepInput, prompt: list[PromptRow], hidden: list[HiddenRows]) -> ModelInput:
-        token_ids = self._token_ids(step)
-        rows, embeds = step.sample_rows, embeds_of(step)
+        token_ids, rows = self._token_ids(step), step.sample_rows
+        follows_argmax = step.tokens.known is None and self._last is not None and self._last.sample.is_argmax
+        if not step.extra_index:
+            return ModelInput(step.columns, token_ids, rows, follows_argmax=follows_argmax)
         if prompt or hidden:
             sampled = step.columns.qo_indptr[1:] - np.int64(1) if rows is None else rows
             rows = np.concatenate([sampled, [row.row for row in prompt],
                                    *(np.arange(part.start, part.stop) for part in hidden)]).astype(np.int64)
-        follows_argmax = step.tokens.known is None and self._last is not None and self._last.sample.is_argmax
-        return ModelInput(step.columns, token_ids, rows, sum(part.stop - part.start for part in hidden), embeds,
-                          follows_argmax)
+        return ModelInput(step.columns, token_ids, rows, sum(part.stop - part.start for part in hidden),
+                          embeds_of(step), follows_argmax)
 
     def _token_ids(self, step: StepInput) -> TokenIds | torch.Tensor:
         known, rows, sources, follows = step.tokens

@@ -149,8 +149,7 @@ class TokenIds:
         return known
 
 
-@dataclass(frozen=True)
-class ModelInput:
+class ModelInput(NamedTuple):
     """A step's input for the model runner. ``token_ids`` [T] int64 may be on the device already; ``follows_argmax``:
     they are the argmax that the runner returned of the step before, row by row.
 

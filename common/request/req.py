@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -42,7 +41,7 @@ class SwappedOut:
     num_tokens: int
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)  # without slots, more than 30 fields would take twice as long to read
 class Req:
     """Engine state of one request.
 
@@ -81,7 +80,11 @@ class Req:
     pooling: Pooling | None = None
     reported: bool = False
     embedding: bytes | None = None
+    extras: tuple[Extra, ...] = field(init=False)  # what its rows need beyond plain sampling
     spans: list[LatencySpan] | None = None  # those ended and not reported yet; None where the request is not traced
+
+    def __post_init__(self) -> None:
+        self.extras = extras_of(self)
 
     @classmethod
     def from_message(cls, message: Generate, *, eos_ids: frozenset[int], now: float, timeout: float) -> Req:
@@ -176,11 +179,6 @@ class Req:
             if self.logprob_start + num_computed < self.num_prompt_tokens:
                 limit = min(limit, max(0, self.logprob_start + num_computed - 1))
         return limit
-
-    @cached_property
-    def extras(self) -> tuple[Extra, ...]:
-        """What its rows need beyond plain sampling."""
-        return extras_of(self)
 
     def begin_prompt_logprobs(self) -> Logprobs:
         """Returns ``prompt_logprobs``, initialised where there are none yet: no token precedes the first one, so it has

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import numpy as np
 
 from ..forward.forward_batch import BatchColumns, indptr_of, ragged_positions
@@ -43,8 +43,7 @@ class StepTokens(NamedTuple):
     follows: int = 0
 
 
-@dataclass(frozen=True, eq=False)
-class StepInput:
+class StepInput(msgspec.Struct, frozen=True, eq=False, dict=True):
     """One step of B requests, T tokens and S samples.
 
     Request b computes ``q_lens[b]`` tokens from position ``starts[b]``. The logits of its last ``num_samples[b]`` of
@@ -67,11 +66,11 @@ class StepInput:
     extra_index: Sequence[int] = ()
     all_greedy: bool = False
     num_prefill: int = 0
-    drafts: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    drafts: Mapping[int, Sequence[int]] = {}
     input_batch: InputBatch | None = None
     rows_version: int = 0
     last_step_rows: Sequence[int] = ()
-    number: int = field(default_factory=_numbers.__next__)
+    number: int = msgspec.field(default_factory=_numbers.__next__)
 
     def __len__(self) -> int:
         return len(self.reqs)
@@ -116,7 +115,7 @@ class StepInput:
         """The index of each sampling request's only sample."""
         return {req: index for index, req in enumerate(self.sampled_reqs)}
 
-    @cached_property
+    @property
     def sample_rows(self) -> np.ndarray | None:
         """The token rows [S] int64 that are sampled; None where they are the last of all requests."""
         if len(self.sample_index) == len(self.reqs) and not self.drafts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -59,9 +59,11 @@ def add_prompt_results(step: StepInput, output: StepOutput) -> None:
             req.hidden.add(np.frombuffer(extra.hidden_states, "<f4"))
 
 
-def row_results(step: StepInput, output: StepOutput, chosen: Iterable[int] | None = None) -> Iterator[RowResult]:
+def row_results(step: StepInput, output: StepOutput, chosen: Sequence[int] | None = None) -> Iterator[RowResult]:
     """Yields the results of requests that got tokens, in batch order: those at ``chosen`` indices of ``req_index``
     (ascending), by default all."""
+    if chosen is not None and not chosen:
+        return  # the usual decode step
     ends = list(accumulate(output.counts))
     for i in range(len(ends)) if chosen is None else chosen:
         index = output.req_index[i]

@@ -303,6 +303,7 @@ class ModelRunner:
         logits = self._model.compute_logits(states[:step.num_logits], context.logits)
         return StepLogits(logits, hidden=states[step.num_logits:])
 
+    @torch.inference_mode()
     def _replay(self, step: ModelInput, info: DPStepInfo | None) -> StepLogits | None:
         """Computes a plain decode step on a graph; returns None where there is none of its size."""
         size = self._graph_size(step.columns.num_reqs, info)

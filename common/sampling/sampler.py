@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,9 +18,10 @@ from .sampled_tokens import SampledTokenBuffers, SampledTokens
 from .sampling_backend import select_sampling_backend
 from .torch_sampling import scaled_logits
 
+_NO_FAILURES: Mapping[int, str] = {}
 
-@dataclass(frozen=True)
-class Sample:
+
+class Sample(NamedTuple):
     """A sample that the device is computing. ``tokens`` [R] int64 are on the device; ``is_argmax``: they are the model
     runner's.
 
@@ -31,7 +32,7 @@ class Sample:
     tokens: torch.Tensor
     copied: SampledTokens
     reports: Sequence[Report] = ()
-    failures: Mapping[int, str] = field(default_factory=dict)
+    failures: Mapping[int, str] = _NO_FAILURES
     is_argmax: bool = False
 
     def token_ids(self) -> list[int]:
