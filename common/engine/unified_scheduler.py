@@ -23,6 +23,7 @@ from ..request.req import Req
 from ..request.step_input import StepInput
 from ..request.step_output import StepOutput, add_prompt_results, row_results
 from ..scheduler.batcher import Batcher
+from ..scheduler.drafting import Drafting
 from ..scheduler.request_tracker import RequestTracker
 from .peers import NoPeers
 
@@ -39,9 +40,11 @@ class UnifiedScheduler:
     With ``--enable-mixed-chunk`` every step decodes, and may compute prefill chunks as well.
     """
 
-    def __init__(self, batcher: Batcher, executor: Executor | PPExecutor, tracker: RequestTracker, *, overlap: bool):
+    def __init__(self, batcher: Batcher, executor: Executor | PPExecutor, tracker: RequestTracker, *, overlap: bool,
+                 drafting: Drafting | None = None):
         self.batcher = batcher
         self.tracker = tracker
+        self._drafting = drafting
         self._rate = None if batcher.swap is None else batcher.swap.prefill_rate
         self._pipeline = make_pipeline(batcher, executor, self._process_results, overlap=overlap, rate=self._rate)
 
@@ -82,6 +85,7 @@ class UnifiedScheduler:
         """Remove the request, and free its pages. ``synchronize`` must have been called: no step is in flight."""
         assert self._pipeline.in_flight is None
         self.batcher.finish(req)
+        self._end_drafting([req])
 
     def step(self, now: float) -> bool:
         """Launch a batch and process the results of the previous one; False where there was neither."""
@@ -111,6 +115,11 @@ class UnifiedScheduler:
         writing: set[Req] = set() if in_flight is None else set(reqs).intersection(in_flight.step.sampled_reqs)
         self.batcher.remove([req for req in reqs if req in writing])
         self.batcher.finish_all([req for req in reqs if req not in writing])
+        self._end_drafting(reqs)
+
+    def _end_drafting(self, reqs: Sequence[Req]) -> None:
+        if self._drafting is not None:
+            self._drafting.on_end(reqs)
 
     def close(self) -> None:
         """There is nothing to close: the process's end frees its memory."""
@@ -136,7 +145,22 @@ class UnifiedScheduler:
             batcher.retraction.retract_decode()
             if (batch := batcher.next_decode()) is not None:
                 return batch
-        return batcher.next_mixed() if mixed else batcher.next_decode()
+        if mixed:
+            return batcher.next_mixed()
+        step = self._draft_step()
+        return batcher.next_decode() if step is None else step
+
+    def _draft_step(self) -> StepInput | None:
+        """A decode step with drafts, where there are any. The host must know all tokens for it, so it waits for the
+        step in flight only where drafts are likely: other steps overlap."""
+        drafting = self._drafting
+        if drafting is None:
+            return None
+        if self._pipeline.in_flight is not None:
+            if not drafting.has_outlook(self.batcher.running):
+                return None
+            self.synchronize()
+        return self.batcher.next_draft_step(drafting)
 
     def _process_results(self, launched: LaunchedStep | PPStep) -> None:
         step, output = launched.step, launched.wait()
@@ -156,6 +180,9 @@ class UnifiedScheduler:
                 self._add_output(req, req.append_pending(*result.token_ids), result.logprobs)
             if req.finish is not None:
                 ended.append(req)
+        if step.drafts and self._drafting is not None:
+            self.batcher.mark_verified(step, output.counts)
+            self._drafting.on_verified(step, output)
         if ended:
             self.tracker.flush()  # the last tokens are sent before the pages are freed
             self._free(ended)
@@ -166,7 +193,7 @@ class UnifiedScheduler:
         """Report the tokens of the requests in an input batch that merely continue; returns the indices of the other
         results, None for all."""
         input_batch, tokens = step.input_batch, output.tokens
-        if input_batch is None:
+        if input_batch is None or step.drafts:
             return None
         input_batch.record_tokens(tokens)
         to_check = input_batch.rows_to_check(tokens, step.last_step_rows, output.extras)

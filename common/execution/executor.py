@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from ..request.step_output import RowOutput, StepOutput
 from ..sampling.extras.embeds import embeds_of
 from ..sampling.extras.hidden_states import HiddenReport, HiddenRows, hidden_rows
 from ..sampling.extras.prompt_logprobs import PromptReport, PromptRow, prompt_rows
+from ..speculative.verify import accept
 
 if TYPE_CHECKING:
     from ..runner.model_runner import ModelRunner
@@ -43,13 +44,15 @@ class LaunchedStep:
         if step.extra_index and FAILED in tokens:
             self._add_failures(tokens, extras)
         counts = [1] * len(step.sample_index)
+        if step.drafts:
+            counts, tokens = accept(tokens, step.num_samples.tolist(), step.drafts)
         return StepOutput(step.sample_index, counts, tokens, extras)
 
     def _add_failures(self, tokens: list[int], extras: dict[int, RowOutput]) -> None:
-        for i, token_id in enumerate(tokens):
+        for i, (token_id, owner) in enumerate(zip(tokens, self.step.sample_owners)):
             if token_id == FAILED:
                 error = InvalidRequest(self.sample.failures.get(i, "custom_logit_processor failed."))
-                output = extras.setdefault(self.step.sample_index[i], RowOutput())
+                output = extras.setdefault(owner, RowOutput())
                 output.error_code, output.error = error.wire_code, error.message
 
 
@@ -135,32 +138,32 @@ class Executor:
         if not step.extra_index:
             return self._sampler.launch(logits, step.sampling, extra_rows=(), argmax=argmax)
         with_extras = set(step.extra_index)
-        extra_rows = [row for row, index in enumerate(step.sample_index) if index in with_extras]
-        pending = self._pending(step, extra_rows)
-        allowed = self._fill_masks(step, extra_rows, pending)
+        owners = step.sample_owners
+        extra_rows = [row for row, index in enumerate(owners) if index in with_extras]
+        reqs = {row: step.reqs[owners[row]] for row in extra_rows}
+        pending = self._pending(reqs)
+        allowed = self._fill_masks(reqs, pending)
         rows = list(step.sampling)
-        for row in extra_rows:
-            req, (params, position) = step.sampled_reqs[row], (rows[row].params, rows[row].position)
+        stops = step.starts + step.q_lens
+        for row, req in reqs.items():
+            params, position = rows[row].params, int(stops[owners[row]])  # a row with extras has one sample
             state = RowState(position, pending.get(row), allowed.get(req))
             rows[row] = SamplingMetadata(params, position, row_extras(req, state))
         return self._sampler.launch(logits, rows, self._previous, extra_rows=extra_rows, argmax=argmax,
-                                    index=step.sample_index)
+                                    index=owners)
 
-    def _pending(self, step: StepInput, extra_rows: Sequence[int]) -> dict[int, int]:
-        """Returns the index in ``_previous`` of the pending token of each of ``extra_rows`` that has one."""
-        reqs = step.sampled_reqs
-        pending = [row for row in extra_rows if reqs[row].num_pending]
+    def _pending(self, reqs: Mapping[int, Req]) -> dict[int, int]:
+        """Returns the index in ``_previous`` of the pending token of each of ``reqs`` that has one, by their rows."""
+        pending = {row: req for row, req in reqs.items() if req.num_pending}
         if not pending:
             return {}
         assert self._last is not None, "a pending token comes from the step before"
         source_of = self._last.step.sample_of
-        return {row: source_of[reqs[row]] for row in pending}
+        return {row: source_of[req] for row, req in pending.items()}
 
-    def _fill_masks(self, step: StepInput, extra_rows: Sequence[int],
-                    pending: dict[int, int]) -> dict[Req, FillAllowed]:
-        """Fills the masks of requests with a grammar."""
-        constrained = [(row, req, req.matcher) for row in extra_rows
-                       if (req := step.sampled_reqs[row]).matcher is not None]
+    def _fill_masks(self, reqs: Mapping[int, Req], pending: dict[int, int]) -> dict[Req, FillAllowed]:
+        """Fills the masks of requests with a grammar, by their rows."""
+        constrained = [(row, req, req.matcher) for row, req in reqs.items() if req.matcher is not None]
         if not constrained:
             return {}
         assert self._grammars is not None

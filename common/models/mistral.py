@@ -10,7 +10,7 @@ from ..config.model import ModelSpec
 from ..config.model_config import ModelConfig, check_silu
 from ..config.rope import RotarySpec, read_rope
 from ..config.window import window_of_all_layers
-from .registry import architectures_of, register_model
+from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +43,8 @@ def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch
                     Blocks(own.rope, rms_norm(own.rms_norm_eps), SelfAttention, dense_mlp()))
 
 
-register_model(*architectures_of("Mistral"), read=read, build=build, defaults={
-    **COMMON, "num_key_value_heads": 8, "intermediate_size": 14336, "max_position_embeddings": 131072,
-    "sliding_window": 4096, "eos_token_id": 2})
+_DEFAULTS = {**COMMON, "num_key_value_heads": 8, "intermediate_size": 14336, "max_position_embeddings": 131072,
+             "sliding_window": 4096, "eos_token_id": 2}
+
+MODELS.register("MistralForCausalLM", "MistralForSequenceClassification", "MistralModel")(
+    ModelFamily(read, build, defaults=_DEFAULTS))

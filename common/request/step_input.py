@@ -49,7 +49,8 @@ class StepInput(msgspec.Struct, frozen=True, eq=False, dict=True):
     Request b computes ``q_lens[b]`` tokens from position ``starts[b]``. The logits of its last ``num_samples[b]`` of
     them are sampled: none in the middle of a prompt, one, or all where it has ``drafts``, which follow its last token.
     The first ``num_prefill`` requests are in prefill. ``extra_index``: requests with row extras, ascending;
-    ``sampling`` [S] has the samples' metadata without these; ``all_greedy``: all plain rows take the argmax.
+    ``sampling`` [S] has the samples' metadata without these, and with positions where these matter to plain sampling;
+    ``all_greedy``: all plain rows take the argmax.
 
     ``number`` is unique. ``input_batch``: the persistent batch whose rows a decode step computes, ``rows_version`` its
     version, and ``last_step_rows`` those whose last step this is.
@@ -74,6 +75,14 @@ class StepInput(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     def __len__(self) -> int:
         return len(self.reqs)
+
+    @property
+    def sample_owners(self) -> list[int]:
+        """The request [S] of each sample, by its index."""
+        if not self.drafts:
+            return self.sample_index
+        owners: list[int] = np.repeat(np.arange(len(self.reqs)), self.num_samples).tolist()
+        return owners
 
     def __repr__(self) -> str:
         return f"StepInput({self.number}: {self.num_prefill} prompts, {self.num_decode_rows} decode rows)"

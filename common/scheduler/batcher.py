@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ..commands.pause import PauseMode
 from ..config.server import ScheduleArgs
 from ..config.server.schedule import SCHEDULE_POLICIES
@@ -17,6 +19,7 @@ from ..kvcache.manager import KVCacheManager
 from ..request.input_batch import InputBatch
 from ..request.req import Req
 from ..request.step_input import Chunk, StepInput, chunk_step
+from .drafting import Drafting
 from .new_token_ratio import NewTokenRatio, remaining_decrease, remaining_output
 from .page_budget import PageBudget
 from .policies.order import Order, OrderInputs
@@ -171,6 +174,15 @@ class Batcher:
         self.page_budget.new_token_ratio.decay()
         return input_batch.step(self._last)
 
+    def next_draft_step(self, drafting: Drafting) -> StepInput | None:
+        """``next_decode`` with tokens that ``drafting`` adds; None where it adds none. No token may be pending."""
+        batch = self._current_input_batch()
+        drafts = {} if batch is None else drafting.drafts(batch)
+        if batch is None or not drafts:
+            return None
+        self.page_budget.new_token_ratio.decay()
+        return batch.draft_step(drafts)
+
     def _current_input_batch(self) -> InputBatch | None:
         """The input batch of the next decode step, the last one where its requests are the same; None where all running
         requests are complete."""
@@ -247,6 +259,12 @@ class Batcher:
             if chunk.samples:
                 self.prefilling.remove(req)
                 self.queues.start_running(req)
+
+    def mark_verified(self, step: StepInput, counts: Sequence[int]) -> None:
+        """Record that the requests of a step with drafts got ``counts`` tokens, not one each."""
+        assert step.input_batch is not None
+        step.input_batch.accept(np.array(counts, np.int64))
+        self.queues.invalidate_remaining()
 
     def add_transferring(self, req: Req) -> None:
         """Add a request whose reserved pages another server fills; ``start_decode`` follows, or ``finish``."""

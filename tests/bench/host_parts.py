@@ -105,7 +105,8 @@ def watch(scheduler: UnifiedScheduler, parts: EngineParts) -> None:
     PARTS.wrap(runner, "forward", "forward, rest")
     PARTS.wrap(runner, "step", "forward, rest")
     PARTS.wrap(runner._attention, "plan", "plan")
-    PARTS.wrap(runner._attention, "refresh", "plan")
+    for step in () if runner._decode_graphs is None else runner._decode_graphs._steps.values():
+        PARTS.wrap(step.attention, "refresh", "plan")
     PARTS.wrap(runner._model, "forward", "model")
     PARTS.wrap(executor._sampler, "launch", "sample")
     PARTS.wrap(scheduler.batcher, "mark_launched", "launched")

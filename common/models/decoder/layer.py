@@ -18,6 +18,7 @@ from ...distributed.token_exchange import TokenExchange
 from ...distributed.tp import TPGroup
 from ...forward.piecewise import Projected
 from ...forward.step_context import MicroBatch, StepContext
+from ...layers.layer_norm import LayerNorm
 from ...layers.linear import ColumnLinear, Columns, RowLinear, Rows
 from ...layers.mlp import MLP
 from ...layers.norm import FormatOf, RMSNorm, unquantized
@@ -68,7 +69,7 @@ class SelfAttention:
         sinks = None if self.sinks is None else self.sinks.target
         inputs = (self.layer, q, k, v, cos_sin, norms, sinks)
         if trimmed:
-            return step.attention.run_last_tokens(step.batch, *inputs).flatten(1)
+            return step.attention.run_last_tokens(*inputs).flatten(1)
         return step.attention.run(*inputs).flatten(1)
 
     def slots(self) -> Iterator[Slot]:
@@ -135,15 +136,15 @@ MakeMLP = Callable[[str, int, ModelSpec, TPGroup, Allocate], LayerMLP]
 """Builds the MLP ``(name, layer index, spec, tp, allocate)`` of a layer; its tensors' names begin with ``name``."""
 
 
-def dense_mlp(*, bias: bool = False) -> MakeMLP:
-    """Returns a factory of dense MLPs."""
+def dense_mlp(*, bias: bool = False, activation: str = "silu", gated: bool = True) -> MakeMLP:
+    """Returns a factory of dense MLPs; see MLP."""
     def make(name: str, index: int, spec: ModelSpec, tp: TPGroup, allocate: Allocate) -> LayerMLP:
-        return MLP(name, spec.hidden_size, spec.intermediate_size, bias, tp, allocate)
+        return MLP(name, spec.hidden_size, spec.intermediate_size, bias, tp, allocate, activation, gated)
 
     return make
 
 
-class LayerNorm(Protocol):
+class Norm(Protocol):
     """A norm of a layer's rows, added to the residual before."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
@@ -158,14 +159,22 @@ class LayerNorm(Protocol):
     def slots(self) -> Iterator[Slot]: ...
 
 
-MakeNorm = Callable[[str, int, Allocate, TokenExchange | None], LayerNorm]
+MakeNorm = Callable[[str, int, Allocate, TokenExchange | None], Norm]
 """Builds the norm ``(name, size, allocate, exchange)``; see RMSNorm."""
 
 
 def rms_norm(eps: float) -> MakeNorm:
     """Returns a factory of RMSNorms."""
-    def make(name: str, size: int, allocate: Allocate, exchange: TokenExchange | None = None) -> LayerNorm:
+    def make(name: str, size: int, allocate: Allocate, exchange: TokenExchange | None = None) -> Norm:
         return RMSNorm(name, size, eps, allocate, exchange)
+
+    return make
+
+
+def layer_norm(eps: float, *, offset: float = 0.0) -> MakeNorm:
+    """Returns a factory of LayerNorms."""
+    def make(name: str, size: int, allocate: Allocate, exchange: TokenExchange | None = None) -> Norm:
+        return LayerNorm(name, size, eps, allocate, offset=offset)
 
     return make
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from baton.common.attention.select import select_backend
+from baton.common.attention.workspace import AttentionWorkspace
 from baton.common.config.server import KernelArgs
 from baton.common.distributed.tp import TPGroup
 from baton.common.forward.forward_batch import Row, build_forward_batch
@@ -150,19 +151,19 @@ def test_attention_over_float8_pages(name, stored):
                       scales=((0.5, 0.25), (1.0, 2.0), (0.03, 0.02)))
     pools = [KVPool(layout, 60, CUDA) for _ in range(2)]
     backends = [select_backend(kind, CUDA, pool, 8, "bfloat16") for kind, pool in zip(("torch", name), pools)]
+    workspace = AttentionWorkspace(CUDA)
     pages = np.random.default_rng(0).permutation(60)[:40].reshape(2, 20)
     table = torch.randn(400, 128, device=CUDA, generator=torch.Generator(CUDA).manual_seed(9))
     for seed, (start, count) in enumerate([(0, 100), (100, 150), (250, 1)]):
         batch = build_forward_batch([Row([0] * count, start, row) for row in pages], 16, CUDA)
-        for backend in backends:
-            backend.plan(batch)
+        plans = [backend.plan(batch, workspace) for backend in backends]
         for layer in range(3):
             found = []
-            for backend in backends:
+            for plan in plans:
                 generator = torch.Generator(CUDA).manual_seed(10 * seed + layer)
                 fused = torch.randn(batch.num_tokens, 12 * 128, device=CUDA, generator=generator).bfloat16()
                 q, k, v = (part.unflatten(-1, (-1, 128)) for part in fused.split([1024, 256, 256], -1))
-                found.append(backend.run(layer, q, k, v, table / 128**0.5).float())
+                found.append(plan.run(layer, q, k, v, table / 128**0.5).float())
             assert found[0].isfinite().all() and rms(found[1] - found[0]) < 0.02 * rms(found[0])
     for one, two in zip(pools[0].groups, pools[1].groups):
         assert torch.equal(one.view(torch.uint8), two.view(torch.uint8)) and one.float().any()
