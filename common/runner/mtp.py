@@ -18,7 +18,7 @@ from ..forward.step_context import StepContext
 from ..kvcache.pool import KVPool
 from ..models.decoder.causal_lm import CausalLM
 from ..models.decoder.mtp import MTPDraftLayer
-from ..models.registry import build_draft_layers
+from ..models.registry import build_draft_layers, tensor_parts
 from ..weights.loader import OnOtherStage, Progress, load_weights
 from ..weights.source import open_weights
 from .attention_choice import AttentionChoice
@@ -61,7 +61,7 @@ class MTPDraftLayers:
             layers = build_draft_layers(spec, parallel, getattr(torch, dtype), device)
             slots = [slot for layer in layers for slot in layer.slots()]
             load_weights(open_weights(config.model), slots, progress, tied=False,
-                         on_other_stage=_is_not_draft_tensor(spec), stacked=spec.stacked_experts)
+                         on_other_stage=_is_not_draft_tensor(spec), parts=tensor_parts(spec))
             own = dataclasses.replace(spec, num_layers=len(layers), windows=())
             pool = KVPool(kv_layout(config.cache, own, parallel.attn_tp.size, dtype), num_pages, device)
         except torch.OutOfMemoryError:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ...api.errors import ConfigError
 from ...parsers.reasoning import REASONING_FORMATS
 from ...parsers.tools import TOOL_FORMATS
 from ...registry import Choices
 from ..cli import flag
+from ..rules import Rule, ServerRule, check_own_rules
 
 _TOOL_CHOICES = Choices.of(TOOL_FORMATS, others=("auto", "none"))
 _REASONING_CHOICES = Choices.of(REASONING_FORMATS, others=("none",))
@@ -25,6 +26,11 @@ class AnswerArgs:
         "let requests name a logit processor, MODULE:NAME, that this server imports and runs: whoever may send "
         "requests may then import any module that is installed here"))
     enable_return_hidden_states: bool = flag(False, help="let requests ask for the model's hidden states")
+
+    flag_rules: ClassVar[tuple[ServerRule, ...]] = (
+        Rule(lambda c: c.answers.enable_return_hidden_states and c.parallel.pp_size > 1,
+             "--enable-return-hidden-states does not work across the stages of --pp-size: leave one of them out."),
+    )
 
 
 @dataclass(frozen=True)
@@ -50,13 +56,17 @@ class GrammarArgs:
     constrained_json_disable_any_whitespace: bool = flag(False, help=(
         "allow no white space between the elements of JSON answers"))
 
+    own_flag_rules: ClassVar[tuple[Rule[GrammarArgs], ...]] = (
+        Rule(lambda c: c.constrained_json_whitespace_pattern is not None and c.constrained_json_disable_any_whitespace,
+             "--constrained-json-whitespace-pattern and --constrained-json-disable-any-whitespace exclude each other; "
+             "give one of them."),
+    )
+
     def __post_init__(self) -> None:
+        check_own_rules(self)
         pattern = self.constrained_json_whitespace_pattern
         if pattern is None:
             return
-        if self.constrained_json_disable_any_whitespace:
-            raise ConfigError("--constrained-json-whitespace-pattern and --constrained-json-disable-any-whitespace "
-                              "exclude each other; give one of them.")
         try:
             matched = re.fullmatch(pattern, "") or re.fullmatch(pattern, " ") or re.fullmatch(pattern, "\n")
         except re.error as error:

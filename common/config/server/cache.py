@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ...api.errors import ConfigError
 from ..cli import flag
+from ..rules import Rule, at_least, check_own_rules
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,15 @@ class CacheArgs:
         "JSON file with the scales of a KV cache in float8 ({\"kv_cache\": {\"scaling_factor\": {RANK: {LAYER: "
         "FACTOR}}}}); without it they are the checkpoint's, or 1"))
 
+    own_flag_rules: ClassVar[tuple[Rule[CacheArgs], ...]] = (
+        Rule(lambda c: c.quantization_param_path is not None and c.kv_cache_dtype == "auto",
+             "--quantization-param-path is for a KV cache in float8: set --kv-cache-dtype too."),
+    )
+
     def __post_init__(self) -> None:
+        at_least(self, 1, "page_size", "num_layer_groups")
+        if not 0 < self.mem_fraction_static < 1:
+            raise ConfigError(f"--mem-fraction-static must be between 0 and 1, not {self.mem_fraction_static}.")
         if not 0 < self.swa_full_tokens_ratio <= 1:
             raise ConfigError(f"--swa-full-tokens-ratio {self.swa_full_tokens_ratio:g} must be above 0 and at most 1.")
-        if self.quantization_param_path is not None and self.kv_cache_dtype == "auto":
-            raise ConfigError("--quantization-param-path is for a KV cache in float8: set --kv-cache-dtype too.")
+        check_own_rules(self)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
+from ...api.errors import ConfigError
 from ...registry import Choices
 from ..cli import flag
 from ..load_format import LOAD_FORMATS
 from ..quantization import QUANTIZATIONS
+from ..rules import Rule, ServerRule, at_least
 
 
 @dataclass(frozen=True)
@@ -44,3 +46,16 @@ class ModelArgs:
     chat_template: str | None = flag(None, help=(
         "jinja file, SGLang's JSON conversation template, or the name of a template that ships with Baton, in place of "
         "the checkpoint's chat template"))
+
+    flag_rules: ClassVar[tuple[ServerRule, ...]] = (
+        Rule(lambda c: c.model.is_embedding and c.mode != "null",
+             "--is-embedding needs a unified server: leave --disaggregation-mode at null."),
+        Rule(lambda c: c.model.is_embedding and c.parallel.pp_size > 1,
+             "--is-embedding does not work across the stages of --pp-size: leave one of them out."),
+    )
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "context_length")
+        at_least(self, 0, "base_gpu_id")
+        if not -(2**63) <= self.random_seed < 2**63:
+            raise ConfigError(f"--random-seed must fit into 64 bits, {self.random_seed} does not.")

@@ -18,6 +18,7 @@ from baton.common.config.server import ServerConfig
 from baton.common.config.server.disaggregation import TRANSFER_BACKENDS
 from baton.common.config.server.kernels import ATTENTION_BACKENDS, LATENT_BACKENDS, SAMPLING_BACKENDS
 from baton.common.config.server.schedule import SCHEDULE_POLICIES
+from baton.common.models.registry import MODELS
 from baton.common.parsers.reasoning import REASONING_FORMATS
 from baton.common.parsers.tools import TOOL_FORMATS
 from baton.common.registry import Registry
@@ -26,7 +27,8 @@ from baton.router.config.policy import ROUTING_POLICIES
 from baton.tests.helpers.layers import ROOT
 
 FILES: dict[str, tuple[Registry, set[str]]] = {
-    "common/attention": (ATTENTION_BACKENDS, {"base", "select", "per_window_backend", "prefill_decode_backend"}),
+    "common/attention": (ATTENTION_BACKENDS, {
+        "base", "select", "per_window_backend", "prefill_decode_backend", "workspace"}),
     "common/attention/mla": (LATENT_BACKENDS, {"base", "select"}),
     "common/sampling": (SAMPLING_BACKENDS, {
         "apply_processors", "bitmask", "builtin_processors", "gumbel_noise", "hidden_rows", "penalties",
@@ -41,6 +43,7 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
         "arrivals", "dataset_args", "datasets", "own_workload", "vocabulary", "workload"}),
     "common/quantization": (QUANTIZATIONS, {
         "experts", "float8", "fp8_block", "fp8_per_channel", "methods", "mxfp4_experts", "shards"}),
+    "common/models": (MODELS, {"registry"}),
     "common/weights": (LOAD_FORMATS, {
         "expert_names", "files", "fingerprint", "interleaved_experts", "kv_scales", "lazy", "loader", "samples",
         "slots", "source"}),
@@ -70,7 +73,7 @@ COMMANDS = (RouterConfig, ServerConfig, BenchServing)
 def test_every_implementation_registers_in_its_own_file(folder):
     registry, others = FILES[folder]
     files = {path.stem for path in (ROOT / folder).glob("*.py")} - {"__init__"}
-    modules = {registry.module_of(name) for name in registry.all_names}
+    modules = {module for name in registry.all_names if (module := registry.module_of(name))}
     assert {str(module).rpartition(".")[2] for module in modules} == files - others
     assert others <= files
     assert registry.package == "baton." + folder.replace("/", ".")

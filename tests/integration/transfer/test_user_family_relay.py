@@ -50,7 +50,7 @@ def install(folder: Path) -> dict[str, str]:
     about = folder / "nemotron_family-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: nemotron-family\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[baton.models]\nnemotron = nemotron_family\n")
+    (about / "entry_points.txt").write_text("[baton.models]\nNemotronForCausalLM = nemotron_family\n")
     return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}
 
 
