@@ -46,7 +46,7 @@ class EmbeddingScheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.batcher.waiting)
+        return self.batcher.num_waiting
 
     @property
     def gauges(self) -> dict[str, float]:
@@ -71,6 +71,7 @@ class EmbeddingScheduler:
         """There is nothing to close: the process's end frees its memory."""
 
     def step(self, now: float) -> bool:
+        self.batcher.poll_loads()
         step = None if self.paused else self.batcher.next_prefill()
         if step is None:
             self._runner.run_idle_batch()

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from ..distributed.parallel import Parallel
     from ..weights.lazy import LazyTensor
+    from .decoder.blocks import Blocks
     from .decoder.causal_lm import CausalLM
-    from .decoder.layer import Blocks
     from .decoder.mtp import MTPDraftLayer
 
 Version = Literal[2, 3]
@@ -106,8 +106,8 @@ def build_draft(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device:
 
 
 def _blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
+    from .decoder.blocks import Blocks, dense_mlp, rms_norm
     from .decoder.latent_attention import LatentSelfAttention
-    from .decoder.layer import Blocks, dense_mlp, rms_norm
     from .decoder.moe import mixed_mlp
 
     own: DeepseekSpec = spec.family

@@ -55,9 +55,10 @@ def read_experts(values: Mapping[str, Any]) -> MoESpec:
 
 
 def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    from .decoder.blocks import Blocks, rms_norm
     from .decoder.causal_lm import CausalLM
-    from .decoder.layer import Blocks, SelfAttention, rms_norm
     from .decoder.moe import mixed_mlp
+    from .decoder.self_attention import SelfAttention
 
     own: GptOssSpec = spec.family
     attention = partial(SelfAttention, qkv_bias=own.attention_bias, o_bias=own.o_bias, sinks=own.sinks)

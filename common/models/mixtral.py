@@ -41,9 +41,10 @@ def read(config: ModelConfig) -> ModelSpec:
 
 
 def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    from .decoder.blocks import Blocks, rms_norm
     from .decoder.causal_lm import CausalLM
-    from .decoder.layer import Blocks, SelfAttention, rms_norm
     from .decoder.moe import mixed_mlp
+    from .decoder.self_attention import SelfAttention
 
     own: MixtralSpec = spec.family
     return CausalLM(spec, parallel, dtype, device, Blocks(

@@ -23,6 +23,7 @@ from ..api.messages import (
 from ..api.namespace import SHARED, Namespace
 from ..api.sampling import SamplingParams
 from ..kvcache.manager import PageTable
+from ..kvcache.page_keys import PageKey
 from .extras import Extra, extras_of
 from .hidden_states import HiddenStates
 from .logit_bias import LogitBias
@@ -35,9 +36,9 @@ from .token_history import TokenHistory
 
 @dataclass(frozen=True)
 class SwappedOut:
-    """Host slots with the pages of a retracted request's first ``num_tokens`` tokens."""
+    """Keys under which a host tier keeps the pages of a retracted request's first ``num_tokens`` tokens."""
 
-    slots: np.ndarray
+    keys: list[PageKey]
     num_tokens: int
 
 
