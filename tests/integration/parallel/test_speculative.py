@@ -15,8 +15,9 @@ FLAGS = ["--model-path", "tinychat", "--device", "cpu", "--log-level", "warning"
          "--schedule-conservativeness", "0", "--page-size", "4"]
 TOY = ["--speculative-algorithm", "TOY_REPEAT", "--speculative-num-draft-tokens", "3"]
 NGRAM = ["--speculative-algorithm", "NGRAM"]
-PROMPTS = ["Once upon a time there was a cat. The cat said: hello, hello, hello,", "one two three one two three one two",
-           "What is the capital of France? The capital of France is", "a b a b a b a b", "User: hi"]
+PROMPTS = ["Once upon a time there was a cat. The cat said: hello, hello, hello,",
+           "one two three one two three one two", "What is the capital of France? The capital of France is",
+           "a b a b a b a b", "User: hi"]
 SAMPLING = [{"temperature": 0}, {"temperature": 0.8, "sampling_seed": 11}, {"temperature": 0, "stop": ["t", "e "]},
             {"temperature": 1.0, "sampling_seed": 12, "n": 2}, {"temperature": 0, "frequency_penalty": 0.5},
             {"temperature": 0, "min_new_tokens": 20}]
@@ -44,7 +45,7 @@ def plugin(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory) -> list[object]:
-    server = Server("baton.launch", FLAGS, free_ports(1)[0], tmp_path_factory.mktemp("plain") / "server.log").start()
+    server = Server("baton.launch", ["server", *FLAGS], free_ports(1)[0], tmp_path_factory.mktemp("plain") / "server.log").start()
     try:
         return answers(server.wait_ready().url)
     finally:
@@ -60,7 +61,7 @@ def accepted(plugin: dict[str, str]) -> int:
 
 @pytest.mark.parametrize("flags", [TOY, NGRAM], ids=["plug-in", "ngram"])
 def test_a_unified_server(tmp_path, plugin, expected, flags):
-    server = Server("baton.launch", [*FLAGS, *flags], free_ports(1)[0], tmp_path / "server.log", **plugin).start()
+    server = Server("baton.launch", ["server", *FLAGS, *flags], free_ports(1)[0], tmp_path / "server.log", **plugin).start()
     try:
         assert answers(server.wait_ready().url) == expected
         assert server.state()["counters"]["retracted_requests"] > 0
