@@ -45,7 +45,8 @@ def plugin(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory) -> list[object]:
-    server = Server("baton.launch", ["server", *FLAGS], free_ports(1)[0], tmp_path_factory.mktemp("plain") / "server.log").start()
+    log = tmp_path_factory.mktemp("plain") / "server.log"
+    server = Server("baton.launch", ["server", *FLAGS], free_ports(1)[0], log).start()
     try:
         return answers(server.wait_ready().url)
     finally:
@@ -61,7 +62,8 @@ def accepted(plugin: dict[str, str]) -> int:
 
 @pytest.mark.parametrize("flags", [TOY, NGRAM], ids=["plug-in", "ngram"])
 def test_a_unified_server(tmp_path, plugin, expected, flags):
-    server = Server("baton.launch", ["server", *FLAGS, *flags], free_ports(1)[0], tmp_path / "server.log", **plugin).start()
+    argv = ["server", *FLAGS, *flags]
+    server = Server("baton.launch", argv, free_ports(1)[0], tmp_path / "server.log", **plugin).start()
     try:
         assert answers(server.wait_ready().url) == expected
         assert server.state()["counters"]["retracted_requests"] > 0
