@@ -23,10 +23,10 @@ def make_batcher(config: ServerConfig, runner: ModelRunner, cache: KVCacheManage
     if num_bytes:
         host = HostKVCache(runner.pool, num_bytes)
         swap = SwapSpace(host, cache.page_size, measure_link_bandwidth(runner.device), PrefillRate(), group.min_reduce,
-                         shared=config.mode == "decode")
+                         shared=config.role.receives_kv)
     pp_size, max_micro_batch = config.parallel.pp_size, None
     if pp_size > 1:
         max_micro_batch = (config.parallel.pp_max_micro_batch_size
                            or max(1, config.schedule.max_running_requests // pp_size))
-    return Batcher(cache, config.schedule, decodes=config.mode != "prefill", seed=config.model.random_seed, swap=swap,
+    return Batcher(cache, config.schedule, decodes=config.role.decodes, seed=config.model.random_seed, swap=swap,
                    pp_size=pp_size, max_micro_batch=max_micro_batch)

@@ -25,7 +25,8 @@ from ..policies.base import Amendment
 from ..policies.cache_exact import CacheExact
 from ..workers.compatibility import Pairs
 from ..workers.dp_ranks import with_rank
-from ..workers.registry import ROLES, Registry, Reservation, Role, Worker, without
+from ..workers.registry import Registry, Reservation, Role, Worker, without
+from ..workers.roles import WORKER_ROLES
 from .poison_guard import PoisonGuard
 from .retry import FAILURES, Backoff, Outcome, Retries
 
@@ -58,7 +59,7 @@ class Dispatcher:
         self.loop = asyncio.get_running_loop()
         self._report_failure = report_failure
         self._circuit_seconds = config.circuit.cb_timeout_duration_secs
-        self.policies = PolicySets({role: config.policy.policy_for(role) for role in ROLES}, config.policy, rng)
+        self.policies = PolicySets({role: config.policy.policy_for(role) for role in WORKER_ROLES}, config.policy, rng)
         self.watch: Watch | None = None
         self._hung_seconds = config.health.health_check_timeout_secs
         self.poison = PoisonGuard(self, config.retry.poison_refusal_secs,

@@ -7,12 +7,14 @@ classes are checked by ServerConfig.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ...api.errors import ConfigError
 from ..logs import LogArgs
+from ..roles import FOR_DECODING, Role
 from .answers import AnswerArgs, ChatArgs, GrammarArgs
 from .cache import CacheArgs
-from .disaggregation import DisaggregationArgs, EventsArgs, Mode
+from .disaggregation import DisaggregationArgs, EventsArgs
 from .http import HttpArgs
 from .kernels import KernelArgs
 from .model import ModelArgs
@@ -23,7 +25,7 @@ from .storage import StorageArgs
 
 __all__ = [
     "AnswerArgs", "CacheArgs", "ChatArgs", "DataParallelArgs", "DisaggregationArgs", "EventsArgs", "GrammarArgs",
-    "HttpArgs", "KernelArgs", "LogArgs", "Mode", "ModelArgs", "NodeArgs", "ObserveArgs", "ParallelArgs", "ScheduleArgs",
+    "HttpArgs", "KernelArgs", "LogArgs", "ModelArgs", "NodeArgs", "ObserveArgs", "ParallelArgs", "ScheduleArgs",
     "ServerConfig", "ServerSections", "StorageArgs",
 ]
 
@@ -48,6 +50,11 @@ class ServerSections:
     data_parallel: DataParallelArgs = DataParallelArgs()
     nodes: NodeArgs = NodeArgs()
     logs: LogArgs = LogArgs()
+
+
+def default_of(section: Any, name: str) -> Any:
+    """The default of a section's flag."""
+    return type(section).__dataclass_fields__[name].default
 
 
 @dataclass(frozen=True)
@@ -85,19 +92,19 @@ class ServerConfig(ServerSections):
 
     def _check_mode(self) -> None:
         """Checks flags that some roles of a server do not have."""
-        if self.storage.file_storage_path is not None and self.mode == "prefill":
-            raise ConfigError("--file-storage-path is for unified and decode servers: a prefill server answers no "
-                              "requests by itself, so it cannot run batches.")
-        if self.model.is_embedding and self.mode != "null":
-            raise ConfigError("--is-embedding needs a unified server: leave --disaggregation-mode at null.")
+        for path, reason in self.role.unused.items():
+            section, _, name = path.partition(".")
+            given = getattr(self, section)
+            if getattr(given, name) != default_of(given, name):
+                raise ConfigError(f"--{name.replace('_', '-')} {reason}")
         if self.schedule.schedule_policy in ("lpm", "dfs-weight") and self.cache.disable_radix_cache:
             raise ConfigError(f"--schedule-policy {self.schedule.schedule_policy} needs the prefix cache; drop "
                               "--disable-radix-cache, or choose another policy.")
-        if self.mode == "prefill" or self.model.is_embedding:
+        if self.model.is_embedding:
             given = {"--enable-mixed-chunk": self.schedule.enable_mixed_chunk,
                      "--retract-host-memory-gb": self.schedule.retract_host_memory_gb}
             for name in filter(given.get, given):
-                raise ConfigError(f"{name} is for servers that decode; leave it out here.")
+                raise ConfigError(f"{name} {FOR_DECODING}")
 
     def _check_ranks(self) -> None:
         """Checks the number of data-parallel ranks and of hosts against the number of all ranks."""
@@ -137,9 +144,6 @@ class ServerConfig(ServerSections):
 
     def _check_pipeline(self) -> None:
         """Checks flags that do not work with pipeline stages."""
-        if self.mode == "decode":
-            raise ConfigError("--pp-size is for prefill and unified servers: decode steps are too short for a "
-                              "pipeline; use --tp-size on decode servers.")
         given = {
             "--enable-dp-attention": self.data_parallel.enable_dp_attention,
             "--is-embedding": self.model.is_embedding,
@@ -168,10 +172,14 @@ class ServerConfig(ServerSections):
         return self.data_parallel.dp_size
 
     @property
-    def mode(self) -> Mode:
+    def mode(self) -> str:
         return self.disaggregation.disaggregation_mode
 
-    def require_mode(self, mode: Mode) -> ServerConfig:
+    @property
+    def role(self) -> Role:
+        return self.disaggregation.role
+
+    def require_mode(self, mode: str) -> ServerConfig:
         """Returns itself, for a command that starts servers of one mode; raises ConfigError for another mode."""
         if self.mode != mode:
             raise ConfigError(f"launch_{mode} starts {mode} servers; for --disaggregation-mode {self.mode} there is "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from ...api.errors import ConfigError
@@ -59,11 +59,6 @@ class ParallelArgs:
     def world_size(self) -> int:
         """Ranks of the server."""
         return self.pp_size * self.tp_size
-
-    @property
-    def for_decode(self) -> ParallelArgs:
-        """The flags of a pair's decode server, which has no stages."""
-        return replace(self, pp_size=1, pp_max_micro_batch_size=None, pp_layer_partition=())
 
     def _check_stages(self) -> None:
         if self.pp_size < 1:

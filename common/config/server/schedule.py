@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...api.errors import ConfigError
@@ -76,11 +76,6 @@ class ScheduleArgs:
     def lowest_priority(self) -> int:
         """The priority of the least urgent request."""
         return 2**31 - 1 if self.schedule_low_priority_values_first else -(2**31)
-
-    @property
-    def for_prefill(self) -> ScheduleArgs:
-        """The flags of a pair's prefill server: those for decoding take their defaults."""
-        return replace(self, enable_mixed_chunk=False, retract_host_memory_gb=0.0)
 
     def largest_prefill(self, context_length: int) -> int:
         """Most prompt tokens of one step."""

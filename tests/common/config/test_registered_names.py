@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from baton.common.api.errors import ConfigError
+from baton.common.commands.registry import COMMANDS
 from baton.common.config.cli import _flags
+from baton.common.config.roles import ROLES
 from baton.common.config.server import ServerConfig
 from baton.common.config.server.disaggregation import TRANSFER_BACKENDS
 from baton.common.config.server.kernels import ATTENTION_BACKENDS, LATENT_BACKENDS, SAMPLING_BACKENDS
@@ -22,6 +24,7 @@ from baton.tests.helpers.layers import ROOT
 FILES: dict[str, tuple[Registry, set[str]]] = {
     "common/attention": (ATTENTION_BACKENDS, {"base", "select", "per_window_backend", "prefill_decode_backend"}),
     "common/attention/mla": (LATENT_BACKENDS, {"base", "select"}),
+    "common/commands": (COMMANDS, {"base", "methods", "registry"}),
     "common/sampling": (SAMPLING_BACKENDS, {
         "apply_processors", "bitmask", "builtin_processors", "gumbel_noise", "hidden_rows", "penalties",
         "prompt_logprobs", "sampled_tokens", "sampler", "sampling_backend", "token_logprobs"}),
@@ -35,6 +38,7 @@ FLAGS = {
     "attention_backend": {"auto", *ATTENTION_BACKENDS, *LATENT_BACKENDS},
     "decode_attention_backend": {"auto", *ATTENTION_BACKENDS, *LATENT_BACKENDS},
     "sampling_backend": {"auto", *SAMPLING_BACKENDS},
+    "disaggregation_mode": {*ROLES},
     "schedule_policy": {*SCHEDULE_POLICIES},
     **dict.fromkeys(("policy", "prefill_policy", "decode_policy"), {*ROUTING_POLICIES}),
     "disaggregation_transfer_backend": {*TRANSFER_BACKENDS},
