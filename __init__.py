@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .common.config.load_format import register_load_format
+    from .common.config.quantization import register_quantization
     from .common.models.registry import register_model
     from .offline import Engine
 
 # distinguishes this package from the registry's unrelated ``baton``: see common/__init__.py
 _DISTRIBUTION = "baton-serve"
-__all__ = ["Engine", "__version__", "register_model"]
+__all__ = ["Engine", "__version__", "register_load_format", "register_model", "register_quantization"]
 
 from .common.version import __version__  # noqa: E402
+
+_MODULES = {"register_load_format": ".common.config.load_format", "register_model": ".common.models.registry",
+            "register_quantization": ".common.config.quantization"}
 
 
 def __getattr__(name: str) -> Any:
@@ -25,8 +31,6 @@ def __getattr__(name: str) -> Any:
         from .offline import Engine
 
         return Engine
-    if name == "register_model":
-        from .common.models.registry import register_model
-
-        return register_model
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

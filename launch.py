@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from .common.api.errors import ConfigError
 from .common.cluster import ClusterProcess, ask, run_parts, say
@@ -21,7 +20,7 @@ from .common.config.command import command
 from .common.config.logs import LogArgs
 from .common.config.packages import check_engine
 from .common.config.roles import ROLES
-from .common.config.server import ServerConfig, ServerSections, default_of
+from .common.config.server import ServerConfig, ServerSections, StorageArgs
 from .common.obs.logging import check_folder, setup_logging
 from .router.config import RouterConfig
 from .router.sglang_flags import co_launched
@@ -146,8 +145,8 @@ def _plan_router(config: ClusterConfig, router_flags: Sequence[str]) -> RouterCo
 
 
 def _plan_server(config: ClusterConfig, index: int, *, gpu: int, sharing: int, events_port: int) -> ServerConfig:
-    args, mode = config.cluster, config.roles[index]
-    sections, role = _used_by(mode, config), ROLES.get(mode)
+    args, sections, mode = config.cluster, config.servers, config.roles[index]
+    role = ROLES.get(mode)
     replace = dataclasses.replace
     data_parallel = sections.data_parallel
     if data_parallel.enable_dp_attention:
@@ -155,28 +154,18 @@ def _plan_server(config: ClusterConfig, index: int, *, gpu: int, sharing: int, e
     changed = {
         "model": replace(sections.model, base_gpu_id=sections.model.base_gpu_id + gpu),
         "cache": replace(sections.cache, mem_fraction_static=sections.cache.mem_fraction_static / sharing),
+        "schedule": sections.schedule if role.decodes else sections.schedule.without_decoding,
+        "parallel": sections.parallel if role.computes_prompts else sections.parallel.without_stages,
         "data_parallel": data_parallel,
         "disaggregation": replace(
             sections.disaggregation, disaggregation_mode=mode,
             disaggregation_bootstrap_port=_bootstrap_port(config, index if role.sends_kv else 0)),
         "http": replace(sections.http, port=args.first_port + index),
         "events": replace(sections.events, kv_events_port=events_port),
+        "storage": sections.storage if role.answers_clients else StorageArgs(),
         "logs": replace(sections.logs, log_dir=None, log_max_mb=LogArgs.log_max_mb),
     }
     return ServerConfig(**{**vars(sections), **changed})
-
-
-def _used_by(mode: str, config: ClusterConfig) -> ServerSections:
-    """The flags of a role's servers: those that make no sense for it, and do for another role of the cluster, have
-    their defaults."""
-    roles = [ROLES.get(each) for each in config.roles]
-    defaults: dict[str, dict[str, Any]] = {}
-    for path in ROLES.get(mode).unused:
-        if not all(path in role.unused for role in roles):
-            section, _, name = path.partition(".")
-            defaults.setdefault(section, {})[name] = default_of(getattr(config.servers, section), name)
-    return dataclasses.replace(config.servers, **{
-        section: dataclasses.replace(getattr(config.servers, section), **flags) for section, flags in defaults.items()})
 
 
 def _bootstrap_port(config: ClusterConfig, index: int) -> int:

@@ -1,5 +1,5 @@
-"""Writes the pages that follow from the code (flags.md, metrics.md, errors.md, layers.md, admin.md), and the types of
-``baton.Engine``'s methods.
+"""Writes the pages that follow from the code (flags.md, metrics.md, errors.md, layers.md, admin.md, the rules of
+compatibility.md), and the types of ``baton.Engine``'s methods.
 
 ``python docs/generate.py`` rewrites them (``make docs`` runs it); ``--check`` only compares, and exits with 1 where one
 is out of date.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import re
 import sys
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -26,6 +27,7 @@ from baton.common.commands.methods import signature_of
 from baton.common.commands.registry import own_endpoints
 from baton.common.config.cli import _Flag, _flags, _shape
 from baton.common.config.roles import ROLES
+from baton.common.config.rules import rules_of
 from baton.common.config.server import ServerConfig
 from baton.common.obs.engine_metrics import COUNTERS, GAUGES
 from baton.common.obs.metrics import ServerMetrics
@@ -219,9 +221,8 @@ FAMILIES = (
     Family("Flags and files that name them",
            "A value has the wrong type or range, or two flags exclude each other. The sentence names the flag; "
            "[flags](flags.md) lists what each takes.",
-           ("common/config/cli.py", "common/config/logs.py", "common/config/roles.py", "common/config/server",
-            "common/registry.py",
-            "common/commands", "launch.py",
+           ("common/config/cli.py", "common/config/logs.py", "common/config/rules.py", "common/config/server",
+            "common/registry.py", "common/commands", "launch.py",
             "offline.py", "common/serving/offline")),
     Family("Packages and GPUs",
            "Something is not installed, or the host shows no GPU. Install the extras that the sentence names "
@@ -300,12 +301,23 @@ def startup_errors() -> list[tuple[str, str]]:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             text = text_of(node.args[0]) if raises_config_error(node) else ""
+            text = rule_text(node.args[1]) if is_rule(node) else text
             if text.strip("… ."):
                 found[name, text] = None
-    for mode in ROLES:
-        for flag, reason in ROLES.get(mode).unused.items():
-            found["common/config/roles.py", f"--{flag.partition('.')[2].replace('_', '-')} {reason}"] = None
     return list(found)
+
+
+def is_rule(node: ast.AST) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Rule"
+
+
+def rule_text(sentence: ast.expr) -> str:
+    """The sentence of a rule on flags, with ``…`` for each value."""
+    return escaped(without_values(ast.literal_eval(sentence)))
+
+
+def without_values(sentence: str) -> str:
+    return re.sub(r"{[^}]*}", "…", sentence)
 
 
 def raises_config_error(node: ast.AST) -> TypeGuard[ast.Call]:
@@ -370,8 +382,33 @@ def engine_methods() -> str:
     return "\n".join([*lines, "", "def signature_of(endpoint: Endpoint) -> Any: ...", ""])
 
 
+# ---------------------------------------------------------------------- combinations of flags
+
+BEGIN, END = "<!-- Flags that do not combine: written by docs/generate.py from their rules. -->", "<!-- End. -->"
+
+
+def compatibility_page() -> str:
+    """The page with its table of rules made anew; the rest is written by hand."""
+    text = (ROOT / "docs" / "compatibility.md").read_text()
+    before, after = text[:text.index(BEGIN)], text[text.index(END):]
+    lines = [BEGIN, ""]
+    for title, config in (("Servers", ServerConfig), ("Router", RouterConfig)):
+        hints = typing.get_type_hints(config)
+        rules = rules_of({field.name: hints[field.name] for field in dataclasses.fields(config)})
+        lines += [f"### {title}", "", "| flags | refused, because |", "|---|---|"]
+        lines += [row(code(flags_of(rule.sentence)), escaped(without_values(rule.sentence))) for _, rule in rules]
+        lines.append("")
+    return before + "\n".join(lines) + after
+
+
+def flags_of(sentence: str) -> Iterable[str]:
+    """The flags that a sentence names, each once."""
+    return dict.fromkeys(re.findall(r"--[a-z][a-z0-9-]*", sentence))
+
+
 PAGES: dict[str, Callable[[], str]] = {"flags.md": flags_page, "metrics.md": metrics_page, "errors.md": errors_page,
                                        "layers.md": layers.page, "admin.md": admin_page,
+                                       "compatibility.md": compatibility_page,
                                        "../common/commands/methods.pyi": engine_methods}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -13,6 +13,7 @@ from ..api.errors import ConfigError
 from ..forward.forward_batch import ForwardBatch
 from ..forward.step_context import AttentionPlan
 from ..kvcache.pool import KVPool
+from .workspace import AttentionWorkspace
 
 ANY_LENGTH = 1 << 30
 """``plan``'s ``max_length`` for last-token rows: splits are merged whether or not requests have several, so that a
@@ -20,48 +21,43 @@ server's warm-up compiles the merge."""
 
 
 class AttentionPlanner(Protocol):
-    """The part of a backend's interface that is the same for all kinds of attention: it plans batches."""
+    """The part of a backend's interface that is the same for all kinds of attention: it plans batches. A backend keeps
+    nothing of a batch."""
 
-    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> AttentionPlan:
-        """Prepare for ``batch``, a decode step or a ragged extend over existing prefixes.
+    def plan(self, batch: ForwardBatch, workspace: AttentionWorkspace, *, max_length: int | None = None,
+             out: torch.Tensor | None = None) -> AttentionPlan:
+        """Plans ``batch``, a decode step or a ragged extend over existing prefixes, in ``workspace``.
 
         With ``max_length`` the step is captured into a graph, whose replays find other page tables in the batch's
         tensors, of sequences up to ``max_length`` tokens. Only backends that can decode under capture take it. It is
         called twice: before the run that warms up, and before the one that is captured.
+
+        ``run`` may write its results to ``out`` [T, heads * values].
         """
 
     def warm_up(self, compute_prompt: Callable[[], None]) -> None:
-        """Compile the kernels of prompts: calls ``compute_prompt``, which plans and computes a prompt of one row by
+        """Compiles the kernels of prompts: calls ``compute_prompt``, which plans and computes a prompt of one row by
         this backend, once for each of them."""
+
+    def run_last_tokens(self, batch: ForwardBatch, workspace: AttentionWorkspace, *inputs: Any) -> torch.Tensor:
+        """Runs the last layer, whose ``inputs`` are those of the plan's ``run``: stores keys and values of all rows of
+        ``batch``; only those of its ``last_tokens`` attend. A backend has it if its plans' ``attends_last_tokens``."""
 
     @property
     def attends_last_tokens(self) -> bool:
         """True if the backend has ``run_last_tokens``."""
 
-    def refresh(self, batch: ForwardBatch) -> None:
-        """Do the host's part of a graph's replay: ``batch``, of a captured size, is in the tensors that were captured.
-        """
-
 
 class AttentionBackend(AttentionPlanner, Protocol):
-    """Causal self-attention over the paged KV cache: ``plan`` once a batch, ``run`` once a layer. A backend has one
-    sliding window: a query sees at most that many tokens up to its own (None: all)."""
+    """Causal self-attention over the paged KV cache: ``plan`` once a batch, the plan's ``run`` once a layer. A backend
+    has one sliding window: a query sees at most that many tokens up to its own (None: all).
 
-    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos_sin: torch.Tensor | None = None,
-            norms: HeadNorms | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        """Store this step's keys and values in the pool, then attend; returns ``[T, Hq, D]``.
-
-        ``q`` [T, Hq, D], ``k`` and ``v`` [T, Hkv, D]; ``cos_sin`` [positions, D] float32, when given, is the rotary
-        table of the rope that is applied to ``q`` (in place) and ``k``, after ``norms`` of their heads.
-        ``sinks`` [Hq] float32 are logits that join the denominators of the heads' softmaxes.
-        Mutates the pool and ``q``.
-        """
-
-    def run_last_tokens(self, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                        cos_sin: torch.Tensor | None = None, norms: HeadNorms | None = None,
-                        sinks: torch.Tensor | None = None) -> torch.Tensor:
-        """``run`` for a model's last layer: keys and values of all rows are stored, but only the rows of
-        ``batch.last_tokens`` attend: ``[R, Hq, D]``. ``batch`` is planned; the next step must be planned again."""
+    ``run(layer, q, k, v, cos_sin=None, norms=None, sinks=None)`` stores this step's keys and values in the pool, then
+    attends; it returns ``[T, Hq, D]``. ``q`` [T, Hq, D], ``k`` and ``v`` [T, Hkv, D]; ``cos_sin`` [positions, R]
+    float32, when given, is the rotary table of the rope that is applied to the first R values of ``q`` (in place) and
+    ``k``, after ``norms`` of their heads. ``sinks`` [Hq] float32 are logits that join the denominators of the heads'
+    softmaxes. It mutates the pool and ``q``.
+    """
 
 
 class AttentionFacts(NamedTuple):

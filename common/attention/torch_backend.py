@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +18,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from ...kernels.arguments import HeadNorms
 from ..config.server.kernels import ATTENTION_BACKENDS
 from ..forward.forward_batch import ForwardBatch
-from ..forward.step_context import AttentionPlan
 from ..kvcache.pool import KVPool
 from .base import AttentionBackend, AttentionFacts, store
+from .workspace import AttentionWorkspace
 
 QUERY_BLOCK = 1024
 """Rows of an extend's score mask: 8,192 x 8,192 at once would take 64 MiB a request."""
@@ -49,17 +50,15 @@ class TorchBackend:
         return TorchBackend(pool, window)
 
     def __init__(self, pool: KVPool, window: int | None = None):
-        self._pool = pool
+        self.pool = pool
         self._window = window
         self._layout = pool.layout
-        self._batch: ForwardBatch | None = None
-        self._buckets: list[_Bucket] = []
         dtype = pool.groups[0].dtype
         self._float8 = dtype if dtype.itemsize == 1 else None  # gathered as bytes: not every device indexes float8
-        self._scratch = torch.empty(0, dtype=torch.uint8 if self._float8 else dtype, device=pool.groups[0].device)
+        self._gathered_dtype = torch.uint8 if self._float8 else dtype
 
-    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> AttentionPlan:
-        self._batch = batch
+    def plan(self, batch: ForwardBatch, workspace: AttentionWorkspace, *, max_length: int | None = None,
+             out: torch.Tensor | None = None) -> TorchPlan:
         pages = np.diff(batch.kv_indptr_cpu)
         lengths = (pages - 1) * self._layout.page_size + batch.kv_last_page_len_cpu
         begins = batch.kv_indptr_cpu[:-1]
@@ -68,8 +67,8 @@ class TorchBackend:
             unseen = np.maximum(unseen, 0) // self._layout.page_size
             begins, pages, lengths = begins + unseen, pages - unseen, lengths - unseen * self._layout.page_size
         members = similar(pages) if batch.is_decode else [np.array([b]) for b in range(batch.num_reqs)]
-        self._buckets = [self._bucket(batch, requests, begins, pages, lengths) for requests in members]
-        return self
+        return TorchPlan(self, batch, workspace,
+                         [self._bucket(batch, requests, begins, pages, lengths) for requests in members])
 
     def _bucket(self, batch: ForwardBatch, requests: np.ndarray, begins: np.ndarray, pages: np.ndarray,
                 lengths: np.ndarray) -> _Bucket:
@@ -93,40 +92,30 @@ class TorchBackend:
     def warm_up(self, compute_prompt: Callable[[], None]) -> None:
         compute_prompt()
 
-    def refresh(self, batch: ForwardBatch) -> None:
-        raise AssertionError("this backend is never captured")
-
-    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos_sin: torch.Tensor | None = None,
-            norms: HeadNorms | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        assert self._batch is not None
-        store(self._pool, self._batch, layer, q, k, v, cos_sin, norms)
-        return self._attend(layer, q, sinks)
-
-    def run_last_tokens(self, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                        cos_sin: torch.Tensor | None = None, norms: HeadNorms | None = None,
-                        sinks: torch.Tensor | None = None) -> torch.Tensor:
+    def run_last_tokens(self, batch: ForwardBatch, workspace: AttentionWorkspace, layer: int, q: torch.Tensor,
+                        k: torch.Tensor, v: torch.Tensor, cos_sin: torch.Tensor | None = None,
+                        norms: HeadNorms | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
         assert batch.last_tokens is not None
-        store(self._pool, batch, layer, q, k, v, cos_sin, norms)
-        self.plan(batch.last_tokens)
-        return self._attend(layer, q[batch.logits_rows], sinks)
+        store(self.pool, batch, layer, q, k, v, cos_sin, norms)
+        return self.attend(self.plan(batch.last_tokens, workspace), layer, q[batch.logits_rows], sinks)
 
-    def _attend(self, layer: int, q: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-        batch = self._batch
-        assert batch is not None
+    def attend(self, plan: TorchPlan, layer: int, q: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+        """Attends to the stored keys and values of the plan's batch."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        attend = self._decode if batch.is_decode else self._extend
+        attend = self._decode if plan.batch.is_decode else self._extend
         of_heads = None if sinks is None else sinks.to(q.dtype).unflatten(0, (self._layout.num_kv_heads, -1))
-        for bucket in self._buckets:
-            attend(bucket, *self._gather(bucket, layer, q.dtype), q, of_heads, out)
+        for bucket in plan.buckets:
+            attend(plan, bucket, *self._gather(plan, bucket, layer, q.dtype), q, of_heads, out)
         return out
 
-    def _gather(self, bucket: _Bucket, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def _gather(self, plan: TorchPlan, bucket: _Bucket, layer: int,
+                dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values ``[b, heads, tokens, D]`` of a bucket; tokens beyond a request's length are arbitrary."""
         layout = self._layout
         group, index = layout.locate(layer)
-        memory = self._pool.groups[group].view(self._scratch.dtype).view(-1, layout.page_size * layout.head_dim)
+        memory = self.pool.groups[group].view(self._gathered_dtype).view(-1, layout.page_size * layout.head_dim)
         rows = bucket.first_rows[layout.groups[group]] + index * 2 * layout.num_kv_heads
-        gathered = torch.index_select(memory, 0, rows.flatten(), out=self._scratch_of(rows.numel(), memory.shape[1]))
+        gathered = torch.index_select(memory, 0, rows.flatten(), out=self._scratch(plan, rows.numel(), memory.shape[1]))
         if self._float8 is not None:
             gathered = gathered.view(self._float8).to(dtype)
         keys, values = gathered.view(*rows.shape[:3], -1, layout.head_dim).unbind(0)
@@ -135,13 +124,12 @@ class TorchBackend:
             keys, values = keys * k_scale, values * v_scale
         return keys, values
 
-    def _scratch_of(self, rows: int, width: int) -> torch.Tensor:
+    def _scratch(self, plan: TorchPlan, rows: int, width: int) -> torch.Tensor:
         """Memory that is reused by all calls: page faults of new memory would make a 40 MB gather 20 times slower."""
-        if self._scratch.numel() < rows * width:
-            self._scratch = torch.empty(rows * width * 5 // 4, dtype=self._scratch.dtype, device=self._scratch.device)
-        return self._scratch[:rows * width].view(rows, width)
+        size = rows * width * self._gathered_dtype.itemsize
+        return plan.workspace.scratch(size).view(self._gathered_dtype).view(rows, width)
 
-    def _decode(self, bucket: _Bucket, keys: torch.Tensor, values: torch.Tensor, q: torch.Tensor,
+    def _decode(self, plan: TorchPlan, bucket: _Bucket, keys: torch.Tensor, values: torch.Tensor, q: torch.Tensor,
                 sinks: torch.Tensor | None, out: torch.Tensor) -> None:
         # The query heads that share a KV head are passed as query rows: no key is repeated.
         grouped = q[bucket.requests].unflatten(1, (self._layout.num_kv_heads, -1))
@@ -152,11 +140,10 @@ class TorchBackend:
             result = _with_sinks(grouped, keys, values, bucket.mask, sinks)
         out[bucket.requests] = result.flatten(1, 2)
 
-    def _extend(self, bucket: _Bucket, keys: torch.Tensor, values: torch.Tensor, q: torch.Tensor,
+    def _extend(self, plan: TorchPlan, bucket: _Bucket, keys: torch.Tensor, values: torch.Tensor, q: torch.Tensor,
                 sinks: torch.Tensor | None, out: torch.Tensor) -> None:
-        assert self._batch is not None
         (b,), (length,) = bucket.requests.tolist(), bucket.lengths
-        begin, end = self._batch.qo_indptr_cpu[b:b + 2].tolist()
+        begin, end = plan.batch.qo_indptr_cpu[b:b + 2].tolist()
         prefix = length - (end - begin)
         group = q.shape[1] // self._layout.num_kv_heads
         for row in range(begin, end, QUERY_BLOCK):
@@ -176,6 +163,30 @@ class TorchBackend:
                 result = scaled_dot_product_attention(queries, block_keys, block_values, attn_mask=mask,
                                                       is_causal=mask is None)
             out[row:stop] = result.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+class TorchPlan:
+    """A batch's buckets."""
+
+    attends_last_tokens = True
+
+    def __init__(self, backend: TorchBackend, batch: ForwardBatch, workspace: AttentionWorkspace,
+                 buckets: list[_Bucket]):
+        self.batch = batch
+        self.workspace = workspace
+        self.buckets = buckets
+        self._backend = backend
+
+    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos_sin: torch.Tensor | None = None,
+            norms: HeadNorms | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        store(self._backend.pool, self.batch, layer, q, k, v, cos_sin, norms)
+        return self._backend.attend(self, layer, q, sinks)
+
+    def run_last_tokens(self, *inputs: Any) -> torch.Tensor:
+        return self._backend.run_last_tokens(self.batch, self.workspace, *inputs)
+
+    def refresh(self, batch: ForwardBatch) -> None:
+        raise AssertionError("this backend is never captured")
 
 
 def _with_sinks(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor,

@@ -34,6 +34,7 @@ from .report.table import table
 from .report.tally import Tally
 from .serving_args import BenchServing
 from .workloads.arrivals import arrivals
+from .workloads.dataset_args import DATASETS
 from .workloads.datasets import make_workload
 from .workloads.shared_prefix import shareable
 from .workloads.vocabulary import Vocabulary
@@ -85,7 +86,7 @@ def make_vocabulary(config: BenchServing, control: Control) -> Vocabulary:
     """The vocabulary of ``--tokenizer`` or of the server's model; without a tokenizer where any token ids will do.
     Raises ConfigError."""
     target, info = config.target, control.model_info()
-    ids_only = target.tokenize_prompt and config.dataset.dataset_name in ("random-ids", "trace", "mooncake")
+    ids_only = target.tokenize_prompt and DATASETS.has(config.dataset.dataset_name, "any_ids")
     if target.tokenizer is None and ids_only and info.get("vocab_size"):
         return Vocabulary(info["vocab_size"], None, as_ids=True)
     name = target.tokenizer or info.get("tokenizer_path") or info.get("model_path") or control.model().get("root")

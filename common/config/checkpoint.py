@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from ..api.errors import ConfigError
 from .hub import COMMIT, METADATA_PATTERNS, WEIGHT_PATTERNS, OnProgress, download
+from .load_format import LOAD_FORMATS
 from .server import ModelArgs
 
 
@@ -21,7 +22,7 @@ def resolve_checkpoint(args: ModelArgs, on_progress: OnProgress | None = None) -
     if folder is not None:
         return folder
     metadata = download(args.model_path, args.revision, METADATA_PATTERNS)
-    if args.load_format == "dummy":
+    if not LOAD_FORMATS.get(args.load_format).reads_checkpoint:
         return metadata
     return download(args.model_path, metadata.name if COMMIT.fullmatch(metadata.name) else args.revision,
                     (*METADATA_PATTERNS, *WEIGHT_PATTERNS), on_progress)

@@ -11,7 +11,7 @@ from .defaults import with_defaults
 from .mla import MLASpec
 from .model import Head, ModelSpec
 from .moe import MoESpec
-from .quantization import scheme_of
+from .quantization import choose_quantization
 from .server import ModelArgs
 from .window import Windows
 
@@ -67,8 +67,8 @@ class ModelConfig:
             dtype=_dtype(config), eos_token_ids=tuple(id for id in self.eos_token_ids if id in has),
             context_length=_context_length(longest_context, self.args), head=head,
             num_labels=_num_labels(config) if head == "classifier" else 0, moe=moe,
-            quantization=scheme_of(config, self.args.quantization), mla=mla, mtp_layers=mtp_layers, windows=windows,
-            dropped_eos_ids=tuple(id for id in self.eos_token_ids if id not in has), family=family)
+            quantization=choose_quantization(config, self.args.quantization), mla=mla, mtp_layers=mtp_layers,
+            windows=windows, dropped_eos_ids=tuple(id for id in self.eos_token_ids if id not in has), family=family)
 
 
 def check_silu(config: ModelConfig) -> None:

@@ -1,125 +1,149 @@
-"""Quantization of a model's linear layers: by the checkpoint's ``quantization_config``, or while they are loaded.
+"""Quantization formats: their registry, and the choice of one by the checkpoint's ``quantization_config`` or by
+``--quantization``.
 
-It imports no torch, since it is part of the ModelSpec.
+It imports no torch, nor do the files of the formats at their top: the API server reads a checkpoint's configuration,
+too.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..api.errors import ConfigError
+from ..registry import Registry
 
-BLOCK = (128, 128)
+if TYPE_CHECKING:
+    import torch
+
+    from ..quantization.experts import ExpertStack, GroupedExperts
+    from ..quantization.methods import LinearMethod
+    from ..quantization.shards import Shard
+    from ..weights.lazy import LazyTensor
+    from ..weights.slots import Allocate
+
+E = TypeVar("E")
+
+
+class QuantFormat(Protocol):
+    """How the weights of linear layers are stored and computed with, once they are loaded: a frozen dataclass of what
+    one checkpoint or one value of ``--quantization`` says. Equal formats take each other's checkpoints."""
+
+    def quantizes(self, name: str) -> bool:
+        """Returns whether the linear layer with this name in the checkpoint is quantized. The embedding and the output
+        head never are."""
+
+    def check_device(self, dtype: str, device: torch.device) -> None:
+        """Raises ConfigError where ``device`` cannot compute with such weights in ``dtype``."""
+
+    def linear(self, shards: Sequence[Shard], width: int, allocate: Allocate) -> LinearMethod:
+        """Creates the method of a weight ``[sum of the shards' sizes, width]``; raises ConfigError where the format
+        does not allow such shards."""
+
+    def experts(self, gate_up: ExpertStack, down: ExpertStack, limit: float) -> GroupedExperts:
+        """Creates the computation of a rank's experts, whose linear methods are in this format. A ``limit`` clamps gate
+        and up, 0 for a plain silu. Raises ConfigError where experts cannot be computed so."""
+
+
+Unpack = Callable[[str, "LazyTensor", Callable[[str], "LazyTensor"]], Iterator[tuple[str, "LazyTensor"]]]
+"""``unpack(name, tensor, find)`` yields a tensor of the checkpoint, or those that it is converted to, with their names;
+``find`` returns another tensor of the checkpoint."""
 
 
 @dataclass(frozen=True)
-class QuantizationScheme:
-    """Weights and activations in float8 (e4m3), sums in float32.
+class Packed:
+    """A checkpoint's format that ends with loading: ``unpack`` converts its tensors, and weights run as those of a
+    checkpoint that is not quantized."""
 
-    ``weights`` have one scale for each projection (``tensor``), each output (``channel``), or each ``block`` of outputs
-    x inputs. ``activations`` are scaled for each token (with blocks: each group of ``block[1]`` values of a token) at
-    run time, or, ``static``, by one scale of the checkpoint. ``stored``: the checkpoint has float8 weights and scales
-    named ``<projection>.<weight_scale>``; else weights are quantized as they are loaded. The linear layers that
-    ``ignored`` names stay as they are; the embedding and the output head always do.
-    """
-
-    weights: Literal["tensor", "channel", "block"]
-    activations: Literal["dynamic", "static"] = "dynamic"
-    stored: bool = False
-    block: tuple[int, int] = BLOCK
-    weight_scale: str = "weight_scale"
-    input_scale: str = "input_scale"
-    ignored: tuple[str, ...] = ()
-
-    def quantizes(self, name: str) -> bool:
-        """Returns whether the linear layer with this name in the checkpoint is quantized."""
-        return not any(_names(pattern, name) for pattern in self.ignored)
+    unpack: Unpack
 
 
-AS_LOADED = {"fp8": QuantizationScheme("channel"), "fp8_per_tensor": QuantizationScheme("tensor"),
-             "fp8_per_block": QuantizationScheme("block")}
-"""Schemes that are applied while weights are loaded, by the values of ``--quantization``."""
+class QuantMethod(Protocol):
+    """A registered quantization format, as a rule the class of a QuantFormat. ``methods`` are the values of a
+    checkpoint's ``quant_method`` that it reads."""
+
+    @property
+    def methods(self) -> tuple[str, ...]: ...
+
+    def from_config(self, stated: Mapping[str, Any]) -> QuantFormat | Packed | None:
+        """Reads the format of a checkpoint from its ``quantization_config``; None where another format with the same
+        ``quant_method`` may read it. Raises ConfigError for a variant that is not supported, which it names."""
+
+    def at_load(self, name: str) -> QuantFormat:
+        """Returns the format in which weights that are not quantized are loaded with ``--quantization name``; raises
+        ConfigError where they cannot be."""
 
 
-def scheme_of(config: Mapping[str, Any], flag: str | None) -> QuantizationScheme | None:
-    """Reads the scheme from config.json and ``--quantization``; None for weights that are not quantized.
+QUANTIZATIONS: Registry[QuantMethod] = Registry("quantization format", "baton.common.quantization",
+                                                group="baton.quantization")
+"""The formats, by the values of ``--quantization``."""
 
-    Raises ConfigError for an unsupported format, which it names.
-    """
-    stated = config.get("quantization_config") or config.get("compression_config")
-    method = (stated or {}).get("quant_method")
-    if stated is None or method == "mxfp4":  # of the experts alone, which weights/interleaved_experts.py dequantizes
-        return AS_LOADED[flag] if flag else None
-    if method == "fp8":
-        scheme = _fp8(stated)
-    elif method == "compressed-tensors":
-        scheme = _compressed_tensors(stated)
-    else:
-        raise ConfigError(f"Checkpoints quantized by {method!r} are not supported: use one in bfloat16, float16 or "
-                          "float32, or one quantized to float8 by 'fp8' or 'compressed-tensors'.")
-    if flag not in (None, "fp8"):
+
+def register_quantization(*names: str) -> Callable[[E], E]:
+    """Returns a decorator that registers a QuantMethod under values of ``--quantization``. Servers find those of
+    installed packages by entry points of the group ``baton.quantization`` with the same names."""
+    return QUANTIZATIONS.register(*names)
+
+
+def choose_quantization(config: Mapping[str, Any], flag: str | None) -> QuantFormat | None:
+    """Returns the format of a model by its config.json and ``--quantization``; None where it is not quantized. Raises
+    ConfigError for a format that is not supported."""
+    stated = _stated(config)
+    stored, methods = _read(stated) if stated else (None, ())
+    if stored is not None and flag in (None, *methods):
+        return None if isinstance(stored, Packed) else stored
+    if stored is not None and not isinstance(stored, Packed):
         raise ConfigError(f"--quantization {flag} is for checkpoints that are not quantized, and this one is: leave "
                           "the flag out.")
-    return scheme
+    return None if flag is None else QUANTIZATIONS.get(flag).at_load(flag)
 
 
-def _fp8(stated: Mapping[str, Any]) -> QuantizationScheme:
-    """Reads transformers' finegrained float8 (which has ``weight_block_size``, possibly null), or AutoFP8's format."""
-    activations = stated.get("activation_scheme", "dynamic")
-    if activations not in ("dynamic", "static"):
-        raise ConfigError(f"activation_scheme {activations!r} is not supported: it is 'dynamic' or 'static'.")
-    ignored = (*(stated.get("modules_to_not_convert") or ()), *(stated.get("ignored_layers") or ()))
-    if stated.get("weight_block_size"):
-        if activations == "static":
-            raise ConfigError("Block-wise float8 weights with a static activation_scheme are not supported: use a "
-                              "checkpoint whose activation_scheme is 'dynamic'.")
-        return QuantizationScheme("block", stored=True, block=_block(stated["weight_block_size"]),
-                                  weight_scale="weight_scale_inv",
-                                  ignored=ignored)
-    if "weight_block_size" in stated:
-        return QuantizationScheme("tensor", activations, True, BLOCK, "weight_scale_inv", "activation_scale", ignored)
-    return QuantizationScheme("tensor", activations, stored=True, ignored=ignored)
+def unpacking(config: Mapping[str, Any]) -> Unpack | None:
+    """Returns the conversion of a checkpoint's tensors while they are loaded; None where there is none. Raises
+    ConfigError as ``choose_quantization`` does."""
+    stated = _stated(config)
+    stored = _read(stated)[0] if stated else None
+    return stored.unpack if isinstance(stored, Packed) else None
 
 
-def _compressed_tensors(stated: Mapping[str, Any]) -> QuantizationScheme:
-    groups = list((stated.get("config_groups") or {}).values())
-    if len(groups) != 1 or groups[0].get("targets") != ["Linear"]:
-        raise ConfigError("Checkpoints of compressed-tensors are supported where config_groups has one group, with the "
-                          "target 'Linear'.")
-    weights, inputs = groups[0].get("weights") or {}, groups[0].get("input_activations")
-    for name, side in (("weights", weights), ("input_activations", inputs)):
-        if not side or side.get("type") != "float" or side.get("num_bits") != 8:
-            raise ConfigError(f"Checkpoints of compressed-tensors are supported where weights and "
-                              f"input_activations are 8-bit floats; {name} are {_describe(side)}.")
-    assert inputs is not None
-    strategy = weights.get("strategy")
-    if strategy not in ("tensor", "channel", "block"):
-        raise ConfigError(f"Weights quantized by {strategy!r} are not supported: by 'tensor', 'channel' or 'block'.")
-    dynamic = bool(inputs.get("dynamic"))
-    if not dynamic and (strategy == "block" or inputs.get("strategy") != "tensor"):
-        raise ConfigError("Static input_activations are supported where their strategy and the weights' is 'tensor' "
-                          "or 'channel'.")
-    block = _block(weights.get("block_structure") or BLOCK) if strategy == "block" else BLOCK
-    return QuantizationScheme(strategy, "dynamic" if dynamic else "static", stored=True, block=block,
-                              ignored=tuple(stated.get("ignore") or ()))
+def _stated(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    return config.get("quantization_config") or config.get("compression_config")
 
 
-def _block(size: Any) -> tuple[int, int]:
-    if not (isinstance(size, (list, tuple)) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size)):
-        raise ConfigError(f"Weight blocks of size {size!r} are not supported: a block is [outputs, inputs].")
-    return size[0], size[1]
+def _read(stated: Mapping[str, Any]) -> tuple[QuantFormat | Packed, tuple[str, ...]]:
+    """Returns a checkpoint's format, and the values of ``quant_method`` that the method which read it reads."""
+    method, refusal = stated.get("quant_method"), None
+    methods: set[str] = set()
+    for entry in _entries():
+        methods.update(entry.methods)
+        try:
+            found = entry.from_config(stated) if method in entry.methods else None
+        except ConfigError as error:
+            refusal = refusal or error
+            continue
+        if found is not None:
+            return found, entry.methods
+    *names, last = sorted(methods)
+    raise refusal or ConfigError(
+        f"Checkpoints quantized by {method!r} are not supported: use one in bfloat16, float16 or float32, or one "
+        f"quantized by {', '.join(names)} or {last}.")
 
 
-def _describe(side: Mapping[str, Any] | None) -> str:
-    return f"{side.get('num_bits')}-bit {side.get('type')}" if side else "not quantized"
+def _entries() -> Iterator[QuantMethod]:
+    """Yields the registered formats, our own first: plug-ins, which may import torch, are loaded where none of ours
+    reads a checkpoint."""
+    seen: set[int] = set()
+    for name in sorted(QUANTIZATIONS.all_names, key=lambda name: (QUANTIZATIONS.module_of(name) is None, name)):
+        entry = QUANTIZATIONS.get(name)
+        if id(entry) not in seen:
+            seen.add(id(entry))
+            yield entry
 
 
-def _names(pattern: str, name: str) -> bool:
-    """Matches a name by a regular expression after ``re:``, else by some of its dotted parts: ``lm_head``,
-    ``model.layers.0``."""
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], name) is not None
-    return f".{pattern}." in f".{name}."
+def names_layer(patterns: Iterable[str], name: str) -> bool:
+    """Returns whether one of a checkpoint's patterns matches a layer's name: by a regular expression after ``re:``,
+    else by some of its dotted parts (``lm_head``, ``model.layers.0``)."""
+    return any(re.match(pattern[3:], name) is not None if pattern.startswith("re:") else f".{pattern}." in f".{name}."
+               for pattern in patterns)

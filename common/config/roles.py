@@ -1,17 +1,15 @@
-"""The roles of servers as data: what each role does, and which flags make no sense for it."""
+"""The roles of servers as data. Code asks for their facts, as the rules on flags do, and compares no names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..registry import Registry
 
 
 @dataclass(frozen=True)
 class Role:
-    """Facts of a role, which code asks for instead of comparing names. Its registered name is the value of
-    --disaggregation-mode."""
+    """Facts of a role. Its registered name is the value of --disaggregation-mode."""
 
     label: str
     """Its name in sentences ("unified")."""
@@ -31,8 +29,6 @@ class Role:
     answers_clients: bool = True
     """True where a request is answered whole, as OpenAI's endpoints promise; else the answer is a part of another
     server's."""
-    unused: Mapping[str, str] = field(default_factory=dict)
-    """Flags that make no sense, as ``section.field``, each with the rest of the sentence that refuses it."""
 
     @property
     def transfers_kv(self) -> bool:
@@ -45,24 +41,13 @@ class Role:
         return self.computes_prompts and self.decodes
 
 
-FOR_DECODING = "is for servers that decode; leave it out here."
-_FOR_UNIFIED = {"model.is_embedding": "needs a unified server: leave --disaggregation-mode at null."}
-_FOR_STAGES = ("is for prefill and unified servers: decode steps are too short for a pipeline; use --tp-size on decode "
-               "servers.")
-
 ROLES: Registry[Role] = Registry("role of a server")
 ROLES.register("null")(Role(
     label="unified", component="server", launcher="baton.common.serving.unified_server",
     argv=("baton.launch", "server"), computes_prompts=True, decodes=True))
 ROLES.register("prefill")(Role(
     label="prefill", component="prefill", launcher="baton.prefill.launch", argv=("baton.prefill.launch",),
-    computes_prompts=True, sends_kv=True, answers_clients=False,
-    unused={**_FOR_UNIFIED,
-            "storage.file_storage_path": "is for unified and decode servers: a prefill server answers no requests by "
-                                         "itself, so it cannot run batches.",
-            "schedule.enable_mixed_chunk": FOR_DECODING, "schedule.retract_host_memory_gb": FOR_DECODING}))
+    computes_prompts=True, sends_kv=True, answers_clients=False))
 ROLES.register("decode")(Role(
     label="decode", component="decode", launcher="baton.decode.launch", argv=("baton.decode.launch",),
-    decodes=True, receives_kv=True,
-    unused={**_FOR_UNIFIED, **dict.fromkeys(
-        ("parallel.pp_size", "parallel.pp_max_micro_batch_size", "parallel.pp_layer_partition"), _FOR_STAGES)}))
+    decodes=True, receives_kv=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -84,14 +85,18 @@ class PPStages:
     def layers(self, num_layers: int) -> range:
         """Returns this stage's layers; raises ConfigError for fewer layers than stages, or a partition of another
         number of layers."""
+        return self.layers_of_stages(num_layers)[self.rank]
+
+    def layers_of_stages(self, num_layers: int) -> list[range]:
+        """Returns the layers of every stage; raises ConfigError as ``layers`` does."""
         if num_layers < self.size:
             raise ConfigError(f"--pp-size {self.size} is more than the model's {num_layers} layers.")
         each, more = divmod(num_layers, self.size)
         counts = self._partition or tuple(each + (stage < more) for stage in range(self.size))
         if sum(counts) != num_layers:
             raise ConfigError(f"--pp-layer-partition names {sum(counts)} layers, and the model has {num_layers}.")
-        begin = sum(counts[:self.rank])
-        return range(begin, begin + counts[self.rank])
+        ends = list(accumulate(counts))
+        return [range(end - count, end) for end, count in zip(ends, counts)]
 
     def on_other_stage(self, num_layers: int) -> Callable[[str], bool]:
         """Returns a predicate: whether another stage loads the tensor of this name (another layer's, or the embedding's

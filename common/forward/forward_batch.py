@@ -43,7 +43,6 @@ class ForwardBatch:
     kv_last_page_len_cpu: np.ndarray
     embeds: torch.Tensor | None = None  # [E, hidden] float32: embeddings of rows that have no token
     embeds_rows: torch.Tensor | None = None  # [E] int64: these rows
-    attention_out: torch.Tensor | None = None  # [T, heads * values]: attention may write its output here
     # ``logits_rows`` as a decode batch of their own, where they are the last tokens of requests
     last_tokens: ForwardBatch | None = field(default=None, init=False)
 

@@ -34,6 +34,10 @@ class AttentionPlan(Protocol):
         """``run`` for a model's last layer: keys and values of all rows are stored, but only the rows of the batch's
         ``last_tokens`` attend."""
 
+    def refresh(self, batch: ForwardBatch) -> None:
+        """Does the host's part of a replay of the graph that has captured this plan. ``batch``, of as many requests, is
+        in the tensors that were captured."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepContext:

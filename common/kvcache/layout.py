@@ -33,9 +33,12 @@ class KVLayout(msgspec.Struct, frozen=True):
     A pipeline stage has the layers from ``first_layer`` on, of a model of ``of_layers``; 0 means that the pool has
     all layers. Layer numbers count from the pool's first.
 
-    ``windows`` are the layers' sliding windows, see ``ModelSpec``. Their pages are stored like all others, so that all
-    layers of a token are sent, cached and freed together. They are part of the layout because keys and values computed
-    after a windowed layer are of no use to a server with a larger window.
+    ``windows`` are the layers' sliding windows, see ``ModelSpec``. They are part of the layout because keys and values
+    computed after a windowed layer are of no use to a server with a larger window.
+
+    A pool may have the layers of one cache group only (cache_group.py): ``layers`` are their numbers in the model, and
+    ``first_layer``, ``of_layers`` count the model's layers of this group. Of a request it has the pages that a token
+    reads which sees the last ``retained_tokens`` tokens, its own included; None: all pages.
     """
 
     groups: Annotated[tuple[Count, ...], msgspec.Meta(min_length=1, max_length=4096)]
@@ -48,10 +51,21 @@ class KVLayout(msgspec.Struct, frozen=True):
     first_layer: Annotated[int, msgspec.Meta(ge=0)] = 0
     of_layers: Annotated[int, msgspec.Meta(ge=0)] = 0
     windows: tuple[int | None, ...] = ()
+    layers: tuple[int, ...] = ()
+    retained_tokens: Count | None = None
 
     def __post_init__(self) -> None:
-        if any(len(entries) not in (0, self.num_layers) for entries in (self.scales, self.windows)):
-            raise ValueError("scales and windows must have an entry for every layer, or none")
+        if any(len(entries) not in (0, self.num_layers) for entries in (self.scales, self.windows, self.layers)):
+            raise ValueError("scales, windows and layers must have an entry for every layer, or none")
+
+    def number_of(self, layer: int) -> int:
+        """The number in the model of a layer of the pool."""
+        return self.layers[layer] if self.layers else self.first_layer + layer
+
+    def first_retained_token(self, num_tokens: int) -> int:
+        """The first token whose keys and values are read by tokens after the first ``num_tokens``, where the pool does
+        not have all pages; else 0."""
+        return 0 if self.retained_tokens is None else max(0, num_tokens + 1 - self.retained_tokens)
 
     def window_of(self, layer: int) -> int | None:
         """Tokens that a layer attends to, as its model states it; None for all."""

@@ -144,9 +144,9 @@ class KVCacheManager:
         node, pages = self.prefix_cache.match(tokens[: limit // self.page_size * self.page_size], namespace)
         return self._table_of(node, pages, len(pages) * self.page_size)
 
-    def match_received(self, tokens: np.ndarray, namespace: Namespace = SHARED) -> PageTable:
-        """``match_prefix`` of a prompt that this engine does not compute, but receives: a further group's table begins
-        with the first page that is read after the prompt, and its cached pages may end before the others'."""
+    def match_incoming(self, tokens: np.ndarray, namespace: Namespace = SHARED) -> PageTable:
+        """``match_prefix`` of a prompt that comes from another engine and is not computed here: a further group's table
+        begins with the first page that is read after the prompt, and its cached pages may end before the others'."""
         if self.prefix_cache is None:
             return self.new_private_table(len(tokens))
         node, pages = self.prefix_cache.match_first_group(
@@ -154,7 +154,7 @@ class KVCacheManager:
         return self._table_of(node, pages, len(tokens))
 
     def _table_of(self, node: Node, pages: np.ndarray, num_tokens: int) -> PageTable:
-        """A page table with the pages of a cached prefix, which it locks. ``num_tokens`` are computed or received."""
+        """A page table with the pages of a cached prefix, which it locks. ``num_tokens`` are not computed here."""
         assert self.prefix_cache is not None
         self.prefix_cache.lock(node)
         table = PageTable(pages, node, [GroupTable() for _ in self.groups])
@@ -167,7 +167,7 @@ class KVCacheManager:
 
     def new_private_table(self, num_tokens: int = 0) -> PageTable:
         """An empty page table that never enters the prefix cache: token ids do not identify what its pages contain.
-        ``num_tokens`` are received."""
+        ``num_tokens`` are not computed here."""
         table = PageTable(np.empty(0, np.int64), None, [GroupTable() for _ in self.groups])
         for group, own in zip(self.groups, table.groups):
             group.begin(own, group.first_page(num_tokens), table.ids)
@@ -199,7 +199,7 @@ class KVCacheManager:
             group.reserve(own, bound)
         return True
 
-    def allocate_received(self, table: PageTable, num_tokens: int) -> bool:
+    def allocate_incoming(self, table: PageTable, num_tokens: int) -> bool:
         """``allocate_slots`` in all groups, for ``num_tokens`` tokens that come from elsewhere, of which further groups
         need those that the tokens after them read."""
         count = self.pages_for(num_tokens)

@@ -22,7 +22,7 @@ class DenseWeight:
         shard = Shard(part.name, 0, part.size, (part.full, in_features), 0, part.start)
         self._method = linear_method([shard], in_features, allocate)
         stored = [slot.target for slot in self._method.slots()]
-        self._quantized = allocate.scheme is not None and len(stored) > 0 and stored[0].dtype != allocate.dtype
+        self._quantized = allocate.quantization is not None and len(stored) > 0 and stored[0].dtype != allocate.dtype
         self.weight = allocate(part.size, in_features) if self._quantized else self._method.dequantize()
 
     def slots(self) -> Iterator[Slot]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from ...kernels.arguments import Float8Format, Float8Rows
-from ..distributed.deferred_reduce import DeferredProduct, DeferredSum, MaybeDeferred
+from ..distributed.deferred_reduce import DeferredSum, MaybeDeferred
 from ..distributed.tp import TPGroup
-from ..quantization.methods import Unquantized, linear_method
+from ..quantization.methods import GatedForward, linear_method
 from ..quantization.shards import Shard
 from ..weights.slots import Allocate, Slot
 
@@ -55,6 +55,7 @@ class ColumnLinear:
             [Shard(part.name, offset, part.size, (part.full, in_features), 0, part.start)
              for part, offset in zip(parts, offsets)], in_features, allocate)
         self.bias = allocate(sum(self.sizes)) if bias else None
+        self._forward_gated: GatedForward | None = None
 
     def activation_format(self, rows: int) -> Float8Format | None:
         return self.method.activation_format(rows)
@@ -64,16 +65,14 @@ class ColumnLinear:
 
     def enable_fused_activation(self) -> bool:
         """Compiles the GEMM with fused activation, and returns whether there is one. Without it the layer that follows
-        activates, as it quantizes its input to float8 anyway."""
-        if not isinstance(self.method, Unquantized):
-            return False
-        self.method.compile_gated()
-        return True
+        activates."""
+        self._forward_gated = self.method.fused_activation()
+        return self._forward_gated is not None
 
     def forward_gated(self, x: Rows) -> torch.Tensor:
         """Returns ``silu_and_mul`` ``[T, size]`` of the gate and up projections of ``x``, which are of one size."""
-        assert isinstance(self.method, Unquantized)
-        return self.method.forward_gated(x, self.bias)
+        assert self._forward_gated is not None
+        return self._forward_gated(x, self.bias)
 
     def slots(self) -> Iterator[Slot]:
         yield from self.method.slots()
@@ -103,10 +102,8 @@ class RowLinear:
     def forward_deferred(self, x: torch.Tensor, *, gated: bool = False) -> MaybeDeferred:
         """Projects ``x``, with the sum over ranks, or with the residual, deferred to the norm that follows."""
         if self.tp.size == 1:
-            if isinstance(self.method,
-                          Unquantized) and self.bias is None and not gated and self.method.prefers_residual(x):
-                return DeferredProduct(x, self.method.weight)
-            return self(x, gated=gated)
+            deferred = self.method.deferred(x) if self.bias is None and not gated else None
+            return self(x, gated=gated) if deferred is None else deferred
         return DeferredSum(self.method(x, self.bias if self.tp.rank == 0 else None, gated=gated), self.tp)
 
     def partial(self, x: torch.Tensor, *, gated: bool = False) -> torch.Tensor:

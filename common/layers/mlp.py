@@ -1,4 +1,4 @@
-"""The gated MLP of Llama-like layers."""
+"""The MLP of dense layers."""
 
 from __future__ import annotations
 
@@ -11,20 +11,29 @@ from ..distributed.deferred_reduce import MaybeDeferred
 from ..distributed.step_rows import ONE_GROUP, StepRows
 from ..distributed.tp import TPGroup
 from ..weights.slots import Allocate, Slot
+from .activations import activation_of
 from .linear import ColumnLinear, Columns, RowLinear, Rows
 
 
 class MLP:
-    """Gated MLP ``[T, hidden] -> [T, hidden]``; its ``size`` intermediate values are split over the ranks of ``tp``.
-    It computes any rows alike, whatever the step's ``rows``."""
+    """MLP ``[T, hidden] -> [T, hidden]``; its ``size`` intermediate values are split over the ranks of ``tp``. It
+    computes any rows alike, whatever the step's ``rows``.
+
+    Its tensors are ``gate_proj``, ``up_proj`` and ``down_proj``; without ``gated`` there is no gate. Kernels activate
+    gates by silu; activations.py has the other values of ``activation``.
+    """
 
     dispatches_tokens = False
 
-    def __init__(self, name: str, hidden_size: int, size: int, bias: bool, tp: TPGroup, allocate: Allocate):
-        self.gate_up = ColumnLinear(hidden_size, [
-            Columns.shard(f"{name}.gate_proj", size, tp), Columns.shard(f"{name}.up_proj", size, tp),
-        ], bias, allocate)
-        self._fuses_activation = self.gate_up.enable_fused_activation()
+    def __init__(self, name: str, hidden_size: int, size: int, bias: bool, tp: TPGroup, allocate: Allocate,
+                 activation: str = "silu", gated: bool = True):
+        parts = ("gate_proj", "up_proj") if gated else ("up_proj",)
+        self.gate_up = ColumnLinear(hidden_size, [Columns.shard(f"{name}.{part}", size, tp) for part in parts], bias,
+                                    allocate)
+        fuses_silu = gated and activation in ("silu", "swish")
+        self._activate = None if fuses_silu else activation_of(activation, gated=gated)
+        # Else ``down`` activates its input.
+        self._fuses_activation = self._activate is not None or self.gate_up.enable_fused_activation()
         self.down = RowLinear(f"{name}.down_proj", size, hidden_size, bias, tp, allocate)
 
     @property
@@ -39,6 +48,8 @@ class MLP:
 
     def _intermediate(self, x: Rows) -> torch.Tensor:
         """Returns the input of ``down``: activated, or gates and ups side by side."""
+        if self._activate is not None:
+            return self._activate(self.gate_up(x))
         return self.gate_up.forward_gated(x) if self._fuses_activation else self.gate_up(x)
 
     def forward_deferred(self, x: Rows, rows: StepRows = ONE_GROUP) -> MaybeDeferred:

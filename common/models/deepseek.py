@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,14 +15,15 @@ from ..config.model_config import ModelConfig, check_silu
 from ..config.moe import MoESpec
 from ..config.rope import RotarySpec, read_rope
 from ..config.window import no_window
-from .registry import architectures_of, register_model
+from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
     import torch
 
     from ..distributed.parallel import Parallel
+    from ..weights.lazy import LazyTensor
+    from .decoder.blocks import Blocks
     from .decoder.causal_lm import CausalLM
-    from .decoder.layer import Blocks
     from .decoder.mtp import MTPDraftLayer
 
 Version = Literal[2, 3]
@@ -105,8 +106,8 @@ def build_draft(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device:
 
 
 def _blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
+    from .decoder.blocks import Blocks, dense_mlp, rms_norm
     from .decoder.latent_attention import LatentSelfAttention
-    from .decoder.layer import Blocks, dense_mlp, rms_norm
     from .decoder.moe import mixed_mlp
 
     own: DeepseekSpec = spec.family
@@ -116,21 +117,27 @@ def _blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
                   mixed_mlp(parallel.experts, dense_mlp(bias=own.mlp_bias)), spec.mla.rope_dim)
 
 
-_DEFAULTS: Mapping[str, Any] = {
+def tensor_parts(name: str, tensor: LazyTensor) -> Iterable[tuple[str, LazyTensor]]:
+    """Splits experts that transformers stacked."""
+    from ..weights.expert_names import by_expert
+
+    return by_expert(name, tensor)
+
+
+_DEFAULTS = {
     **COMMON, "attention_bias": False, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64, "v_head_dim": 128}
+_V2 = {
+    **_DEFAULTS, "intermediate_size": 11008, "vocab_size": 102400, "max_position_embeddings": 2048, "mlp_bias": False,
+    "moe_intermediate_size": 1407, "num_experts": 64, "n_shared_experts": 2, "first_k_dense_replace": 0,
+    "norm_topk_prob": False, "routed_scaling_factor": 1.0, "topk_method": "greedy", "eos_token_id": 2}
+_V3 = {
+    **_DEFAULTS, "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
+    "intermediate_size": 18432, "vocab_size": 129280, "max_position_embeddings": 4096, "moe_intermediate_size": 2048,
+    "num_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8,
+    "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "rope_interleave": True, "eos_token_id": 1}
 
-register_model(*architectures_of("DeepseekV2"), read=partial(read, version=2), build=build, build_draft=build_draft,
-               defaults={
-                   **_DEFAULTS, "intermediate_size": 11008, "vocab_size": 102400, "max_position_embeddings": 2048,
-                   "mlp_bias": False, "moe_intermediate_size": 1407, "num_experts": 64, "n_shared_experts": 2,
-                   "first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.0,
-                   "topk_method": "greedy", "eos_token_id": 2})
-register_model(*architectures_of("DeepseekV3"), read=partial(read, version=3), build=build, build_draft=build_draft,
-               defaults={
-                   **_DEFAULTS, "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
-                   "num_key_value_heads": 128, "intermediate_size": 18432, "vocab_size": 129280,
-                   "max_position_embeddings": 4096, "moe_intermediate_size": 2048, "num_experts": 256,
-                   "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8,
-                   "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "rope_interleave": True,
-                   "eos_token_id": 1})
+MODELS.register("DeepseekV2ForCausalLM", "DeepseekV2ForSequenceClassification", "DeepseekV2Model")(
+    ModelFamily(partial(read, version=2), build, build_draft, _V2, tensor_parts))
+MODELS.register("DeepseekV3ForCausalLM", "DeepseekV3ForSequenceClassification", "DeepseekV3Model")(
+    ModelFamily(partial(read, version=3), build, build_draft, _V3, tensor_parts))

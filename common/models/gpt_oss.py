@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,12 +13,13 @@ from ..config.model_config import ModelConfig, check_silu
 from ..config.moe import MoESpec
 from ..config.rope import RotarySpec, read_rope
 from ..config.window import window_of_flagged_layers
-from .registry import architectures_of, register_model
+from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
     import torch
 
     from ..distributed.parallel import Parallel
+    from ..weights.lazy import LazyTensor
     from .decoder.causal_lm import CausalLM
 
 
@@ -50,13 +51,14 @@ def read_experts(values: Mapping[str, Any]) -> MoESpec:
     return MoESpec(num_experts=values["num_experts"], top_k=top_k,
                    intermediate_size=values["intermediate_size"], layers=tuple(range(values["num_hidden_layers"])),
                    router_name="router", router_bias=True, expert_bias=True,
-                   gate_limit=float(values.get("swiglu_limit") or 7.0), stacked="interleaved")
+                   gate_limit=float(values.get("swiglu_limit") or 7.0))
 
 
 def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    from .decoder.blocks import Blocks, rms_norm
     from .decoder.causal_lm import CausalLM
-    from .decoder.layer import Blocks, SelfAttention, rms_norm
     from .decoder.moe import mixed_mlp
+    from .decoder.self_attention import SelfAttention
 
     own: GptOssSpec = spec.family
     attention = partial(SelfAttention, qkv_bias=own.attention_bias, o_bias=own.o_bias, sinks=own.sinks)
@@ -64,10 +66,20 @@ def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch
         own.rope, rms_norm(own.rms_norm_eps), attention, mixed_mlp(parallel.experts)))
 
 
-register_model(*architectures_of("GptOss"), read=read, build=build, defaults={
+def tensor_parts(name: str, tensor: LazyTensor) -> Iterable[tuple[str, LazyTensor]]:
+    """Splits stacked experts, whose gates and ups are interleaved."""
+    from ..weights.interleaved_experts import by_interleaved_expert
+
+    return by_interleaved_expert(name, tensor)
+
+
+_DEFAULTS = {
     **COMMON, "hidden_size": 2880, "num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8,
     "head_dim": 64, "intermediate_size": 2880, "vocab_size": 201088, "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5, "attention_bias": True, "sliding_window": 128, "num_experts": 128, "num_experts_per_tok": 4,
     "rope_theta": 150000.0, "rope_parameters": {
         "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-        "original_max_position_embeddings": 4096}})
+        "original_max_position_embeddings": 4096}}
+
+MODELS.register("GptOssForCausalLM", "GptOssForSequenceClassification", "GptOssModel")(
+    ModelFamily(read, build, defaults=_DEFAULTS, tensor_parts=tensor_parts))

@@ -11,7 +11,7 @@ from ..config.model import ModelSpec
 from ..config.model_config import ModelConfig, check_silu
 from ..config.rope import RotarySpec, read_rope
 from ..config.window import no_window
-from .registry import architectures_of, register_model
+from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
     import torch
@@ -40,8 +40,9 @@ def read(config: ModelConfig) -> ModelSpec:
 
 
 def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    from .decoder.blocks import Blocks, dense_mlp, rms_norm
     from .decoder.causal_lm import CausalLM
-    from .decoder.layer import Blocks, SelfAttention, dense_mlp, rms_norm
+    from .decoder.self_attention import SelfAttention
 
     own: LlamaSpec = spec.family
     return CausalLM(spec, parallel, dtype, device, Blocks(
@@ -49,6 +50,8 @@ def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch
         partial(SelfAttention, qkv_bias=own.attention_bias, o_bias=own.o_bias), dense_mlp(bias=own.mlp_bias)))
 
 
-register_model(*architectures_of("Llama"), read=read, build=build, defaults={
-    **COMMON, "intermediate_size": 11008, "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False,
-    "eos_token_id": 2})
+_DEFAULTS = {**COMMON, "intermediate_size": 11008, "max_position_embeddings": 2048, "attention_bias": False,
+             "mlp_bias": False, "eos_token_id": 2}
+
+MODELS.register("LlamaForCausalLM", "LlamaForSequenceClassification", "LlamaModel")(
+    ModelFamily(read, build, defaults=_DEFAULTS))

@@ -10,7 +10,7 @@ from ..config.model import ModelSpec
 from ..config.model_config import ModelConfig, check_silu
 from ..config.rope import RotarySpec, read_rope
 from ..config.window import window_of_all_layers
-from .registry import architectures_of, register_model
+from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
     import torch
@@ -35,14 +35,17 @@ def read(config: ModelConfig) -> ModelSpec:
 
 
 def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    from .decoder.blocks import Blocks, dense_mlp, rms_norm
     from .decoder.causal_lm import CausalLM
-    from .decoder.layer import Blocks, SelfAttention, dense_mlp, rms_norm
+    from .decoder.self_attention import SelfAttention
 
     own: MistralSpec = spec.family
     return CausalLM(spec, parallel, dtype, device,
                     Blocks(own.rope, rms_norm(own.rms_norm_eps), SelfAttention, dense_mlp()))
 
 
-register_model(*architectures_of("Mistral"), read=read, build=build, defaults={
-    **COMMON, "num_key_value_heads": 8, "intermediate_size": 14336, "max_position_embeddings": 131072,
-    "sliding_window": 4096, "eos_token_id": 2})
+_DEFAULTS = {**COMMON, "num_key_value_heads": 8, "intermediate_size": 14336, "max_position_embeddings": 131072,
+             "sliding_window": 4096, "eos_token_id": 2}
+
+MODELS.register("MistralForCausalLM", "MistralForSequenceClassification", "MistralModel")(
+    ModelFamily(read, build, defaults=_DEFAULTS))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,12 +13,13 @@ from ..config.model_config import ModelConfig, check_silu
 from ..config.moe import MoESpec
 from ..config.rope import RotarySpec, read_rope
 from ..config.window import window_of_all_layers
-from .registry import architectures_of, register_model
+from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
     import torch
 
     from ..distributed.parallel import Parallel
+    from ..weights.lazy import LazyTensor
     from .decoder.causal_lm import CausalLM
 
 
@@ -38,15 +41,32 @@ def read(config: ModelConfig) -> ModelSpec:
 
 
 def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    from .decoder.blocks import Blocks, rms_norm
     from .decoder.causal_lm import CausalLM
-    from .decoder.layer import Blocks, SelfAttention, rms_norm
     from .decoder.moe import mixed_mlp
+    from .decoder.self_attention import SelfAttention
 
     own: MixtralSpec = spec.family
     return CausalLM(spec, parallel, dtype, device, Blocks(
         own.rope, rms_norm(own.rms_norm_eps), SelfAttention, mixed_mlp(parallel.experts)))
 
 
-register_model(*architectures_of("Mixtral"), read=read, build=build, defaults={
-    **COMMON, "num_key_value_heads": 8, "intermediate_size": 14336, "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "num_experts": 8, "num_experts_per_tok": 2, "eos_token_id": 2})
+_PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+def tensor_parts(name: str, tensor: LazyTensor) -> Iterable[tuple[str, LazyTensor]]:
+    """Gives experts the names that other families' have, and splits those that transformers stacked."""
+    from ..weights.expert_names import by_expert
+
+    if ".block_sparse_moe." in name:
+        name = name.replace(".block_sparse_moe.", ".mlp.")
+        name = re.sub(r"(\.experts\.\d+)\.(w[123])\.", lambda found: f"{found[1]}.{_PROJECTIONS[found[2]]}.", name)
+    return by_expert(name, tensor)
+
+
+_DEFAULTS = {**COMMON, "num_key_value_heads": 8, "intermediate_size": 14336, "max_position_embeddings": 131072,
+             "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "num_experts": 8, "num_experts_per_tok": 2,
+             "eos_token_id": 2}
+
+MODELS.register("MixtralForCausalLM", "MixtralForSequenceClassification", "MixtralModel")(
+    ModelFamily(read, build, defaults=_DEFAULTS, tensor_parts=tensor_parts))

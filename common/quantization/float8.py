@@ -6,8 +6,19 @@ import torch
 from torch.nn.functional import pad
 
 from ...kernels.reference import FP8_LARGEST, FP8_LEAST
+from ..api.errors import ConfigError
+from ..weights.slots import DUMMY_STD, TensorKind
 
 FLOAT8 = torch.float8_e4m3fn
+
+_DUMMY_SCALE = 2.0**-12
+"""With this weight scale a deviation of 0.02 takes a fifth of float8's range."""
+FLOAT8_VALUES = TensorKind("float8 (e4m3)", "F8_E4M3", dummy_std=DUMMY_STD / _DUMMY_SCALE, dummy_limit=FP8_LARGEST)
+"""Values whose scales are tensors of their own. Of billions of dummy ones some lie beyond float8's largest, and would
+become NaN."""
+WEIGHT_SCALE = TensorKind("weight scale", keeps_ones=False, dummy_value=_DUMMY_SCALE)
+INPUT_SCALE = TensorKind("input scale", keeps_ones=False, dummy_value=2.0**-5)
+"""Activations of up to 14 fit the dummy scale."""
 
 
 def quantize_tensor(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,3 +53,10 @@ def _scaled(wide: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, to
     scale = wide.abs().amax(dims, keepdim=True).clamp(min=FP8_LEAST) / FP8_LARGEST
     q = (wide / scale).clamp(-FP8_LARGEST, FP8_LARGEST).to(FLOAT8)
     return q, scale.squeeze(dims)
+
+
+def check_float8(device: torch.device, instead: str) -> None:
+    """Raises ConfigError for a GPU without float8 tensor cores; ``instead`` names the alternative."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ConfigError(f"{torch.cuda.get_device_name(device)} does not compute in float8: use a GPU of compute "
+                          f"capability 8.9 or more, or {instead}.")

@@ -11,9 +11,9 @@ from ...kernels.arguments import Float8Format, Float8Rows
 from ...kernels.float8.fp8_block_matmul import block_matmul, compile_tiles
 from ...kernels.rowwise.fp8_quantize import quantize
 from ..api.errors import ConfigError
-from ..config.quantization import QuantizationScheme
 from ..weights.slots import Allocate, Slot
-from .float8 import FLOAT8, dequantize_blocks, quantize_blocks
+from .float8 import FLOAT8, FLOAT8_VALUES, WEIGHT_SCALE, dequantize_blocks, quantize_blocks
+from .fp8 import Fp8
 from .shards import Shard
 
 
@@ -21,7 +21,7 @@ class Fp8Block:
     """Linear method of block-wise float8. ``scale`` is ``[ceil(out / block), ceil(in / block)]``; every shard begins
     with a block of its own."""
 
-    def __init__(self, shards: Sequence[Shard], width: int, scheme: QuantizationScheme, allocate: Allocate):
+    def __init__(self, shards: Sequence[Shard], width: int, scheme: Fp8, allocate: Allocate):
         self.shards = shards
         self.scheme = scheme
         self._dtype = allocate.dtype
@@ -39,6 +39,12 @@ class Fp8Block:
 
     def activation_format(self, rows: int) -> Float8Format | None:
         return self._activation_format
+
+    def fused_activation(self) -> None:
+        """Returns None: the layer that follows activates, as it quantizes its input anyway."""
+
+    def deferred(self, x: torch.Tensor) -> None:
+        """Returns None: no kernel adds the product to the residual."""
 
     def __call__(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None, *,
                  gated: bool = False) -> torch.Tensor:
@@ -59,9 +65,9 @@ class Fp8Block:
                 yield Slot(slot.name, slot.target, slot.shape, slot.dim, slot.start,
                            load=self._quantize_into(slot.target, scale))
                 continue
-            yield Slot(slot.name, slot.target, slot.shape, slot.dim, slot.start, "float8")
+            yield Slot(slot.name, slot.target, slot.shape, slot.dim, slot.start, FLOAT8_VALUES)
             yield Slot(f"{shard.name}.{self.scheme.weight_scale}", scale, scale_shape(shard.shape, self.scheme.block),
-                       shard.dim, shard.start // self.scheme.block[shard.dim], "weight scale")
+                       shard.dim, shard.start // self.scheme.block[shard.dim], WEIGHT_SCALE)
 
     def _quantize_into(self, target: torch.Tensor, scale: torch.Tensor) -> Callable[[torch.Tensor], None]:
         def load(part: torch.Tensor) -> None:

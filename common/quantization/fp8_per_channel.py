@@ -11,9 +11,9 @@ from ...kernels.arguments import Float8Format, Float8Rows
 from ...kernels.float8.fp8_scaled_matmul import compile_tiles, scaled_matmul
 from ...kernels.rowwise.fp8_quantize import quantize
 from ..api.errors import ConfigError
-from ..config.quantization import QuantizationScheme
 from ..weights.slots import Allocate, Slot
-from .float8 import FLOAT8, quantize_channels, quantize_tensor
+from .float8 import FLOAT8, FLOAT8_VALUES, INPUT_SCALE, WEIGHT_SCALE, quantize_channels, quantize_tensor
+from .fp8 import Fp8
 from .shards import Shard
 
 
@@ -25,7 +25,7 @@ class Fp8PerChannel:
     with static activation scales share the largest: what each of them was calibrated for fits within it.
     """
 
-    def __init__(self, shards: Sequence[Shard], width: int, scheme: QuantizationScheme, allocate: Allocate):
+    def __init__(self, shards: Sequence[Shard], width: int, scheme: Fp8, allocate: Allocate):
         self.shards = shards
         self.scheme = scheme
         self._dtype = allocate.dtype
@@ -46,6 +46,12 @@ class Fp8PerChannel:
     def activation_format(self, rows: int) -> Float8Format | None:
         return self._activation_format
 
+    def fused_activation(self) -> None:
+        """Returns None: the layer that follows activates, as it quantizes its input anyway."""
+
+    def deferred(self, x: torch.Tensor) -> None:
+        """Returns None: no kernel adds the product to the residual."""
+
     def __call__(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None, *,
                  gated: bool = False) -> torch.Tensor:
         q = x if isinstance(x, Float8Rows) else quantize(x, self._activation_format, gated=gated)
@@ -63,19 +69,19 @@ class Fp8PerChannel:
                 yield Slot(slot.name, slot.target, slot.shape, slot.dim, slot.start,
                            load=self._quantize_into(slot.target, scale))
                 continue
-            yield Slot(slot.name, slot.target, slot.shape, slot.dim, slot.start, "float8")
+            yield Slot(slot.name, slot.target, slot.shape, slot.dim, slot.start, FLOAT8_VALUES)
             yield self._scale_slot(shard, scale)
             if self._input_scales is not None:
                 yield Slot(f"{shard.name}.{self.scheme.input_scale}", self._input_scales[index:index + 1], (),
-                           kind="input scale", load=self._load_input_scale(index))
+                           kind=INPUT_SCALE, load=self._load_input_scale(index))
 
     def _scale_slot(self, shard: Shard, scale: torch.Tensor) -> Slot:
         name = f"{shard.name}.{self.scheme.weight_scale}"
         if self.scheme.weights == "tensor":
-            return Slot(name, scale, (), kind="weight scale", load=lambda part: scale.fill_(part.float().item()))
+            return Slot(name, scale, (), kind=WEIGHT_SCALE, load=lambda part: scale.fill_(part.float().item()))
         # Where inputs are split over the ranks, each of them has all outputs.
         start = shard.start if shard.dim == 0 else 0
-        return Slot(name, scale, shard.shape[:1], 0, start, "weight scale",
+        return Slot(name, scale, shard.shape[:1], 0, start, WEIGHT_SCALE,
                     load=lambda part: scale.copy_(part.float().flatten()))
 
     def _quantize_into(self, target: torch.Tensor, scale: torch.Tensor) -> Callable[[torch.Tensor], None]:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 
 from ...kernels.arguments import Float8Format, Float8Rows
-from ...kernels.float8.fp8_matmul import GROUP
 from ...kernels.gemm.dense_matmul import compile_tiles, dense_matmul, fuses_residual
 from ...kernels.rowwise.silu_and_mul import silu_and_mul
 from ..api.errors import ConfigError
-from ..config.quantization import QuantizationScheme
+from ..config.quantization import QuantFormat
+from ..distributed.deferred_reduce import DeferredProduct
 from ..weights.slots import Allocate, Slot
-from .fp8_block import Fp8Block
-from .fp8_per_channel import Fp8PerChannel
 from .shards import Shard
+
+GatedForward = Callable[["torch.Tensor | Float8Rows", "torch.Tensor | None"], torch.Tensor]
+"""``forward(x, bias)`` returns ``silu_and_mul`` of the product; the first half of the weight are gates, the second half
+ups."""
 
 
 class LinearMethod(Protocol):
@@ -24,6 +26,14 @@ class LinearMethod(Protocol):
 
     def activation_format(self, rows: int) -> Float8Format | None:
         """Returns the format in which a norm before it may pass ``rows`` rows; None: the engine's type only."""
+
+    def fused_activation(self) -> GatedForward | None:
+        """Compiles and returns the product with fused activation, so that no request waits for it; None: there is
+        none, and the layer that follows activates."""
+
+    def deferred(self, x: torch.Tensor) -> DeferredProduct | None:
+        """Returns the product deferred to the norm that follows, where a GEMM that adds to the residual is faster;
+        else None."""
 
     def __call__(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None, *,
                  gated: bool = False) -> torch.Tensor:
@@ -48,24 +58,22 @@ class Unquantized:
     def activation_format(self, rows: int) -> Float8Format | None:
         return None
 
+    def fused_activation(self) -> GatedForward:
+        if self.weight.is_cuda:
+            compile_tiles(self.weight, gated=True)
+        return self._forward_gated
+
+    def deferred(self, x: torch.Tensor) -> DeferredProduct | None:
+        return DeferredProduct(x, self.weight) if fuses_residual(x, self.weight) else None
+
+    def _forward_gated(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
+        return dense_matmul(x, self.weight, bias, gated=True)
+
     def __call__(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None, *,
                  gated: bool = False) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
         return dense_matmul(silu_and_mul(x) if gated else x, self.weight, bias)
-
-    def forward_gated(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns ``silu_and_mul`` of the product; the first half of the weight are gates, the second half ups."""
-        assert isinstance(x, torch.Tensor)
-        return dense_matmul(x, self.weight, bias, gated=True)
-
-    def prefers_residual(self, x: torch.Tensor) -> bool:
-        """Returns whether a GEMM that adds to the residual is faster, see kernels/gemm/dense_matmul.py."""
-        return fuses_residual(x, self.weight)
-
-    def compile_gated(self) -> None:
-        """Compiles ``forward_gated``, so that no request waits for it."""
-        if self.weight.is_cuda:
-            compile_tiles(self.weight, gated=True)
 
     def dequantize(self) -> torch.Tensor:
         return self.weight
@@ -76,39 +84,21 @@ class Unquantized:
 
 
 def linear_method(shards: Sequence[Shard], width: int, allocate: Allocate) -> LinearMethod:
-    """Creates the method of a weight ``[sum of the shards' sizes, width]``; raises ConfigError where
-    ``allocate.scheme`` does not allow such shards."""
-    scheme = allocate.scheme
-    if scheme is None or not _quantizes(scheme, shards):
+    """Creates the method of a weight ``[sum of the shards' sizes, width]``; raises ConfigError where its format does
+    not allow such shards."""
+    quantization = format_of(shards, allocate)
+    if quantization is None:
         return Unquantized(shards, width, allocate)
-    if scheme.weights == "block":
-        return Fp8Block(shards, width, scheme, allocate)
-    return Fp8PerChannel(shards, width, scheme, allocate)
+    return quantization.linear(shards, width, allocate)
 
 
-def check_device(scheme: QuantizationScheme | None, dtype: str, device: torch.device) -> None:
-    """Raises ConfigError where a GPU cannot compute with ``scheme`` in ``dtype``. A CPU emulates every scheme."""
-    if scheme is None or device.type != "cuda":
-        return
-    check_float8(device, "a checkpoint in bfloat16")
-    if dtype != "bfloat16":
-        raise ConfigError(f"Float8 weights are served with --dtype bfloat16 on a GPU, not {dtype}.")
-    if scheme.weights == "block" and scheme.block[1] != GROUP:
-        raise ConfigError(f"Blocks of {scheme.block[0]} x {scheme.block[1]} are not supported on a GPU: use a "
-                          f"checkpoint whose weight_block_size is [{GROUP}, {GROUP}].")
-
-
-def check_float8(device: torch.device, instead: str) -> None:
-    """Raises ConfigError for a GPU without float8 tensor cores; ``instead`` names the alternative."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        raise ConfigError(f"{torch.cuda.get_device_name(device)} does not compute in float8: use a GPU of compute "
-                          f"capability 8.9 or more, or {instead}.")
-
-
-def _quantizes(scheme: QuantizationScheme, shards: Sequence[Shard]) -> bool:
-    quantized = [shard.name for shard in shards if scheme.quantizes(shard.name)]
+def format_of(shards: Sequence[Shard], allocate: Allocate) -> QuantFormat | None:
+    """Returns the format of the weight of these shards, None where it is not quantized; raises ConfigError where they
+    are in several."""
+    quantization = allocate.quantization
+    quantized = [shard.name for shard in shards if quantization is not None and quantization.quantizes(shard.name)]
     if quantized and len(quantized) < len(shards):
         others = [shard.name for shard in shards if shard.name not in quantized]
         raise ConfigError(f"The checkpoint quantizes {quantized[0]} and not {others[0]}, which are computed together: "
                           "use a checkpoint that treats them alike.")
-    return bool(quantized)
+    return quantization if quantized else None

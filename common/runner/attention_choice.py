@@ -34,7 +34,7 @@ class AttentionChoice:
             choose_latent_decode_backend(self.config.kernels, device, self.spec.mla, self.dtype, stored)
 
     def over(self, pool: KVPool) -> AttentionPlanner:
-        """Creates another attention backend for ``pool``, with workspaces of its own."""
+        """Creates the attention backend for ``pool``."""
         spec, device = self.spec, pool.groups[0].device
         num_heads = spec.num_heads // self.parallel.attn_tp.size
         if spec.mla is None:

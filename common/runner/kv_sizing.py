@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+
 import msgspec
 import torch
 
 from ..api.errors import ConfigError
-from ..config.checkpoint import resolve_checkpoint
+from ..config.load_format import LOAD_FORMATS
 from ..config.model import ModelSpec
 from ..config.server import CacheArgs, ModelArgs, ServerConfig
 from ..distributed.parallel import Parallel
+from ..kvcache.cache_group import SlidingWindow
 from ..kvcache.layout import DTYPE_BYTES, KVLayout, split_layers
 from ..weights.kv_scales import KV_DTYPES, Scales, read_kv_scales
 from .cuda_graphs.piecewise_graphs import prefill_graph_sizes
@@ -32,7 +37,7 @@ def kv_scales(cache: CacheArgs, model: ModelArgs, spec: ModelSpec) -> Scales:
     """Returns the KV scales of all layers; none where the cache is not in float8."""
     if cache.kv_cache_dtype == "auto":
         return ()
-    return read_kv_scales(cache, None if model.load_format == "dummy" else resolve_checkpoint(model), spec.num_layers)
+    return read_kv_scales(cache, LOAD_FORMATS.get(model.load_format)(model), spec.num_layers)
 
 
 def scales_of(scales: Scales, layers: range) -> Scales:
@@ -56,18 +61,54 @@ def kv_layout(cache: CacheArgs, spec: ModelSpec, tp_size: int, dtype: str, scale
     return msgspec.structs.replace(layout, groups=groups)
 
 
-def count_pages(config: ServerConfig, spec: ModelSpec, layout: KVLayout, parallel: Parallel,
+def cache_layouts(config: ServerConfig, spec: ModelSpec, parallel: Parallel, dtype: str,
+                  scales: Scales = ()) -> tuple[KVLayout, ...]:
+    """Returns the layouts of one rank's pools, one for each cache group: first that of the layers that read all tokens,
+    then one for each sliding window; a single one of all layers where a pipeline stage lacks layers of some group."""
+    cache, tp_size = config.cache, parallel.attn_tp.size
+    own = parallel.pp.layers(spec.num_layers)
+    whole = kv_layout(cache, spec, tp_size, dtype, scales, own)
+    windows = spec.windows_of(range(spec.num_layers))
+    kinds = sorted(set(windows), key=lambda window: window or 0)
+    stages = parallel.pp.layers_of_stages(spec.num_layers)
+    if cache.disable_hybrid_swa_memory or config.model.is_embedding or len(kinds) == 1 or not all(
+            set(windows[stage.start:stage.stop]) == {None, *kinds} for stage in stages):
+        return (whole,)
+    return tuple(_layout_of_group(whole, cache, own, [layer for layer in range(spec.num_layers)
+                                                      if windows[layer] == window], window) for window in kinds)
+
+
+def _layout_of_group(whole: KVLayout, cache: CacheArgs, own: range, numbers: list[int],
+                     window: int | None) -> KVLayout:
+    """Returns the layout of those of the rank's layers ``own``, whose layout is ``whole``, that are in the cache group
+    with the model's layers ``numbers``."""
+    here = [number for number in numbers if number in own]
+    return msgspec.structs.replace(
+        whole, groups=split_layers(len(here), whole.layer_page_bytes, cache.num_layer_groups), layers=tuple(here),
+        first_layer=numbers.index(here[0]), of_layers=len(numbers) if len(here) < len(numbers) else 0,
+        scales=tuple(whole.scales_of(number - own.start) for number in here) if whole.scales else (),
+        windows=tuple(whole.window_of(number - own.start) for number in here), retained_tokens=window)
+
+
+def page_counts(cache: CacheArgs, layouts: Sequence[KVLayout], num_pages: int) -> tuple[int, ...]:
+    """Returns the number of pages of each cache group, where the first has ``num_pages``."""
+    share = math.ceil(num_pages * cache.swa_full_tokens_ratio)
+    return num_pages, *(max(share, SlidingWindow(layout.retained_tokens or 1).max_pages(layout.page_size))
+                        for layout in layouts[1:])
+
+
+def count_pages(config: ServerConfig, spec: ModelSpec, layouts: Sequence[KVLayout], parallel: Parallel,
                 device: torch.device) -> int:
-    """Returns the number of pages of ``layout`` that fit besides the loaded weights and what a step needs; below 1
-    where none do."""
-    max_tokens = config.cache.max_total_tokens
+    """Returns the number of pages of the first cache group that fit, with the other groups', besides the loaded weights
+    and what a step needs; below 1 where none do."""
+    max_tokens, layout = config.cache.max_total_tokens, layouts[0]
     if max_tokens is not None:
         if max_tokens < layout.page_size:
             raise ConfigError(f"--max-total-tokens {max_tokens} holds no page of {layout.page_size} tokens.")
         return max_tokens // layout.page_size
     if device.type != "cuda":
         tokens = min(max(_CPU_POOL_CONTEXTS * spec.context_length, _CPU_POOL_TOKENS.start), _CPU_POOL_TOKENS[-1])
-        return min(tokens // layout.page_size, _CPU_POOL_BYTES // layout.page_bytes)
+        return min(tokens // layout.page_size, _pages_within(config.cache, layouts, _CPU_POOL_BYTES))
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
@@ -76,7 +117,19 @@ def count_pages(config: ServerConfig, spec: ModelSpec, layout: KVLayout, paralle
     available = budget - torch.cuda.memory_allocated(device)
     if parallel.token_exchange.all_to_all is not None:
         available -= parallel.token_exchange.all_to_all.nbytes  # which torch does not count
-    return int(min(available, free - _activation_bytes(config, spec, layout, parallel, device)) // layout.page_bytes)
+    return _pages_within(config.cache, layouts, int(min(
+        available, free - _activation_bytes(config, spec, layout, parallel, device))))
+
+
+def _pages_within(cache: CacheArgs, layouts: Sequence[KVLayout], num_bytes: int) -> int:
+    """Returns the most pages of the first cache group with which all groups take ``num_bytes`` at most."""
+    if len(layouts) == 1:
+        return num_bytes // layouts[0].page_bytes
+
+    def pool_bytes(num_pages: int) -> int:
+        return sum(count * layout.page_bytes for count, layout in zip(page_counts(cache, layouts, num_pages), layouts))
+
+    return bisect_right(range(max(0, num_bytes) // layouts[0].page_bytes + 1), num_bytes, key=pool_bytes) - 1
 
 
 def ranks_per_gpu(config: ServerConfig, gpus: int) -> int:

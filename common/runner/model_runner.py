@@ -10,6 +10,7 @@ import torch
 from ..api.errors import ConfigError
 from ..api.identity import ModelIdentity
 from ..attention.base import AttentionPlanner
+from ..attention.workspace import AttentionWorkspace
 from ..commands.memory import MemoryKind
 from ..config.model import ModelSpec
 from ..config.server import ServerConfig
@@ -28,7 +29,7 @@ from ..forward.forward_batch import (
 from ..forward.step_context import StepContext
 from ..kvcache.layout import KVLayout
 from ..kvcache.pool import KVPool
-from ..quantization.methods import check_device, check_float8
+from ..quantization.float8 import check_float8
 from ..weights.loader import Progress, silent
 from .attention_choice import AttentionChoice
 from .cuda_graphs.decode_graphs import DecodeGraphs, sizes_to_capture
@@ -62,6 +63,7 @@ class ModelRunner:
         self.spec = weights.spec
         self.device = device
         self.pool = pool
+        self.pools = (pool,)
         self.layout: KVLayout = pool.layout
         self.num_pages = pool.num_pages - 1
         self._captures_decode = False
@@ -69,6 +71,7 @@ class ModelRunner:
         self._weights = weights
         self._model = model = weights.model
         self._attention = attention
+        self._workspace = AttentionWorkspace(device)
         counts = ExpertCounts(model) if self._parallel.experts.counts_tokens else None
         self.expert_record = ExpertRecord(counts)
         args = config.parallel
@@ -96,7 +99,8 @@ class ModelRunner:
         spec.check_tp(parallel.attn_tp.size, parallel.tp.size)
         parallel.experts.check(spec.moe)
         dtype = resolve_dtype(config, spec, device)
-        check_device(spec.quantization, dtype, device)
+        if spec.quantization is not None:
+            spec.quantization.check_device(dtype, device)
         if config.cache.kv_cache_dtype != "auto":
             check_float8(device, "--kv-cache-dtype auto")
         attention = AttentionChoice(config, spec, parallel, dtype)
@@ -107,7 +111,7 @@ class ModelRunner:
         scales = kv_scales(config.cache, config.model, spec)
         layout = kv_layout(config.cache, spec, parallel.attn_tp.size, dtype, scales,
                            parallel.pp.layers(spec.num_layers))
-        num_local_pages = count_pages(config, spec, layout, parallel, device)
+        num_local_pages = count_pages(config, spec, [layout], parallel, device)
         num_pages = int(parallel.world.min_reduce(np.array([num_local_pages]))[0])
         if num_pages < 1:
             raise ConfigError("No memory is left for the KV pool: raise --mem-fraction-static, lower "
@@ -115,7 +119,7 @@ class ModelRunner:
         pool = _allocate_pool(layout, num_pages + 1, device, shared=config.disaggregation.shares_memory)
         runner = cls(config, weights, pool, attention.over(pool), device, parallel)
         if config.data_parallel.enable_two_batch_overlap:
-            runner._enable_two_batch_overlap(attention.over(pool))
+            runner._enable_two_batch_overlap()
         if device.type == "cuda":
             runner._warm_up(progress)
             decodes = config.role.decodes and not config.model.is_embedding
@@ -160,7 +164,8 @@ class ModelRunner:
     def _capture_decode(self, progress: Progress) -> None:
         sizes = sizes_to_capture(self._config.kernels.cuda_graph_bs, self._config.largest_captured)
         self._decode_graphs = DecodeGraphs(
-            self._model, self._attention, sizes, self.layout.page_size, self.layout.pages_for(self.spec.context_length),
+            self._model, self._attention, self._workspace, sizes, self.layout.page_size,
+            self.layout.pages_for(self.spec.context_length),
             self.num_pages, self.device,
             lambda size: self._rows_of(DPStepInfo.uniform_decode(self._parallel.dp_size, size)),
             lambda fraction: progress("capturing CUDA graphs", fraction))
@@ -186,7 +191,7 @@ class ModelRunner:
     def load_draft_layers(self, progress: Progress) -> MTPDraftLayers:
         """Loads the checkpoint's MTP draft layers in addition to this model. Raises ConfigError."""
         return MTPDraftLayers.load(self._config, self.spec, self._parallel, self._model, self.pool.num_pages,
-                                   self.device, progress)
+                                   self._workspace, self.device, progress)
 
     def release(self, kinds: Iterable[MemoryKind]) -> None:
         """Frees device memory. No step is in flight, and none may run until ``resume``."""
@@ -228,11 +233,10 @@ class ModelRunner:
         info = self.dp_sync.sync(num_tokens, num_logits, can_decode=can_decode)
         return info.padded_to_graph(self._decode_graphs.size_for) if info and self._decode_graphs else info
 
-    def _enable_two_batch_overlap(self, attention: AttentionPlanner) -> None:
-        """Computes prefill steps in two micro-batches from now on, the second with ``attention``. Raises
-        ConfigError."""
+    def _enable_two_batch_overlap(self) -> None:
+        """Computes prefill steps in two micro-batches from now on. Raises ConfigError."""
         self._two_batch_overlap = TwoBatchOverlap.from_config(self._config, self._parallel, self._model,
-                                                              (self._attention, attention))
+                                                              self._attention, self._workspace)
 
     def _rows_of(self, info: DPStepInfo) -> tuple[StepRows, StepRows]:
         """Returns the rows of the step's layers, and those of its LM head."""
@@ -257,8 +261,9 @@ class ModelRunner:
             assert self._two_batch_overlap is not None
             microbatches = self._two_batch_overlap.plan(batch, split)
             return StepContext(batch, microbatches[-1].step.attention, rows, logits, after_layer, microbatches)
-        return StepContext(batch, self._attention.plan(batch), rows, logits, after_layer,
-                           piecewise=self.prefill_graphs.step_for(batch, info))
+        piecewise = self.prefill_graphs.step_for(batch, info)
+        plan = self._attention.plan(batch, self._workspace, out=None if piecewise is None else piecewise.attention_out)
+        return StepContext(batch, plan, rows, logits, after_layer, piecewise=piecewise)
 
     def run_idle_batch(self) -> None:
         """Takes part in an iteration without a batch: other data-parallel ranks that compute need this rank's part of

@@ -8,15 +8,15 @@ import torch
 
 from ..api.errors import ConfigError
 from ..api.identity import ModelIdentity
-from ..config.checkpoint import resolve_checkpoint
 from ..config.model import ModelSpec
 from ..config.server import ModelArgs, ServerConfig
 from ..distributed.parallel import Parallel
 from ..models.decoder.causal_lm import CausalLM
-from ..models.registry import build_model, load_model_spec
+from ..models.registry import build_model, load_model_spec, tensor_parts
 from ..weights.fingerprint import identify
 from ..weights.kv_scales import Scales
-from ..weights.loader import Progress, check_safetensors, load_dummy, load_safetensors, silent
+from ..weights.loader import Progress, check_weights, load_weights, silent
+from ..weights.source import open_weights
 from .kv_sizing import kv_scales, scales_of
 
 
@@ -39,10 +39,7 @@ class ModelWeights:
         the memory."""
         try:
             weights = cls(config, spec, build_model(spec, parallel, getattr(torch, dtype), device), parallel)
-            if config.model.load_format == "dummy":
-                load_dummy(weights.model.slots(), config.model.random_seed, progress)
-            else:
-                weights._read(config.model, progress)
+            weights._read(config.model, progress)
         except torch.OutOfMemoryError:
             raise ConfigError(f"The model's weights do not fit on {device}: use more GPUs with --tp-size, or a "
                               f"smaller --dtype than {dtype}.") from None
@@ -61,7 +58,7 @@ class ModelWeights:
         if scales_of(kv_scales(self._config.cache, args, spec), self._layers) != current_scales:
             raise ConfigError(f"{model_path} has other scales for a KV cache in float8 than those that run, which "
                               "peers know: start servers with it, or give all --quantization-param-path.")
-        check_safetensors(resolve_checkpoint(args), self.model.slots(), stacked=spec.stacked_experts)
+        check_weights(open_weights(args), self.model.slots(), parts=tensor_parts(spec))
 
     @torch.no_grad()
     def update(self, model_path: str, revision: str | None) -> None:
@@ -75,6 +72,6 @@ class ModelWeights:
                                    model_fingerprint=None)
 
     def _read(self, args: ModelArgs, progress: Progress) -> None:
-        load_safetensors(resolve_checkpoint(args), self.model.slots(), progress, tied=self.spec.tie_word_embeddings,
-                         unused=self.spec.unused_names, on_other_stage=self._on_other_stage,
-                         stacked=self.spec.stacked_experts)
+        load_weights(open_weights(args), self.model.slots(), progress, tied=self.spec.tie_word_embeddings,
+                     unused=self.spec.unused_names, on_other_stage=self._on_other_stage,
+                     parts=tensor_parts(self.spec))

@@ -9,7 +9,7 @@ import torch
 
 from ..api.errors import ConfigError
 from ..attention.base import AttentionPlanner
-from ..config.checkpoint import resolve_checkpoint
+from ..attention.workspace import AttentionWorkspace
 from ..config.model import ModelSpec
 from ..config.server import ServerConfig
 from ..distributed.parallel import Parallel
@@ -18,8 +18,9 @@ from ..forward.step_context import StepContext
 from ..kvcache.pool import KVPool
 from ..models.decoder.causal_lm import CausalLM
 from ..models.decoder.mtp import MTPDraftLayer
-from ..models.registry import build_draft_layers
-from ..weights.loader import OnOtherStage, Progress, load_dummy, load_safetensors
+from ..models.registry import build_draft_layers, tensor_parts
+from ..weights.loader import OnOtherStage, Progress, load_weights
+from ..weights.source import open_weights
 from .attention_choice import AttentionChoice
 from .kv_sizing import kv_layout, resolve_dtype
 
@@ -30,10 +31,12 @@ _SHARED = (".embed_tokens.weight", ".shared_head.head.weight")
 class MTPDraftLayers:
     """Draft layers with a KV pool of their own, in which a token's page has the same id as in the model's pool."""
 
-    def __init__(self, model: CausalLM, layers: Sequence[MTPDraftLayer], attention: AttentionPlanner):
+    def __init__(self, model: CausalLM, layers: Sequence[MTPDraftLayer], attention: AttentionPlanner,
+                 workspace: AttentionWorkspace):
         self._model = model
         self._layers = layers
         self._attention = attention
+        self._workspace = workspace
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -41,7 +44,7 @@ class MTPDraftLayers:
     @classmethod
     @torch.no_grad()
     def load(cls, config: ServerConfig, spec: ModelSpec, parallel: Parallel, model: CausalLM, num_pages: int,
-             device: torch.device, progress: Progress) -> MTPDraftLayers:
+             workspace: AttentionWorkspace, device: torch.device, progress: Progress) -> MTPDraftLayers:
         """Loads the draft layers of ``model``, whose pool has ``num_pages``. Raises ConfigError where the checkpoint
         has none or lacks some tensors, and with pipeline parallelism, where other stages have the embedding or the
         head."""
@@ -54,17 +57,15 @@ class MTPDraftLayers:
         try:
             layers = build_draft_layers(spec, parallel, getattr(torch, dtype), device)
             slots = [slot for layer in layers for slot in layer.slots()]
-            if config.model.load_format == "dummy":
-                load_dummy(slots, config.model.random_seed, progress)
-            else:
-                load_safetensors(resolve_checkpoint(config.model), slots, progress, tied=False,
-                                 on_other_stage=_is_not_draft_tensor(spec), stacked=spec.stacked_experts)
+            load_weights(open_weights(config.model), slots, progress, tied=False,
+                         on_other_stage=_is_not_draft_tensor(spec), parts=tensor_parts(spec))
             own = dataclasses.replace(spec, num_layers=len(layers), windows=())
             pool = KVPool(kv_layout(config.cache, own, parallel.attn_tp.size, dtype), num_pages, device)
         except torch.OutOfMemoryError:
             raise ConfigError(f"The layers of multi-token prediction do not fit on {device}: lower "
                               "--max-total-tokens.") from None
-        return cls(model, layers, AttentionChoice(config, own, parallel, dtype).over(pool))
+        return cls(model, layers, AttentionChoice(config, own, parallel, dtype).over(pool),
+                   workspace)
 
     @torch.inference_mode()
     def hidden_states(self, batch: ForwardBatch, hidden: torch.Tensor, next_ids: torch.Tensor) -> list[torch.Tensor]:
@@ -75,7 +76,7 @@ class MTPDraftLayers:
         are the tokens one position after the batch's, then two. Latents are stored at the batch's positions.
         """
         assert self._model.embed_tokens is not None
-        step = StepContext(batch, self._attention.plan(batch))
+        step = StepContext(batch, self._attention.plan(batch, self._workspace))
         states = []
         for layer, ids in zip(self._layers, next_ids):
             hidden = layer(hidden, self._model.embed_tokens.embed(ids), step, self._model.cos_sin)

@@ -29,8 +29,6 @@ def preflight(config: ServerConfig, spec: ModelSpec) -> None:
     if config.model.chat_template is not None:
         check_template(config.model.chat_template)
     if config.events.kv_events_port:
-        if config.cache.disable_radix_cache:
-            raise ConfigError("--kv-events-port publishes the prefix cache; drop --disable-radix-cache.")
         for port in (config.events.kv_events_port, config.events.kv_events_port + 1):  # events, and replays
             check_free(config.http.host, port, "--kv-events-port")
     if config.nodes.nnodes > 1:  # on node 0; the others do not listen

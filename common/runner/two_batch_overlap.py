@@ -6,6 +6,7 @@ import numpy as np
 
 from ..api.errors import ConfigError
 from ..attention.base import AttentionPlanner
+from ..attention.workspace import AttentionWorkspace
 from ..config.server import ServerConfig
 from ..distributed.parallel import Parallel
 from ..distributed.step_rows import pads_groups
@@ -21,10 +22,12 @@ class TwoBatchOverlap:
     attends to the first, which is stored before. All ranks split the same steps: those in which every attention group
     prefills or is idle; an idle one takes part with a row in each micro-batch."""
 
-    def __init__(self, attentions: tuple[AttentionPlanner, AttentionPlanner], exchange: TokenExchange, page_size: int,
-                 dp_rank: int, min_tokens: int):
-        """``min_tokens``: tokens of every busy attention group from which a step is split."""
-        self._attentions = attentions
+    def __init__(self, attention: AttentionPlanner, workspaces: tuple[AttentionWorkspace, AttentionWorkspace],
+                 exchange: TokenExchange, page_size: int, dp_rank: int, min_tokens: int):
+        """``workspaces``: one for each micro-batch. ``min_tokens``: tokens of every busy attention group from which a
+        step is split."""
+        self._attention = attention
+        self._workspaces = workspaces
         self._exchange = exchange
         self._page_size = page_size
         self._dp_rank = dp_rank
@@ -32,12 +35,13 @@ class TwoBatchOverlap:
 
     @classmethod
     def from_config(cls, config: ServerConfig, parallel: Parallel, model: CausalLM,
-                    attentions: tuple[AttentionPlanner, AttentionPlanner]) -> TwoBatchOverlap:
-        """Creates a rank's. Raises ConfigError."""
+                    attention: AttentionPlanner, workspace: AttentionWorkspace) -> TwoBatchOverlap:
+        """Creates a rank's, whose first micro-batch is planned in ``workspace``. Raises ConfigError."""
         if not model.supports_microbatches:
             raise ConfigError("--enable-two-batch-overlap is for --moe-a2a-backend none, and for MLPs without a bias: "
                               "leave it out.")
-        return cls(attentions, parallel.overlap_exchange(), config.cache.page_size, parallel.dp_rank,
+        return cls(attention, (workspace, workspace.fork()), parallel.overlap_exchange(), config.cache.page_size,
+                   parallel.dp_rank,
                    config.data_parallel.two_batch_min_tokens)
 
     def split_counts(self, info: DPStepInfo) -> tuple[list[int], list[int]] | None:
@@ -54,9 +58,9 @@ class TwoBatchOverlap:
         split_row = counts[0][self._dp_rank]
         bounds = ((0, split_row), (split_row, batch.num_tokens))
         steps = []
-        for attention, (start, stop), rows in zip(self._attentions, bounds, counts):
+        for workspace, (start, stop), rows in zip(self._workspaces, bounds, counts):
             part = slice_rows(batch, start, stop, self._page_size)
-            steps.append(StepContext(part, attention.plan(part), self._exchange.step(rows)))
+            steps.append(StepContext(part, self._attention.plan(part, workspace), self._exchange.step(rows)))
         return tuple(MicroBatch(start, stop, step, self._exchange) for (start, stop), step in zip(bounds, steps))
 
 

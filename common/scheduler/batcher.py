@@ -111,9 +111,10 @@ class Batcher:
         chunks: list[Chunk] = []
         for req in self._in_prefill_order():
             taken = budget.take(req)
-            if taken:
-                stop = req.num_computed_tokens + taken
-                chunks.append(Chunk(req, req.num_computed_tokens, stop, stop == req.length))
+            start = req.num_computed_tokens
+            assert req.page_table is not None
+            if taken and (stop := self.cache.allocate_chunk(req.page_table, start, start + taken)) > start:
+                chunks.append(Chunk(req, start, stop, stop == req.length))
             if budget.exhausted or len(chunks) == self._max_micro_batch:
                 break
         return chunks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..kvcache.manager import KVCacheManager
+from ..kvcache.manager import KVCacheManager, PageTable
 from ..request.req import Req
 from .new_token_ratio import NewTokenRatio, remaining_output
 from .request_queues import RequestQueues
@@ -24,25 +24,45 @@ class PageBudget:
     def reserve(self, req: Req, num_tokens: int, prefix_limit: int) -> bool:
         """Lock the cached prefix and allocate the other pages of the first ``num_tokens`` tokens.
 
+        In further cache groups the request reserves pages, which each of its steps allocates. Where ``prefix_limit`` is
+        ``num_tokens``, no step computes these tokens: another server does, and all pages are allocated.
+
         Leaves running requests pages to grow into; False, and no change, where that does not fit.
         """
-        table = (self.cache.new_private_table() if req.embeds is not None else
-                 self.cache.match_prefix(req.tokens.view(), prefix_limit, req.namespace))
-        if self._shortfall(req, table.count, num_tokens) > 0 or not self.cache.allocate_slots(table, num_tokens):
+        table = self._match(req, num_tokens, prefix_limit)
+        if self._shortfall(req, table.count, num_tokens) > 0 or not self._allocate(req, table, num_tokens,
+                                                                                 prefix_limit):
             self.cache.release(table)
             return False
         req.page_table = table
         return True
 
-    def shortfall(self, req: Req, num_tokens: int, prefix_limit: int) -> int:
-        """Pages that must become free before ``reserve`` succeeds, 0 or less where it would now."""
-        if req.embeds is not None:
-            return self._shortfall(req, 0, num_tokens)
-        # what is locked cannot be evicted
-        table = self.cache.match_prefix(req.tokens.view(), prefix_limit, req.namespace)
+    def shortfalls(self, req: Req, num_tokens: int, prefix_limit: int) -> list[int]:
+        """Pages of each cache group that must become free before ``reserve`` succeeds, 0 or less where it would now."""
+        further = [group.num_reserved + group.bound_for(req.max_tokens) - group.num_pages
+                   for group in self.cache.groups]
+        table = self._match(req, num_tokens, prefix_limit)  # what is locked cannot be evicted
         shortfall = self._shortfall(req, table.count, num_tokens)
         self.cache.release(table)
-        return shortfall
+        return [shortfall, *further]
+
+    def _match(self, req: Req, num_tokens: int, prefix_limit: int) -> PageTable:
+        incoming = prefix_limit == num_tokens
+        if req.embeds is not None:
+            return self.cache.new_private_table(num_tokens if incoming else 0)
+        if incoming:
+            return self.cache.match_incoming(req.tokens.view(0, num_tokens), req.namespace)
+        return self.cache.match_prefix(req.tokens.view(), prefix_limit, req.namespace)
+
+    def _allocate(self, req: Req, table: PageTable, num_tokens: int, prefix_limit: int) -> bool:
+        if not self.cache.reserve(table, req.max_tokens):
+            return False
+        if prefix_limit == num_tokens:
+            return self.cache.allocate_incoming(table, num_tokens)
+        swapped = 0 if req.swapped_out is None else req.swapped_out.num_tokens
+        if swapped > table.num_cached_pages * self.cache.page_size and not self.cache.allocate_incoming(table, swapped):
+            return False
+        return self.cache.allocate_slots(table, num_tokens)
 
     def _shortfall(self, req: Req, num_cached_pages: int, num_tokens: int) -> int:
         missing = self.cache.pages_for(num_tokens) - num_cached_pages
@@ -57,10 +77,9 @@ class PageBudget:
         return len(queues.running) + self.cache.pages_for(expected)
 
     def allocate_next(self, req: Req) -> bool:
-        """Allocate the page of the request's next token, where it needs one; False, and no change, where none is
-        free."""
+        """Allocate the pages of the request's next token, where it needs any; False where too few are free."""
         assert req.page_table is not None
-        return req.complete or self.cache.allocate_slots(req.page_table, req.length)
+        return req.complete or self.cache.allocate_next(req.page_table, req.length)
 
     def release(self, reqs: Sequence[Req], *, keep: bool) -> None:
         """Free the requests' pages; ``keep`` leaves the full ones in the prefix cache."""

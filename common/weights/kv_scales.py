@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ..api.errors import ConfigError
 from ..config.server import CacheArgs
-from .files import checkpoint_files, tensors_of
+from .source import WeightSource
 
 KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 """torch's dtype names by ``--kv-cache-dtype``."""
@@ -26,15 +25,15 @@ def is_kv_scale(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def read_kv_scales(args: CacheArgs, folder: Path | None, num_layers: int) -> Scales:
-    """Reads the scales of a float8 cache from the file that ``args`` names, else from the checkpoint in ``folder``;
-    without one (dummy weights) they are 1.
+def read_kv_scales(args: CacheArgs, source: WeightSource, num_layers: int) -> Scales:
+    """Reads the scales of a float8 cache from the file that ``args`` names, else from the weights' ``source``;
+    those that it lacks are 1.
 
     Raises ConfigError for a file that does not have them, and a checkpoint that cannot be read.
     """
     if args.quantization_param_path is not None:
         return _read_file(Path(args.quantization_param_path).expanduser(), num_layers)
-    return _read_checkpoint(folder, num_layers) if folder is not None else ()
+    return _read_source(source, num_layers)
 
 
 def _read_file(path: Path, num_layers: int) -> Scales:
@@ -59,11 +58,11 @@ def _member(content: Any, key: str) -> Any:
     return content.get(key) if isinstance(content, dict) else None
 
 
-def _read_checkpoint(folder: Path, num_layers: int) -> Scales:
+def _read_source(source: WeightSource, num_layers: int) -> Scales:
     factors: dict[tuple[int, str], float] = {}
-    for name, source in chain.from_iterable(map(tensors_of, checkpoint_files(folder))):
+    for name, tensor, _ in source.tensors(()):
         if match := _NAME.fullmatch(name):
-            value = float(source[...].float().max())
+            value = float(tensor[...].float().max())
             for kind in match[2]:
                 # Placeholders of scales that were never measured are -1 or 0.
                 factors[int(match[1]), kind] = value if value > 0 else 1.0

@@ -4,11 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import torch
 
-from ..config.quantization import QuantizationScheme
+from ..api.errors import ConfigError
+from ..config.quantization import QuantFormat
+from .lazy import LazyTensor
+
+DUMMY_STD = 0.02
+_QUANTIZED = {"F8_E4M3": "float8", "F8_E5M2": "float8", "I8": "int8", "U8": "uint8"}
+"""Types of quantized values, by safetensors' names of them."""
+
+
+@dataclass(frozen=True)
+class TensorKind:
+    """The kind of a tensor in the checkpoint, as a model's quantization format reads it.
+
+    ``name`` completes "by config.json it is ...". ``dtype`` is safetensors' name of the only type that it may have,
+    where there is one; the types ``refuses`` it must not have. Without ``keeps_ones`` it is written with and without
+    dimensions of one. Dummy values are all ``dummy_value``, or, where that is None, normal with the deviation
+    ``dummy_std``, and clamped to ``dummy_limit``.
+    """
+
+    name: str
+    dtype: str | None = None
+    refuses: tuple[str, ...] = ()
+    keeps_ones: bool = True
+    dummy_value: float | None = None
+    dummy_std: float = DUMMY_STD
+    dummy_limit: float | None = None
+
+    def check(self, name: str, tensor: LazyTensor, shape: tuple[int, ...], file: str) -> None:
+        """Raises ConfigError where the tensor ``name`` in ``file`` is not of this kind, or not of ``shape``."""
+        found = tuple(tensor.get_shape())
+        same = found == shape if self.keeps_ones else [n for n in found if n != 1] == [n for n in shape if n != 1]
+        if not same:
+            raise ConfigError(f"{name} in {file} has shape {list(found)}, but config.json asks for {list(shape)}.")
+        dtype = tensor.get_dtype()
+        if dtype in self.refuses or self.dtype not in (None, dtype):
+            shown = _QUANTIZED.get(dtype, dtype) if dtype in self.refuses else dtype
+            raise ConfigError(f"{name} in {file} is {shown}, but by config.json it is {self.name}.")
+
+
+VALUES = TensorKind("not quantized", refuses=tuple(_QUANTIZED))
+"""Values in a floating-point type, which are converted to the parameter's."""
 
 
 @dataclass(frozen=True)
@@ -19,8 +58,8 @@ class Slot:
     the tensor ``name``, whose whole shape is ``shape`` (``()``: one value, for all of ``target``). With an empty
     ``target`` the checkpoint must have the tensor, which another rank loads.
 
-    ``kind`` is the kind of the checkpoint's values. ``load``, where given, gets the slice instead of a copy to
-    ``target``.
+    ``kind`` says how the checkpoint's tensor is checked, and a dummy one made. ``load``, where given, gets the slice
+    instead of a copy to ``target``.
     """
 
     name: str
@@ -28,10 +67,10 @@ class Slot:
     shape: tuple[int, ...]
     dim: int = 0
     start: int = 0
-    kind: Literal["values", "float8", "weight scale", "input scale"] = "values"
+    kind: TensorKind = VALUES
     load: Callable[[torch.Tensor], object] | None = None
 
-    def fill(self, source: Any) -> None:
+    def fill(self, source: LazyTensor | torch.Tensor) -> None:
         """Fills the target with its slice of ``source``, of any device."""
         if not self.target.numel():
             return
@@ -40,8 +79,8 @@ class Slot:
         else:
             self.load(self.part_of(source))
 
-    def part_of(self, source: Any) -> torch.Tensor:
-        """Returns the slot's slice of ``source``, a tensor or safetensors' lazy slice."""
+    def part_of(self, source: LazyTensor | torch.Tensor) -> torch.Tensor:
+        """Returns the slot's slice of ``source``."""
         if not self.shape:
             whole: torch.Tensor = source[...]
             return whole
@@ -53,15 +92,15 @@ class Slot:
 @dataclass(frozen=True)
 class Allocate:
     """Allocates uninitialised parameters on ``device``, of type ``dtype`` unless a call names another; linear layers
-    quantize by ``scheme`` where there is one."""
+    are in the format ``quantization`` where there is one."""
 
     dtype: torch.dtype
     device: torch.device
-    scheme: QuantizationScheme | None = None
+    quantization: QuantFormat | None = None
 
     def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype or self.dtype, device=self.device)
 
 
-def allocator(dtype: torch.dtype, device: torch.device, scheme: QuantizationScheme | None = None) -> Allocate:
-    return Allocate(dtype, device, scheme)
+def allocator(dtype: torch.dtype, device: torch.device, quantization: QuantFormat | None = None) -> Allocate:
+    return Allocate(dtype, device, quantization)

@@ -11,10 +11,13 @@ from .rows import rmsnorm
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Applies rope to ``x`` [T, heads, D] by ``cos``, ``sin`` [T, D / 2]; element i pairs with element i + D / 2."""
-    first, second = x.float().chunk(2, dim=-1)
+    """Applies rope to the first R values of ``x`` [T, heads, D] by ``cos``, ``sin`` [T, R / 2]; element i pairs with
+    element i + R / 2."""
+    dim = 2 * cos.shape[-1]
+    first, second = x[..., :dim].float().chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return rotated if dim == x.shape[-1] else torch.cat((rotated, x[..., dim:]), dim=-1)
 
 
 def rope_and_store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from ...common.api.errors import ConfigError
 from ...common.config.logs import LogArgs
+from ...common.config.rules import check_rules
 from .admission import AdmissionArgs
 from .circuit import CircuitArgs
 from .discovery import DiscoveryArgs
@@ -19,7 +19,7 @@ from .workers import HealthArgs, WorkerArgs
 
 @dataclasses.dataclass(frozen=True)
 class RouterConfig:
-    """All of it. A flag lives in the class of its concern; what spans two concerns is checked here."""
+    """All of it. A flag lives in the class of its concern, and so do the rules on what it does not combine with."""
 
     http: HttpArgs = HttpArgs()
     security: SecurityArgs = SecurityArgs()
@@ -34,6 +34,4 @@ class RouterConfig:
     logs: LogArgs = LogArgs()
 
     def __post_init__(self) -> None:
-        if self.discovery.service_discovery and self.workers.pd_disaggregation == bool(self.discovery.selector):
-            raise ConfigError("--selector is for whole workers; with --pd-disaggregation use --prefill-selector and "
-                              "--decode-selector.")
+        check_rules(self)

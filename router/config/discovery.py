@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING, ClassVar
 
 from ...common.api.errors import ConfigError
 from ...common.config.cli import flag
+from ...common.config.rules import Rule, check_own_rules
+
+if TYPE_CHECKING:
+    from . import RouterConfig
+
+    _RouterRule = Rule[RouterConfig]
+else:
+    _RouterRule = Rule
 
 _SELECTOR = "KEY=VALUE"
 
@@ -22,6 +31,17 @@ class DiscoveryArgs:
     service_discovery_port: int = flag(80, help="port that discovered workers listen on")
     service_discovery_namespace: str | None = flag(None, help="namespace to watch (default: all, which needs rights)")
 
+    own_flag_rules: ClassVar[tuple[Rule[DiscoveryArgs], ...]] = (
+        Rule(lambda c: c.service_discovery and not (c.selector or c.prefill_selector or c.decode_selector),
+             "--service-discovery needs --selector, or --prefill-selector and --decode-selector."),
+        Rule(lambda c: not c.service_discovery and (c.selector or c.prefill_selector or c.decode_selector),
+             "Selectors need --service-discovery."),
+    )
+    flag_rules: ClassVar[tuple[_RouterRule, ...]] = (
+        Rule(lambda c: c.discovery.service_discovery and c.workers.pd_disaggregation == bool(c.discovery.selector),
+             "--selector is for whole workers; with --pd-disaggregation use --prefill-selector and --decode-selector."),
+    )
+
     def __post_init__(self) -> None:
         for labels in (self.selector, self.prefill_selector, self.decode_selector):
             for item in split(labels):
@@ -29,10 +49,7 @@ class DiscoveryArgs:
                     raise ConfigError(f"A selector is a list of KEY=VALUE, not {item!r}.")
         if not 0 < self.service_discovery_port < 65536:
             raise ConfigError("--service-discovery-port must be between 1 and 65535.")
-        if self.service_discovery and not (self.selector or self.prefill_selector or self.decode_selector):
-            raise ConfigError("--service-discovery needs --selector, or --prefill-selector and --decode-selector.")
-        if not self.service_discovery and (self.selector or self.prefill_selector or self.decode_selector):
-            raise ConfigError("Selectors need --service-discovery.")
+        check_own_rules(self)
 
 
 def split(labels: tuple[str, ...]) -> list[str]:

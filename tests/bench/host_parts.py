@@ -106,7 +106,8 @@ def watch(scheduler: UnifiedScheduler, parts: EngineParts) -> None:
     PARTS.wrap(runner, "forward", "forward, rest")
     PARTS.wrap(runner, "decode", "forward, rest")
     PARTS.wrap(runner._attention, "plan", "plan")
-    PARTS.wrap(runner._attention, "refresh", "plan")
+    for step in () if runner._decode_graphs is None else runner._decode_graphs._steps.values():
+        PARTS.wrap(step.attention, "refresh", "plan")
     PARTS.wrap(runner._model, "forward", "model")
     PARTS.wrap(executor._sampler, "launch", "sample")
     PARTS.wrap(executor._sampler, "sample_plain", "sample")

@@ -25,6 +25,7 @@ import torch
 
 from ...common.attention.mla.base import absorb, values_of
 from ...common.attention.mla.triton_backend import MLATritonBackend
+from ...common.attention.workspace import AttentionWorkspace
 from ...common.config.mla import MLASpec
 from ...common.forward.forward_batch import Row, build_forward_batch
 from ...common.kvcache.layout import KVLayout
@@ -90,9 +91,9 @@ def decode(heads: int, batch: int, context: int, copy_tb_s: float, tile: DecodeT
     if find_spec("flashinfer"):
         from ...common.attention.mla.flashinfer_backend import MLAFlashInferBackend
         backend = MLAFlashInferBackend(pool, MLA, heads, torch.bfloat16)
-        backend.plan(made)
+        their_plan = backend.plan(made, AttentionWorkspace(torch.device("cuda")))
         inputs = (absorbed.contiguous(), q_rope.contiguous(), pages[..., :512], pages[..., 512:])
-        theirs = 1e6 * seconds(captured(lambda: backend._wrapper.run(*inputs)))
+        theirs = 1e6 * seconds(captured(lambda: their_plan.wrapper.run(*inputs)))
     floor = batch * context * MLA.latent_dim * 2 / copy_tb_s / 1e12
     found = {"tile": "x".join(map(str, tile[:3])), "batch": batch, "context": context,
              "kernel_us": 1e6 * seconds(captured(kernel)),
@@ -107,11 +108,11 @@ def prefill(heads: int, new: int, prefix: int, tflops: float) -> dict[str, Any]:
     batch = build_forward_batch([Row([0] * new, prefix, np.arange(pool.num_pages))], PAGE_SIZE, torch.device("cuda"),
                                 False)
     backend = MLATritonBackend(pool, MLA, heads, torch.bfloat16)
-    backend.plan(batch)
+    plan = backend.plan(batch, AttentionWorkspace(torch.device("cuda")))
     q, up = random(new, heads, MLA.qk_dim), random(heads, 256, 512) * 512**-0.5
     latent, k_rope = random(new, MLA.kv_lora_rank), random(new, MLA.rope_dim)
     table = torch.randn(total, MLA.rope_dim, device="cuda")
-    took = seconds(lambda: backend.run(0, q, latent, k_rope, up, table))
+    took = seconds(lambda: plan.run(0, q, latent, k_rope, up, table))
     pairs = new * (prefix + (new + 1) / 2)
     work = 2 * heads * (pairs * (MLA.qk_dim + MLA.v_dim) + total * MLA.kv_lora_rank * (MLA.nope_dim + MLA.v_dim))
     return {"new": new, "prefix": prefix, "layer_us": 1e6 * took, "tflops": work / took / 1e12,

@@ -39,7 +39,7 @@ class PaddedSteps:
         assert batch.is_decode and batch.num_reqs in self._sizes
         self.replayed.append(batch.num_reqs)
         runner = self._runner
-        plan = runner._attention.plan(batch)
+        plan = runner._attention.plan(batch, runner._workspace)
         rows, logits = runner._rows_of(DPStepInfo.uniform_decode(runner._parallel.dp_size, batch.num_reqs))
         rows = runner._model.token_exchange.mark_live(rows, batch.page_of_token != runner.num_pages)
         return runner._model.forward(StepContext(dataclasses.replace(batch, logits_rows=None), plan, rows, logits))

@@ -7,7 +7,7 @@ from typing import Any
 
 from baton.common.parsers.output_format import OutputFormat
 from baton.common.parsers.output_parser import OutputDelta, ToolArgumentsDelta, ToolCallStart, joined
-from baton.common.parsers.tools import FORMATS, JSON_ARRAY
+from baton.common.parsers.tools import JSON_ARRAY, TOOL_FORMATS
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "add": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
@@ -34,7 +34,7 @@ class Case:
     parts: list[OutputDelta] = field(hash=False)
 
     def reading(self) -> OutputFormat:
-        return OutputFormat(JSON_ARRAY if self.format == "json" else FORMATS[self.format], SCHEMAS)
+        return OutputFormat(JSON_ARRAY if self.format == "json" else TOOL_FORMATS.get(self.format), SCHEMAS)
 
 
 def _hermes() -> list[Case]:

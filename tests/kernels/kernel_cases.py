@@ -105,12 +105,13 @@ def paged_pool(pages: int, heads: int, page_size: int, dim: int, dtype: torch.dt
 
 @each_dtype
 @pytest.mark.parametrize("rotate,norm", [(False, False), (True, False), (True, True), (False, True)])
-@pytest.mark.parametrize("heads,kv_heads,dim,page_size", [(4, 2, 16, 4), (3, 1, 10, 1), (2, 2, 64, 16)])
-def test_rope_and_store(heads, kv_heads, dim, page_size, rotate, norm, dtype, atol, rtol):
+@pytest.mark.parametrize("heads,kv_heads,dim,page_size,rotated", [
+    (4, 2, 16, 4, 16), (3, 1, 10, 1, 10), (2, 2, 64, 16, 64), (4, 2, 16, 4, 4), (3, 1, 10, 1, 6), (2, 2, 64, 16, 32)])
+def test_rope_and_store(heads, kv_heads, dim, page_size, rotated, rotate, norm, dtype, atol, rtol):
     tokens, pages, rope_keys_in_place = 7, 9, page_size == 4
     fused = random(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
     slots = torch.randperm(pages * page_size, generator=torch.Generator().manual_seed(5))[:tokens].to(DEVICE)
-    angles = torch.rand(50, dim // 2, generator=torch.Generator().manual_seed(6)) * 6
+    angles = torch.rand(50, rotated // 2, generator=torch.Generator().manual_seed(6)) * 6
     table = torch.cat((angles.cos(), angles.sin()), -1).to(DEVICE) if rotate else None
     positions = torch.randint(0, 50, (tokens,), generator=torch.Generator().manual_seed(7)).to(DEVICE)
     norms = HeadNorms(random(dim, dtype=dtype, seed=8), random(dim, dtype=dtype, seed=9), 1e-5) if norm else None
@@ -124,6 +125,8 @@ def test_rope_and_store(heads, kv_heads, dim, page_size, rotate, norm, dtype, at
         results.append((q, k, v, *stored))
     for got, want in zip(*results):
         torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
+    if rotate and not norm:
+        assert torch.equal(q[..., rotated:], fused[:, :heads * dim].unflatten(-1, (-1, dim))[..., rotated:])
     if rope_keys_in_place:
         assert torch.equal(stored[0][slots // page_size, :, slots % page_size], k)
 

@@ -10,6 +10,7 @@ from baton.common.attention.mla.triton_backend import MLATritonBackend
 from baton.kernels import _triton
 from baton.tests.helpers.deepseek_models import save_deepseek
 from baton.tests.helpers.gpt_oss_models import save_gpt_oss
+from baton.tests.helpers.nemotron_models import save_nemotron
 from baton.tests.helpers.small_models import (
     expected_logits,
     forward,
@@ -40,6 +41,13 @@ def test_logits_equal_transformers(tmp_path):
     """Ragged extends over prefixes and a joint decode, every kernel of the model included."""
     assert _triton.INTERPRETED
     model = save_model(tmp_path, "Qwen3", num_hidden_layers=2)
+    runner = load_runner(server_config(tmp_path, page_size=8, backend="triton"))
+    check_extends_and_decode(runner, model)
+
+
+def test_partial_rotary_embeddings_equal_transformers(tmp_path):
+    """Of half a head, in a family that is registered from outside; decode steps that store whole heads' keys do not."""
+    model = save_nemotron(tmp_path, num_hidden_layers=2)
     runner = load_runner(server_config(tmp_path, page_size=8, backend="triton"))
     check_extends_and_decode(runner, model)
 

@@ -15,20 +15,13 @@ from ..base import AttentionPlanner
 
 
 class LatentBackend(AttentionPlanner, Protocol):
-    """``plan`` once a batch, as other backends do; ``run`` once a layer."""
+    """``plan`` once a batch, as other backends do; the plan's ``run`` once a layer.
 
-    def run(self, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, up: torch.Tensor,
-            cos_sin: torch.Tensor) -> torch.Tensor:
-        """Store this step's latents in the pool, then attend; returns ``[T, H, V]``.
-
-        ``q`` [T, H, N + R], to whose last R values rope is applied (in place); ``latent`` [T, L], normalised;
-        ``k_rope`` [T, R] without rope; ``up`` [H, N + V, L] makes a head's key and value of a latent; ``cos_sin``
-        [positions, R] float32 the rotary table. Mutates the pool and ``q``.
-        """
-
-    def run_last_tokens(self, batch: ForwardBatch, layer: int, q: torch.Tensor, latent: torch.Tensor,
-                        k_rope: torch.Tensor, up: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-        """``run`` for a model's last layer, as AttentionBackend's: ``[R, H, V]``."""
+    ``run(layer, q, latent, k_rope, up, cos_sin)`` stores this step's latents in the pool, then attends; it returns
+    ``[T, H, V]``. ``q`` [T, H, N + R], to whose last R values rope is applied (in place); ``latent`` [T, L],
+    normalised; ``k_rope`` [T, R] without rope; ``up`` [H, N + V, L] makes a head's key and value of a latent;
+    ``cos_sin`` [positions, R] float32 the rotary table. It mutates the pool and ``q``.
+    """
 
 
 class LatentFactory(Protocol):

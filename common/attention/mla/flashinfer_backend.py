@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,9 @@ from ...api.errors import ConfigError
 from ...config.mla import MLASpec
 from ...config.server.kernels import LATENT_BACKENDS
 from ...forward.forward_batch import ForwardBatch
-from ...forward.step_context import AttentionPlan
 from ...kvcache.pool import KVPool
 from ..base import check_gpu
+from ..workspace import AttentionWorkspace
 from .base import LatentBackend, absorb, store, values_of
 
 _WORKSPACE_BYTES = 128 << 20
@@ -51,62 +52,84 @@ class MLAFlashInferBackend:
 
     def __init__(self, pool: KVPool, mla: MLASpec, num_heads: int, dtype: torch.dtype):
         """``num_heads`` counts this rank's heads; ``dtype`` is the model's and the pool's."""
-        self._pool = pool
-        self._mla = mla
+        self.pool = pool
+        self.mla = mla
         self._num_heads = num_heads
         self._dtype = dtype
-        self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.groups[0].device)
-        from flashinfer.mla import BatchMLAPagedAttentionWrapper
-        self._plain = BatchMLAPagedAttentionWrapper(self._workspace)
-        self._captured: dict[int, Any] = {}  # by batch size
-        self._wrapper: Any = None
-        self._batch: ForwardBatch | None = None
-        self._planned = torch.cuda.Event()
 
-    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> AttentionPlan:
+    def _wrappers(self, workspace: AttentionWorkspace) -> _Wrappers:
+        """Makes the wrapper of a workspace."""
+        from flashinfer.mla import BatchMLAPagedAttentionWrapper
+        scratch = workspace.scratch(_WORKSPACE_BYTES)
+        return _Wrappers(scratch, BatchMLAPagedAttentionWrapper(scratch), torch.cuda.Event())
+
+    def plan(self, batch: ForwardBatch, workspace: AttentionWorkspace, *, max_length: int | None = None,
+             out: torch.Tensor | None = None) -> MLAFlashInferPlan:
         assert batch.is_decode
-        self._batch = batch
-        if max_length is None:
-            self._plan(self._plain, batch)
-            return self
-        if batch.num_reqs not in self._captured:
-            self._captured[batch.num_reqs] = self._over_tensors_of(batch)
-        self.refresh(batch)
-        return self
+        wrappers = workspace.of(self, lambda: self._wrappers(workspace))
+        wrapper = wrappers.plain if max_length is None else self._over_tensors_of(batch, wrappers.scratch)
+        plan = MLAFlashInferPlan(self, batch, wrappers, wrapper)
+        self.fill(plan, batch)
+        return plan
 
     def warm_up(self, compute_prompt: Callable[[], None]) -> None:
         compute_prompt()
 
-    def refresh(self, batch: ForwardBatch) -> None:
-        self._plan(self._captured[batch.num_reqs], batch)
-
-    def _over_tensors_of(self, batch: ForwardBatch) -> Any:
+    @staticmethod
+    def _over_tensors_of(batch: ForwardBatch, scratch: torch.Tensor) -> Any:
         """Makes a wrapper that reads the page indices of the graph."""
-        rows = torch.zeros(3, batch.num_reqs + 1, dtype=torch.int32, device=self._workspace.device)
+        rows = torch.zeros(3, batch.num_reqs + 1, dtype=torch.int32, device=scratch.device)
         from flashinfer.mla import BatchMLAPagedAttentionWrapper
         return BatchMLAPagedAttentionWrapper(
-            self._workspace, use_cuda_graph=True, qo_indptr=rows[0], kv_indptr=rows[1], kv_indices=batch.kv_indices,
+            scratch, use_cuda_graph=True, qo_indptr=rows[0], kv_indptr=rows[1], kv_indices=batch.kv_indices,
             kv_len_arr=rows[2, :batch.num_reqs])
 
-    def _plan(self, wrapper: Any, batch: ForwardBatch) -> None:
+    def fill(self, plan: MLAFlashInferPlan, batch: ForwardBatch) -> None:
+        """Plans ``batch`` by the plan's wrapper."""
         # A plan is copied to the device from the wrapper's pinned buffer, which must not change before that has run.
-        self._planned.synchronize()
-        page_size = self._pool.layout.page_size
+        plan.wrappers.planned.synchronize()
+        page_size = self.pool.layout.page_size
         lengths = (np.diff(batch.kv_indptr_cpu) - 1) * page_size + batch.kv_last_page_len_cpu
-        wrapper.plan(torch.arange(batch.num_reqs + 1, dtype=torch.int32), torch.from_numpy(batch.kv_indptr_cpu),
-                     batch.kv_indices[:int(batch.kv_indptr_cpu[-1])], torch.from_numpy(lengths.astype(np.int32)),
-                     self._num_heads, self._mla.kv_lora_rank, self._mla.rope_dim, page_size, False, self._mla.scale,
-                     self._dtype, self._dtype)
-        self._wrapper = wrapper
-        self._planned.record()
+        plan.wrapper.plan(torch.arange(batch.num_reqs + 1, dtype=torch.int32), torch.from_numpy(batch.kv_indptr_cpu),
+                          batch.kv_indices[:int(batch.kv_indptr_cpu[-1])], torch.from_numpy(lengths.astype(np.int32)),
+                          self._num_heads, self.mla.kv_lora_rank, self.mla.rope_dim, page_size, False, self.mla.scale,
+                          self._dtype, self._dtype)
+        plan.wrappers.planned.record()
+
+    def run_last_tokens(self, *args: Any) -> torch.Tensor:
+        raise AssertionError("this backend does not attend to ends alone")
+
+
+@dataclass(eq=False)
+class _Wrappers:
+    """The library's wrapper in one workspace. ``planned`` is recorded once a plan is enqueued."""
+
+    scratch: torch.Tensor
+    plain: Any
+    planned: torch.cuda.Event
+
+
+class MLAFlashInferPlan:
+    """A batch that ``wrapper`` has planned."""
+
+    attends_last_tokens = False  # its plan would wait for the last step
+
+    def __init__(self, backend: MLAFlashInferBackend, batch: ForwardBatch, wrappers: _Wrappers, wrapper: Any):
+        self.wrappers = wrappers
+        self.wrapper = wrapper
+        self._backend = backend
+        self._batch = batch
+
+    def refresh(self, batch: ForwardBatch) -> None:
+        self._backend.fill(self, batch)
 
     def run(self, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, up: torch.Tensor,
             cos_sin: torch.Tensor) -> torch.Tensor:
-        assert self._batch is not None
-        nope, rank = self._mla.nope_dim, self._mla.kv_lora_rank
-        pages = store(self._pool, self._mla, self._batch, layer, q, latent, k_rope, cos_sin)
+        mla = self._backend.mla
+        nope, rank = mla.nope_dim, mla.kv_lora_rank
+        pages = store(self._backend.pool, mla, self._batch, layer, q, latent, k_rope, cos_sin)
         queries = absorb(q, up, nope).contiguous()
-        latents = self._wrapper.run(queries, q[..., nope:].contiguous(), pages[..., :rank], pages[..., rank:])
+        latents = self.wrapper.run(queries, q[..., nope:].contiguous(), pages[..., :rank], pages[..., rank:])
         return values_of(latents, up, nope)
 
     def run_last_tokens(self, *args: Any) -> torch.Tensor:

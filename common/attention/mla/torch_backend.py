@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +17,9 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from ...config.mla import MLASpec
 from ...config.server.kernels import LATENT_BACKENDS
 from ...forward.forward_batch import ForwardBatch
-from ...forward.step_context import AttentionPlan
 from ...kvcache.pool import KVPool
 from ..torch_backend import QUERY_BLOCK, similar
+from ..workspace import AttentionWorkspace
 from .base import LatentBackend, absorb, gather, store, values_of
 
 
@@ -52,18 +53,16 @@ class MLATorchBackend:
         return MLATorchBackend(pool, mla)
 
     def __init__(self, pool: KVPool, mla: MLASpec):
-        self._pool = pool
-        self._mla = mla
-        self._batch: ForwardBatch | None = None
-        self._buckets: list[_Bucket] = []
+        self.pool = pool
+        self.mla = mla
 
-    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> AttentionPlan:
-        self._batch = batch
+    def plan(self, batch: ForwardBatch, workspace: AttentionWorkspace, *, max_length: int | None = None,
+             out: torch.Tensor | None = None) -> MLATorchPlan:
         pages = np.diff(batch.kv_indptr_cpu)
-        lengths = (pages - 1) * self._pool.layout.page_size + batch.kv_last_page_len_cpu
+        lengths = (pages - 1) * self.pool.layout.page_size + batch.kv_last_page_len_cpu
         members = similar(pages) if batch.is_decode else [np.array([b]) for b in range(batch.num_reqs)]
-        self._buckets = [self._bucket(batch, requests, pages, lengths) for requests in members]
-        return self
+        return MLATorchPlan(self, batch, workspace, [self._bucket(batch, requests, pages, lengths)
+                                                     for requests in members])
 
     def _bucket(self, batch: ForwardBatch, requests: np.ndarray, pages: np.ndarray, lengths: np.ndarray) -> _Bucket:
         device = batch.input_ids.device
@@ -71,7 +70,7 @@ class MLATorchBackend:
         for row, b in enumerate(requests):
             begin = batch.kv_indptr_cpu[b]
             padded[row, :pages[b]] = batch.kv_indices_cpu[begin:begin + pages[b]]
-        tokens = np.arange(padded.shape[1] * self._pool.layout.page_size)
+        tokens = np.arange(padded.shape[1] * self.pool.layout.page_size)
         mask = torch.from_numpy(tokens < lengths[requests][:, None])[:, None, None].to(device)
         return _Bucket(torch.from_numpy(requests).to(device), torch.from_numpy(padded).to(device), mask,
                        lengths[requests].tolist())
@@ -79,36 +78,26 @@ class MLATorchBackend:
     def warm_up(self, compute_prompt: Callable[[], None]) -> None:
         compute_prompt()
 
-    def refresh(self, batch: ForwardBatch) -> None:
-        raise AssertionError("this backend is never captured")
-
-    def run(self, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, up: torch.Tensor,
-            cos_sin: torch.Tensor) -> torch.Tensor:
-        assert self._batch is not None
-        store(self._pool, self._mla, self._batch, layer, q, latent, k_rope, cos_sin)
-        return self._attend(layer, q, up)
-
-    def run_last_tokens(self, batch: ForwardBatch, layer: int, q: torch.Tensor, latent: torch.Tensor,
-                        k_rope: torch.Tensor, up: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    def run_last_tokens(self, batch: ForwardBatch, workspace: AttentionWorkspace, layer: int, q: torch.Tensor,
+                        latent: torch.Tensor, k_rope: torch.Tensor, up: torch.Tensor,
+                        cos_sin: torch.Tensor) -> torch.Tensor:
         assert batch.last_tokens is not None
-        store(self._pool, self._mla, batch, layer, q, latent, k_rope, cos_sin)
-        self.plan(batch.last_tokens)
-        return self._attend(layer, q[batch.logits_rows], up)
+        store(self.pool, self.mla, batch, layer, q, latent, k_rope, cos_sin)
+        return self.attend(self.plan(batch.last_tokens, workspace), layer, q[batch.logits_rows], up)
 
-    def _attend(self, layer: int, q: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        batch = self._batch
-        assert batch is not None
-        attend = self._decode if batch.is_decode else self._extend
-        out = torch.empty((*q.shape[:2], self._mla.v_dim), dtype=q.dtype, device=q.device)
-        for bucket in self._buckets:
-            attend(batch, bucket, self._gather(bucket, layer, q.dtype), q, up, out)
+    def attend(self, plan: MLATorchPlan, layer: int, q: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """Attends to the stored latents of the plan's batch."""
+        attend = self._decode if plan.batch.is_decode else self._extend
+        out = torch.empty((*q.shape[:2], self.mla.v_dim), dtype=q.dtype, device=q.device)
+        for bucket in plan.buckets:
+            attend(plan.batch, bucket, self._gather(bucket, layer, q.dtype), q, up, out)
         return out
 
     def _gather(self, bucket: _Bucket, layer: int, dtype: torch.dtype) -> torch.Tensor:
         """``[b, tokens, latent_dim]``; tokens beyond a request's length are arbitrary."""
-        layout = self._pool.layout
+        layout = self.pool.layout
         group, index = layout.locate(layer)
-        memory = self._pool.groups[group].view(-1, layout.page_size * layout.head_dim)
+        memory = self.pool.groups[group].view(-1, layout.page_size * layout.head_dim)
         rows = bucket.pages * layout.groups[group] + index
         scale, _ = layout.scales_of(layer)
         return gather(memory, rows.flatten(), dtype, scale).view(len(rows), -1, layout.head_dim)
@@ -116,16 +105,16 @@ class MLATorchBackend:
     def _decode(self, batch: ForwardBatch, bucket: _Bucket, context: torch.Tensor, q: torch.Tensor, up: torch.Tensor,
                 out: torch.Tensor) -> None:
         """Decode in the absorbed form: the heads are query rows over one key and value, the latents."""
-        nope, keys, rows = self._mla.nope_dim, context[:, None], q[bucket.requests]
+        nope, keys, rows = self.mla.nope_dim, context[:, None], q[bucket.requests]
         queries = torch.cat((absorb(rows, up, nope), rows[..., nope:]), dim=-1)[:, None]
-        latents = scaled_dot_product_attention(queries, keys, keys[..., :self._mla.kv_lora_rank],
-                                               attn_mask=bucket.mask, scale=self._mla.scale)
+        latents = scaled_dot_product_attention(queries, keys, keys[..., :self.mla.kv_lora_rank],
+                                               attn_mask=bucket.mask, scale=self.mla.scale)
         out[bucket.requests] = values_of(latents[:, 0], up, nope)
 
     def _extend(self, batch: ForwardBatch, bucket: _Bucket, context: torch.Tensor, q: torch.Tensor, up: torch.Tensor,
                 out: torch.Tensor) -> None:
         """Extend in the expanded form: each head's keys and values are made of the latents."""
-        mla = self._mla
+        mla = self.mla
         (b,), (length,) = bucket.requests.tolist(), bucket.lengths
         begin, end = batch.qo_indptr_cpu[b:b + 2].tolist()
         context = context[0, :length]
@@ -140,3 +129,27 @@ class MLATorchBackend:
             result = scaled_dot_product_attention(q[row:stop].transpose(0, 1), keys[:, :seen], values[:, :seen],
                                                   attn_mask=mask, scale=mla.scale)
             out[row:stop] = result.transpose(0, 1)
+
+
+class MLATorchPlan:
+    """A batch's buckets."""
+
+    attends_last_tokens = True
+
+    def __init__(self, backend: MLATorchBackend, batch: ForwardBatch, workspace: AttentionWorkspace,
+                 buckets: list[_Bucket]):
+        self.batch = batch
+        self.workspace = workspace
+        self.buckets = buckets
+        self._backend = backend
+
+    def run(self, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, up: torch.Tensor,
+            cos_sin: torch.Tensor) -> torch.Tensor:
+        store(self._backend.pool, self._backend.mla, self.batch, layer, q, latent, k_rope, cos_sin)
+        return self._backend.attend(self, layer, q, up)
+
+    def run_last_tokens(self, *inputs: Any) -> torch.Tensor:
+        return self._backend.run_last_tokens(self.batch, self.workspace, *inputs)
+
+    def refresh(self, batch: ForwardBatch) -> None:
+        raise AssertionError("this backend is never captured")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +20,9 @@ from ....kernels.tuning.policy import policy_of
 from ...config.mla import MLASpec
 from ...config.server.kernels import LATENT_BACKENDS
 from ...forward.forward_batch import ForwardBatch
-from ...forward.step_context import AttentionPlan
 from ...kvcache.pool import KVPool
 from ..base import ANY_LENGTH, check_gpu
+from ..workspace import AttentionWorkspace
 from .base import LatentBackend, absorb, gather, store, values_of
 
 _EXPANDED_BYTES = 256 << 20
@@ -48,24 +50,20 @@ class MLATritonBackend:
 
     def __init__(self, pool: KVPool, mla: MLASpec, num_heads: int, dtype: torch.dtype):
         """``num_heads`` counts this rank's heads; ``dtype`` is the model's."""
-        self._pool = pool
-        self._mla = mla
+        self.pool = pool
+        self.mla = mla
         device = pool.groups[0].device
         policy = policy_of(device).attention
         self._head_blocks = -(-num_heads // policy.mla_head_block(num_heads, dtype.itemsize))
         self._splits = policy.mla_splits(num_heads, dtype.itemsize)._asdict()
         self._most_tokens = _EXPANDED_BYTES // (num_heads * (mla.nope_dim + mla.v_dim) * dtype.itemsize)
         self._num_sms = num_sms(device)
-        self._batch: ForwardBatch | None = None
-        self._longest = 0
-        self._plan: DecodePlan | None = None
-        self._segments: list[Segment] = []
         if device.type == "cuda":
             self.compile_merging(num_heads, dtype)
 
     def compile_merging(self, num_heads: int, dtype: torch.dtype) -> None:
         """Run the kernel that merges segments: the first long context would otherwise wait for its compilation."""
-        mla, page_size, device = self._mla, self._pool.layout.page_size, self._pool.groups[0].device
+        mla, page_size, device = self.mla, self.pool.layout.page_size, self.pool.groups[0].device
         one = np.array([0, 1], np.int32)
         (segment,) = plan_mla_prefill(one, one, one[1:], page_size, page_size, device)
         q = torch.zeros(1, num_heads, mla.qk_dim, dtype=dtype, device=device)
@@ -76,64 +74,80 @@ class MLATritonBackend:
         qo_indptr = torch.from_numpy(one).to(device)
         mla_prefill(q, kv, context[:, mla.kv_lora_rank:], segment, qo_indptr, mla.scale, out, lse)
 
-    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> AttentionPlan:
-        self._batch = batch
-        page_size = self._pool.layout.page_size
+    def plan(self, batch: ForwardBatch, workspace: AttentionWorkspace, *, max_length: int | None = None,
+             out: torch.Tensor | None = None) -> MLATritonPlan:
+        page_size = self.pool.layout.page_size
         if batch.is_decode:
-            # The first layer makes it, so that a graph that captures the layers holds it, and makes it in every replay.
-            self._plan = None
-            self._longest = max_length or int(np.diff(batch.kv_indptr_cpu).max()) * page_size
-        else:
-            self._segments = plan_mla_prefill(batch.qo_indptr_cpu, batch.kv_indptr_cpu, batch.kv_last_page_len_cpu,
-                                              page_size, self._most_tokens, batch.input_ids.device)
-        return self
+            longest = max_length or int(np.diff(batch.kv_indptr_cpu).max()) * page_size
+            return MLATritonPlan(self, batch, workspace, longest=longest)
+        segments = plan_mla_prefill(batch.qo_indptr_cpu, batch.kv_indptr_cpu, batch.kv_last_page_len_cpu, page_size,
+                                    self._most_tokens, batch.input_ids.device)
+        return MLATritonPlan(self, batch, workspace, segments=segments)
 
     def warm_up(self, compute_prompt: Callable[[], None]) -> None:
         compute_prompt()
 
-    def refresh(self, batch: ForwardBatch) -> None:
-        """Does nothing: the plan is made on the device."""
-
-    def run(self, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, up: torch.Tensor,
-            cos_sin: torch.Tensor) -> torch.Tensor:
-        assert self._batch is not None
-        store(self._pool, self._mla, self._batch, layer, q, latent, k_rope, cos_sin)
-        return self._attend(layer, q, up)
-
-    def run_last_tokens(self, batch: ForwardBatch, layer: int, q: torch.Tensor, latent: torch.Tensor,
-                        k_rope: torch.Tensor, up: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    def run_last_tokens(self, batch: ForwardBatch, workspace: AttentionWorkspace, layer: int, q: torch.Tensor,
+                        latent: torch.Tensor, k_rope: torch.Tensor, up: torch.Tensor,
+                        cos_sin: torch.Tensor) -> torch.Tensor:
         assert batch.last_tokens is not None
-        store(self._pool, self._mla, batch, layer, q, latent, k_rope, cos_sin)
+        store(self.pool, self.mla, batch, layer, q, latent, k_rope, cos_sin)
         if not batch.last_tokens.num_reqs:
-            return q.new_empty(0, q.shape[1], self._mla.v_dim)
-        self.plan(batch.last_tokens, ANY_LENGTH)
-        return self._attend(layer, q[batch.logits_rows], up)
+            return q.new_empty(0, q.shape[1], self.mla.v_dim)
+        plan = self.plan(batch.last_tokens, workspace, max_length=ANY_LENGTH)
+        return self.attend(plan, layer, q[batch.logits_rows], up)
 
-    def _attend(self, layer: int, q: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        batch, nope, pages = self._batch, self._mla.nope_dim, self._pool.latents(layer)
-        assert batch is not None
-        page_scale, _ = self._pool.layout.scales_of(layer)
+    def attend(self, plan: MLATritonPlan, layer: int, q: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """Attends to the stored latents of the plan's batch."""
+        batch, nope, pages = plan.batch, self.mla.nope_dim, self.pool.latents(layer)
+        page_scale, _ = self.pool.layout.scales_of(layer)
         if not batch.is_decode:
-            return self._extend(batch, q, pages, page_scale, up)
-        if self._plan is None:
-            self._plan = plan_decode(batch.kv_indptr, batch.kv_last_page_len, self._pool.layout.page_size,
-                                     self._head_blocks, self._num_sms, self._longest, **self._splits)
+            return self._extend(plan, q, pages, page_scale, up)
+        if plan.splits is None:
+            plan.splits = plan_decode(batch.kv_indptr, batch.kv_last_page_len, self.pool.layout.page_size,
+                                     self._head_blocks, self._num_sms, plan.longest, **self._splits)
         latents = mla_decode(absorb(q, up, nope), q[..., nope:], pages, batch.kv_indptr, batch.kv_indices,
-                             batch.kv_last_page_len, self._mla.scale, self._plan, page_scale=page_scale)
+                             batch.kv_last_page_len, self.mla.scale, plan.splits, page_scale=page_scale)
         return values_of(latents, up, nope)
 
-    def _extend(self, batch: ForwardBatch, q: torch.Tensor, pages: torch.Tensor, page_scale: float,
+    def _extend(self, plan: MLATritonPlan, q: torch.Tensor, pages: torch.Tensor, page_scale: float,
                 up: torch.Tensor) -> torch.Tensor:
-        rank, shape = self._mla.kv_lora_rank, (*q.shape[:2], self._mla.v_dim)
+        batch = plan.batch
+        rank, shape = self.mla.kv_lora_rank, (*q.shape[:2], self.mla.v_dim)
         lse = None
-        if len(self._segments) == 1:
+        if len(plan.segments) == 1:
             out = torch.empty(shape, dtype=q.dtype, device=q.device)
         else:
             out = torch.zeros(shape, dtype=torch.float32, device=q.device)
             lse = torch.full(shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
-        for segment in self._segments:
+        for segment in plan.segments:
             indices = batch.kv_indices[segment.first_page:segment.last_page]
             context = gather(pages, indices, q.dtype, page_scale).flatten(0, 1)  # [S, L + R]
             kv = linear(context[:, :rank], up.flatten(0, 1)).unflatten(-1, up.shape[:2])  # [S, H, N + V]
-            mla_prefill(q, kv, context[:, rank:], segment, batch.qo_indptr, self._mla.scale, out, lse)
+            mla_prefill(q, kv, context[:, rank:], segment, batch.qo_indptr, self.mla.scale, out, lse)
         return out.to(q.dtype)
+
+
+@dataclass(eq=False)
+class MLATritonPlan:
+    """A batch's segments of the contexts, or a decode step's splits of sequences up to ``longest`` tokens. The first
+    layer makes these, so that a graph that captures the layers makes them in every replay."""
+
+    backend: MLATritonBackend
+    batch: ForwardBatch
+    workspace: AttentionWorkspace
+    longest: int = 0
+    segments: Sequence[Segment] = ()
+    splits: DecodePlan | None = None
+    attends_last_tokens: bool = True
+
+    def run(self, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, up: torch.Tensor,
+            cos_sin: torch.Tensor) -> torch.Tensor:
+        store(self.backend.pool, self.backend.mla, self.batch, layer, q, latent, k_rope, cos_sin)
+        return self.backend.attend(self, layer, q, up)
+
+    def run_last_tokens(self, *inputs: Any) -> torch.Tensor:
+        return self.backend.run_last_tokens(self.batch, self.workspace, *inputs)
+
+    def refresh(self, batch: ForwardBatch) -> None:
+        """Does nothing: the splits are made on the device."""

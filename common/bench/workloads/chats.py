@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 
-from .dataset_args import DatasetArgs
+from .dataset_args import DATASETS, DatasetArgs
 from .random_prompts import length, source
 from .vocabulary import Vocabulary
 from .workload import Conversation, Turn
 
 
+@DATASETS.register("multi-turn")
 def make(args: DatasetArgs, vocabulary: Vocabulary, rng: random.Random) -> list[Conversation]:
     """``num_prompts`` turns in all; the last chat may have fewer than ``num_turns``."""
     draw, made = source(args, vocabulary, rng), []

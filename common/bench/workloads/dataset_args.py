@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO, Literal
+from typing import TYPE_CHECKING, BinaryIO
 
 from ...api.errors import ConfigError
 from ...config.cli import flag
+from ...registry import Choices, Registry
 
-Name = Literal["random", "random-ids", "generated-shared-prefix", "multi-turn", "sharegpt", "trace", "mooncake"]
-NEED_A_FILE = ("sharegpt", "trace", "mooncake")
+if TYPE_CHECKING:
+    from .workload import DatasetFactory
+
+DATASETS: Registry[DatasetFactory] = Registry("data set", "baton.common.bench.workloads")
+"""Traits: "file", it needs --dataset-path; "any_ids", its prompts may be any token ids, without a tokenizer."""
 
 
 @dataclass(frozen=True)
 class DatasetArgs:
-    dataset_name: Name = flag("random", help=(
+    dataset_name: str = flag("random", choices=Choices.of(DATASETS), help=(
         "random: words; random-ids: any tokens; generated-shared-prefix: groups of prompts that begin alike; "
         "multi-turn: chats; sharegpt, trace (mooncake is the same): files"))
     dataset_path: str | None = flag(None, help=(
@@ -51,7 +55,7 @@ class DatasetArgs:
             raise ConfigError(f"--random-range-ratio must be between 0 and 1, not {self.random_range_ratio}.")
         if self.trace_scale < 0:
             raise ConfigError(f"--trace-scale must not be negative, it is {self.trace_scale}.")
-        if self.dataset_name in NEED_A_FILE and self.dataset_path is None:
+        if DATASETS.has(self.dataset_name, "file") and self.dataset_path is None:
             raise ConfigError(f"--dataset-name {self.dataset_name} needs its file: give --dataset-path.")
         if self.dataset_path is not None and self.dataset_name != "random-ids":
             with dataset_file(self.dataset_path):  # now, not when the server has been waited for

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 
 from . import sharegpt
-from .dataset_args import DatasetArgs
+from .dataset_args import DATASETS, DatasetArgs
 from .vocabulary import Vocabulary
 from .workload import Conversation, single
 
@@ -14,6 +14,8 @@ Source = Callable[[int], list[int]]
 """``source(count)`` returns ``count`` token ids."""
 
 
+@DATASETS.register("random")
+@DATASETS.register("random-ids", traits=("any_ids",))
 def make(args: DatasetArgs, vocabulary: Vocabulary, rng: random.Random) -> list[Conversation]:
     ids = source(args, vocabulary, rng)
     return [single(vocabulary.prompt(ids(length(rng, args.random_input_len, args.random_range_ratio))),

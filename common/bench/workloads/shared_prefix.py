@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 
-from .dataset_args import DatasetArgs
+from .dataset_args import DATASETS, DatasetArgs
 from .random_prompts import source
 from .vocabulary import Vocabulary
 from .workload import Conversation, single
 
 
+@DATASETS.register("generated-shared-prefix")
 def make(args: DatasetArgs, vocabulary: Vocabulary, rng: random.Random) -> list[Conversation]:
     """In random order, so that no group comes in one piece."""
     draw = source(args, vocabulary, rng)

@@ -7,13 +7,14 @@ import random
 from typing import Any
 
 from ...api.errors import ConfigError
-from .dataset_args import DatasetArgs, dataset_file
+from .dataset_args import DATASETS, DatasetArgs, dataset_file
 from .vocabulary import Vocabulary
 from .workload import Conversation, single
 
 _SHORTEST = 2  # tokens; what is shorter is a fragment
 
 
+@DATASETS.register("sharegpt", traits=("file",))
 def make(args: DatasetArgs, vocabulary: Vocabulary, rng: random.Random) -> list[Conversation]:
     """The first question of each conversation that is answered, in random order."""
     assert args.dataset_path is not None

@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 
 from ...api.errors import ConfigError
-from .dataset_args import DatasetArgs, dataset_file
+from .dataset_args import DATASETS, DatasetArgs, dataset_file
 from .vocabulary import Vocabulary
 from .workload import Conversation, single
 
@@ -29,6 +29,7 @@ class Line(msgspec.Struct):
 
 
 
+@DATASETS.register("trace", "mooncake", traits=("file", "any_ids"))
 def make(args: DatasetArgs, vocabulary: Vocabulary, rng: random.Random) -> list[Conversation]:
     """In the order of their timestamps; the first is due at once."""
     assert args.dataset_path is not None

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .dataset_args import DatasetArgs
+    from .vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -43,3 +49,8 @@ def single(prompt: Prompt, output_len: int, at: float | None = None) -> Conversa
 
 def num_requests(conversations: Sequence[Conversation]) -> int:
     return sum(len(conversation.turns) for conversation in conversations)
+
+
+DatasetFactory = Callable[["DatasetArgs", "Vocabulary", random.Random], list[Conversation]]
+"""A registered data set: makes the conversations that the flags ask for. Raises ConfigError where a file cannot be
+used."""

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ...api.errors import ConfigError
-from ...parsers.reasoning import REASONING
-from ...parsers.tools import FORMATS
+from ...parsers.reasoning import REASONING_FORMATS
+from ...parsers.tools import TOOL_FORMATS
+from ...registry import Choices
 from ..cli import flag
+from ..rules import Rule, ServerRule, check_own_rules
+
+_TOOL_CHOICES = Choices.of(TOOL_FORMATS, others=("auto", "none"))
+_REASONING_CHOICES = Choices.of(REASONING_FORMATS, others=("none",))
 
 
 @dataclass(frozen=True)
@@ -22,21 +27,24 @@ class AnswerArgs:
         "requests may then import any module that is installed here"))
     enable_return_hidden_states: bool = flag(False, help="let requests ask for the model's hidden states")
 
+    flag_rules: ClassVar[tuple[ServerRule, ...]] = (
+        Rule(lambda c: c.answers.enable_return_hidden_states and c.parallel.pp_size > 1,
+             "--enable-return-hidden-states does not work across the stages of --pp-size: leave one of them out."),
+    )
+
 
 @dataclass(frozen=True)
 class ChatArgs:
-    tool_call_parser: str = flag("auto", help=(
-        "how the model writes tool calls: qwen25, llama3, mistral, deepseekv3, gpt-oss, ...; auto chooses by its "
-        "chat template, none parses nothing"))
-    reasoning_parser: str | None = flag(None, help=(
-        "how the model writes its reasoning, which is then returned apart from the answer: deepseek-r1, qwen3, "
-        "gpt-oss, ..."))
+    tool_call_parser: str = flag("auto", choices=_TOOL_CHOICES, help=(
+        "how the model writes tool calls; auto chooses by its chat template, none parses nothing"))
+    reasoning_parser: str | None = flag(None, choices=_REASONING_CHOICES, help=(
+        "how the model writes its reasoning, which is then returned apart from the answer"))
 
     def __post_init__(self) -> None:
-        for name, given, known in (("--tool-call-parser", self.tool_call_parser, ("auto", "none", *FORMATS)),
-                                   ("--reasoning-parser", self.reasoning_parser, (None, "none", *REASONING))):
-            if given not in known:
-                raise ConfigError(f"{name} {given} is unknown; it is one of {', '.join(sorted(filter(None, known)))}.")
+        for name, given, choices in (("--tool-call-parser", self.tool_call_parser, _TOOL_CHOICES),
+                                     ("--reasoning-parser", self.reasoning_parser, _REASONING_CHOICES)):
+            if given is not None and given not in choices.shown:
+                raise ConfigError(f"{name} {given} is unknown; it is one of {', '.join(sorted(choices.shown))}.")
 
 
 @dataclass(frozen=True)
@@ -48,13 +56,17 @@ class GrammarArgs:
     constrained_json_disable_any_whitespace: bool = flag(False, help=(
         "allow no white space between the elements of JSON answers"))
 
+    own_flag_rules: ClassVar[tuple[Rule[GrammarArgs], ...]] = (
+        Rule(lambda c: c.constrained_json_whitespace_pattern is not None and c.constrained_json_disable_any_whitespace,
+             "--constrained-json-whitespace-pattern and --constrained-json-disable-any-whitespace exclude each other; "
+             "give one of them."),
+    )
+
     def __post_init__(self) -> None:
+        check_own_rules(self)
         pattern = self.constrained_json_whitespace_pattern
         if pattern is None:
             return
-        if self.constrained_json_disable_any_whitespace:
-            raise ConfigError("--constrained-json-whitespace-pattern and --constrained-json-disable-any-whitespace "
-                              "exclude each other; give one of them.")
         try:
             matched = re.fullmatch(pattern, "") or re.fullmatch(pattern, " ") or re.fullmatch(pattern, "\n")
         except re.error as error:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ...api.errors import ConfigError
 from ..cli import flag
+from ..rules import Rule, at_least, check_own_rules
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,10 @@ class CacheArgs:
     mem_fraction_static: float = flag(0.88, help="share of GPU memory for weights and KV pool together")
     max_total_tokens: int | None = flag(None, help="KV pool size in tokens; the default is what memory allows")
     disable_radix_cache: bool = flag(False, help="keep no prefix cache: free the pages of finished requests")
+    swa_full_tokens_ratio: float = flag(0.8, help=(
+        "tokens in the KV pool of layers with a sliding window, as a share of those in the pool of the other layers"))
+    disable_hybrid_swa_memory: bool = flag(False, help=(
+        "keep the KV of layers with a sliding window as long as that of the other layers, in one pool"))
     num_layer_groups: int | None = flag(None, help=(
         "layer groups of the KV pool; by default as many as make a page of one about 1 MiB"))
     kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = flag("auto", help=(
@@ -23,6 +28,15 @@ class CacheArgs:
         "JSON file with the scales of a KV cache in float8 ({\"kv_cache\": {\"scaling_factor\": {RANK: {LAYER: "
         "FACTOR}}}}); without it they are the checkpoint's, or 1"))
 
+    own_flag_rules: ClassVar[tuple[Rule[CacheArgs], ...]] = (
+        Rule(lambda c: c.quantization_param_path is not None and c.kv_cache_dtype == "auto",
+             "--quantization-param-path is for a KV cache in float8: set --kv-cache-dtype too."),
+    )
+
     def __post_init__(self) -> None:
-        if self.quantization_param_path is not None and self.kv_cache_dtype == "auto":
-            raise ConfigError("--quantization-param-path is for a KV cache in float8: set --kv-cache-dtype too.")
+        at_least(self, 1, "page_size", "num_layer_groups")
+        if not 0 < self.mem_fraction_static < 1:
+            raise ConfigError(f"--mem-fraction-static must be between 0 and 1, not {self.mem_fraction_static}.")
+        if not 0 < self.swa_full_tokens_ratio <= 1:
+            raise ConfigError(f"--swa-full-tokens-ratio {self.swa_full_tokens_ratio:g} must be above 0 and at most 1.")
+        check_own_rules(self)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from ...api.errors import ConfigError
 from ...registry import Choices, Registry
 from ..cli import flag
 from ..roles import ROLES, Role
+from ..rules import Rule, ServerRule, check_own_rules
 
 TransferOverlap = Literal["layers", "chunk", "prompt"]
 TRANSFER_BACKENDS: Registry[Callable[[Any], Any]] = Registry("transfer backend", "baton.kvtransfer.backends")
@@ -54,10 +55,14 @@ class DisaggregationArgs:
         backend = self.disaggregation_transfer_backend
         return self.role.transfers_kv and TRANSFER_BACKENDS.has(backend, "maps_host_memory")
 
+    own_flag_rules: ClassVar[tuple[Rule[DisaggregationArgs], ...]] = (
+        Rule(lambda c: c.disaggregation_ib_device is not None and c.disaggregation_transfer_backend != "mooncake",
+             "--disaggregation-ib-device is for --disaggregation-transfer-backend mooncake; NIXL takes its devices "
+             "from the UCX_NET_DEVICES variable of the environment."),
+    )
+
     def __post_init__(self) -> None:
-        if self.disaggregation_ib_device is not None and self.disaggregation_transfer_backend != "mooncake":
-            raise ConfigError("--disaggregation-ib-device is for --disaggregation-transfer-backend mooncake; NIXL "
-                              "takes its devices from the UCX_NET_DEVICES variable of the environment.")
+        check_own_rules(self)
         waits = {"--disaggregation-bootstrap-timeout": self.disaggregation_bootstrap_timeout,
                  "--kv-transfer-timeout": self.kv_transfer_timeout, "--peer-timeout": self.peer_timeout}
         for name, seconds in waits.items():
@@ -77,3 +82,15 @@ class DisaggregationArgs:
 class EventsArgs:
     kv_events_port: int = flag(0, help=(
         "port on which prefix-cache changes are published for routers (0: none); replays take the port above it"))
+
+    flag_rules: ClassVar[tuple[ServerRule, ...]] = (
+        Rule(lambda c: c.events.kv_events_port and c.cache.disable_radix_cache,
+             "--kv-events-port publishes the prefix cache; drop --disable-radix-cache."),
+        Rule(lambda c: c.events.kv_events_port and c.data_parallel.dp_size > 1,
+             "--kv-events-port publishes one prefix cache, and every attention group of --enable-dp-attention has its "
+             "own: leave it out."),
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.kv_events_port < 65535:
+            raise ConfigError(f"--kv-events-port must be between 0 and 65534, not {self.kv_events_port}.")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ...api.errors import ConfigError
 from ..cli import flag
+from ..rules import at_least
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class HttpArgs:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
             raise ConfigError(f"--port must be between 0 and 65535, not {self.port}.")
+        at_least(self, 1, "stream_interval", "max_payload_size")
         for name in ("shutdown_grace_secs", "client_header_timeout_secs", "client_body_timeout_secs"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"--{name.replace('_', '-')} must be 0 or more, not {getattr(self, name):g}.")

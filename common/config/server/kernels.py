@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ...api.errors import ConfigError
 from ...registry import Choices, Registry
 from ..cli import flag
 
@@ -40,3 +41,9 @@ class KernelArgs:
         "sizes in tokens to capture, instead of those at which a trial finds that the device waits for the host"))
     cuda_graph_bs: tuple[int, ...] = flag((), help=(
         "decode batch sizes to capture, instead of a list up to --cuda-graph-max-bs"))
+
+    def __post_init__(self) -> None:
+        for name in ("cuda_graph_bs", "piecewise_cuda_graph_tokens"):
+            least = min(getattr(self, name), default=1)
+            if least < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be 1 or more, not {least}.")

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
+from ...api.errors import ConfigError
+from ...registry import Choices
 from ..cli import flag
+from ..load_format import LOAD_FORMATS
+from ..quantization import QUANTIZATIONS
+from ..rules import Rule, ServerRule, at_least
 
 
 @dataclass(frozen=True)
@@ -19,13 +24,15 @@ class ModelArgs:
         "theirs are equal, so give two equivalent checkpoints (a model and its copy in float8) the same name; "
         "weights that are loaded at run time have a fingerprint of their own again"))
     served_model_name: str | None = flag(None, help="model name in the API; by default --model-path")
-    load_format: Literal["auto", "safetensors", "dummy"] = flag(
-        "auto", help="dummy fills the weights with random values, for benchmarks without a checkpoint")
+    load_format: str = flag("auto", choices=Choices.of(LOAD_FORMATS), help=(
+        "source of the weights: auto is safetensors, dummy fills them with random values, for benchmarks without a "
+        "checkpoint"))
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = flag(
         "auto", help="type of weights and KV cache; auto is the checkpoint's on a GPU and float32 on a CPU")
-    quantization: Literal["fp8", "fp8_per_tensor", "fp8_per_block"] | None = flag(None, help=(
-        "weights and activations of linear layers in float8: fp8 scales each output and each token, the others each "
-        "projection, or blocks of 128 x 128; checkpoints in float8 need no flag"))
+    quantization: str | None = flag(None, choices=Choices.of(QUANTIZATIONS), help=(
+        "format of linear layers' weights: fp8 has weights and activations in float8, with a scale for each output and "
+        "each token, fp8_per_tensor one for each projection, fp8_per_block one for blocks of 128 x 128; checkpoints "
+        "that are quantized need no flag"))
     context_length: int | None = flag(None, help="longest prompt plus output in tokens; by default the model's")
     device: Literal["auto", "cpu", "cuda"] = flag("auto", help="where the engine runs; auto prefers a GPU")
     base_gpu_id: int = flag(0, help="index of the first GPU to use; tensor-parallel ranks take the following ones")
@@ -39,3 +46,16 @@ class ModelArgs:
     chat_template: str | None = flag(None, help=(
         "jinja file, SGLang's JSON conversation template, or the name of a template that ships with Baton, in place of "
         "the checkpoint's chat template"))
+
+    flag_rules: ClassVar[tuple[ServerRule, ...]] = (
+        Rule(lambda c: c.model.is_embedding and not c.role.serves_alone,
+             "--is-embedding needs a unified server: leave --disaggregation-mode at null."),
+        Rule(lambda c: c.model.is_embedding and c.parallel.pp_size > 1,
+             "--is-embedding does not work across the stages of --pp-size: leave one of them out."),
+    )
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "context_length")
+        at_least(self, 0, "base_gpu_id")
+        if not -(2**63) <= self.random_seed < 2**63:
+            raise ConfigError(f"--random-seed must fit into 64 bits, {self.random_seed} does not.")

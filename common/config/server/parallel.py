@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 from ...api.errors import ConfigError
 from ..cli import flag
+from ..rules import Rule, ServerRule, at_least, check_own_rules
 
 
 @dataclass(frozen=True)
@@ -37,44 +38,50 @@ class ParallelArgs:
         "how ranks on GPUs exchange tensors: gloo goes through host memory, without CUDA graphs, where NCCL fails, "
         "and lets ranks share GPUs; for trying out a layout"))
 
+    own_flag_rules: ClassVar[tuple[Rule[ParallelArgs], ...]] = (
+        Rule(lambda c: c.pp_size == 1 and (c.pp_max_micro_batch_size is not None or c.pp_layer_partition),
+             "--pp-max-micro-batch-size and --pp-layer-partition need a --pp-size above 1."),
+        Rule(lambda c: c.pp_layer_partition and (len(c.pp_layer_partition) != c.pp_size
+                                                 or min(c.pp_layer_partition) < 1),
+             "--pp-layer-partition must name 1 or more layers for each of the {pp_size} stages of --pp-size."),
+        Rule(lambda c: c.pp_size > 1 and (c.enable_eplb or c.ep_num_redundant_experts
+                                          or c.expert_distribution_recorder_mode is not None),
+             "--enable-eplb, --ep-num-redundant-experts and --expert-distribution-recorder-mode need the experts of "
+             "all layers in each rank: leave them out with --pp-size."),
+        Rule(lambda c: c.ep_size < 1 or c.tp_size % c.ep_size,
+             "--ep-size {ep_size} must be 1 or more and divide --tp-size {tp_size}."),
+        Rule(lambda c: c.moe_a2a_backend in ("alltoall", "peer") and c.ep_size != c.tp_size,
+             "--moe-a2a-backend {moe_a2a_backend} needs whole experts on every rank: set --ep-size to {tp_size}."),
+        Rule(lambda c: (c.enable_eplb or c.ep_num_redundant_experts) and not 1 < c.ep_size == c.tp_size,
+             "--enable-eplb and --ep-num-redundant-experts need several ranks with whole experts: set --tp-size and "
+             "--ep-size to the same number of 2 or more."),
+        Rule(lambda c: c.eplb_rebalance_num_iterations != 1000 and not c.enable_eplb,
+             "--eplb-rebalance-num-iterations is for --enable-eplb: give both."),
+    )
+    flag_rules: ClassVar[tuple[ServerRule, ...]] = (
+        Rule(lambda c: c.parallel.pp_size > 1 and not c.role.computes_prompts,
+             "--pp-size is for prefill and unified servers: decode steps are too short for a pipeline; use --tp-size "
+             "on decode servers."),
+        Rule(lambda c: c.parallel.moe_a2a_backend in ("low_latency", "peer")
+             and not 1 < c.dp_size == c.parallel.tp_size,
+             "--moe-a2a-backend {parallel.moe_a2a_backend} is for several ranks that each have tokens of their own: "
+             "set --enable-dp-attention, and --dp-size and --tp-size to the same number of 2 or more."),
+    )
+
     def __post_init__(self) -> None:
-        self._check_stages()
-        if self.ep_size < 1 or self.tp_size % self.ep_size:
-            raise ConfigError(f"--ep-size {self.ep_size} must be 1 or more and divide --tp-size {self.tp_size}.")
-        if self.moe_a2a_backend in ("alltoall", "peer") and self.ep_size != self.tp_size:
-            raise ConfigError(f"--moe-a2a-backend {self.moe_a2a_backend} needs whole experts on every rank: set "
-                              f"--ep-size to {self.tp_size}.")
-        if self.ep_num_redundant_experts < 0:
-            raise ConfigError(f"--ep-num-redundant-experts must be 0 or more, not {self.ep_num_redundant_experts}.")
-        if (self.enable_eplb or self.ep_num_redundant_experts) and not 1 < self.ep_size == self.tp_size:
-            raise ConfigError("--enable-eplb and --ep-num-redundant-experts need several ranks with whole experts: set "
-                              "--tp-size and --ep-size to the same number of 2 or more.")
-        if self.eplb_rebalance_num_iterations < 1:
-            raise ConfigError("--eplb-rebalance-num-iterations must be 1 or more, not "
-                              f"{self.eplb_rebalance_num_iterations}.")
-        if self.eplb_rebalance_num_iterations != 1000 and not self.enable_eplb:
-            raise ConfigError("--eplb-rebalance-num-iterations is for --enable-eplb: give both.")
+        at_least(self, 1, "tp_size", "pp_size", "pp_max_micro_batch_size", "eplb_rebalance_num_iterations")
+        at_least(self, 0, "ep_num_redundant_experts")
+        check_own_rules(self)
 
     @property
     def world_size(self) -> int:
         """Ranks of the server."""
         return self.pp_size * self.tp_size
 
-    def _check_stages(self) -> None:
-        if self.pp_size < 1:
-            raise ConfigError(f"--pp-size must be 1 or more, not {self.pp_size}.")
-        if self.pp_size == 1 and (self.pp_max_micro_batch_size is not None or self.pp_layer_partition):
-            raise ConfigError("--pp-max-micro-batch-size and --pp-layer-partition need a --pp-size above 1.")
-        if self.pp_max_micro_batch_size is not None and self.pp_max_micro_batch_size < 1:
-            raise ConfigError(f"--pp-max-micro-batch-size must be 1 or more, not {self.pp_max_micro_batch_size}.")
-        if self.pp_layer_partition and (len(self.pp_layer_partition) != self.pp_size
-                                        or min(self.pp_layer_partition) < 1):
-            raise ConfigError(f"--pp-layer-partition must name 1 or more layers for each of the {self.pp_size} stages "
-                              "of --pp-size.")
-        if self.pp_size > 1 and (self.enable_eplb or self.ep_num_redundant_experts
-                                 or self.expert_distribution_recorder_mode is not None):
-            raise ConfigError("--enable-eplb, --ep-num-redundant-experts and --expert-distribution-recorder-mode "
-                              "need the experts of all layers in each rank: leave them out with --pp-size.")
+    @property
+    def without_stages(self) -> ParallelArgs:
+        """The flags of a pair's decode server."""
+        return replace(self, pp_size=1, pp_max_micro_batch_size=None, pp_layer_partition=())
 
 
 @dataclass(frozen=True)
@@ -99,11 +106,32 @@ class DataParallelArgs:
         "which attention group takes a request that names no data_parallel_rank; a prefill server chooses by the "
         "bootstrap room"))
 
+    flag_rules: ClassVar[tuple[ServerRule, ...]] = (
+        Rule(lambda c: c.dp_size > 1 and not c.data_parallel.enable_dp_attention,
+             "--dp-size {data_parallel.dp_size} needs --enable-dp-attention; for whole replicas start several servers "
+             "behind the router (launch_cluster --dp-size does)."),
+        Rule(lambda c: c.dp_size == 1 and (c.data_parallel.enable_dp_attention or c.data_parallel.enable_dp_lm_head),
+             "--enable-dp-attention and --enable-dp-lm-head need a --dp-size above 1."),
+        Rule(lambda c: c.parallel.tp_size % c.dp_size,
+             "--dp-size {data_parallel.dp_size} must divide --tp-size {parallel.tp_size}, which counts all ranks of "
+             "the server."),
+        Rule(lambda c: c.data_parallel.enable_dp_attention and c.parallel.pp_size > 1,
+             "--enable-dp-attention does not work across the stages of --pp-size: leave one of them out."),
+        Rule(lambda c: c.data_parallel.enable_two_batch_overlap and c.dp_size == 1,
+             "--enable-two-batch-overlap overlaps the exchange of attention groups: it needs --enable-dp-attention and "
+             "a --dp-size above 1."),
+        Rule(lambda c: c.data_parallel.enable_two_batch_overlap and c.parallel.moe_a2a_backend == "peer",
+             "--enable-two-batch-overlap does not work with --moe-a2a-backend peer: leave one of them out."),
+        Rule(lambda c: c.data_parallel.enable_two_batch_overlap
+             and 0 < min(c.schedule.chunked_prefill_size, c.schedule.max_prefill_tokens)
+             < c.data_parallel.two_batch_min_tokens,
+             "--enable-two-batch-overlap splits steps of --two-batch-min-tokens {data_parallel.two_batch_min_tokens} "
+             "or more, and no step has as many: raise --chunked-prefill-size and --max-prefill-tokens to that."),
+    )
+
     def __post_init__(self) -> None:
-        if self.dp_size < 1:
-            raise ConfigError(f"--dp-size must be 1 or more, not {self.dp_size}.")
-        if self.two_batch_min_tokens < 4:
-            raise ConfigError(f"--two-batch-min-tokens must be 4 or more, not {self.two_batch_min_tokens}.")
+        at_least(self, 1, "dp_size")
+        at_least(self, 4, "two_batch_min_tokens")
 
 
 @dataclass(frozen=True)
@@ -116,11 +144,22 @@ class NodeArgs:
     dist_init_addr: str | None = flag(None, names=("--nccl-init-addr",), help=(
         "HOST:PORT of host 0, where the ranks of all hosts connect; the next port is used too"))
 
+    own_flag_rules: ClassVar[tuple[Rule[NodeArgs], ...]] = (
+        Rule(lambda c: c.nnodes < 1 or not 0 <= c.node_rank < c.nnodes,
+             "--node-rank {node_rank} must be 0 or more and below --nnodes {nnodes}."),
+        Rule(lambda c: (c.nnodes > 1) != (c.dist_init_addr is not None),
+             "--nnodes above 1 and --dist-init-addr HOST:PORT go together."),
+    )
+    flag_rules: ClassVar[tuple[ServerRule, ...]] = (
+        Rule(lambda c: c.parallel.pp_size == 1 and c.parallel.tp_size % c.nodes.nnodes,
+             "--nnodes {nodes.nnodes} must divide --tp-size {parallel.tp_size}, which counts the ranks of all hosts."),
+        Rule(lambda c: c.parallel.pp_size > 1 and c.parallel.world_size % c.nodes.nnodes,
+             "--nnodes {nodes.nnodes} must divide --tp-size {parallel.tp_size} times --pp-size {parallel.pp_size}, "
+             "which counts the ranks of all hosts."),
+    )
+
     def __post_init__(self) -> None:
-        if self.nnodes < 1 or not 0 <= self.node_rank < self.nnodes:
-            raise ConfigError(f"--node-rank {self.node_rank} must be 0 or more and below --nnodes {self.nnodes}.")
-        if (self.nnodes > 1) != (self.dist_init_addr is not None):
-            raise ConfigError("--nnodes above 1 and --dist-init-addr HOST:PORT go together.")
+        check_own_rules(self)
         if self.dist_init_addr is not None:
             host, _, port = self.dist_init_addr.rpartition(":")
             if not host or not port.isdigit() or not 0 < int(port) < 65535:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
 
 from ...api.errors import ConfigError
 from ...registry import Choices, Registry
 from ..cli import flag
+from ..rules import Rule, ServerRule, at_least, check_own_rules
 
 if TYPE_CHECKING:
     from ...scheduler.policies.order import OrderFactory
@@ -48,34 +49,49 @@ class ScheduleArgs:
         "than computing again (0: always compute)"))
     request_timeout: float = flag(3600.0, help="seconds after which a request that has not ended fails with 504")
 
+    own_flag_rules: ClassVar[tuple[Rule[ScheduleArgs], ...]] = (
+        Rule(lambda c: c.schedule_low_priority_values_first and not c.enable_priority_scheduling,
+             "--schedule-low-priority-values-first needs --enable-priority-scheduling."),
+        Rule(lambda c: c.priority_scheduling_preemption_threshold != 10 and not c.enable_priority_scheduling,
+             "--priority-scheduling-preemption-threshold needs --enable-priority-scheduling."),
+        Rule(lambda c: c.default_priority_value and not c.enable_priority_scheduling,
+             "--default-priority-value needs --enable-priority-scheduling."),
+    )
+    flag_rules: ClassVar[tuple[ServerRule, ...]] = (
+        Rule(lambda c: SCHEDULE_POLICIES.has(c.schedule.schedule_policy, "prefix_cache")
+             and c.cache.disable_radix_cache,
+             "--schedule-policy {schedule.schedule_policy} needs the prefix cache; drop --disable-radix-cache, or "
+             "choose another policy."),
+        Rule(lambda c: c.schedule.enable_mixed_chunk and (not c.role.decodes or c.model.is_embedding),
+             "--enable-mixed-chunk is for servers that decode; leave it out here."),
+        Rule(lambda c: c.schedule.enable_mixed_chunk and c.parallel.pp_size > 1,
+             "--enable-mixed-chunk does not work across the stages of --pp-size: leave one of them out."),
+        Rule(lambda c: c.schedule.retract_host_memory_gb and (not c.role.decodes or c.model.is_embedding),
+             "--retract-host-memory-gb is for servers that decode; leave it out here."),
+        Rule(lambda c: c.schedule.retract_host_memory_gb and c.parallel.pp_size > 1,
+             "--retract-host-memory-gb does not work across the stages of --pp-size: leave one of them out."),
+    )
+
     def __post_init__(self) -> None:
         if self.chunked_prefill_size < 1 and self.chunked_prefill_size != -1:
             raise ConfigError(f"--chunked-prefill-size must be 1 or more, or -1 for whole prompts, not "
                               f"{self.chunked_prefill_size}.")
-        least = {"--max-running-requests": (self.max_running_requests, 1),
-                 "--max-queued-requests": (self.max_queued_requests, 0),
-                 "--max-prompts-per-request": (self.max_prompts_per_request, 1),
-                 "--max-prefill-tokens": (self.max_prefill_tokens, 1),
-                 "--schedule-conservativeness": (self.schedule_conservativeness, 0),
-                 "--priority-scheduling-preemption-threshold": (self.priority_scheduling_preemption_threshold, 0),
-                 "--retract-host-memory-gb": (self.retract_host_memory_gb, 0)}
-        for name, (value, bound) in least.items():
-            if not value >= bound:
-                raise ConfigError(f"{name} must be {bound} or more, not {value}.")
+        at_least(self, 1, "max_running_requests", "max_prompts_per_request", "max_prefill_tokens")
+        at_least(self, 0, "max_queued_requests", "schedule_conservativeness",
+                 "priority_scheduling_preemption_threshold", "retract_host_memory_gb")
         if not self.request_timeout > 0:
             raise ConfigError(f"--request-timeout must be above 0, not {self.request_timeout:g}.")
-        if self.enable_priority_scheduling:
-            return
-        defaults = ScheduleArgs.__dataclass_fields__
-        for field in ("schedule_low_priority_values_first", "priority_scheduling_preemption_threshold",
-                      "default_priority_value"):
-            if getattr(self, field) != defaults[field].default:
-                raise ConfigError(f"--{field.replace('_', '-')} needs --enable-priority-scheduling.")
+        check_own_rules(self)
 
     @property
     def lowest_priority(self) -> int:
         """The priority of the least urgent request."""
         return 2**31 - 1 if self.schedule_low_priority_values_first else -(2**31)
+
+    @property
+    def without_decoding(self) -> ScheduleArgs:
+        """The flags of a pair's prefill server: those for decoding have their defaults."""
+        return replace(self, enable_mixed_chunk=False, retract_host_memory_gb=0.0)
 
     def largest_prefill(self, context_length: int) -> int:
         """Most prompt tokens of one step."""

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import torch
 
-from ....kernels.arguments import ExpertBiases, Float8Rows, Scales
-from ....kernels.moe.moe_experts import moe_experts, moe_products
+from ....kernels.arguments import Float8Rows
+from ...api.errors import ConfigError
 from ...config.moe import MoESpec
 from ...distributed.expert_parallel import ExpertParallel
+from ...quantization.experts import GroupedExperts, KernelExperts
 from ...quantization.shards import Shard
 from ...weights.slots import Allocate, Slot
 from .stack import ExpertLinear
@@ -42,6 +43,7 @@ class Experts:
         # Of the ranks whose results add up to an expert's, the first adds its bias.
         self.down = ExpertLinear(self.num_local, size, down, allocate, bias=spec.expert_bias,
                                  adds_bias=share.expert_tp_rank == 0)
+        self._grouped = _grouped(self.gate_up, self.down, spec.gate_limit)
 
     def __call__(self, x: torch.Tensor, local_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Returns this rank's summand of ``[T, hidden]``.
@@ -49,29 +51,19 @@ class Experts:
         ``local_ids`` [T, K] int64 are physical experts of this rank; one outside of ``[0, S)`` belongs to another rank
         and adds nothing. ``weights`` [T, K] float32.
         """
-        return moe_experts(x, self.gate_up.weight, self.down.weight, local_ids, weights, self._scales(),
-                           biases=self._biases(), limit=self.spec.gate_limit)
+        return self._grouped(x, local_ids, weights)
 
     def products(self, x: torch.Tensor | Float8Rows,
                  local_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the rows that ``moe_sum`` adds up, and the position of each choice's; on a GPU, for one token or
         more.
         """
-        return moe_products(x, self.gate_up.weight, self.down.weight, local_ids, self._scales(), biases=self._biases(),
-                            limit=self.spec.gate_limit)
+        return self._grouped.products(x, local_ids)
 
     @property
     def accepts_float8(self) -> bool:
-        """True if tokens may come in float8, with a scale for each 128 values: experts quantize them so anyway."""
-        return self.gate_up.scale is not None and self.gate_up.granularity == "block"
-
-    def _scales(self) -> Scales | None:
-        gate_up, down = self.gate_up.scale, self.down.scale
-        return None if gate_up is None or down is None else Scales(gate_up, down, self.gate_up.granularity)
-
-    def _biases(self) -> ExpertBiases | None:
-        gate_up, down = self.gate_up.bias, self.down.bias
-        return None if gate_up is None or down is None else ExpertBiases(gate_up, down)
+        """True if tokens may come in float8, with a scale for each 128 values."""
+        return self._grouped.accepts_float8
 
     def warm_up(self, max_tokens: int) -> None:
         """Compiles the kernels for every number of tokens: tiles depend on it, and the first request of a size would
@@ -92,3 +84,13 @@ class Experts:
     def slots(self) -> Iterator[Slot]:
         for layer in (self.gate_up, self.down):
             yield from layer.slots(self.physical_to_logical, self.spec.num_experts)
+
+
+def _grouped(gate_up: ExpertLinear, down: ExpertLinear, limit: float) -> GroupedExperts:
+    """Returns the computation of the experts in their quantization format."""
+    if gate_up.quantization != down.quantization:
+        raise ConfigError(f"The checkpoint quantizes one of {gate_up.name} and {down.name}, which are computed "
+                          "together: use a checkpoint that treats them alike.")
+    if gate_up.quantization is None:
+        return KernelExperts(gate_up, down, limit)
+    return gate_up.quantization.experts(gate_up, down, limit)

@@ -8,12 +8,7 @@ from itertools import count
 
 import torch
 
-from ....kernels.arguments import By
-from ...api.errors import ConfigError
-from ...config.quantization import BLOCK
-from ...quantization.fp8_block import Fp8Block
-from ...quantization.fp8_per_channel import Fp8PerChannel
-from ...quantization.methods import LinearMethod, Unquantized, linear_method
+from ...quantization.methods import format_of, linear_method
 from ...quantization.shards import Shard
 from ...weights.slots import Allocate, Slot
 
@@ -37,41 +32,28 @@ class _Slices(Allocate):
 
 
 class ExpertLinear:
-    """Linear layers of S experts: ``weight`` [S, out, in], with ``scale`` where it is float8. Each is a linear method
-    in the model's quantization format, made of ``shards_of(expert)``. ``bias`` [S, out] is in the engine's type; all
-    zeros without ``adds_bias``."""
+    """Linear layers of S experts, an ``ExpertStack`` in the quantization format ``quantization``. Each is a linear
+    method, made of ``shards_of(expert)``. ``bias`` [S, out] is in the engine's type; all zeros without
+    ``adds_bias``."""
 
     def __init__(self, num_experts: int, width: int, shards_of: Callable[[int], list[Shard]], allocate: Allocate, *,
                  bias: bool = False, adds_bias: bool = True):
         self.shards_of = shards_of
-        stacks: list[torch.Tensor] = []
+        self.name = shards_of(0)[0].name
+        self.quantization = format_of([shard for index in range(num_experts) for shard in shards_of(index)], allocate)
+        self.parameters: list[torch.Tensor] = []
         self.methods = [linear_method(shards_of(index), width, _Slices(
-            allocate.dtype, allocate.device, allocate.scheme, num_experts, index,
-            stacks)) for index in range(num_experts)]
-        _check(self.methods[0], shards_of(0)[0].name)
-        self._weight_stacks = stacks
+            allocate.dtype, allocate.device, allocate.quantization, num_experts, index,
+            self.parameters)) for index in range(num_experts)]
         self.bias = allocate(num_experts, sum(shard.size for shard in shards_of(0))) if bias else None
         self._adds_bias = adds_bias
         if self.bias is not None and not adds_bias:
             self.bias.zero_()
 
     @property
-    def weight(self) -> torch.Tensor:
-        return self._weight_stacks[0]
-
-    @property
-    def scale(self) -> torch.Tensor | None:
-        return self._weight_stacks[1] if len(self._weight_stacks) > 1 else None
-
-    @property
     def stacks(self) -> list[torch.Tensor]:
-        """All parameters, [S, ...] each."""
-        return self._weight_stacks if self.bias is None else [*self._weight_stacks, self.bias]
-
-    @property
-    def granularity(self) -> By:
-        """The granularity of weight scales, as the grouped kernels name it."""
-        return "block" if isinstance(self.methods[0], Fp8Block) else "row"
+        """The parameters and the bias, [S, ...] each."""
+        return self.parameters if self.bias is None else [*self.parameters, self.bias]
 
     def slots(self, physical_to_logical: list[int], num_experts: int) -> Iterator[Slot]:
         """Yields the slots of all logical experts; those of experts on other ranks have empty targets."""
@@ -90,15 +72,3 @@ class ExpertLinear:
         for shard in self.shards_of(expert):
             target = shard.rows_of(bias) if self._adds_bias else bias[:0]
             yield Slot(f"{shard.name}.bias", target, shard.shape[:1], 0, shard.start if shard.dim == 0 else 0)
-
-
-def _check(method: LinearMethod, name: str) -> None:
-    """Raises ConfigError for a quantization format that the grouped kernels do not support."""
-    if isinstance(method, Fp8Block) and method.scheme.block != BLOCK:
-        tall, wide = method.scheme.block
-        raise ConfigError(f"{name} is quantized in blocks of {tall} x {wide}; experts are computed in blocks of "
-                          f"{BLOCK[0]} x {BLOCK[1]}: use a checkpoint with those.")
-    if isinstance(method, Fp8PerChannel) and method.scheme.activations == "static":
-        raise ConfigError(f"{name} is quantized with static scales of activations, which is not supported for experts: "
-                          "use a checkpoint with dynamic ones, or one in bfloat16 with --quantization fp8.")
-    assert isinstance(method, (Unquantized, Fp8Block, Fp8PerChannel))

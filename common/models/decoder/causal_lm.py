@@ -17,7 +17,8 @@ from ...layers.classifier_head import ClassifierHead
 from ...layers.rotary import rotary_table
 from ...layers.vocab import VocabTable
 from ...weights.slots import Slot, allocator
-from .layer import Blocks, DecoderLayer, LayerNorm
+from .blocks import Blocks, Norm
+from .layer import DecoderLayer
 from .micro_batches import run_interleaved
 
 
@@ -34,7 +35,7 @@ class CausalLM:
         self.pp = parallel.pp
         self.hidden_size, self.dtype = spec.hidden_size, dtype
         self.embed_tokens: VocabTable | None = None
-        self.norm: LayerNorm | None = None
+        self.norm: Norm | None = None
         self.classifier: ClassifierHead | None = None
         self.lm_head: VocabTable | None = None
         tied = spec.head == "lm" and spec.tie_word_embeddings
@@ -94,7 +95,6 @@ class CausalLM:
         if step.microbatches:
             x, residual = self._forward_microbatches(x, step)
         elif step.piecewise is not None:
-            batch.attention_out = step.piecewise.attention_out
             x, residual = self._forward_piecewise(x, step, step.piecewise, trims)
         else:
             for index, layer in enumerate(self.layers):

@@ -91,7 +91,7 @@ class LatentSelfAttention:
         up = self.up.weight.unflatten(0, (-1, self.mla.nope_dim + self.mla.v_dim))  # [H, N + V, L]
         inputs = (self.layer, q, latent, k_rope, up, cos_sin)
         if trimmed:
-            return step.attention.run_last_tokens(step.batch, *inputs).flatten(1)
+            return step.attention.run_last_tokens(*inputs).flatten(1)
         return step.attention.run(*inputs).flatten(1)
 
     def slots(self) -> Iterator[Slot]:

@@ -2,6 +2,8 @@
 
 from .format import ReasoningFormat
 from .parser import ReasoningParser, begins_after, begins_inside, continues_inside
-from .registry import REASONING
+from .registry import REASONING_FORMATS
 
-__all__ = ["REASONING", "ReasoningFormat", "ReasoningParser", "begins_after", "begins_inside", "continues_inside"]
+__all__ = [
+    "REASONING_FORMATS", "ReasoningFormat", "ReasoningParser", "begins_after", "begins_inside", "continues_inside",
+]

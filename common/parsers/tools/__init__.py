@@ -3,6 +3,6 @@
 from .call_emitter import CallEmitter, Schemas
 from .format import Layout, Tag, ToolFormat
 from .json_array import JSON_ARRAY
-from .registry import FORMATS, detect
+from .registry import TOOL_FORMATS, detect
 
-__all__ = ["FORMATS", "JSON_ARRAY", "CallEmitter", "Layout", "Schemas", "Tag", "ToolFormat", "detect"]
+__all__ = ["JSON_ARRAY", "TOOL_FORMATS", "CallEmitter", "Layout", "Schemas", "Tag", "ToolFormat", "detect"]

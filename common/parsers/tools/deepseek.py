@@ -12,6 +12,7 @@ from ..cursor import Cursor, Step
 from .call_emitter import CallEmitter
 from .format import Layout, Tag, ToolFormat
 from .json_call import json_arguments, json_object, section_script
+from .registry import TOOL_FORMATS
 
 ALL_BEGIN, ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 BEGIN, SEP, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -47,4 +48,6 @@ DEEPSEEK_V3 = ToolFormat(_SCRIPT, _MARKERS, (frozenset((BEGIN, SEP, FENCE + "jso
     lambda name: Tag(f"{BEGIN}function{SEP}{name}\n{FENCE}json\n", f"\n{FENCE}{END}"), ALL_BEGIN, "\n", ALL_END,
     ALL_BEGIN))
 DEEPSEEK_V31 = ToolFormat(_SCRIPT, _MARKERS, (frozenset((BEGIN, SEP)),), Layout(
-    lambda name: Tag(f"{BEGIN}{name}{SEP}", END), ALL_BEGIN, "", ALL_END, ALL_BEGIN))
+    lambda name: Tag(f"{BEGIN}{name}{SEP}", END), ALL_BEGIN, "", ALL_END, ALL_BEGIN), generality=1)
+TOOL_FORMATS.register("deepseekv3")(DEEPSEEK_V3)
+TOOL_FORMATS.register("deepseekv31")(DEEPSEEK_V31)

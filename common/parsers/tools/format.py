@@ -39,10 +39,12 @@ class ToolFormat:
     """One format of tool calls; ``script`` parses answers of this format.
 
     ``markers`` are the format's own markup, which must survive detokenizing even where it consists of special tokens.
-    ``signs``: a chat template that holds all the strings of one of these sets is of this format.
+    ``signs``: a chat template that holds all the strings of one of these sets is of this format. Templates of a special
+    format may hold the signs of a general one, too: the format of the least ``generality`` is taken.
     """
 
     script: Callable[[Cursor, CallEmitter], Step[None]]
     markers: tuple[str, ...] = ()
     signs: tuple[frozenset[str], ...] = field(default=())
     layout: Layout | None = None
+    generality: int = 0

@@ -11,6 +11,7 @@ from ..cursor import Cursor, Step
 from .arguments_builder import ArgumentsBuilder
 from .call_emitter import CallEmitter
 from .format import Layout, Tag, ToolFormat
+from .registry import TOOL_FORMATS
 from .values import is_string, to_json
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -77,3 +78,4 @@ def _pair(cursor: Cursor, calls: CallEmitter, members: ArgumentsBuilder) -> Step
 
 GLM45 = ToolFormat(read, (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END), (frozenset((KEY, VALUE)),), Layout(
     lambda name: Tag(f"{OPEN}{name}\n", f"\n{CLOSE}", "glm_xml"), between="\n", trigger=OPEN))
+TOOL_FORMATS.register("glm45", "glm", "glm47")(GLM45)

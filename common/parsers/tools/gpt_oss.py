@@ -6,6 +6,7 @@ from ..cursor import Cursor, Step
 from ..harmony import CHANNEL, CONSTRAIN, MARKERS, MESSAGE, Harmony
 from .call_emitter import CallEmitter
 from .format import Layout, Tag, ToolFormat
+from .registry import TOOL_FORMATS
 
 
 def read(cursor: Cursor, calls: CallEmitter) -> Step[None]:
@@ -17,3 +18,4 @@ _BEGIN = f"{CHANNEL}commentary to=functions."
 # <|call|> is one of the model's stop tokens: it ends the answer, so that there is one call.
 GPT_OSS = ToolFormat(read, MARKERS, (frozenset((CHANNEL, MESSAGE)),), Layout(
     lambda name: Tag(f"{_BEGIN}{name} {CONSTRAIN}json{MESSAGE}", ""), trigger=_BEGIN, single=True))
+TOOL_FORMATS.register("gpt-oss")(GPT_OSS)

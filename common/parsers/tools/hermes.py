@@ -8,6 +8,7 @@ from ..cursor import Cursor, Step
 from .call_emitter import CallEmitter
 from .format import Layout, Tag, ToolFormat
 from .json_call import envelope
+from .registry import TOOL_FORMATS
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -25,4 +26,5 @@ def read(cursor: Cursor, calls: CallEmitter) -> Step[None]:
 
 HERMES = ToolFormat(read, (OPEN, CLOSE), (frozenset((OPEN, "arguments")),), Layout(
     lambda name: Tag(f'{OPEN}\n{{"name": {json.dumps(name)}, "arguments": ', f"}}\n{CLOSE}"), between="\n",
-    trigger=OPEN))
+    trigger=OPEN), generality=2)
+TOOL_FORMATS.register("qwen25", "qwen", "hermes")(HERMES)

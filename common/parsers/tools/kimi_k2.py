@@ -8,6 +8,7 @@ from ..cursor import Cursor, Step
 from .call_emitter import CallEmitter
 from .format import Layout, Tag, ToolFormat
 from .json_call import json_arguments, json_object, section_script
+from .registry import TOOL_FORMATS
 
 ALL_BEGIN, ALL_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 BEGIN, SEP, END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
@@ -30,3 +31,4 @@ def _call(cursor: Cursor, calls: CallEmitter) -> Step[bool]:
 _SCRIPT = section_script(ALL_BEGIN, ALL_END, BEGIN, _call)
 KIMI_K2 = ToolFormat(_SCRIPT, (ALL_BEGIN, ALL_END, BEGIN, SEP, END), (frozenset((ALL_BEGIN,)),), Layout(
     lambda name: Tag(f"{BEGIN}functions.{name}:0{SEP}", END), ALL_BEGIN, "", ALL_END, ALL_BEGIN))
+TOOL_FORMATS.register("kimi_k2")(KIMI_K2)

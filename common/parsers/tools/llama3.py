@@ -11,6 +11,7 @@ from ..cursor import Cursor, Step
 from .call_emitter import CallEmitter
 from .format import Layout, Tag, ToolFormat
 from .json_call import envelope, json_object
+from .registry import TOOL_FORMATS
 
 TAG = "<|python_tag|>"
 
@@ -36,4 +37,5 @@ def _row(cursor: Cursor, calls: CallEmitter, *, any_name: bool) -> Step[None]:
 
 
 LLAMA3 = ToolFormat(read, (TAG,), (frozenset((TAG,)), frozenset(('{"name": function name, "parameters"',))), Layout(
-    lambda name: Tag(f'{{"name": {json.dumps(name)}, "parameters": ', "}"), between="; "))
+    lambda name: Tag(f'{{"name": {json.dumps(name)}, "parameters": ', "}"), between="; "), generality=4)
+TOOL_FORMATS.register("llama3")(LLAMA3)

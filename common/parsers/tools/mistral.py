@@ -9,6 +9,7 @@ from ..cursor import Cursor, Step
 from .call_emitter import CallEmitter
 from .format import Layout, Tag, ToolFormat
 from .json_call import envelope, json_arguments, json_object
+from .registry import TOOL_FORMATS
 
 OPEN, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NAME = re.compile(r"[\w.\-]*")
@@ -55,4 +56,6 @@ def _named(cursor: Cursor, calls: CallEmitter) -> Step[bool]:
 
 
 MISTRAL = ToolFormat(read, (OPEN, CALL_ID, ARGS), (frozenset((OPEN,)),), Layout(
-    lambda name: Tag(f'{{"name": {json.dumps(name)}, "arguments": ', "}"), f"{OPEN} [", ", ", "]", trigger=OPEN))
+    lambda name: Tag(f'{{"name": {json.dumps(name)}, "arguments": ', "}"), f"{OPEN} [", ", ", "]", trigger=OPEN),
+    generality=1)
+TOOL_FORMATS.register("mistral")(MISTRAL)

@@ -15,6 +15,7 @@ from ..cursor import Cursor, Step
 from .arguments_builder import ArgumentsBuilder
 from .call_emitter import CallEmitter
 from .format import ToolFormat
+from .registry import TOOL_FORMATS
 from .values import quoted
 
 START, END = "<|python_start|>", "<|python_end|>"
@@ -126,4 +127,5 @@ def _plain(value: Any) -> Any:
 
 
 PYTHONIC = ToolFormat(read, (START, END), (
-    frozenset((START,)), frozenset(("[func_name1(params_name1=params_value1",))))
+    frozenset((START,)), frozenset(("[func_name1(params_name1=params_value1",))), generality=3)
+TOOL_FORMATS.register("llama4", "pythonic")(PYTHONIC)

@@ -12,6 +12,7 @@ from ..cursor import Cursor, Step
 from .arguments_builder import ArgumentsBuilder
 from .call_emitter import CallEmitter
 from .format import Layout, Tag, ToolFormat
+from .registry import TOOL_FORMATS
 from .values import is_string, to_json
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -81,3 +82,4 @@ def _parameter(cursor: Cursor, calls: CallEmitter, members: ArgumentsBuilder) ->
 QWEN3_CODER = ToolFormat(read, (OPEN, CLOSE), (frozenset((FUNCTION, PARAMETER)),), Layout(
     lambda name: Tag(f"{OPEN}\n{FUNCTION}{name}>\n", f"\n{FUNCTION_END}\n{CLOSE}", "qwen_xml"), between="\n",
     trigger=OPEN))
+TOOL_FORMATS.register("qwen3_coder")(QWEN3_CODER)

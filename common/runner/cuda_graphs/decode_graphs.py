@@ -18,6 +18,7 @@ import torch
 
 from ....kernels.sampling.argmax import argmax
 from ...attention.base import AttentionPlanner
+from ...attention.workspace import AttentionWorkspace
 from ...distributed.step_rows import StepRows
 from ...forward.forward_batch import DecodeTable, ForwardBatch, Row, build_forward_batch
 from ...forward.step_context import AttentionPlan, StepContext
@@ -44,12 +45,12 @@ class DecodeGraphs:
     """Captures at construction; ``run`` and ``decode`` replay. ``max_pages`` bounds the pages of one request.
     ``rows_of`` makes the rows of a step of a size: of the layers, and of the LM head."""
 
-    def __init__(self, model: CausalLM, attention: AttentionPlanner, sizes: Sequence[int], page_size: int,
-                 max_pages: int, scratch_page: int, device: torch.device,
-                 rows_of: Callable[[int], tuple[StepRows, StepRows]],
-                 progress: Callable[[float], None]):
+    def __init__(self, model: CausalLM, attention: AttentionPlanner, workspace: AttentionWorkspace,
+                 sizes: Sequence[int], page_size: int, max_pages: int, scratch_page: int, device: torch.device,
+                 rows_of: Callable[[int], tuple[StepRows, StepRows]], progress: Callable[[float], None]):
         self._sizes = sorted(sizes)
         self._attention = attention
+        self._workspace = workspace
         self._scratch_page = scratch_page
         self.padding_row = Row([0], 0, np.array([scratch_page]))
         self._inputs = DecodeInputs(self._sizes[-1], self._sizes[-1] * max_pages, scratch_page, device)
@@ -82,7 +83,7 @@ class DecodeGraphs:
                                  sources)
         self._inputs.invalidate_pages()
         self._argmax_in_inputs = None
-        self._attention.refresh(batch)
+        self._steps[size].attention.refresh(batch)
         self._graphs[size].replay()
         return self._logits[size]
 
@@ -96,10 +97,11 @@ class DecodeGraphs:
         input_ids, logits, argmax = self._rows_of(size, len(table.positions))
         if token_ids is not argmax or self._argmax_in_inputs != size:
             input_ids.copy_(token_ids)
-        batch = self._steps[size].batch
+        step = self._steps[size]
+        batch = step.batch
         batch.kv_indptr_cpu, batch.kv_indices_cpu = host["kv_indptr"], host["kv_indices"]
         batch.kv_last_page_len_cpu = host["kv_last_page_len"]
-        self._attention.refresh(batch)
+        step.attention.refresh(batch)
         self._graphs[size].replay()
         self._argmax_in_inputs = size if len(table.positions) else None  # padding's tokens belong to no request
         return logits, argmax
@@ -129,28 +131,30 @@ class DecodeGraphs:
 
     def _capture(self, size: int, model: CausalLM, rows: tuple[StepRows, StepRows], max_length: int,
                  memory: Any) -> None:
-        static, attention = self._static, self._attention
+        static = self._static
         batch = ForwardBatch(
             is_decode=True, logits_rows=None, qo_indptr=static.qo_indptr[:size + 1], **self._input_views[size],
             qo_indptr_cpu=static.qo_indptr_cpu[:size + 1], kv_indptr_cpu=static.kv_indptr_cpu[:size + 1],
             kv_indices_cpu=static.kv_indices_cpu[:size], kv_last_page_len_cpu=static.kv_last_page_len_cpu[:size])
 
-        def forward(plan: AttentionPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        def plan() -> AttentionPlan:
+            return self._attention.plan(batch, self._workspace, max_length=max_length)
+
+        def forward(plan: AttentionPlan) -> tuple[StepContext, torch.Tensor, torch.Tensor]:
             live = model.token_exchange.mark_live(rows[0], batch.page_of_token != self._scratch_page)
-            step = self._steps[size] = StepContext(batch, plan, live, rows[1])
+            step = StepContext(batch, plan, live, rows[1])
             logits = model.forward(step)
-            return logits, argmax(logits, batch.input_ids)[1]
+            return step, logits, argmax(logits, batch.input_ids)[1]
 
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            # libraries allocate and compile outside of the capture
-            forward(attention.plan(batch, max_length=max_length))
+            forward(plan())  # libraries allocate and compile outside of the capture
         torch.cuda.current_stream().wait_stream(stream)
-        plan = attention.plan(batch, max_length=max_length)  # if its first layer makes it, that must be in the graph
+        captured = plan()  # another one: what its first layer makes, the graph must make in every replay
         graph = torch.cuda.CUDAGraph()
         # Other threads of a rank (NCCL's, transfers') call CUDA too, and must not end the capture.
         with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-            self._logits[size], self._argmax[size] = forward(plan)
+            self._steps[size], self._logits[size], self._argmax[size] = forward(captured)
         graph.replay()  # the first launch uploads the graph to the device: 0.6 ms, which requests would wait for
         self._graphs[size] = graph

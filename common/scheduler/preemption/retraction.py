@@ -54,9 +54,12 @@ class Retraction:
         victims = self._preemptible(req)
         if not victims:
             return False
-        shortfall = self._page_budget.shortfall(req, num_tokens, prefix_limit)
-        allocated = sum(victim.page_table.count for victim in victims if victim.page_table is not None)
-        return shortfall <= allocated and (shortfall > 0 or not has_slot)
+        shortfalls = self._page_budget.shortfalls(req, num_tokens, prefix_limit)
+        tables = [victim.page_table for victim in victims if victim.page_table is not None]
+        freed = [sum(table.count for table in tables),
+                 *(sum(own.bound for own in of_group) for of_group in zip(*(table.groups for table in tables)))]
+        return (all(short <= count for short, count in zip(shortfalls, freed))
+                and (max(shortfalls) > 0 or not has_slot))
 
     def preempt_one_for(self, req: Req) -> None:
         """Retract the least urgent of the requests that ``req`` may preempt. No token may be pending."""

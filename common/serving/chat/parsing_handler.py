@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TypeVar
 
 from aiohttp import web
@@ -10,8 +9,9 @@ from aiohttp import web
 from ...api.errors import InvalidRequest
 from ...parsers.output_format import OutputFormat
 from ...parsers.output_parser import OutputDelta, ReasoningDelta, ToolArgumentsDelta, ToolCallStart, joined
-from ...parsers.reasoning import REASONING, begins_inside
-from ...parsers.tools import FORMATS
+from ...parsers.reasoning import REASONING_FORMATS, begins_inside
+from ...parsers.tools import TOOL_FORMATS
+from ...registry import Registry
 from ..context.serving_context import ServingContext
 from ..protocol.decoding import BodyDecoder
 from ..web import json_response
@@ -27,7 +27,7 @@ async def parse_function_call(context: ServingContext, request: web.Request) -> 
     body = _parse.decode(await request.read())
     check_tools(body.tools)
     formats = context.model.chat_formats
-    tools = _format_named("tool_call_parser", body.tool_call_parser, FORMATS) or formats.tools
+    tools = _format_named("tool_call_parser", body.tool_call_parser, TOOL_FORMATS) or formats.tools
     if tools is None:
         raise InvalidRequest("tool_call_parser is missing, and this server has none of its own.",
                              param="tool_call_parser")
@@ -44,7 +44,7 @@ async def parse_function_call(context: ServingContext, request: web.Request) -> 
 async def separate_reasoning(context: ServingContext, request: web.Request) -> web.Response:
     body = _separate.decode(await request.read())
     formats = context.model.chat_formats
-    reasoning = _format_named("reasoning_parser", body.reasoning_parser, REASONING) or formats.reasoning
+    reasoning = _format_named("reasoning_parser", body.reasoning_parser, REASONING_FORMATS) or formats.reasoning
     if reasoning is None:
         raise InvalidRequest("reasoning_parser is missing, and this server has none of its own.",
                              param="reasoning_parser")
@@ -53,10 +53,10 @@ async def separate_reasoning(context: ServingContext, request: web.Request) -> w
     return json_response(SeparateAnswer(thoughts, _content(parts)))
 
 
-def _format_named(param: str, name: str | None, formats: Mapping[str, _Format]) -> _Format | None:
+def _format_named(param: str, name: str | None, formats: Registry[_Format]) -> _Format | None:
     if name is not None and name not in formats:
-        raise InvalidRequest(f"{param} must be one of {', '.join(sorted(formats))}, got {name[:80]!r}.", param=param)
-    return None if name is None else formats[name]
+        raise InvalidRequest(f"{param} must be one of {', '.join(formats)}, got {name[:80]!r}.", param=param)
+    return None if name is None else formats.get(name)
 
 
 def _read(output_format: OutputFormat, text: str) -> list[OutputDelta]:

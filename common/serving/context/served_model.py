@@ -10,8 +10,8 @@ from ...api.messages import Pooling
 from ...config.checkpoint import resolve_pooling
 from ...config.model import ModelSpec
 from ...config.server import ChatArgs, ServerConfig
-from ...parsers.reasoning import REASONING, ReasoningFormat
-from ...parsers.tools import FORMATS, ToolFormat, detect
+from ...parsers.reasoning import REASONING_FORMATS, ReasoningFormat
+from ...parsers.tools import TOOL_FORMATS, ToolFormat, detect
 from ...tokenizer.tokenizer import Tokenizer
 
 
@@ -26,7 +26,9 @@ class ChatFormats:
     def select(cls, args: ChatArgs, template: str | None) -> ChatFormats:
         """``template`` is the source of the chat template, which selects the format for 'auto'."""
         tools = detect(template or "") if args.tool_call_parser == "auto" else args.tool_call_parser
-        return cls(FORMATS.get(tools or ""), REASONING.get(args.reasoning_parser or ""))
+        reasoning = args.reasoning_parser
+        return cls(None if tools in (None, "none") else TOOL_FORMATS.get(tools),
+                   None if reasoning in (None, "none") else REASONING_FORMATS.get(reasoning))
 
 
 class ServedModel:

@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from baton.common.attention.per_window_backend import PerWindowBackend
 from baton.common.attention.prefill_decode_backend import PrefillDecodeBackend
 from baton.common.attention.torch_backend import TorchBackend
+from baton.common.attention.workspace import AttentionWorkspace
 from baton.common.forward.forward_batch import Row, build_forward_batch
 from baton.common.kvcache.layout import KVLayout
 from baton.common.kvcache.pool import KVPool
@@ -78,14 +79,14 @@ def backend_of(monkeypatch):
     return importlib.import_module(name).FlashInferBackend
 
 
-def results_of(backends, pages, start: int, count: int, layer: int) -> list[torch.Tensor]:
-    """What each backend, which has planned a chunk of ``count`` tokens of every request, attends to."""
+def results_of(plans, pages, start: int, count: int, layer: int) -> list[torch.Tensor]:
+    """What each backend attends to, by its plan of a chunk of ``count`` tokens of every request."""
     fused = torch.randn(len(pages) * count, 12 * 16, generator=torch.Generator().manual_seed(start + layer))
     angles = torch.randn(400, 16, generator=torch.Generator().manual_seed(7))
     found = []
-    for backend in backends:
+    for plan in plans:
         q, k, v = (part.clone().unflatten(-1, (-1, 16)) for part in fused.split([128, 32, 32], -1))
-        found.append(backend.run(layer, q, k, v, angles))
+        found.append(plan.run(layer, q, k, v, angles))
     return found
 
 
@@ -94,15 +95,14 @@ def test_whole_prompts_attend_to_their_own_rows(backend_of):
     layout = KVLayout((2, 1), num_kv_heads=2, head_dim=16, page_size=16, dtype="float32")
     pools = [KVPool(layout, 60, CPU) for _ in range(2)]
     backends = [TorchBackend(pools[0]), backend_of(pools[1], 8, torch.float32)]
-    pages = np.random.default_rng(0).permutation(60)[:40].reshape(2, 20)
+    pages, workspace = np.random.default_rng(0).permutation(60)[:40].reshape(2, 20), AttentionWorkspace(CPU)
     ragged, paged = Ragged.runs, Wrapper.runs
     for starts, count, expected in [((0, 0), 37, (3, 0)), ((37, 37), 20, (3, 3)), ((57, 0), 9, (3, 6))]:
         rows = [Row([0] * count, start, row) for start, row in zip(starts, pages)]
         batch = build_forward_batch(rows, 16, CPU, False)
-        for backend in backends:
-            backend.plan(batch)
+        plans = [backend.plan(batch, workspace) for backend in backends]
         for layer in range(3):
-            want, got = results_of(backends, pages, starts[0], count, layer)
+            want, got = results_of(plans, pages, starts[0], count, layer)
             torch.testing.assert_close(got, want)
         assert (Ragged.runs - ragged, Wrapper.runs - paged) == expected
 
@@ -111,15 +111,14 @@ def test_float8_pages_are_widened_for_the_library_and_too_many_are_not(backend_o
     layout = KVLayout((2, 1), num_kv_heads=2, head_dim=16, page_size=16, dtype="float8_e4m3fn", scales=SCALES)
     pools = [KVPool(layout, 60, CPU) for _ in range(2)]
     backends = [TorchBackend(pools[0]), backend_of(pools[1], 8, torch.float32)]
-    pages = np.random.default_rng(0).permutation(60)[:40].reshape(2, 20)
+    pages, workspace = np.random.default_rng(0).permutation(60)[:40].reshape(2, 20), AttentionWorkspace(CPU)
     before = Wrapper.runs
     # A batch whose pages are too many is our kernel's.
     for start, count, by_library in [(0, 100, 3), (100, 50, 6), (150, 20, 6)]:
         batch = build_forward_batch([Row([0] * count, start, row) for row in pages], 16, CPU, False)
-        for backend in backends:
-            backend.plan(batch)
+        plans = [backend.plan(batch, workspace) for backend in backends]
         for layer in range(3):
-            want, got = results_of(backends, pages, start, count, layer)
+            want, got = results_of(plans, pages, start, count, layer)
             torch.testing.assert_close(got, want)
         assert Wrapper.runs - before == by_library
         backends[1]._max_dequantized_pages = 10**6 if start == 0 else 3
@@ -129,11 +128,11 @@ def test_a_warm_up_computes_prompts_by_both_kernels(backend_of):
     """No later batch is treated in another way because it is the first."""
     layout = KVLayout((1,), num_kv_heads=2, head_dim=16, page_size=16, dtype="float8_e4m3fn", scales=SCALES[:1])
     backend, pages = backend_of(KVPool(layout, 60, CPU), 8, torch.float32), np.arange(4)[None]
-    before, by_library = Wrapper.runs, []
+    before, by_library, workspace = Wrapper.runs, [], AttentionWorkspace(CPU)
 
     def compute_prompt() -> None:
-        backend.plan(build_forward_batch([Row([0], 0, row) for row in pages], 16, CPU, False))
-        results_of([backend], pages, 0, 1, 0)
+        plan = backend.plan(build_forward_batch([Row([0], 0, row) for row in pages], 16, CPU, False), workspace)
+        results_of([plan], pages, 0, 1, 0)
         by_library.append(Wrapper.runs - before)
 
     backend.warm_up(compute_prompt)

@@ -9,20 +9,28 @@ from pathlib import Path
 import pytest
 
 from baton.common.api.errors import ConfigError
+from baton.common.bench.serving_args import BenchServing
+from baton.common.bench.workloads.dataset_args import DATASETS
 from baton.common.commands.registry import COMMANDS
 from baton.common.config.cli import _flags
+from baton.common.config.load_format import LOAD_FORMATS
+from baton.common.config.quantization import QUANTIZATIONS
 from baton.common.config.roles import ROLES
 from baton.common.config.server import ServerConfig
 from baton.common.config.server.disaggregation import TRANSFER_BACKENDS
 from baton.common.config.server.kernels import ATTENTION_BACKENDS, LATENT_BACKENDS, SAMPLING_BACKENDS
 from baton.common.config.server.schedule import SCHEDULE_POLICIES
+from baton.common.models.registry import MODELS
+from baton.common.parsers.reasoning import REASONING_FORMATS
+from baton.common.parsers.tools import TOOL_FORMATS
 from baton.common.registry import Registry
 from baton.router.config import RouterConfig
 from baton.router.config.policy import ROUTING_POLICIES
 from baton.tests.helpers.layers import ROOT
 
 FILES: dict[str, tuple[Registry, set[str]]] = {
-    "common/attention": (ATTENTION_BACKENDS, {"base", "select", "per_window_backend", "prefill_decode_backend"}),
+    "common/attention": (ATTENTION_BACKENDS, {
+        "base", "select", "per_window_backend", "prefill_decode_backend", "workspace"}),
     "common/attention/mla": (LATENT_BACKENDS, {"base", "select"}),
     "common/commands": (COMMANDS, {"base", "methods", "registry"}),
     "common/sampling": (SAMPLING_BACKENDS, {
@@ -31,26 +39,45 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
     "common/scheduler/policies": (SCHEDULE_POLICIES, {"order", "priority"}),
     "router/policies": (ROUTING_POLICIES, {
         "base", "load_view", "page_costs", "text_pages", "token_pages", "worker_groups"}),
+    "common/parsers/tools": (TOOL_FORMATS, {
+        "arguments_builder", "call_emitter", "format", "grammars", "json_array", "json_call", "registry", "values"}),
+    "common/parsers/reasoning": (REASONING_FORMATS, {"format", "grammar", "parser", "registry"}),
+    "common/bench/workloads": (DATASETS, {
+        "arrivals", "dataset_args", "datasets", "own_workload", "vocabulary", "workload"}),
+    "common/quantization": (QUANTIZATIONS, {
+        "experts", "float8", "fp8_block", "fp8_per_channel", "methods", "mxfp4_experts", "shards"}),
+    "common/models": (MODELS, {"registry"}),
+    "common/weights": (LOAD_FORMATS, {
+        "expert_names", "files", "fingerprint", "interleaved_experts", "kv_scales", "lazy", "loader", "samples",
+        "slots", "source"}),
     "kvtransfer/backends": (TRANSFER_BACKENDS, {"base", "cuda_driver", "ipc_cuda", "ipc_host"}),
 }
 """By folder: the registry of its implementations, and the files that implement nothing."""
 FLAGS = {
     "attention_backend": {"auto", *ATTENTION_BACKENDS, *LATENT_BACKENDS},
     "decode_attention_backend": {"auto", *ATTENTION_BACKENDS, *LATENT_BACKENDS},
+    "quantization": {*QUANTIZATIONS},
+    "load_format": {*LOAD_FORMATS},
     "sampling_backend": {"auto", *SAMPLING_BACKENDS},
+    "tool_call_parser": {"auto", "none", *TOOL_FORMATS},
+    "reasoning_parser": {"none", *REASONING_FORMATS},
+    "dataset_name": {*DATASETS},
     "disaggregation_mode": {*ROLES},
     "schedule_policy": {*SCHEDULE_POLICIES},
     **dict.fromkeys(("policy", "prefill_policy", "decode_policy"), {*ROUTING_POLICIES}),
     "disaggregation_transfer_backend": {*TRANSFER_BACKENDS},
 }
-"""Flags of servers and routers that take registered names, and the values that ``--help`` shows."""
+"""Flags that take registered names, and the values that ``--help`` shows."""
+
+
+COMMANDS = (RouterConfig, ServerConfig, BenchServing)
 
 
 @pytest.mark.parametrize("folder", FILES)
 def test_every_implementation_registers_in_its_own_file(folder):
     registry, others = FILES[folder]
     files = {path.stem for path in (ROOT / folder).glob("*.py")} - {"__init__"}
-    modules = {registry.module_of(name) for name in registry.all_names}
+    modules = {module for name in registry.all_names if (module := registry.module_of(name))}
     assert {str(module).rpartition(".")[2] for module in modules} == files - others
     assert others <= files
     assert registry.package == "baton." + folder.replace("/", ".")
@@ -68,12 +95,12 @@ def test_every_name_leads_to_an_entry(folder):
 
 @pytest.mark.parametrize("name", FLAGS)
 def test_registered_names_are_those_of_the_flag(name):
-    flags = {flag.key: flag for config in (RouterConfig, ServerConfig) for flag in _flags(config)}
+    flags = {flag.key: flag for config in COMMANDS for flag in _flags(config)}
     assert set(flags[name].choices or ()) == FLAGS[name]
 
 
 def test_flags_that_take_registered_names_are_all_listed():
-    flags = [flag for config in (RouterConfig, ServerConfig) for flag in _flags(config)]
+    flags = [flag for config in COMMANDS for flag in _flags(config)]
     assert {flag.key for flag in flags if flag.field.metadata["choices"] is not None} == FLAGS.keys()
 
 

@@ -15,8 +15,7 @@ from baton.router.workers import roles
 from baton.router.workers.registry import Registry
 
 ENCODE = Role(label="encode", component="encode", launcher="baton.tests.common.config.test_roles",
-              argv=("baton.launch", "server"), answers_clients=False,
-              unused={"schedule.schedule_policy": "is for servers with a queue; leave it out here."})
+              argv=("baton.launch", "server"), answers_clients=False)
 
 
 def run(config: ServerConfig) -> int:
@@ -35,10 +34,6 @@ def test_facts_of_our_roles():
     assert {name for name, role in facts.items() if role.serves_alone} == {"null"}
     assert {name for name, role in facts.items() if role.transfers_kv} == {"prefill", "decode"}
     assert {name for name, role in facts.items() if role.answers_clients} == {"null", "decode"}
-    config = build(ServerConfig, {"model_path": "m"})
-    for path in [path for role in facts.values() for path in role.unused]:
-        section, _, name = path.partition(".")
-        assert hasattr(getattr(config, section), name), path
 
 
 def test_a_role_that_is_not_there_is_refused():
@@ -54,8 +49,12 @@ def test_a_new_role_is_listed_and_its_flags_are_checked(encode, capsys):
     assert "{decode,encode,null,prefill}" in capsys.readouterr().out.replace("\n", "").replace(" ", "")
     config = build(ServerConfig, {"model_path": "m", "disaggregation_mode": "encode"})
     assert config.role is ENCODE and not config.disaggregation.shares_memory
-    with pytest.raises(ConfigError, match="^--schedule-policy is for servers with a queue; leave it out here.$"):
-        build(ServerConfig, {"model_path": "m", "disaggregation_mode": "encode", "schedule_policy": "lof"})
+    for flag, value, reason in (("enable_mixed_chunk", True, "is for servers that decode; leave it out here"),
+                                ("file_storage_path", "folder", "is for unified and decode servers"),
+                                ("pp_size", 2, "is for prefill and unified servers"),
+                                ("is_embedding", True, "needs a unified server")):
+        with pytest.raises(ConfigError, match=f"^--{flag.replace('_', '-')} {reason}"):
+            build(ServerConfig, {"model_path": "m", "disaggregation_mode": "encode", flag: value})
     exported = ServerMetrics("m", "encode").render(None).decode()
     assert "baton:engine_finished_requests" in exported and "kv_bytes_sent" not in exported
 

@@ -19,8 +19,8 @@ from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.tp import TPGroup, init_tp
 from baton.common.layers.moe import MoE
 from baton.common.runner.eplb import ExpertCounts
-from baton.common.weights.loader import load_dummy
 from baton.common.weights.slots import allocator
+from baton.tests.helpers.dummy_weights import fill_dummy
 from baton.tests.helpers.rank_processes import end_rank, place_of
 from baton.tests.helpers.replayed_prompts import record_again
 from baton.tests.helpers.small_models import forward, load_runner, scattered_pages, server_config
@@ -92,7 +92,7 @@ def while_experts_move(folder: Path, world: TPGroup, a2a: AllToAll) -> dict:
 def layer(share: ExpertParallel) -> MoE:
     """Random, by its tensors' names: the same experts however they are shared."""
     made = MoE("mixture", SPREAD, HIDDEN, share, allocator(torch.float32, torch.device("cpu")))
-    load_dummy(made.slots(), 5, lambda what, fraction: None)
+    fill_dummy(made.slots(), 5)
     made.router.weight *= 50  # as drawn, all experts score alike
     return made
 

@@ -142,32 +142,32 @@ def test_received_prompts_have_the_pages_of_their_last_window():
     cache = manager()
     group, = cache.groups
     prompt = tokens(*range(17))
-    table = cache.match_received(prompt)
-    assert cache.reserve(table, 30) and cache.allocate_received(table, 17)
+    table = cache.match_incoming(prompt)
+    assert cache.reserve(table, 30) and cache.allocate_incoming(table, 17)
     own, = table.groups
     assert (own.first, own.end, own.cached_end, table.count) == (7, 9, 7, 9)
     cache.commit(table, prompt)
     assert group.num_cached == 1 and cache.num_cached == 8
-    again = cache.match_received(tokens(*range(16), 50, 51, 52, 53))  # pages 8 and 9 are fresh, and all that is read
-    assert again.num_cached_pages == 8 and cache.allocate_received(again, 20)
+    again = cache.match_incoming(tokens(*range(16), 50, 51, 52, 53))  # pages 8 and 9 are fresh, and all that is read
+    assert again.num_cached_pages == 8 and cache.allocate_incoming(again, 20)
     own, = again.groups
     assert (own.first, own.end, own.cached_end) == (8, 10, 8)
-    equal = cache.match_received(prompt)
-    assert equal.groups[0].cached_end == 8 and cache.allocate_received(equal, 17)
+    equal = cache.match_incoming(prompt)
+    assert equal.groups[0].cached_end == 8 and cache.allocate_incoming(equal, 17)
     assert equal.groups[0].ids[0] == table.groups[0].ids[0] and equal.groups[0].owned.tolist() == [False, True]
     assert cache.match_prefix(prompt, 16).num_cached_pages == 0  # page 6 was not received
     private = cache.new_private_table(17)
-    assert cache.allocate_received(private, 17) and private.groups[0].first == 7
-    whole = cache.match_received(tokens(*range(16), 50, 51, 52, 53))  # of which nothing is missing
+    assert cache.allocate_incoming(private, 17) and private.groups[0].first == 7
+    whole = cache.match_incoming(tokens(*range(16), 50, 51, 52, 53))  # of which nothing is missing
     cache.commit(again, tokens(*range(16), 50, 51, 52, 53))
     cache.release(whole)
-    whole = cache.match_received(tokens(*range(16), 50, 51, 52, 53))
-    assert cache.allocate_received(whole, 20) and whole.ids.tolist() == again.ids.tolist() and not whole.owned.any()
-    assert not cache.allocate_received(whole, 80) and cache.allocate_received(whole, 20)
+    whole = cache.match_incoming(tokens(*range(16), 50, 51, 52, 53))
+    assert cache.allocate_incoming(whole, 20) and whole.ids.tolist() == again.ids.tolist() and not whole.owned.any()
+    assert not cache.allocate_incoming(whole, 80) and cache.allocate_incoming(whole, 20)
     for each in (table, again, equal, private, whole):
         cache.release(each)
     cache.check_integrity()
-    assert manager(prefix_cache=False).match_received(prompt).groups[0].first == 7
+    assert manager(prefix_cache=False).match_incoming(prompt).groups[0].first == 7
 
 
 def test_a_table_moves_to_where_swapped_tokens_end():
@@ -176,7 +176,7 @@ def test_a_table_moves_to_where_swapped_tokens_end():
     table, _ = compute(cache, prompt[:6])
     cache.release(table, prompt[:6])
     table = cache.match_prefix(prompt, 16)
-    assert table.num_cached_pages == 3 and cache.allocate_received(table, 15)
+    assert table.num_cached_pages == 3 and cache.allocate_incoming(table, 15)
     own, = table.groups
     assert (own.first, own.end, table.count) == (6, 8, 8) and own.owned.all()
     cache.release(table)
@@ -219,7 +219,7 @@ def test_reservations_and_short_chunks():
     assert cache.allocate_chunk(tables[0], 8, 50) == 12
     cache.release(tables[1])
     assert cache.allocate_chunk(tables[0], 12, 50) == 20
-    assert not cache.allocate_received(cache.new_private_table(9), 9)
+    assert not cache.allocate_incoming(cache.new_private_table(9), 9)
     for table in (tables[0], tables[2]):
         cache.release(table)
     cache.check_integrity()
@@ -286,8 +286,8 @@ def test_random_branching_prompts_read_what_was_computed_from_their_tokens(seed)
         if kind == 0 and len(live) < 4:
             prompt = rng.integers(0, 2, rng.integers(2, 24)).astype(np.int32)
             received = rng.random() < 0.4
-            table = cache.match_received(prompt) if received else cache.match_prefix(prompt, len(prompt) - 1)
-            allocate = cache.allocate_received if received else cache.allocate_slots
+            table = cache.match_incoming(prompt) if received else cache.match_prefix(prompt, len(prompt) - 1)
+            allocate = cache.allocate_incoming if received else cache.allocate_slots
             if not cache.reserve(table, 60) or not allocate(table, len(prompt)):
                 cache.release(table)
                 continue

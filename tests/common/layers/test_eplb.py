@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from baton.common.config.moe import MoESpec
 from baton.common.distributed.expert_parallel import ExpertParallel
 from baton.common.distributed.tp import TPGroup
-from baton.common.layers.moe import experts as experts_module
 from baton.common.layers.moe.eplb_algorithm import imbalance, initial_placement, rebalance, replica_counts
 from baton.common.layers.moe.experts import Experts
 from baton.common.layers.moe.placement import Placement
 from baton.common.layers.moe.weight_transfer import source_ranks
+from baton.common.quantization import experts as experts_module
 from baton.common.weights.slots import allocator
 
 

@@ -9,13 +9,13 @@ from safetensors.torch import load_file, save_file
 
 from baton.common.api.errors import ConfigError
 from baton.common.config.moe import MoESpec
-from baton.common.config.quantization import AS_LOADED, QuantizationScheme
 from baton.common.distributed.expert_parallel import ExpertParallel
 from baton.common.distributed.tp import TPGroup
 from baton.common.layers.moe.experts import Experts
-from baton.common.weights.loader import load_dummy
+from baton.common.quantization.fp8 import AS_LOADED, Fp8
 from baton.common.weights.slots import allocator
 from baton.kernels.reference import silu_and_mul
+from baton.tests.helpers.dummy_weights import fill_dummy
 from baton.tests.helpers.fp8_checkpoints import FORMS, SIZES, PlainLinear, state
 from baton.tests.helpers.small_models import expected_logits, forward, load_runner, scattered_pages, server_config
 from baton.tests.helpers.small_moe import save_moe
@@ -24,15 +24,15 @@ TOKENS = np.random.default_rng(2).integers(0, 97, 30)
 SPEC = MoESpec(num_experts=4, top_k=2, intermediate_size=256, layers=(0,))
 
 
-def experts(scheme: QuantizationScheme | None, share: ExpertParallel | None = None) -> Experts:
+def experts(scheme: Fp8 | None, share: ExpertParallel | None = None) -> Experts:
     made = Experts("mlp.experts", SPEC, 128, share or ExpertParallel(TPGroup()),
                    allocator(torch.float32, torch.device("cpu"), scheme))
-    load_dummy(made.slots(), 3, lambda what, fraction: None)
+    fill_dummy(made.slots(), 3)
     return made
 
 
-@pytest.mark.parametrize("scheme", [*AS_LOADED.values(), QuantizationScheme("block", stored=True),
-                                    QuantizationScheme("tensor", stored=True)],
+@pytest.mark.parametrize("scheme", [*AS_LOADED.values(), Fp8("block", stored=True),
+                                    Fp8("tensor", stored=True)],
                          ids=lambda scheme: f"{scheme.weights}{' stored' * scheme.stored}")
 def test_every_expert_is_a_linear_layer_of_its_form(scheme):
     """The grouped product of stacks is what the layers that the stacks consist of compute one by one."""
@@ -47,7 +47,7 @@ def test_every_expert_is_a_linear_layer_of_its_form(scheme):
             between = silu_and_mul(made.gate_up.methods[place](x[token:token + 1]))
             want[token] += weight * made.down.methods[place](between)[0]
     torch.testing.assert_close(made(x, places, weights), want, atol=1e-5, rtol=1e-4)
-    assert made.gate_up.weight.dtype == torch.float8_e4m3fn and want.std() > 0
+    assert made.gate_up.parameters[0].dtype == torch.float8_e4m3fn and want.std() > 0
 
 
 @pytest.mark.parametrize("flag", AS_LOADED)
@@ -98,6 +98,6 @@ def test_checkpoints(tmp_path, form):
 
 def test_what_grouped_products_do_not_compute_is_refused():
     with pytest.raises(ConfigError, match="mlp.experts.0.gate_proj is quantized with static scales of activations"):
-        experts(QuantizationScheme("tensor", "static", stored=True))
+        experts(Fp8("tensor", "static", stored=True))
     with pytest.raises(ConfigError, match="mlp.experts.0.gate_proj is quantized in blocks of 64 x 128; experts are"):
-        experts(QuantizationScheme("block", stored=True, block=(64, 128)))
+        experts(Fp8("block", stored=True, block=(64, 128)))

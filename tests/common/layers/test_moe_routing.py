@@ -15,7 +15,7 @@ from baton.common.config.model_config import ModelConfig
 from baton.common.config.moe import MoESpec
 from baton.common.config.server import ModelArgs
 from baton.common.layers.moe.routing import Router
-from baton.common.models.registry import families
+from baton.common.models.registry import family_of
 from baton.common.weights.slots import allocator
 from baton.kernels.reference import group_scores, limit_to_groups, moe_topk
 
@@ -42,7 +42,7 @@ ROUTERS = {
 def experts_of(family: str, values: dict) -> MoESpec | None:
     """The experts that a family's file reads from a configuration."""
     name = f"{family}ForCausalLM"
-    found = families()[name]
+    found = family_of(name)
     return found.read(ModelConfig.complete(name, values, None, found.defaults, ModelArgs("none"))).moe
 
 

@@ -14,7 +14,7 @@ from baton.common.api.errors import ConfigError
 from baton.common.attention.per_window_backend import PerWindowBackend
 from baton.common.attention.torch_backend import TorchBackend
 from baton.common.models.registry import load_model_spec
-from baton.common.weights.interleaved_experts import from_mxfp4
+from baton.common.quantization.mxfp4_experts import from_mxfp4
 from baton.tests.common.models.test_models_numerics import TOLERANCE, check_whole_and_decode
 from baton.tests.common.models.test_models_numerics import tokens_of as random_tokens
 from baton.tests.common.weights.test_weights import change

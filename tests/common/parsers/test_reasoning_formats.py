@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from baton.common.parsers.output_format import OutputFormat, count_reasoning_tokens
 from baton.common.parsers.output_parser import OutputDelta, ReasoningDelta, joined
-from baton.common.parsers.reasoning import REASONING, begins_inside
-from baton.common.parsers.tools import FORMATS
+from baton.common.parsers.reasoning import REASONING_FORMATS, begins_inside
+from baton.common.parsers.tools import TOOL_FORMATS
 from baton.tests.helpers.reading_cases import SCHEMAS, call, of_pieces
 
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -33,7 +33,8 @@ class Case:
     separate: bool = True
 
     def reading(self, *, stream: bool = True) -> OutputFormat:
-        return OutputFormat(FORMATS[self.tools] if self.tools else None, SCHEMAS, reasoning=REASONING[self.reasoning],
+        return OutputFormat(TOOL_FORMATS.get(self.tools) if self.tools else None, SCHEMAS,
+                            reasoning=REASONING_FORMATS.get(self.reasoning),
                             inside=self.inside, separate=self.separate, stream=stream)
 
 
@@ -68,7 +69,7 @@ IDS = [f"{case.reasoning}-{i}" for i, case in enumerate(CASES)]
 
 
 def test_there_are_cases_of_every_format() -> None:
-    assert {case.reasoning for case in CASES} == set(REASONING)
+    assert {case.reasoning for case in CASES} == set(REASONING_FORMATS)
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
@@ -128,7 +129,7 @@ def test_reasoning_streams_unless_it_should_not() -> None:
     ("qwen3-thinking", "assistant\n", True),
 ])
 def test_the_prompt_says_whether_reasoning_is_opened(name: str, prompt: str, inside: bool) -> None:
-    assert begins_inside(REASONING[name], prompt) is inside
+    assert begins_inside(REASONING_FORMATS.get(name), prompt) is inside
 
 
 def test_tokens_of_reasoning_are_counted() -> None:
@@ -137,7 +138,7 @@ def test_tokens_of_reasoning_are_counted() -> None:
     parser = CASES[0].reading().new_parser()
     parser.push(text)
     assert count_reasoning_tokens(parser.reasoning_spans, text, pieces) == 6
-    parser = OutputFormat(FORMATS["gpt-oss"], SCHEMAS, reasoning=REASONING["gpt-oss"]).new_parser()
+    parser = OutputFormat(TOOL_FORMATS.get("gpt-oss"), SCHEMAS, reasoning=REASONING_FORMATS.get("gpt-oss")).new_parser()
     parser.push(HARMONY)
     tokens = [char.encode() for char in HARMONY]
     assert count_reasoning_tokens(parser.reasoning_spans, HARMONY, tokens) == HARMONY.index("<|end|>")

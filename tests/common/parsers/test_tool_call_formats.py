@@ -16,9 +16,9 @@ from baton.common.parsers.cursor import Cursor, ScriptParser, Step
 from baton.common.parsers.harmony import MARKERS
 from baton.common.parsers.output_format import OutputFormat
 from baton.common.parsers.output_parser import OutputDelta, ToolArgumentsDelta, ToolCallStart, joined
-from baton.common.parsers.reasoning import REASONING
+from baton.common.parsers.reasoning import REASONING_FORMATS
 from baton.common.parsers.structural_tags import node_of
-from baton.common.parsers.tools import FORMATS, JSON_ARRAY
+from baton.common.parsers.tools import JSON_ARRAY, TOOL_FORMATS
 from baton.common.parsers.tools.grammars import allow_calls
 from baton.common.parsers.tools.values import to_json
 from baton.tests.helpers.reading_cases import CASES, SCHEMAS, Case, call, of_pieces
@@ -66,9 +66,9 @@ def test_any_cuts_of_any_damaged_answer(case: Case, data: st.DataObject) -> None
     assert of_pieces(case.reading(), pieces) == of_pieces(case.reading(), [text])
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", TOOL_FORMATS.names)
 def test_there_are_cases_of_every_format(name: str) -> None:
-    assert sum(FORMATS.get(case.format) is FORMATS[name] for case in CASES) >= 6
+    assert sum(TOOL_FORMATS.entries().get(case.format) is TOOL_FORMATS.get(name) for case in CASES) >= 6
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
@@ -92,7 +92,7 @@ def test_fragments_of_long_strings() -> None:
         "gpt-oss": f"<|channel|>commentary to=functions.write<|message|>{json.dumps({'text': body})}",
     }
     for name, text in texts.items():
-        parser = OutputFormat(FORMATS[name], SCHEMAS).new_parser()
+        parser = OutputFormat(TOOL_FORMATS.get(name), SCHEMAS).new_parser()
         pieces = [part.text for char in text for part in parser.push(char) if isinstance(part, ToolArgumentsDelta)]
         assert len(pieces) > 400, name
         assert json.loads("".join(pieces))["text"].strip() == body.strip()
@@ -101,7 +101,7 @@ def test_fragments_of_long_strings() -> None:
 def test_one_call_at_most() -> None:
     text = ('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
             '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>')
-    assert of_pieces(OutputFormat(FORMATS["hermes"], SCHEMAS, max_calls=1), [text]) == call("add", '{"a": 1}')
+    assert of_pieces(OutputFormat(TOOL_FORMATS.get("hermes"), SCHEMAS, max_calls=1), [text]) == call("add", '{"a": 1}')
 
 
 @settings(max_examples=100, deadline=None)
@@ -114,16 +114,16 @@ def test_any_json_passes_as_it_is(value: Any, data: st.DataObject) -> None:
     text = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
     at = data.draw(st.integers(0, len(text)))
     expected: list[OutputDelta] = call("add", arguments)
-    assert of_pieces(OutputFormat(FORMATS["hermes"], SCHEMAS), [text[:at], text[at:]]) == expected
+    assert of_pieces(OutputFormat(TOOL_FORMATS.get("hermes"), SCHEMAS), [text[:at], text[at:]]) == expected
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", TOOL_FORMATS.names)
 def test_floods_of_markup_take_linear_time(name: str) -> None:
     """A model that repeats itself, or a text sent to /parse_function_call, must not stop a server's event loop."""
     began = time.process_time()
-    for word in (*FORMATS[name].markers, "[", "{", '"'):
+    for word in (*TOOL_FORMATS.get(name).markers, "[", "{", '"'):
         text = word * 20_000
-        parts = of_pieces(OutputFormat(FORMATS[name], SCHEMAS), [text])
+        parts = of_pieces(OutputFormat(TOOL_FORMATS.get(name), SCHEMAS), [text])
         assert parts in ([text], [])
     assert time.process_time() - began < 20
 
@@ -159,12 +159,12 @@ def test_joined_parts_are_of_one_kind_each_and_not_empty() -> None:
 
 
 def test_the_markers_of_an_answer() -> None:
-    hermes = FORMATS["hermes"]
+    hermes = TOOL_FORMATS.get("hermes")
     assert OutputFormat(hermes).markers == ()  # The request offers no tool.
     assert OutputFormat(hermes, SCHEMAS).markers == hermes.markers
-    assert OutputFormat(hermes, SCHEMAS, reasoning=REASONING["qwen3"]).markers == (
+    assert OutputFormat(hermes, SCHEMAS, reasoning=REASONING_FORMATS.get("qwen3")).markers == (
         *hermes.markers, "<think>", "</think>")
-    assert OutputFormat(reasoning=REASONING["gpt-oss"]).markers == MARKERS
+    assert OutputFormat(reasoning=REASONING_FORMATS.get("gpt-oss")).markers == MARKERS
 
 
 def test_calls_that_look_like_text_are_not_enforced_within_text() -> None:

@@ -12,7 +12,7 @@ from baton.common.api.errors import ConfigError, InvalidRequest
 from baton.common.api.grammar import GrammarSpec
 from baton.common.config.server import ChatArgs
 from baton.common.parsers.output_parser import ReasoningDelta, ToolArgumentsDelta, ToolCallStart
-from baton.common.parsers.tools import FORMATS, JSON_ARRAY, detect
+from baton.common.parsers.tools import JSON_ARRAY, TOOL_FORMATS, detect
 from baton.common.serving.chat.answer_form import answer_form
 from baton.common.serving.chat.schema import decode_chat
 from baton.common.serving.chat.tool_choice import tool_choice
@@ -107,7 +107,7 @@ def spoken(spec, seed: int, prefix: str) -> str:
     return said.decode()
 
 
-@pytest.mark.parametrize("name", sorted({id(value): name for name, value in FORMATS.items()}.values()))
+@pytest.mark.parametrize("name", sorted({id(value): name for name, value in TOOL_FORMATS.entries().items()}.values()))
 @pytest.mark.parametrize(("reasoning", "prompt", "prefix"), [
     (None, "", ""), ("deepseek-r1", "<think>\n", "So.</think>\n"), ("qwen3", "", "<think>Hm</think>")])
 @pytest.mark.parametrize("seed", [1, 2])
@@ -119,7 +119,7 @@ def test_what_a_grammar_allows_is_calls(name: str, reasoning: str | None, prompt
         form = answer_form(formats, body, tool_choice(body), prompt)
         assert form.grammar is not None
         if form.output_format.tools is JSON_ARRAY:
-            assert FORMATS[name].layout is None
+            assert TOOL_FORMATS.get(name).layout is None
         parts = of_pieces(form.output_format, [spoken(form.grammar, seed, prefix)])
         assert (isinstance(parts[0], ReasoningDelta)) is bool(prefix)
         calls = [part.name for part in parts if isinstance(part, ToolCallStart)]
@@ -133,13 +133,14 @@ def test_what_a_grammar_allows_is_calls(name: str, reasoning: str | None, prompt
                 assert call == "g.h-1" and given == {}
 
 
-@pytest.mark.parametrize("name", [name for name, value in FORMATS.items() if value.layout and value.layout.trigger])
+@pytest.mark.parametrize("name", [name for name, value in TOOL_FORMATS.entries().items()
+                                  if value.layout and value.layout.trigger])
 def test_strict_tools_of_an_answer_that_may_be_text(name: str) -> None:
     pytest.importorskip("xgrammar")
     body = request()
     form = answer_form(formats_of(name), body, tool_choice(body), "")
     assert form.grammar is not None
-    layout = FORMATS[name].layout
+    layout = TOOL_FORMATS.get(name).layout
     assert layout is not None
     for seed in range(3):
         beginning = "Well: " + layout.before + layout.tag("f").begin
@@ -203,7 +204,7 @@ def test_other_grammars_after_reasoning(asked: GrammarSpec) -> None:
 
 def test_formats_by_name() -> None:
     assert formats_of("none", None, "[TOOL_CALLS]") == ChatFormats(None, None)
-    assert formats_of("auto", "qwen3", "[TOOL_CALLS]").tools is FORMATS["mistral"]
+    assert formats_of("auto", "qwen3", "[TOOL_CALLS]").tools is TOOL_FORMATS.get("mistral")
     assert formats_of("auto").tools is None
     for flag in ("tool_call_parser", "reasoning_parser"):
         with pytest.raises(ConfigError, match=f"^--{flag.replace('_', '-')} perl is unknown; it is one of .*none"):

@@ -11,7 +11,7 @@ import pytest
 from baton.common.api.errors import ConfigError, InvalidRequest
 from baton.common.parsers.output_format import OutputFormat
 from baton.common.parsers.output_parser import ToolArgumentsDelta, ToolCallStart
-from baton.common.parsers.tools import FORMATS, detect
+from baton.common.parsers.tools import TOOL_FORMATS, detect
 from baton.common.serving.chat.prompt import chat_prompt, template_messages
 from baton.common.serving.chat.schema import decode_chat
 from baton.common.serving.chat.tool_choice import tool_choice
@@ -64,7 +64,7 @@ def test_shipped_templates_write_calls_as_they_are_read(tokenizer: Tokenizer, na
     said = text[text.index("three") + 5:]
     for marker in ("<|im_start|>assistant\n", "<|end_header_id|>\n\n", "[/INST]", "<｜Assistant｜>"):
         said = said.split(marker, 1)[-1] if marker in said else said
-    parts = of_pieces(OutputFormat(FORMATS[FORMAT_OF[name] or ""], {"f": {}}), [said])
+    parts = of_pieces(OutputFormat(TOOL_FORMATS.get(FORMAT_OF[name] or ""), {"f": {}}), [said])
     at = parts.index(ToolCallStart("f"))
     arguments = parts[at + 1]
     assert isinstance(arguments, ToolArgumentsDelta) and json.loads(arguments.text) == {"a": "é\n"}

@@ -13,13 +13,13 @@ from transformers import FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 from baton.common.api.errors import ConfigError
-from baton.common.config.quantization import AS_LOADED, QuantizationScheme
 from baton.common.distributed.deferred_reduce import DeferredSum
 from baton.common.distributed.tp import TPGroup
 from baton.common.layers.linear import ColumnLinear, Columns, RowLinear
 from baton.common.layers.norm import RMSNorm
 from baton.common.models.registry import load_model_spec
 from baton.common.quantization.float8 import dequantize_blocks, quantize_blocks
+from baton.common.quantization.fp8 import AS_LOADED, Fp8
 from baton.common.weights.slots import allocator
 from baton.kernels.arguments import Float8Rows
 from baton.tests.common.distributed.test_tp import TP_RANK
@@ -88,9 +88,9 @@ def test_as_transformers_quantizes(tmp_path):
     assert torch.equal(mlp.down.method.dequantize(), expected["down_proj"])
 
 
-SCHEMES = {**AS_LOADED, "stored channel": QuantizationScheme("channel", stored=True),
-           "stored tensor": QuantizationScheme("tensor", "static", stored=True),
-           "stored blocks": QuantizationScheme("block", stored=True)}
+SCHEMES = {**AS_LOADED, "stored channel": Fp8("channel", stored=True),
+           "stored tensor": Fp8("tensor", "static", stored=True),
+           "stored blocks": Fp8("block", stored=True)}
 
 
 def filled(layer, tensors):
@@ -131,7 +131,7 @@ def test_ranks_hold_parts_of_what_one_rank_holds(name):
         torch.testing.assert_close(whole[0][2], plain.weight)
 
 
-@pytest.mark.parametrize("scheme", [*AS_LOADED.values(), QuantizationScheme("tensor", "static", stored=True), None],
+@pytest.mark.parametrize("scheme", [*AS_LOADED.values(), Fp8("tensor", "static", stored=True), None],
                          ids=str)
 def test_norms_hand_over_rows_in_the_form_that_a_layer_takes(scheme):
     """Float8 where the layer's weights are, and nothing that it computes changes."""
@@ -139,7 +139,7 @@ def test_norms_hand_over_rows_in_the_form_that_a_layer_takes(scheme):
     layer = ColumnLinear(200, [Columns("a", 128, 0, 128)], False, allocate)
     norm = RMSNorm("n", 200, 1e-5, allocate)
     for slot in (*layer.slots(), *norm.slots()):
-        slot.fill(torch.full(slot.shape, 0.02) if "scale" in slot.kind else torch.randn(slot.shape))
+        slot.fill(torch.full(slot.shape, 0.02) if "scale" in slot.kind.name else torch.randn(slot.shape))
     x, residual = torch.randn(5, 200), torch.randn(5, 200)
     plain, total = norm.add_norm(x, residual)
     given, same = norm.add_norm_as(layer.activation_format, x, residual)
@@ -327,21 +327,20 @@ def test_flags_on_a_gpu():
     """Told by names alone, so that a machine without one can ask."""
     from unittest.mock import patch
 
-    from baton.common.quantization.methods import check_device, check_float8
+    from baton.common.quantization.float8 import check_float8
 
     gpu = torch.device("cuda", 0)
     for capability, scheme, dtype, sentence in (
             ((8, 0), AS_LOADED["fp8"], "bfloat16", "Old does not compute in float8"),
             ((9, 0), AS_LOADED["fp8"], "float16", "served with --dtype bfloat16 on a GPU, not float16"),
-            ((9, 0), QuantizationScheme("block", stored=True, block=(64, 64)), "bfloat16",
+            ((9, 0), Fp8("block", stored=True, block=(64, 64)), "bfloat16",
              "Blocks of 64 x 64 are not supported")):
         with patch("torch.cuda.get_device_capability", return_value=capability), \
              patch("torch.cuda.get_device_name", return_value="Old"), pytest.raises(ConfigError, match=sentence):
-            check_device(scheme, dtype, gpu)
+            scheme.check_device(dtype, gpu)
         if capability < (8, 9):
             with patch("torch.cuda.get_device_capability", return_value=capability), \
                  patch("torch.cuda.get_device_name", return_value="Old"), \
                  pytest.raises(ConfigError, match="capability 8.9 or more, or --kv-cache-dtype auto"):
                 check_float8(gpu, "--kv-cache-dtype auto")
-    check_device(AS_LOADED["fp8"], "float16", CPU)
-    check_device(None, "float16", gpu)
+    AS_LOADED["fp8"].check_device("float16", CPU)

@@ -23,7 +23,7 @@ class Played:
         self.captured = []
         self.token_exchange = Parallel().token_exchange
 
-    def plan(self, batch, max_length=None):
+    def plan(self, batch, workspace, max_length):
         assert max_length == 32
         self.made_in_capture = None
         return self
@@ -50,7 +50,7 @@ def captured(played, begin=lambda size: (ONE_GROUP, ONE_GROUP), progress=lambda 
     cuda = {"Stream": MagicMock(), "current_stream": MagicMock(), "stream": lambda stream: contextlib.nullcontext(),
             "CUDAGraph": MagicMock(), "graph": played.graph, "graph_pool_handle": MagicMock()}
     with patch.multiple(torch.cuda, **cuda):
-        return DecodeGraphs(played, played, [1, 2, 4], 16, 2, 9, torch.device("cpu"), begin, progress)
+        return DecodeGraphs(played, played, None, [1, 2, 4], 16, 2, 9, torch.device("cpu"), begin, progress)
 
 
 def test_a_graph_holds_the_making_of_its_plan():

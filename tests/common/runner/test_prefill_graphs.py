@@ -114,7 +114,7 @@ def test_the_pool_leaves_no_room_for_graphs_that_nobody_records(tmp_path, monkey
         changed = dataclasses.replace(config, kernels=KernelArgs(**kernels),
                                       cache=dataclasses.replace(config.cache, max_total_tokens=None),
                                       schedule=ScheduleArgs(chunked_prefill_size=4096))
-        return count_pages(changed, spec, layout, parallel or Parallel(), torch.device("cuda"))
+        return count_pages(changed, spec, [layout], parallel or Parallel(), torch.device("cuda"))
 
     without = pages(disable_piecewise_cuda_graph=True)
     assert pages(Parallel(experts=ExpertParallel(TPGroup(), counts_tokens=True))) == without

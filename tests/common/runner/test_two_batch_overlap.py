@@ -79,7 +79,7 @@ def agreed(*told: tuple[int, bool]):
 def split_of(*told: tuple[int, bool]) -> list[list[int]]:
     """Rows of the micro-batches in every group; empty where the step is not split."""
     exchange = TokenExchange(TPGroup(0, len(told)))
-    return list(TwoBatchOverlap((None, None), exchange, PAGE, 0, MIN_TOKENS).split_counts(agreed(*told)) or [])
+    return list(TwoBatchOverlap(None, (None, None), exchange, PAGE, 0, MIN_TOKENS).split_counts(agreed(*told)) or [])
 
 
 def test_which_steps_are_split():
@@ -105,4 +105,4 @@ def test_what_does_not_go_together(tmp_path):
     save_moe(tmp_path, "Qwen3Moe")
     runner = load_runner(server_config(tmp_path), Parallel(experts=ExpertParallel(TPGroup(), 1, "alltoall")))
     with pytest.raises(ConfigError, match="is for --moe-a2a-backend none"):
-        runner._enable_two_batch_overlap(runner._attention)
+        runner._enable_two_batch_overlap()

@@ -13,8 +13,9 @@ from baton.common.api.sampling import SamplingParams
 from baton.common.config.cli import parse
 from baton.common.config.server import ScheduleArgs, ServerConfig
 from baton.common.config.server.schedule import SCHEDULE_POLICIES
+from baton.common.kvcache.cache_group import CacheGroup, SlidingWindow
 from baton.common.kvcache.manager import KVCacheManager
-from baton.common.request.req import Req
+from baton.common.request.req import Req, SwappedOut
 from baton.common.scheduler.batcher import Batcher
 from baton.common.scheduler.new_token_ratio import NewTokenRatio, remaining_decrease, remaining_output
 from baton.common.scheduler.page_budget import PageBudget
@@ -420,8 +421,8 @@ def test_the_page_budget_reserves_and_names_what_is_short():
     remember(cache, range(8))
     req, embedded, large = make_req([*range(8), 1, 2, 3]), make_req(range(8)), make_req(range(100, 140))
     embedded.embeds = np.zeros((8, 2), np.float32)
-    assert budget.shortfall(req, 12, 8) == 3 - 2 - 6
-    assert budget.shortfall(embedded, 8, 8) == 2 - 8  # Its token ids do not identify its pages.
+    assert budget.shortfalls(req, 12, 8) == [3 - 2 - 6]
+    assert budget.shortfalls(embedded, 8, 8) == [2 - 8]  # Its token ids do not identify its pages.
     assert not budget.reserve(large, 40, 36) and large.page_table is None
     assert budget.reserve(embedded, 8, 8) and embedded.page_table.num_cached_pages == 0
     assert budget.reserve(req, 12, 8) and req.page_table.num_cached_pages == 2
@@ -430,3 +431,26 @@ def test_the_page_budget_reserves_and_names_what_is_short():
     budget.release([req, embedded, large], keep=True)
     assert req.page_table is None and req.num_computed_tokens == 0
     assert (cache.num_allocated, cache.num_cached) == (0, 2)
+
+
+def test_the_page_budget_reserves_pages_of_further_groups():
+    """Bounded pages for each request, whatever its length; those of an incoming prompt, or of swapped tokens, at
+    once."""
+    group = CacheGroup(SlidingWindow(5), 9, PAGE)
+    cache = KVCacheManager(100, PAGE, groups=[group])
+    budget = PageBudget(cache, NewTokenRatio(0.0), RequestQueues(queue_of("fcfs")))
+    computed, incoming, swapped = (make_req(range(begin, begin + 20)) for begin in (0, 100, 200))
+    swapped.swapped_out = SwappedOut(np.empty(0, np.int64), 18)
+    assert budget.reserve(computed, 20, 19) and not len(computed.page_table.groups[0].ids)
+    assert budget.reserve(incoming, 20, 20) and len(incoming.page_table.groups[0].ids) == 1
+    assert budget.reserve(swapped, 20, 19) and len(swapped.page_table.groups[0].ids) == 2
+    assert [req.page_table.groups[0].bound for req in (computed, incoming, swapped)] == [3, 3, 3]
+    another = make_req(range(300, 320))
+    another.embeds = np.zeros((20, 2), np.float32)
+    assert budget.shortfalls(another, 20, 0) == [5 - 85, 3] and not budget.reserve(another, 20, 0)
+    budget.release([incoming], keep=True)
+    assert budget.shortfalls(another, 20, 20) == [5 - 90, 0] and budget.reserve(another, 20, 20)
+    assert another.page_table.groups[0].first == 4
+    budget.release([swapped], keep=False)
+    group.allocator.allocate(group.num_free)
+    assert not budget.reserve(swapped, 20, 19) and swapped.page_table is None

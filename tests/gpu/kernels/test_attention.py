@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from baton.common.attention.select import choose_backend, select_backend
+from baton.common.attention.workspace import AttentionWorkspace
 from baton.common.forward.forward_batch import Row, build_forward_batch
 from baton.common.kvcache.layout import KVLayout
 from baton.common.kvcache.pool import KVPool
@@ -41,7 +42,7 @@ def test_backends_agree(name, heads, kv_heads, dim, page_size, dtype):
         pytest.skip("not installed, or minutes of compilation for a type that differs in no line of ours")
     table = torch.randn(600, dim, device=CUDA, generator=torch.Generator(CUDA).manual_seed(9))
     runs = [backend_of(kind, heads, kv_heads, dim, page_size, dtype) for kind in ("torch", name)]
-    prompts, chunk = [5, 257, 130], 64
+    prompts, chunk, workspace = [5, 257, 130], 64, AttentionWorkspace(CUDA)
     each = -(-270 // page_size)
     pages = np.random.default_rng(0).permutation(NUM_PAGES)[:3 * each].reshape(3, each)
     steps = [([(b, start, min(chunk, n - start)) for b, n in enumerate(prompts) if start < n], False)
@@ -52,10 +53,10 @@ def test_backends_agree(name, heads, kv_heads, dim, page_size, dtype):
                                     is_decode)
         results = []
         for _, backend in runs:
-            backend.plan(batch)
+            plan = backend.plan(batch, workspace)
             for layer in range(3):
-                results.append(backend.run(layer, *fused(batch.num_tokens, heads, kv_heads, dim, dtype, seed + layer),
-                                           table))
+                results.append(plan.run(layer, *fused(batch.num_tokens, heads, kv_heads, dim, dtype, seed + layer),
+                                        table))
         for want, got in zip(results[:3], results[3:]):
             torch.testing.assert_close(got.float(), want.float(), atol=2e-2, rtol=2e-2)
     for want, got in zip(runs[0][0].groups, runs[1][0].groups):

@@ -15,6 +15,7 @@ import torch
 
 from baton.common.attention.mla.select import choose_latent_backend, choose_latent_decode_backend, latent_backend
 from baton.common.attention.prefill_decode_backend import PrefillDecodeBackend
+from baton.common.attention.workspace import AttentionWorkspace
 from baton.common.config.mla import MLASpec
 from baton.common.config.server import KernelArgs
 from baton.common.forward.forward_batch import Row, build_forward_batch
@@ -56,7 +57,7 @@ def test_backends_agree_at_deepseeks_widths(heads, expanded_mib, decode):
     generator = torch.Generator(CUDA).manual_seed(9)
     table = torch.randn(600, 64, device=CUDA, generator=generator)
     up = (torch.randn(heads, 256, 512, device=CUDA, generator=generator) * 512**-0.5).bfloat16()
-    prompts, chunk = [5, 400, 130], 150
+    prompts, chunk, workspace = [5, 400, 130], 150, AttentionWorkspace(CUDA)
     pages = np.random.default_rng(0).permutation(NUM_PAGES)[:3 * 26].reshape(3, 26)
     steps = [([(b, start, min(chunk, n - start)) for b, n in enumerate(prompts) if start < n], False)
              for start in range(0, max(prompts), chunk)]
@@ -67,10 +68,9 @@ def test_backends_agree_at_deepseeks_widths(heads, expanded_mib, decode):
         q = torch.randn(batch.num_tokens, heads, 192, device=CUDA, generator=generator).bfloat16()
         fused = torch.randn(batch.num_tokens, 576, device=CUDA, generator=generator).bfloat16()
         latent, k_rope = fused.split([512, 64], -1)
-        for backend in runs:
-            backend.plan(batch)
+        plans = [backend.plan(batch, workspace) for backend in runs]
         for layer in range(3):
-            want, got = (backend.run(layer, q.clone(), latent, k_rope, up, table) for backend in runs)
+            want, got = (plan.run(layer, q.clone(), latent, k_rope, up, table) for plan in plans)
             torch.testing.assert_close(got.float(), want.float(), atol=2e-2, rtol=2e-2)
     for want, got in zip(pools[0].groups, pools[1].groups):
         torch.testing.assert_close(got.float(), want.float(), atol=2e-2, rtol=1e-2)

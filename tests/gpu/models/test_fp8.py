@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from baton.common.attention.select import select_backend
-from baton.common.config.quantization import AS_LOADED, QuantizationScheme
+from baton.common.attention.workspace import AttentionWorkspace
 from baton.common.config.server import KernelArgs
 from baton.common.distributed.tp import TPGroup
 from baton.common.forward.forward_batch import Row, build_forward_batch
@@ -18,8 +18,9 @@ from baton.common.kvcache.layout import KVLayout
 from baton.common.kvcache.pool import KVPool
 from baton.common.layers.linear import ColumnLinear, Columns, RowLinear
 from baton.common.layers.norm import RMSNorm
+from baton.common.quantization.float8 import FLOAT8_VALUES, INPUT_SCALE, WEIGHT_SCALE
+from baton.common.quantization.fp8 import AS_LOADED, Fp8
 from baton.common.tinychat import CHECKPOINT
-from baton.common.weights.loader import load_dummy
 from baton.common.weights.slots import allocator
 from baton.kernels import reference
 from baton.kernels.arguments import Float8Format
@@ -27,6 +28,7 @@ from baton.kernels.float8.fp8_block_matmul import block_matmul
 from baton.kernels.float8.fp8_scaled_matmul import scaled_matmul
 from baton.kernels.rowwise.fp8_quantize import quantize
 from baton.tests.gpu.models.test_models import LLAMA_8B, timed
+from baton.tests.helpers.dummy_weights import fill_dummy
 from baton.tests.helpers.fp8_checkpoints import FORMS, SIZES, save_float8
 from baton.tests.helpers.hand_driven import Engine, tokens_of
 from baton.tests.helpers.small_models import forward, load_runner, save_model, scattered_pages, server_config
@@ -36,9 +38,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 CUDA = torch.device("cuda", 0)
 TOKENS = np.random.default_rng(2).integers(0, 97, 40)
-SCHEMES = {**AS_LOADED, "stored channel": QuantizationScheme("channel", stored=True),
-           "stored tensor": QuantizationScheme("tensor", "static", stored=True),
-           "stored blocks": QuantizationScheme("block", stored=True)}
+SCHEMES = {**AS_LOADED, "stored channel": Fp8("channel", stored=True),
+           "stored tensor": Fp8("tensor", "static", stored=True),
+           "stored blocks": Fp8("block", stored=True)}
 
 
 def silent(what: str, fraction: float) -> None:
@@ -86,10 +88,10 @@ def test_norms_hand_over_float8(name, rows):
 
 def values_of(slot) -> torch.Tensor:
     """The same on every device."""
-    if slot.kind in ("weight scale", "input scale"):
-        return torch.full(slot.shape, 0.01 if slot.kind == "input scale" else 2.0**-12)
+    if slot.kind in (WEIGHT_SCALE, INPUT_SCALE):
+        return torch.full(slot.shape, 0.01 if slot.kind == INPUT_SCALE else 2.0**-12)
     values = torch.randn(slot.shape, generator=torch.Generator().manual_seed(len(slot.name)))
-    return (values * 80).clamp(-448, 448).to(torch.float8_e4m3fn) if slot.kind == "float8" else values * 0.02
+    return (values * 80).clamp(-448, 448).to(torch.float8_e4m3fn) if slot.kind == FLOAT8_VALUES else values * 0.02
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 128, 129, 513, 4096])
@@ -149,19 +151,19 @@ def test_attention_over_float8_pages(name, stored):
                       scales=((0.5, 0.25), (1.0, 2.0), (0.03, 0.02)))
     pools = [KVPool(layout, 60, CUDA) for _ in range(2)]
     backends = [select_backend(kind, CUDA, pool, 8, "bfloat16") for kind, pool in zip(("torch", name), pools)]
+    workspace = AttentionWorkspace(CUDA)
     pages = np.random.default_rng(0).permutation(60)[:40].reshape(2, 20)
     table = torch.randn(400, 128, device=CUDA, generator=torch.Generator(CUDA).manual_seed(9))
     for seed, (start, count, is_decode) in enumerate([(0, 100, False), (100, 150, False), (250, 1, True)]):
         batch = build_forward_batch([Row([0] * count, start, row) for row in pages], 16, CUDA, is_decode)
-        for backend in backends:
-            backend.plan(batch)
+        plans = [backend.plan(batch, workspace) for backend in backends]
         for layer in range(3):
             found = []
-            for backend in backends:
+            for plan in plans:
                 generator = torch.Generator(CUDA).manual_seed(10 * seed + layer)
                 fused = torch.randn(batch.num_tokens, 12 * 128, device=CUDA, generator=generator).bfloat16()
                 q, k, v = (part.unflatten(-1, (-1, 128)) for part in fused.split([1024, 256, 256], -1))
-                found.append(backend.run(layer, q, k, v, table / 128**0.5).float())
+                found.append(plan.run(layer, q, k, v, table / 128**0.5).float())
             assert found[0].isfinite().all() and rms(found[1] - found[0]) < 0.02 * rms(found[0])
     for one, two in zip(pools[0].groups, pools[1].groups):
         assert torch.equal(one.view(torch.uint8), two.view(torch.uint8)) and one.float().any()
@@ -212,7 +214,7 @@ def test_8b_shape_prefills_and_decodes(tmp_path, flag, stored, capsys):
 
 def test_dummy_weights_are_finite():
     """Billions of values are drawn; none may overflow float8."""
-    allocate = allocator(torch.bfloat16, CUDA, QuantizationScheme("block", stored=True))
+    allocate = allocator(torch.bfloat16, CUDA, Fp8("block", stored=True))
     layer = ColumnLinear(16384, [Columns("a", 65536, 0, 65536)], False, allocate)
-    load_dummy(layer.slots(), 0, silent)
+    fill_dummy(layer.slots(), 0)
     assert layer(torch.ones(1, 16384, device=CUDA, dtype=torch.bfloat16)).isfinite().all()

@@ -14,6 +14,7 @@ import torch
 
 from baton.common.attention.base import AttentionBackend
 from baton.common.attention.select import select_backend
+from baton.common.attention.workspace import AttentionWorkspace
 from baton.common.forward.forward_batch import Row, build_forward_batch
 from baton.common.kvcache.layout import KVLayout
 from baton.common.kvcache.pool import KVPool
@@ -60,7 +61,7 @@ def check_backend(make: Make, heads: int, kv_heads: int, dim: int, window: int |
     runs = [select_backend("torch", CUDA, pools[0], heads, "bfloat16", window), make(pools[1], heads)]
     sinks = torch.randn(heads, device=CUDA, generator=torch.Generator(CUDA).manual_seed(7)) * 3
     pages = np.random.default_rng(0).permutation(200)[:51].reshape(3, 17)
-    prompts = [5, 257, 130]
+    prompts, workspace = [5, 257, 130], AttentionWorkspace(CUDA)
     steps = [([(b, start, min(64, n - start)) for b, n in enumerate(prompts) if start < n], False)
              for start in range(0, 257, 64)]
     steps += [([(b, n, 1) for b, n in enumerate(prompts)], True)] * decodes
@@ -69,9 +70,8 @@ def check_backend(make: Make, heads: int, kv_heads: int, dim: int, window: int |
                                     is_decode)
         results = []
         for backend in runs:
-            backend.plan(batch)
-            results.append(backend.run(0, *fused(batch.num_tokens, heads, kv_heads, dim, "bfloat16", seed),
-                                       sinks=sinks))
+            plan = backend.plan(batch, workspace)
+            results.append(plan.run(0, *fused(batch.num_tokens, heads, kv_heads, dim, "bfloat16", seed), sinks=sinks))
         torch.testing.assert_close(results[1].float(), results[0].float(), atol=2e-2, rtol=2e-2)
 
 

@@ -10,8 +10,10 @@ import torch
 
 from baton.common.attention.mla.select import latent_backend
 from baton.common.attention.select import select_backend
+from baton.common.attention.workspace import AttentionWorkspace
 from baton.common.config.mla import MLASpec
 from baton.common.forward.forward_batch import ForwardBatch, Row, build_forward_batch
+from baton.common.forward.step_context import AttentionPlan
 from baton.common.kvcache.layout import KVLayout
 from baton.common.kvcache.pool import KVPool
 from baton.tests.gpu.kernels.test_attention import fused
@@ -48,16 +50,15 @@ def batch_of(parts: list[tuple[int, int]], pages: np.ndarray, is_decode: bool) -
     return build_forward_batch(rows, PAGE, CUDA, is_decode)
 
 
-def check(backends: list, run: Callable[[object, int], torch.Tensor]) -> None:
-    """``run(backend, rows)``, the same inputs in each call; a decode step also as one that is captured is planned."""
+def check(backends: list, run: Callable[[AttentionPlan, int], torch.Tensor]) -> None:
+    """``run(plan, rows)``, the same inputs in each call; a decode step also as one that is captured is planned."""
     pages = np.random.default_rng(0).permutation(backends[0]._pool.num_pages)
     few, many = ([(length - 1, 1) for length in lengths] for lengths in (DECODED, MANY))
     for parts, is_decode, longest in ((few, True, None), (few, True, MOST), (many, True, None), (many, True, MOST),
                                       (list(EXTENDED), False, None)):
         batch = batch_of(parts, pages, is_decode)
-        for backend in backends:
-            backend.plan(batch, longest)
-        want, got = (run(backend, batch.num_tokens).float() for backend in backends)
+        plans = [backend.plan(batch, AttentionWorkspace(CUDA), max_length=longest) for backend in backends]
+        want, got = (run(plan, batch.num_tokens).float() for plan in plans)
         errors = (got - want).flatten(1).norm(dim=-1) / want.flatten(1).norm(dim=-1)
         assert errors.max() < 0.02, (is_decode, longest, errors)
 
@@ -69,7 +70,7 @@ def test_keys_and_values(heads, kv_heads, stored, window):
     layout = KVLayout((1,), kv_heads, 128, PAGE, stored)
     backends = [select_backend(name, CUDA, pool, heads, "bfloat16", window)
                 for name, pool in zip(("torch", "triton"), pools_of(layout))]
-    check(backends, lambda backend, rows: backend.run(0, *fused(rows, heads, kv_heads, 128, "bfloat16", rows)))
+    check(backends, lambda plan, rows: plan.run(0, *fused(rows, heads, kv_heads, 128, "bfloat16", rows)))
 
 
 @pytest.mark.parametrize("heads", [16, 128])
@@ -82,10 +83,10 @@ def test_latents(heads, stored):
     table[:, :32] = 1.0  # turns nothing
     up = (torch.randn(heads, 256, 512, device=CUDA, generator=torch.Generator(CUDA).manual_seed(4)) / 23).bfloat16()
 
-    def run(backend, rows: int) -> torch.Tensor:
+    def run(plan, rows: int) -> torch.Tensor:
         generator = torch.Generator(CUDA).manual_seed(rows)
         q = torch.randn(rows, heads, 192, device=CUDA, generator=generator).bfloat16()
         latent = torch.randn(rows, 576, device=CUDA, generator=generator).bfloat16()
-        return backend.run(0, q, *latent.split([512, 64], -1), up, table)
+        return plan.run(0, q, *latent.split([512, 64], -1), up, table)
 
     check(backends, run)

@@ -1,0 +1,124 @@
+"""Rules on combinations of flags: each is triggered by a case, with its sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any
+
+import pytest
+
+from baton.common.api.errors import ConfigError
+from baton.common.config.cli import build
+from baton.common.config.rules import Rule, at_least, check_own_rules, check_rules, rules_of
+from baton.common.config.server import ServerConfig
+from baton.router.config import RouterConfig
+
+DP = {"enable_dp_attention": True, "dp_size": 2, "tp_size": 2}
+PP = {"pp_size": 2}
+PREFILL, DECODE = {"disaggregation_mode": "prefill"}, {"disaggregation_mode": "decode"}
+SERVERS: list[tuple[dict[str, Any], str]] = [
+    (PP | {"enable_return_hidden_states": True}, "--enable-return-hidden-states does not work across the stages"),
+    ({"constrained_json_whitespace_pattern": " ", "constrained_json_disable_any_whitespace": True}, "exclude each"),
+    ({"quantization_param_path": "scales.json"}, "--quantization-param-path is for a KV cache in float8: set --kv-"),
+    ({"disaggregation_ib_device": "mlx5_0"}, "--disaggregation-ib-device is for --disaggregation-transfer-backend"),
+    ({"kv_events_port": 7000, "disable_radix_cache": True}, "publishes the prefix cache; drop --disable-radix-cache."),
+    (DP | {"kv_events_port": 7000}, "--kv-events-port publishes one prefix cache, and every attention group"),
+    (PREFILL | {"is_embedding": True}, "--is-embedding needs a unified server: leave --disaggregation-mode at null."),
+    (PP | {"is_embedding": True}, "--is-embedding does not work across the stages of --pp-size: leave one of them"),
+    (PREFILL | {"file_storage_path": "files"}, "--file-storage-path is for unified and decode servers"),
+    ({"schedule_low_priority_values_first": True}, "--schedule-low-priority-values-first needs --enable-priority-"),
+    ({"priority_scheduling_preemption_threshold": 1}, "--priority-scheduling-preemption-threshold needs --enable-pri"),
+    ({"default_priority_value": 1}, "--default-priority-value needs --enable-priority-scheduling."),
+    ({"schedule_policy": "lpm", "disable_radix_cache": True}, "--schedule-policy lpm needs the prefix cache; drop"),
+    (PREFILL | {"enable_mixed_chunk": True}, "--enable-mixed-chunk is for servers that decode; leave it out here."),
+    (PP | {"enable_mixed_chunk": True}, "--enable-mixed-chunk does not work across the stages of --pp-size"),
+    ({"is_embedding": True, "retract_host_memory_gb": 0.5}, "--retract-host-memory-gb is for servers that decode"),
+    (PP | {"retract_host_memory_gb": 0.5}, "--retract-host-memory-gb does not work across the stages of --pp-size"),
+    ({"pp_max_micro_batch_size": 2}, "--pp-max-micro-batch-size and --pp-layer-partition need a --pp-size above 1."),
+    (PP | {"pp_layer_partition": (1, 2, 3)}, "1 or more layers for each of the 2 stages of --pp-size."),
+    (PP | {"enable_eplb": True}, "need the experts of all layers in each rank: leave them out with --pp-size."),
+    ({"ep_size": 3, "tp_size": 4}, "--ep-size 3 must be 1 or more and divide --tp-size 4."),
+    ({"moe_a2a_backend": "alltoall", "tp_size": 4}, "--moe-a2a-backend alltoall needs whole experts on every rank:"),
+    ({"ep_num_redundant_experts": 2}, "--enable-eplb and --ep-num-redundant-experts need several ranks with whole"),
+    ({"eplb_rebalance_num_iterations": 5}, "--eplb-rebalance-num-iterations is for --enable-eplb: give both."),
+    (PP | DECODE, "--pp-size is for prefill and unified servers: decode steps are too short for a pipeline; use --tp"),
+    ({"moe_a2a_backend": "low_latency", "tp_size": 2}, "--moe-a2a-backend low_latency is for several ranks that each"),
+    ({"dp_size": 2, "tp_size": 2}, "--dp-size 2 needs --enable-dp-attention; for whole replicas start several servers"),
+    ({"enable_dp_lm_head": True}, "--enable-dp-attention and --enable-dp-lm-head need a --dp-size above 1."),
+    (DP | {"tp_size": 3}, "--dp-size 2 must divide --tp-size 3, which counts all ranks of the server."),
+    (DP | PP, "--enable-dp-attention does not work across the stages of --pp-size: leave one of them out."),
+    ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap overlaps the exchange of attention groups: it"),
+    (DP | {"enable_two_batch_overlap": True, "moe_a2a_backend": "peer", "ep_size": 2}, "--moe-a2a-backend peer: leave"),
+    (DP | {"enable_two_batch_overlap": True}, "--two-batch-min-tokens 16384 or more, and no step has as many: raise"),
+    ({"node_rank": 1}, "--node-rank 1 must be 0 or more and below --nnodes 1."),
+    ({"nnodes": 2}, "--nnodes above 1 and --dist-init-addr HOST:PORT go together."),
+    ({"nnodes": 2, "dist_init_addr": "h:1", "tp_size": 3}, "--nnodes 2 must divide --tp-size 3, which counts the"),
+    (PP | {"nnodes": 3, "dist_init_addr": "h:1", "tp_size": 4}, "must divide --tp-size 4 times --pp-size 2, which"),
+]
+POD = {"service_discovery": True}
+ROUTERS: list[tuple[dict[str, Any], str]] = [
+    (POD, "--service-discovery needs --selector, or --prefill-selector and --decode-selector."),
+    ({"selector": ("a=b",)}, "Selectors need --service-discovery."),
+    (POD | {"selector": ("a=b",), "pd_disaggregation": True}, "--selector is for whole workers; with --pd-disaggre"),
+]
+
+
+def rules(config: type) -> list[Rule[Any]]:
+    hints = typing.get_type_hints(config)
+    return [rule for _, rule in rules_of({field.name: hints[field.name] for field in dataclasses.fields(config)})]
+
+
+@pytest.mark.parametrize(("config", "cases"), [(ServerConfig, SERVERS), (RouterConfig, ROUTERS)])
+def test_each_rule_refuses_its_case_with_its_sentence(monkeypatch, config, cases):
+    """A rule that no case triggers, or that another one always comes before, fails this test."""
+    triggered, check = [], Rule.check
+
+    def noticed(rule: Rule[Any], checked: Any) -> None:
+        try:
+            check(rule, checked)
+        except ConfigError:
+            triggered.append(rule)
+            raise
+
+    monkeypatch.setattr(Rule, "check", noticed)
+    for flags, words in cases:
+        given = {"model_path": "tinychat", **flags} if config is ServerConfig else flags
+        with pytest.raises(ConfigError) as refusal:
+            build(config, given)
+        assert words in str(refusal.value), flags
+    assert set(triggered) == set(rules(config))
+
+
+@pytest.mark.parametrize("config", [ServerConfig, RouterConfig])
+def test_each_sentence_says_something_of_its_own(config):
+    sentences = [rule.sentence for rule in rules(config)]
+    assert len(set(sentences)) == len(sentences) and all("--" in sentence for sentence in sentences)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lamp:
+    watts: int = 5
+    flag_rules = (Rule["Room"](lambda c: c.lamp.watts > c.fuse, "The lamp's {lamp.watts} W exceed {fuse} W."),)
+    own_flag_rules = (Rule["Lamp"](lambda c: c.watts < 0, "{watts} W is no power."),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    lamp: Lamp = Lamp()
+    fuse: int = 10
+
+
+def test_values_stand_in_the_sentence():
+    check_rules(Room())
+    check_own_rules(Lamp())
+    with pytest.raises(ConfigError, match="^The lamp's 20 W exceed 10 W.$"):
+        check_rules(Room(Lamp(20)))
+    with pytest.raises(ConfigError, match="^-1 W is no power.$"):
+        check_own_rules(Lamp(-1))
+
+
+def test_ranges():
+    at_least(Lamp(), 5, "watts")
+    with pytest.raises(ConfigError, match="^--watts must be 6 or more, not 5.$"):
+        at_least(Lamp(), 6, "watts")

@@ -1,0 +1,121 @@
+"""The registry of load formats, and a source of weights in memory that a user registers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import baton
+from baton.common.api.errors import ConfigError
+from baton.common.config.load_format import LOAD_FORMATS
+from baton.common.config.server import ModelArgs
+from baton.common.models.registry import load_model_spec
+from baton.common.weights.dummy_source import DummySource
+from baton.common.weights.fingerprint import identify
+from baton.common.weights.lazy import InMemory
+from baton.common.weights.safetensors_source import SafetensorsSource
+from baton.common.weights.source import SourceTensor
+from baton.tests.helpers.small_models import (
+    expected_logits,
+    forward,
+    load_runner,
+    save_model,
+    scattered_pages,
+    server_config,
+)
+from baton.tests.helpers.small_moe import save_moe
+
+TOKENS = np.arange(1, 12)
+
+
+class DictSource:
+    """Weights that the process has."""
+
+    reads_checkpoint = False
+    tensors_of_all: Mapping[str, torch.Tensor] = {}
+
+    def __init__(self, args: ModelArgs):
+        self.name = "in memory"
+
+    def tensors(self, slots: object) -> Iterator[SourceTensor]:
+        for name, tensor in self.tensors_of_all.items():
+            yield SourceTensor(name, InMemory(tensor), "a dict")
+
+    def find(self, name: str) -> InMemory:
+        return InMemory(self.tensors_of_all[name])
+
+    def identity(self, is_optional: object) -> bytes:
+        return b"".join(tensor.numpy().tobytes() for tensor in self.tensors_of_all.values())
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Registers ``--load-format dict``, and returns a function that sets its weights from a checkpoint's file."""
+    baton.register_load_format("dict")(DictSource)
+    yield lambda tensors: monkeypatch.setattr(DictSource, "tensors_of_all", tensors)
+    del LOAD_FORMATS._entries["dict"]
+
+
+def logits_of(folder, **model) -> torch.Tensor:
+    runner = load_runner(server_config(folder, **model))
+    return forward(runner, [(TOKENS, 0, scattered_pages(runner, 1, 16)[0])])
+
+
+@pytest.mark.parametrize("save", [lambda folder: save_model(folder, "Llama"),
+                                  lambda folder: save_moe(folder, "Mixtral")], ids=["dense", "experts"])
+def test_weights_in_memory(tmp_path, memory, save):
+    model = save(tmp_path)
+    memory(load_file(tmp_path / "model.safetensors"))
+    from_file = logits_of(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert torch.equal(logits_of(tmp_path, load_format="dict"), from_file)
+    torch.testing.assert_close(from_file, expected_logits(model, TOKENS), atol=1e-4, rtol=0)
+
+
+def test_wrong_tensors_in_memory_are_named(tmp_path, memory):
+    save_model(tmp_path, "Llama")
+    tensors = load_file(tmp_path / "model.safetensors")
+    norm = tensors.pop("model.norm.weight")
+    memory(tensors)
+    with pytest.raises(ConfigError, match=r"^The checkpoint in memory lacks model.norm.weight\.$"):
+        logits_of(tmp_path, load_format="dict")
+    memory({**tensors, "model.norm.weight": norm[:3]})
+    with pytest.raises(ConfigError, match=r"model.norm.weight in a dict has shape \[3\]"):
+        logits_of(tmp_path, load_format="dict")
+
+
+def test_weights_in_memory_have_an_identity_of_their_own(tmp_path, memory):
+    save_model(tmp_path, "Llama")
+    tensors = load_file(tmp_path / "model.safetensors")
+    args = ModelArgs(str(tmp_path), load_format="dict")
+    memory(tensors)
+    found = identify(args, load_model_spec(args))
+    assert found.source == f"{tmp_path} with in memory" and found == identify(args, load_model_spec(args))
+    memory({**tensors, "model.norm.weight": tensors["model.norm.weight"] + 1})
+    assert identify(args, load_model_spec(args)).fingerprint != found.fingerprint
+
+
+def test_a_hub_checkpoint_is_downloaded_with_its_weights_where_they_are_read(monkeypatch, tmp_path):
+    from baton.common.config import checkpoint
+
+    asked = []
+    monkeypatch.setattr(checkpoint, "download",
+                        lambda path, revision, patterns, *rest: asked.append(patterns) or tmp_path)
+    for name in ("auto", "dummy", "safetensors"):
+        checkpoint.resolve_checkpoint(ModelArgs("org/name", load_format=name))
+    assert [checkpoint.WEIGHT_PATTERNS[0] in patterns for patterns in asked] == [False, True, False, False, True]
+
+
+def test_a_tensor_is_found_in_any_file(tmp_path):
+    for part in "ab":
+        save_file({part: torch.full((2,), float(ord(part)))}, tmp_path / f"model-{part}.safetensors")
+    source = SafetensorsSource(ModelArgs(str(tmp_path)))
+    assert [source.find(part)[:].tolist() for part in "ba"] == [[98.0, 98.0], [97.0, 97.0]]
+    with pytest.raises(ConfigError, match="lacks c"):
+        source.find("c")
+    with pytest.raises(ConfigError, match="dummy weights of seed 3 lacks c"):
+        DummySource(ModelArgs("tinychat", random_seed=3)).find("c")
