@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,6 +17,9 @@ __all__ = ["Engine", "__version__", "register_load_format", "register_model", "r
 
 from .common.version import __version__  # noqa: E402
 
+_MODULES = {"register_load_format": ".common.config.load_format", "register_model": ".common.models.registry",
+            "register_quantization": ".common.config.quantization"}
+
 
 def __getattr__(name: str) -> Any:
     """Imports a public name when it is asked for: the router's install does not have what ``Engine`` needs."""
@@ -27,16 +31,6 @@ def __getattr__(name: str) -> Any:
         from .offline import Engine
 
         return Engine
-    if name == "register_model":
-        from .common.models.registry import register_model
-
-        return register_model
-    if name == "register_quantization":
-        from .common.config.quantization import register_quantization
-
-        return register_quantization
-    if name == "register_load_format":
-        from .common.config.load_format import register_load_format
-
-        return register_load_format
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -34,10 +34,11 @@ def resolve_extent(choice: Literal["auto", "sampled", "full", "off"], regions: S
     return choice
 
 
-def make_checksum(regions: Sequence[Region], num_pages: int) -> Checksum:
-    """Makes a Checksum that reads the pools in place, with numpy in host memory and torch on GPUs."""
-    pools = [_host_words(region, num_pages) if region.device < 0 else _gpu_words(region, num_pages)
-             for region in regions]
+def make_checksum(regions: Sequence[Region], num_pages: Sequence[int]) -> Checksum:
+    """Makes a Checksum that reads the pools, of ``num_pages`` pages each, in place: with numpy in host memory and torch
+    on GPUs."""
+    pools = [_host_words(region, count) if region.device < 0 else _gpu_words(region, count)
+             for region, count in zip(regions, num_pages)]
     return Checksum(pools)
 
 

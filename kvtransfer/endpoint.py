@@ -6,7 +6,7 @@ import hashlib
 import secrets
 import socket
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import zmq
@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     from ..common.engine.rank import EngineParts
 
 
+class FurtherGroup(NamedTuple):
+    """The pool of a cache group after the first. No request uses ``spare_page``."""
+
+    layout: KVLayout
+    num_pages: int
+    spare_page: int | None = None
+
+
 def transport_arguments(parts: EngineParts) -> dict[str, Any]:
     """Keyword arguments that KVSender and KVReceiver have in common, from the parts of an engine rank."""
     config, runner = parts.config, parts.runner
@@ -31,15 +39,18 @@ def transport_arguments(parts: EngineParts) -> dict[str, Any]:
         "args": args, "host": config.http.host, "server": config.http.shown_url, "backend": backend,
         "rank": parts.tp.rank, "tp_size": parts.tp.size, "dp_rank": parts.parallel.dp_rank,
         "dp_size": parts.parallel.dp_size, "model": runner.model, "layout": runner.layout,
-        "num_pages": runner.pool.num_pages, "regions": runner.pool.regions(), "spare_page": runner.scratch_page}
+        "num_pages": runner.pool.num_pages, "spare_page": runner.scratch_page,
+        "regions": [region for pool in runner.pools for region in pool.regions()],
+        "further": [FurtherGroup(pool.layout, pool.num_pages, pool.num_pages - 1) for pool in runner.pools[1:]]}
 
 
 def rank_info(*, endpoint: str, rank: int, tp_size: int, layout: KVLayout, backend: Backend, dp_rank: int,
               dp_size: int, pp_rank: int = 0, pp_size: int = 1, model: ModelIdentity | None = None,
-              server: str = "") -> RankInfo:
+              server: str = "", further: Sequence[FurtherGroup] = ()) -> RankInfo:
     """Returns our identity, with a fresh instance id (the epoch of this process)."""
     return RankInfo(secrets.token_hex(8), endpoint, rank, tp_size, layout, backend.name, dp_rank=dp_rank,
-                    dp_size=dp_size, pp_rank=pp_rank, pp_size=pp_size, model=model, server=server)
+                    dp_size=dp_size, pp_rank=pp_rank, pp_size=pp_size, model=model, server=server,
+                    further_layouts=tuple(group.layout for group in further))
 
 
 class PairKey:
@@ -56,7 +67,8 @@ class PairKey:
     def of(self, info: RankInfo) -> str:
         fingerprint = None if info.model is None else info.model.fingerprint
         parts = (self._parts, info.protocol, info.tp_size, info.pp_size, fingerprint)
-        return hashlib.sha256(msgspec.json.encode(info.layout) + repr(parts).encode()).hexdigest()[:16]
+        layouts = b"".join(map(msgspec.json.encode, info.layouts))
+        return hashlib.sha256(layouts + repr(parts).encode()).hexdigest()[:16]
 
 
 def _secret_bits(secret: str | None) -> str:
@@ -66,15 +78,27 @@ def _secret_bits(secret: str | None) -> str:
     return hashlib.scrypt(secret.encode(), salt=b"baton pair key", n=2**14, r=8, p=1).hex()[:4]
 
 
-def register_pool(backend: Backend, layout: KVLayout, num_pages: int,
-                  regions: Sequence[tuple[int, int, int]]) -> list[Region]:
-    """Registers the KV pool: one ``(address, bytes, device)`` for each layer group; device -1 is host memory."""
-    named = [Region(*region) for region in regions]
-    assert len(regions) == len(layout.groups), "one region for each layer group"
-    for group, (_, num_bytes, _) in enumerate(regions):
-        assert num_bytes == num_pages * layout.group_page_bytes(group), "a region has the size of its group's pages"
-    backend.register(named, num_pages)
-    return named
+class RegisteredPool(NamedTuple):
+    """The layer groups of all cache groups, one after the other: memory, number of pages and bytes of a page."""
+
+    regions: list[Region]
+    num_pages: list[int]
+    page_bytes: list[int]
+
+
+def register_pool(backend: Backend, groups: Sequence[FurtherGroup],
+                  regions: Sequence[tuple[int, int, int]]) -> RegisteredPool:
+    """Registers the KV pools of all cache groups: one ``(address, bytes, device)`` for each layer group; device -1 is
+    host memory."""
+    pool = RegisteredPool([Region(*region) for region in regions], [], [])
+    for layout, num_pages, _ in groups:
+        pool.num_pages.extend([num_pages] * len(layout.groups))
+        pool.page_bytes.extend(map(layout.group_page_bytes, range(len(layout.groups))))
+    assert len(regions) == len(pool.num_pages), "one region for each layer group"
+    for region, count, page_bytes in zip(pool.regions, pool.num_pages, pool.page_bytes):
+        assert region.num_bytes == count * page_bytes, "a region has the size of its group's pages"
+    backend.register(pool.regions, pool.num_pages)
+    return pool
 
 
 def control_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:

@@ -29,6 +29,6 @@ LOAD_FORMATS: Registry[LoadFormat] = Registry("load format", "baton.common.weigh
 
 
 def register_load_format(*names: str) -> Callable[[E], E]:
-    """Returns a decorator that registers a LoadFormat under values of ``--load-format``. Server processes know those of
-    installed packages alone, by entry points ``baton.load_formats`` of the same names."""
+    """Returns a decorator that registers a LoadFormat under values of ``--load-format``. Servers find those of
+    installed packages by entry points of the group ``baton.load_formats`` with the same names."""
     return LOAD_FORMATS.register(*names)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ..api.errors import ConfigError
 from .mla import MLASpec
-from .moe import MoESpec, Stacked
+from .moe import MoESpec
 from .quantization import QuantFormat
 from .window import Windows
 
@@ -69,11 +69,6 @@ class ModelSpec:
     def unused_names(self) -> tuple[str, ...]:
         """Prefixes of the names of tensors in the checkpoint that the model does not use."""
         return tuple(f"model.layers.{self.num_layers + i}." for i in range(self.mtp_layers))
-
-    @property
-    def stacked_experts(self) -> Stacked:
-        """Layout of stacked experts in the checkpoint, as ``MoESpec.stacked``."""
-        return "rows" if self.moe is None else self.moe.stacked
 
     def check_tp(self, size: int, mlp_size: int | None = None) -> None:
         """Raises ConfigError where ``size`` ranks cannot split attention evenly, or ``mlp_size`` ranks the MLPs."""

@@ -7,8 +7,6 @@ from typing import Literal
 
 from ..api.errors import ConfigError
 
-Stacked = Literal["rows", "interleaved"]
-
 
 @dataclass(frozen=True)
 class MoESpec:
@@ -22,8 +20,7 @@ class MoESpec:
     for every token: ``shared_name`` in the checkpoint, with ``shared_gate`` times a sigmoid of its own. The router is
     ``router_name`` in the checkpoint, with ``router_bias`` added to its logits. ``expert_bias``: both products of an
     expert have one. ``gate_limit``: an expert's gate and up are clamped by it, see ``kernels.moe_experts``; 0 for a
-    plain silu. ``stacked``: how a checkpoint holds a layer's experts in one tensor, as [E, out, in] each gate's rows
-    before its up's, or [E, in, out], gate's and up's columns ``interleaved``.
+    plain silu.
     """
 
     num_experts: int
@@ -44,7 +41,6 @@ class MoESpec:
     router_bias: bool = False
     expert_bias: bool = False
     gate_limit: float = 0.0
-    stacked: Stacked = "rows"
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:

@@ -82,8 +82,8 @@ QUANTIZATIONS: Registry[QuantMethod] = Registry("quantization format", "baton.co
 
 
 def register_quantization(*names: str) -> Callable[[E], E]:
-    """Returns a decorator that registers a QuantMethod under values of ``--quantization``. Server processes know those
-    of installed packages alone, by entry points ``baton.quantization`` of the same names."""
+    """Returns a decorator that registers a QuantMethod under values of ``--quantization``. Servers find those of
+    installed packages by entry points of the group ``baton.quantization`` with the same names."""
     return QUANTIZATIONS.register(*names)
 
 
@@ -114,22 +114,32 @@ def _stated(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def _read(stated: Mapping[str, Any]) -> tuple[QuantFormat | Packed, tuple[str, ...]]:
     """Returns a checkpoint's format, and the values of ``quant_method`` that the method which read it reads."""
-    method = stated.get("quant_method")
-    known = {id(entry): entry for entry in map(QUANTIZATIONS.get, sorted(QUANTIZATIONS.all_names))}
-    refusal = None
-    for entry in known.values():
-        if method in entry.methods:
-            try:
-                found = entry.from_config(stated)
-            except ConfigError as error:
-                refusal = refusal or error
-                continue
-            if found is not None:
-                return found, entry.methods
-    methods = sorted({name for entry in known.values() for name in entry.methods})
+    method, refusal = stated.get("quant_method"), None
+    methods: set[str] = set()
+    for entry in _entries():
+        methods.update(entry.methods)
+        try:
+            found = entry.from_config(stated) if method in entry.methods else None
+        except ConfigError as error:
+            refusal = refusal or error
+            continue
+        if found is not None:
+            return found, entry.methods
+    *names, last = sorted(methods)
     raise refusal or ConfigError(
         f"Checkpoints quantized by {method!r} are not supported: use one in bfloat16, float16 or float32, or one "
-        f"quantized by {', '.join(methods[:-1])} or {methods[-1]}.")
+        f"quantized by {', '.join(names)} or {last}.")
+
+
+def _entries() -> Iterator[QuantMethod]:
+    """Yields the registered formats, our own first: plug-ins, which may import torch, are loaded where none of ours
+    reads a checkpoint."""
+    seen: set[int] = set()
+    for name in sorted(QUANTIZATIONS.all_names, key=lambda name: (QUANTIZATIONS.module_of(name) is None, name)):
+        entry = QUANTIZATIONS.get(name)
+        if id(entry) not in seen:
+            seen.add(id(entry))
+            yield entry
 
 
 def names_layer(patterns: Iterable[str], name: str) -> bool:

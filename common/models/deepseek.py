@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     import torch
 
     from ..distributed.parallel import Parallel
+    from ..weights.lazy import LazyTensor
+    from .decoder.blocks import Blocks
     from .decoder.causal_lm import CausalLM
-    from .decoder.layer import Blocks
     from .decoder.mtp import MTPDraftLayer
 
 Version = Literal[2, 3]
@@ -105,8 +106,8 @@ def build_draft(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device:
 
 
 def _blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
+    from .decoder.blocks import Blocks, dense_mlp, rms_norm
     from .decoder.latent_attention import LatentSelfAttention
-    from .decoder.layer import Blocks, dense_mlp, rms_norm
     from .decoder.moe import mixed_mlp
 
     own: DeepseekSpec = spec.family
@@ -114,6 +115,13 @@ def _blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
     return Blocks(own.rope, rms_norm(own.rms_norm_eps),
                   partial(LatentSelfAttention, bias=own.attention_bias, o_bias=own.o_bias),
                   mixed_mlp(parallel.experts, dense_mlp(bias=own.mlp_bias)), spec.mla.rope_dim)
+
+
+def tensor_parts(name: str, tensor: LazyTensor) -> Iterable[tuple[str, LazyTensor]]:
+    """Splits experts that transformers stacked."""
+    from ..weights.expert_names import by_expert
+
+    return by_expert(name, tensor)
 
 
 _DEFAULTS = {
@@ -130,6 +138,6 @@ _V3 = {
     "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "rope_interleave": True, "eos_token_id": 1}
 
 MODELS.register("DeepseekV2ForCausalLM", "DeepseekV2ForSequenceClassification", "DeepseekV2Model")(
-    ModelFamily(partial(read, version=2), build, build_draft, _V2))
+    ModelFamily(partial(read, version=2), build, build_draft, _V2, tensor_parts))
 MODELS.register("DeepseekV3ForCausalLM", "DeepseekV3ForSequenceClassification", "DeepseekV3Model")(
-    ModelFamily(partial(read, version=3), build, build_draft, _V3))
+    ModelFamily(partial(read, version=3), build, build_draft, _V3, tensor_parts))

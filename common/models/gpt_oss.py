@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..distributed.parallel import Parallel
+    from ..weights.lazy import LazyTensor
     from .decoder.causal_lm import CausalLM
 
 
@@ -50,18 +51,26 @@ def read_experts(values: Mapping[str, Any]) -> MoESpec:
     return MoESpec(num_experts=values["num_experts"], top_k=top_k,
                    intermediate_size=values["intermediate_size"], layers=tuple(range(values["num_hidden_layers"])),
                    router_name="router", router_bias=True, expert_bias=True,
-                   gate_limit=float(values.get("swiglu_limit") or 7.0), stacked="interleaved")
+                   gate_limit=float(values.get("swiglu_limit") or 7.0))
 
 
 def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    from .decoder.blocks import Blocks, rms_norm
     from .decoder.causal_lm import CausalLM
-    from .decoder.layer import Blocks, SelfAttention, rms_norm
     from .decoder.moe import mixed_mlp
+    from .decoder.self_attention import SelfAttention
 
     own: GptOssSpec = spec.family
     attention = partial(SelfAttention, qkv_bias=own.attention_bias, o_bias=own.o_bias, sinks=own.sinks)
     return CausalLM(spec, parallel, dtype, device, Blocks(
         own.rope, rms_norm(own.rms_norm_eps), attention, mixed_mlp(parallel.experts)))
+
+
+def tensor_parts(name: str, tensor: LazyTensor) -> Iterable[tuple[str, LazyTensor]]:
+    """Splits stacked experts, whose gates and ups are interleaved."""
+    from ..weights.interleaved_experts import by_interleaved_expert
+
+    return by_interleaved_expert(name, tensor)
 
 
 _DEFAULTS = {
@@ -73,4 +82,4 @@ _DEFAULTS = {
         "original_max_position_embeddings": 4096}}
 
 MODELS.register("GptOssForCausalLM", "GptOssForSequenceClassification", "GptOssModel")(
-    ModelFamily(read, build, defaults=_DEFAULTS))
+    ModelFamily(read, build, defaults=_DEFAULTS, tensor_parts=tensor_parts))

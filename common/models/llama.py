@@ -40,8 +40,9 @@ def read(config: ModelConfig) -> ModelSpec:
 
 
 def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    from .decoder.blocks import Blocks, dense_mlp, rms_norm
     from .decoder.causal_lm import CausalLM
-    from .decoder.layer import Blocks, SelfAttention, dense_mlp, rms_norm
+    from .decoder.self_attention import SelfAttention
 
     own: LlamaSpec = spec.family
     return CausalLM(spec, parallel, dtype, device, Blocks(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..distributed.parallel import Parallel
+    from ..weights.lazy import LazyTensor
     from .decoder.causal_lm import CausalLM
 
 
@@ -38,13 +41,27 @@ def read(config: ModelConfig) -> ModelSpec:
 
 
 def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    from .decoder.blocks import Blocks, rms_norm
     from .decoder.causal_lm import CausalLM
-    from .decoder.layer import Blocks, SelfAttention, rms_norm
     from .decoder.moe import mixed_mlp
+    from .decoder.self_attention import SelfAttention
 
     own: MixtralSpec = spec.family
     return CausalLM(spec, parallel, dtype, device, Blocks(
         own.rope, rms_norm(own.rms_norm_eps), SelfAttention, mixed_mlp(parallel.experts)))
+
+
+_PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+def tensor_parts(name: str, tensor: LazyTensor) -> Iterable[tuple[str, LazyTensor]]:
+    """Gives experts the names that other families' have, and splits those that transformers stacked."""
+    from ..weights.expert_names import by_expert
+
+    if ".block_sparse_moe." in name:
+        name = name.replace(".block_sparse_moe.", ".mlp.")
+        name = re.sub(r"(\.experts\.\d+)\.(w[123])\.", lambda found: f"{found[1]}.{_PROJECTIONS[found[2]]}.", name)
+    return by_expert(name, tensor)
 
 
 _DEFAULTS = {**COMMON, "num_key_value_heads": 8, "intermediate_size": 14336, "max_position_embeddings": 131072,
@@ -52,4 +69,4 @@ _DEFAULTS = {**COMMON, "num_key_value_heads": 8, "intermediate_size": 14336, "ma
              "eos_token_id": 2}
 
 MODELS.register("MixtralForCausalLM", "MixtralForSequenceClassification", "MixtralModel")(
-    ModelFamily(read, build, defaults=_DEFAULTS))
+    ModelFamily(read, build, defaults=_DEFAULTS, tensor_parts=tensor_parts))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..distributed.parallel import Parallel
+    from ..weights.loader import TensorParts
     from .decoder.causal_lm import CausalLM
     from .decoder.mtp import MTPDraftLayer
 
@@ -33,13 +34,15 @@ class ModelFamily:
 
     ``read(config)`` reads a checkpoint's configuration, which ``defaults`` complete, and must not import torch.
     ``build(spec, parallel, dtype, device)`` makes the model of one rank, with uninitialised weights, and
-    ``build_draft`` the draft layers of ``spec.mtp_layers``.
+    ``build_draft`` the draft layers of ``spec.mtp_layers``. ``tensor_parts(name, tensor)``, where checkpoints name or
+    stack tensors in another way than the model, returns the model's tensors that one of a checkpoint's holds.
     """
 
     read: Callable[[ModelConfig], ModelSpec]
     build: Build
     build_draft: BuildDraft | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    tensor_parts: TensorParts | None = None
 
 
 MODELS: Registry[ModelFamily] = Registry("model architecture", "baton.common.models", group="baton.models")
@@ -49,10 +52,11 @@ _COUNTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_siz
 
 
 def register_model(*architectures: str, read: Callable[[ModelConfig], ModelSpec], build: Build,
-                   build_draft: BuildDraft | None = None, defaults: Mapping[str, Any] | None = None) -> None:
+                   build_draft: BuildDraft | None = None, defaults: Mapping[str, Any] | None = None,
+                   tensor_parts: TensorParts | None = None) -> None:
     """Registers a family from user code; the arguments are ``ModelFamily``'s. Raises ConfigError for a name that is
     taken."""
-    MODELS.register(*architectures)(ModelFamily(read, build, build_draft, defaults or {}))
+    MODELS.register(*architectures)(ModelFamily(read, build, build_draft, defaults or {}, tensor_parts))
 
 
 def family_of(architecture: str) -> ModelFamily:
@@ -108,3 +112,8 @@ def build_draft_layers(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype,
     if build_draft is None or not spec.mtp_layers:
         raise ConfigError(f"{spec.architecture} has no layers of multi-token prediction.")
     return build_draft(spec, parallel, dtype, device)
+
+
+def tensor_parts(spec: ModelSpec) -> TensorParts | None:
+    """Returns the ``tensor_parts`` of a model's family."""
+    return family_of(spec.architecture).tensor_parts

@@ -86,17 +86,19 @@ class Unquantized:
 def linear_method(shards: Sequence[Shard], width: int, allocate: Allocate) -> LinearMethod:
     """Creates the method of a weight ``[sum of the shards' sizes, width]``; raises ConfigError where its format does
     not allow such shards."""
-    found = format_of(shards, allocate)
-    return Unquantized(shards, width, allocate) if found is None else found.linear(shards, width, allocate)
+    quantization = format_of(shards, allocate)
+    if quantization is None:
+        return Unquantized(shards, width, allocate)
+    return quantization.linear(shards, width, allocate)
 
 
 def format_of(shards: Sequence[Shard], allocate: Allocate) -> QuantFormat | None:
     """Returns the format of the weight of these shards, None where it is not quantized; raises ConfigError where they
     are in several."""
-    found = allocate.quantization
-    quantized = [shard.name for shard in shards if found is not None and found.quantizes(shard.name)]
+    quantization = allocate.quantization
+    quantized = [shard.name for shard in shards if quantization is not None and quantization.quantizes(shard.name)]
     if quantized and len(quantized) < len(shards):
         others = [shard.name for shard in shards if shard.name not in quantized]
         raise ConfigError(f"The checkpoint quantizes {quantized[0]} and not {others[0]}, which are computed together: "
                           "use a checkpoint that treats them alike.")
-    return found if quantized else None
+    return quantization if quantized else None

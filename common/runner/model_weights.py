@@ -12,7 +12,7 @@ from ..config.model import ModelSpec
 from ..config.server import ModelArgs, ServerConfig
 from ..distributed.parallel import Parallel
 from ..models.decoder.causal_lm import CausalLM
-from ..models.registry import build_model, load_model_spec
+from ..models.registry import build_model, load_model_spec, tensor_parts
 from ..weights.fingerprint import identify
 from ..weights.kv_scales import Scales
 from ..weights.loader import Progress, check_weights, load_weights, silent
@@ -58,7 +58,7 @@ class ModelWeights:
         if scales_of(kv_scales(self._config.cache, args, spec), self._layers) != current_scales:
             raise ConfigError(f"{model_path} has other scales for a KV cache in float8 than those that run, which "
                               "peers know: start servers with it, or give all --quantization-param-path.")
-        check_weights(open_weights(args), self.model.slots(), stacked=spec.stacked_experts)
+        check_weights(open_weights(args), self.model.slots(), parts=tensor_parts(spec))
 
     @torch.no_grad()
     def update(self, model_path: str, revision: str | None) -> None:
@@ -74,4 +74,4 @@ class ModelWeights:
     def _read(self, args: ModelArgs, progress: Progress) -> None:
         load_weights(open_weights(args), self.model.slots(), progress, tied=self.spec.tie_word_embeddings,
                      unused=self.spec.unused_names, on_other_stage=self._on_other_stage,
-                     stacked=self.spec.stacked_experts)
+                     parts=tensor_parts(self.spec))

@@ -1,9 +1,8 @@
-"""Normalizes the names of experts' tensors: three matrices an expert, ``....mlp.experts.{e}.gate_proj.weight``,
-``up_proj`` and ``down_proj``.
+"""Splits stacks of experts into three matrices an expert: ``....mlp.experts.{e}.gate_proj.weight``, ``up_proj`` and
+``down_proj``.
 
-Mixtral names them differently. Transformers 5 stacks them in memory, and saves them so with
-``save_original_format=False``: ``....mlp.experts.gate_up_proj`` [E, 2 * I, hidden] and ``....mlp.experts.down_proj``
-[E, hidden, I].
+Transformers 5 stacks them in memory, and saves them so with ``save_original_format=False``:
+``....mlp.experts.gate_up_proj`` [E, 2 * I, hidden] and ``....mlp.experts.down_proj`` [E, hidden, I].
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 
 _STACKED = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
-_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 def by_expert(name: str, source: Any) -> Iterator[tuple[str, Any]]:
@@ -24,14 +22,7 @@ def by_expert(name: str, source: Any) -> Iterator[tuple[str, Any]]:
     if stacked := _STACKED.fullmatch(name):
         yield from _unstacked(stacked[1], stacked[2], source)
     else:
-        yield _common_name(name), source
-
-
-def _common_name(name: str) -> str:
-    if ".block_sparse_moe." not in name:
-        return name
-    name = name.replace(".block_sparse_moe.", ".mlp.")
-    return re.sub(r"(\.experts\.\d+)\.(w[123])\.", lambda found: f"{found[1]}.{_MIXTRAL[found[2]]}.", name)
+        yield name, source
 
 
 def _unstacked(experts: str, kind: str, source: Any) -> Iterator[tuple[str, Any]]:

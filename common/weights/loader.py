@@ -6,12 +6,10 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ..api.errors import ConfigError
-from ..config.moe import Stacked
-from .expert_names import by_expert
 from .files import first_names
-from .interleaved_experts import by_interleaved_expert
 from .kv_scales import is_kv_scale
-from .slots import Slot
+from .lazy import LazyTensor
+from .slots import Slot, finish_loading
 from .source import SourceTensor, WeightSource
 
 Progress = Callable[[str, float], None]
@@ -20,6 +18,10 @@ Progress = Callable[[str, float], None]
 def silent(stage: str, fraction: float) -> None:
     """A Progress that reports nothing."""
 
+
+TensorParts = Callable[[str, LazyTensor], Iterable[tuple[str, LazyTensor]]]
+"""Returns the model's tensors which a checkpoint's tensor holds, with their names. A tensor that has a name of the
+model stays as it is."""
 
 OnOtherStage = Callable[[str], bool]
 """Returns whether another pipeline stage loads the tensor of this name."""
@@ -35,12 +37,12 @@ log = logging.getLogger("baton.weights")
 
 def load_weights(source: WeightSource, slots: Iterable[Slot], progress: Progress, *, tied: bool,
                  unused: tuple[str, ...] = (), on_other_stage: OnOtherStage = on_no_other_stage,
-                 stacked: Stacked = "rows") -> None:
+                 parts: TensorParts | None = None) -> None:
     """Copies every slot's slice from ``source``; at most one slice is in host memory besides the parameters.
 
     Calls ``progress("loading weights", fraction)`` after each tensor. ``tied`` permits a redundant ``lm_head.weight``,
     and ``unused`` names with these prefixes: layers of multi-token prediction, which are logged. ``on_other_stage``
-    returns whether another pipeline stage loads a name. ``stacked`` is MoESpec's.
+    returns whether another pipeline stage loads a name. ``parts`` are those of the model's family.
 
     Raises ConfigError for a tensor that is missing or of another shape, and for an unreadable file; logs a warning with
     the names of unexpected tensors.
@@ -50,7 +52,7 @@ def load_weights(source: WeightSource, slots: Iterable[Slot], progress: Progress
     done = num_unused = 0
     unexpected: list[str] = []
     missing = set(slots_by_name)
-    for name, tensor, file in _tensors(source, slots_by_name, stacked):
+    for name, tensor, file in _tensors(source, slots_by_name, parts):
         slot = _slot_of(name, slots_by_name)
         if slot is None:
             num_unused += name.startswith(unused)
@@ -66,16 +68,17 @@ def load_weights(source: WeightSource, slots: Iterable[Slot], progress: Progress
         log.info("%d tensors of %s are not loaded: multi-token prediction is not used", num_unused, ", ".join(unused))
     if missing:
         raise ConfigError(f"The checkpoint {source.name} lacks {first_names(missing)}.")
+    finish_loading(slots_by_name.values())
     if unexpected:
         log.warning("the checkpoint %s holds %s, which its architecture does not have: they are not loaded",
                     source.name, first_names(unexpected))
 
 
-def check_weights(source: WeightSource, slots: Iterable[Slot], *, stacked: Stacked = "rows") -> None:
+def check_weights(source: WeightSource, slots: Iterable[Slot], *, parts: TensorParts | None = None) -> None:
     """Raises the ConfigError that ``load_weights`` would raise; reads no tensor."""
     slots_by_name = {slot.name: slot for slot in slots}
     missing = set(slots_by_name)
-    for name, tensor, file in _tensors(source, slots_by_name, stacked):
+    for name, tensor, file in _tensors(source, slots_by_name, parts):
         slot = _slot_of(name, slots_by_name)
         if slot is not None:
             slot.kind.check(slot.name, tensor, slot.shape, file)
@@ -84,12 +87,12 @@ def check_weights(source: WeightSource, slots: Iterable[Slot], *, stacked: Stack
         raise ConfigError(f"The checkpoint {source.name} lacks {first_names(missing)}.")
 
 
-def _tensors(source: WeightSource, slots: Mapping[str, Slot], stacked: Stacked) -> Iterator[SourceTensor]:
-    """Yields the source's tensors, experts' one by one."""
-    by_one = by_expert if stacked == "rows" else by_interleaved_expert
+def _tensors(source: WeightSource, slots: Mapping[str, Slot],
+             parts: TensorParts | None) -> Iterator[SourceTensor]:
+    """Yields the source's tensors, in parts where they hold several of the model's."""
     for name, tensor, file in source.tensors([*slots.values()]):
-        for expert_name, each in by_one(name, tensor):
-            yield SourceTensor(expert_name, each, file)
+        for own_name, part in ((name, tensor),) if parts is None else parts(name, tensor):
+            yield SourceTensor(own_name, part, file)
 
 
 def _slot_of(name: str, slots: Mapping[str, Slot]) -> Slot | None:

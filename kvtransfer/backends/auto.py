@@ -40,7 +40,7 @@ class AutoBackend:
         intervals = [backend.progress_interval for backend in backends if backend.progress_interval is not None]
         self.progress_interval: float | None = min(intervals, default=None)
 
-    def register(self, regions: Sequence[Region], num_pages: int) -> None:
+    def register(self, regions: Sequence[Region], num_pages: Sequence[int]) -> None:
         errors = []
         for backend in list(self._backends):
             try:

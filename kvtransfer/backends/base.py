@@ -14,7 +14,7 @@ import numpy as np
 
 
 class Region(NamedTuple):
-    """Memory of one layer group: ``num_pages`` pages of equal size. ``device`` is a GPU's index, or -1 for the host."""
+    """Memory of one layer group, whose pages have equal sizes. ``device`` is a GPU's index, or -1 for the host."""
 
     address: int
     num_bytes: int
@@ -33,6 +33,18 @@ Write = Any
 """A backend's own handle of one write."""
 
 
+PageCounts = int | list[int]
+"""The number of pages of each region in a backend's metadata; one number where all have as many."""
+
+
+def pack_counts(num_pages: Sequence[int]) -> PageCounts:
+    return num_pages[0] if len(set(num_pages)) == 1 else list(num_pages)
+
+
+def unpack_counts(packed: PageCounts, regions: Sequence[object]) -> list[int]:
+    return [packed] * len(regions) if isinstance(packed, int) else packed
+
+
 class BackendSettings(NamedTuple):
     """Facts that backends are made from: ``host`` is the address that peers reach this server at."""
 
@@ -49,8 +61,9 @@ class Backend(Protocol):
     progress_interval: float | None
     """Seconds between calls of ``progress`` while pages may arrive; None: it need not be called."""
 
-    def register(self, regions: Sequence[Region], num_pages: int) -> None:
-        """Makes the pool's memory reachable, once. Raises ConfigError where the backend cannot."""
+    def register(self, regions: Sequence[Region], num_pages: Sequence[int]) -> None:
+        """Makes the pools' memory reachable, once: the layer groups of all cache groups, with the number of pages of
+        each. Raises ConfigError where the backend cannot."""
 
     def local_metadata(self) -> bytes:
         """Returns the description that a peer needs to write into our memory. Valid after ``register``."""

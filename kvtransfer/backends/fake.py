@@ -66,12 +66,12 @@ class FakeBackend:
         self._closing = False
         self._thread: threading.Thread | None = None
 
-    def register(self, regions: Sequence[Region], num_pages: int) -> None:
+    def register(self, regions: Sequence[Region], num_pages: Sequence[int]) -> None:
         if any(region.device >= 0 for region in regions):
             raise ConfigError("--disaggregation-transfer-backend fake moves host memory only; use nixl on GPUs.")
-        for region in regions:
+        for region, count in zip(regions, num_pages):
             memory = memoryview((ctypes.c_uint8 * region.num_bytes).from_address(region.address)).cast("B")
-            self._pages.append(np.frombuffer(memory, dtype=np.uint8).reshape(num_pages, -1))
+            self._pages.append(np.frombuffer(memory, dtype=np.uint8).reshape(count, -1))
         inbox = self._context.socket(zmq.ROUTER)
         inbox.setsockopt(zmq.RCVTIMEO, 50)
         inbox.setsockopt(zmq.LINGER, 0)

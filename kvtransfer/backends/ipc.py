@@ -28,7 +28,7 @@ from ...common.api.errors import ConfigError, TransferFailed
 from ...common.api.unreadable import UNREADABLE
 from ...common.config.server.disaggregation import TRANSFER_BACKENDS
 from ...common.kvcache.host_memory import HostHandle, handle_of, map_handle, shared_bytes
-from .base import Backend, BackendSettings, Region, WriteState
+from .base import Backend, BackendSettings, PageCounts, Region, WriteState, pack_counts
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class _Metadata(msgspec.Struct):
     host: str
     process: str
     regions: list[tuple[int, int, int]]
-    num_pages: int
+    num_pages: PageCounts
     handles: list[bytes]
     flags: HostHandle | None = msgspec.field(default=None, name="bells")
 
@@ -115,17 +115,17 @@ class IpcBackend:
         self._memory: Memory | None = None
         self.scope = ""
         self._regions: list[Region] = []
-        self._num_pages = 0
+        self._num_pages: list[int] = []
         self._handles: list[bytes] = []
         self._peers: list[_Peer] = []
         self._flags: np.ndarray | None = None
         self._flag_numbers = itertools.count(secrets.randbelow(_NUM_FLAGS))
 
-    def register(self, regions: Sequence[Region], num_pages: int) -> None:
+    def register(self, regions: Sequence[Region], num_pages: Sequence[int]) -> None:
         self.scope = _host_id()
         self._memory = _make_memory(regions)
         self._handles = [self._memory.export(region) for region in regions]
-        self._regions, self._num_pages = list(regions), num_pages
+        self._regions, self._num_pages = list(regions), list(num_pages)
         try:
             self._flags = shared_bytes(8 * _NUM_FLAGS).view(np.int64)
         except OSError as error:
@@ -134,7 +134,8 @@ class IpcBackend:
     def local_metadata(self) -> bytes:
         regions = [(region.address, region.num_bytes, region.device) for region in self._regions]
         flags = None if self._flags is None else handle_of(self._flags.ctypes.data, self._flags.nbytes)
-        return msgspec.msgpack.encode(_Metadata(self.scope, _PROCESS, regions, self._num_pages, self._handles, flags))
+        return msgspec.msgpack.encode(_Metadata(self.scope, _PROCESS, regions, pack_counts(self._num_pages),
+                                                self._handles, flags))
 
     def add_peer(self, metadata: bytes, src_blocks: Sequence[int], dst_blocks: Sequence[int]) -> _Peer:
         try:
@@ -152,8 +153,8 @@ class IpcBackend:
         try:
             for handle, region in zip(description.handles, theirs):
                 peer.addresses.append(self._pool_memory.attach(handle, region, ours=description.process == _PROCESS))
-            for region, blocks in zip(self._regions, src_blocks):
-                self._pool_memory.prepare(region.num_bytes // (self._num_pages * blocks))
+            for region, num_pages, blocks in zip(self._regions, self._num_pages, src_blocks):
+                self._pool_memory.prepare(region.num_bytes // (num_pages * blocks))
         except TransferFailed:
             self._detach(peer)
             raise
@@ -175,7 +176,7 @@ class IpcBackend:
         if peer.removed:
             raise TransferFailed("the peer is not connected")
         region = self._regions[src_group]
-        block_bytes = region.num_bytes // (self._num_pages * peer.src_blocks[src_group])
+        block_bytes = region.num_bytes // (self._num_pages[src_group] * peer.src_blocks[src_group])
         copy = self._pool_memory.copy(region.address, peer.addresses[dst_group], src_ids, dst_ids, block_bytes)
         write = _Write(peer, copy)
         peer.copies[id(write)] = copy

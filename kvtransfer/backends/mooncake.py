@@ -31,7 +31,7 @@ import numpy as np
 from ...common.api.errors import ConfigError, TransferFailed
 from ...common.api.unreadable import UNREADABLE
 from ...common.config.server.disaggregation import TRANSFER_BACKENDS
-from .base import Backend, BackendSettings, Region, WriteState
+from .base import Backend, BackendSettings, PageCounts, Region, WriteState, pack_counts, unpack_counts
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ _WILDCARDS = ("0.0.0.0", "::")
 class _Metadata(msgspec.Struct):
     session: str
     regions: list[tuple[int, int, int]]
-    num_pages: int
+    num_pages: PageCounts
 
 
 @dataclass(eq=False)
@@ -98,19 +98,19 @@ class MooncakeBackend:
         self.quarantine_seconds = _TCP_QUARANTINE_SECONDS if ib_device is None else _RDMA_QUARANTINE_SECONDS
         self._session = f"{host}:{self._engine.get_rpc_port()}"
         self._regions: list[Region] = []
-        self._num_pages = 0
+        self._num_pages: list[int] = []
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="kv-mooncake")
 
-    def register(self, regions: Sequence[Region], num_pages: int) -> None:
+    def register(self, regions: Sequence[Region], num_pages: Sequence[int]) -> None:
         for region in regions:
             if self._engine.register_memory(region.address, region.num_bytes) != 0:
                 raise ConfigError("Mooncake cannot register the KV pool; its log says why.")
             self._regions.append(region)
-        self._num_pages = num_pages
+        self._num_pages = list(num_pages)
 
     def local_metadata(self) -> bytes:
         regions = [(region.address, region.num_bytes, region.device) for region in self._regions]
-        return msgspec.msgpack.encode(_Metadata(self._session, regions, self._num_pages))
+        return msgspec.msgpack.encode(_Metadata(self._session, regions, pack_counts(self._num_pages)))
 
     def add_peer(self, metadata: bytes, src_blocks: Sequence[int], dst_blocks: Sequence[int]) -> _Peer:
         try:
@@ -119,7 +119,7 @@ class MooncakeBackend:
             raise TransferFailed(f"the peer's description of its memory is unreadable: {error}") from None
         theirs = [Region(*region) for region in description.regions]
         return _Peer(description.session, _cut(self._regions, self._num_pages, src_blocks),
-                     _cut(theirs, description.num_pages, dst_blocks))
+                     _cut(theirs, unpack_counts(description.num_pages, theirs), dst_blocks))
 
     def remove_peer(self, peer: _Peer) -> None:
         peer.removed = True
@@ -183,8 +183,9 @@ def find_runs(src_ids: np.ndarray, dst_ids: np.ndarray) -> tuple[np.ndarray, np.
     return starts, np.diff(starts, append=len(src_ids))
 
 
-def _cut(regions: Sequence[Region], num_pages: int, blocks: Sequence[int]) -> list[_Blocks]:
-    return [_Blocks(region.address, region.num_bytes // (num_pages * count)) for region, count in zip(regions, blocks)]
+def _cut(regions: Sequence[Region], num_pages: Sequence[int], blocks: Sequence[int]) -> list[_Blocks]:
+    return [_Blocks(region.address, region.num_bytes // (pages * count))
+            for region, pages, count in zip(regions, num_pages, blocks)]
 
 
 @TRANSFER_BACKENDS.register("mooncake", needs={"mooncake": "mooncake-transfer-engine"})

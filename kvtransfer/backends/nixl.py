@@ -28,7 +28,7 @@ import numpy as np
 
 from ...common.api.errors import ConfigError, TransferFailed
 from ...common.config.server.disaggregation import TRANSFER_BACKENDS
-from .base import Backend, BackendSettings, Region, WriteState
+from .base import Backend, BackendSettings, PageCounts, Region, WriteState, pack_counts, unpack_counts
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ _LOCAL = "NIXL_INIT_AGENT"
 class _Metadata(msgspec.Struct):
     agent: bytes
     regions: list[tuple[int, int, int]]
-    num_pages: int
+    num_pages: PageCounts
 
 
 @dataclass
@@ -82,12 +82,12 @@ class NixlBackend:
             raise ConfigError("NIXL found no UCX plugin; reinstall the nixl package.")
         self._registered: Any = None
         self._regions: list[Region] = []
-        self._num_pages = 0
+        self._num_pages: list[int] = []
         self._cuts: dict[tuple[int, ...], list[Any]] = {}  # our prepared descriptors, by the blocks of a page
         self._peers: list[_Peer] = []
 
-    def register(self, regions: Sequence[Region], num_pages: int) -> None:
-        self._regions, self._num_pages = list(regions), num_pages
+    def register(self, regions: Sequence[Region], num_pages: Sequence[int]) -> None:
+        self._regions, self._num_pages = list(regions), list(num_pages)
         rows = [(region.address, region.num_bytes, max(region.device, 0), "") for region in regions]
         try:
             self._registered = self._agent.register_memory(rows, _memory_kind(regions))
@@ -96,18 +96,20 @@ class NixlBackend:
 
     def local_metadata(self) -> bytes:
         regions = [(region.address, region.num_bytes, region.device) for region in self._regions]
-        return msgspec.msgpack.encode(_Metadata(self._agent.get_agent_metadata(), regions, self._num_pages))
+        return msgspec.msgpack.encode(_Metadata(self._agent.get_agent_metadata(), regions,
+                                                pack_counts(self._num_pages)))
 
     def add_peer(self, metadata: bytes, src_blocks: Sequence[int], dst_blocks: Sequence[int]) -> _Peer:
         try:
             if (cut := tuple(src_blocks)) not in self._cuts:
-                self._cuts[cut] = [self._prepare(_LOCAL, region, self._num_pages * blocks)
-                                   for region, blocks in zip(self._regions, cut)]
+                self._cuts[cut] = [self._prepare(_LOCAL, region, count * blocks)
+                                   for region, count, blocks in zip(self._regions, self._num_pages, cut)]
             description = msgspec.msgpack.decode(metadata, type=_Metadata)
             name = self._agent.add_remote_agent(description.agent)
             name = name.decode() if isinstance(name, bytes) else name
-            theirs = [self._prepare(name, Region(*region), description.num_pages * blocks)
-                      for region, blocks in zip(description.regions, dst_blocks)]
+            counts = unpack_counts(description.num_pages, description.regions)
+            theirs = [self._prepare(name, Region(*region), count * blocks)
+                      for region, count, blocks in zip(description.regions, counts, dst_blocks)]
         except Exception as error:  # as above; the metadata is a peer's
             raise TransferFailed(f"NIXL cannot connect to the peer's memory: {error}") from error
         peer = _Peer(name, self._cuts[cut], theirs)

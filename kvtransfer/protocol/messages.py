@@ -23,8 +23,10 @@ History: version 1 is the first. Version 2 adds message authentication (authenti
 reshard plans (reshard.py): a decode rank has sessions with all prefill ranks that write to it, reserves with each, and
 waits for the result of each. Version 3 adds FirstTokenAck, until which prefill retains what another attempt at the
 request would need, and Decline. EarlyResult is sent only to peers whose memory has completion flags, which know the
-message. A prefill server may have pipeline stages: each of its ranks then has some of the layers, which an older peer
-refuses by their number. A server whose weights were replaced is another instance with another model.
+message. A server with several cache groups names the further ones in fields that an older peer ignores: it finds fewer
+layers than it expects, and refuses. A prefill server may have pipeline stages: each of its ranks then has some of the
+layers, which an older peer refuses by their number. A server whose weights were replaced is another instance with
+another model.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from ...common.api import errors
 from ...common.api.identity import ModelIdentity
 from ...common.api.messages import Logprobs
 from ...common.kvcache.layout import KVLayout
-from .reshard import RankLayout, find_mismatch
+from .reshard import RankLayout, find_group_mismatch
 
 Extent = Literal["sampled", "full", "off"]
 """The share of the transferred pages that a checksum covers."""
@@ -70,6 +72,7 @@ class PrefillResult(msgspec.Struct, frozen=True):
 class RankInfo(msgspec.Struct, frozen=True):
     """Description of one rank of a server instance for its peers. Receivers have no ``endpoint``.
 
+    ``layout`` is that of the first cache group, ``further_layouts`` are those of the others, if there are any.
     ``rank`` of ``tp_size`` is its rank in its attention group, which is data-parallel rank ``dp_rank`` of ``dp_size``,
     or pipeline stage ``pp_rank`` of ``pp_size``, whose layers are in ``layout``. ``model`` is None for a peer that does
     not send it; ``server`` is its name in logs.
@@ -88,11 +91,14 @@ class RankInfo(msgspec.Struct, frozen=True):
     pp_size: _NumRanks = 1
     model: ModelIdentity | None = None
     server: str = ""
+    further_layouts: tuple[KVLayout, ...] = ()
 
     def __post_init__(self) -> None:
         ranks = ((self.rank, self.tp_size), (self.dp_rank, self.dp_size), (self.pp_rank, self.pp_size))
         if any(not 0 <= rank < size for rank, size in ranks):
             raise ValueError("a rank lies outside of its group")
+        if any(layout.page_size != self.layout.page_size for layout in self.further_layouts):
+            raise ValueError("cache groups have pages of different numbers of tokens")
 
     def mismatch(self, peer: RankInfo) -> str | None:
         """Names what keeps pages from travelling from ``peer`` to us, with both values; None where nothing does."""
@@ -103,11 +109,35 @@ class RankInfo(msgspec.Struct, frozen=True):
         mine, its = self.model, peer.model
         if mine is not None and its is not None and mine.fingerprint != its.fingerprint:
             return f"the model is {mine} here and {its} there"
-        return find_mismatch(peer.rank_layout, self.rank_layout)
+        return find_group_mismatch(peer.group_layouts, self.group_layouts)
 
     @property
     def rank_layout(self) -> RankLayout:
+        """The layout of the first cache group."""
         return RankLayout(self.tp_size, self.layout)
+
+    @property
+    def layouts(self) -> tuple[KVLayout, ...]:
+        """The layouts of all cache groups."""
+        return self.layout, *self.further_layouts
+
+    @property
+    def group_layouts(self) -> list[RankLayout]:
+        return [RankLayout(self.tp_size, layout) for layout in self.layouts]
+
+
+class FurtherPool(msgspec.Struct, frozen=True, array_like=True):
+    """The pool of a cache group after the first; the fields as in Hello."""
+
+    num_pages: int
+    spare_page: int | None
+
+
+class PageSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Pages of a prompt in one cache group, from ``first_page`` on; ``page_ids`` int32, little endian."""
+
+    first_page: int
+    page_ids: bytes
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
@@ -123,6 +153,16 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     metadata: bytes
     checksum: Extent = "off"
     spare_page: int | None = None
+    further_pools: tuple[FurtherPool, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.further_pools) != len(self.info.further_layouts):
+            raise ValueError("every cache group has a layout and a pool")
+
+    @property
+    def pools(self) -> list[FurtherPool]:
+        """The pools of all cache groups."""
+        return [FurtherPool(self.num_pages, self.spare_page), *self.further_pools]
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
@@ -139,7 +179,8 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
 
 
 class Reserve(msgspec.Struct, tag="reserve", frozen=True):
-    """A destination: ``page_ids`` (int32, little endian) receive the prompt's pages from ``first_page`` on."""
+    """A destination: ``page_ids`` (int32, little endian) receive the prompt's pages from ``first_page`` on, and
+    ``further`` those of the other cache groups."""
 
     room: int
     stamp: int
@@ -147,6 +188,12 @@ class Reserve(msgspec.Struct, tag="reserve", frozen=True):
     num_prompt_tokens: int
     first_page: int
     page_ids: bytes
+    further: tuple[PageSpan, ...] = ()
+
+    @property
+    def spans(self) -> list[PageSpan]:
+        """The pages of all cache groups."""
+        return [PageSpan(self.first_page, self.page_ids), *self.further]
 
 
 class Result(msgspec.Struct, tag="result", frozen=True):

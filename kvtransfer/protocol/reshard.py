@@ -10,6 +10,9 @@ Where the layouts are equal, a plan moves whole pages. Otherwise pages are cut i
 contiguous on both sides: all heads of a layer, or as many heads of a layer's keys or values as the greatest common
 divisor of the two head counts. Neighbouring blocks travel together where the backend merges them.
 
+Of each cache group (common/kvcache/cache_group.py) pages travel by a plan of its own; both servers have the same
+groups. A plan for several groups numbers their layer groups one after the other.
+
 Where page sizes differ, one is a multiple of the other, and a larger page counts as several *sub-pages*, each with the
 tokens of one smaller page. A sub-page is no contiguous memory: its blocks are one head's keys or values of these tokens
 (or latents), and lie between those of the other sub-pages.
@@ -18,7 +21,8 @@ tokens of one smaller page. A sub-page is no contiguous memory: its blocks are o
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -89,6 +93,12 @@ def split_pages(page_ids: np.ndarray, per_page: int) -> np.ndarray:
     return page_ids if per_page == 1 else expand_blocks(page_ids, per_page, np.arange(per_page))
 
 
+def first_read_subpage(layout: KVLayout, num_prompt_tokens: int, subpage_tokens: int) -> int:
+    """The first sub-page of a prompt that is read after it; those before it do not travel. Both servers compute it
+    alike."""
+    return layout.first_retained_token(num_prompt_tokens) // subpage_tokens
+
+
 def find_mismatch(prefill: RankLayout, decode: RankLayout) -> str | None:
     """Names what keeps pages from travelling between two layouts, with both values (decode's first); None if
     nothing."""
@@ -106,13 +116,16 @@ def find_mismatch(prefill: RankLayout, decode: RankLayout) -> str | None:
         return (f"page_size of the KV layout is {decode.layout.page_size} here and {prefill.layout.page_size} there, "
                 f"and neither is a multiple of the other")
     for layer in range(first, last + 1):
+        number, its_number = decode.layout.number_of(layer), prefill.layout.number_of(layer - first)
+        if number != its_number:
+            return f"layer {number} is here in the cache group of layer {its_number} there"
         theirs, ours = prefill.layout.scales_of(layer - first), decode.layout.scales_of(layer)
         if ours != theirs:
-            return (f"the scales of keys and values in layer {layer} are {ours} here and {theirs} there: give both "
+            return (f"the scales of keys and values in layer {number} are {ours} here and {theirs} there: give both "
                     f"servers the same checkpoint and --quantization-param-path")
         windows = decode.layout.window_of(layer), prefill.layout.window_of(layer - first)
         if windows[0] != windows[1]:
-            return f"the sliding window of layer {layer} is {windows[0]} here and {windows[1]} there"
+            return f"the sliding window of layer {number} is {windows[0]} here and {windows[1]} there"
     total = _num_distinct_heads_of(prefill, decode)
     for side in (decode, prefill):
         if not _shares_evenly(side, total):
@@ -120,6 +133,14 @@ def find_mismatch(prefill: RankLayout, decode: RankLayout) -> str | None:
                     f"here and {prefill.layout.num_kv_heads} on each of {prefill.tp_size} ranks there, are not the "
                     f"same heads shared out evenly")
     return None
+
+
+def find_group_mismatch(prefill: Sequence[RankLayout], decode: Sequence[RankLayout]) -> str | None:
+    """Does as ``find_mismatch`` for the cache groups of two servers."""
+    if len(prefill) != len(decode):
+        return (f"the KV cache has {len(decode)} groups of layers here and {len(prefill)} there: give "
+                f"--disable-hybrid-swa-memory to both servers or to neither, and the same --context-length")
+    return next((why for its, ours in zip(prefill, decode) if (why := find_mismatch(its, ours)) is not None), None)
 
 
 def writer_ranks(rank: int, prefill: RankLayout, decode: RankLayout) -> list[int]:
@@ -158,6 +179,25 @@ def make_plan(src_rank: int, prefill: RankLayout, dst_rank: int, decode: RankLay
     return ReshardPlan(tuple(n * src_subpages for n in src_blocks), tuple(n * dst_subpages for n in dst_blocks),
                        tuple(ranges),
                        src_subpages, dst_subpages)
+
+
+def make_group_plan(src_rank: int, prefill: Sequence[RankLayout], dst_rank: int,
+                    decode: Sequence[RankLayout]) -> ReshardPlan | None:
+    """Does as ``make_plan`` for all cache groups of two servers."""
+    plans = [plan for its, ours in zip(prefill, decode)
+             if (plan := make_plan(src_rank, its, dst_rank, ours)) is not None]
+    if len(plans) < 2:
+        return plans[0] if plans else None
+    ranges: list[BlockRange] = []
+    src_groups = dst_groups = 0
+    for plan in plans:
+        ranges += [replace(blocks, src_group=blocks.src_group + src_groups, dst_group=blocks.dst_group + dst_groups)
+                   for blocks in plan.ranges]
+        src_groups, dst_groups = src_groups + len(plan.src_blocks), dst_groups + len(plan.dst_blocks)
+    src_blocks, dst_blocks = ([blocks for plan in plans for blocks in getattr(plan, side)]
+                              for side in ("src_blocks", "dst_blocks"))
+    return ReshardPlan(tuple(src_blocks), tuple(dst_blocks), tuple(ranges), plans[0].src_subpages,
+                       plans[0].dst_subpages)
 
 
 def _in_layer(heads: np.ndarray, num_heads: int, unit: int) -> np.ndarray:

@@ -17,7 +17,7 @@ import msgspec
 from ...common.api.errors import PairMismatch, ServingError, TransferFailed
 from ..expiring import MAX_WAITING
 from ..protocol import messages as m
-from ..protocol.reshard import make_plan, writer_ranks
+from ..protocol.reshard import make_group_plan, writer_ranks
 from ..protocol.timing import Timing
 from .receiver_state import (
     Address,
@@ -99,7 +99,7 @@ class Connections:
         server = self.servers[address] = ServerConnection({}, dp_size=ranks[0].dp_size)
         writers = writer_ranks(ours.rank, ranks[0].rank_layout, ours.rank_layout)
         for info in (info for info in ranks if info.rank in writers):
-            plan = make_plan(info.rank, ranks[0].rank_layout, ours.rank, ours.rank_layout)
+            plan = make_group_plan(info.rank, ranks[0].group_layouts, ours.rank, ours.group_layouts)
             assert plan is not None
             server.blocks, server.subpages = plan.dst_blocks, plan.dst_subpages  # the same for all ranks
             session = self._open(address, info, now)

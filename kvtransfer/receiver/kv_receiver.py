@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 
 import numpy as np
 import zmq
@@ -20,11 +22,11 @@ from ..backends.base import Backend
 from ..bootstrap import NotRegistered, SecretMismatch, fetch_ranks
 from ..checksum import block_positions, make_checksum, resolve_extent
 from ..driver import Driver
-from ..endpoint import PairKey, control_socket, rank_info, receive_all, register_pool
+from ..endpoint import FurtherGroup, PairKey, control_socket, rank_info, receive_all, register_pool
 from ..notices import Warn
 from ..protocol.authentication import SECRET_MISMATCH, TO_SENDER, AuthError, Channel, make_secret
-from ..protocol.messages import PrefillResult, RankInfo, decode_to_receiver, encode, unpack_page_ids
-from ..protocol.reshard import expand_blocks, split_pages
+from ..protocol.messages import FurtherPool, PrefillResult, RankInfo, decode_to_receiver, encode, unpack_page_ids
+from ..protocol.reshard import expand_blocks, first_read_subpage, split_pages
 from ..protocol.states import Phase
 from ..protocol.timing import Timing
 from .receiver_core import ReceiverCore
@@ -46,20 +48,22 @@ class KVReceiver:
     def __init__(self, *, args: DisaggregationArgs, host: str, rank: int, tp_size: int, layout: KVLayout,
                  num_pages: int, regions: list[tuple[int, int, int]], backend: Backend, dp_rank: int = 0,
                  dp_size: int = 1, model: ModelIdentity | None = None, server: str = "",
-                 spare_page: int | None = None):
-        pool = register_pool(backend, layout, num_pages, regions)
-        self._checksum = make_checksum(pool, num_pages)
-        self._extent = resolve_extent(args.kv_checksum, pool)
+                 spare_page: int | None = None, further: Sequence[FurtherGroup] = ()):
+        pool = register_pool(backend, [FurtherGroup(layout, num_pages, spare_page), *further], regions)
+        self._checksum = make_checksum(pool.regions, pool.num_pages)
+        self._extent = resolve_extent(args.kv_checksum, pool.regions)
         self._backend = backend
         self._flags = backend.completion_flags()
         self._context: zmq.Context[Socket] = zmq.Context()
         self._secret = make_secret(args.cluster_secret)
         self._timing = Timing.of(args)
         self.info: RankInfo = rank_info(endpoint="", rank=rank, tp_size=tp_size, layout=layout, backend=backend,
-                                        dp_rank=dp_rank, dp_size=dp_size, model=model, server=server)
+                                        dp_rank=dp_rank, dp_size=dp_size, model=model, server=server,
+                                        further=further)
         self._pair_key = PairKey(args.cluster_secret, backend, regions)
         self._core = ReceiverCore(self.info, self._timing, num_pages, backend.local_metadata(), self._extent,
-                                  backend.quarantine_seconds, spare_page)
+                                  backend.quarantine_seconds, spare_page,
+                                  tuple(FurtherPool(group.num_pages, group.spare_page) for group in further))
         self._driver = Driver(f"kv-receiver-{rank}", self._core, self._timing, self._work, self._carry_out)
         self._sockets: dict[bytes, Socket] = {}
         self._monitors: dict[bytes, Socket] = {}
@@ -70,8 +74,10 @@ class KVReceiver:
     # -- transfers ------------------------------------------------------------------------------------------------
 
     def reserve(self, room: int, peer: Address, prompt_digest: int, num_prompt_tokens: int, first_page: int,
-                page_ids: np.ndarray, dp_rank: int | None = None) -> None:
-        """Reserves our pages ``page_ids [n]`` for the prompt's pages from ``first_page`` on (n may be 0).
+                page_ids: np.ndarray, dp_rank: int | None = None,
+                further: Sequence[tuple[int, np.ndarray]] = ()) -> None:
+        """Reserves our pages ``page_ids [n]`` for the prompt's pages from ``first_page`` on (n may be 0), and
+        ``further`` ones in the other cache groups: of each the first page and the pages from it on.
 
         ``peer`` is host and port of the prefill server's bootstrap server; its data-parallel rank ``dp_rank`` computes
         the prompt, by default the rank that is the room modulo their number. It is looked up and connected to in the
@@ -79,7 +85,8 @@ class KVReceiver:
         """
         self._driver.io.check()
         with self._driver as core:
-            core.reserve(room, peer, prompt_digest, num_prompt_tokens, first_page, page_ids, time.monotonic(), dp_rank)
+            core.reserve(room, peer, prompt_digest, num_prompt_tokens, first_page, page_ids, time.monotonic(), dp_rank,
+                         further)
 
     def phase(self, room: int) -> Phase:
         self._driver.io.check()
@@ -203,16 +210,21 @@ class KVReceiver:
             self._core.verified(transfer, checksum == transfer.checksum, time.monotonic())
 
     def _checksum_of(self, transfer: RecvTransfer) -> int:
-        """Sums the sub-pages that the senders wrote; those of the last page after the prompt's end are not written."""
-        reserve, per_page, total = transfer.reserve, transfer.subpages, 0
-        first = reserve.first_page * per_page
-        count = -(-reserve.num_prompt_tokens * per_page // self.info.layout.page_size) - first
-        subpages = split_pages(unpack_page_ids(reserve.page_ids), per_page)[:count]
-        for group, blocks in enumerate(transfer.blocks):
-            offsets = np.arange(blocks // per_page)
-            positions = block_positions(group, blocks, first, len(subpages), offsets, per_page)
-            block_ids = expand_blocks(subpages, blocks, offsets, per_page)
-            total += self._checksum.compute(self._extent, group, blocks, block_ids, positions)
+        """Sums the sub-pages that the senders wrote; those of the last page after the prompt's end are not written, nor
+        those that are not read after the prompt."""
+        per_page, num_tokens, total = transfer.subpages, transfer.reserve.num_prompt_tokens, 0
+        subpage_tokens = self.info.layout.page_size // per_page
+        layer_groups = iter(enumerate(transfer.blocks))
+        for layout, span in zip(self.info.layouts, transfer.reserve.spans):
+            first_missing = span.first_page * per_page
+            first = max(first_missing, first_read_subpage(layout, num_tokens, subpage_tokens))
+            subpages = split_pages(unpack_page_ids(span.page_ids), per_page)[
+                first - first_missing:-(-num_tokens // subpage_tokens) - first_missing]
+            for group, blocks in islice(layer_groups, len(layout.groups)):
+                offsets = np.arange(blocks // per_page)
+                positions = block_positions(group, blocks, first, len(subpages), offsets, per_page)
+                block_ids = expand_blocks(subpages, blocks, offsets, per_page)
+                total += self._checksum.compute(self._extent, group, blocks, block_ids, positions)
         return total
 
     def _look_up(self, address: Address) -> None:

@@ -42,16 +42,17 @@ class ReceiverCore:
     """
 
     def __init__(self, info: m.RankInfo, timing: Timing, num_pages: int, metadata: bytes = b"",
-                 checksum: Extent = "off", quarantine_seconds: float = 0.0, spare_page: int | None = None):
-        """``lingering`` is the backend's."""
+                 checksum: Extent = "off", quarantine_seconds: float = 0.0, spare_page: int | None = None,
+                 further_pools: tuple[m.FurtherPool, ...] = ()):
+        """``quarantine_seconds`` are the backend's."""
         self.info = info
         self.timing = timing
         self.checksum = checksum
         self.quarantine_seconds = quarantine_seconds
         self.effects: deque[Effect] = deque()
         self.transfers: dict[int, RecvTransfer] = {}
-        self.connections = Connections(m.Hello(info, "", num_pages, metadata, checksum, spare_page), timing,
-                                       self.effects,
+        self.connections = Connections(m.Hello(info, "", num_pages, metadata, checksum, spare_page, further_pools),
+                                       timing, self.effects,
                                        lambda address: bool(self._waiting(address)) or self._is_attempting(address))
         self.attempts: dict[Address, ConnectAttempt] = {}
         self._notices = Notices(self.effects)
@@ -62,12 +63,17 @@ class ReceiverCore:
     # -- the scheduler's calls ------------------------------------------------------------------------------------
 
     def reserve(self, room: int, address: Address, prompt_digest: int, num_prompt_tokens: int, first_page: int,
-                page_ids: np.ndarray, now: float, dp_rank: int | None = None) -> None:
+                page_ids: np.ndarray, now: float, dp_rank: int | None = None,
+                further: Sequence[tuple[int, np.ndarray]] = ()) -> None:
         if room in self.transfers:
             raise room_in_use(room)
-        assert len(page_ids) == self.info.layout.pages_for(num_prompt_tokens) - first_page, "one for each missing page"
+        pages = self.info.layout.pages_for(num_prompt_tokens)
+        assert all(len(ids) == pages - first for first, ids in ((first_page, page_ids), *further)), (
+            "one for each missing page")
         reserve = m.Reserve(room, next(self._stamps), prompt_digest, num_prompt_tokens, first_page,
-                            m.pack_page_ids(page_ids))
+                            m.pack_page_ids(page_ids),
+                            tuple(m.PageSpan(first, m.pack_page_ids(ids)) for first, ids in further))
+        assert len(reserve.spans) == len(self.info.layouts), "pages in every cache group"
         transfer = self.transfers[room] = RecvTransfer(room, address, reserve, now, dp_rank=dp_rank)
         if (server := self.connections.connection_to(address)) is not None:
             self._publish(transfer, server, now)
@@ -350,8 +356,9 @@ class ReceiverCore:
 
     def _count_end(self, transfer: RecvTransfer, now: float) -> None:
         if transfer.phase is Phase.DONE:
-            num_pages = len(transfer.reserve.page_ids) // 4
-            self.counters["kv_bytes_received"] += num_pages * self.info.layout.page_bytes
+            self.counters["kv_bytes_received"] += sum(
+                len(span.page_ids) // 4 * layout.page_bytes
+                for span, layout in zip(transfer.reserve.spans, self.info.layouts))
             self.counters["kv_transfers_done"] += 1
             self.counters["kv_transfer_seconds"] += now - transfer.began
         else:

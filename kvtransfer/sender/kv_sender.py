@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from ...common.kvcache.layout import KVLayout
 from ..backends.base import Backend, WriteState
 from ..checksum import block_positions, make_checksum
 from ..driver import Driver
-from ..endpoint import PairKey, bind_control, control_socket, rank_info, receive_all, register_pool
+from ..endpoint import FurtherGroup, PairKey, bind_control, control_socket, rank_info, receive_all, register_pool
 from ..io_thread import BUSY_INTERVAL
 from ..notices import Warn
 from ..protocol.authentication import SECRET_MISMATCH, AuthError, Channels, make_secret
@@ -47,29 +47,33 @@ class KVSender:
 
     ``host`` is the address at which decode reaches us; ``regions[g]`` is ``(address, bytes, device)`` of layer group
     g's memory, ``num_pages`` pages of ``layout.group_page_bytes(g)`` each, device -1 for host memory. No request uses
-    ``spare_page``: writing it opens the data path of a connection before a request needs it. All methods but the
-    constructor and ``close`` return at once and may be called from any thread. Raises ConfigError when ``host`` cannot
-    be bound or the backend refuses the memory.
+    ``spare_page``: writing it opens the data path of a connection before a request needs it. With ``further`` cache
+    groups, ``regions`` has their layer groups too, and layer groups are numbered one cache group after the other. All
+    methods but the constructor and ``close`` return at once and may be called from any thread. Raises ConfigError when
+    ``host`` cannot be bound or the backend refuses the memory.
     """
 
     def __init__(self, *, args: DisaggregationArgs, host: str, rank: int, tp_size: int, layout: KVLayout,
                  num_pages: int, regions: list[tuple[int, int, int]], backend: Backend, dp_rank: int = 0,
                  dp_size: int = 1, pp_rank: int = 0, pp_size: int = 1, model: ModelIdentity | None = None,
-                 server: str = "", spare_page: int | None = None):
-        self._checksum = make_checksum(register_pool(backend, layout, num_pages, regions), num_pages)
+                 server: str = "", spare_page: int | None = None, further: Sequence[FurtherGroup] = ()):
+        groups = [FurtherGroup(layout, num_pages, spare_page), *further]
+        pool = register_pool(backend, groups, regions)
+        self._checksum = make_checksum(pool.regions, pool.num_pages)
         self._backend = backend
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = control_socket(self._context, zmq.ROUTER)
         self.info: RankInfo = rank_info(endpoint=bind_control(self._router, host), rank=rank, tp_size=tp_size,
                                         layout=layout, backend=backend, dp_rank=dp_rank, dp_size=dp_size,
-                                        pp_rank=pp_rank, pp_size=pp_size, model=model, server=server)
+                                        pp_rank=pp_rank, pp_size=pp_size, model=model, server=server,
+                                        further=further)
         self._pair_key = PairKey(args.cluster_secret, backend, regions)
         self._channels = Channels(make_secret(args.cluster_secret))
         self._timing = Timing.of(args)
-        self._core = SenderCore(self.info, self._timing, _bytes_of(layout))
+        self._core = SenderCore(self.info, self._timing, _bytes_of(pool.page_bytes))
         self._driver = Driver(f"kv-sender-{rank}", self._core, self._timing, self._work, self._carry_out)
         self._in_flight: list[_Posting] = []
-        self._spare_page = spare_page
+        self._spare_pages = [group.spare_page for group in groups for _ in group.layout.groups]  # by layer group
         self._opening: list[_Opening] = []
         self._driver.io.add_reader(self._router, lambda: receive_all(self._router, self._receive))
         self._driver.io.start()
@@ -233,14 +237,14 @@ class KVSender:
         """Writes once over each path that pages will take, which sets it up: over NIXL that takes longer than the
         rest."""
         session, plan = opening.session, opening.session.plan
-        if self._spare_page is None or session.spare_page is None:
-            return
-        src_subpage, dst_subpage = (np.array([page * per_page]) for page, per_page in (
-            (self._spare_page, plan.src_subpages), (session.spare_page, plan.dst_subpages)))
+        theirs = [pool.spare_page if pool.spare_page is not None and 0 <= pool.spare_page < pool.num_pages else None
+                  for pool, layout in zip(session.pools, session.info.layouts) for _ in layout.groups]
         for blocks in plan.ranges:
-            opening.handles.append(self._backend.write(
-                opening.peer, blocks.src_group, plan.src_block_ids(blocks, src_subpage),
-                blocks.dst_group, plan.dst_block_ids(blocks, dst_subpage)))
+            ours, its = self._spare_pages[blocks.src_group], theirs[blocks.dst_group]
+            if ours is not None and its is not None:
+                opening.handles.append(self._backend.write(
+                    opening.peer, blocks.src_group, plan.src_block_ids(blocks, np.array([ours * plan.src_subpages])),
+                    blocks.dst_group, plan.dst_block_ids(blocks, np.array([its * plan.dst_subpages]))))
 
     def _poll_openings(self) -> None:
         """Welcomes the receivers whose memory can be written to."""
@@ -354,10 +358,11 @@ class _Opening(_Handles):
     deadline: float
 
 
-def _bytes_of(layout: KVLayout) -> Callable[[Write], int]:
+def _bytes_of(page_bytes: Sequence[int]) -> Callable[[Write], int]:
+    """``page_bytes`` are those of a page of each layer group."""
     def count(write: Write) -> int:
-        plan, page_bytes = write.session.plan, layout.group_page_bytes(write.group)
+        plan = write.session.plan
         blocks = sum(len(blocks.src) for blocks in plan.ranges_of(write.group))
-        return len(write.src_ids) * page_bytes * blocks // plan.src_blocks[write.group]
+        return len(write.src_ids) * page_bytes[write.group] * blocks // plan.src_blocks[write.group]
 
     return count

@@ -197,8 +197,7 @@ class SenderCore:
         for old in self.sessions.sessions_of(hello.info.instance):
             error = TransferFailed("the decode server opened a new session", cause="connection_lost")
             self._end_session(old, error, now)
-        spare = hello.spare_page if hello.spare_page is not None and 0 <= hello.spare_page < hello.num_pages else None
-        session = Session(session_id, hello.info, plan, hello.num_pages, now, hello.checksum, spare)
+        session = Session(session_id, hello.info, plan, hello.pools, now, hello.checksum)
         self.sessions.admit(session, hello.metadata)
 
     def _on_ack(self, session: Session, message: m.FirstTokenAck | m.Abort) -> None:

@@ -22,10 +22,9 @@ class Session:
     id: bytes
     info: m.RankInfo
     plan: ReshardPlan
-    num_pages: int
+    pools: list[m.FurtherPool]  # the receiver's, of all cache groups
     confirmed: float
     checksum: Extent = "off"
-    spare_page: int | None = None  # in the receiver's pool
     peer: Any = None
     lease: float = 0.0  # time until which writes may be posted
     stamp: int = -1  # the last Reserve's
@@ -74,28 +73,43 @@ class SendTransfer:
         self.phase = step(SENDER, self.phase, Event.JOIN)
 
 
+class DestinationPages(NamedTuple):
+    """The receiver's pages ``page_ids [n]`` for a prompt's pages from ``first_page`` on, in one cache group."""
+
+    first_page: int
+    page_ids: np.ndarray
+
+    @classmethod
+    def of(cls, span: m.PageSpan) -> DestinationPages:
+        try:
+            return cls(span.first_page, m.unpack_page_ids(span.page_ids))
+        except ValueError:
+            return cls(span.first_page, np.empty(0, dtype=np.int64))
+
+
 @dataclass(eq=False)
 class Destination:
-    """A Reserve that arrived, with its session. ``checksum`` covers the pages that were written to it so far."""
+    """A Reserve that arrived, with its session. ``pages`` are those of each cache group. ``checksum`` covers the pages
+    that were written to it so far."""
 
     session: Session
     room: int
     stamp: int
     prompt_digest: int
     num_prompt_tokens: int
-    first_page: int
-    page_ids: np.ndarray
+    pages: list[DestinationPages]
     deadline: float
     checksum: int = 0
 
     @classmethod
     def of(cls, session: Session, reserve: m.Reserve, deadline: float) -> Destination:
-        try:
-            page_ids = m.unpack_page_ids(reserve.page_ids)
-        except ValueError:
-            page_ids = np.empty(0, dtype=np.int64)
         return cls(session, reserve.room, reserve.stamp, reserve.prompt_digest, reserve.num_prompt_tokens,
-                   reserve.first_page, page_ids, deadline)
+                   list(map(DestinationPages.of, reserve.spans)), deadline)
+
+    @property
+    def first_page(self) -> int:
+        """The first page of the prompt that the receiver lacks in the first cache group."""
+        return self.pages[0].first_page
 
     @property
     def rank(self) -> int:
@@ -105,12 +119,14 @@ class Destination:
     def flaw(self) -> str | None:
         """Explains why nothing can be written there: the number of pages is wrong, or some are not in the receiver's
         pool; None where it can."""
-        pages = self.session.info.layout.pages_for(self.num_prompt_tokens)
-        ids, first = self.page_ids, self.first_page
-        if not 0 <= first <= pages or len(ids) != pages - first:
-            return f"decode's reservation has {len(ids)} pages from page {first} on for a prompt of {pages} pages"
-        if len(ids) and (ids.min() < 0 or ids.max() >= self.session.num_pages):
-            return f"decode's reservation names pages outside its pool of {self.session.num_pages}"
+        pages, pools = self.session.info.layout.pages_for(self.num_prompt_tokens), self.session.pools
+        if len(self.pages) != len(pools):
+            return f"decode's reservation is for {len(self.pages)} cache groups, and it has {len(pools)}"
+        for (first, ids), pool in zip(self.pages, pools):
+            if not 0 <= first <= pages or len(ids) != pages - first:
+                return f"decode's reservation has {len(ids)} pages from page {first} on for a prompt of {pages} pages"
+            if len(ids) and (ids.min() < 0 or ids.max() >= pool.num_pages):
+                return f"decode's reservation names pages outside its pool of {pool.num_pages}"
         return None
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from ..notices import Notices
 from ..protocol import messages as m
-from ..protocol.reshard import ReshardPlan, make_plan
+from ..protocol.reshard import ReshardPlan, make_group_plan
 from ..protocol.timing import Timing
 from .sender_state import Admit, Dismiss, Effect, Send, Session
 
@@ -63,7 +63,7 @@ class Sessions:
             return None
         plan = None
         if (why := hello.info.mismatch(self.info)) is None:
-            plan = make_plan(self.info.rank, self.info.rank_layout, hello.info.rank, hello.info.rank_layout)
+            plan = make_group_plan(self.info.rank, self.info.group_layouts, hello.info.rank, hello.info.group_layouts)
             why = f"rank {self.info.rank} there writes nothing to rank {hello.info.rank} here"
         if plan is None:
             sentence = m.describe_mismatch(str(why))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..protocol.messages import RankInfo
-from ..protocol.reshard import split_pages
+from ..protocol.reshard import first_read_subpage, split_pages
 from ..protocol.states import Phase
 from .sender_state import Destination, SendTransfer, Write
 
@@ -22,6 +22,7 @@ class WriteQueue:
 
     def __init__(self, info: RankInfo):
         self._info = info  # the sender's
+        self._cache_groups = [index for index, layout in enumerate(info.layouts) for _ in layout.groups]
         self._writes: deque[Write] = deque()
         self._in_flight = 0
         self._counted_until = 0.0  # the time in flight was reported up to here
@@ -31,18 +32,21 @@ class WriteQueue:
 
     def add(self, transfer: SendTransfer, destination: Destination, group: int, first: int, src_page_ids: np.ndarray,
             ready: Any) -> None:
-        """Queues those of the pages that the destination lacks and its plan covers, as sub-pages where page sizes
-        differ.
+        """Queues those of the pages that the destination lacks, is to read and its plan covers, as sub-pages where page
+        sizes differ.
 
         ``src_page_ids [n]`` are the prompt's pages from ``first`` on.
         """
         plan = destination.session.plan
+        cache_group = self._cache_groups[group]
+        first_page, page_ids = destination.pages[cache_group]
         subpage_tokens = self._info.layout.page_size // plan.src_subpages
         num_subpages = -(-transfer.num_prompt_tokens // subpage_tokens)
-        start, first_missing = first * plan.src_subpages, destination.first_page * plan.dst_subpages
-        skip = max(0, first_missing - start)
+        start, first_missing = first * plan.src_subpages, first_page * plan.dst_subpages
+        first_read = first_read_subpage(self._info.layouts[cache_group], transfer.num_prompt_tokens, subpage_tokens)
+        skip = max(0, max(first_missing, first_read) - start)
         src = split_pages(src_page_ids, plan.src_subpages)[skip:num_subpages - start]
-        dst = split_pages(destination.page_ids, plan.dst_subpages)[start + skip - first_missing:][:len(src)]
+        dst = split_pages(page_ids, plan.dst_subpages)[start + skip - first_missing:][:len(src)]
         assert len(dst) == len(src), "pages beyond the prompt's last"
         if len(src) and plan.ranges_of(group):
             transfer.queued += 1

@@ -34,8 +34,9 @@ def read(config: ModelConfig) -> ModelSpec:
 
 
 def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    from baton.common.models.decoder.blocks import Blocks, dense_mlp, layer_norm
     from baton.common.models.decoder.causal_lm import CausalLM
-    from baton.common.models.decoder.layer import Blocks, SelfAttention, dense_mlp, layer_norm
+    from baton.common.models.decoder.self_attention import SelfAttention
 
     own: NemotronSpec = spec.family
     return CausalLM(spec, parallel, dtype, device, Blocks(

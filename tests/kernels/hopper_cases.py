@@ -105,14 +105,14 @@ def latents(dtype: torch.dtype) -> torch.Tensor:
 
 
 def store_heads(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, norms: bool,
-                cache: torch.dtype | None = None) -> None:
+                cache: torch.dtype | None = None, rotated: int | None = None) -> None:
     fused = of(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
     parts = fused.split([heads * dim, kv_heads * dim, kv_heads * dim], -1)
     q, k, v = (part.unflatten(-1, (-1, dim)) for part in parts)
     weights = HeadNorms(of(dim, dtype=dtype), of(dim, dtype=dtype), 1e-6) if norms else None
     scales = (0.5, 0.25) if cache else (1.0, 1.0)
-    rope_and_store(q, k, v, *pool(kv_heads, dim, cache or dtype), int64(tokens), int64(tokens), fp32(8192, dim),
-                   int64(tokens), *scales, weights, inputs_ready=True)
+    rope_and_store(q, k, v, *pool(kv_heads, dim, cache or dtype), int64(tokens), int64(tokens),
+                   fp32(8192, rotated or dim), int64(tokens), *scales, weights, inputs_ready=True)
 
 
 def decode_heads(requests: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
@@ -268,6 +268,7 @@ CASES: dict[str, Callable[[], object]] = {
     "silu_and_mul 10944": lambda: silu_and_mul(of(7, 21888)),
     "rope_and_store Llama": lambda: store_heads(7, 32, 8, 128, BF16, False),
     "rope_and_store Llama, one KV head a rank": lambda: store_heads(7, 4, 1, 128, BF16, False),
+    "rope_and_store Nemotron, half of a head": lambda: store_heads(7, 48, 8, 128, BF16, False, rotated=64),
     "rope_and_store Qwen3": lambda: store_heads(7, 32, 4, 128, BF16, True),
     "rope_and_store Qwen3, float8": lambda: store_heads(7, 32, 4, 128, BF16, True, FP8),
     "rope_and_store Qwen3, float8 e5m2": lambda: store_heads(7, 32, 4, 128, BF16, True, torch.float8_e5m2),

@@ -40,6 +40,10 @@ def test_blocks_are_copied_where_they_belong():
     run_interpreted("copy_blocks_cases.py")
 
 
+def test_steps_in_flight_compute_what_they_compute_alone():
+    run_interpreted("step_cases.py")
+
+
 def test_draws_equal_the_plain_path():
     run_interpreted("sample_cases.py")
 

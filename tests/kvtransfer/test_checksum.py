@@ -31,7 +31,7 @@ def pool():
 def test_parts_add_up_and_torch_agrees(pool, extent):
     ids = np.array([3, 0, 7, 11, 2])
     region = Region(pool.ctypes.data, pool.nbytes, -1)
-    checksum = make_checksum([region], len(pool))
+    checksum = make_checksum([region], [len(pool)])
     whole = of(checksum, extent, 0, ids, 4)
     assert 0 < whole < 2**64
     assert (of(checksum, extent, 0, ids[:2], 4) + of(checksum, extent, 0, ids[2:], 6)) % 2**64 == whole

@@ -27,7 +27,7 @@ def ends(monkeypatch):
     for _ in range(2):
         pool = shared_bytes(PAGES * PAGE_BYTES)
         made.append(IpcBackend())
-        made[-1].register([Region(pool.ctypes.data, pool.nbytes, -1)], PAGES)
+        made[-1].register([Region(pool.ctypes.data, pool.nbytes, -1)], [PAGES])
         made[-1].pool = pool
     yield made
     for backend in made:

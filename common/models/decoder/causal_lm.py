@@ -17,7 +17,8 @@ from ...layers.classifier_head import ClassifierHead
 from ...layers.rotary import rotary_table
 from ...layers.vocab import VocabTable
 from ...weights.slots import Slot, allocator
-from .layer import Blocks, DecoderLayer, Norm
+from .blocks import Blocks, Norm
+from .layer import DecoderLayer
 from .micro_batches import run_interleaved
 
 

@@ -1,194 +1,22 @@
-"""A pre-norm decoder layer: self-attention and an MLP, each of which a model family may replace."""
+"""A pre-norm decoder layer, made of a family's blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from ....kernels.arguments import Float8Format, HeadNorms
 from ...config.model import ModelSpec
-from ...config.rope import RotarySpec
 from ...distributed.deferred_reduce import MaybeDeferred
 from ...distributed.parallel import Parallel
-from ...distributed.step_rows import ONE_GROUP, StepRows
+from ...distributed.step_rows import StepRows
 from ...distributed.token_exchange import TokenExchange
-from ...distributed.tp import TPGroup
 from ...forward.piecewise import Projected
 from ...forward.step_context import MicroBatch, StepContext
-from ...layers.layer_norm import LayerNorm
-from ...layers.linear import ColumnLinear, Columns, RowLinear, Rows
-from ...layers.mlp import MLP
-from ...layers.norm import FormatOf, RMSNorm, unquantized
+from ...layers.norm import unquantized
 from ...weights.slots import Allocate, Slot
-
-
-class SelfAttention:
-    """Attention with a key and a value a KV head. ``head_norm_eps``: heads of queries and keys are normed, with it.
-    ``sinks``: each head has a logit that joins the denominator of its softmax."""
-
-    def __init__(self, name: str, layer: int, spec: ModelSpec, tp: TPGroup, allocate: Allocate, *,
-                 qkv_bias: bool = False, o_bias: bool = False, head_norm_eps: float | None = None,
-                 sinks: bool = False):
-        self.layer = layer
-        self.head_dim = spec.head_dim
-        q_size = spec.num_heads * spec.head_dim
-        self.qkv = ColumnLinear(spec.hidden_size, [
-            Columns.shard(f"{name}.q_proj", q_size, tp),
-            Columns.kv_shard(f"{name}.k_proj", spec.num_kv_heads, spec.head_dim, tp),
-            Columns.kv_shard(f"{name}.v_proj", spec.num_kv_heads, spec.head_dim, tp),
-        ], qkv_bias, allocate)
-        self.num_local_heads = [size // spec.head_dim for size in self.qkv.sizes]  # of q, k and v
-        self.output = RowLinear(f"{name}.o_proj", q_size, spec.hidden_size, o_bias, tp, allocate)
-        self.width = q_size // tp.size
-        self.sinks: Slot | None = None
-        if sinks:
-            heads = spec.num_heads // tp.size
-            self.sinks = Slot(f"{name}.sinks", allocate(heads, dtype=torch.float32), (spec.num_heads,), 0,
-                              tp.rank * heads)
-        self.q_norm = self.k_norm = None
-        if head_norm_eps is not None:
-            self.q_norm = RMSNorm(f"{name}.q_norm", spec.head_dim, head_norm_eps, allocate)
-            self.k_norm = RMSNorm(f"{name}.k_norm", spec.head_dim, head_norm_eps, allocate)
-
-    def activation_format(self, rows: int) -> Float8Format | None:
-        return self.qkv.activation_format(rows)
-
-    def project(self, x: Rows) -> Projected:
-        return (self.qkv(x),)
-
-    def attend(self, projected: Projected, step: StepContext, cos_sin: torch.Tensor, trimmed: bool) -> torch.Tensor:
-        (qkv,) = projected
-        heads = qkv.view(len(qkv), sum(self.num_local_heads), self.head_dim)
-        q, k, v = heads.split_with_sizes(self.num_local_heads, 1)  # [T, heads, head_dim]
-        norms = None
-        if self.q_norm is not None and self.k_norm is not None:
-            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        sinks = None if self.sinks is None else self.sinks.target
-        inputs = (self.layer, q, k, v, cos_sin, norms, sinks)
-        if trimmed:
-            return step.attention.run_last_tokens(*inputs).flatten(1)
-        return step.attention.run(*inputs).flatten(1)
-
-    def slots(self) -> Iterator[Slot]:
-        for module in (self.qkv, self.output, self.q_norm, self.k_norm):
-            if module is not None:
-                yield from module.slots()
-        if self.sinks is not None:
-            yield self.sinks
-
-
-class LayerAttention(Protocol):
-    """A layer's attention for one kind of backend. This rank's heads have ``width`` values a row, which ``output``
-    projects."""
-
-    width: int
-
-    @property
-    def output(self) -> RowLinear: ...
-
-    def activation_format(self, rows: int) -> Float8Format | None:
-        """Returns the format of its input, see LinearMethod."""
-
-    def project(self, x: Any) -> Projected:
-        """Projects the layer's input ``[T, hidden]`` to the inputs of ``attend``, row by row."""
-
-    def attend(self, projected: Projected, step: StepContext, cos_sin: torch.Tensor, trimmed: bool) -> torch.Tensor:
-        """Returns the concatenated heads' outputs ``[T, width]`` by the step's attention plan. In the last layer, with
-        ``trimmed``, it returns those of the batch's ``last_tokens`` only. May overwrite ``projected``."""
-
-    def slots(self) -> Iterator[Slot]: ...
-
-
-MakeAttention = Callable[[str, int, ModelSpec, TPGroup, Allocate], LayerAttention]
-"""Builds the attention ``(name, KV layer, spec, tp, allocate)`` of a layer, as ``MakeMLP`` its MLP."""
-
-
-class LayerMLP(Protocol):
-    """A layer's MLP: ``[T, hidden] -> [T, hidden]``, for the tokens of all attention groups together, or with
-    ``dispatches_tokens`` for this rank's own tokens, in a step of ``rows``."""
-
-    dispatches_tokens: bool
-
-    @property
-    def has_partial(self) -> bool:
-        """True if the result is the sum of the ranks' ``partial`` results."""
-
-    def activation_format(self, rows: int) -> Float8Format | None:
-        """Returns the format of its input, see LinearMethod."""
-
-    def __call__(self, x: Any, rows: StepRows = ONE_GROUP) -> torch.Tensor: ...
-
-    def forward_deferred(self, x: Any, rows: StepRows = ONE_GROUP) -> MaybeDeferred:
-        """Computes the MLP, with its sum over the ranks deferred where there is one."""
-
-    def partial(self, x: Any, rows: StepRows = ONE_GROUP) -> torch.Tensor: ...
-
-    def partial_pair(self, x: Any, rows: StepRows = ONE_GROUP) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns ``partial`` as two summands, which the sum over the ranks adds on the way."""
-
-    def slots(self) -> Iterator[Slot]: ...
-
-
-MakeMLP = Callable[[str, int, ModelSpec, TPGroup, Allocate], LayerMLP]
-"""Builds the MLP ``(name, layer index, spec, tp, allocate)`` of a layer; its tensors' names begin with ``name``."""
-
-
-def dense_mlp(*, bias: bool = False, activation: str = "silu", gated: bool = True) -> MakeMLP:
-    """Returns a factory of dense MLPs; see MLP."""
-    def make(name: str, index: int, spec: ModelSpec, tp: TPGroup, allocate: Allocate) -> LayerMLP:
-        return MLP(name, spec.hidden_size, spec.intermediate_size, bias, tp, allocate, activation, gated)
-
-    return make
-
-
-class Norm(Protocol):
-    """A norm of a layer's rows, added to the residual before."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
-
-    def add_norm_as(self, format_of: FormatOf, x: MaybeDeferred, residual: torch.Tensor | None,
-                    rows: StepRows = ONE_GROUP) -> tuple[Any, torch.Tensor]:
-        """See RMSNorm."""
-
-    def add_norm(self, x: MaybeDeferred, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """See RMSNorm."""
-
-    def slots(self) -> Iterator[Slot]: ...
-
-
-MakeNorm = Callable[[str, int, Allocate, TokenExchange | None], Norm]
-"""Builds the norm ``(name, size, allocate, exchange)``; see RMSNorm."""
-
-
-def rms_norm(eps: float) -> MakeNorm:
-    """Returns a factory of RMSNorms."""
-    def make(name: str, size: int, allocate: Allocate, exchange: TokenExchange | None = None) -> Norm:
-        return RMSNorm(name, size, eps, allocate, exchange)
-
-    return make
-
-
-def layer_norm(eps: float, *, offset: float = 0.0) -> MakeNorm:
-    """Returns a factory of LayerNorms."""
-    def make(name: str, size: int, allocate: Allocate, exchange: TokenExchange | None = None) -> Norm:
-        return LayerNorm(name, size, eps, allocate, offset=offset)
-
-    return make
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """The parts of which a family's decoder is made. ``rotary_dim`` values of a head are rotated, by default as many as
-    ``rope`` says."""
-
-    rope: RotarySpec
-    norm: MakeNorm
-    attention: MakeAttention
-    mlp: MakeMLP
-    rotary_dim: int | None = None
+from .blocks import Blocks, LayerMLP
 
 
 def mlp_over_dp(mlp: LayerMLP, exchange: TokenExchange) -> Callable[[Any, StepRows], MaybeDeferred]:

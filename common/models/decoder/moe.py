@@ -7,7 +7,7 @@ from ...distributed.expert_parallel import ExpertParallel
 from ...distributed.tp import TPGroup
 from ...layers.moe import MoE
 from ...weights.slots import Allocate
-from .layer import LayerMLP, MakeMLP, dense_mlp
+from .blocks import LayerMLP, MakeMLP, dense_mlp
 
 
 def mixed_mlp(share: ExpertParallel, make_dense: MakeMLP | None = None) -> MakeMLP:

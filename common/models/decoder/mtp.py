@@ -13,7 +13,8 @@ from ...config.model import ModelSpec
 from ...distributed.parallel import Parallel
 from ...forward.step_context import StepContext
 from ...weights.slots import Allocate, Slot, allocator
-from .layer import Blocks, DecoderLayer
+from .blocks import Blocks
+from .layer import DecoderLayer
 
 
 class MTPDraftLayer:

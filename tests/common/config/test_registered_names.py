@@ -15,6 +15,7 @@ from baton.common.config.cli import _flags
 from baton.common.config.load_format import LOAD_FORMATS
 from baton.common.config.quantization import QUANTIZATIONS
 from baton.common.config.server import ServerConfig
+from baton.common.config.server.cache import KV_TIERS
 from baton.common.config.server.disaggregation import TRANSFER_BACKENDS
 from baton.common.config.server.kernels import ATTENTION_BACKENDS, LATENT_BACKENDS, SAMPLING_BACKENDS
 from baton.common.config.server.schedule import SCHEDULE_POLICIES
@@ -27,7 +28,8 @@ from baton.router.config.policy import ROUTING_POLICIES
 from baton.tests.helpers.layers import ROOT
 
 FILES: dict[str, tuple[Registry, set[str]]] = {
-    "common/attention": (ATTENTION_BACKENDS, {"base", "select", "per_window_backend", "prefill_decode_backend"}),
+    "common/attention": (ATTENTION_BACKENDS, {
+        "base", "select", "per_window_backend", "prefill_decode_backend", "workspace"}),
     "common/attention/mla": (LATENT_BACKENDS, {"base", "select"}),
     "common/sampling": (SAMPLING_BACKENDS, {
         "apply_processors", "bitmask", "builtin_processors", "gumbel_noise", "hidden_rows", "penalties",
@@ -46,6 +48,7 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
     "common/weights": (LOAD_FORMATS, {
         "expert_names", "files", "fingerprint", "interleaved_experts", "kv_scales", "lazy", "loader", "samples",
         "slots", "source"}),
+    "common/kvcache/tiers": (KV_TIERS, {"base"}),
     "kvtransfer/backends": (TRANSFER_BACKENDS, {"base", "cuda_driver", "ipc_cuda", "ipc_host"}),
 }
 """By folder: the registry of its implementations, and the files that implement nothing."""
@@ -61,6 +64,7 @@ FLAGS = {
     "schedule_policy": {*SCHEDULE_POLICIES},
     **dict.fromkeys(("policy", "prefill_policy", "decode_policy"), {*ROUTING_POLICIES}),
     "disaggregation_transfer_backend": {*TRANSFER_BACKENDS},
+    "kv_tier": {*KV_TIERS},
 }
 """Flags that take registered names, and the values that ``--help`` shows."""
 
@@ -72,7 +76,7 @@ COMMANDS = (RouterConfig, ServerConfig, BenchServing)
 def test_every_implementation_registers_in_its_own_file(folder):
     registry, others = FILES[folder]
     files = {path.stem for path in (ROOT / folder).glob("*.py")} - {"__init__"}
-    modules = {registry.module_of(name) for name in registry.all_names}
+    modules = {module for name in registry.all_names if (module := registry.module_of(name))}
     assert {str(module).rpartition(".")[2] for module in modules} == files - others
     assert others <= files
     assert registry.package == "baton." + folder.replace("/", ".")

@@ -3,18 +3,24 @@ against transformers."""
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers.activations import ACT2FN
 
+import baton
 from baton.common.api.errors import ConfigError
 from baton.common.config.server import ModelArgs
 from baton.common.distributed.tp import TPGroup
 from baton.common.layers.activations import ACTIVATIONS, activation_of
 from baton.common.layers.mlp import MLP
-from baton.common.models.registry import load_model_spec
+from baton.common.models.registry import MODELS, family_of, load_model_spec
+from baton.common.weights.lazy import InMemory
 from baton.common.weights.slots import allocator
+from baton.tests.helpers import nemotron_family
 from baton.tests.helpers.nemotron_models import save_nemotron
 from baton.tests.helpers.small_models import check_chunks, load_runner, server_config
 
@@ -46,6 +52,32 @@ def test_specification_has_the_core_and_the_familys_own_facts(tmp_path):
     assert spec.family.rope.rotary_dim(spec.head_dim) == 8 and spec.family.hidden_act == "relu2"
     facts = spec.facts()
     assert facts["partial_rotary_factor"] == 0.5 and facts["norm_eps"] == 1e-4 and "family" not in facts
+
+
+def fused_parts(name, tensor):
+    """As a family has them whose checkpoints fuse q, k and v, and name layers in another way."""
+    name = name.replace("transformer.h.", "model.layers.")
+    if not name.endswith("qkv.weight"):
+        return [(name, tensor)]
+    parts = zip("qkv", (slice(0, 64), slice(64, 96), slice(96, 128)))
+    return [(name.replace("qkv.weight", f"{part}_proj.weight"), InMemory(tensor[rows])) for part, rows in parts]
+
+
+def test_a_familys_checkpoints_may_name_and_fuse_tensors_in_another_way(tmp_path, monkeypatch):
+    model = save_nemotron(tmp_path)
+    monkeypatch.setattr(MODELS, "_entries", dict(MODELS.entries()))  # the name is forgotten after this test
+    baton.register_model("FusedForCausalLM", read=nemotron_family.read, build=nemotron_family.build,
+                         defaults=family_of("NemotronForCausalLM").defaults, tensor_parts=fused_parts)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["FusedForCausalLM"]}))
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer in range(3):
+        qkv = [tensors.pop(f"model.layers.{layer}.self_attn.{part}_proj.weight") for part in "qkv"]
+        tensors[f"model.layers.{layer}.self_attn.qkv.weight"] = torch.cat(qkv)
+    save_file({name.replace("model.layers.", "transformer.h."): tensor for name, tensor in tensors.items()},
+              tmp_path / "model.safetensors")
+    prompts = [np.random.default_rng(count).integers(0, 131, count) for count in (30, 9)]
+    check_chunks(load_runner(server_config(tmp_path)), model, prompts, 23, TOLERANCE)
 
 
 def test_an_unknown_activation_is_refused(tmp_path):

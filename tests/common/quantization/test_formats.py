@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from baton.common.api.errors import ConfigError
 from baton.common.config.quantization import choose_quantization
 from baton.common.quantization.fp8 import Fp8
+from baton.tests.helpers.deepseek_models import save_deepseek
 from baton.tests.helpers.int8_format import quantize_checkpoint, registered
 from baton.tests.helpers.small_models import expected_logits, forward, load_runner, save_model, scattered_pages
 from baton.tests.helpers.small_models import server_config as config_of
@@ -74,6 +75,7 @@ def test_a_format_that_refuses_leaves_a_checkpoint_to_another(toy, monkeypatch):
 
 SAVE = {"dense": lambda folder: save_model(folder, "Qwen2", vocab_size=VOCAB),
         "experts": lambda folder: save_moe(folder, "Qwen2Moe", vocab_size=VOCAB),
+        "latent attention": lambda folder: save_deepseek(folder, 3, vocab_size=VOCAB),
         "experts with biases": lambda folder: save_moe(folder, "GptOss", vocab_size=VOCAB)}
 
 

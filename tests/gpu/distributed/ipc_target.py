@@ -21,7 +21,7 @@ def main(device: int, pipe: Connection) -> None:
     torch.cuda.set_device(device)
     pool = torch.zeros(2, PAGES, PAGE_BYTES, dtype=torch.uint8, device="cuda")[1]
     backend = IpcBackend()
-    backend.register([region_of(pool)], PAGES)
+    backend.register([region_of(pool)], [PAGES])
     torch.cuda.synchronize()
     pipe.send(backend.local_metadata())
     while (asked := pipe.recv()) is not None:

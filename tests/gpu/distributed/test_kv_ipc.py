@@ -74,7 +74,7 @@ def assert_arrives(backend, target, source, blocks: int = 1) -> None:
 @pytest.mark.parametrize("blocks", [1, 256])
 def test_blocks_reach_another_process(source, device, blocks):
     backend, target = IpcBackend(), Target(device)
-    backend.register([region_of(source)], PAGES)
+    backend.register([region_of(source)], [PAGES])
     assert_arrives(backend, target, source, blocks)
     target.process.kill()
     backend.close()
@@ -90,7 +90,7 @@ def over_and_over(order: str) -> np.ndarray:
 def test_a_target_that_is_killed_in_mid_write_harms_nobody(source, device, order):
     """The writer's context stays whole: its writes end, it computes on, and serves the next target."""
     backend, target = IpcBackend(), Target(device)
-    backend.register([region_of(source)], PAGES)
+    backend.register([region_of(source)], [PAGES])
     peer = backend.add_peer(target.metadata, [1], [1])
     ids = over_and_over(order)
     writes = [backend.write(peer, 0, ids, 0, ids) for _ in range(20)]  # 80 GiB
@@ -110,7 +110,7 @@ def test_a_target_that_is_killed_in_mid_write_harms_nobody(source, device, order
 @pytest.mark.parametrize("order", ["runs", "scattered"])
 def test_a_removed_peer_is_written_no_more(source, order):
     backend, target = IpcBackend(), Target(0)
-    backend.register([region_of(source)], PAGES)
+    backend.register([region_of(source)], [PAGES])
     peer = backend.add_peer(target.metadata, [1], [1])
     ids = over_and_over(order)
     writes = [backend.write(peer, 0, ids, 0, ids) for _ in range(10)]
@@ -130,7 +130,7 @@ def test_a_removed_peer_is_written_no_more(source, order):
 def test_writes_that_overlap_all_arrive(source):
     """Runs and scattered blocks, more of them at a time than there are places kept for; the last are the largest."""
     backend, target = IpcBackend(), Target(min(1, torch.cuda.device_count() - 1))
-    backend.register([region_of(source)], PAGES)
+    backend.register([region_of(source)], [PAGES])
     peer, rng, writes = backend.add_peer(target.metadata, [1], [1]), np.random.default_rng(3), []
     expected = target.content().copy()
     for count in (*rng.integers(1, PAGES // 2, 30), PAGES):
@@ -148,7 +148,7 @@ def test_writes_that_overlap_all_arrive(source):
 @pytest.mark.parametrize("device", range(min(2, torch.cuda.device_count())))
 def test_a_bell_rings_behind_the_writes(source, device):
     backend, target = IpcBackend(), Target(device)
-    backend.register([region_of(source)], PAGES)
+    backend.register([region_of(source)], [PAGES])
     peer, ids = backend.add_peer(target.metadata, [1], [1]), over_and_over("scattered")
     write = backend.write(peer, 0, ids, 0, ids)
     place, began = backend.write_flag(peer, 77), time.monotonic()
@@ -166,8 +166,8 @@ def test_a_bell_rings_behind_the_writes(source, device):
 def test_a_peer_in_this_process_is_reached_at_its_own_address(source):
     backend, other = IpcBackend(), IpcBackend()
     pool = torch.zeros_like(source)
-    backend.register([region_of(source)], PAGES)
-    other.register([region_of(pool)], PAGES)
+    backend.register([region_of(source)], [PAGES])
+    other.register([region_of(pool)], [PAGES])
     peer = backend.add_peer(other.local_metadata(), [1], [1])
     torch.cuda.synchronize()
     assert ended(backend, [backend.write(peer, 0, np.array([3, 5]), 0, np.array([1, 0]))]) == [WriteState.DONE]

@@ -16,7 +16,7 @@ from baton.tests.kvtransfer.conftest import make_pool, regions_of, wait_until
 
 def backend_of(pool, kinds=(IpcBackend, FakeBackend)):
     backend = AutoBackend([kind() for kind in kinds])
-    backend.register([Region(*region) for region in regions_of(pool)], len(pool[0]))
+    backend.register([Region(*region) for region in regions_of(pool)], [len(pages) for pages in pool])
     return backend
 
 

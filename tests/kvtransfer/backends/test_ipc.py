@@ -21,7 +21,7 @@ PAGES, PAGE_BYTES = 8, 64
 
 def backend_of(pool: np.ndarray) -> IpcBackend:
     backend = IpcBackend()
-    backend.register([Region(pool.ctypes.data, pool.nbytes, -1)], PAGES)
+    backend.register([Region(pool.ctypes.data, pool.nbytes, -1)], [PAGES])
     return backend
 
 
