@@ -72,8 +72,11 @@ class DecodeScheduler:
         transfer = self.transfers.find(req)
         if transfer is not None:
             self.transfers.abort(transfer, error)
-        elif req in self.arrived:
-            self.arrived.remove(req)
+        elif req in self.arrived or self._is_loading_first(req):
+            if req in self.arrived:
+                self.arrived.remove(req)
+            else:
+                self.batcher.finish(req)
             assert req.bootstrap is not None
             self.receiver.decline(req.bootstrap.room, (req.bootstrap.host, req.bootstrap.port), error)
         else:
@@ -102,7 +105,12 @@ class DecodeScheduler:
                 return
             self.arrived.remove(req)
             req.end_span("queue")
-            self._ask_prefill(req)
+            if not self.batcher.load_from_tier(req, req.num_prompt_tokens, self._ask_prefill):
+                self._ask_prefill(req)
+
+    def _is_loading_first(self, req: Req) -> bool:
+        """True where prefill is asked for what a tier does not have, once that has been loaded."""
+        return req.bootstrap is not None and not req.num_retractions and req in self.batcher.queues.loading
 
     def _is_next(self, req: Req) -> bool:
         urgency = self.batcher.priorities.urgency

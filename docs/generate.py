@@ -254,7 +254,8 @@ FAMILIES = (
     Family("Memory",
            "Weights or KV pool do not fit. Lower `--max-total-tokens`, `--mem-fraction-static` or "
            "`--chunked-prefill-size`, or use more GPUs.",
-           ("common/runner/kv_sizing.py", "common/runner/model_runner.py", "common/scheduler")),
+           ("common/runner/kv_sizing.py", "common/runner/model_runner.py", "common/scheduler",
+            "common/kvcache/tiers")),
     Family("Parallel layouts", "The sizes do not divide each other or the model ([parallelism](parallelism.md)).",
            ("common/distributed", "common/runner/two_batch_overlap.py")),
     Family("KV transfer", "The backend does not start or cannot share the KV pool ([backends](transfer.md#backends)).",

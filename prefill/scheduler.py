@@ -63,7 +63,7 @@ class PrefillScheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.batcher.waiting) + self.transfers.count(TransferStatus.BOOTSTRAPPING)
+        return self.batcher.num_waiting + self.transfers.count(TransferStatus.BOOTSTRAPPING)
 
     @property
     def num_transferring(self) -> int:
@@ -104,6 +104,7 @@ class PrefillScheduler:
         self._retained.sweep(now)
         for progress in self.transfers.poll():
             self._advance(progress)
+        self.batcher.poll_loads()
         batch = None if self.paused else self.batcher.next_prefill(step_tokens(self.batcher))
         if batch is None:
             return self._pipeline.advance(None)

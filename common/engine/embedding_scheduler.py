@@ -45,7 +45,7 @@ class EmbeddingScheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.batcher.waiting)
+        return self.batcher.num_waiting
 
     @property
     def gauges(self) -> dict[str, float]:
@@ -70,6 +70,7 @@ class EmbeddingScheduler:
         """There is nothing to close: the process's end frees its memory."""
 
     def step(self, now: float) -> bool:
+        self.batcher.poll_loads()
         batch = None if self.paused else self.batcher.next_prefill()
         if batch is None:
             self._runner.run_idle_batch()

@@ -130,7 +130,7 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
                       parts.grammars, parts.runner.dp_sync if parallel.dp_size > 1 else None,
                       None if _is_group_leader(spec) else channel.send)
     _run_loop(loop)
-    for closing in (watchdog, events, pp_channel, channel, parallel):
+    for closing in (watchdog, events, cache.tier, pp_channel, channel, parallel):
         if closing is not None:
             closing.close()
 

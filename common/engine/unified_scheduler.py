@@ -58,7 +58,7 @@ class UnifiedScheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.batcher.waiting)
+        return self.batcher.num_waiting
 
     num_transferring = 0
     peers = NoPeers()
@@ -123,6 +123,7 @@ class UnifiedScheduler:
 
     def _next_batch(self) -> ScheduledBatch | None:
         batcher = self.batcher
+        batcher.poll_loads()
         if batcher.paused is not None:
             return None
         if batcher.priorities.enabled and (head := batcher.waiting.peek()) is not None:

@@ -7,14 +7,19 @@ Every page is free, allocated to exactly one request, or owned by the prefix cac
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..api.namespace import SHARED, Namespace
 from .allocator import PageAllocator
 from .cache_group import ABSENT, CacheGroup, GroupTable
+from .page_keys import PageKey
 from .partial_pages import PartialPage, PartialPages
 from .prefix_cache import Node, PrefixCache
+
+if TYPE_CHECKING:
+    from .tiers.base import KVTier
 
 
 class PageTable:
@@ -105,6 +110,8 @@ class KVCacheManager:
         self.groups = groups
         self.prefix_cache = PrefixCache(page_size, groups) if prefix_cache else None
         self.partial_pages = PartialPages(groups)
+        self.tier: KVTier | None = None
+        self._tier_waits = False
         self._num_allocated = 0
 
     def __repr__(self) -> str:
@@ -135,6 +142,12 @@ class KVCacheManager:
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
+
+    def attach_tier(self, tier: KVTier, *, shared: bool) -> None:
+        """Keep what is evicted from the prefix cache in ``tier``. ``shared``: not only this device's stream writes into
+        free pages (transfers do), so that a page is freed only after it was copied. The cache has no further groups."""
+        assert self.prefix_cache is not None and not self.groups
+        self.tier, self._tier_waits = tier, shared
 
     def match_prefix(self, tokens: np.ndarray, limit: int, namespace: Namespace = SHARED) -> PageTable:
         """A page table with the cached prefix of ``tokens`` (int32) in a namespace, of at most ``limit`` tokens, which
@@ -183,11 +196,42 @@ class KVCacheManager:
         if missing > self.num_free:
             assert self.prefix_cache is not None
             # An eviction walks the whole tree: take a little more than asked, so that not every step has to walk.
-            self.allocator.free(self.prefix_cache.evict(max(missing - self.num_free, self.num_pages // 128)))
+            self._evict(max(missing - self.num_free, self.num_pages // 128))
             self.allocator.free(self.partial_pages.evict(max(0, missing - self.num_free)))
         table.extend(self.allocator.allocate(missing))
         self._num_allocated += missing
         return True
+
+    def _evict(self, count: int) -> None:
+        """Free ``count`` pages of the prefix cache, or all that no request reads; a tier keeps their content."""
+        cache, tier = self.prefix_cache, self.tier
+        assert cache is not None
+        if tier is None:
+            self.allocator.free(cache.evict(count))
+            return
+        keys: list[PageKey] = []
+        pages = cache.evict(count, lambda node: keys.extend(cache.page_keys(node)))
+        if keys:
+            task = tier.store(keys, pages)
+            if self._tier_waits:
+                task.wait()
+        self.allocator.free(pages)
+
+    def tier_keys(self, table: PageTable, tokens: np.ndarray, limit: int) -> list[PageKey]:
+        """The keys of the full pages of the first ``limit`` ``tokens`` (int32) that the prefix cache did not have when
+        ``table`` was made: the tier may have them. Empty without a tier."""
+        if self.tier is None or table.node is None:
+            return []
+        assert self.prefix_cache is not None
+        first, end = table.num_cached_pages, limit // self.page_size
+        return self.prefix_cache.keys_below(table.node, tokens[first * self.page_size:end * self.page_size])
+
+    def add_loaded(self, table: PageTable, tokens: np.ndarray, num_pages: int) -> None:
+        """Publish ``num_pages`` pages of ``tokens`` (int32), after those that ``table`` found in the prefix cache: a
+        tier has filled them."""
+        count = table.num_cached_pages + num_pages
+        self.commit(table, tokens[:count * self.page_size])
+        table.num_cached_pages = count
 
     def reserve(self, table: PageTable, max_tokens: int) -> bool:
         """Reserve pages of further groups for a request of at most ``max_tokens`` tokens; False where other requests
@@ -372,7 +416,9 @@ class KVCacheManager:
         self._num_allocated -= len(owned)
 
     def flush(self) -> None:
-        """Empty the prefix cache; the caller has made sure that no request has locked a node."""
+        """Empty the prefix cache and its tier; the caller has made sure that no request has locked a node."""
+        if self.tier is not None:
+            self.tier.clear()
         self.allocator.free(self.partial_pages.evict(len(self.partial_pages)))
         if self.prefix_cache is not None:
             self.allocator.free(self.prefix_cache.evict(self.prefix_cache.num_pages))

@@ -12,13 +12,14 @@ make useful and that were not evicted since, which they are before the edge is.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from ..api.namespace import SHARED, Namespace
 from .cache_group import ABSENT, CacheGroup
+from .page_keys import PageKey, namespace_key, page_keys
 
 
 class Node:
@@ -26,10 +27,11 @@ class Node:
 
     ``tokens`` (int32) has ``page_size`` entries for each of ``pages`` (int64). ``locks`` counts the requests that
     read this node or one below it: a locked node is not evicted. A root has neither tokens, locks nor a parent.
-    ``group_pages`` has the page ids (int64) of each further group, ABSENT for those that it lacks.
+    ``group_pages`` has the page ids (int64) of each further group, ABSENT for those that it lacks. ``keys`` are those
+    under which tiers keep copies of the pages; None until they are asked for.
     """
 
-    __slots__ = ("namespace", "tokens", "pages", "group_pages", "parent", "children", "locks", "last_used")
+    __slots__ = ("namespace", "tokens", "pages", "group_pages", "keys", "parent", "children", "locks", "last_used")
 
     def __init__(self, namespace: Namespace, tokens: np.ndarray, pages: np.ndarray, parent: Node | None,
                  group_pages: Sequence[np.ndarray] = ()):
@@ -37,6 +39,7 @@ class Node:
         self.tokens = tokens
         self.pages = pages
         self.group_pages = group_pages
+        self.keys: list[PageKey] | None = None
         self.parent = parent
         self.children: dict[bytes, Node] = {}
         self.locks = 0
@@ -190,11 +193,11 @@ class PrefixCache:
         """Lock ``node``, and unlock its ancestor ``above``."""
         self._add_locks(node, +1, above)
 
-    def evict(self, count: int) -> np.ndarray:
+    def evict(self, count: int, on_evicted: Callable[[Node], None] | None = None) -> np.ndarray:
         """Remove least recently used unlocked leaves until ``count`` pages are removed or none is left.
 
         Returns the removed page ids, which now belong to the caller. May remove more than ``count``: a leaf is removed
-        as a whole.
+        as a whole. ``on_evicted`` is called with each leaf, in the order of their pages in the result.
         """
         leaves = [node for node in self._nodes() if not node.children and not node.locks]
         heapq.heapify(leaves)
@@ -206,6 +209,8 @@ class PrefixCache:
             assert parent is not None
             del parent.children[self._key(leaf.tokens)]
             freed.append(leaf.pages)
+            if on_evicted is not None:
+                on_evicted(leaf)
             for group, ids in zip(self._groups, leaf.group_pages):
                 group.free_cached(ids[ids != ABSENT])
             for listener in self.listeners:
@@ -236,6 +241,24 @@ class PrefixCache:
                 ids[places] = ABSENT
                 count -= len(places)
                 self.version += 1
+
+    def page_keys(self, node: Node) -> list[PageKey]:
+        """The keys of a node's pages, by content; a root has one, that before a prompt's first page."""
+        path = []
+        step: Node | None = node
+        while step is not None and step.keys is None:
+            path.append(step)
+            step = step.parent
+        for step in reversed(path):
+            before = step.parent
+            step.keys = ([namespace_key(step.namespace)] if before is None or before.keys is None else
+                         page_keys(before.keys[-1], step.tokens, self.page_size))
+        assert node.keys is not None
+        return node.keys
+
+    def keys_below(self, node: Node, tokens: np.ndarray) -> list[PageKey]:
+        """The keys of the full pages of ``tokens`` (int32), which follow those of the path to ``node``."""
+        return page_keys(self.page_keys(node)[-1], tokens, self.page_size)
 
     def edges(self) -> Iterator[Edge]:
         """Yields every edge, parents before children."""
@@ -280,6 +303,8 @@ class PrefixCache:
         upper = Node(node.namespace, node.tokens[:cut], node.pages[:pages], node.parent,
                      [ids[:pages] for ids in node.group_pages])
         upper.locks, upper.last_used = node.locks, node.last_used
+        if node.keys is not None:
+            upper.keys, node.keys = node.keys[:pages], node.keys[pages:]
         node.parent.children[self._key(node.tokens)] = upper
         node.tokens, node.pages, node.parent = node.tokens[cut:], node.pages[pages:], upper
         node.group_pages = [ids[pages:] for ids in node.group_pages]

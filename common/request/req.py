@@ -23,6 +23,7 @@ from ..api.messages import (
 from ..api.namespace import SHARED, Namespace
 from ..api.sampling import SamplingParams
 from ..kvcache.manager import PageTable
+from ..kvcache.page_keys import PageKey
 from .hidden_states import HiddenStates
 from .logit_bias import LogitBias
 from .logit_processors import RequestTokens, RowProcessor
@@ -34,9 +35,9 @@ from .token_history import TokenHistory
 
 @dataclass(frozen=True)
 class SwappedOut:
-    """Host slots with the pages of a retracted request's first ``num_tokens`` tokens."""
+    """Keys under which a host tier keeps the pages of a retracted request's first ``num_tokens`` tokens."""
 
-    slots: np.ndarray
+    keys: list[PageKey]
     num_tokens: int
 
 

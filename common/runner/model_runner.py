@@ -247,15 +247,20 @@ class ModelRunner:
         """Returns the rows of the micro-batches of a step that is split; see TwoBatchOverlap."""
         return None if self._two_batch_overlap is None else self._two_batch_overlap.split_counts(info)
 
-    def _context(self, batch: ForwardBatch, info: DPStepInfo | None,
-                 after_group: AfterGroup | None = None) -> StepContext:
-        """Plans the batch's attention, and returns the step's context. ``info``: None for a step of one attention group
-        that was not agreed on."""
+    def plan(self, batch: ForwardBatch, info: DPStepInfo | None = None, after_group: AfterGroup | None = None,
+             workspace: AttentionWorkspace | None = None) -> StepContext:
+        """Plans a step, for ``run``; see ``forward`` for the arguments.
+
+        The next step may be planned before this one has run only in another ``workspace``: a step that is planned in
+        one runs apart from the runner's own, in one batch and without piecewise graphs, and on any stream.
+        """
         if info is None:
             assert self._parallel.dp_size == 1, "sync_dp returns the step of several attention groups"
             info = DPStepInfo([batch.num_tokens], [batch.num_tokens], all_decode=batch.is_decode)
         rows, logits = self._rows_of(info)
         after_layer = self._layer_group_events.after_layer(after_group)
+        if workspace is not None:
+            return StepContext(batch, self._attention.plan(batch, workspace), rows, logits, after_layer)
         split = self._split_counts(info)
         if split is not None:
             assert self._two_batch_overlap is not None
@@ -264,6 +269,11 @@ class ModelRunner:
         piecewise = self.prefill_graphs.step_for(batch, info)
         plan = self._attention.plan(batch, self._workspace, out=None if piecewise is None else piecewise.attention_out)
         return StepContext(batch, plan, rows, logits, after_layer, piecewise=piecewise)
+
+    @torch.inference_mode()
+    def run(self, step: StepContext) -> torch.Tensor:
+        """Computes a step that was planned; returns its logits ``[R, vocab]`` in float32."""
+        return self._model.forward(step).float()
 
     def run_idle_batch(self) -> None:
         """Takes part in an iteration without a batch: other data-parallel ranks that compute need this rank's part of
@@ -300,7 +310,7 @@ class ModelRunner:
         if batch.is_decode and self._decode_graphs and self._graph_size(batch.num_reqs, info) == batch.num_reqs:
             assert after_group is None and batch.logits_rows is not None
             return self._decode_graphs.run(batch)[:len(batch.logits_rows)].float()
-        return self._model.forward(self._context(batch, info, after_group)).float()
+        return self._model.forward(self.plan(batch, info, after_group)).float()
 
     @torch.inference_mode()
     def decode(self, table: DecodeTable, token_ids: torch.Tensor,
@@ -315,7 +325,7 @@ class ModelRunner:
         size = None if self._decode_graphs is None else self._graph_size(len(table.positions), info)
         if self._decode_graphs is not None and size is not None:
             return self._decode_graphs.decode(table, token_ids, size)
-        return self._model.forward(self._context(build_table_batch(table, token_ids, self.device), info)), None
+        return self._model.forward(self.plan(build_table_batch(table, token_ids, self.device), info)), None
 
     @torch.inference_mode()
     def forward_with_hidden(self, batch: ForwardBatch, num_logits: int, after_group: AfterGroup | None = None,
@@ -323,7 +333,7 @@ class ModelRunner:
         """Returns ``forward``'s logits of the first ``num_logits`` of ``batch.logits_rows``, and the hidden states
         ``[R - num_logits, hidden]`` of the others after the final norm. Runs without decode graphs, which keep none."""
         self._rebalance_experts()
-        step = self._context(batch, info, after_group)
+        step = self.plan(batch, info, after_group)
         hidden = self._model.hidden_states(step)
         return self._model.compute_logits(hidden[:num_logits], step.logits).float(), hidden[num_logits:]
 
@@ -332,7 +342,7 @@ class ModelRunner:
         """Returns hidden states ``[R, hidden]`` of ``batch.logits_rows`` after the final norm. ``info`` as in
         ``forward``."""
         self._rebalance_experts()
-        return self._model.hidden_states(self._context(batch, info))
+        return self._model.hidden_states(self.plan(batch, info))
 
     def _rebalance_experts(self) -> None:
         """Moves experts where it is time. Every rank calls it once a step, whether it replays a graph or not."""

@@ -28,20 +28,23 @@ from .waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
     from .preemption.swap_space import SwapSpace
+    from .tier_loads import Then, TierLoads
 
 
 class Batcher:
     """Batches the requests of one rank, from admission to their last token; ``queues`` has their states."""
 
     def __init__(self, cache: KVCacheManager, args: ScheduleArgs, *, decodes: bool = True, seed: int = 0,
-                 swap: SwapSpace | None = None, pp_size: int = 1, max_micro_batch: int | None = None):
+                 swap: SwapSpace | None = None, loads: TierLoads | None = None, pp_size: int = 1,
+                 max_micro_batch: int | None = None):
         """``decodes``: output follows the prompts on this server, so that pages are reserved for it. ``seed``: of the
-        random policy, equal on all ranks. ``swap``: the host cache for retracted requests' pages. With a ``pp_size``
-        above 1, a decode step takes a share of the running requests, so that the other pipeline stages have the
-        others, and no step takes more than ``max_micro_batch`` requests."""
+        random policy, equal on all ranks. ``swap``: the host memory for retracted requests' pages. ``loads``: of the
+        cache's tier. With a ``pp_size`` above 1, a decode step takes a share of the running requests, so that the
+        other pipeline stages have the others, and no step takes more than ``max_micro_batch`` requests."""
         self.cache = cache
         self.args = args
         self.swap = swap
+        self.loads = loads
         self.priorities = Priorities.of(args)
         self._seed = seed
         self._pp_size, self._max_micro_batch = pp_size, max_micro_batch
@@ -65,7 +68,12 @@ class Batcher:
 
     @property
     def idle(self) -> bool:
-        return not (self.waiting or self.prefilling or self.running)
+        return not (self.waiting or self.prefilling or self.running or self.loads)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for pages, or for the content of theirs."""
+        return len(self.waiting) + len(self.queues.loading)
 
     @property
     def has_slot(self) -> bool:
@@ -135,16 +143,40 @@ class Batcher:
             if not self.page_budget.reserve(req, len(req.tokens), req.prefix_limit):
                 return
             self.waiting.remove(req)
-            self._start_after_prefix(req)
-            self.queues.add_remaining(remaining_output(req))
-            if req.length - req.num_computed_tokens == 1 and req.num_output_tokens:  # all of it was swapped in
-                self.running.append(req)
-            else:
-                self.prefilling.append(req)
+            if not self.load_from_tier(req, req.prefix_limit, self._begin_loaded) and self._begin(req):
                 yield req
 
+    def load_from_tier(self, req: Req, limit: int, then: Then) -> bool:
+        """True where a tier loads pages of the first ``limit`` tokens of ``req``, which has a page table, and ``then``
+        is called with it later; until then it is in ``loading``."""
+        if self.loads is None or not self.loads.start(req, limit, then):
+            return False
+        self.queues.loading.append(req)
+        self.queues.add_remaining(remaining_output(req))
+        return True
+
+    def poll_loads(self) -> None:
+        """Let requests go on whose pages a tier has loaded; once a step, also while paused."""
+        for req, then in self.loads.finished() if self.loads is not None else ():
+            self.queues.loading.remove(req)
+            self.queues.add_remaining(-remaining_output(req))
+            then(req)
+
+    def _begin_loaded(self, req: Req) -> None:
+        self._begin(req)
+        if self.paused == "retract":
+            self.retraction.retract_all()  # this request too
+
+    def _begin(self, req: Req) -> bool:
+        """Start an admitted request; True where its prompt is to be computed."""
+        self._start_after_prefix(req)
+        self.queues.add_remaining(remaining_output(req))
+        computes = req.length - req.num_computed_tokens > 1 or not req.num_output_tokens  # else all of it was copied in
+        (self.prefilling if computes else self.running).append(req)
+        return computes
+
     def _start_after_prefix(self, req: Req) -> None:
-        """Set the progress of a request with new pages to what the prefix cache or host memory has of it."""
+        """Set the progress of a request with new pages to what the prefix cache, a tier or host memory had of it."""
         assert req.page_table is not None
         req.num_computed_tokens = req.page_table.num_cached_pages * self.cache.page_size
         if not req.num_retractions:
@@ -258,9 +290,12 @@ class Batcher:
         self.queues.invalidate_remaining()  # the caller appends the first token without a step
 
     def remove(self, reqs: Sequence[Req]) -> None:
-        """Remove requests from their queues and from the input batch; they keep their pages."""
+        """Remove requests from their queues and from the input batch; they keep their pages, unless a tier is filling
+        them."""
         if not reqs:
             return
+        if self.loads:
+            self.loads.abandon(reqs)
         if self._input_batch is not None:
             self._input_batch.remove(reqs)
         self.queues.remove(reqs)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..api.errors import ConfigError
 from ..config.server import ServerConfig
+from ..config.server.cache import KV_TIERS
 from ..distributed.tp import TPGroup
 from ..kvcache.manager import KVCacheManager
+from ..kvcache.tiers.base import KVTier, TierContext
+from ..kvcache.tiers.host import HostTier
 from .batcher import Batcher
 from .preemption.copy_rates import PrefillRate, measure_link_bandwidth
-from .preemption.host_kv_cache import HostKVCache
 from .preemption.swap_space import SwapSpace
+from .tier_loads import TierLoads
 
 if TYPE_CHECKING:
     from ..runner.model_runner import ModelRunner
@@ -19,14 +23,22 @@ if TYPE_CHECKING:
 def make_batcher(config: ServerConfig, runner: ModelRunner, cache: KVCacheManager, group: TPGroup) -> Batcher:
     """Builds the batcher; ``group``: the ranks that take the same decisions."""
     num_bytes = int(config.schedule.retract_host_memory_gb * 2**30)
-    swap = None
+    swap = loads = None
     if num_bytes:
-        host = HostKVCache(runner.pool, num_bytes)
+        host = HostTier(TierContext(runner.pool, num_bytes, "--retract-host-memory-gb"))
         swap = SwapSpace(host, cache.page_size, measure_link_bandwidth(runner.device), PrefillRate(), group.min_reduce,
                          shared=config.role.receives_kv)
+    if config.cache.kv_tier is not None:
+        if cache.groups:
+            raise ConfigError("--kv-tier does not keep the pages of sliding windows yet; leave it out, or set "
+                              "--disable-hybrid-swa-memory.")
+        num_bytes = int(config.cache.kv_tier_gb * 2**30)
+        tier: KVTier = KV_TIERS.get(config.cache.kv_tier)(TierContext(runner.pool, num_bytes, "--kv-tier-gb"))
+        cache.attach_tier(tier, shared=config.role.receives_kv)
+        loads = TierLoads(cache, tier, group.min_reduce)
     pp_size, max_micro_batch = config.parallel.pp_size, None
     if pp_size > 1:
         max_micro_batch = (config.parallel.pp_max_micro_batch_size
                            or max(1, config.schedule.max_running_requests // pp_size))
     return Batcher(cache, config.schedule, decodes=config.role.decodes, seed=config.model.random_seed, swap=swap,
-                   pp_size=pp_size, max_micro_batch=max_micro_batch)
+                   loads=loads, pp_size=pp_size, max_micro_batch=max_micro_batch)

@@ -11,21 +11,24 @@ from .waiting_queue import WaitingQueue
 
 class RequestQueues:
     """waiting -> prefilling (pages for all its tokens allocated, computed chunk by chunk) -> running (decode). On a
-    decode server, ``transferring`` requests have pages that another server is filling. A request is in one queue.
+    decode server, ``transferring`` requests have pages that another server is filling. Those of ``loading`` requests
+    are filled by a KV tier, before they are computed or transferred. A request is in one queue.
 
     The caller that moves an admitted request reports the change of its ``remaining_output`` by ``add_remaining``.
     """
 
     def __init__(self, waiting: WaitingQueue):
         self.waiting = waiting
+        self.loading: list[Req] = []
         self.prefilling: list[Req] = []
         self.running: list[Req] = []
         self.transferring: list[Req] = []
         self._remaining: int | None = None  # once counted
 
     def __repr__(self) -> str:
-        return (f"RequestQueues(waiting {len(self.waiting)}, prefilling {len(self.prefilling)}, "
-                f"running {len(self.running)}, transferring {len(self.transferring)})")
+        return (f"RequestQueues(waiting {len(self.waiting)}, loading {len(self.loading)}, "
+                f"prefilling {len(self.prefilling)}, running {len(self.running)}, "
+                f"transferring {len(self.transferring)})")
 
     def __iter__(self) -> Iterator[Req]:
         yield from self.waiting
@@ -33,13 +36,14 @@ class RequestQueues:
 
     def admitted(self) -> Iterator[Req]:
         """All requests that have pages."""
+        yield from self.loading
         yield from self.prefilling
         yield from self.running
         yield from self.transferring
 
     @property
     def num_admitted(self) -> int:
-        return len(self.prefilling) + len(self.running) + len(self.transferring)
+        return len(self.loading) + len(self.prefilling) + len(self.running) + len(self.transferring)
 
     @property
     def remaining(self) -> int:
@@ -64,7 +68,7 @@ class RequestQueues:
             if req in self.waiting:
                 self.waiting.remove(req)
                 leaving.discard(req)
-        for queue in (self.prefilling, self.running, self.transferring):
+        for queue in (self.loading, self.prefilling, self.running, self.transferring):
             if not leaving:
                 return
             members = [req for req in leaving if req in queue] if len(leaving) == 1 else leaving.intersection(queue)

@@ -76,7 +76,7 @@ def single_calls(engine: SteppedEngine) -> dict[str, float]:
     device, dtype = runner.device, runner._model.dtype
     x = torch.zeros(32, runner._model.hidden_size, dtype=dtype, device=device)
     row = Row([1] * 32, 0, np.arange(runner.layout.pages_for(32), dtype=np.int32))
-    step = runner._context(build_forward_batch([row], runner.layout.page_size, device, False), None)
+    step = runner.plan(build_forward_batch([row], runner.layout.page_size, device, False))
     projected, residual = layer.pre_attention(x, x)
     heads = layer.attention.attend(projected, step, runner._model.cos_sin, False)
     calls: dict[str, Callable[[], Any]] = {

@@ -37,12 +37,12 @@ class Engine:
     def __init__(self, folder, *, page_size=4, max_total_tokens=2048, chunk=8192, max_running=64, radix=True,
                  policy="fcfs", overlap=False, device="cpu", kernels=None, dtype="float32",
                  load_format="auto", schedule=None, parallel=None, vocabulary=None, quantization=None,
-                 kv_cache_dtype="auto", line=None, parts=None, groups=None):
+                 kv_cache_dtype="auto", line=None, parts=None, groups=None, cache=None):
         """``schedule``: further fields of ScheduleArgs; by default nothing is reserved for output, so that small pools
         see retractions. ``vocabulary``: of grammars. ``line``: between the pipeline stages of ``parts`` (ParallelArgs).
-        ``groups``: DataParallelArgs."""
+        ``groups``: DataParallelArgs. ``cache``: further fields of CacheArgs."""
         cache_args = CacheArgs(page_size=page_size, max_total_tokens=max_total_tokens, disable_radix_cache=not radix,
-                               kv_cache_dtype=kv_cache_dtype)
+                               kv_cache_dtype=kv_cache_dtype, **(cache or {}))
         schedule = ScheduleArgs(**{"schedule_conservativeness": 0.0} | dict(schedule or {}), chunked_prefill_size=chunk,
                                 max_running_requests=max_running, schedule_policy=policy)
         model = ModelArgs(model_path=str(folder), dtype=dtype, load_format=load_format, quantization=quantization)
@@ -85,7 +85,7 @@ class Engine:
         self.cache.check_integrity()
         assert self.cache.num_allocated == 0
         swap = self.scheduler.batcher.swap
-        assert swap is None or swap.host.num_allocated == 0
+        assert swap is None or swap.tier.num_pages == 0
         outputs = outputs_of(self.sent)
         self.sent.clear()
         return outputs

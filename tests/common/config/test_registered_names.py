@@ -17,6 +17,7 @@ from baton.common.config.load_format import LOAD_FORMATS
 from baton.common.config.quantization import QUANTIZATIONS
 from baton.common.config.roles import ROLES
 from baton.common.config.server import ServerConfig
+from baton.common.config.server.cache import KV_TIERS
 from baton.common.config.server.disaggregation import TRANSFER_BACKENDS
 from baton.common.config.server.kernels import ATTENTION_BACKENDS, LATENT_BACKENDS, SAMPLING_BACKENDS
 from baton.common.config.server.schedule import SCHEDULE_POLICIES
@@ -50,6 +51,7 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
     "common/weights": (LOAD_FORMATS, {
         "expert_names", "files", "fingerprint", "interleaved_experts", "kv_scales", "lazy", "loader", "samples",
         "slots", "source"}),
+    "common/kvcache/tiers": (KV_TIERS, {"base"}),
     "kvtransfer/backends": (TRANSFER_BACKENDS, {"base", "cuda_driver", "ipc_cuda", "ipc_host"}),
 }
 """By folder: the registry of its implementations, and the files that implement nothing."""
@@ -66,6 +68,7 @@ FLAGS = {
     "schedule_policy": {*SCHEDULE_POLICIES},
     **dict.fromkeys(("policy", "prefill_policy", "decode_policy"), {*ROUTING_POLICIES}),
     "disaggregation_transfer_backend": {*TRANSFER_BACKENDS},
+    "kv_tier": {*KV_TIERS},
 }
 """Flags that take registered names, and the values that ``--help`` shows."""
 

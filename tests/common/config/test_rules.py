@@ -21,6 +21,8 @@ SERVERS: list[tuple[dict[str, Any], str]] = [
     (PP | {"enable_return_hidden_states": True}, "--enable-return-hidden-states does not work across the stages"),
     ({"constrained_json_whitespace_pattern": " ", "constrained_json_disable_any_whitespace": True}, "exclude each"),
     ({"quantization_param_path": "scales.json"}, "--quantization-param-path is for a KV cache in float8: set --kv-"),
+    ({"kv_tier": "host", "disable_radix_cache": True}, "--kv-tier keeps pages of the prefix cache; drop --disable-rad"),
+    (PP | {"kv_tier": "host"}, "--kv-tier does not work across the stages of --pp-size: leave one of them out."),
     ({"disaggregation_ib_device": "mlx5_0"}, "--disaggregation-ib-device is for --disaggregation-transfer-backend"),
     ({"kv_events_port": 7000, "disable_radix_cache": True}, "publishes the prefix cache; drop --disable-radix-cache."),
     (DP | {"kv_events_port": 7000}, "--kv-events-port publishes one prefix cache, and every attention group"),

@@ -10,6 +10,7 @@ from baton.common.api.namespace import SHARED, Namespace
 from baton.common.kvcache.allocator import PageAllocator
 from baton.common.kvcache.layout import KVLayout, shape_of_group, split_layers
 from baton.common.kvcache.manager import KVCacheManager
+from baton.common.kvcache.page_keys import page_keys
 from baton.common.kvcache.prefix_cache import PrefixCache
 
 SALTED = Namespace(salt="s")
@@ -387,6 +388,17 @@ def test_a_namespace_returns_while_a_request_still_reads_its_empty_root():
     cache.check_integrity()
 
 
+def test_a_node_that_is_read_stays_when_its_last_child_is_evicted():
+    cache = PrefixCache(page_size=1)
+    above, _ = cache.insert(tokens(1), pages(10))
+    cache.insert(tokens(1, 2), pages(10, 11))
+    cache.lock(above)
+    assert cache.evict(2).tolist() == [11] and cache.match(tokens(1, 2))[1].tolist() == [10]
+    cache.unlock(above)
+    assert cache.evict(2).tolist() == [10] and cache.num_pages == 0
+    cache.check_integrity()
+
+
 def test_an_empty_tree_evicts_nothing():
     cache = PrefixCache(page_size=1)
     assert cache.evict(5).tolist() == [] and cache.version == 0
@@ -425,3 +437,70 @@ def test_a_tidied_cache_hands_out_pages_in_runs():
     cache.tidy()
     again = cache.new_private_table()
     assert cache.allocate_slots(again, 4) and again.ids.tolist() == [0, 1, 2, 3]
+
+
+class RecordingTier:
+    """Keeps keys alone, and says what it was asked."""
+
+    def __init__(self):
+        self.keys, self.waits, self.num_pages = {}, 0, 0
+
+    def store(self, keys, page_ids):
+        assert len(keys) == len(page_ids)
+        self.keys.update(zip(keys, page_ids.tolist()))
+        return self
+
+    def wait(self):
+        self.waits += 1
+
+    def clear(self):
+        self.keys.clear()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_evicted_pages_go_to_the_tier_under_keys_of_their_content(shared):
+    """A prompt finds the keys of its pages wherever edges were split, and after all of them have left."""
+    cache, tier = KVCacheManager(8, page_size=2), RecordingTier()
+    cache.attach_tier(tier, shared=shared)
+    prompts = tokens(1, 2, 3, 4, 5, 6), tokens(1, 2, 3, 4, 7, 8)
+    contents = {}
+    for prompt in prompts:
+        table = cache.match_prefix(prompt, 6, SALTED)
+        assert cache.allocate_slots(table, 6)
+        contents |= {page: prompt[:2 * i + 2].tolist() for i, page in enumerate(table.ids.tolist())}
+        cache.release(table, prompt)
+        full = cache.new_private_table()
+        assert cache.tier_keys(full, prompt, 6) == []
+        cache.prefix_cache.page_keys(cache.prefix_cache.match(prompt[:2], SALTED)[0])  # splits an edge that has keys
+    other = cache.match_prefix(tokens(9, 9), 0)
+    assert cache.allocate_slots(other, 16) and cache.num_cached == 0
+    assert tier.waits == shared
+    cache.release(other)
+    stored = {key: contents[page] for key, page in tier.keys.items()}
+    assert sorted(stored.values()) == [prompts[0][:count].tolist() for count in (2, 4, 6)] + [prompts[1].tolist()]
+    for prompt in prompts:
+        table = cache.match_prefix(prompt, 6, SALTED)
+        keys = cache.tier_keys(table, prompt, 5)
+        assert [stored[key] for key in keys] == [prompt[:2].tolist(), prompt[:4].tolist()]
+        assert not set(cache.tier_keys(cache.match_prefix(prompt, 6), prompt, 6)) & set(tier.keys)
+        assert cache.allocate_slots(table, 6)
+        cache.add_loaded(table, prompt, 2)
+        assert table.num_cached_pages == 2 and cache.tier_keys(table, prompt, 6) == page_keys(keys[-1], prompt[4:], 2)
+        cache.release(table, prompt)
+        cache.check_integrity()
+        cache._evict(8)
+        assert set(stored) == set(tier.keys)
+    cache.flush()
+    assert not tier.keys and cache.num_cached == 0
+
+
+def test_nothing_is_stored_where_nothing_can_be_evicted():
+    cache, tier = KVCacheManager(4, page_size=1), RecordingTier()
+    cache.attach_tier(tier, shared=True)
+    table = cache.match_prefix(tokens(1, 2, 3), 0)
+    assert cache.allocate_slots(table, 3)
+    cache.commit(table, tokens(1, 2))
+    assert cache.keep_partial_page(table, tokens(1, 2, 3)) is None
+    assert not cache.allocate_slots(table, 5) and cache.tier_keys(table, tokens(1, 2, 3), 3)
+    cache._evict(1)
+    assert not tier.keys and not tier.waits

@@ -9,8 +9,9 @@ from transformers import AutoTokenizer
 
 from baton.common.kvcache.layout import KVLayout
 from baton.common.kvcache.pool import KVPool
+from baton.common.kvcache.tiers.base import TierContext
+from baton.common.kvcache.tiers.host import HostTier
 from baton.common.scheduler.preemption.copy_rates import measure_link_bandwidth
-from baton.common.scheduler.preemption.host_kv_cache import HostKVCache
 from baton.common.tinychat import CHECKPOINT
 from baton.tests.helpers.hand_driven import Engine, tokens_of
 from baton.tests.tinychat.tasks import held_out
@@ -73,14 +74,15 @@ def test_copies_are_exact_and_the_bandwidth_is_measured():
     for group in pool.groups:
         group.normal_()
     before = [group.clone() for group in pool.groups]
-    host = HostKVCache(pool, 160 * layout.page_bytes)
+    host = HostTier(TierContext(pool, 160 * layout.page_bytes, "--kv-tier-gb"))
     pages = np.random.default_rng(0).permutation(256)[:150]
-    slots = host.copy_out(pages)
-    assert slots is not None and host.copy_out(pages) is None, "too few slots are free for as many again"
+    keys = [b"%d" % page for page in pages]
+    assert host.store(keys, pages).num_pages == host.num_pages == 150
     for group in pool.groups:
         group.zero_()  # after the copies on the stream
-    host.copy_in(slots[30:], pages[30:])
-    host.synchronize()
+    task = host.load(keys[30:], pages[30:])
+    task.wait()
+    assert task.num_pages == 120 and host.lookup([*keys, b"none"]) == 150
     for group, old in zip(pool.groups, before):
         assert torch.equal(group[pages[30:]], old[pages[30:]]) and not group[pages[:30]].any()
     assert measure_link_bandwidth(torch.device("cuda")) > 1e9

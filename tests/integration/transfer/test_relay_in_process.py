@@ -37,6 +37,7 @@ from baton.common.scheduler.request_tracker import RequestTracker
 from baton.decode.rank import _make_scheduler as make_decode
 from baton.kvtransfer.bootstrap import BootstrapServer
 from baton.prefill.rank import _make_scheduler as make_prefill
+from baton.tests.helpers import dict_tier  # noqa: F401 (registers its tiers)
 from baton.tests.helpers.outputs import outputs_of
 from baton.tests.helpers.ports import free_port
 
@@ -388,3 +389,56 @@ def test_a_processor_that_fails_ends_both_halves(pair, prompts, late):
     assert ("p" in prefill.take()[1]) is not late
     prefill.assert_clean()
     decode.assert_clean()
+
+
+@pytest.mark.parametrize("tier", ["dict", "slow-dict"])
+@pytest.mark.parametrize("backend", ["fake", "ipc"])
+def test_both_sides_load_evicted_prefixes_from_tiers(checkpoint, bootstrap_port, prompts, expected, backend, tier):
+    """Pools for a fifth of the prompts: the second time all full pages come from tiers, and decode receives none."""
+    common = {"port": bootstrap_port, "backend": backend, "cache": {"kv_tier": tier}, "max_total_tokens": 160}
+    pair = (Side(checkpoint, make_prefill, "prefill", chunk=23, **common),
+            Side(checkpoint, make_decode, "decode", **common))
+    prefill, decode = pair
+    page_bytes = decode.scheduler.receiver.info.layout.page_bytes
+    for attempt in range(2):
+        before = prefill.scheduler.sender.counters["kv_bytes_sent"]
+        loaded = [side.scheduler.batcher.loads.num_loaded for side in pair]
+        for i, prompt in enumerate(prompts):
+            for side in pair:
+                side.start(str(i), prompt, room=9000 + 100 * attempt + i, port=bootstrap_port)
+        run(*pair)
+        outputs, failures = decode.take()
+        assert not failures and tokens_of(outputs) == expected
+        prefill.take()
+        for side in pair:
+            side.assert_clean()
+    full_pages, all_pages = sum(len(p) // 4 for p in prompts), sum(-(-len(p) // 4) for p in prompts)
+    sent = (prefill.scheduler.sender.counters["kv_bytes_sent"] - before) / page_bytes
+    assert sent == all_pages - full_pages
+    assert all(side.scheduler.batcher.loads.num_loaded - was > full_pages // 2 for side, was in zip(pair, loaded))
+    for side in pair:
+        side.scheduler.close()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_request_aborted_while_it_loads_ends_on_both_sides(checkpoint, bootstrap_port, victim):
+    common = {"port": bootstrap_port, "backend": "fake", "cache": {"kv_tier": "slow-dict"}}
+    pair = (Side(checkpoint, make_prefill, "prefill", **common), Side(checkpoint, make_decode, "decode", **common))
+    prompt = [(7 * i) % VOCAB for i in range(50)]
+    for attempt in range(2):
+        reqs = [side.start("a", prompt, room=9500 + attempt, port=bootstrap_port) for side in pair]
+        if attempt:
+            side = pair[victim]
+            while reqs[victim] not in side.scheduler.batcher.queues.loading:
+                for each in pair:
+                    each.scheduler.step(0.0)
+            side.abort(reqs[victim])
+            assert len(side.scheduler.batcher.loads) == 1
+        run(*pair)
+        answers = [side.take() for side in pair]
+        for side in pair:
+            side.assert_clean()
+            side.cache._evict(side.cache.num_cached)
+    assert [set(failures) for _, failures in answers] == [{"a"}, {"a"}]
+    for side in pair:
+        side.scheduler.close()
