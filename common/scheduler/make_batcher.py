@@ -28,20 +28,20 @@ def make_batcher(config: ServerConfig, runner: ModelRunner, cache: KVCacheManage
     swap = loads = None
     if num_bytes:
         swap = SwapSpace(_host_tiers(runner.pools, num_bytes), cache, measure_link_bandwidth(runner.device),
-                         PrefillRate(), group.min_reduce, shared=config.mode == "decode")
+                         PrefillRate(), group.min_reduce, shared=config.role.receives_kv)
     if config.cache.kv_tier is not None:
         if cache.groups:
             raise ConfigError("--kv-tier does not keep the pages of sliding windows yet; leave it out, or set "
                               "--disable-hybrid-swa-memory.")
         num_bytes = int(config.cache.kv_tier_gb * 2**30)
         tier: KVTier = KV_TIERS.get(config.cache.kv_tier)(TierContext(runner.pool, num_bytes, "--kv-tier-gb"))
-        cache.attach_tier(tier, shared=config.mode == "decode")
+        cache.attach_tier(tier, shared=config.role.receives_kv)
         loads = TierLoads(cache, tier, group.min_reduce)
     pp_size, max_micro_batch = config.parallel.pp_size, None
     if pp_size > 1:
         max_micro_batch = (config.parallel.pp_max_micro_batch_size
                            or max(1, config.schedule.max_running_requests // pp_size))
-    return Batcher(cache, config.schedule, decodes=config.mode != "prefill", seed=config.model.random_seed, swap=swap,
+    return Batcher(cache, config.schedule, decodes=config.role.decodes, seed=config.model.random_seed, swap=swap,
                    loads=loads, pp_size=pp_size, max_micro_batch=max_micro_batch)
 
 
