@@ -63,7 +63,7 @@ class ModelRunner:
         self.spec = weights.spec
         self.device = device
         self.pool = pool
-        self.pools = (pool,)
+        self.pools: tuple[KVPool, ...] = (pool,)
         self.layout: KVLayout = pool.layout
         self.num_pages = pool.num_pages - 1
         self._captures_decode = False
