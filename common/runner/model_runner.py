@@ -132,7 +132,7 @@ class ModelRunner:
             runner._enable_two_batch_overlap()
         if device.type == "cuda":
             runner._warm_up(progress)
-            decodes = config.mode != "prefill" and not config.model.is_embedding
+            decodes = config.role.decodes and not config.model.is_embedding
             captures_prefill = config.captured_prompts(spec.context_length) > 0
             if (decodes or captures_prefill) and not config.kernels.disable_cuda_graph and may_capture(parallel):
                 runner._captures_decode = decodes

@@ -74,7 +74,7 @@ def test_a_unified_server(tmp_path, plugin, expected, flags):
 
 
 def test_a_pair_whose_decode_server_drafts(tmp_path, plugin, expected):
-    with Cluster(tmp_path, flags=FLAGS[5:], decode_flags=TOY, environment=plugin) as cluster:
+    with Cluster(tmp_path, flags=FLAGS[6:], decode_flags=TOY, environment=plugin) as cluster:
         assert answers(cluster.url) == expected
         for server in cluster.workers:
             server.assert_clean()
