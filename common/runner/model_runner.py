@@ -252,8 +252,8 @@ class ModelRunner:
              workspace: AttentionWorkspace | None = None) -> StepContext:
         """Plans a step, for ``run``; see ``forward`` for the arguments.
 
-        Steps that are planned before the runner's others have run, or run on another stream, have a ``workspace`` of
-        their own, which the caller keeps: they are not split, and replay no piecewise graphs.
+        A step that is planned before the runner's others have run has a ``workspace`` of its own, which the caller
+        keeps: it is not split, and replays no piecewise graphs.
         """
         if info is None:
             assert self._parallel.dp_size == 1, "sync_dp returns the step of several attention groups"

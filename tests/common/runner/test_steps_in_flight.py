@@ -32,7 +32,7 @@ def test_two_models_compute_in_turns_what_they_compute_alone(tmp_path, names):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_two_steps_of_a_model_have_a_workspace_each(tmp_path, name):
-    check_two_workspaces(tmp_path, name, "torch")
+    check_two_workspaces(*runners_of(tmp_path, [name], "torch"))
 
 
 def test_a_draft_model_next_to_the_chat_model(tmp_path):
