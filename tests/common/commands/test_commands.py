@@ -118,6 +118,13 @@ def test_a_path_that_is_taken_is_refused(register, path, checkpoint):
         router_endpoints.admin_routes()
 
 
+@pytest.mark.parametrize("path", ["/mine/generate", "/mine/flush_cache"])
+def test_a_method_that_the_engine_has_is_refused(register, path):
+    register("toy", toy(path))
+    with pytest.raises(ConfigError, match=f"has the path {path}, and baton.Engine has another method"):
+        baton.Engine("m")
+
+
 def test_a_number_without_bounds_is_refused(register):
     """It would break the message to the ranks."""
     class Wide(msgspec.Struct, frozen=True):
