@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any
-
-import torch
+from collections.abc import Iterator
 
 from ..quantization.methods import linear_method
 from ..quantization.shards import Shard
-from ..weights.slots import Allocate, Slot
+from ..weights.slots import Allocate, Slot, finish_loading
 from .linear import Columns
 
 
 class DenseWeight:
     """This rank's outputs ``weight`` [out, in] in the engine's type, at a fixed address. A quantized weight is also
-    stored in the checkpoint's format, and dequantized again whenever a part of it is loaded."""
+    stored in the checkpoint's format, and dequantized once it is loaded."""
 
     def __init__(self, part: Columns, in_features: int, allocate: Allocate):
         shard = Shard(part.name, 0, part.size, (part.full, in_features), 0, part.start)
@@ -27,14 +24,8 @@ class DenseWeight:
 
     def slots(self) -> Iterator[Slot]:
         for slot in self._method.slots():
-            yield dataclasses.replace(slot, load=self._refreshing(slot)) if self._quantized else slot
+            yield dataclasses.replace(slot, finish=self._finish) if self._quantized else slot
 
-    def _refreshing(self, slot: Slot) -> Callable[[torch.Tensor], None]:
-        def load(part: Any) -> None:
-            if slot.load is None:
-                slot.target.copy_(part)
-            else:
-                slot.load(part)
-            self.weight.copy_(self._method.dequantize())
-
-        return load
+    def _finish(self) -> None:
+        finish_loading(self._method.slots())
+        self.weight.copy_(self._method.dequantize())

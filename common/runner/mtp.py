@@ -46,13 +46,16 @@ class MTPDraftLayers:
     def load(cls, config: ServerConfig, spec: ModelSpec, parallel: Parallel, model: CausalLM, num_pages: int,
              workspace: AttentionWorkspace, device: torch.device, progress: Progress) -> MTPDraftLayers:
         """Loads the draft layers of ``model``, whose pool has ``num_pages``. Raises ConfigError where the checkpoint
-        has none or lacks some tensors, and with pipeline parallelism, where other stages have the embedding or the
-        head."""
+        has none or lacks some tensors, with pipeline parallelism, where other stages have the embedding or the head,
+        and with data-parallel attention."""
         if not spec.mtp_layers:
             raise ConfigError(f"{config.model.model_path} has no layers of multi-token prediction: num_nextn_predict_"
                               "layers of its config.json is not there, or 0.")
         if parallel.pp.size > 1:
             raise ConfigError("Layers of multi-token prediction need the whole model: leave --pp-size out.")
+        if parallel.dp_size > 1:
+            raise ConfigError("Layers of multi-token prediction compute the tokens of one attention group: leave "
+                              "--enable-dp-attention out.")
         dtype = resolve_dtype(config, spec, device)
         try:
             layers = build_draft_layers(spec, parallel, getattr(torch, dtype), device)
@@ -64,8 +67,7 @@ class MTPDraftLayers:
         except torch.OutOfMemoryError:
             raise ConfigError(f"The layers of multi-token prediction do not fit on {device}: lower "
                               "--max-total-tokens.") from None
-        return cls(model, layers, AttentionChoice(config, own, parallel, dtype).over(pool),
-                   workspace)
+        return cls(model, layers, AttentionChoice(config, own, parallel, dtype).over(pool), workspace)
 
     @torch.inference_mode()
     def hidden_states(self, batch: ForwardBatch, hidden: torch.Tensor, next_ids: torch.Tensor) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ from ..api.errors import ConfigError
 from .files import first_names
 from .kv_scales import is_kv_scale
 from .lazy import LazyTensor
-from .slots import Slot
+from .slots import Slot, finish_loading
 from .source import SourceTensor, WeightSource
 
 Progress = Callable[[str, float], None]
@@ -68,6 +68,7 @@ def load_weights(source: WeightSource, slots: Iterable[Slot], progress: Progress
         log.info("%d tensors of %s are not loaded: multi-token prediction is not used", num_unused, ", ".join(unused))
     if missing:
         raise ConfigError(f"The checkpoint {source.name} lacks {first_names(missing)}.")
+    finish_loading(slots_by_name.values())
     if unexpected:
         log.warning("the checkpoint %s holds %s, which its architecture does not have: they are not loaded",
                     source.name, first_names(unexpected))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -59,7 +59,8 @@ class Slot:
     ``target`` the checkpoint must have the tensor, which another rank loads.
 
     ``kind`` says how the checkpoint's tensor is checked, and a dummy one made. ``load``, where given, gets the slice
-    instead of a copy to ``target``.
+    instead of a copy to ``target``. ``finish``, where given, is called after all slots have been filled, once for those
+    that share it: a format repacks its parameters there.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Slot:
     start: int = 0
     kind: TensorKind = VALUES
     load: Callable[[torch.Tensor], object] | None = None
+    finish: Callable[[], object] | None = None
 
     def fill(self, source: LazyTensor | torch.Tensor) -> None:
         """Fills the target with its slice of ``source``, of any device."""
@@ -87,6 +89,13 @@ class Slot:
         stop = self.start + self.target.shape[self.dim]
         result: torch.Tensor = source[self.start:stop] if self.dim == 0 else source[:, self.start:stop]
         return result
+
+
+def finish_loading(slots: Iterable[Slot]) -> None:
+    """Calls what slots ``finish`` with, each function once."""
+    for finish in dict.fromkeys(slot.finish for slot in slots):
+        if finish is not None:
+            finish()
 
 
 @dataclass(frozen=True)

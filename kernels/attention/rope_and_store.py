@@ -78,7 +78,7 @@ def _rope_and_store_kernel(q_ptr, k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, page_p
         if PARTIAL:
             pairs = rotated
         table = cos_sin_ptr + tl.load(position_ptr + token, cache_modifier=".cg") * 2 * pairs
-        cos = tl.load(table + columns, columns < pairs, other=1.0)
+        cos = tl.load(table + columns, columns < pairs, other=1.0 if PARTIAL else 0.0)
         sin = tl.load(table + pairs + columns, columns < pairs, other=0.0)
     slot = tl.load(page_ptr + token, cache_modifier=".cg") * stride_page
     slot += tl.load(offset_ptr + token, cache_modifier=".cg") * stride_slot

@@ -42,6 +42,7 @@ from baton.kernels.comm.dispatch_buffers import DispatchLayout, DispatchMemory
 from baton.kernels.comm.gather_scatter_norm import reduce_scatter_rmsnorm, rmsnorm_all_gather
 from baton.kernels.float8.fp8_block_matmul import block_matmul
 from baton.kernels.float8.fp8_matmul import fp8_matmul
+from baton.kernels.gemm.batch_invariant_matmul import batch_invariant_matmul
 from baton.kernels.gemm.dense_warp_specialized import warp_specialized_matmul
 from baton.kernels.gemm.small_m_matmul import small_m_matmul
 from baton.kernels.gemm.split_k_warp_specialized import split_k_matmul, split_k_partials
@@ -55,7 +56,7 @@ from baton.kernels.rowwise.silu_and_mul import silu_and_mul
 from baton.kernels.rowwise.split_k_rmsnorm import split_k_rmsnorm
 from baton.kernels.sampling.argmax import argmax
 from baton.kernels.sampling.sample import sample
-from baton.kernels.tuning.gemm import PersistentTile, SplitKTile, WarpSpecializedTile
+from baton.kernels.tuning.gemm import InvariantTile, PersistentTile, SplitKTile, WarpSpecializedTile
 from baton.kernels.tuning.moe import Tiles, warp_specialized_tiles
 
 from .h200 import H200, NUM_SMS
@@ -104,14 +105,14 @@ def latents(dtype: torch.dtype) -> torch.Tensor:
 
 
 def store_heads(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, norms: bool,
-                cache: torch.dtype | None = None) -> None:
+                cache: torch.dtype | None = None, rotated: int | None = None) -> None:
     fused = of(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
     parts = fused.split([heads * dim, kv_heads * dim, kv_heads * dim], -1)
     q, k, v = (part.unflatten(-1, (-1, dim)) for part in parts)
     weights = HeadNorms(of(dim, dtype=dtype), of(dim, dtype=dtype), 1e-6) if norms else None
     scales = (0.5, 0.25) if cache else (1.0, 1.0)
-    rope_and_store(q, k, v, *pool(kv_heads, dim, cache or dtype), int64(tokens), int64(tokens), fp32(8192, dim),
-                   int64(tokens), *scales, weights, inputs_ready=True)
+    rope_and_store(q, k, v, *pool(kv_heads, dim, cache or dtype), int64(tokens), int64(tokens),
+                   fp32(8192, rotated or dim), int64(tokens), *scales, weights, inputs_ready=True)
 
 
 def decode_heads(requests: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
@@ -267,6 +268,7 @@ CASES: dict[str, Callable[[], object]] = {
     "silu_and_mul 10944": lambda: silu_and_mul(of(7, 21888)),
     "rope_and_store Llama": lambda: store_heads(7, 32, 8, 128, BF16, False),
     "rope_and_store Llama, one KV head a rank": lambda: store_heads(7, 4, 1, 128, BF16, False),
+    "rope_and_store Nemotron, half of a head": lambda: store_heads(7, 48, 8, 128, BF16, False, rotated=64),
     "rope_and_store Qwen3": lambda: store_heads(7, 32, 4, 128, BF16, True),
     "rope_and_store Qwen3, float8": lambda: store_heads(7, 32, 4, 128, BF16, True, FP8),
     "rope_and_store Qwen3, float8 e5m2": lambda: store_heads(7, 32, 4, 128, BF16, True, torch.float8_e5m2),
@@ -375,6 +377,10 @@ CASES: dict[str, Callable[[], object]] = {
     "warp_specialized_matmul Llama, gated": lambda: many_rows(8192, 28672, 4096, True),
     "warp_specialized_matmul Llama, gated, 128 rows": lambda: many_rows(1024, 28672, 4096, True, tall=128),
     "warp_specialized_matmul float16, gated": lambda: many_rows(8192, 28672, 4096, True, FP16),
+    "batch_invariant_matmul": lambda: batch_invariant_matmul(
+        of(100, 4096), of(4096, 4096), None, InvariantTile(64, 64, 64, 4, 3)),
+    "batch_invariant_matmul float32, bias": lambda: batch_invariant_matmul(
+        fp32(100, 1100), fp32(4096, 1100), fp32(4096), InvariantTile(16, 64, 32, 4, 2)),
     "small_m_matmul one row": lambda: few_rows(1, 4096, 4096),
     "small_m_matmul one row, odd width": lambda: few_rows(1, 4096, 1100),
     "small_m_matmul 7 rows": lambda: few_rows(7, 4096, 4096),

@@ -40,6 +40,10 @@ def test_blocks_are_copied_where_they_belong():
     run_interpreted("copy_blocks_cases.py")
 
 
+def test_steps_in_flight_compute_what_they_compute_alone():
+    run_interpreted("step_cases.py")
+
+
 def test_draws_equal_the_plain_path():
     run_interpreted("sample_cases.py")
 
@@ -62,3 +66,7 @@ def test_float8_equals_its_twins():
 
 def test_model_over_the_triton_backend():
     run_interpreted("model_cases.py")
+
+
+def test_rows_do_not_depend_on_their_batch():
+    run_interpreted("batch_invariant_cases.py")

@@ -64,7 +64,7 @@ class ExpertLinear:
             for slot in self.methods[index].slots():
                 shard, _, kind = slot.name.rpartition(".")
                 slot = replace(slot, name=f"{names[shard]}.{kind}")
-                yield slot if is_local else replace(slot, target=slot.target[:0], load=None)
+                yield slot if is_local else replace(slot, target=slot.target[:0], load=None, finish=None)
             if self.bias is not None:
                 yield from self._bias_slots(expert, self.bias[index] if is_local else self.bias[0, :0])
 

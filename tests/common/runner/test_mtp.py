@@ -15,6 +15,8 @@ from baton.common.api.errors import ConfigError
 from baton.common.bench import draft_acceptance
 from baton.common.bench.draft_acceptance import Acceptance, Drafting
 from baton.common.bench.workloads.workload import Prompt, Turn
+from baton.common.distributed.parallel import Parallel
+from baton.common.distributed.tp import TPGroup
 from baton.tests.common.models.test_models_numerics import TOLERANCE
 from baton.tests.common.runner.mtp_rank import TOKENS, load_draft_layers, rows_by_chunks
 from baton.tests.helpers.deepseek_models import save_deepseek, save_with_predictors
@@ -91,6 +93,14 @@ def test_checkpoints_without_predictors_are_refused(tmp_path):
     save_deepseek(tmp_path, 3, num_nextn_predict_layers=0)
     with pytest.raises(ConfigError, match="has no layers of multi-token prediction"):
         load_draft_layers(load_runner(server_config(tmp_path)))
+
+
+def test_predictors_are_for_one_attention_group(tmp_path):
+    save_with_predictors(tmp_path, 1)
+    runner = load_runner(server_config(tmp_path))
+    runner._parallel = Parallel(TPGroup(0, 2), TPGroup(), TPGroup(0, 2))
+    with pytest.raises(ConfigError, match="leave --enable-dp-attention out"):
+        load_draft_layers(runner)
 
 
 def test_predictors_that_are_not_whole_are_refused(tmp_path):

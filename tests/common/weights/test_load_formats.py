@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ from baton.common.models.registry import load_model_spec
 from baton.common.weights.dummy_source import DummySource
 from baton.common.weights.fingerprint import identify
 from baton.common.weights.lazy import InMemory
+from baton.common.weights.loader import load_weights, silent
 from baton.common.weights.safetensors_source import SafetensorsSource
+from baton.common.weights.slots import Slot
 from baton.common.weights.source import SourceTensor
 from baton.tests.helpers.small_models import (
     expected_logits,
@@ -119,3 +122,20 @@ def test_a_tensor_is_found_in_any_file(tmp_path):
         source.find("c")
     with pytest.raises(ConfigError, match="dummy weights of seed 3 lacks c"):
         DummySource(ModelArgs("tinychat", random_seed=3)).find("c")
+
+
+def test_what_shares_a_finish_is_finished_once_after_all_are_loaded(tmp_path, memory):
+    values = {name: torch.full((3,), float(index)) for index, name in enumerate("abc")}
+    memory(values)
+    slots = [Slot(name, torch.zeros(3), (3,)) for name in values]
+    seen = []
+
+    def note() -> None:
+        seen.append([slot.target[0].item() for slot in slots])
+
+    finishing = [replace(slot, finish=note) if slot.name in "ab" else slot for slot in slots]
+    load_weights(DictSource(ModelArgs("")), finishing, silent, tied=False)
+    assert seen == [[0.0, 1.0, 2.0]]
+    with pytest.raises(ConfigError, match="lacks d"):
+        load_weights(DictSource(ModelArgs("")), [*finishing, Slot("d", torch.zeros(3), (3,))], silent, tied=False)
+    assert len(seen) == 1
