@@ -176,7 +176,8 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
     config = spec.config
     model: ModelSpec = load_model_spec(config.model)
     runner = ModelRunner.load(config, model, parallel, parallel.device, progress)
-    cache = KVCacheManager(runner.num_pages, runner.layout.page_size, not config.cache.disable_radix_cache)
+    cache = KVCacheManager(runner.num_pages, runner.layout.page_size, not config.cache.disable_radix_cache,
+                           runner.new_cache_groups())
     tracker = RequestTracker(
         send,
         eos_ids=frozenset(model.eos_token_ids),

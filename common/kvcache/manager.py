@@ -170,7 +170,7 @@ class KVCacheManager:
         """A page table with the pages of a cached prefix, which it locks. ``num_tokens`` are not computed here."""
         assert self.prefix_cache is not None
         self.prefix_cache.lock(node)
-        table = PageTable(pages, node, [GroupTable() for _ in self.groups])
+        table = PageTable(pages, node, [GroupTable(group) for group in self.groups])
         for index, (group, own) in enumerate(zip(self.groups, table.groups)):
             first = group.first_page(num_tokens)
             ids = self.prefix_cache.group_pages(node, index, first, len(pages))
@@ -181,7 +181,7 @@ class KVCacheManager:
     def new_private_table(self, num_tokens: int = 0) -> PageTable:
         """An empty page table that never enters the prefix cache: token ids do not identify what its pages contain.
         ``num_tokens`` are not computed here."""
-        table = PageTable(np.empty(0, np.int64), None, [GroupTable() for _ in self.groups])
+        table = PageTable(np.empty(0, np.int64), None, [GroupTable(group) for group in self.groups])
         for group, own in zip(self.groups, table.groups):
             group.begin(own, group.first_page(num_tokens), table.ids)
         return table
@@ -272,13 +272,13 @@ class KVCacheManager:
             stop = max(start, min(stop, own.end * self.page_size))
         return stop
 
-    def allocate_next(self, table: PageTable, num_tokens: int) -> bool:
-        """Extend ``table`` in all groups by the page of the next token, the last of ``num_tokens``, where it begins a
-        page; False where pages are short."""
+    def allocate_next(self, table: PageTable, num_tokens: int, num_drafts: int = 0) -> bool:
+        """Extend ``table`` in all groups by the page of the next token, the last of ``num_tokens`` but for the drafts
+        after it, where it has none; False where pages are short."""
         count = self.pages_for(num_tokens)
         for index, (group, own) in enumerate(zip(self.groups, table.groups)):
             if own.end < count:
-                group.make_room(own)
+                group.make_room(own, num_tokens - num_drafts - 1)
                 if not self._free_in_group(index, count - own.end):
                     return False
                 group.extend(own, count)
@@ -308,7 +308,8 @@ class KVCacheManager:
             table.append(page)
         for index, group in enumerate(self.groups):
             for table in tables:
-                group.make_room(own := table.groups[index])
+                own = table.groups[index]
+                group.make_room(own, own.end * self.page_size)
                 group.extend(own, table.count)
         self._num_allocated += len(tables)
         return pages

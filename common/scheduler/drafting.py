@@ -40,17 +40,17 @@ class Drafting:
         limits = [min(self._max_drafts, remaining[row] - 1) for row in rows]
         proposed = self._proposer.propose([batch.reqs[row] for row in rows], limits)
         positions = batch.positions.tolist()
-        found = {row: tokens[:min(limit, self._room(batch, row, positions[row] + len(tokens)) - positions[row])]
+        found = {row: tokens[:min(limit, self._room(batch, row, positions[row], len(tokens)))]
                  for row, tokens, limit in zip(rows, proposed, limits) if len(tokens)}
         return {row: tokens for row, tokens in found.items() if len(tokens)}
 
-    def _room(self, batch: InputBatch, row: int, last: int) -> int:
-        """Allocates pages up to position ``last``, where there are any; returns the last one that has a page."""
-        table = batch.reqs[row].page_table
+    def _room(self, batch: InputBatch, row: int, position: int, num_drafts: int) -> int:
+        """Allocates pages for drafts after ``position``, where there are any; returns the number that have a page."""
+        table, last = batch.reqs[row].page_table, position + num_drafts
         if batch.pages.capacity(row) <= last and table is not None:
-            self._cache.allocate_slots(table, last + 1)
+            self._cache.allocate_next(table, last + 1, num_drafts)
             batch.pages.update_capacity(row)
-        return min(last, batch.pages.capacity(row) - 1)
+        return min(last, batch.pages.capacity(row) - 1) - position
 
     def on_verified(self, step: StepInput, output: StepOutput) -> None:
         """Tell the proposer which drafts were accepted; the requests have their tokens."""
