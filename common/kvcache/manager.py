@@ -243,17 +243,17 @@ class KVCacheManager:
             group.reserve(own, bound)
         return True
 
-    def allocate_incoming(self, table: PageTable, num_tokens: int) -> bool:
+    def allocate_incoming(self, table: PageTable, num_tokens: int, num_next: int = 0) -> bool:
         """``allocate_slots`` in all groups, for ``num_tokens`` tokens that come from elsewhere, of which further groups
-        need those that the tokens after them read."""
-        count = self.pages_for(num_tokens)
+        need those that the tokens after them read, and for the ``num_next`` tokens after them."""
+        count = self.pages_for(num_tokens + num_next)
         for group, own in zip(self.groups, table.groups):
             group.drop_before(own, first := group.first_page(num_tokens))
             if not len(own.ids):
                 own.first = own.unread = first
         if not all(self._free_in_group(index, count - own.end) for index, own in enumerate(table.groups)):
             return False
-        if not self.allocate_slots(table, num_tokens):
+        if not self.allocate_slots(table, num_tokens + num_next):
             return False
         for group, own in zip(self.groups, table.groups):
             group.extend(own, count)

@@ -71,8 +71,7 @@ def cache_layouts(config: ServerConfig, spec: ModelSpec, parallel: Parallel, dty
     windows = spec.windows_of(range(spec.num_layers))
     kinds = sorted(set(windows), key=lambda window: window or 0)
     stages = [] if len(kinds) == 1 else parallel.pp.layers_of_stages(spec.num_layers)
-    disabled = (cache.disable_hybrid_swa_memory or config.model.is_embedding
-                or cache.kv_tier is not None)  # which has the pages of one cache group
+    disabled = cache.disable_hybrid_swa_memory or config.model.is_embedding
     if disabled or not stages or any(set(windows[stage.start:stage.stop]) != {None, *kinds} for stage in stages):
         return (whole,)
     return tuple(_layout_of_group(whole, cache, own, [layer for layer in range(spec.num_layers)

@@ -110,19 +110,23 @@ def test_little_memory_evicts_and_retracts(checkpoint, reference, overlap):
     for _ in range(2):
         found = run_all(engine, prompts)
         assert [found[str(i)] for i in range(len(found))] == reference
-    batcher = engine.scheduler.batcher
-    assert batcher.retraction.num_retracted == 0 or overlap is not None
     engine.cache.flush()
     assert group.num_free == group.num_pages and group.num_reserved == 0
 
 
-def test_retracted_requests_are_computed_again(checkpoint):
+@pytest.mark.parametrize("swaps", [False, True])
+@pytest.mark.parametrize("radix", [True, False])
+def test_retracted_requests_are_computed_again_or_swapped(checkpoint, swaps, radix):
     prompts = branching_prompts()[:6]
     sampling = {"max_new_tokens": 90}
     want = run_all(engine_of(checkpoint, hybrid=False), prompts, **sampling)
-    engine = engine_of(checkpoint, max_total_tokens=640)
+    schedule = {"retract_host_memory_gb": 0.01} if swaps else {}
+    engine = engine_of(checkpoint, max_total_tokens=640, radix=radix, schedule=schedule)
     assert run_all(engine, prompts, **sampling) == want
-    assert engine.scheduler.batcher.retraction.num_retracted > 0
+    batcher = engine.scheduler.batcher
+    assert batcher.retraction.num_retracted > 0
+    if swaps:
+        assert batcher.swap.num_swapped_out > 0 and not any(tier.num_pages for tier in batcher.swap.tiers)
 
 
 def test_a_running_request_keeps_a_window_and_a_page(checkpoint):
