@@ -127,6 +127,8 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     if spec.rank == 0:
         channel.send(_ready(parts, scheduler))
     log.info("ready: %d KV pages of %d tokens", cache.num_pages, cache.page_size)
+    for group in cache.groups:
+        log.info("and %d KV pages for layers with %s", group.num_pages, group.rule)
     control = Control(spec.config, parallel.world, parts.runner, parts.batcher, scheduler.peers)
     timeout = spec.config.observe.watchdog_timeout
     watchdog = Watchdog(timeout) if timeout else None

@@ -44,6 +44,9 @@ class SlidingWindow:
 
     tokens: int
 
+    def __str__(self) -> str:
+        return f"a sliding window of {self.tokens} tokens"
+
     def first_page(self, num_tokens: int, page_size: int) -> int:
         return max(0, num_tokens + 1 - self.tokens) // page_size
 

@@ -425,6 +425,17 @@ class KVCacheManager:
             self.allocator.free(self.prefix_cache.evict(self.prefix_cache.num_pages))
             assert self.prefix_cache.num_pages == 0, "the cache was flushed while requests read it"
 
+    @property
+    def group_gauges(self) -> dict[str, float]:
+        """Pages of the further cache groups, those with a sliding window (swa), for the engine's report."""
+        if not self.groups:
+            return {}
+        free, allocated, cached, available, total = (
+            sum(getattr(group, name) for group in self.groups)
+            for name in ("num_free", "num_allocated", "num_cached", "num_available", "num_pages"))
+        return {"swa_token_usage": 1 - available / total, "swa_kv_pages_free": free,
+                "swa_kv_pages_allocated": allocated, "swa_kv_pages_cached": cached}
+
     def tidy(self) -> None:
         """Sort the free pages, so that later requests get contiguous ones where possible; for idle moments."""
         self.allocator.tidy()
