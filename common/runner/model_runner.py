@@ -247,12 +247,13 @@ class ModelRunner:
         """Returns the rows of the micro-batches of a step that is split; see TwoBatchOverlap."""
         return None if self._two_batch_overlap is None else self._two_batch_overlap.split_counts(info)
 
+    @torch.inference_mode()
     def plan(self, batch: ForwardBatch, info: DPStepInfo | None = None, after_group: AfterGroup | None = None,
              workspace: AttentionWorkspace | None = None) -> StepContext:
         """Plans a step, for ``run``; see ``forward`` for the arguments.
 
-        The next step may be planned before this one has run only in another ``workspace``: a step that is planned in
-        one runs apart from the runner's own, in one batch and without piecewise graphs, and on any stream.
+        A step that is planned before the runner's others have run has a ``workspace`` of its own, which the caller
+        keeps: it is not split, and replays no piecewise graphs.
         """
         if info is None:
             assert self._parallel.dp_size == 1, "sync_dp returns the step of several attention groups"

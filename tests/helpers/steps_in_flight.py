@@ -106,9 +106,8 @@ def check_two_models(folder: Path, names: Sequence[str], backend: str, counts: t
         assert len(kept) == len(wanted) and all(map(torch.equal, kept, wanted))
 
 
-def check_two_workspaces(folder: Path, name: str, backend: str, counts: tuple[int, int] = (9, 21)) -> None:
+def check_two_workspaces(runner: ModelRunner, counts: tuple[int, int] = (9, 21)) -> None:
     """Two steps of one model, a workspace each."""
-    (runner,) = runners_of(folder, [name], backend)
     want = [alone(runner, seed, count) for seed, count in enumerate(counts)]
     pages = [sum(pair) for pair in zip(*(wanted[3:] for wanted in want))]
     for group in runner.pool.groups:

@@ -20,7 +20,7 @@ def test_two_models_compute_in_turns_what_they_compute_alone(tmp_path):
 
 
 def test_two_steps_of_a_model_have_a_workspace_each(tmp_path):
-    check_two_workspaces(tmp_path, "Llama", "triton", (2, 7))
+    check_two_workspaces(*runners_of(tmp_path, ["Llama"], "triton"), (2, 7))
 
 
 @pytest.mark.parametrize("name,kind", [("Llama", TritonBackend), ("DeepSeek", MLATritonBackend)])
