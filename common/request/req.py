@@ -35,9 +35,10 @@ from .token_history import TokenHistory
 
 @dataclass(frozen=True)
 class SwappedOut:
-    """Keys under which a host tier keeps the pages of a retracted request's first ``num_tokens`` tokens."""
+    """A retracted request's first ``num_tokens`` tokens in host tiers: by cache group the first page that is there, and
+    the keys from that one on."""
 
-    keys: list[PageKey]
+    pages: list[tuple[int, list[PageKey]]]
     num_tokens: int
 
 

@@ -63,7 +63,7 @@ class ModelRunner:
         self.spec = weights.spec
         self.device = device
         self.pool = pool
-        self.pools = (pool,)
+        self.pools: tuple[KVPool, ...] = (pool,)
         self.layout: KVLayout = pool.layout
         self.num_pages = pool.num_pages - 1
         self._captures_decode = False
@@ -122,7 +122,7 @@ class ModelRunner:
             runner._enable_two_batch_overlap()
         if device.type == "cuda":
             runner._warm_up(progress)
-            decodes = config.mode != "prefill" and not config.model.is_embedding
+            decodes = config.role.decodes and not config.model.is_embedding
             captures_prefill = config.captured_prompts(spec.context_length) > 0
             if (decodes or captures_prefill) and not config.kernels.disable_cuda_graph and may_capture(parallel):
                 runner._captures_decode = decodes
@@ -247,12 +247,13 @@ class ModelRunner:
         """Returns the rows of the micro-batches of a step that is split; see TwoBatchOverlap."""
         return None if self._two_batch_overlap is None else self._two_batch_overlap.split_counts(info)
 
+    @torch.inference_mode()
     def plan(self, batch: ForwardBatch, info: DPStepInfo | None = None, after_group: AfterGroup | None = None,
              workspace: AttentionWorkspace | None = None) -> StepContext:
         """Plans a step, for ``run``; see ``forward`` for the arguments.
 
-        The next step may be planned before this one has run only in another ``workspace``: a step that is planned in
-        one runs apart from the runner's own, in one batch and without piecewise graphs, and on any stream.
+        A step that is planned before the runner's others have run has a ``workspace`` of its own, which the caller
+        keeps: it is not split, and replays no piecewise graphs.
         """
         if info is None:
             assert self._parallel.dp_size == 1, "sync_dp returns the step of several attention groups"

@@ -85,7 +85,7 @@ class Engine:
         self.cache.check_integrity()
         assert self.cache.num_allocated == 0
         swap = self.scheduler.batcher.swap
-        assert swap is None or swap.tier.num_pages == 0
+        assert swap is None or swap.num_pages == 0
         outputs = outputs_of(self.sent)
         self.sent.clear()
         return outputs

@@ -48,7 +48,7 @@ class ModelArgs:
         "the checkpoint's chat template"))
 
     flag_rules: ClassVar[tuple[ServerRule, ...]] = (
-        Rule(lambda c: c.model.is_embedding and c.mode != "null",
+        Rule(lambda c: c.model.is_embedding and not c.role.serves_alone,
              "--is-embedding needs a unified server: leave --disaggregation-mode at null."),
         Rule(lambda c: c.model.is_embedding and c.parallel.pp_size > 1,
              "--is-embedding does not work across the stages of --pp-size: leave one of them out."),

@@ -11,9 +11,11 @@ import pytest
 from baton.common.api.errors import ConfigError
 from baton.common.bench.serving_args import BenchServing
 from baton.common.bench.workloads.dataset_args import DATASETS
+from baton.common.commands.registry import COMMANDS
 from baton.common.config.cli import _flags
 from baton.common.config.load_format import LOAD_FORMATS
 from baton.common.config.quantization import QUANTIZATIONS
+from baton.common.config.roles import ROLES
 from baton.common.config.server import ServerConfig
 from baton.common.config.server.cache import KV_TIERS
 from baton.common.config.server.disaggregation import TRANSFER_BACKENDS
@@ -31,6 +33,7 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
     "common/attention": (ATTENTION_BACKENDS, {
         "base", "select", "per_window_backend", "prefill_decode_backend", "workspace"}),
     "common/attention/mla": (LATENT_BACKENDS, {"base", "select"}),
+    "common/commands": (COMMANDS, {"base", "methods", "registry"}),
     "common/sampling": (SAMPLING_BACKENDS, {
         "apply_processors", "bitmask", "builtin_processors", "gumbel_noise", "hidden_rows", "penalties",
         "prompt_logprobs", "sampled_tokens", "sampler", "sampling_backend", "token_logprobs"}),
@@ -61,6 +64,7 @@ FLAGS = {
     "tool_call_parser": {"auto", "none", *TOOL_FORMATS},
     "reasoning_parser": {"none", *REASONING_FORMATS},
     "dataset_name": {*DATASETS},
+    "disaggregation_mode": {*ROLES},
     "schedule_policy": {*SCHEDULE_POLICIES},
     **dict.fromkeys(("policy", "prefill_policy", "decode_policy"), {*ROUTING_POLICIES}),
     "disaggregation_transfer_backend": {*TRANSFER_BACKENDS},
