@@ -1,13 +1,10 @@
-"""A toy speculative algorithm, as a plug-in would bring it: it repeats the last tokens."""
+"""A toy speculative algorithm: it repeats the last tokens."""
 
 from __future__ import annotations
 
 import os
 
-from baton.common.config.server.speculative import SPECULATIVE_ALGORITHMS
 
-
-@SPECULATIVE_ALGORITHMS.register("TOY_REPEAT")
 class RepeatLastTokens:
     """Drafts the last ``width`` tokens again and again. Counts what it is told."""
 

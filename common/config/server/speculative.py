@@ -32,7 +32,7 @@ class SpeculativeArgs:
              "--speculative-ngram-max-match-window-size, not {speculative_ngram_min_match_window_size}."),
     )
     flag_rules: ClassVar[tuple[ServerRule, ...]] = (
-        Rule(lambda c: c.speculative.speculative_algorithm and (c.mode == "prefill" or c.model.is_embedding),
+        Rule(lambda c: c.speculative.speculative_algorithm and (not c.role.decodes or c.model.is_embedding),
              "--speculative-algorithm is for servers that decode; leave it out here."),
         Rule(lambda c: c.speculative.speculative_algorithm and c.parallel.pp_size > 1,
              "--speculative-algorithm does not work across the stages of --pp-size: leave one of them out."),

@@ -54,7 +54,7 @@ SERVERS: list[tuple[dict[str, Any], str]] = [
     ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap overlaps the exchange of attention groups: it"),
     (DP | {"enable_two_batch_overlap": True, "moe_a2a_backend": "peer", "ep_size": 2}, "--moe-a2a-backend peer: leave"),
     (DP | {"enable_two_batch_overlap": True}, "--two-batch-min-tokens 16384 or more, and no step has as many: raise"),
-    (NGRAM | {"speculative_ngram_min_match_window_size": 13}, "--speculative-ngram-min-match-window-size must be betwe"),
+    (NGRAM | {"speculative_ngram_min_match_window_size": 13}, "--speculative-ngram-min-match-window-size must be betw"),
     (PREFILL | NGRAM, "--speculative-algorithm is for servers that decode; leave it out here."),
     (PP | NGRAM, "--speculative-algorithm does not work across the stages of --pp-size: leave one of them out."),
     (NGRAM | {"enable_mixed_chunk": True}, "--speculative-algorithm does not draft in mixed chunks: drop --enable-mix"),

@@ -38,7 +38,7 @@ def answers(url: str) -> list[object]:
 @pytest.fixture(scope="module")
 def plugin(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("plugin")
-    path = install_plugin(folder, "baton.speculative", "TOY_REPEAT", "baton.tests.helpers.toy_proposer")
+    path = install_plugin(folder, "baton.speculative", "TOY_REPEAT", "baton.tests.helpers.toy_proposer_plugin")
     root = Path(__file__).parents[4]
     return {"PYTHONPATH": f"{path}:{root}", "TOY_PROPOSER_FILE": str(folder / "counts")}
 
