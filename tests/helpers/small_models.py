@@ -62,11 +62,16 @@ def load_runner(config: ServerConfig, parallel: Parallel | None = None, device: 
                             lambda what, fraction: None)
 
 
+def row_of(runner: ModelRunner, tokens: np.ndarray, start: int, page_ids: np.ndarray) -> Row:
+    """A row with equal page ids in all cache groups."""
+    return Row(tokens, start, page_ids, further=[page_ids] * len(runner.pools[1:]))
+
+
 def forward(runner: ModelRunner, parts: list[tuple[np.ndarray, int, np.ndarray]], *,
             every_row: bool = True) -> torch.Tensor:
-    """Logits of ``(tokens, start, page_ids)`` of each request, with equal page ids in all cache groups."""
+    """Logits of ``(tokens, start, page_ids)`` of each request."""
     total = sum(len(tokens) for tokens, _, _ in parts)
-    rows = [Row(*part, further=[part[2]] * len(runner.pools[1:])) for part in parts]
+    rows = [row_of(runner, *part) for part in parts]
     batch = build_forward_batch(rows, runner.layout.page_size, runner.device,
                                 list(range(total)) if every_row else None)
     return runner.forward(batch)
