@@ -120,8 +120,10 @@ class Registry(Generic[T]):
         return trait in self._options(name).traits
 
     def entries(self) -> dict[str, T]:
-        """Returns all entries by name, hidden ones too, in the order of their names; imports all files."""
-        return {name: self.get(name) for name in sorted(self.all_names)}
+        """Returns all entries by name, hidden ones too, those of one decorator in its order; imports all files."""
+        for name in sorted(self.all_names):
+            self.get(name)
+        return dict(self._entries)
 
     def _options(self, name: str) -> _Declared:
         return self._declared.get(name) or self._given.get(name) or _Declared("")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -34,6 +34,6 @@ def split_counters(device: torch.device) -> torch.Tensor:
     return _counters(device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _counters(device: torch.device, stream: int) -> torch.Tensor:
     return torch.zeros(1 << 14, dtype=torch.int32, device=device)
