@@ -16,7 +16,7 @@ class Role:
     launcher: str
     """The module whose ``run`` starts a server of this role."""
     argv: tuple[str, ...]
-    """What starts such a server after ``python -m``, before its flags."""
+    """Arguments of ``python -m`` that start such a server, before its flags."""
     component: str
     """Its name in logs, traces and process lists."""
     computes_prompts: bool = False
