@@ -20,7 +20,7 @@ from .common.config.command import command
 from .common.config.logs import LogArgs
 from .common.config.packages import check_engine
 from .common.config.roles import ROLES
-from .common.config.server import ServerConfig, ServerSections, StorageArgs
+from .common.config.server import ServerConfig, ServerSections, SpeculativeArgs, StorageArgs
 from .common.obs.logging import check_folder, setup_logging
 from .router.config import RouterConfig
 from .router.sglang_flags import co_launched
@@ -155,6 +155,7 @@ def _plan_server(config: ClusterConfig, index: int, *, gpu: int, sharing: int, e
         "model": replace(sections.model, base_gpu_id=sections.model.base_gpu_id + gpu),
         "cache": replace(sections.cache, mem_fraction_static=sections.cache.mem_fraction_static / sharing),
         "schedule": sections.schedule if role.decodes else sections.schedule.without_decoding,
+        "speculative": sections.speculative if role.decodes else SpeculativeArgs(),
         "parallel": sections.parallel if role.computes_prompts else sections.parallel.without_stages,
         "data_parallel": data_parallel,
         "disaggregation": replace(

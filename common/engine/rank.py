@@ -32,6 +32,7 @@ from ..runner.kv_sizing import resolve_dtype
 from ..runner.model_runner import ModelRunner
 from ..sampling.sampler import Sampler
 from ..scheduler.batcher import Batcher
+from ..scheduler.drafting import make_drafting
 from ..scheduler.make_batcher import make_batcher
 from ..scheduler.request_tracker import RequestTracker
 from .control import Control
@@ -60,6 +61,11 @@ class EngineParts:
     tracker: RequestTracker
     grammars: GrammarStore | None = None  # on the ranks that sample tokens or send to the API server
     pp_channel: PPChannel | None = None  # between pipeline stages
+
+    def make_unified_scheduler(self) -> UnifiedScheduler:
+        """Raises ConfigError."""
+        return UnifiedScheduler(self.batcher, self.executor, self.tracker, overlap=self.overlap,
+                                drafting=make_drafting(self.config.speculative, self.batcher.cache))
 
     @property
     def tp(self) -> TPGroup:
@@ -90,7 +96,7 @@ def unified_scheduler(parts: EngineParts) -> Scheduler:
     """The scheduler of an engine that runs both phases."""
     if parts.config.model.is_embedding:
         return EmbeddingScheduler(parts.batcher, parts.runner, parts.tracker)
-    return UnifiedScheduler(parts.batcher, parts.executor, parts.tracker, overlap=parts.overlap)
+    return parts.make_unified_scheduler()
 
 
 def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:

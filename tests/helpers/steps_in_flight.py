@@ -42,8 +42,7 @@ def batches_of(runner: ModelRunner, seed: int, count: int) -> list[ForwardBatch]
     parts = [[(b, 0, half[b]) for b in range(3)], [(b, half[b], lengths[b]) for b in range(2)],
              [(b, lengths[b], lengths[b] + 1) for b in range(2)]]
     return [build_forward_batch([Row(tokens[b, start:stop], start, pages[b]) for b, start, stop in rows],
-                                runner.layout.page_size, runner.device, is_decode)
-            for rows, is_decode in zip(parts, (False, False, True))]
+                                runner.layout.page_size, runner.device) for rows in parts]
 
 
 def alone(runner: ModelRunner, seed: int, count: int) -> list[torch.Tensor]:

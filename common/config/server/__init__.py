@@ -21,12 +21,13 @@ from .model import ModelArgs
 from .observe import ObserveArgs
 from .parallel import DataParallelArgs, NodeArgs, ParallelArgs
 from .schedule import ScheduleArgs
+from .speculative import SpeculativeArgs
 from .storage import StorageArgs
 
 __all__ = [
     "AnswerArgs", "CacheArgs", "ChatArgs", "DataParallelArgs", "DisaggregationArgs", "EventsArgs", "GrammarArgs",
     "HttpArgs", "KernelArgs", "LogArgs", "ModelArgs", "NodeArgs", "ObserveArgs", "ParallelArgs", "ScheduleArgs",
-    "ServerConfig", "ServerSections", "StorageArgs",
+    "ServerConfig", "ServerSections", "SpeculativeArgs", "StorageArgs",
 ]
 
 
@@ -49,6 +50,7 @@ class ServerSections:
     answers: AnswerArgs = AnswerArgs()
     data_parallel: DataParallelArgs = DataParallelArgs()
     nodes: NodeArgs = NodeArgs()
+    speculative: SpeculativeArgs = SpeculativeArgs()
     logs: LogArgs = LogArgs()
 
 

@@ -22,10 +22,12 @@ from baton.common.config.server.cache import KV_TIERS
 from baton.common.config.server.disaggregation import TRANSFER_BACKENDS
 from baton.common.config.server.kernels import ATTENTION_BACKENDS, LATENT_BACKENDS, SAMPLING_BACKENDS
 from baton.common.config.server.schedule import SCHEDULE_POLICIES
+from baton.common.config.server.speculative import SPECULATIVE_ALGORITHMS
 from baton.common.models.registry import MODELS
 from baton.common.parsers.reasoning import REASONING_FORMATS
 from baton.common.parsers.tools import TOOL_FORMATS
 from baton.common.registry import Registry
+from baton.common.request.extras import EXTRAS
 from baton.router.config import RouterConfig
 from baton.router.config.policy import ROUTING_POLICIES
 from baton.tests.helpers.layers import ROOT
@@ -36,8 +38,9 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
     "common/attention/mla": (LATENT_BACKENDS, {"base", "select"}),
     "common/commands": (COMMANDS, {"base", "methods", "registry"}),
     "common/sampling": (SAMPLING_BACKENDS, {
-        "apply_processors", "bitmask", "builtin_processors", "gumbel_noise", "hidden_rows", "penalties",
-        "prompt_logprobs", "sampled_tokens", "sampler", "sampling_backend", "token_logprobs"}),
+        "builtin_processors", "gumbel_noise", "sampled_tokens", "sampler", "sampling_backend"}),
+    "common/sampling/extras": (EXTRAS, set()),
+    "common/speculative": (SPECULATIVE_ALGORITHMS, {"base", "verify"}),
     "common/grammar": (GRAMMAR_BACKENDS, {
         "backend", "compiler", "fair_slots", "masks", "matcher", "patterns", "service", "store", "trial"}),
     "common/scheduler/policies": (SCHEDULE_POLICIES, {"order", "priority"}),
@@ -70,6 +73,7 @@ FLAGS = {
     "dataset_name": {*DATASETS},
     "disaggregation_mode": {*ROLES},
     "schedule_policy": {*SCHEDULE_POLICIES},
+    "speculative_algorithm": {*SPECULATIVE_ALGORITHMS},
     **dict.fromkeys(("policy", "prefill_policy", "decode_policy"), {*ROUTING_POLICIES}),
     "disaggregation_transfer_backend": {*TRANSFER_BACKENDS},
     "kv_tier": {*KV_TIERS},

@@ -288,8 +288,8 @@ def test_pages_are_swapped_in_from_host_memory(checkpoint, alone, overlap):
     always_swap(engine)
     computed = []
     launch = engine.scheduler._pipeline._executor.launch
-    engine.scheduler._pipeline._executor.launch = lambda batch, *rest: (
-        computed.append(0 if batch.is_decode else batch.num_tokens), launch(batch, *rest))[1]
+    engine.scheduler._pipeline._executor.launch = lambda step, *rest: (
+        computed.append(step.num_tokens if step.num_prefill else 0), launch(step, *rest))[1]
     actual = took(engine.run())
     batcher = engine.scheduler.batcher
     assert batcher.retraction.num_retracted == batcher.swap.num_swapped_out > 0
