@@ -32,6 +32,7 @@ from ..kvcache.pool import KVPool
 from ..quantization.float8 import check_float8
 from ..weights.loader import Progress, silent
 from .attention_choice import AttentionChoice
+from .cuda_graphs.collection_paused import collection_paused
 from .cuda_graphs.decode_graphs import DecodeGraphs, sizes_to_capture
 from .cuda_graphs.prefill_graph_selection import PrefillGraphSelection
 from .device_memory import DeviceMemory
@@ -165,9 +166,10 @@ class ModelRunner:
             progress("warming up kernels", done / len(steps))
 
     def _capture(self, progress: Progress) -> None:
-        self.prefill_graphs.capture(progress)
-        if self._captures_decode:
-            self._capture_decode(progress)
+        with collection_paused():
+            self.prefill_graphs.capture(progress)
+            if self._captures_decode:
+                self._capture_decode(progress)
 
     @torch.inference_mode()
     def _capture_decode(self, progress: Progress) -> None:
