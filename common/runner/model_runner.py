@@ -279,6 +279,7 @@ class ModelRunner:
         """Computes a step that was planned; returns its logits ``[R, vocab]`` in float32."""
         return self._model.forward(step).float()
 
+    @torch.inference_mode()
     def run_idle_batch(self) -> None:
         """Takes part in an iteration without a batch: other data-parallel ranks that compute need this rank's part of
         their layers.
@@ -320,7 +321,6 @@ class ModelRunner:
         logits = self._model.compute_logits(states[:step.num_logits], context.logits)
         return StepLogits(logits, hidden=states[step.num_logits:])
 
-    @torch.inference_mode()
     def _replay(self, step: ModelInput, info: DPStepInfo | None) -> StepLogits | None:
         """Computes a plain decode step on a graph; returns None where there is none of its size."""
         size = self._graph_size(step.columns.num_reqs, info)
