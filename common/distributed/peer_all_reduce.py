@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ...kernels._triton import AVAILABLE
 from ...kernels.comm import all_reduce as kernel
 from ...kernels.comm import gather_scatter_norm
+from ...kernels.tuning.policy import policy_of
 from .parallel import Parallel
 from .symmetric_memory import SymmetricBuffers
 from .tp import TPGroup
@@ -65,7 +66,7 @@ class PeerAllReduce:
 
     def _fits(self, tensor: torch.Tensor, sent_bytes: int) -> bool:
         return (tensor.is_cuda and tensor.dtype in _DTYPES and 0 < sent_bytes <= self._max_bytes
-                and tensor.is_contiguous())
+                and tensor.is_contiguous() and not policy_of(tensor.device).batch_invariant)
 
     def all_reduce(self, tensor: torch.Tensor, max_polls: int = kernel.POLL_FOREVER) -> None:
         """Sums ``tensor`` over the ranks, in place."""
@@ -109,7 +110,8 @@ class PeerAllReduce:
 
     def can_norm_gather(self, rows: torch.Tensor) -> bool:
         fits = gather_scatter_norm.fits_slots
-        return rows.is_cuda and rows.dtype in _DTYPES and fits(len(rows), rows.shape[1], self.shared)
+        return (rows.is_cuda and rows.dtype in _DTYPES and fits(len(rows), rows.shape[1], self.shared)
+                and not policy_of(rows.device).batch_invariant)
 
     def norm_gather(self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
                     max_polls: int = kernel.POLL_FOREVER) -> tuple[torch.Tensor, torch.Tensor]:

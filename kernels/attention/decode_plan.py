@@ -46,13 +46,16 @@ def _plan_decode_kernel(kv_indptr_ptr, last_page_len_ptr, request_of_split_ptr, 
     length = tl.where(real, (pages - 1) * PAGE + tl.load(last_page_len_ptr + request, real, other=0), 0)
     if WINDOW:
         length = tl.minimum(length, WINDOW)
-    share = tl.cdiv(tl.sum(length, 0), programs)
-    count = _counts(length, tl.maximum(share, MIN_TOKENS), real)
-    longest = tl.max(tl.cdiv(length, tl.maximum(count, 1)), 0)
-    # The time of all programs in whole rounds, compared with an eighth more than their shares.
-    uneven = tl.cdiv(tl.sum(count, 0), programs) * longest > share + share // 8
-    split = tl.where(uneven, tl.cdiv(share, MAX_ROUNDS), share)
-    count = _counts(length, tl.maximum(split, MIN_TOKENS), real)
+    if MAX_ROUNDS:
+        share = tl.cdiv(tl.sum(length, 0), programs)
+        count = _counts(length, tl.maximum(share, MIN_TOKENS), real)
+        longest = tl.max(tl.cdiv(length, tl.maximum(count, 1)), 0)
+        # The time of all programs in whole rounds, compared with an eighth more than their shares.
+        uneven = tl.cdiv(tl.sum(count, 0), programs) * longest > share + share // 8
+        split = tl.where(uneven, tl.cdiv(share, MAX_ROUNDS), share)
+        count = _counts(length, tl.maximum(split, MIN_TOKENS), real)
+    else:
+        count = tl.minimum(_counts(length, MIN_TOKENS, real), programs)
     end = tl.cumsum(count, 0)
     tl.store(split_indptr_ptr + request, end - count, real)
     tl.store(split_indptr_ptr + requests, tl.sum(count, 0))
@@ -93,14 +96,16 @@ def plan_decode(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_si
 
     There are about ``programs_per_sm * num_sms`` programs over ``num_kv_heads``; splits have ``min_tokens`` tokens (64
     or more) at least. Where they fill the programs badly, for lengths are mixed, there are up to ``max_rounds`` times
-    as many. No request is longer than ``longest``, in this batch and in the replays of a graph that captures this. With
-    ``window`` only the last ``window`` tokens of each request are split.
+    as many; with 0 rounds each request has up to ``programs_per_sm``, by its own length alone. No request is longer
+    than ``longest``, in this batch and in the replays of a graph that captures this. With ``window`` only the last
+    ``window`` tokens of each request are split.
     """
     requests = len(kv_last_page_len)
-    programs = max(1, programs_per_sm * num_sms // num_kv_heads)
+    programs = max(1, programs_per_sm * num_sms // num_kv_heads) if max_rounds else programs_per_sm
     longest = min(longest, window or longest)
     # A request of n and a half splits has n + 1 at most: one for each request, and the whole over a split's length.
-    request_of_split = torch.empty(requests + max_rounds * programs, dtype=torch.int32, device=kv_indptr.device)
+    max_splits = requests + max_rounds * programs if max_rounds else requests * programs
+    request_of_split = torch.empty(max_splits, dtype=torch.int32, device=kv_indptr.device)
     split_indptr = torch.empty(requests + 1, dtype=torch.int32, device=kv_indptr.device)
     if runs_triton(kv_indptr):
         _plan_decode_kernel[(1,)](kv_indptr, kv_last_page_len, request_of_split, split_indptr, requests, programs,

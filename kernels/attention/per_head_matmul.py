@@ -41,11 +41,10 @@ def per_head_matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     rows, heads, depth = x.shape
     columns = w.shape[2]
     block_depth = max(16, triton.next_power_of_2(depth)) if runs_triton(x) else 0
-    max_rows = policy_of(x.device).attention.numbers.per_head_max_rows
-    if not runs_triton(x) or rows > max_rows or x.element_size() != 2 or block_depth > 1024:
+    block_rows = policy_of(x.device).attention.per_head_rows(rows)
+    if not runs_triton(x) or block_rows is None or x.element_size() != 2 or block_depth > 1024:
         return reference.per_head_matmul(x, w)
     y = torch.empty((rows, heads, columns), dtype=x.dtype, device=x.device)
-    block_rows = 16 if rows <= 16 else 32 if rows <= 32 else 64
     block_columns = max(16, min(_BLOCK_VALUES // block_depth, triton.next_power_of_2(columns)))
     _per_head_matmul_kernel[(heads, triton.cdiv(columns, block_columns), triton.cdiv(rows, block_rows))](
         x, w, y, rows, x.stride(0), x.stride(1), w.stride(0), w.stride(1), w.stride(2), heads, DEPTH=depth,

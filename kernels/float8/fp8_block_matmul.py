@@ -31,7 +31,7 @@ def block_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, w
     if not runs_triton(x):
         return reference.block_matmul(x, x_scale, weight, weight_scale, block, dtype)
     assert block[1] == GROUP
-    max_rows = policy_of(x.device).float8.numbers.max_rows
+    max_rows = policy_of(x.device).float8.max_rows
     if len(x) > max_rows and block[0] == GROUP and dtype == torch.bfloat16 and _library_supports(weight, weight_scale):
         return _by_library(x, x_scale, weight, weight_scale)
     return fp8_matmul(x, x_scale, weight, weight_scale, "block", dtype, tall=block[0])

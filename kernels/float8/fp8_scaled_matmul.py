@@ -29,7 +29,7 @@ def scaled_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, 
     policy = policy_of(x.device)
     if rows <= policy.gemm.small_m_max_rows(*weight.shape, weight.itemsize):
         return small_m_matmul(x, weight, x_scale=x_scale, scale=weight_scale, dtype=dtype)
-    if rows <= policy.float8.numbers.max_rows and runs_triton(x):
+    if rows <= policy.float8.max_rows and runs_triton(x):
         return fp8_matmul(x, x_scale, weight, weight_scale, "row", dtype)
     if x_scale.numel() != 1 or weight_scale.numel() != 1:
         x_scale = x_scale.flatten()[:, None].expand(rows, 1).contiguous()

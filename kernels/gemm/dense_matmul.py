@@ -18,6 +18,7 @@ from ..rowwise.silu_and_mul import silu_and_mul
 from ..rowwise.split_k_rmsnorm import split_k_rmsnorm
 from ..tuning.gemm import BatchedSplits, SplitKTile, WarpSpecializedTile
 from ..tuning.policy import policy_of
+from .batch_invariant_matmul import batch_invariant_matmul
 from .small_m_matmul import small_m_matmul
 
 
@@ -27,6 +28,9 @@ def dense_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     ``[T, out / 2]``, where it is ``gated``."""
     policy, rows = policy_of(weight.device).gemm, len(x)
     out, width = weight.shape
+    if (one := policy.invariant(weight.itemsize)) is not None:
+        y = batch_invariant_matmul(x if x.stride(-1) == 1 else x.contiguous(), weight, bias, one)
+        return silu_and_mul(y) if gated else y
     if rows <= policy.small_m_max_rows(out, width, weight.itemsize) and x.stride(-1) == 1:
         return small_m_matmul(x, weight, bias, gated=gated)
     if bias is None:
@@ -108,6 +112,9 @@ def compile_tiles(weight: torch.Tensor, *, gated: bool = False) -> None:
     """Compile what products with it take, so that no request waits for it; its values do not matter."""
     policy, (out, width) = policy_of(weight.device).gemm, weight.shape
     numbers = policy.numbers
+    if policy.invariant(weight.itemsize) is not None:
+        dense_matmul(weight.new_zeros((1, width)), weight, gated=gated)
+        return
     for rows in (1, 2, 9, 17, 33):
         if rows <= policy.small_m_max_rows(out, width, weight.itemsize):
             small_m_matmul(weight.new_zeros((rows, width)), weight, gated=gated)

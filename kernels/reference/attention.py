@@ -91,10 +91,12 @@ def plan_decode(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, request
     lengths = (kv_indptr.diff() - 1) * page_size + kv_last_page_len
     if window:
         lengths = lengths.clamp(max=window)
-    share = -(-int(lengths.sum()) // programs)
+    share = -(-int(lengths.sum()) // programs) if max_rounds else 0
     tokens_per_split = max(min_tokens, share)
     counts = ((lengths + tokens_per_split // 2) // tokens_per_split).clamp(min=1)
-    if -(-int(counts.sum()) // programs) * int((-(-lengths // counts)).max()) > share + share // 8:
+    if not max_rounds:
+        counts = counts.clamp(max=programs)
+    elif -(-int(counts.sum()) // programs) * int((-(-lengths // counts)).max()) > share + share // 8:
         tokens_per_split = max(min_tokens, -(-share // max_rounds))
         counts = ((lengths + tokens_per_split // 2) // tokens_per_split).clamp(min=1)
     split_indptr[0] = 0

@@ -42,6 +42,10 @@ class DecodeSplits(NamedTuple):
     max_rounds: int = 1
 
 
+INVARIANT_SPLITS = DecodeSplits(8, 256, 0)
+"""Without rounds each request is cut by its own length alone, into ``programs_per_sm`` splits at most."""
+
+
 @dataclass(frozen=True)
 class AttentionNumbers:
     """``few_kv_heads`` of all requests give the SMs two programs each at most: longer splits, of which more is on its
@@ -76,6 +80,7 @@ class AttentionNumbers:
 class AttentionPolicy:
     facts: DeviceFacts
     numbers: AttentionNumbers
+    batch_invariant: bool = False
 
     @lru_cache(4096)  # noqa: B019 (policies live as long as the process)
     def decode(self, dim: int, itemsize: int, cache_itemsize: int, kv_heads: int) -> DecodeTile:
@@ -87,7 +92,8 @@ class AttentionPolicy:
             return self.numbers.wide
         if cache_itemsize == 1:
             return self.numbers.float8
-        return self.numbers.few if kv_heads <= self.numbers.few_kv_heads else self.numbers.usual
+        few = kv_heads <= self.numbers.few_kv_heads and not self.batch_invariant
+        return self.numbers.few if few else self.numbers.usual
 
     def stores_current_kv(self, dim: int, itemsize: int, cache_itemsize: int, kv_heads: int) -> bool:
         """Says whether attention itself stores the step's own keys and values faster than ``rope_and_store`` before it:
@@ -97,6 +103,8 @@ class AttentionPolicy:
     @lru_cache(4096)  # noqa: B019
     def decode_splits(self, dim: int, itemsize: int, cache_itemsize: int, kv_heads: int) -> DecodeSplits:
         """As many splits as programs that run at once, and twice that for mixed lengths."""
+        if self.batch_invariant:
+            return INVARIANT_SPLITS
         if dim > 128 or itemsize > 2:
             return DecodeSplits()
         few = cache_itemsize > 1 and kv_heads <= self.numbers.few_kv_heads
@@ -104,7 +112,15 @@ class AttentionPolicy:
 
     def decode_warp_specialized(self, kv_heads: int) -> bool:
         """Says whether the warp-specialized kernel is faster for ``kv_heads`` of all requests."""
-        return self.facts.runs_gluon and kv_heads > self.numbers.few_kv_heads
+        return not self.batch_invariant and self.facts.runs_gluon and kv_heads > self.numbers.few_kv_heads
+
+    def per_head_rows(self, rows: int) -> int | None:
+        """Rows of a program of per_head_matmul.py; None where torch multiplies more ``rows`` faster."""
+        if self.batch_invariant:
+            return 64
+        if rows > self.numbers.per_head_max_rows:
+            return None
+        return 16 if rows <= 16 else 32 if rows <= 32 else 64
 
     def prefill(self, row_bytes: int, itemsize: int) -> PrefillTile:
         """For heads of ``row_bytes``: with 64 tokens of wider ones (256 values) registers would spill."""
@@ -131,4 +147,6 @@ class AttentionPolicy:
 
     def mla_splits(self, num_heads: int, itemsize: int) -> DecodeSplits:
         """As many splits as programs that run at once, and short ones where requests are few."""
+        if self.batch_invariant:
+            return INVARIANT_SPLITS
         return DecodeSplits(2, 64) if self.mla_is_narrow(num_heads, itemsize) else DecodeSplits()

@@ -9,6 +9,8 @@ from typing import NamedTuple
 from ..arguments import By
 from ..device import DeviceFacts
 
+ALL_ROWS = 1 << 31
+
 
 class Fp8Tile(NamedTuple):
     """One program's part of a product: ``rows`` x ``columns`` by steps of ``depth`` over one of ``splits`` of the inner
@@ -42,12 +44,18 @@ class Float8Numbers:
 class Float8Policy:
     facts: DeviceFacts
     numbers: Float8Numbers
+    batch_invariant: bool = False
+
+    @property
+    def max_rows(self) -> int:
+        """The most rows that our kernels take; the library takes products of more."""
+        return ALL_ROWS if self.batch_invariant else self.numbers.max_rows
 
     @lru_cache(4096)  # noqa: B019 (policies live as long as the process)
     def tile(self, by: By, rows: int, out: int, width: int) -> Fp8Tile:
         """Few rows: narrow columns and splits, so that every SM reads weights. Many: three programs share an SM, of
         which one scales its sums while the others multiply."""
-        if rows > self.numbers.max_rows:
+        if self.batch_invariant or rows > self.numbers.max_rows:
             return Fp8Tile(64, 128, 128, 1, 4, 3)
         if rows > 64:
             return self._split(Fp8Tile(128, 64, 128, 1, 4, 4), out, width)

@@ -77,6 +77,16 @@ class WarpSpecializedTile:
     band: int
 
 
+class InvariantTile(NamedTuple):
+    """The tile of batch_invariant_matmul.py: ``rows`` x ``columns`` by steps of ``depth``, one program for each."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
 class BatchedSplits(NamedTuple):
     """A product as cuBLAS's batched one of ``splits`` parts of the inner dimension, which a norm adds up."""
 
@@ -180,13 +190,21 @@ class GemmNumbers:
 class GemmPolicy:
     facts: DeviceFacts
     numbers: GemmNumbers
+    batch_invariant: bool = False
+
+    def invariant(self, itemsize: int) -> InvariantTile | None:
+        """The tile of all products with weights of ``itemsize`` bytes, whatever their rows; None without
+        ``batch_invariant``, and where Triton's kernels do not run."""
+        if not self.batch_invariant or not self.facts.runs_triton:
+            return None
+        return InvariantTile(64, 64, 64, 4, 3) if itemsize <= 2 else InvariantTile(16, 64, 32, 4, 2)
 
     @lru_cache(_CACHED_SHAPES)  # noqa: B019 (policies live as long as the process)
     def small_m_max_rows(self, out: int, width: int, itemsize: int) -> int:
         """The most rows for which the small-M kernels are faster than the library, by a weight [out, in]. 0 where they
         do not run, would read no whole vectors, or have no tensor cores for the type."""
         numbers = self.numbers.small_m
-        if not self.facts.runs_triton or width * itemsize % 16 or itemsize > 2:
+        if self.batch_invariant or not self.facts.runs_triton or width * itemsize % 16 or itemsize > 2:
             return 0
         if itemsize == 1:
             return numbers.max_rows_of_float8
@@ -197,14 +215,16 @@ class GemmPolicy:
     def is_persistent(self, out: int, width: int, itemsize: int) -> bool:
         """Says whether the persistent kernel takes products of few rows with such a weight."""
         numbers = self.numbers.persistent
-        return (self.facts.runs_gluon and itemsize == 2 and out * width * itemsize >= numbers.min_bytes
-                and width >= numbers.min_depth and width % 16 == 0)
+        return (not self.batch_invariant and self.facts.runs_gluon and itemsize == 2
+                and out * width * itemsize >= numbers.min_bytes and width >= numbers.min_depth and width % 16 == 0)
 
     @lru_cache(_CACHED_SHAPES)  # noqa: B019
     def persistent(self, rows: int, out: int, width: int) -> PersistentTile | None:
         """The persistent kernel's tile, None where the small-M kernel is faster. The number of rows changes the loads
         in flight, not the order in which a row is summed up, in two parts."""
         wide = out > self.numbers.persistent.wide_columns
+        if self.batch_invariant:
+            return None
         if rows <= 16:
             block, depth = 64, 128
         elif rows <= 32 and wide:  # each row comes from the L2 cache once a tile
@@ -220,6 +240,7 @@ class GemmPolicy:
     def small_m(self, rows: int, out: int, width: int, dtype: torch.dtype) -> SmallMTile:
         """The small-M kernel's tile. It is the same for 2 to 32 rows: a row's result does not depend on the number of
         others. One row by itself has no use for tensor cores, and many narrow columns need no splits."""
+        rows = 2 if self.batch_invariant else rows
         if rows == 1 and dtype.itemsize > 1:
             wide = 1 << 14 <= out < 1 << 16 and width >= 2048
             return self._prefetching(SmallMTile(4, 2048, 1, 4, 3) if wide else SmallMTile(8, 1024, 1, 4, 3), out)
@@ -283,8 +304,8 @@ class GemmPolicy:
         """Splits that make about as many tiles of 128 x 128 as SMs. By itself cuBLAS would split too, and make another
         pass over the partial sums."""
         numbers = self.numbers.batched_splits
-        if not numbers.min_rows <= rows <= numbers.max_rows or itemsize != 2 or out % 8 or width % 8 or (
-                not self.facts.is_hopper):
+        takes = numbers.min_rows <= rows <= numbers.max_rows and itemsize == 2 and not out % 8 and not width % 8
+        if self.batch_invariant or not takes or not self.facts.is_hopper:
             return None
         tiles, sms = -(-rows // 128) * -(-out // 128), self.facts.num_sms
         splits = sms // tiles
@@ -294,12 +315,14 @@ class GemmPolicy:
     def _takes_split_k(self, rows: int, out: int, width: int, itemsize: int) -> bool:
         """Says whether the split-K kernels run, have whole steps, and enough work."""
         numbers = self.numbers.split_k
-        return (numbers.min_rows <= rows <= numbers.max_rows and not width % 64 and not out % 16 and itemsize == 2
-                and out * width * itemsize >= numbers.min_bytes and self.facts.runs_gluon)
+        return (not self.batch_invariant and numbers.min_rows <= rows <= numbers.max_rows and not width % 64
+                and not out % 16 and itemsize == 2 and out * width * itemsize >= numbers.min_bytes
+                and self.facts.runs_gluon)
 
     def fuses_activation(self, out: int, width: int, itemsize: int) -> bool:
         """Says whether products of many rows with a weight [2 * size, in] can end in the activation."""
-        return self.facts.runs_gluon and itemsize == 2 and width >= 256 and width % 8 == out % 16 == 0
+        return (not self.batch_invariant and self.facts.runs_gluon and itemsize == 2 and width >= 256
+                and width % 8 == out % 16 == 0)
 
     @lru_cache(_CACHED_SHAPES)  # noqa: B019
     def warp_specialized(self, rows: int, out: int, width: int, itemsize: int) -> WarpSpecializedTile | None:
@@ -320,7 +343,7 @@ class GemmPolicy:
 
     def adds_residual(self, rows: int) -> bool:
         """Says whether the product itself adds its ``rows`` rows to the residual."""
-        return rows >= self.numbers.warp_specialized.min_rows
+        return not self.batch_invariant and rows >= self.numbers.warp_specialized.min_rows
 
 
 def _splits(out: int, width: int, columns: int, depth: int, programs: int, min_steps: int) -> int:

@@ -31,26 +31,47 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Policy:
+    """The choosers of a device. ``batch_invariant``: no choice depends on the number of rows, tokens or requests, so
+    that a row's sums are added in the same order whatever the batch. Each chooser obeys; the choices then are not the
+    fastest. All-reduces are then NCCL's, whose order is the same where NCCL_ALGO and NCCL_PROTO are set."""
+
     facts: DeviceFacts
     gemm: GemmPolicy
     float8: Float8Policy
     attention: AttentionPolicy
     moe: MoEPolicy
     all_to_all: AllToAllPolicy
+    batch_invariant: bool = False
 
     @classmethod
-    def load(cls, facts: DeviceFacts, folder: Path = FOLDER) -> Policy:
+    def load(cls, facts: DeviceFacts, folder: Path = FOLDER, batch_invariant: bool = False) -> Policy:
         """The policy of a device: its file over the rules. Raises TypeError or AttributeError where the file names what
         no rule has."""
         measured = read_file(facts.name, folder)
         moe = MoENumbers.derived(facts)
         of_experts = dict(measured.get("moe", {}))
         tiles = tiles_from_json(of_experts.pop("tiles", {}))
-        return cls(facts, GemmPolicy(facts, _over(GemmNumbers.derived(facts), measured.get("gemm", {}))),
-                   Float8Policy(facts, _over(Float8Numbers.derived(facts), measured.get("float8", {}))),
-                   AttentionPolicy(facts, _over(AttentionNumbers.derived(facts), measured.get("attention", {}))),
-                   MoEPolicy(facts, replace(_over(moe, of_experts), tiles=tiles)),
-                   _over(AllToAllPolicy.derived(facts), measured.get("all_to_all", {})))
+        attention = _over(AttentionNumbers.derived(facts), measured.get("attention", {}))
+        return cls(
+            facts,
+            GemmPolicy(facts, _over(GemmNumbers.derived(facts), measured.get("gemm", {})), batch_invariant),
+            Float8Policy(facts, _over(Float8Numbers.derived(facts), measured.get("float8", {})), batch_invariant),
+            AttentionPolicy(facts, attention, batch_invariant),
+            MoEPolicy(facts, replace(_over(moe, of_experts), tiles=tiles), batch_invariant),
+            _over(AllToAllPolicy.derived(facts), measured.get("all_to_all", {})), batch_invariant)
+
+
+class _Switch:
+    """This process's choice between the fastest and the batch-invariant policies."""
+
+    batch_invariant = False
+
+
+def set_batch_invariant(on: bool) -> None:
+    """Makes the policies of all devices obey ``batch_invariant`` from now on. Models and attention backends keep the
+    policy that they were made with: call this before they are made."""
+    _Switch.batch_invariant = on
+    policy_of.cache_clear()
 
 
 @functools.cache
@@ -58,7 +79,8 @@ def policy_of(of: torch.device) -> Policy:
     return Policy.load(DeviceFacts(
         device.device_name(of), device.num_sms(of), device.shared_bytes(of),
         runs_triton=_triton.INTERPRETED or (_triton.AVAILABLE and of.type == "cuda"),
-        runs_gluon=_triton.runs_gluon(of), is_hopper=device.is_hopper(of)))
+        runs_gluon=_triton.runs_gluon(of), is_hopper=device.is_hopper(of)),
+        batch_invariant=_Switch.batch_invariant)
 
 
 def read_file(name: str, folder: Path = FOLDER) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from baton.kernels.comm.dispatch_buffers import DispatchLayout, DispatchMemory
 from baton.kernels.comm.gather_scatter_norm import reduce_scatter_rmsnorm, rmsnorm_all_gather
 from baton.kernels.float8.fp8_block_matmul import block_matmul
 from baton.kernels.float8.fp8_matmul import fp8_matmul
+from baton.kernels.gemm.batch_invariant_matmul import batch_invariant_matmul
 from baton.kernels.gemm.dense_warp_specialized import warp_specialized_matmul
 from baton.kernels.gemm.small_m_matmul import small_m_matmul
 from baton.kernels.gemm.split_k_warp_specialized import split_k_matmul, split_k_partials
@@ -55,7 +56,7 @@ from baton.kernels.rowwise.silu_and_mul import silu_and_mul
 from baton.kernels.rowwise.split_k_rmsnorm import split_k_rmsnorm
 from baton.kernels.sampling.argmax import argmax
 from baton.kernels.sampling.sample import sample
-from baton.kernels.tuning.gemm import PersistentTile, SplitKTile, WarpSpecializedTile
+from baton.kernels.tuning.gemm import InvariantTile, PersistentTile, SplitKTile, WarpSpecializedTile
 from baton.kernels.tuning.moe import Tiles, warp_specialized_tiles
 
 from .h200 import H200, NUM_SMS
@@ -376,6 +377,10 @@ CASES: dict[str, Callable[[], object]] = {
     "warp_specialized_matmul Llama, gated": lambda: many_rows(8192, 28672, 4096, True),
     "warp_specialized_matmul Llama, gated, 128 rows": lambda: many_rows(1024, 28672, 4096, True, tall=128),
     "warp_specialized_matmul float16, gated": lambda: many_rows(8192, 28672, 4096, True, FP16),
+    "batch_invariant_matmul": lambda: batch_invariant_matmul(
+        of(100, 4096), of(4096, 4096), None, InvariantTile(64, 64, 64, 4, 3)),
+    "batch_invariant_matmul float32, bias": lambda: batch_invariant_matmul(
+        fp32(100, 1100), fp32(4096, 1100), fp32(4096), InvariantTile(16, 64, 32, 4, 2)),
     "small_m_matmul one row": lambda: few_rows(1, 4096, 4096),
     "small_m_matmul one row, odd width": lambda: few_rows(1, 4096, 1100),
     "small_m_matmul 7 rows": lambda: few_rows(7, 4096, 4096),

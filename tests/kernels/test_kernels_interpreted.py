@@ -66,3 +66,7 @@ def test_float8_equals_its_twins():
 
 def test_model_over_the_triton_backend():
     run_interpreted("model_cases.py")
+
+
+def test_rows_do_not_depend_on_their_batch():
+    run_interpreted("batch_invariant_cases.py")
