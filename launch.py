@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import shutil
 import sys
 import tempfile
@@ -18,7 +19,8 @@ from .common.config.cli import flag, nested, parse, to_argv
 from .common.config.command import command
 from .common.config.logs import LogArgs
 from .common.config.packages import check_engine
-from .common.config.server import Mode, ServerConfig, ServerSections, StorageArgs
+from .common.config.roles import ROLES
+from .common.config.server import ServerConfig, ServerSections, SpeculativeArgs, StorageArgs
 from .common.obs.logging import check_folder, setup_logging
 from .router.config import RouterConfig
 from .router.sglang_flags import co_launched
@@ -28,13 +30,7 @@ from .router.sglang_flags import co_launched
 def launch_server(argv: Sequence[str] | None = None) -> None:
     """Console script: a unified, prefill or decode server, by ``--disaggregation-mode``."""
     config = parse(ServerConfig, argv, prog="launch_server", description="Start a server.")
-    if config.mode == "prefill":
-        from .prefill.launch import run
-    elif config.mode == "decode":
-        from .decode.launch import run
-    else:
-        from .common.serving.unified_server import run
-    sys.exit(run(config))
+    sys.exit(importlib.import_module(config.role.launcher).run(config))
 
 
 DECIDED_BY_CLUSTER = {
@@ -84,14 +80,12 @@ class ClusterConfig:
     servers: ServerSections = nested(omit=DECIDED_BY_CLUSTER)
 
     @property
-    def roles(self) -> list[Mode]:
+    def roles(self) -> list[str]:
         """The role of each server, in the order of their ports; "null" is a whole server."""
         args = self.cluster
         if args.dp_size and not self.servers.data_parallel.enable_dp_attention:
-            return ["null" for _ in range(args.dp_size)]
-        roles: list[Mode] = ["prefill" for _ in range(args.prefill)]
-        roles += ["decode" for _ in range(args.decode)]
-        return roles
+            return ["null"] * args.dp_size
+        return ["prefill"] * args.prefill + ["decode"] * args.decode
 
 
 @dataclass(frozen=True)
@@ -107,15 +101,14 @@ class ClusterPlan:
         flag = "--router-dp-worker-base-port" if args.worker_base_port else "--port, which those of the servers follow"
         for server in self.servers.values():
             check_free("127.0.0.1", server.http.port, flag)
-            if server.mode == "prefill":
+            if server.role.sends_kv:
                 check_free("127.0.0.1", server.disaggregation.disaggregation_bootstrap_port, flag)
 
     def processes(self, args: ClusterArgs, folder: Path) -> list[ClusterProcess]:
         """The processes, which log to ``folder``; the router is the last."""
         parts = []
         for name, server in self.servers.items():
-            module = ["baton.launch", "server"] if server.mode == "null" else [f"baton.{server.mode}.launch"]
-            parts.append(ClusterProcess(name, [sys.executable, "-m", *module, *to_argv(server)],
+            parts.append(ClusterProcess(name, [sys.executable, "-m", *server.role.argv, *to_argv(server)],
                                         f"http://127.0.0.1:{server.http.port}", folder / f"{name}.log"))
         argv = [sys.executable, "-m", "baton.router.launch", *to_argv(self.router)]
         return [*parts, ClusterProcess("router", argv, args.url, folder / "router.log", "/readiness")]
@@ -131,8 +124,7 @@ def plan_cluster(config: ClusterConfig, num_gpus: int, router_flags: Sequence[st
     sharing = -(-count // slots) if num_gpus else 1
     servers: dict[str, ServerConfig] = {}
     for index, role in enumerate(config.roles):
-        number = index - config.cluster.prefill if role == "decode" else index
-        servers[f"{'server' if role == 'null' else role}-{number}"] = _plan_server(
+        servers[f"{ROLES.get(role).component}-{config.roles[:index].count(role)}"] = _plan_server(
             config, index, gpu=index % slots * parallel.world_size, sharing=sharing, events_port=events_ports[index])
     return ClusterPlan(servers, router)
 
@@ -153,7 +145,8 @@ def _plan_router(config: ClusterConfig, router_flags: Sequence[str]) -> RouterCo
 
 
 def _plan_server(config: ClusterConfig, index: int, *, gpu: int, sharing: int, events_port: int) -> ServerConfig:
-    args, sections, role = config.cluster, config.servers, config.roles[index]
+    args, sections, mode = config.cluster, config.servers, config.roles[index]
+    role = ROLES.get(mode)
     replace = dataclasses.replace
     data_parallel = sections.data_parallel
     if data_parallel.enable_dp_attention:
@@ -161,15 +154,16 @@ def _plan_server(config: ClusterConfig, index: int, *, gpu: int, sharing: int, e
     changed = {
         "model": replace(sections.model, base_gpu_id=sections.model.base_gpu_id + gpu),
         "cache": replace(sections.cache, mem_fraction_static=sections.cache.mem_fraction_static / sharing),
-        "schedule": sections.schedule.for_prefill if role == "prefill" else sections.schedule,
-        "parallel": sections.parallel.for_decode if role == "decode" else sections.parallel,
+        "schedule": sections.schedule if role.decodes else sections.schedule.without_decoding,
+        "speculative": sections.speculative if role.decodes else SpeculativeArgs(),
+        "parallel": sections.parallel if role.computes_prompts else sections.parallel.without_stages,
         "data_parallel": data_parallel,
         "disaggregation": replace(
-            sections.disaggregation, disaggregation_mode=role,
-            disaggregation_bootstrap_port=_bootstrap_port(config, index if role == "prefill" else 0)),
+            sections.disaggregation, disaggregation_mode=mode,
+            disaggregation_bootstrap_port=_bootstrap_port(config, index if role.sends_kv else 0)),
         "http": replace(sections.http, port=args.first_port + index),
         "events": replace(sections.events, kv_events_port=events_port),
-        "storage": StorageArgs() if role == "prefill" else sections.storage,
+        "storage": sections.storage if role.answers_clients else StorageArgs(),
         "logs": replace(sections.logs, log_dir=None, log_max_mb=LogArgs.log_max_mb),
     }
     return ServerConfig(**{**vars(sections), **changed})

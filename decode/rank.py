@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ..common.engine.rank import EngineParts, run_rank
 from ..common.engine.rank_spec import RankSpec
-from ..common.engine.unified_scheduler import UnifiedScheduler
 from ..kvtransfer.endpoint import transport_arguments
 from ..kvtransfer.receiver.kv_receiver import KVReceiver
 from .scheduler import DecodeScheduler
@@ -16,5 +15,4 @@ def main(spec: RankSpec) -> None:
 
 def _make_scheduler(parts: EngineParts) -> DecodeScheduler:
     receiver = KVReceiver(**transport_arguments(parts))
-    unified = UnifiedScheduler(parts.batcher, parts.executor, parts.tracker, overlap=parts.overlap)
-    return DecodeScheduler(unified, receiver, parts.tp)
+    return DecodeScheduler(parts.make_unified_scheduler(), receiver, parts.tp)

@@ -15,7 +15,7 @@ import sys
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from baton.common.api.messages import State
 from baton.common.bench.draft_args import BenchDraft
@@ -26,6 +26,7 @@ from baton.common.commands.base import Endpoint
 from baton.common.commands.methods import signature_of
 from baton.common.commands.registry import own_endpoints
 from baton.common.config.cli import _Flag, _flags, _shape
+from baton.common.config.roles import ROLES
 from baton.common.config.rules import rules_of
 from baton.common.config.server import ServerConfig
 from baton.common.obs.engine_metrics import COUNTERS, GAUGES
@@ -147,28 +148,25 @@ def metrics_page() -> str:
     return "\n".join(lines)
 
 
-MODES: tuple[Literal["null", "prefill", "decode"], ...] = ("null", "prefill", "decode")
-
-
 def server_rows() -> Iterator[str]:
     found: dict[str, tuple[Any, list[str]]] = {}
-    for mode in MODES:
+    for mode in sorted(ROLES, key=lambda name: (not ROLES.get(name).serves_alone, ROLES.get(name).receives_kv)):
         for family in server_families(mode):
-            found.setdefault(family.name, (family, []))[1].append(mode)
+            found.setdefault(family.name, (family, []))[1].append(ROLES.get(mode).label)
     for name, (family, modes) in sorted(found.items(), key=lambda item: (item[1][0].type, item[0])):
-        modes = ["unified" if mode == "null" else mode for mode in modes]
         alias = SGLANG_NAMES.get(name)
-        yield row(f"`{exported(family)}`", family.type, "all" if len(modes) == len(MODES) else ", ".join(modes),
+        yield row(f"`{exported(family)}`", family.type, "all" if len(modes) == len(ROLES.names) else ", ".join(modes),
                   labels(family, {"model_name", "mode", "le"}), sentence(family.documentation),
                   f"`{alias}{'_total' if family.type == 'counter' else ''}`" if alias else "")
 
 
-def server_families(mode: Literal["null", "prefill", "decode"]) -> Iterable[Any]:
+def server_families(mode: str) -> Iterable[Any]:
     """The metrics of a server whose engine has reported once."""
+    role = ROLES.get(mode)
     metrics = ServerMetrics("m", mode)
     metrics.count_outcome("stop")
-    gauges = {name: 0.0 for name, gauge in GAUGES.items() if mode in gauge.modes}
-    counters = {name: 0.0 for name, counter in COUNTERS.items() if mode in counter.modes and counter.label is None}
+    gauges = {name: 0.0 for name, gauge in GAUGES.items() if gauge.exported_by(role)}
+    counters = {name: 0.0 for name, counter in COUNTERS.items() if counter.exported_by(role) and counter.label is None}
     numbers = {name: 0 for name, hint in typing.get_type_hints(State).items() if hint is int}
     metrics.engine.state = State(**{**numbers, "page_size": 1, "total_pages": 1}, counters=counters, gauges=gauges)
     return metrics.registry.collect()

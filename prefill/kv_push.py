@@ -10,8 +10,8 @@ import numpy as np
 
 from ..common.config.server.disaggregation import TransferOverlap
 from ..common.kvcache.manager import KVCacheManager
-from ..common.request.batch import Chunk, ScheduledBatch
 from ..common.request.req import Req
+from ..common.request.step_input import Chunk, StepInput
 from ..kvtransfer.sender.kv_sender import KVSender
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class KVPush:
         """Pushes a whole prompt that an earlier attempt has computed."""
         self._push(_Pages(room, 0, page_ids), range(self._num_groups), self._event())
 
-    def push_cached(self, batch: ScheduledBatch) -> None:
+    def push_cached(self, batch: StepInput) -> None:
         """Pushes the pages of this server's prefix cache before the forward pass of a request's first chunk.
 
         The step in flight may be computing them: they are sent when it has run.
@@ -61,7 +61,7 @@ class KVPush:
                 self._push(_Pages(_room(chunk.req), 0, page_table.ids[:cached].copy()), range(self._num_groups),
                            self._event())
 
-    def callback_for(self, batch: ScheduledBatch) -> Callable[[int, torch.cuda.Event | None], None]:
+    def callback_for(self, batch: StepInput) -> Callable[[int, torch.cuda.Event | None], None]:
         """Returns a callback that pushes pages, which the forward pass calls after each layer group."""
         to_push = list(self._pages_of(batch))
 
@@ -75,7 +75,7 @@ class KVPush:
 
         return push
 
-    def _pages_of(self, batch: ScheduledBatch) -> Iterator[_Pages]:
+    def _pages_of(self, batch: StepInput) -> Iterator[_Pages]:
         for chunk in batch.chunks:
             assert chunk.req.page_table is not None
             first, end = self._span(chunk)

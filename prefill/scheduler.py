@@ -15,10 +15,11 @@ from ..common.api.errors import AbortRequested, InvalidRequest, ServingError
 from ..common.api.messages import Finish, Logprobs
 from ..common.config.server.disaggregation import TransferOverlap
 from ..common.distributed.agreement import RankAgreement
-from ..common.execution.executor import Executor, StepOutput
+from ..common.execution.executor import Executor, LaunchedStep
 from ..common.execution.pp_executor import PPExecutor, PPStep
 from ..common.execution.pp_pipeline import make_pipeline
 from ..common.request.req import Req
+from ..common.request.step_output import add_prompt_results, row_results
 from ..common.scheduler.batcher import Batcher
 from ..common.scheduler.request_tracker import RequestTracker
 from ..kvtransfer.protocol.messages import PrefillResult, RankInfo
@@ -151,18 +152,21 @@ class PrefillScheduler:
         self._kv_push.push_retained(transfer.room, req.page_table.ids.copy())
         self._hand_over(transfer, req.append_token(result.token_id), result)
 
-    def _take_in(self, step: StepOutput | PPStep) -> None:
-        for new_token in step.new_tokens():
-            transfer = self.transfers.find(new_token.req)
-            if transfer is not None and transfer.status is TransferStatus.COMPUTING and new_token.error is not None:
-                self.abort(new_token.req, new_token.error)
-                self.tracker.fail(new_token.req, new_token.error)
-            elif transfer is not None and transfer.status is TransferStatus.COMPUTING:
-                self.batcher.remove([new_token.req])
-                req = new_token.req
-                hidden = None if req.hidden is None else req.hidden.take()
-                self._hand_over(transfer, req.append_pending(new_token.token_id), PrefillResult(
-                    new_token.token_id, req.num_cached_tokens, new_token.logprobs, req.prompt_logprobs, hidden))
+    def _take_in(self, launched: LaunchedStep | PPStep) -> None:
+        step, output = launched.step, launched.wait()
+        add_prompt_results(step, output)
+        for req, token_ids, logprobs, error in row_results(step, output):
+            transfer = self.transfers.find(req)
+            if transfer is None or transfer.status is not TransferStatus.COMPUTING:
+                continue
+            if error is not None:
+                self.abort(req, error)
+                self.tracker.fail(req, error)
+                continue
+            self.batcher.remove([req])
+            hidden = None if req.hidden is None else req.hidden.take()
+            self._hand_over(transfer, req.append_pending(*token_ids), PrefillResult(
+                token_ids[0], req.num_cached_tokens, logprobs, req.prompt_logprobs, hidden))
 
     def _hand_over(self, transfer: TransferRequest, token_ids: list[int], result: PrefillResult) -> None:
         """Sends the first token after the pages of a computed prompt."""

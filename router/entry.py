@@ -34,6 +34,7 @@ from .relay.session_affinity import STORE_PATHS, affine_worker, affine_worker_un
 from .relay.single import Relay
 from .routes import Route, RouteTable
 from .workers.registry import Role, Worker
+from .workers.roles import PAIR, SENDER, answering_role
 
 logger = logging.getLogger("baton.router")
 
@@ -84,7 +85,8 @@ class RequestHandler:
         self._registry = cluster.registry
         self._metrics = cluster.metrics
         self._dispatcher = cluster.dispatcher
-        self._role: Role = "decode" if config.workers.pd_disaggregation else "regular"
+        self._pairs = config.workers.pd_disaggregation
+        self._role: Role = answering_role(pairs=self._pairs)
         """The role that serves requests which need no pair."""
         self._keys = ApiKeys(config.security.client_keys, config.security.admin_keys)
         self._has_keys = bool(self._keys)
@@ -152,10 +154,10 @@ class RequestHandler:
 
     def _relay(self, connection: ClientConnection, request: Request, route: Route) -> None:
         path = request.path
-        pair = self._role == "decode" and route.runs_on_pair
+        pair = self._pairs and route.runs_on_pair
         fields = require_object(request.body) if pair else routing_fields(request.body) if request.body else None
         if self._registry.unchecked and self._first_checks.wait(
-                connection, request, ("prefill", "decode") if pair else (self._role,),
+                connection, request, PAIR if pair else (self._role,),
                 fields.model_name if fields is not None else ""):
             return
         if self._registry.models.checked:
@@ -217,7 +219,7 @@ class RequestHandler:
             if pinned is None and self._local_prefill is not None:
                 alone = self._local_prefill.subject(request, fields)
                 if alone:
-                    return Relay(dispatcher, response, "decode", alone[0], baton_only=True)
+                    return Relay(dispatcher, response, self._role, alone[0], baton_only=True)
             return PairRelay(dispatcher, response, fields, pinned=pinned)
         role = self._role if request.method == b"POST" else self._role_of_query(request)
         subject = dispatcher.subject(role, request, fields)
@@ -253,8 +255,8 @@ class RequestHandler:
 
     def _role_of_query(self, request: Request) -> Role:
         """The role for a GET or HEAD: in a cluster of pairs decode, or prefill if there is no decode worker."""
-        if self._role == "decode" and not self._registry.available("decode", request.group):
-            return "prefill"
+        if self._pairs and not self._registry.available(self._role, request.group):
+            return SENDER
         return self._role
 
     def _serve_router(self, connection: ClientConnection, request: Request) -> None:

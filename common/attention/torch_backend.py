@@ -67,8 +67,12 @@ class TorchBackend:
             unseen = np.maximum(unseen, 0) // self._layout.page_size
             begins, pages, lengths = begins + unseen, pages - unseen, lengths - unseen * self._layout.page_size
         members = similar(pages) if batch.is_decode else [np.array([b]) for b in range(batch.num_reqs)]
-        return TorchPlan(self, batch, workspace,
-                         [self._bucket(batch, requests, begins, pages, lengths) for requests in members])
+        buckets = [self._bucket(batch, requests, begins, pages, lengths) for requests in members]
+        # Memory that is reused by all steps: page faults of new memory would make a 40 MB gather 20 times slower.
+        rows = max((next(iter(bucket.first_rows.values())).numel() for bucket in buckets), default=0)
+        values = rows * self._layout.page_size * self._layout.head_dim
+        scratch = workspace.scratch(values * self._gathered_dtype.itemsize).view(self._gathered_dtype)
+        return TorchPlan(self, batch, workspace, buckets, scratch)
 
     def _bucket(self, batch: ForwardBatch, requests: np.ndarray, begins: np.ndarray, pages: np.ndarray,
                 lengths: np.ndarray) -> _Bucket:
@@ -115,7 +119,8 @@ class TorchBackend:
         group, index = layout.locate(layer)
         memory = self.pool.groups[group].view(self._gathered_dtype).view(-1, layout.page_size * layout.head_dim)
         rows = bucket.first_rows[layout.groups[group]] + index * 2 * layout.num_kv_heads
-        gathered = torch.index_select(memory, 0, rows.flatten(), out=self._scratch(plan, rows.numel(), memory.shape[1]))
+        out = plan.scratch[:rows.numel() * memory.shape[1]].view(rows.numel(), memory.shape[1])
+        gathered = torch.index_select(memory, 0, rows.flatten(), out=out)
         if self._float8 is not None:
             gathered = gathered.view(self._float8).to(dtype)
         keys, values = gathered.view(*rows.shape[:3], -1, layout.head_dim).unbind(0)
@@ -123,11 +128,6 @@ class TorchBackend:
             k_scale, v_scale = layout.scales_of(layer)
             keys, values = keys * k_scale, values * v_scale
         return keys, values
-
-    def _scratch(self, plan: TorchPlan, rows: int, width: int) -> torch.Tensor:
-        """Memory that is reused by all calls: page faults of new memory would make a 40 MB gather 20 times slower."""
-        size = rows * width * self._gathered_dtype.itemsize
-        return plan.workspace.scratch(size).view(self._gathered_dtype).view(rows, width)
 
     def _decode(self, plan: TorchPlan, bucket: _Bucket, keys: torch.Tensor, values: torch.Tensor, q: torch.Tensor,
                 sinks: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -166,15 +166,16 @@ class TorchBackend:
 
 
 class TorchPlan:
-    """A batch's buckets."""
+    """A batch's buckets, and memory for the keys and values of one of them."""
 
     attends_last_tokens = True
 
     def __init__(self, backend: TorchBackend, batch: ForwardBatch, workspace: AttentionWorkspace,
-                 buckets: list[_Bucket]):
+                 buckets: list[_Bucket], scratch: torch.Tensor):
         self.batch = batch
         self.workspace = workspace
         self.buckets = buckets
+        self.scratch = scratch
         self._backend = backend
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos_sin: torch.Tensor | None = None,

@@ -130,9 +130,7 @@ class Drafting:
         return ids
 
     def _logits(self, ids: list[int], start: int) -> torch.Tensor:
-        decodes = start > 0 and len(ids) == 1
-        batch = build_forward_batch([Row(ids, start, self._pages)], self._runner.layout.page_size,
-                                    self._runner.device, decodes)
+        batch = build_forward_batch([Row(ids, start, self._pages)], self._runner.layout.page_size, self._runner.device)
         return self._runner.forward(batch)[-1]
 
     def _draft_tokens(self, ids: np.ndarray) -> np.ndarray:
@@ -143,7 +141,7 @@ class Drafting:
         for start in range(0, len(ids), self._chunk):
             part = ids[start:start + self._chunk]
             batch = build_forward_batch([Row(part, start, self._pages)], self._runner.layout.page_size,
-                                        self._runner.device, False, list(range(len(part))))
+                                        self._runner.device, list(range(len(part))))
             following = np.stack([padded[start + 1 + k:start + 1 + k + len(part)] for k in range(depth)])
             hidden = self._runner.hidden_states(batch)
             parts.append(self._predictors.propose(batch, hidden, torch.from_numpy(following).to(hidden.device)).cpu())

@@ -58,7 +58,7 @@ class Server(Protocol):
 
 @dataclass(frozen=True)
 class Broadcast:
-    """How the router sends an endpoint's request to all workers, and combines their answers.
+    """Sending of an endpoint's request to all workers by the router, and the combination of their answers.
 
     ``slow``: it may take minutes. ``renames``: workers may serve other models afterwards. ``combine`` makes further
     fields of the router's answer from the answers of the workers that succeeded, JSON objects by URL; without it the
@@ -115,7 +115,7 @@ class Command(Generic[S]):
     """An administrative command."""
 
     struct: type[S]
-    """What ranks get."""
+    """The message that ranks get."""
     run: Callable[[Rank, S], str]
     """Executes it on a rank; returns a sentence about what was done. Raises ServingError, with nothing changed, where
     it is refused."""

@@ -9,11 +9,12 @@ import inspect
 import types
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import msgspec
 
+from ..api.errors import ConfigError
 from .base import Endpoint
 from .registry import all_endpoints, own_endpoints
 
@@ -24,12 +25,23 @@ class CommandMethods(ABC):
 
     def __init__(self) -> None:
         """Adds the methods of plug-ins, and of commands that were registered since. Raises ConfigError for a plug-in
-        that does not load."""
-        add_methods(all_endpoints())
+        that does not load, or whose method's name is taken."""
+        endpoints = all_endpoints()
+        refuse_taken_names(endpoints, vars(type(self)).keys())
+        add_methods(endpoints)
 
     @abstractmethod
     def _run_endpoint(self, endpoint: Endpoint, arguments: Mapping[str, Any]) -> str:
         """Runs the command of an endpoint; ``arguments`` are those fields of its body that were given."""
+
+
+def refuse_taken_names(endpoints: Iterable[Endpoint], taken: Collection[str]) -> None:
+    """Raises ConfigError where the method of an endpoint is called as one of ``taken``, or as that of another."""
+    paths: dict[str, str] = {}
+    for endpoint in endpoints:
+        if endpoint.name in taken or paths.setdefault(endpoint.name, endpoint.path) != endpoint.path:
+            raise ConfigError(f"A plug-in's command has the path {endpoint.path}, and baton.Engine has another method "
+                              f"{endpoint.name}: let the path end with another word.")
 
 
 def add_methods(endpoints: Iterable[Endpoint]) -> None:

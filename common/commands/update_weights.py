@@ -36,7 +36,7 @@ def run(rank: Rank, command: UpdateWeights) -> str:
     if "weights" in rank.released:
         resume(rank, ("weights",))
     _check_on_all_ranks(rank, lambda: rank.runner.check_weights(command.model_path, command.revision))
-    # Sessions end before the first weight is changed and begin anew after the last: no KV cache that was computed
+    # Sessions end before the first weight is changed and begin again after the last: no KV cache that was computed
     # with the previous weights, or that a peer has computed with others, is ever mistaken for one of the new ones.
     rank.peers.leave()
     rank.runner.update_weights(command.model_path, command.revision)

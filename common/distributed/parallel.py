@@ -62,8 +62,8 @@ class Parallel:
         assert self.attn_tp.size * self.dp.size == self.tp.size
 
     def overlap_exchange(self) -> TokenExchange:
-        """Creates another exchange like ``token_exchange``, for prefill micro-batches with row counts of their own. Its
-        collectives leave SMs free for computation."""
+        """Creates another exchange like ``token_exchange``, for prefill micro-batches. Its collectives leave SMs free
+        for computation."""
         return TokenExchange(self.dp_overlap, self.attn_tp)
 
     @property

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from ..api.errors import ServingError
 from ..api.messages import Finish
-from ..forward.forward_batch import ForwardBatch, Row, build_forward_batch
-from ..request.batch import ScheduledBatch
+from ..forward.forward_batch import ForwardBatch, TokenIds
 from ..request.req import Req
+from ..request.step_input import StepInput
 from ..runner.model_runner import ModelRunner
 from ..scheduler.batcher import Batcher
 from ..scheduler.request_tracker import RequestTracker
@@ -71,27 +72,28 @@ class EmbeddingScheduler:
 
     def step(self, now: float) -> bool:
         self.batcher.poll_loads()
-        batch = None if self.paused else self.batcher.next_prefill()
-        if batch is None:
+        step = None if self.paused else self.batcher.next_prefill()
+        if step is None:
             self._runner.run_idle_batch()
             return False
-        vectors = self._pooled(batch)
-        self.batcher.mark_launched(batch)
-        ended = [chunk.req for chunk in batch.chunks if chunk.samples]
-        for req, vector in zip(ended, vectors):
+        vectors = self._pooled(step)
+        self.batcher.mark_launched(step)
+        for req, vector in zip(step.sampled_reqs, vectors):
             req.num_pending -= 1
             req.finish, req.embedding = Finish("stop"), vector
             self.tracker.add_output(req, [], None)
             self.batcher.finish(req)
         return True
 
-    def _pooled(self, batch: ScheduledBatch) -> list[bytes]:
+    def _pooled(self, step: StepInput) -> list[bytes]:
         """The pooled float32 vectors of the chunks that end their prompt."""
-        info = self._runner.sync_dp(batch.num_tokens, 0, can_decode=False)
-        rows_of = _pooled_rows(batch)
-        hidden = self._runner.hidden_states(self._build(batch, [row for rows in rows_of for row in rows]), info)
+        info = self._runner.sync_dp(step.num_tokens, 0, can_decode=False)
+        rows_of = _pooled_rows(step)
+        batch = ForwardBatch.from_columns(step.columns, TokenIds(step.known_tokens), self._runner.device,
+                                          np.concatenate(rows_of).astype(np.int64))
+        hidden = self._runner.hidden_states(batch, info=info)
         pooled, offset = [], 0
-        for chunk, indices in zip(batch.chunks, rows_of):
+        for chunk, indices in zip(step.chunks, rows_of):
             rows = hidden[offset:offset + len(indices)]
             offset += len(indices)
             if chunk.req.pooling == "mean":
@@ -106,19 +108,11 @@ class EmbeddingScheduler:
             return []
         return [vector.tobytes() for vector in self._runner.classify(torch.stack(pooled)).cpu().numpy()]
 
-    def _build(self, batch: ScheduledBatch, logits_rows: list[int]) -> ForwardBatch:
-        page_size = self._runner.layout.page_size
-        rows = []
-        for chunk in batch.chunks:
-            assert chunk.req.page_table is not None
-            rows.append(Row(chunk.req.tokens.view(chunk.start, chunk.stop), chunk.start, chunk.req.page_table.ids))
-        return build_forward_batch(rows, page_size, self._runner.device, False, logits_rows)
 
-
-def _pooled_rows(batch: ScheduledBatch) -> list[range]:
-    """The batch's rows whose hidden states are pooled, for each chunk: all for ``mean``, one for the last token."""
+def _pooled_rows(step: StepInput) -> list[range]:
+    """The token rows whose hidden states are pooled, for each chunk: all for ``mean``, one for the last token."""
     rows, end = [], 0
-    for chunk in batch.chunks:
+    for chunk in step.chunks:
         begin, end = end, end + chunk.stop - chunk.start
         first = begin if chunk.req.pooling == "mean" else end - chunk.samples
         rows.append(range(first, end))

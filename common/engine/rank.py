@@ -32,6 +32,7 @@ from ..runner.kv_sizing import resolve_dtype
 from ..runner.model_runner import ModelRunner
 from ..sampling.sampler import Sampler
 from ..scheduler.batcher import Batcher
+from ..scheduler.drafting import make_drafting
 from ..scheduler.make_batcher import make_batcher
 from ..scheduler.request_tracker import RequestTracker
 from .control import Control
@@ -60,6 +61,11 @@ class EngineParts:
     tracker: RequestTracker
     grammars: GrammarStore | None = None  # on the ranks that sample tokens or send to the API server
     pp_channel: PPChannel | None = None  # between pipeline stages
+
+    def make_unified_scheduler(self) -> UnifiedScheduler:
+        """Raises ConfigError."""
+        return UnifiedScheduler(self.batcher, self.executor, self.tracker, overlap=self.overlap,
+                                drafting=make_drafting(self.config.speculative, self.batcher.cache))
 
     @property
     def tp(self) -> TPGroup:
@@ -90,12 +96,12 @@ def unified_scheduler(parts: EngineParts) -> Scheduler:
     """The scheduler of an engine that runs both phases."""
     if parts.config.model.is_embedding:
         return EmbeddingScheduler(parts.batcher, parts.runner, parts.tracker)
-    return UnifiedScheduler(parts.batcher, parts.executor, parts.tracker, overlap=parts.overlap)
+    return parts.make_unified_scheduler()
 
 
 def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     """Build, report Ready (or StartFailed, with a sentence for the operator), and serve until Shutdown."""
-    setup_logging(spec.config.logs, f"{_role(spec)}.rank{spec.rank}")
+    setup_logging(spec.config.logs, f"{spec.config.role.component}.rank{spec.rank}")
     channel = RankChannel(spec.rank, spec.to_engine, spec.from_engine)
     send: Callable[[FromEngine], None] = channel.send if _is_group_leader(spec) else _discard
 
@@ -178,7 +184,7 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
         max_request_tokens=min(runner.num_pages * runner.layout.page_size, model.context_length),
         max_requests=config.schedule.max_queued_requests + config.schedule.max_running_requests,
         timeout=config.schedule.request_timeout,
-        reserves_output=config.mode != "prefill",
+        reserves_output=config.role.decodes,
     )
     sampler = Sampler(model.vocab_size, runner.device, config.model.random_seed + parallel.dp_rank, parallel.attn_tp,
                       original_logprobs=config.model.return_original_logprob, backend=config.kernels.sampling_backend,
@@ -226,10 +232,6 @@ def device_of(spec: RankSpec) -> torch.device:
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
-
-
-def _role(spec: RankSpec) -> str:
-    return "server" if spec.config.mode == "null" else spec.config.mode
 
 
 def _is_group_leader(spec: RankSpec) -> bool:

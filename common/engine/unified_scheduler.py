@@ -16,12 +16,14 @@ from collections.abc import Sequence
 
 from ..api.errors import ServingError
 from ..api.messages import Finish, Logprobs
-from ..execution.executor import Executor, NewToken, StepOutput
+from ..execution.executor import Executor, LaunchedStep
 from ..execution.pp_executor import PPExecutor, PPStep
 from ..execution.pp_pipeline import make_pipeline
-from ..request.batch import ScheduledBatch
 from ..request.req import Req
+from ..request.step_input import StepInput
+from ..request.step_output import StepOutput, add_prompt_results, row_results
 from ..scheduler.batcher import Batcher
+from ..scheduler.drafting import Drafting
 from ..scheduler.request_tracker import RequestTracker
 from .peers import NoPeers
 
@@ -38,9 +40,11 @@ class UnifiedScheduler:
     With ``--enable-mixed-chunk`` every step decodes, and may compute prefill chunks as well.
     """
 
-    def __init__(self, batcher: Batcher, executor: Executor | PPExecutor, tracker: RequestTracker, *, overlap: bool):
+    def __init__(self, batcher: Batcher, executor: Executor | PPExecutor, tracker: RequestTracker, *, overlap: bool,
+                 drafting: Drafting | None = None):
         self.batcher = batcher
         self.tracker = tracker
+        self._drafting = drafting
         self._rate = None if batcher.swap is None else batcher.swap.prefill_rate
         self._pipeline = make_pipeline(batcher, executor, self._process_results, overlap=overlap, rate=self._rate)
 
@@ -81,6 +85,7 @@ class UnifiedScheduler:
         """Remove the request, and free its pages. ``synchronize`` must have been called: no step is in flight."""
         assert self._pipeline.in_flight is None
         self.batcher.finish(req)
+        self._end_drafting([req])
 
     def step(self, now: float) -> bool:
         """Launch a batch and process the results of the previous one; False where there was neither."""
@@ -107,9 +112,14 @@ class UnifiedScheduler:
     def _free(self, reqs: Sequence[Req]) -> None:
         """Free the pages of requests that have ended, once no step writes into them any more."""
         in_flight = self._pipeline.in_flight
-        writing: set[Req] = set() if in_flight is None else set(reqs).intersection(in_flight.sampled_reqs)
+        writing: set[Req] = set() if in_flight is None else set(reqs).intersection(in_flight.step.sampled_reqs)
         self.batcher.remove([req for req in reqs if req in writing])
         self.batcher.finish_all([req for req in reqs if req not in writing])
+        self._end_drafting(reqs)
+
+    def _end_drafting(self, reqs: Sequence[Req]) -> None:
+        if self._drafting is not None:
+            self._drafting.on_end(reqs)
 
     def close(self) -> None:
         """There is nothing to close: the process's end frees its memory."""
@@ -121,7 +131,7 @@ class UnifiedScheduler:
             self.synchronize()  # a victim's last token must be known; other requests may end by theirs
             batcher.preempt_for(req, num_tokens, prefix_limit)
 
-    def _next_batch(self) -> ScheduledBatch | None:
+    def _next_batch(self) -> StepInput | None:
         batcher = self.batcher
         batcher.poll_loads()
         if batcher.paused is not None:
@@ -136,17 +146,30 @@ class UnifiedScheduler:
             batcher.retraction.retract_decode()
             if (batch := batcher.next_decode()) is not None:
                 return batch
-        return batcher.next_mixed() if mixed else batcher.next_decode()
+        if mixed:
+            return batcher.next_mixed()
+        step = self._draft_step()
+        return batcher.next_decode() if step is None else step
 
-    def _process_results(self, step: StepOutput | PPStep) -> None:
-        if (token_ids := step.plain_token_ids()) is not None:
-            results = self._process_plain_results(step, token_ids)
-        else:
-            results = step.new_tokens()
+    def _draft_step(self) -> StepInput | None:
+        """A decode step with drafts, where there are any. The host must know all tokens for it, so it waits for the
+        step in flight only where drafts are likely: other steps overlap."""
+        drafting = self._drafting
+        if drafting is None:
+            return None
+        if self._pipeline.in_flight is not None:
+            if not drafting.has_outlook(self.batcher.running):
+                return None
+            self.synchronize()
+        return self.batcher.next_draft_step(drafting)
+
+    def _process_results(self, launched: LaunchedStep | PPStep) -> None:
+        step, output = launched.step, launched.wait()
         if self._rate is not None:
             self._rate.end()
+        add_prompt_results(step, output)
         beyond, ended = [], []
-        for result in results:
+        for result in row_results(step, output, self._report_continuing(step, output)):
             req = result.req
             if req.finish is not None:  # it ended with the previous step, and this one's token is beyond its end
                 beyond.append(req)
@@ -155,27 +178,32 @@ class UnifiedScheduler:
                 req.finish = Finish("abort")
                 self.tracker.fail(req, result.error)
             else:
-                self._add_output(req, req.append_pending(result.token_id), result.logprobs)
+                self._add_output(req, req.append_pending(*result.token_ids), result.logprobs)
             if req.finish is not None:
                 ended.append(req)
+        if step.drafts and self._drafting is not None:
+            self.batcher.mark_verified(step, output.counts)
+            self._drafting.on_verified(step, output)
         if ended:
             self.tracker.flush()  # the last tokens are sent before the pages are freed
             self._free(ended)
         if beyond:
             self.batcher.finish_all(beyond)
 
-    def _process_plain_results(self, step: StepOutput | PPStep, token_ids: list[int]) -> list[NewToken]:
-        """Report the tokens of the requests in an input batch that continue; returns the results of the others."""
-        input_batch, reqs = step.batch.input_batch, step.sampled_reqs
-        assert input_batch is not None
-        input_batch.record_tokens(token_ids)
-        to_check = input_batch.rows_to_check(token_ids, step.batch.last_step_rows)
+    def _report_continuing(self, step: StepInput, output: StepOutput) -> list[int] | None:
+        """Report the tokens of the requests in an input batch that merely continue; returns the indices of the other
+        results, None for all."""
+        input_batch, tokens = step.input_batch, output.tokens
+        if input_batch is None or step.drafts:
+            return None
+        input_batch.record_tokens(tokens)
+        to_check = input_batch.rows_to_check(tokens, step.last_step_rows, output.extras)
         if not to_check:
-            self.tracker.add_new_tokens(reqs, input_batch.rids, token_ids)
-            return []
+            self.tracker.add_new_tokens(step.reqs, input_batch.rids, tokens)
+            return to_check
         excluded = set(to_check)
-        rows = [row for row in range(len(reqs)) if row not in excluded]
+        rows = [row for row in range(len(step)) if row not in excluded]
         if rows:
-            self.tracker.add_new_tokens([reqs[row] for row in rows], [input_batch.rids[row] for row in rows],
-                                        [token_ids[row] for row in rows])
-        return [NewToken(reqs[row], token_ids[row], None) for row in to_check]
+            self.tracker.add_new_tokens([step.reqs[row] for row in rows], [input_batch.rids[row] for row in rows],
+                                        [tokens[row] for row in rows])
+        return to_check

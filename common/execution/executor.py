@@ -1,74 +1,59 @@
-"""The executor runs batches: builds the model's input, launches the forward pass, and samples."""
+"""The executor runs steps: builds the model's input, launches the forward pass, and samples."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from ..api.errors import InvalidRequest, ServingError
-from ..api.messages import Logprobs
-from ..forward.forward_batch import AfterGroup, DecodeRows, ForwardBatch, Row, build_decode_batch, build_forward_batch
-from ..forward.host_copies import upload
+from ..api.errors import InvalidRequest
+from ..forward.forward_batch import AfterGroup, ModelInput, TokenIds
 from ..grammar.store import GrammarStore
-from ..request.batch import Chunk, ScheduledBatch
-from ..request.input_batch import InputBatch
+from ..request.extras import Report, RowState, row_extras
 from ..request.req import Req
-from ..request.sampling_metadata import FAILED, FillAllowed
-from ..sampling.hidden_rows import HiddenReport, HiddenRows, hidden_rows
-from ..sampling.prompt_logprobs import PromptReport, prompt_rows
-from ..sampling.sampled_tokens import SampledTokenBuffers, SampledTokens
+from ..request.sampling_metadata import FAILED, FillAllowed, SamplingMetadata
+from ..request.step_input import StepInput
+from ..request.step_output import RowOutput, StepOutput
+from ..sampling.extras.embeds import embeds_of
+from ..sampling.extras.hidden_states import HiddenReport, HiddenRows, hidden_rows
+from ..sampling.extras.prompt_logprobs import PromptReport, PromptRow, prompt_rows
+from ..speculative.verify import accept
 
 if TYPE_CHECKING:
-    from ..runner.dp_sync import DPStepInfo
     from ..runner.model_runner import ModelRunner
-    from ..sampling.sampler import PendingSample, Sampler
-
-
-class NewToken(NamedTuple):
-    """The new token of a request, which has not been appended to it yet. With an ``error`` there is none, and the
-    request fails."""
-
-    req: Req
-    token_id: int
-    logprobs: Logprobs | None
-    error: ServingError | None = None
+    from ..sampling.sampler import Sample, Sampler
 
 
 @dataclass(frozen=True)
-class StepOutput:
-    """The output of a launched batch. It stays on the device until ``new_tokens`` waits for it."""
+class LaunchedStep:
+    """A step that was launched. Its results stay on the device until ``wait``."""
 
-    batch: ScheduledBatch
-    sampled: PendingSample | SampledTokens
-    sampled_reqs: list[Req]
-    prompt_report: PromptReport | None
-    hidden_report: HiddenReport | None
+    step: StepInput
+    sample: Sample
+    reports: Sequence[Report]
 
-    def plain_token_ids(self) -> list[int] | None:
-        """Waits for the step; returns the tokens of ``sampled_reqs`` where they are all of its output, else None."""
-        input_batch = self.batch.input_batch
-        return None if input_batch is None or not input_batch.all_plain else self.sampled.token_ids()
+    def wait(self) -> StepOutput:
+        """Waits for the step; changes no request, and may be called in another thread, once."""
+        step, tokens = self.step, self.sample.token_ids()
+        extras: dict[int, RowOutput] = {}
+        for report in self.reports:
+            report.add_to(extras)
+        if step.extra_index and FAILED in tokens:
+            self._add_failures(tokens, extras)
+        counts = [1] * len(step.sample_index)
+        if step.drafts:
+            counts, tokens = accept(tokens, step.num_samples.tolist(), step.drafts)
+        return StepOutput(step.sample_index, counts, tokens, extras)
 
-    def new_tokens(self) -> list[NewToken]:
-        """Waits for the step; returns a token for each chunk that reached its request's end, in batch order. Appends
-        prompt log-probabilities and hidden states to their requests."""
-        if self.prompt_report is not None:
-            self.prompt_report.append_to_requests()
-        if self.hidden_report is not None:
-            self.hidden_report.append_to_requests()
-        sampled = self.sampled.wait()
-        new_tokens = []
-        for i, (req, token_id, logprob) in enumerate(zip(self.sampled_reqs, sampled.token_ids, sampled.logprobs)):
-            logprobs = logprob and Logprobs([token_id], [logprob.value], [logprob.top], [logprob.of_ids])
-            error = None
+    def _add_failures(self, tokens: list[int], extras: dict[int, RowOutput]) -> None:
+        for i, (token_id, owner) in enumerate(zip(tokens, self.step.sample_owners)):
             if token_id == FAILED:
-                error = InvalidRequest(sampled.failures.get(i, "custom_logit_processor failed."))
-            new_tokens.append(NewToken(req, token_id, logprobs, error))
-        return new_tokens
+                error = InvalidRequest(self.sample.failures.get(i, "custom_logit_processor failed."))
+                output = extras.setdefault(owner, RowOutput())
+                output.error_code, output.error = error.wire_code, error.message
 
 
 class Executor:
@@ -80,78 +65,36 @@ class Executor:
         self._runner = runner
         self._sampler = sampler
         self._grammars = grammars
-        self._token_buffers = SampledTokenBuffers()
-        self._last: StepOutput | None = None
+        self._last: LaunchedStep | None = None
 
     @property
     def asynchronous(self) -> bool:
         """True if ``launch`` returns before the step has run, so that the host can work meanwhile."""
         return self._runner.device.type == "cuda"
 
-    def launch(self, batch: ScheduledBatch, after_group: AfterGroup | None = None) -> StepOutput:
-        """Starts computing the batch. Pending tokens are read from the step launched before, on the device.
+    def launch(self, step: StepInput, after_group: AfterGroup | None = None) -> LaunchedStep:
+        """Starts computing a step. Pending tokens are read from the step launched before, on the device.
 
         ``after_group(g, event)`` is called once layer group g's keys and values have been enqueued; the pool has them
         after ``event`` (None on a CPU). Where a request has a grammar, its mask is filled while the device runs the
         forward pass; that needs its pending token, so that the host then waits for the step before.
         """
-        if batch.input_batch is not None and batch.input_batch.all_plain:
-            self._last = self._launch_plain_decode(batch, batch.input_batch)
-            return self._last
-        logprob_rows = [] if batch.is_decode else prompt_rows(batch)
-        sampled_chunks = batch.chunks if batch.is_decode else [chunk for chunk in batch.chunks if chunk.samples]
-        rows = list(range(len(sampled_chunks))) if batch.is_decode else _sampled_rows(batch)
-        rows += [row.index for row in logprob_rows]
-        hidden = hidden_rows(batch)
-        pending = self._pending_indices(batch)
-        info = self._runner.sync_dp(batch.num_tokens, len(rows), can_decode=batch.is_decode and not hidden)
-        logits, states = self._forward(batch, rows, hidden, pending, after_group, info)
-        count = len(sampled_chunks)
-        allowed = self._fill_masks(sampled_chunks, pending)
-        metadata = [chunk.req.sampling_metadata(chunk.stop, pending.get(chunk.req), allowed.get(chunk.req))
-                    for chunk in sampled_chunks]
-        sampled = self._sampler.launch(logits[:count], metadata, self._previous)
-        report = PromptReport(logprob_rows, logits[count:count + len(logprob_rows)]) if logprob_rows else None
-        step = StepOutput(batch, sampled, [chunk.req for chunk in sampled_chunks], report,
-                          HiddenReport(hidden, states) if hidden else None)
-        self._last = step
-        return step
+        prompt, hidden = (prompt_rows(step), hidden_rows(step)) if step.extra_index else ([], [])
+        logits, argmax, states = self._runner.step(self._model_input(step, prompt, hidden), after_group)
+        count = len(step.sampling)
+        sample = self._sample(step, logits[:count] if prompt else logits, argmax if step.all_greedy else None)
+        reports = sample.reports
+        if prompt:
+            reports = [*reports, PromptReport(prompt, logits[count:])]
+        if states is not None:
+            reports = [*reports, HiddenReport(hidden, states)]
+        self._last = LaunchedStep(step, sample, reports)
+        return self._last
 
-    def _launch_plain_decode(self, batch: ScheduledBatch, input_batch: InputBatch) -> StepOutput:
-        """Starts a decode step of a batch whose requests need nothing but tokens."""
-        last = self._last
-        same_rows = last is not None and last.sampled_reqs is input_batch.reqs
-        token_ids = last.sampled.tokens if last is not None and same_rows else self._last_token_ids(input_batch)
-        info = self._runner.sync_dp(len(input_batch), len(input_batch), can_decode=True)
-        logits, argmax = self._runner.decode(input_batch.decode_table(), token_ids, info)
-        # Every rank has the whole logits, bit by bit the same: so each computes the same argmax.
-        tokens = (argmax if input_batch.all_greedy and argmax is not None else
-                  self._sampler.sample_plain(logits, input_batch.sampling_metadata()))
-        return StepOutput(batch, self._token_buffers.copy(tokens), input_batch.reqs, None, None)
-
-    def _last_token_ids(self, input_batch: InputBatch) -> torch.Tensor:
-        """Returns the last token [B] int64 of each request, on the device."""
-        last, device = self._last, self._runner.device
-        reused = last is not None and last.sampled_reqs is input_batch.previous_reqs
-        known, pending = input_batch.last_tokens(reused_on_device=reused)
-        sources = input_batch.reused_rows.tolist() if reused else []
-        rows = list(range(len(sources)))
-        if pending:
-            assert last is not None, "a pending token comes from a step"
-            row_of = {req: row for row, req in enumerate(last.sampled_reqs)}
-            sources, rows = sources + [row_of[input_batch.reqs[row]] for row in pending], rows + pending
-        if last is None or not rows:
-            return upload(known, torch.int64, device)
-        if len(rows) == len(known):
-            return last.sampled.tokens[upload(sources, torch.int64, device)]
-        token_ids = upload(known, torch.int64, device)
-        device_rows, device_sources = upload([rows, sources], torch.int64, device)
-        token_ids[device_rows] = last.sampled.tokens[device_sources]
-        return token_ids
-
-    def forward(self, batch: ScheduledBatch, after_group: AfterGroup | None = None) -> None:
+    def forward(self, step: StepInput, after_group: AfterGroup | None = None) -> None:
         """Does as ``launch`` on a pipeline stage before the last one, which has no logits. No token may be pending."""
-        self._runner.forward(self._build(batch, [], {}, padded=False), after_group)
+        self._runner.step(ModelInput(step.columns, self._token_ids(step), np.empty(0, np.int64),
+                                     embeds=embeds_of(step)), after_group)
 
     def run_idle_batch(self) -> None:
         """Takes part in the computation of other data-parallel ranks, in an iteration without a batch."""
@@ -168,74 +111,64 @@ class Executor:
     @property
     def _previous(self) -> torch.Tensor | None:
         """The tokens that the previous step sampled."""
-        return None if self._last is None else self._last.sampled.tokens
+        return None if self._last is None else self._last.sample.tokens
 
-    def _pending_indices(self, batch: ScheduledBatch) -> dict[Req, int]:
-        """Returns the index in ``_previous`` of each pending token, by request."""
-        pending = [chunk.req for chunk in batch.chunks if chunk.stop > chunk.req.tokens.count]
+    def _model_input(self, step: StepInput, prompt: list[PromptRow], hidden: list[HiddenRows]) -> ModelInput:
+        token_ids, rows = self._token_ids(step), step.sample_rows
+        follows_argmax = step.tokens.known is None and self._last is not None and self._last.sample.is_argmax
+        if not step.extra_index:
+            return ModelInput(step.columns, token_ids, rows, follows_argmax=follows_argmax)
+        if prompt or hidden:
+            sampled = step.columns.qo_indptr[1:] - np.int64(1) if rows is None else rows
+            rows = np.concatenate([sampled, [row.row for row in prompt],
+                                   *(np.arange(part.start, part.stop) for part in hidden)]).astype(np.int64)
+        return ModelInput(step.columns, token_ids, rows, sum(part.stop - part.start for part in hidden),
+                          embeds_of(step), follows_argmax)
+
+    def _token_ids(self, step: StepInput) -> TokenIds | torch.Tensor:
+        known, rows, sources, follows = step.tokens
+        previous = self._previous
+        if known is not None and not len(rows):
+            return TokenIds(known)
+        assert self._last is not None and previous is not None and self._last.step.number == follows, \
+            "a pending token comes from the step before"
+        return previous if known is None else TokenIds(known, rows, sources, previous)
+
+    def _sample(self, step: StepInput, logits: torch.Tensor, argmax: torch.Tensor | None) -> Sample:
+        if not step.extra_index:
+            return self._sampler.launch(logits, step.sampling, extra_rows=(), argmax=argmax)
+        with_extras = set(step.extra_index)
+        owners = step.sample_owners
+        extra_rows = [row for row, index in enumerate(owners) if index in with_extras]
+        reqs = {row: step.reqs[owners[row]] for row in extra_rows}
+        pending = self._pending(reqs)
+        allowed = self._fill_masks(reqs, pending)
+        rows = list(step.sampling)
+        stops = step.starts + step.q_lens
+        for row, req in reqs.items():
+            params, position = rows[row].params, int(stops[owners[row]])  # a row with extras has one sample
+            state = RowState(position, pending.get(row), allowed.get(req))
+            rows[row] = SamplingMetadata(params, position, row_extras(req, state))
+        return self._sampler.launch(logits, rows, self._previous, extra_rows=extra_rows, argmax=argmax,
+                                    index=owners)
+
+    def _pending(self, reqs: Mapping[int, Req]) -> dict[int, int]:
+        """Returns the index in ``_previous`` of the pending token of each of ``reqs`` that has one, by their rows."""
+        pending = {row: req for row, req in reqs.items() if req.num_pending}
         if not pending:
             return {}
-        assert self._last is not None, "a pending token comes from a step"
-        indices = dict(zip(self._last.sampled_reqs, range(len(self._last.sampled_reqs))))
-        if pending == self._last.sampled_reqs:  # the same decode batch: requests are compared by identity
-            return indices
-        return {req: indices[req] for req in pending}
+        assert self._last is not None, "a pending token comes from the step before"
+        source_of = self._last.step.sample_of
+        return {row: source_of[req] for row, req in pending.items()}
 
-    def _fill_masks(self, chunks: Sequence[Chunk], pending: dict[Req, int]) -> dict[Req, FillAllowed]:
-        """Fills the masks of requests with a grammar."""
-        constrained = [(chunk.req, chunk.req.matcher) for chunk in chunks if chunk.req.matcher is not None]
+    def _fill_masks(self, reqs: Mapping[int, Req], pending: dict[int, int]) -> dict[Req, FillAllowed]:
+        """Fills the masks of requests with a grammar, by their rows."""
+        constrained = [(row, req, req.matcher) for row, req in reqs.items() if req.matcher is not None]
         if not constrained:
             return {}
         assert self._grammars is not None
-        needs_previous = any(req in pending for req, _ in constrained)
-        previous = self._last.sampled.token_ids() if self._last and needs_previous else []
-        live = [(req, matcher) for req, matcher in constrained
-                if matcher.advance(previous[pending[req]] if req in pending else None)]
+        needs_previous = any(row in pending for row, _, _ in constrained)
+        previous = self._last.sample.token_ids() if self._last and needs_previous else []
+        live = [(req, matcher) for row, req, matcher in constrained
+                if matcher.advance(max(previous[pending[row]], 0) if row in pending else None)]
         return dict(zip([req for req, _ in live], self._grammars.fill([matcher for _, matcher in live])))
-
-    def _forward(self, batch: ScheduledBatch, rows: list[int], hidden: list[HiddenRows], pending: dict[Req, int],
-                 after_group: AfterGroup | None, info: DPStepInfo | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the logits of ``rows``, and the hidden states of ``hidden``."""
-        if not hidden:
-            logits = self._runner.forward(self._build(batch, rows, pending, info), after_group, info)
-            return logits, logits[:0]
-        indices = rows + [row for one in hidden for row in range(one.start, one.stop)]
-        forward_batch = self._build(batch, indices, pending, padded=False)
-        return self._runner.forward_with_hidden(forward_batch, len(rows), after_group, info)
-
-    def _build(self, batch: ScheduledBatch, logits_rows: list[int], pending: dict[Req, int],
-               info: DPStepInfo | None = None, *, padded: bool = True) -> ForwardBatch:
-        """Builds the model's input; ``padded``: to a size that a CUDA graph was captured for."""
-        runner, page_size = self._runner, self._runner.layout.page_size
-        if batch.is_decode and not any(chunk.req.embeds is not None for chunk in batch.chunks):
-            padding = runner.padding_rows(len(batch.chunks), info) if padded else []
-            return build_decode_batch(_decode_rows(batch.chunks, pending, padding), page_size, runner.device,
-                                      logits_rows, self._previous)
-        rows = []
-        for chunk in batch.chunks:
-            req = chunk.req
-            assert req.page_table is not None
-            pages = req.page_table.ids[:-(-chunk.stop // page_size)]
-            embeds = None if req.embeds is None else req.embeds[chunk.start:chunk.stop]
-            rows.append(Row(req.tokens.view(chunk.start, chunk.stop), chunk.start, pages, pending.get(req),
-                            embeds if embeds is not None and len(embeds) else None))
-        if batch.is_decode and padded:
-            rows += runner.padding_rows(len(rows), info)
-        return build_forward_batch(rows, page_size, runner.device, batch.is_decode, logits_rows, self._previous)
-
-
-def _sampled_rows(batch: ScheduledBatch) -> list[int]:
-    """Returns the batch's token rows whose logits are sampled."""
-    ends = np.cumsum([chunk.stop - chunk.start for chunk in batch.chunks])
-    return [int(end) - 1 for end, chunk in zip(ends, batch.chunks) if chunk.samples]
-
-
-def _decode_rows(chunks: Sequence[Chunk], pending: dict[Req, int], padding: list[Row]) -> DecodeRows:
-    reqs = [chunk.req for chunk in chunks]
-    pending_indices = [pending.get(req) for req in reqs]
-    known = [req.tokens.last if index is None else 0 for req, index in zip(reqs, pending_indices)]
-    pages = [req.page_table.ids for req in reqs if req.page_table is not None]
-    assert len(pages) == len(reqs)
-    count = len(padding)
-    return DecodeRows(known + [0] * count, [chunk.start for chunk in chunks] + [0] * count,
-                      pages + [row.page_ids for row in padding], pending_indices + [None] * count)

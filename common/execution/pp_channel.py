@@ -17,28 +17,17 @@ import numpy as np
 import zmq
 
 from ..api.errors import ConfigError
-from ..api.messages import Logprobs
 from ..distributed.parallel import Parallel
+from ..request.step_output import StepOutput
 
 _JOIN_SECONDS = 600.0
 
 
-class PPToken(msgspec.Struct, array_like=True):
-    """The token of a sampled row; with a ``code`` (of an error) there is none."""
-
-    token_id: int
-    logprobs: Logprobs | None = None
-    code: str | None = None
-    message: str = ""
-
-
 class PPStepResult(msgspec.Struct, tag="step_result", array_like=True):
-    """The results of step ``number``. ``prompts`` are log-probabilities of prompt tokens, by the index of their
-    chunk."""
+    """The output of step ``number``."""
 
     number: int
-    tokens: list[PPToken]
-    prompts: list[tuple[int, Logprobs]] = []
+    output: StepOutput
 
 
 class StageMinimum(msgspec.Struct, tag="stage_minimum", array_like=True):

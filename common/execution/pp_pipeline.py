@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Callable
 
 from ..forward.forward_batch import AfterGroup
-from ..request.batch import ScheduledBatch
+from ..request.step_input import StepInput
 from ..scheduler.batcher import Batcher
 from ..scheduler.preemption.copy_rates import PrefillRate
-from .executor import Executor, StepOutput
+from .executor import Executor, LaunchedStep
 from .pipeline import Pipeline
 from .pp_executor import PPExecutor, PPStep
 
@@ -33,15 +33,15 @@ class PPPipeline:
         """The step that was launched last, where its results have not been processed yet."""
         return self._steps[-1] if self._steps else None
 
-    def advance(self, batch: ScheduledBatch | None, after_group: AfterGroup | None = None) -> bool:
-        """Launches ``batch``, if there is one, and processes results; returns False where there was neither."""
-        if batch is not None:
-            self._steps.append(self._executor.launch(batch, after_group))
-            self._batcher.mark_launched(batch)
+    def advance(self, step: StepInput | None, after_group: AfterGroup | None = None) -> bool:
+        """Launches ``step``, if there is one, and processes results; returns False where there was neither."""
+        if step is not None:
+            self._steps.append(self._executor.launch(step, after_group))
+            self._batcher.mark_launched(step)
         count, ready = len(self._steps), self._executor.channel.num_ready
         while self._steps and (len(self._steps) >= self._depth or self._steps[0].number < ready):
             self._process_output(self._steps.popleft())
-        return batch is not None or len(self._steps) < count
+        return step is not None or len(self._steps) < count
 
     def synchronize(self) -> None:
         """Waits for all steps in flight and processes their results: afterwards no token is pending."""
@@ -50,7 +50,7 @@ class PPPipeline:
 
 
 def make_pipeline(batcher: Batcher, executor: Executor | PPExecutor,
-                  process_output: Callable[[StepOutput | PPStep], None], *, overlap: bool,
+                  process_output: Callable[[LaunchedStep | PPStep], None], *, overlap: bool,
                   rate: PrefillRate | None = None) -> Pipeline | PPPipeline:
     """Creates the pipeline for an executor; with pipeline parallelism, PPExecutor decides the overlap."""
     if not isinstance(executor, PPExecutor):

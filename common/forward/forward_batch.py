@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,12 +21,12 @@ class ForwardBatch:
 
     Rows are grouped by request: request b owns the query rows ``qo_indptr[b]:qo_indptr[b+1]`` and, *after* this
     step's keys and values are stored, the pages ``kv_indices[kv_indptr[b]:kv_indptr[b+1]]``, the last of which has
-    ``kv_last_page_len[b]`` tokens (FlashInfer's format). A decode batch has one row a request.
+    ``kv_last_page_len[b]`` tokens (FlashInfer's format).
 
     T rows, B requests, N pages in use, R rows that need logits.
     """
 
-    is_decode: bool
+    max_q_len: int  # the most rows of a request
     input_ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
     page_of_token: torch.Tensor  # [T] int64: page that receives this row's key and value
@@ -46,6 +46,42 @@ class ForwardBatch:
     # ``logits_rows`` as a decode batch of their own, where they are the last tokens of requests
     last_tokens: ForwardBatch | None = field(default=None, init=False)
 
+    @classmethod
+    def from_columns(cls, columns: BatchColumns, token_ids: TokenIds | torch.Tensor, device: torch.device,
+                     logits_rows: np.ndarray | None = None,
+                     embeds: Sequence[tuple[int, np.ndarray]] = ()) -> ForwardBatch:
+        """Builds a batch on ``device``. On a GPU one copy from pinned memory transfers all arrays, without waiting for
+        the device.
+
+        ``logits_rows`` [R] int64 index the T token rows; None selects the last row of each request, an empty array
+        none. ``embeds``: the first row of each run of rows with embeddings, and these [n, hidden] float32.
+        """
+        if logits_rows is None:
+            logits_rows = columns.qo_indptr[1:] - np.int64(1)
+        host = {"positions": columns.positions, "page_of_token": columns.page_of_token,
+                "offset_in_page": columns.offset_in_page, "logits_rows": logits_rows,
+                "qo_indptr": columns.qo_indptr, "kv_indptr": columns.kv_indptr, "kv_indices": columns.kv_indices,
+                "kv_last_page_len": columns.kv_last_page_len}
+        if isinstance(token_ids, TokenIds):
+            host |= {"input_ids": token_ids.known, "pending": token_ids.rows, "sources": token_ids.sources}
+        tensors = _to_device(host, device)
+        if isinstance(token_ids, TokenIds):
+            token_ids.fill(tensors["input_ids"], tensors.pop("pending"), tensors.pop("sources"))
+        else:
+            tensors["input_ids"] = token_ids
+        batch = cls(max_q_len=columns.max_q_len, **tensors, qo_indptr_cpu=columns.qo_indptr,
+                    kv_indptr_cpu=columns.kv_indptr, kv_indices_cpu=columns.kv_indices,
+                    kv_last_page_len_cpu=columns.kv_last_page_len)
+        if not batch.is_decode:
+            batch.last_tokens = _last_tokens(batch, logits_rows)
+        batch.embeds, batch.embeds_rows = _upload_embeds(embeds, device)
+        return batch
+
+    @property
+    def is_decode(self) -> bool:
+        """True where each request has one row."""
+        return self.max_q_len == 1
+
     @property
     def num_reqs(self) -> int:
         return len(self.kv_last_page_len_cpu)
@@ -55,9 +91,92 @@ class ForwardBatch:
         return self.input_ids.shape[0]
 
 
+class BatchColumns(NamedTuple):
+    """A step's rows without their tokens, in host memory: T rows of B requests; see ForwardBatch."""
+
+    positions: np.ndarray  # [T] int64
+    page_of_token: np.ndarray  # [T] int64
+    offset_in_page: np.ndarray  # [T] int64
+    kv_indptr: np.ndarray  # [B + 1] int32
+    kv_indices: np.ndarray  # [N] int32
+    kv_last_page_len: np.ndarray  # [B] int32
+    pages_version: int | None  # equal versions have equal ``kv_indptr`` and ``kv_indices``; None: unknown
+    qo_indptr: np.ndarray  # [B + 1] int32
+    max_q_len: int
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.kv_last_page_len)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.positions)
+
+
+def _no_columns() -> BatchColumns:
+    int64, int32, start = np.empty(0, np.int64), np.empty(0, np.int32), np.zeros(1, np.int32)
+    return BatchColumns(int64, int64, int64, start, int32, int32, 0, start, 1)
+
+
+NO_COLUMNS = _no_columns()
+"""A decode step of padding only."""
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """The tokens of a step's T rows: ``known`` [T] int64, but those of ``rows`` [P] int64 are ``previous[sources]``:
+    the step before has sampled them, and only the device has their values."""
+
+    known: np.ndarray
+    rows: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    sources: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    previous: torch.Tensor | None = None
+
+    def on_device(self, device: torch.device) -> torch.Tensor:
+        """Returns the tokens [T] int64, without waiting for the device."""
+        if not len(self.rows):
+            return upload_joined([self.known], torch.int64, device)
+        host = {"known": self.known, "rows": self.rows, "sources": self.sources}
+        known, rows, sources = _to_device(host, device).values()
+        return self.fill(known, rows, sources)
+
+    def fill(self, known: torch.Tensor, rows: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+        """Writes the tokens that only the device has to ``known``, by these arrays' copies there; returns it."""
+        if len(self.rows):
+            assert self.previous is not None, "a row's token comes from a step that was not passed"
+            known[rows] = self.previous[sources]
+        return known
+
+
+class ModelInput(NamedTuple):
+    """A step's input for the model runner. ``token_ids`` [T] int64 may be on the device already; ``follows_argmax``:
+    they are the argmax that the runner returned of the step before, row by row.
+
+    ``logits_rows`` [R] int64 and ``embeds`` are those of ``ForwardBatch.from_columns``. The last ``num_hidden`` of the
+    logits rows get hidden states instead.
+    """
+
+    columns: BatchColumns
+    token_ids: TokenIds | torch.Tensor
+    logits_rows: np.ndarray | None = None
+    num_hidden: int = 0
+    embeds: Sequence[tuple[int, np.ndarray]] = ()
+    follows_argmax: bool = False
+
+    @property
+    def num_logits(self) -> int:
+        rows = self.columns.num_reqs if self.logits_rows is None else len(self.logits_rows)
+        return rows - self.num_hidden
+
+    @property
+    def is_plain_decode(self) -> bool:
+        """True for one token and logits a request, which is what decode graphs compute."""
+        return self.columns.max_q_len == 1 and self.logits_rows is None and not self.embeds
+
+
 @dataclass(frozen=True)
 class Row:
-    """One request's part of a forward pass.
+    """One request's part of a forward pass, apart from any engine: for warm-up, measurements and tests.
 
     ``token_ids`` are computed now; ``start`` tokens before them are in the KV cache already; ``page_ids`` covers all of
     these tokens and may be longer. With ``pending_index`` one more token is computed after ``token_ids``: the one at
@@ -75,40 +194,46 @@ class Row:
         return len(self.token_ids) + (self.pending_index is not None)
 
 
-def build_forward_batch(rows: list[Row], page_size: int, device: torch.device, is_decode: bool,
-                        logits_rows: list[int] | None = None, previous: torch.Tensor | None = None) -> ForwardBatch:
-    """Builds a batch of ``rows`` (at least one, each with at least one token) on ``device``.
+def model_input(rows: Sequence[Row], page_size: int, logits_rows: Sequence[int] | None = None,
+                previous: torch.Tensor | None = None) -> ModelInput:
+    """Returns the input of a step of ``rows`` (at least one, each with at least one token).
 
-    ``previous`` holds the tokens that the step before sampled (int64, on ``device``), for rows with a
-    ``pending_index``. ``logits_rows`` index the batch's T token rows; None selects the last row of each request, an
-    empty list none. On a GPU one copy from pinned memory transfers all arrays, without waiting for the device.
+    ``previous`` holds the tokens that the step before sampled (int64, on the device), for rows with a
+    ``pending_index``.
     """
     lengths = np.array([row.num_tokens for row in rows])
     starts = np.array([row.start for row in rows])
-    assert lengths.min() > 0 and (not is_decode or lengths.max() == 1)
+    assert lengths.min() > 0
     pages = -((starts + lengths) // -page_size)
     qo_indptr, kv_indptr = indptr_of(lengths), indptr_of(pages)
     kv_indices = np.concatenate([np.asarray(row.page_ids[:count], np.int32) for row, count in zip(rows, pages)])
     assert len(kv_indices) == kv_indptr[-1], "a row's pages do not cover its tokens"
-    positions = np.arange(qo_indptr[-1]) + np.repeat(starts - qo_indptr[:-1], lengths)
+    positions = ragged_positions(starts, lengths, qo_indptr)
     in_request, offsets = np.divmod(positions, page_size)
-    host = {
-        "input_ids": np.concatenate([_known_ids(row) for row in rows]),
-        "positions": positions.astype(np.int64),
-        "page_of_token": kv_indices[np.repeat(kv_indptr[:-1], lengths) + in_request].astype(np.int64),
-        "offset_in_page": offsets.astype(np.int64),
-        "logits_rows": np.asarray(qo_indptr[1:] - 1 if logits_rows is None else logits_rows, np.int64),
-        "qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices,
-        "kv_last_page_len": (starts + lengths - (pages - 1) * page_size).astype(np.int32),
-    }
+    columns = BatchColumns(
+        positions, kv_indices[np.repeat(kv_indptr[:-1], lengths) + in_request].astype(np.int64), offsets, kv_indptr,
+        kv_indices, (starts + lengths - (pages - 1) * page_size).astype(np.int32), None, qo_indptr, int(lengths.max()))
     pending = [i for i, row in enumerate(rows) if row.pending_index is not None]
-    host["pending_rows"] = np.asarray(qo_indptr[1:][pending] - 1, np.int64)
-    host["pending_indices"] = np.asarray([rows[i].pending_index for i in pending], np.int64)
-    batch = _build(host, device, is_decode=is_decode, previous=previous)
-    if not is_decode:
-        batch.last_tokens = _last_tokens(batch, host["logits_rows"])
-    batch.embeds, batch.embeds_rows = _embeds(rows, qo_indptr, device)
-    return batch
+    token_ids = TokenIds(np.concatenate([_known_ids(row) for row in rows]), (qo_indptr[1:][pending] - 1).astype(
+        np.int64), np.asarray([rows[i].pending_index for i in pending], np.int64), previous)
+    return ModelInput(columns, token_ids, None if logits_rows is None else np.asarray(logits_rows, np.int64),
+                      embeds=[(int(first), row.embeds) for first, row in zip(qo_indptr, rows)
+                              if row.embeds is not None])
+
+
+def build_forward_batch(rows: Sequence[Row], page_size: int, device: torch.device,
+                        logits_rows: Sequence[int] | None = None,
+                        previous: torch.Tensor | None = None) -> ForwardBatch:
+    """Builds the batch of ``model_input``."""
+    step = model_input(rows, page_size, logits_rows, previous)
+    return ForwardBatch.from_columns(step.columns, step.token_ids, device, step.logits_rows, step.embeds)
+
+
+def ragged_positions(starts: np.ndarray, lengths: np.ndarray, indptr: np.ndarray) -> np.ndarray:
+    """Returns the positions [T] int64 of ``lengths`` [B] rows a request from ``starts`` [B]; ``indptr``: their
+    offsets."""
+    positions: np.ndarray = np.arange(indptr[-1]) + np.repeat(starts - indptr[:-1], lengths)
+    return positions.astype(np.int64)
 
 
 def _last_tokens(batch: ForwardBatch, rows: np.ndarray) -> ForwardBatch | None:
@@ -121,11 +246,11 @@ def _last_tokens(batch: ForwardBatch, rows: np.ndarray) -> ForwardBatch | None:
     requests = requests - 1
     assert batch.logits_rows is not None
     return slice_batch(batch, batch.logits_rows, requests, np.arange(len(rows) + 1, dtype=np.int32),
-                       np.diff(batch.kv_indptr_cpu)[requests], batch.kv_last_page_len_cpu[requests], is_decode=True)
+                       np.diff(batch.kv_indptr_cpu)[requests], batch.kv_last_page_len_cpu[requests])
 
 
 def slice_batch(batch: ForwardBatch, rows: slice | torch.Tensor, requests: np.ndarray, qo_indptr: np.ndarray,
-                pages: np.ndarray, last_page_len: np.ndarray, *, is_decode: bool) -> ForwardBatch:
+                pages: np.ndarray, last_page_len: np.ndarray) -> ForwardBatch:
     """Returns ``rows`` of ``batch`` as a batch of their own, without logits. They belong to its ``requests`` [n], by
     ``qo_indptr`` [n + 1]; each request has its first ``pages`` [n] pages, with ``last_page_len`` [n] tokens in the
     last. ``qo_indptr`` and ``last_page_len`` are int32."""
@@ -137,99 +262,22 @@ def slice_batch(batch: ForwardBatch, rows: slice | torch.Tensor, requests: np.nd
     per_row = {name: getattr(batch, name)[rows] for name in ("input_ids", "positions", "page_of_token",
                                                              "offset_in_page")}
     return ForwardBatch(
-        is_decode=is_decode, logits_rows=None, **per_row, **_to_device(table, batch.positions.device),
+        max_q_len=int(np.diff(qo_indptr).max(initial=1)), logits_rows=None, **per_row,
+        **_to_device(table, batch.positions.device),
         qo_indptr_cpu=qo_indptr, kv_indptr_cpu=kv_indptr, kv_indices_cpu=table["kv_indices"],
         kv_last_page_len_cpu=last_page_len)
 
 
-class DecodeRows(NamedTuple):
-    """A decode step's rows, one token a request: the fields of Row as lists."""
-
-    token_ids: list[int]
-    starts: list[int]
-    page_ids: list[np.ndarray]
-    pending_indices: list[int | None]
-
-
-class DecodeTable(NamedTuple):
-    """A decode step's rows without their tokens: ForwardBatch's arrays of B requests, in host memory."""
-
-    positions: np.ndarray  # [B] int64
-    page_of_token: np.ndarray  # [B] int64
-    offset_in_page: np.ndarray  # [B] int64
-    kv_indptr: np.ndarray  # [B + 1] int32
-    kv_indices: np.ndarray  # [N] int32
-    kv_last_page_len: np.ndarray  # [B] int32
-    pages_version: int | None = None  # equal versions have equal ``kv_indptr`` and ``kv_indices``
-
-
-def _empty_table() -> DecodeTable:
-    int64, int32 = np.empty(0, np.int64), np.empty(0, np.int32)
-    return DecodeTable(int64, int64, int64, np.zeros(1, np.int32), int32, int32, 0)
-
-
-EMPTY_DECODE_TABLE = _empty_table()
-"""A decode step of padding only."""
-
-
-def build_decode_batch(rows: DecodeRows, page_size: int, device: torch.device, logits_rows: list[int],
-                       previous: torch.Tensor | None) -> ForwardBatch:
-    """Does as ``build_forward_batch``, for a decode step without embeddings, in a third of the time for 256 rows."""
-    positions = np.array(rows.starts, np.int64)
-    in_request, offsets = np.divmod(positions, page_size)
-    kv_indptr = indptr_of(in_request + 1)
-    parts = [ids[:count] for ids, count in zip(rows.page_ids, (in_request + 1).tolist())]
-    kv_indices = np.concatenate(parts, dtype=np.int32, casting="same_kind")
-    assert len(kv_indices) == kv_indptr[-1], "a row's pages do not cover its tokens"
-    pending = [i for i, index in enumerate(rows.pending_indices) if index is not None]
-    table = DecodeTable(positions, kv_indices[kv_indptr[1:] - 1].astype(np.int64), offsets, kv_indptr, kv_indices,
-                        (offsets + 1).astype(np.int32))
-    host = _arrays(table, np.array(rows.token_ids, np.int64), np.array(logits_rows, np.int64)) | {
-        "pending_rows": np.array(pending, np.int64),
-        "pending_indices": np.array([rows.pending_indices[i] for i in pending], np.int64),
-    }
-    return _build(host, device, is_decode=True, previous=previous)
-
-
-def build_table_batch(table: DecodeTable, token_ids: torch.Tensor, device: torch.device) -> ForwardBatch:
-    """Builds a decode batch of ``table``'s rows, whose tokens [B] int64 are on the device; all rows get logits."""
-    none = np.empty(0, np.int64)
-    host = _arrays(table, none, np.arange(len(table.positions)))
-    batch = _build(host | {"pending_rows": none, "pending_indices": none}, device, is_decode=True, previous=None)
-    batch.input_ids = token_ids
-    return batch
-
-
-def _arrays(table: DecodeTable, token_ids: np.ndarray, logits_rows: np.ndarray) -> dict[str, np.ndarray]:
-    return {"input_ids": token_ids, "logits_rows": logits_rows,
-            "qo_indptr": np.arange(len(table.positions) + 1, dtype=np.int32),
-            **{name: array for name, array in table._asdict().items() if isinstance(array, np.ndarray)}}
-
-
-def _build(host: dict[str, np.ndarray], device: torch.device, *, is_decode: bool,
-           previous: torch.Tensor | None) -> ForwardBatch:
-    """Builds a batch of the arrays; the tokens of ``pending_rows`` are ``previous[pending_indices]``."""
-    tensors = _to_device(host, device)
-    pending_rows, pending_indices = tensors.pop("pending_rows"), tensors.pop("pending_indices")
-    if len(host["pending_indices"]):
-        assert previous is not None, "a row's token comes from a step that was not passed"
-        tensors["input_ids"][pending_rows] = previous[pending_indices]
-    return ForwardBatch(is_decode=is_decode, **tensors, qo_indptr_cpu=host["qo_indptr"],
-                        kv_indptr_cpu=host["kv_indptr"], kv_indices_cpu=host["kv_indices"],
-                        kv_last_page_len_cpu=host["kv_last_page_len"])
-
-
-def _embeds(rows: list[Row], qo_indptr: np.ndarray,
-            device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _upload_embeds(embeds: Sequence[tuple[int, np.ndarray]],
+                   device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Returns the batch's ``embeds`` and ``embeds_rows``, where there are any."""
-    with_embeds = [(int(first), row.embeds) for first, row in zip(qo_indptr, rows) if row.embeds is not None]
-    if not with_embeds:
+    if not embeds:
         return None, None
-    embeds_rows = np.concatenate([np.arange(first, first + len(embeds)) for first, embeds in with_embeds])
-    joined = torch.from_numpy(np.concatenate([embeds for _, embeds in with_embeds]))
+    rows = np.concatenate([np.arange(first, first + len(rows)) for first, rows in embeds])
+    joined = torch.from_numpy(np.concatenate([rows for _, rows in embeds]))
     if device.type == "cuda":
         joined = joined.pin_memory()
-    return joined.to(device, non_blocking=True), upload_joined([embeds_rows], torch.int64, device)
+    return joined.to(device, non_blocking=True), upload_joined([rows], torch.int64, device)
 
 
 def _known_ids(row: Row) -> np.ndarray:
@@ -246,7 +294,7 @@ def indptr_of(counts: np.ndarray) -> np.ndarray:
     return indptr
 
 
-def _to_device(host: dict[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
+def _to_device(host: Mapping[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
     """Copies int32 and int64 arrays, in one transfer that does not wait for the device."""
     if device.type != "cuda":
         return {name: torch.from_numpy(array) for name, array in host.items()}

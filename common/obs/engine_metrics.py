@@ -6,14 +6,15 @@ gauges as ``baton:NAME``, from the server's start on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import NamedTuple
 
 from ..api.errors import ERROR_CODES
+from ..config.roles import Role
 
-Mode = Literal["null", "prefill", "decode"]
-PAIRS: tuple[Mode, ...] = ("prefill", "decode")
-ALL: tuple[Mode, ...] = ("null", *PAIRS)
+TRANSFERS, SENDS = attrgetter("transfers_kv"), attrgetter("sends_kv")
+RECEIVES, DECODES = attrgetter("receives_kv"), attrgetter("decodes")
 
 BREAKAGES = ("silent", "connection_lost", "ended", "write_failed", "damaged", "mismatch", "refused", "unreachable",
              "shutdown", "weights", "other_rank", "peer")
@@ -21,11 +22,11 @@ BREAKAGES = ("silent", "connection_lost", "ended", "write_failed", "damaged", "m
 
 
 class EngineMetric(NamedTuple):
-    """``label``: its values are appended to the name in the engine's report (``kv_transfers_broken_silent``);
-    ``values`` are those that are exported as 0 before they occur."""
+    """``exported_by``: true for the roles whose servers have it. ``label``: its values are appended to the name in the
+    engine's report (``kv_transfers_broken_silent``); ``values`` are those that are exported as 0 before they occur."""
 
     help: str
-    modes: tuple[Mode, ...] = ALL
+    exported_by: Callable[[Role], bool] = lambda role: True
     label: str | None = None
     values: tuple[str, ...] = ()
 
@@ -34,34 +35,35 @@ COUNTERS: dict[str, EngineMetric] = {
     "finished_requests": EngineMetric("Requests that finished in the engine"),
     "failed_requests": EngineMetric("Requests that failed in the engine"),
     "retracted_requests": EngineMetric("Times that a running request was retracted: its KV pages were freed",
-                                       ("null", "decode")),
+                                       DECODES),
     "preempted_requests": EngineMetric("Times that a running request was preempted by one of a higher priority",
-                                       ("null", "decode")),
-    "swapped_out_requests": EngineMetric("Retracted requests whose KV was swapped to host memory", ("null", "decode")),
-    "reused_prompts": EngineMetric("Retained prompts that were sent again for another attempt", ("prefill",)),
-    "kv_bytes_sent": EngineMetric("Bytes of KV pages written to decode servers, by all ranks", ("prefill",)),
-    "kv_bytes_received": EngineMetric("Bytes of KV pages received from prefill servers, by all ranks", ("decode",)),
-    "kv_transfers_done": EngineMetric("KV transfers completed", PAIRS),
+                                       DECODES),
+    "swapped_out_requests": EngineMetric("Retracted requests whose KV was swapped to host memory", DECODES),
+    "reused_prompts": EngineMetric("Retained prompts that were sent again for another attempt", SENDS),
+    "kv_bytes_sent": EngineMetric("Bytes of KV pages written to decode servers, by all ranks", SENDS),
+    "kv_bytes_received": EngineMetric("Bytes of KV pages received from prefill servers, by all ranks", RECEIVES),
+    "kv_transfers_done": EngineMetric("KV transfers completed", TRANSFERS),
     "kv_transfer_seconds": EngineMetric("Seconds that completed KV transfers took, the prefill included",
-                                        PAIRS),
+                                        TRANSFERS),
     "kv_transfer_exposed_seconds": EngineMetric(
         "Of these seconds, those between a prompt's last layer and the arrival of its last KV page: what computing did "
-        "not hide", ("prefill",)),
+        "not hide", SENDS),
     "kv_write_seconds": EngineMetric("Seconds with writes of KV pages in flight: the bytes sent over these are the "
-                                     "transfer rate", ("prefill",)),
-    "kv_messages_dropped": EngineMetric("Stale messages: of peers that restarted, or that came too late", PAIRS),
-    "kv_transfers_failed": EngineMetric("KV transfers that failed, by the error's code", PAIRS, "code", ERROR_CODES),
+                                     "transfer rate", SENDS),
+    "kv_messages_dropped": EngineMetric("Stale messages: of peers that restarted, or that came too late", TRANSFERS),
+    "kv_transfers_failed": EngineMetric("KV transfers that failed, by the error's code", TRANSFERS, "code",
+                                        ERROR_CODES),
     "kv_transfers_broken": EngineMetric("Of the failed KV transfers those that broke, by cause; peer: the other "
-                                        "server counts the cause itself", PAIRS, "cause", BREAKAGES),
+                                        "server counts the cause itself", TRANSFERS, "cause", BREAKAGES),
 }
 GAUGES: dict[str, EngineMetric] = {
     "token_usage": EngineMetric("Share of the KV pool that is in use by running requests, 0 to 1"),
-    "kv_transfers_bootstrapping": EngineMetric("Requests that wait for the other server of their pair", PAIRS),
-    "kv_transfers_in_flight": EngineMetric("Requests whose last KV pages (decode: any) are in flight", PAIRS),
-    "kv_transfers_draining": EngineMetric("Failed requests while writes to their KV pages may still arrive", PAIRS),
-    "kv_writes_queued": EngineMetric("Writes of KV pages that wait for their forward pass or a lease", ("prefill",)),
-    "kv_writes_in_flight": EngineMetric("Writes of KV pages in flight", ("prefill",)),
-    "kv_prompts_retained": EngineMetric("Prompts retained for another attempt", ("prefill",)),
+    "kv_transfers_bootstrapping": EngineMetric("Requests that wait for the other server of their pair", TRANSFERS),
+    "kv_transfers_in_flight": EngineMetric("Requests whose last KV pages (decode: any) are in flight", TRANSFERS),
+    "kv_transfers_draining": EngineMetric("Failed requests while writes to their KV pages may still arrive", TRANSFERS),
+    "kv_writes_queued": EngineMetric("Writes of KV pages that wait for their forward pass or a lease", SENDS),
+    "kv_writes_in_flight": EngineMetric("Writes of KV pages in flight", SENDS),
+    "kv_prompts_retained": EngineMetric("Prompts retained for another attempt", SENDS),
 }
 COUNTED_BY_API_SERVER = frozenset(("prompt_tokens", "generation_tokens", "cached_tokens"))
 """Counters that the API server counts when a request ends; the engine's own counts would double them."""

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from ..api.errors import ERROR_CODES
 from ..api.messages import State
+from ..config.roles import ROLES, Role
 from .engine_metrics import COUNTED_BY_API_SERVER, COUNTERS, GAUGES, about, family_of
 from .process_metrics import register_process
 from .sglang_aliases import WINDOW_SECONDS, Throughput, WithSGLangAliases, derived_gauges
@@ -38,8 +39,9 @@ _STATE_GAUGES = {
 class EngineCollector(Collector):
     """Exports the latest ``State`` of the engine; before the first one, its counters at 0."""
 
-    def __init__(self, labels: dict[str, str]):
+    def __init__(self, labels: dict[str, str], role: Role):
         self._labels = labels
+        self._role = role
         self.state: State | None = None
         self.throughput = Throughput()
 
@@ -60,7 +62,7 @@ class EngineCollector(Collector):
             yield gauge
 
     def _counters(self, counts: Mapping[str, float]) -> Iterator[Metric]:
-        values = {(name, value): 0.0 for name, metric in COUNTERS.items() if self._labels["mode"] in metric.modes
+        values = {(name, value): 0.0 for name, metric in COUNTERS.items() if metric.exported_by(self._role)
                   for value in metric.values or (None,)}
         values.update({family_of(name): count for name, count in counts.items() if name not in COUNTED_BY_API_SERVER})
         families: dict[str, CounterMetricFamily] = {}
@@ -87,7 +89,7 @@ class ServerMetrics:
         """``sglang_names``: export metrics that SGLang has, too, a second time under its names."""
         labels = {"model_name": model_name, "mode": mode}
         self.registry = CollectorRegistry()
-        self.engine = EngineCollector(labels)
+        self.engine = EngineCollector(labels, ROLES.get(mode))
         self.registry.register(self.engine)
 
         def counter(name: str, help: str) -> Counter:

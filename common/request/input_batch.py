@@ -6,43 +6,47 @@ would take a microsecond a request and more, in every step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 from operator import attrgetter
 
 import numpy as np
 
-from ..forward.forward_batch import DecodeTable
+from ..forward.forward_batch import BatchColumns, indptr_of, ragged_positions
 from ..kvcache.manager import PageTable
 from ..kvcache.page_columns import PageColumns
 from .req import Req
 from .sampling_metadata import SamplingMetadata
+from .step_input import StepInput, StepTokens
 
 _PAGE_TABLE, _STOP_IDS = attrgetter("page_table"), attrgetter("stop_ids")
+_versions = count(1)
 
 
 class InputBatch:
     """``reqs`` decode together until one leaves or joins: then a new batch reuses the arrays of this one.
 
     ``positions`` [B] int64 are those of the tokens that the next step computes; ``remaining`` [B] int64: steps that may
-    be launched until the request has all the tokens that it asked for. ``all_plain``: sampling parameters alone decide
-    on the tokens, and a step reports nothing but tokens; ``all_greedy``: all take the argmax. ``reused_rows``: the rows
-    that this batch's first requests had in the previous batch, whose requests are ``previous_reqs``.
+    be launched until the request has all the tokens that it asked for. ``extra_index``: rows of requests with row
+    extras; ``all_greedy``: all others take the argmax. ``version`` identifies the batch. ``reused_rows``: the rows that
+    its first requests had in the previous batch.
     """
 
     def __init__(self, reqs: list[Req], page_size: int, previous: InputBatch | None = None):
         """None of ``reqs`` may be complete, and each has computed all of its tokens but the last. ``previous`` was the
         last decode batch, and no other batch has computed its requests since."""
         self.reqs = reqs
+        self.version = next(_versions)
+        self._previous_version = -1 if previous is None else previous.version
         tables: list[PageTable] = list(map(_PAGE_TABLE, reqs))
         reused = self.reused_rows = self._rows_in(previous, tables)
-        self.previous_reqs = [] if previous is None else previous.reqs
         new = reqs[len(reused):]
         self.positions = np.array([req.num_computed_tokens for req in new], np.int64)
         self.remaining = np.array([req.num_prompt_tokens + req.sampling.max_new_tokens for req in new], np.int64)
         self.remaining -= self.positions + 1
         self.pages: PageColumns = (PageColumns(tables, page_size) if previous is None else
                                    previous.pages.select(reused, tables[len(reused):]))
-        self._flags = np.array([(_is_plain(req), req.sampling.greedy, req.sampling.seed is not None) for req in new],
+        self._flags = np.array([(bool(req.extras), req.sampling.greedy, req.sampling.seed is not None) for req in new],
                                bool).reshape(-1, 3)
         self._unreported = list(range(len(reused), len(reqs)))
         self.stop_ids: frozenset[int] = frozenset().union(*set(map(_STOP_IDS, reqs)))
@@ -51,20 +55,21 @@ class InputBatch:
         self._rids: list[str] | None = None
         if previous is not None and len(reused):
             self._reuse(previous, reused)
-        self.all_plain, self.all_greedy, self._any_seeded = (
-            bool(self._flags[:, 0].all()), bool(self._flags[:, 1].all()), bool(self._flags[:, 2].any()))
+        self.extra_index: list[int] = np.flatnonzero(self._flags[:, 0]).tolist()
+        self.all_greedy = bool(self._flags[:, :2].any(1).all())
+        self._any_seeded = bool(self._flags[:, 2].any())
         self.min_remaining = int(self.remaining.min())
         self.removed_rows: list[int] = []
         self._metadata: list[SamplingMetadata] | None = None
+        self._index = list(range(len(reqs)))
+        self._ones = np.ones(len(reqs), np.int64)
+        self._qo_indptr = np.arange(len(reqs) + 1, dtype=np.int32)
 
     def _reuse(self, previous: InputBatch, reused: np.ndarray) -> None:
         """Take over the state of the rows ``reused`` of ``previous``, the first of this batch."""
         self.positions = np.concatenate((previous.positions[reused], self.positions))
         self.remaining = np.concatenate((previous.remaining[reused], self.remaining))
-        flags = previous._flags[reused]
-        for row in np.flatnonzero(~flags[:, 0]).tolist():
-            flags[row, 0] = _is_plain(self.reqs[row])  # it may have reached ``min_new_tokens``
-        self._flags = np.concatenate((flags, self._flags))
+        self._flags = np.concatenate((previous._flags[reused], self._flags))
         rows = reused.tolist()
         unreported = set(previous._unreported)
         self._unreported += [row for row, before in enumerate(rows) if before in unreported] if unreported else []
@@ -114,9 +119,56 @@ class InputBatch:
         self.remaining -= 1
         self.min_remaining -= 1
 
-    def decode_table(self) -> DecodeTable:
-        """Page table and slots of the next step. All requests must have pages for it."""
-        return DecodeTable(self.positions, *self.pages.slots(self.positions))
+    def step(self, last: StepInput | None) -> StepInput:
+        """The next step: one token of every request. All must have pages for it. ``last``: the step launched last."""
+        return StepInput(self.reqs, self.columns(), self.positions, self._ones, self._ones, self._tokens(last),
+                         self._index, self.sampling_metadata(), self.extra_index, self.all_greedy, input_batch=self,
+                         rows_version=self.version, last_step_rows=self.last_step_rows())
+
+    def columns(self) -> BatchColumns:
+        """Positions, slots and pages of the next step."""
+        return BatchColumns(self.positions, *self.pages.slots(self.positions), self._qo_indptr, 1)
+
+    def draft_step(self, drafts: Mapping[int, Sequence[int]]) -> StepInput:
+        """The next step, which also verifies ``drafts``: by row, tokens that may follow the last one. All requests must
+        have pages for them, and no token may be pending."""
+        q_lens = self._ones.copy()
+        for row, tokens in drafts.items():
+            q_lens[row] += len(tokens)
+        qo_indptr = indptr_of(q_lens)
+        known = np.zeros(int(qo_indptr[-1]), np.int64)
+        known[qo_indptr[:-1]] = [req.tokens.last for req in self.reqs]
+        for row, tokens in drafts.items():
+            known[qo_indptr[row] + 1:qo_indptr[row + 1]] = tokens
+        positions = ragged_positions(self.positions, q_lens, qo_indptr)
+        columns = BatchColumns(positions, *self.pages.ragged_slots(self.positions + q_lens - 1, q_lens, positions),
+                               qo_indptr, int(q_lens.max()))
+        owners = np.repeat(np.arange(len(self.reqs)), q_lens).tolist()
+        sampling = [SamplingMetadata(self.reqs[row].sampling, position + 1)
+                    for row, position in zip(owners, positions.tolist())]
+        return StepInput(self.reqs, columns, self.positions, q_lens, q_lens, StepTokens(known), self._index, sampling,
+                         self.extra_index, self.all_greedy, drafts=drafts, input_batch=self)
+
+    def _tokens(self, last: StepInput | None) -> StepTokens:
+        """The tokens of the next step."""
+        if last is not None and last.rows_version == self.version:
+            return StepTokens(None, follows=last.number)
+        reused = last is not None and last.rows_version == self._previous_version
+        known, pending = self.last_tokens(reused_on_device=reused)
+        sources: list[int] = self.reused_rows.tolist() if reused else []
+        rows = list(range(len(sources))) + pending
+        if pending:
+            assert last is not None, "a pending token comes from a step"
+            sources += [last.sample_of[self.reqs[row]] for row in pending]
+        return StepTokens(np.array(known, np.int64), np.array(rows, np.int64), np.array(sources, np.int64),
+                          0 if last is None else last.number)
+
+    def accept(self, counts: np.ndarray) -> None:
+        """Record that requests got ``counts`` [B] tokens in a step, not one each; their last tokens are known."""
+        self.positions = self.positions + (counts - 1)
+        self.remaining -= counts - 1
+        self.min_remaining = int(self.remaining.min())
+        self.record_tokens([req.tokens.last for req in self.reqs])
 
     def record_tokens(self, token_ids: list[int]) -> None:
         """Record the tokens [B] of the oldest step in flight."""
@@ -132,7 +184,7 @@ class InputBatch:
                 [row for row, req in enumerate(rest, len(known)) if req.num_pending])
 
     def sampling_metadata(self) -> Sequence[SamplingMetadata]:
-        """Sampling metadata of each row, of an ``all_plain`` batch. Only a seed makes the position matter."""
+        """Sampling metadata of each row without extras. Only a seed makes the position matter."""
         if self._metadata is None or self._any_seeded:
             self._metadata = [SamplingMetadata(req.sampling, start + 1)
                               for req, start in zip(self.reqs, self.positions.tolist())]
@@ -145,11 +197,12 @@ class InputBatch:
             self._rids = [req.rid for req in self.reqs]
         return self._rids
 
-    def rows_to_check(self, token_ids: Sequence[int], last_step_rows: Sequence[int]) -> list[int]:
-        """Rows, ascending, of the requests that have more to report than the token of a step whose results
-        are processed: those that end, were removed, or report more than tokens. ``last_step_rows``: as returned before
-        the step was launched."""
-        rows = {*self.removed_rows, *last_step_rows}
+    def rows_to_check(self, token_ids: Sequence[int], last_step_rows: Sequence[int],
+                      with_extras: Iterable[int] = ()) -> list[int]:
+        """Rows, ascending, of the requests that have more to report than the token of a step whose results are
+        processed: those that end, were removed, or report more than tokens, as rows ``with_extras`` do.
+        ``last_step_rows``: as returned before the step was launched."""
+        rows = {*self.removed_rows, *last_step_rows, *with_extras}
         if not self.stop_ids.isdisjoint(token_ids):
             rows.update(row for row, token_id in enumerate(token_ids) if token_id in self.stop_ids)
         if self._unreported:
@@ -183,11 +236,3 @@ def _matching_rows(reqs: list[Req], previous: InputBatch) -> np.ndarray:
             rows.append(row)
             expected = next(following, None)
     return np.array(rows, np.int64)
-
-
-def _is_plain(req: Req) -> bool:
-    """True where the next token depends on logits and sampling parameters alone, and only the token is reported."""
-    sampling = req.sampling
-    return (req.logprobs is None and req.history is None and req.bias is None and req.processor is None
-            and req.embeds is None and req.hidden is None and sampling.grammar is None
-            and (not sampling.min_new_tokens or req.length - req.num_prompt_tokens >= sampling.min_new_tokens))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -24,24 +24,26 @@ from ..api.namespace import SHARED, Namespace
 from ..api.sampling import SamplingParams
 from ..kvcache.manager import PageTable
 from ..kvcache.page_keys import PageKey
+from .extras import Extra, extras_of
 from .hidden_states import HiddenStates
 from .logit_bias import LogitBias
 from .logit_processors import RequestTokens, RowProcessor
 from .output_matcher import OutputMatcher
-from .sampling_metadata import FillAllowed, RequestedLogprobs, SamplingMetadata
+from .sampling_metadata import RequestedLogprobs
 from .token_buffer import TokenBuffer
 from .token_history import TokenHistory
 
 
 @dataclass(frozen=True)
 class SwappedOut:
-    """Keys under which a host tier keeps the pages of a retracted request's first ``num_tokens`` tokens."""
+    """A retracted request's first ``num_tokens`` tokens in host tiers: by cache group the first page that is there, and
+    the keys from that one on."""
 
-    keys: list[PageKey]
+    pages: list[tuple[int, list[PageKey]]]
     num_tokens: int
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)  # without slots, more than 30 fields would take twice as long to read
 class Req:
     """Engine state of one request.
 
@@ -80,7 +82,11 @@ class Req:
     pooling: Pooling | None = None
     reported: bool = False
     embedding: bytes | None = None
+    extras: tuple[Extra, ...] = field(init=False)  # what its rows need beyond plain sampling
     spans: list[LatencySpan] | None = None  # those ended and not reported yet; None where the request is not traced
+
+    def __post_init__(self) -> None:
+        self.extras = extras_of(self)
 
     @classmethod
     def from_message(cls, message: Generate, *, eos_ids: frozenset[int], now: float, timeout: float) -> Req:
@@ -176,24 +182,33 @@ class Req:
                 limit = min(limit, max(0, self.logprob_start + num_computed - 1))
         return limit
 
-    def sampling_metadata(self, position: int, pending: int | None,
-                          allowed: FillAllowed | None = None) -> SamplingMetadata:
-        """Sampling metadata of the token at ``position``, which follows all that the request has, pending ones too.
+    def begin_prompt_logprobs(self) -> Logprobs:
+        """Returns ``prompt_logprobs``, initialised where there are none yet: no token precedes the first one, so it has
+        no log-probability."""
+        if self.prompt_logprobs is None:
+            first = [int(self.prompt[0])] if self.logprob_start == 0 else []
+            self.prompt_logprobs = Logprobs(first, [None for _ in first], [[] for _ in first], [[] for _ in first])
+        return self.prompt_logprobs
 
-        ``pending`` is the index of the pending token, if there is one, among those that the previous step sampled.
-        ``allowed`` is the mask of its grammar, which also enforces ``min_new_tokens``.
-        """
-        suppressed: tuple[int, ...] = ()
-        if self.sampling.grammar is None and position - self.num_prompt_tokens < self.sampling.min_new_tokens:
-            suppressed = tuple(self.stop_ids)
-        return SamplingMetadata(self.sampling, position, self.logprobs, suppressed, allowed, self.history, pending,
-                                self.bias,
-                                self.processor)
+    def add_prompt_logprobs(self, more: Logprobs) -> None:
+        """Append those of the next prompt tokens."""
+        logprobs = self.begin_prompt_logprobs()
+        logprobs.token_ids.extend(more.token_ids)
+        logprobs.values.extend(more.values)
+        logprobs.top.extend(more.top)
+        logprobs.of_ids.extend(more.of_ids)
 
-    def append_pending(self, token_id: int) -> list[int]:
-        """``append_token`` for the pending token."""
+    def append_pending(self, *token_ids: int) -> list[int]:
+        """Append the tokens of a step, of which the first was pending, up to one that ends the request; sets ``finish``
+        then. Returns those to report."""
         self.num_pending -= 1
-        return self.append_token(token_id)
+        reported = self.append_token(token_ids[0])
+        for token_id in token_ids[1:]:
+            if self.finish is not None:
+                break
+            reported += self.append_token(token_id)
+            self.num_computed_tokens += 1
+        return reported
 
     def append_token(self, token_id: int) -> list[int]:
         """Append a token; sets ``finish`` where it is the last. Returns the tokens to report: none where the request

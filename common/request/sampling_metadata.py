@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from ..api.sampling import SamplingParams
-from .logit_bias import LogitBias
-from .logit_processors import RowProcessor
-from .token_history import TokenHistory
+from .extras import RowExtra
 
 if TYPE_CHECKING:
     import torch
@@ -34,29 +32,13 @@ class RequestedLogprobs(NamedTuple):
 
 
 class SamplingMetadata(msgspec.Struct, frozen=True, gc=False):
-    """Sampling metadata of one row. ``Sampler.launch`` takes one of these a row, and applies the fields in this order.
+    """Sampling metadata of one row.
 
-    1. ``allowed`` masks the row before all else: tokens whose bit it clears get a logit of -inf, for
-       log-probabilities too. It is called once, on the host, after the forward pass has been launched (with overlapped
-       scheduling the device then computes these logits), and on tensor-parallel rank 0 only, which samples for all.
-    2. ``history``: the token counts that the penalties of ``params`` use; None where there are none. ``pending`` is the
-       index of the request's newest token among those that the previous step sampled, where only the device knows it:
-       it is counted.
-    3. ``bias`` is added; ``suppressed`` tokens get -inf (a request below ``min_new_tokens`` lists its stop tokens).
-    4. ``processor``, which the request names, transforms the row; its output counts for log-probabilities, too. On
-       rank 0 only, like ``allowed``. Where it fails, the row's token is reported as ``FAILED``.
-    5. Temperature, truncation and Gumbel noise of ``params``. ``position`` counts the tokens before the sampled one:
-       the noise of a seeded row depends on it.
-
-    ``logprobs`` is None where the request asks for none.
+    Its ``extras`` change the row's logits or report them, in their order: masks of a grammar before all else, penalties
+    and bias, suppressed tokens, processors. Then come temperature, truncation and Gumbel noise of ``params``.
+    ``position`` counts the tokens before the sampled one: the noise of a seeded row depends on it.
     """
 
     params: SamplingParams
     position: int
-    logprobs: RequestedLogprobs | None = None
-    suppressed: tuple[int, ...] = ()
-    allowed: FillAllowed | None = None
-    history: TokenHistory | None = None
-    pending: int | None = None
-    bias: LogitBias | None = None
-    processor: RowProcessor | None = None
+    extras: tuple[RowExtra, ...] = ()

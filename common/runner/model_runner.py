@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,13 +19,12 @@ from ..distributed.capture import may_capture
 from ..distributed.parallel import Parallel
 from ..distributed.step_rows import StepRows
 from ..forward.forward_batch import (
-    EMPTY_DECODE_TABLE,
+    NO_COLUMNS,
     AfterGroup,
-    DecodeTable,
     ForwardBatch,
+    ModelInput,
     Row,
     build_forward_batch,
-    build_table_batch,
 )
 from ..forward.step_context import StepContext
 from ..kvcache.layout import KVLayout
@@ -48,8 +48,18 @@ _WARM_UP_PREFILL_ROWS = 64
 """Rows of a prefill step that uses other GEMM and norm kernels than steps of a few rows."""
 
 
+class StepLogits(NamedTuple):
+    """Logits ``[R, vocab]`` of a step in the engine's type; their argmax ``[R]`` int64, where a graph has computed it;
+    hidden states ``[num_hidden, hidden]``. Later steps overwrite the first two."""
+
+    logits: torch.Tensor
+    argmax: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
+
+
 class ModelRunner:
-    """Owns what lives on the device. ``load`` builds it; ``forward`` and ``decode`` compute steps.
+    """Owns what lives on the device. ``load`` builds it; ``step`` computes an engine's steps, on CUDA graphs where it
+    can, ``forward`` and ``hidden_states`` a batch without decode graphs.
 
     ``pool`` has ``num_pages`` pages of ``layout`` for requests, with tensor parallelism equally many on every rank,
     and a last one, the scratch page, for the padding of decode batches.
@@ -63,7 +73,7 @@ class ModelRunner:
         self.spec = weights.spec
         self.device = device
         self.pool = pool
-        self.pools = (pool,)
+        self.pools: tuple[KVPool, ...] = (pool,)
         self.layout: KVLayout = pool.layout
         self.num_pages = pool.num_pages - 1
         self._captures_decode = False
@@ -122,7 +132,7 @@ class ModelRunner:
             runner._enable_two_batch_overlap()
         if device.type == "cuda":
             runner._warm_up(progress)
-            decodes = config.mode != "prefill" and not config.model.is_embedding
+            decodes = config.role.decodes and not config.model.is_embedding
             captures_prefill = config.captured_prompts(spec.context_length) > 0
             captures = weights.model.supports_cuda_graphs and not config.kernels.disable_cuda_graph
             if (decodes or captures_prefill) and captures and may_capture(parallel):
@@ -143,15 +153,14 @@ class ModelRunner:
         compute = self.hidden_states if embeds else self.forward
         prefill_rows = min(_WARM_UP_PREFILL_ROWS, self.spec.context_length)
 
-        def step(rows: int, is_decode: bool = False) -> None:
-            info = DPStepInfo([rows] * groups, [1] * groups, all_decode=is_decode)
+        def step(rows: int) -> None:
+            info = DPStepInfo([rows] * groups, [1] * groups, all_decode=rows == 1)
             row = Row([0] * rows, 0, np.zeros(self.layout.pages_for(rows), np.int32))
-            compute(build_forward_batch([row], self.layout.page_size, self.device, is_decode), info=info)
+            compute(build_forward_batch([row], self.layout.page_size, self.device), info=info)
             torch.cuda.synchronize(self.device)
 
-        steps: list[Callable[[], None]] = [lambda: self._attention.warm_up(lambda: step(1)), lambda: step(prefill_rows)]
-        if not embeds:
-            steps.append(lambda: step(1, is_decode=True))
+        steps: list[Callable[[], None]] = [lambda: self._attention.warm_up(lambda: step(2)), lambda: step(prefill_rows),
+                                           lambda: step(1)]
         for done, run in enumerate(steps, 1):
             run()
             progress("warming up kernels", done / len(steps))
@@ -208,14 +217,6 @@ class ModelRunner:
         if complete:
             self._capture(silent)
 
-    def padding_rows(self, num_reqs: int, info: DPStepInfo | None = None) -> list[Row]:
-        """Returns the rows that pad a decode batch of ``num_reqs`` to its graph's size; none without CUDA graphs.
-        ``info`` is what ``sync_dp`` returned for it."""
-        size = self._graph_size(num_reqs, info)
-        if size is None or self._decode_graphs is None:
-            return []
-        return [self._decode_graphs.padding_row] * (size - num_reqs)
-
     def _graph_size(self, num_reqs: int, info: DPStepInfo | None) -> int | None:
         """Returns the size of the graph that a decode batch of ``num_reqs`` replays; None where it does not."""
         if self._parallel.dp_size > 1:
@@ -248,12 +249,13 @@ class ModelRunner:
         """Returns the rows of the micro-batches of a step that is split; see TwoBatchOverlap."""
         return None if self._two_batch_overlap is None else self._two_batch_overlap.split_counts(info)
 
+    @torch.inference_mode()
     def plan(self, batch: ForwardBatch, info: DPStepInfo | None = None, after_group: AfterGroup | None = None,
              workspace: AttentionWorkspace | None = None) -> StepContext:
         """Plans a step, for ``run``; see ``forward`` for the arguments.
 
-        The next step may be planned before this one has run only in another ``workspace``: a step that is planned in
-        one runs apart from the runner's own, in one batch and without piecewise graphs, and on any stream.
+        A step that is planned before the runner's others have run has a ``workspace`` of its own, which the caller
+        keeps: it is not split, and replays no piecewise graphs.
         """
         if info is None:
             assert self._parallel.dp_size == 1, "sync_dp returns the step of several attention groups"
@@ -287,56 +289,52 @@ class ModelRunner:
         info = self.sync_dp(0, 0, can_decode=can_decode)
         if info is None:
             return
-        if self._decode_graphs is not None and self._graph_size(0, info) is not None:
-            self.decode(EMPTY_DECODE_TABLE, self._no_ids, info)
+        if self._replay(ModelInput(NO_COLUMNS, self._no_ids), info) is not None:
             return
         rows = [Row([0], 0, np.array([self.num_pages]))] * (1 if self._split_counts(info) is None else 2)
-        batch = build_forward_batch(rows, self.layout.page_size, self.device, can_decode, [])
+        batch = build_forward_batch(rows, self.layout.page_size, self.device, [])
         if can_decode:
             self.forward(batch, info=info)
         else:
-            self.hidden_states(batch, info)
+            self.hidden_states(batch, info=info)
+
+    @torch.inference_mode()
+    def step(self, step: ModelInput, after_group: AfterGroup | None = None) -> StepLogits:
+        """Computes a step, and stores its keys and values in the pool; agrees on it with other data-parallel ranks.
+
+        ``after_group(g, event)`` is called once the last layer of layer group g has been enqueued: its pages may be
+        read after ``event`` (on a CPU at once, and ``event`` is None). Decode graphs have no such events, and no hidden
+        states.
+        """
+        can_replay = step.is_plain_decode and after_group is None
+        info = self.sync_dp(step.columns.num_tokens, step.num_logits, can_decode=can_replay)
+        if can_replay and (replayed := self._replay(step, info)) is not None:
+            return replayed
+        batch = ForwardBatch.from_columns(step.columns, step.token_ids, self.device, step.logits_rows, step.embeds)
+        self._rebalance_experts()
+        context = self.plan(batch, info, after_group)
+        if not step.num_hidden:
+            return StepLogits(self._model.forward(context))
+        states = self._model.hidden_states(context)
+        logits = self._model.compute_logits(states[:step.num_logits], context.logits)
+        return StepLogits(logits, hidden=states[step.num_logits:])
+
+    @torch.inference_mode()
+    def _replay(self, step: ModelInput, info: DPStepInfo | None) -> StepLogits | None:
+        """Computes a plain decode step on a graph; returns None where there is none of its size."""
+        size = self._graph_size(step.columns.num_reqs, info)
+        if self._decode_graphs is None or size is None:
+            return None
+        self._rebalance_experts()
+        return StepLogits(*self._decode_graphs.decode(step, size))
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, after_group: AfterGroup | None = None,
                 info: DPStepInfo | None = None) -> torch.Tensor:
-        """Returns float32 logits ``[R, vocab]`` of ``batch.logits_rows``; stores the batch's keys and values in the
-        pool.
-
-        ``after_group(g, event)`` is called once the last layer of layer group g has been enqueued: its pages may be
-        read after ``event`` (on a CPU at once, and ``event`` is None). ``info`` is what ``sync_dp`` returned for the
-        batch; with one attention group it may be left out.
-        """
+        """Returns float32 logits ``[R, vocab]`` of ``batch.logits_rows``, as ``step`` without decode graphs. ``info``
+        is what ``sync_dp`` returned for the batch; with one attention group it may be left out."""
         self._rebalance_experts()
-        if batch.is_decode and self._decode_graphs and self._graph_size(batch.num_reqs, info) == batch.num_reqs:
-            assert after_group is None and batch.logits_rows is not None
-            return self._decode_graphs.run(batch)[:len(batch.logits_rows)].float()
         return self._model.forward(self.plan(batch, info, after_group)).float()
-
-    @torch.inference_mode()
-    def decode(self, table: DecodeTable, token_ids: torch.Tensor,
-               info: DPStepInfo | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Computes a decode step of ``table``'s rows, whose tokens ``token_ids`` [B] int64 are on the device. ``info``
-        as in ``forward``.
-
-        Returns logits ``[B, vocab]`` in the engine's type, and their argmax ``[B]`` where a graph has computed it.
-        Later steps overwrite both.
-        """
-        self._rebalance_experts()
-        size = None if self._decode_graphs is None else self._graph_size(len(table.positions), info)
-        if self._decode_graphs is not None and size is not None:
-            return self._decode_graphs.decode(table, token_ids, size)
-        return self._model.forward(self.plan(build_table_batch(table, token_ids, self.device), info)), None
-
-    @torch.inference_mode()
-    def forward_with_hidden(self, batch: ForwardBatch, num_logits: int, after_group: AfterGroup | None = None,
-                            info: DPStepInfo | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns ``forward``'s logits of the first ``num_logits`` of ``batch.logits_rows``, and the hidden states
-        ``[R - num_logits, hidden]`` of the others after the final norm. Runs without decode graphs, which keep none."""
-        self._rebalance_experts()
-        step = self.plan(batch, info, after_group)
-        hidden = self._model.hidden_states(step)
-        return self._model.compute_logits(hidden[:num_logits], step.logits).float(), hidden[num_logits:]
 
     @torch.inference_mode()
     def hidden_states(self, batch: ForwardBatch, info: DPStepInfo | None = None) -> torch.Tensor:

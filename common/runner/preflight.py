@@ -55,7 +55,7 @@ def _check_packages(config: ServerConfig) -> None:
         ("--attention-backend", ATTENTION_CHOICES, kernels.attention_backend),
         ("--sampling-backend", SAMPLING_CHOICES, kernels.sampling_backend),
         ("--decode-attention-backend", ATTENTION_CHOICES, kernels.decode_attention_backend)]
-    if config.mode != "null":
+    if config.role.transfers_kv:
         chosen.append(("--disaggregation-transfer-backend", Choices.of(TRANSFER_BACKENDS),
                        config.disaggregation.disaggregation_transfer_backend))
     for flag, choices, name in chosen:

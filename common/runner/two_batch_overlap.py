@@ -74,4 +74,4 @@ def slice_rows(batch: ForwardBatch, start: int, stop: int, page_size: int) -> Fo
     pages = -(lengths // -page_size)
     return slice_batch(batch, slice(start, stop), requests,
                        indptr_of(np.minimum(stops, stop) - np.maximum(starts, start)), pages,
-                       (lengths - (pages - 1) * page_size).astype(np.int32), is_decode=batch.is_decode)
+                       (lengths - (pages - 1) * page_size).astype(np.int32))

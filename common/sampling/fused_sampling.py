@@ -32,14 +32,11 @@ class FusedSampling:
     def __init__(self, device: torch.device, seed: int):
         self._device = device
         self._generator = np.random.default_rng(seed & (2**64 - 1))
-        self._last_params: list[SamplingParams] = []
-        self._table = _Table([], 0)
+        self._tables: list[tuple[list[SamplingParams], _Table]] = []  # of the last batches: plain rows, and others
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[SamplingMetadata]) -> torch.Tensor:
         params = [row.params for row in rows]
-        if params != self._last_params:  # identity is compared first: an unchanged batch costs microseconds
-            self._last_params, self._table = params, _Table(params, logits.shape[1])
-        table = self._table
+        table = self._table_of(params, logits.shape[1])
         if not table.random_rows:
             return argmax(logits)[1]
         filled = table.filled([row.position for row in rows], self._generator)
@@ -50,6 +47,14 @@ class FusedSampling:
             return sampled
         tokens[on_device[0]] = sampled
         return tokens
+
+    def _table_of(self, params: list[SamplingParams], vocab_size: int) -> _Table:
+        for known, table in self._tables:
+            if known == params:  # identity is compared first: an unchanged batch costs microseconds
+                return table
+        table = _Table(params, vocab_size)
+        self._tables = [(params, table), *self._tables[:1]]
+        return table
 
 
 class _Table:

@@ -1,34 +1,32 @@
-"""Sampled tokens of steps without other results, and the pinned buffers for their copies to the host."""
+"""Sampled tokens, and the pinned buffers for their copies to the host."""
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
-from .sampler import SamplerOutput
-
 _NUM_BUFFERS = 4
-"""Steps whose tokens may be in transit; two are in flight at most."""
+"""Steps whose tokens may be in transit without a wait."""
 _MIN_BUFFER_TOKENS = 256
 
 
 class SampledTokens:
-    """As ``PendingSample``: ``tokens`` [R] int64 are on the device, and ``wait`` copies them to the host."""
+    """A step's sampled tokens: ``tokens`` [R] int64 on the device, and their copy on its way to the host."""
 
     def __init__(self, tokens: torch.Tensor, buffer: _PinnedBuffer | None):
         """``buffer`` receives a copy of them; None where they are on the host."""
         self.tokens = tokens
         self._buffer = buffer
         self._token_ids: list[int] | None = None
+        self._lock = threading.Lock()  # another thread may wait while the buffer is about to be reused
 
     def token_ids(self) -> list[int]:
         """Waits for the tokens."""
-        if self._token_ids is None:
-            self._token_ids = self.tokens.tolist() if self._buffer is None else self._buffer.wait(len(self.tokens))
-        return self._token_ids
-
-    def wait(self) -> SamplerOutput:
-        token_ids = self.token_ids()
-        return SamplerOutput(token_ids, [None] * len(token_ids), {})
+        with self._lock:
+            if self._token_ids is None:
+                self._token_ids = self.tokens.tolist() if self._buffer is None else self._buffer.wait(len(self.tokens))
+            return self._token_ids
 
 
 class SampledTokenBuffers:

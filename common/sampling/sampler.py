@@ -4,19 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from ..distributed.tp import TPGroup
-from ..forward.host_copies import Download, upload
-from ..request.logit_bias import add_bias
-from ..request.sampling_metadata import FAILED, RequestedLogprobs, SamplingMetadata
-from .apply_processors import apply_processors
-from .bitmask import apply_token_bitmask
-from .penalties import apply_penalties
+from ..forward.host_copies import upload
+from ..request.extras import Extra, Report
+from ..request.sampling_metadata import FAILED, SamplingMetadata
+from ..request.step_output import RowOutput
+from .extras.logprobs import LOGPROBS, LogprobReport, SampledLogprobs, TokenLogprob
+from .sampled_tokens import SampledTokenBuffers, SampledTokens
 from .sampling_backend import select_sampling_backend
-from .token_logprobs import LogprobReport, TokenLogprob
 from .torch_sampling import scaled_logits
+
+_NO_FAILURES: Mapping[int, str] = {}
+
+
+class Sample(NamedTuple):
+    """A sample that the device is computing. ``tokens`` [R] int64 are on the device; ``is_argmax``: they are the model
+    runner's.
+
+    A step that computes on ``tokens`` before the host has read them gets a token of the vocabulary even in rows that
+    have failed: its results are dropped with the request. ``failures`` says why, by row, on the rank that samples.
+    """
+
+    tokens: torch.Tensor
+    copied: SampledTokens
+    reports: Sequence[Report] = ()
+    failures: Mapping[int, str] = _NO_FAILURES
+    is_argmax: bool = False
+
+    def token_ids(self) -> list[int]:
+        """Waits for the tokens; those of failed rows are FAILED."""
+        return self.copied.token_ids()
 
 
 @dataclass(frozen=True)
@@ -35,102 +56,113 @@ class Sampler:
     def __init__(self, vocab_size: int, device: torch.device | str, seed: int, tp: TPGroup | None = None, *,
                  original_logprobs: bool = False, backend: str = "auto",
                  dtype: torch.dtype = torch.float32):
-        """``original_logprobs``: log-probabilities are those before temperature. ``dtype`` is that of the logits of
-        ``sample_plain``. Raises ConfigError where ``backend`` cannot run."""
+        """``original_logprobs``: log-probabilities are those before temperature. ``dtype`` is that of the logits.
+        Raises ConfigError where ``backend`` cannot run."""
         self._vocab_size = vocab_size
         self._device = torch.device(device)
         self._tp = tp or TPGroup()
         self._original_logprobs = original_logprobs
         self._backend = select_sampling_backend(backend if self._tp.rank == 0 else "torch", vocab_size, self._device,
                                                 seed, dtype)
+        self._buffers = SampledTokenBuffers()
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingMetadata],
                previous: torch.Tensor | None = None) -> SamplerOutput:
         """Launches sampling and waits for it."""
-        return self.launch(logits, rows, previous).wait()
+        sample = self.launch(logits, rows, previous)
+        outputs: dict[int, RowOutput] = {}
+        for report in sample.reports:
+            report.add_to(outputs)
+        logprobs: list[TokenLogprob | None] = [None] * len(rows)
+        for row, output in outputs.items():
+            if (found := output.logprobs) is not None:
+                logprobs[row] = TokenLogprob(found.values[0] or 0.0, found.top[0], found.of_ids[0])
+        return SamplerOutput(sample.token_ids(), logprobs, sample.failures)
 
     @torch.inference_mode()
-    def launch(self, logits: torch.Tensor, rows: Sequence[SamplingMetadata],
-               previous: torch.Tensor | None = None) -> PendingSample:
-        """Starts sampling a token for each row of ``logits`` [R, vocab] float32, which is mutated; see
-        SamplingMetadata.
+    def launch(self, logits: torch.Tensor, rows: Sequence[SamplingMetadata], previous: torch.Tensor | None = None, *,
+               extra_rows: Sequence[int] | None = None, argmax: torch.Tensor | None = None,
+               index: Sequence[int] | None = None) -> Sample:
+        """Starts sampling a token for each row of ``logits`` [R, vocab], of 16 or 32 bits; where all rows have extras,
+        float32 logits are mutated. Nothing here waits for the device, unless a processor does.
 
-        ``previous`` holds the tokens that the step before sampled, for rows with a ``pending`` one. Log-probabilities
-        are those of the distribution after masks, penalties, bias, processors and temperature, and before truncation,
-        as SGLang's. Nothing here waits for the device, unless a processor does.
+        ``previous`` holds the tokens that the step before sampled, for rows with a pending one. ``extra_rows``: those
+        that may have extras, equal on all ranks; found in ``rows`` if None. ``argmax`` [R]: that of ``logits``, equal
+        on all ranks, where all rows without extras take it. ``index`` [R]: the rows' requests, for reports.
+
+        Rows without extras are sampled from the logits as they are. The others' logits are copied as float32, changed
+        by their extras, and sampled apart. Log-probabilities are those of the distribution after masks, penalties,
+        bias, processors and temperature, and before truncation, as SGLang's.
         """
         assert logits.shape == (len(rows), self._vocab_size)
-        has_processors = any(row.processor for row in rows)
-        if not rows or self._tp.rank > 0:
-            tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
-            return PendingSample(self._tp.broadcast(tokens) if rows else tokens, [None] * len(rows), logits,
-                                 may_fail=has_processors)
-        if any(row.allowed or row.history or row.bias or row.suppressed for row in rows):
-            _modify_logits(logits, rows, previous)
-        failures = apply_processors(logits, rows, previous) if has_processors else {}
+        if extra_rows is None:
+            extra_rows = [row for row, metadata in enumerate(rows) if metadata.extras]
+        if not rows:
+            tokens = torch.empty(0, dtype=torch.int64, device=self._device)
+            return Sample(tokens, self._buffers.copy(tokens))
+        if not extra_rows:
+            # Every rank has the whole logits, bit by bit the same: so each computes the same argmax.
+            tokens = argmax if argmax is not None else self._tp.broadcast(self._plain(logits, rows))
+            return Sample(tokens, self._buffers.copy(tokens), is_argmax=argmax is not None)
+        if self._tp.rank > 0:
+            tokens = self._tp.broadcast(torch.empty(len(rows), dtype=torch.int64, device=self._device))
+            return Sample(tokens.clamp(min=0), self._buffers.copy(tokens))
+        tokens, reports, failures = self._with_extras(logits, rows, previous, extra_rows, argmax, index)
+        self._tp.broadcast(tokens)
+        return Sample(tokens.clamp(min=0), self._buffers.copy(tokens), reports, failures)
+
+    def _plain(self, logits: torch.Tensor, rows: Sequence[SamplingMetadata]) -> torch.Tensor:
+        if self._tp.rank > 0:
+            return torch.empty(len(rows), dtype=torch.int64, device=self._device)
+        return self._backend(logits, rows)
+
+    def _with_extras(self, logits: torch.Tensor, rows: Sequence[SamplingMetadata], previous: torch.Tensor | None,
+                     extra_rows: Sequence[int], argmax: torch.Tensor | None,
+                     index: Sequence[int] | None) -> tuple[torch.Tensor, list[Report], dict[int, str]]:
+        """Returns the tokens of all rows, reports, and why rows have failed."""
+        chosen = [rows[row] for row in extra_rows]
+        if len(extra_rows) == len(rows):
+            tokens, final, failed = self._sample_changed(logits.float(), chosen, previous)
+            sampled = tokens
+        else:
+            on_device = upload(extra_rows, torch.int64, self._device)
+            sampled, final, failed = self._sample_changed(logits[on_device].float(), chosen, previous)
+            tokens = self._backend(logits, rows) if argmax is None else argmax.clone()
+            tokens[on_device] = sampled
+        reports = self._logprob_reports(final, sampled.clamp(min=0), chosen,
+                                        [row if index is None else index[row] for row in extra_rows])
+        return tokens, reports, {extra_rows[i]: reason for i, reason in failed.items()}
+
+    def _sample_changed(self, logits: torch.Tensor, rows: Sequence[SamplingMetadata],
+                        previous: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, dict[int, str]]:
+        """Applies the rows' extras to ``logits`` [R, vocab] float32, in place; returns tokens, logits, and failures."""
+        members: dict[Extra, list[tuple[int, Any]]] = {}
+        for i, row in enumerate(rows):
+            for extra, value in row.extras:
+                members.setdefault(extra, []).append((i, value))
+        failures: dict[int, str] = {}
+        for extra in sorted(members, key=lambda extra: extra.order):
+            if extra.apply is not None:
+                failures |= extra.apply(logits, members[extra], previous)
         tokens = self._backend(logits, rows)
         if failures:
             tokens[upload(list(failures), torch.int64, self._device)] = FAILED
-        self._tp.broadcast(tokens)
-        requested = [row.logprobs for row in rows]
-        logprob_logits = self._logprob_logits(logits, rows) if any(requested) else logits
-        return PendingSample(tokens, requested, logprob_logits, may_fail=has_processors, failures=failures)
+        return tokens, logits, failures
 
-    @torch.inference_mode()
-    def sample_plain(self, logits: torch.Tensor, rows: Sequence[SamplingMetadata]) -> torch.Tensor:
-        """Returns sampled tokens [R] int64, on every rank, where rows have step 5 of SamplingMetadata only. ``logits``,
-        of 16 or 32 bits, are not changed."""
-        if self._tp.rank > 0:
-            return self._tp.broadcast(torch.empty(len(rows), dtype=torch.int64, device=self._device))
-        return self._tp.broadcast(self._backend(logits, rows))
-
-    def _logprob_logits(self, logits: torch.Tensor, rows: Sequence[SamplingMetadata]) -> torch.Tensor:
-        """Divides rows with requested log-probabilities by their temperature, in place; returns ``logits``."""
-        scaled = [i for i, row in enumerate(rows)
-                  if row.logprobs is not None and row.params.temperature not in (0.0, 1.0)]
+    def _logprob_reports(self, logits: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SamplingMetadata],
+                         index: Sequence[int]) -> list[Report]:
+        """Returns the report of the rows whose log-probabilities are requested, divided by their temperature."""
+        requested = [(i, value) for i, row in enumerate(rows) for extra, value in row.extras if extra is LOGPROBS]
+        if not requested:
+            return []
+        chosen = [i for i, _ in requested]
+        if len(chosen) < len(rows):
+            on_device = upload(chosen, torch.int64, self._device)
+            logits, tokens = logits[on_device], tokens[on_device]
+        params = [rows[i].params for i in chosen]
+        scaled = [i for i, one in enumerate(params) if one.temperature not in (0.0, 1.0)]
         if scaled and not self._original_logprobs:
-            index = upload(scaled, torch.int64, self._device)
-            logits[index] = scaled_logits(logits[index], [rows[i].params for i in scaled])
-        return logits
-
-
-def _modify_logits(logits: torch.Tensor, rows: Sequence[SamplingMetadata], previous: torch.Tensor | None) -> None:
-    """Applies steps 1 to 3 of SamplingMetadata, which change single logits."""
-    apply_token_bitmask(logits, rows)
-    apply_penalties(logits, rows, previous)
-    biased = [(i, bias) for i, row in enumerate(rows) if (bias := row.bias) is not None]
-    if biased:
-        add_bias(logits, [i for i, _ in biased], [bias for _, bias in biased])
-    _suppress(logits, rows)
-
-
-def _suppress(logits: torch.Tensor, rows: Sequence[SamplingMetadata]) -> None:
-    pairs = [(i, token) for i, row in enumerate(rows) for token in row.suppressed]
-    if pairs:
-        index, tokens = upload(pairs, torch.int64, logits.device).unbind(-1)
-        logits[index, tokens] = float("-inf")
-
-
-class PendingSample:
-    """A sample that the device is computing. ``tokens`` [R] int64 are on the device; ``wait`` copies all of it to the
-    host.
-
-    A step that computes on ``tokens`` before the host has read them gets a token of the vocabulary even in rows that
-    have FAILED: its results are dropped with the request.
-    """
-
-    def __init__(self, tokens: torch.Tensor, requested: Sequence[RequestedLogprobs | None], logits: torch.Tensor, *,
-                 may_fail: bool = False, failures: Mapping[int, str] | None = None):
-        """``may_fail``: some of ``tokens`` may be FAILED."""
-        self._download = Download([tokens])
-        self.tokens = tokens.clamp(min=0) if may_fail else tokens
-        self._report = LogprobReport(logits, self.tokens, requested)
-        self._failures = failures or {}
-
-    def token_ids(self) -> list[int]:
-        """Waits for the tokens only, with the values of ``tokens``."""
-        return [max(token, 0) for token in self._download.wait()[0]]
-
-    def wait(self) -> SamplerOutput:
-        """Waits for tokens and log-probabilities."""
-        return SamplerOutput(self._download.wait()[0], self._report.wait(), self._failures)
+            on_device = upload(scaled, torch.int64, self._device)
+            logits[on_device] = scaled_logits(logits[on_device], [params[i] for i in scaled])
+        return [SampledLogprobs(LogprobReport(logits, tokens, [value for _, value in requested]),
+                                [index[i] for i in chosen])]

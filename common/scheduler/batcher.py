@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ..commands.pause import PauseMode
 from ..config.server import ScheduleArgs
 from ..config.server.schedule import SCHEDULE_POLICIES
 from ..kvcache.manager import KVCacheManager
-from ..request.batch import Chunk, InputBatchChunks, ScheduledBatch
 from ..request.input_batch import InputBatch
 from ..request.req import Req
+from ..request.step_input import Chunk, StepInput, chunk_step
+from .drafting import Drafting
 from .new_token_ratio import NewTokenRatio, remaining_decrease, remaining_output
 from .page_budget import PageBudget
 from .policies.order import Order, OrderInputs
@@ -58,7 +61,8 @@ class Batcher:
         self.paused: PauseMode | None = None
         """The owner launches no step while this is set."""
         self._input_batch: InputBatch | None = None  # the last decode batch; None after requests decoded otherwise
-        self._running_at_build: list[Req] = []  # copy of ``running`` when ``_input_batch`` was built
+        self._running_version = -1  # of ``queues`` when ``_input_batch`` was built
+        self._last: StepInput | None = None  # the step that was launched last
 
     def __repr__(self) -> str:
         return f"Batcher({self.queues}, {self.cache})"
@@ -101,19 +105,21 @@ class Batcher:
 
     # -- prefill ---------------------------------------------------------------------------------
 
-    def next_prefill(self, max_batch_tokens: int | None = None) -> ScheduledBatch | None:
+    def next_prefill(self, max_batch_tokens: int | None = None) -> StepInput | None:
         """The next chunks of prompts, within PrefillBudget; admits waiting requests."""
         chunks = self._prefill_chunks(PrefillBudget(self.args, max_batch_tokens=max_batch_tokens))
-        return ScheduledBatch(chunks, is_decode=False) if chunks else None
+        return self._chunk_step(chunks, len(chunks)) if chunks else None
 
-    def next_mixed(self) -> ScheduledBatch | None:
+    def _chunk_step(self, chunks: Sequence[Chunk], num_prefill: int) -> StepInput:
+        return chunk_step(chunks, num_prefill, self.cache.page_size, self._last)
+
+    def next_mixed(self) -> StepInput | None:
         """A mixed chunk: the next chunks of prompts and ``next_decode``; the latter alone where no prompt waits."""
         num_decode_rows = sum(not req.complete for req in self.running)
         chunks = self._prefill_chunks(PrefillBudget(self.args, num_decode_rows))
-        decode = self.next_decode() if not chunks else self._next_share()
-        if not chunks or decode is None:
-            return ScheduledBatch(chunks, is_decode=False) if chunks else decode
-        return ScheduledBatch([*chunks, *decode.chunks], is_decode=False, num_decode_rows=len(decode.chunks))
+        if not chunks:
+            return self.next_decode()
+        return self._chunk_step([*chunks, *self._next_share()], len(chunks))
 
     def _prefill_chunks(self, budget: PrefillBudget) -> list[Chunk]:
         chunks: list[Chunk] = []
@@ -172,7 +178,10 @@ class Batcher:
         self._start_after_prefix(req)
         self.queues.add_remaining(remaining_output(req))
         computes = req.length - req.num_computed_tokens > 1 or not req.num_output_tokens  # else all of it was copied in
-        (self.prefilling if computes else self.running).append(req)
+        if computes:
+            self.prefilling.append(req)
+        else:
+            self.queues.start_running(req)
         return computes
 
     def _start_after_prefix(self, req: Req) -> None:
@@ -189,24 +198,33 @@ class Batcher:
 
     # -- decode ----------------------------------------------------------------------------------
 
-    def next_decode(self) -> ScheduledBatch | None:
+    def next_decode(self) -> StepInput | None:
         """One token of every running request that is not complete; ``allocate_running`` must have given them pages."""
         if self._pp_size > 1:
-            return self._next_share()
+            chunks = self._next_share()
+            return self._chunk_step(chunks, 0) if chunks else None
         input_batch = self._current_input_batch()
         if input_batch is None:
             return None
         self.page_budget.new_token_ratio.decay()
-        return ScheduledBatch(InputBatchChunks(input_batch), is_decode=True, input_batch=input_batch,
-                              last_step_rows=input_batch.last_step_rows())
+        return input_batch.step(self._last)
+
+    def next_draft_step(self, drafting: Drafting) -> StepInput | None:
+        """``next_decode`` with tokens that ``drafting`` adds; None where it adds none. No token may be pending."""
+        batch = self._current_input_batch()
+        drafts = {} if batch is None else drafting.drafts(batch)
+        if batch is None or not drafts:
+            return None
+        self.page_budget.new_token_ratio.decay()
+        return batch.draft_step(drafts)
 
     def _current_input_batch(self) -> InputBatch | None:
         """The input batch of the next decode step, the last one where its requests are the same; None where all running
         requests are complete."""
         batch = self._input_batch
         if (batch is None or batch.removed_rows or not batch.min_remaining
-                or self._running_at_build != self.running):
-            self._running_at_build = self.running.copy()
+                or self._running_version != self.queues.running_version):
+            self._running_version = self.queues.running_version
             reqs = ([req for req in self.running if not req.complete] if batch is None else
                     batch.unfinished(self.running))
             if not reqs:
@@ -214,7 +232,7 @@ class Batcher:
             batch = self._input_batch = InputBatch(reqs, self.cache.page_size, batch)
         return batch
 
-    def _next_share(self) -> ScheduledBatch | None:
+    def _next_share(self) -> list[Chunk]:
         """One token of every running request that is not complete; with a pipeline, an equal share of those that no
         stage computes."""
         reqs = [req for req in self.running if not req.complete]
@@ -222,10 +240,9 @@ class Batcher:
             share = -(-len(reqs) // self._pp_size)
             limit = share if self._max_micro_batch is None else min(share, self._max_micro_batch)
             reqs = [req for req in reqs if not req.num_pending][:limit]
-        if not reqs:
-            return None
-        self.page_budget.new_token_ratio.decay()
-        return ScheduledBatch([Chunk(req, req.num_computed_tokens, req.length, True) for req in reqs], is_decode=True)
+        if reqs:
+            self.page_budget.new_token_ratio.decay()
+        return [Chunk(req, req.num_computed_tokens, req.length, True) for req in reqs]
 
     def allocate_running(self) -> bool:
         """Allocate the page of every running request's next token; False where there are too few for all."""
@@ -256,26 +273,33 @@ class Batcher:
 
     # -- results ---------------------------------------------------------------------------------
 
-    def mark_launched(self, batch: ScheduledBatch) -> None:
+    def mark_launched(self, step: StepInput) -> None:
         """Record that the step was launched: requests whose prompt it completes join the running ones."""
-        if batch.input_batch is not None:
-            self.queues.add_remaining(-remaining_decrease(batch.input_batch.remaining))
-            batch.input_batch.advance()
+        self._last = step
+        if step.input_batch is not None:
+            self.queues.add_remaining(-remaining_decrease(step.input_batch.remaining))
+            step.input_batch.advance()
             return
-        if batch.is_decode or batch.num_decode_rows:
+        if step.num_decode_rows:
             self._input_batch = None
-        for chunk in batch.chunks:
+        for chunk in step.chunks:
             before = remaining_output(chunk.req)
             chunk.req.num_computed_tokens = chunk.stop
             chunk.req.num_pending += chunk.samples
             self.queues.add_remaining(remaining_output(chunk.req) - before)
-        for chunk in batch.prefill_chunks:
+        for chunk in step.prefill_chunks:
             req = chunk.req
             assert req.page_table is not None
             self.cache.commit(req.page_table, req.computed)
             if chunk.samples:
                 self.prefilling.remove(req)
-                self.running.append(req)
+                self.queues.start_running(req)
+
+    def mark_verified(self, step: StepInput, counts: Sequence[int]) -> None:
+        """Record that the requests of a step with drafts got ``counts`` tokens, not one each."""
+        assert step.input_batch is not None
+        step.input_batch.accept(np.array(counts, np.int64))
+        self.queues.invalidate_remaining()
 
     def add_transferring(self, req: Req) -> None:
         """Add a request whose reserved pages another server fills; ``start_decode`` follows, or ``finish``."""
@@ -286,7 +310,7 @@ class Batcher:
         """Move a transferring request to the running ones: its prompt was computed elsewhere, and its first token is
         known."""
         self.transferring.remove(req)
-        self.running.append(req)
+        self.queues.start_running(req)
         self.queues.invalidate_remaining()  # the caller appends the first token without a step
 
     def remove(self, reqs: Sequence[Req]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..api.errors import ConfigError
@@ -9,6 +10,7 @@ from ..config.server import ServerConfig
 from ..config.server.cache import KV_TIERS
 from ..distributed.tp import TPGroup
 from ..kvcache.manager import KVCacheManager
+from ..kvcache.pool import KVPool
 from ..kvcache.tiers.base import KVTier, TierContext
 from ..kvcache.tiers.host import HostTier
 from .batcher import Batcher
@@ -25,20 +27,26 @@ def make_batcher(config: ServerConfig, runner: ModelRunner, cache: KVCacheManage
     num_bytes = int(config.schedule.retract_host_memory_gb * 2**30)
     swap = loads = None
     if num_bytes:
-        host = HostTier(TierContext(runner.pool, num_bytes, "--retract-host-memory-gb"))
-        swap = SwapSpace(host, cache.page_size, measure_link_bandwidth(runner.device), PrefillRate(), group.min_reduce,
-                         shared=config.mode == "decode")
+        swap = SwapSpace(_host_tiers(runner.pools, num_bytes), cache, measure_link_bandwidth(runner.device),
+                         PrefillRate(), group.min_reduce, shared=config.role.receives_kv)
     if config.cache.kv_tier is not None:
         if cache.groups:
             raise ConfigError("--kv-tier does not keep the pages of sliding windows yet; leave it out, or set "
                               "--disable-hybrid-swa-memory.")
         num_bytes = int(config.cache.kv_tier_gb * 2**30)
         tier: KVTier = KV_TIERS.get(config.cache.kv_tier)(TierContext(runner.pool, num_bytes, "--kv-tier-gb"))
-        cache.attach_tier(tier, shared=config.mode == "decode")
+        cache.attach_tier(tier, shared=config.role.receives_kv)
         loads = TierLoads(cache, tier, group.min_reduce)
     pp_size, max_micro_batch = config.parallel.pp_size, None
     if pp_size > 1:
         max_micro_batch = (config.parallel.pp_max_micro_batch_size
                            or max(1, config.schedule.max_running_requests // pp_size))
-    return Batcher(cache, config.schedule, decodes=config.mode != "prefill", seed=config.model.random_seed, swap=swap,
+    return Batcher(cache, config.schedule, decodes=config.role.decodes, seed=config.model.random_seed, swap=swap,
                    loads=loads, pp_size=pp_size, max_micro_batch=max_micro_batch)
+
+
+def _host_tiers(pools: Sequence[KVPool], num_bytes: int) -> list[HostTier]:
+    """One for each pool, with a share of the memory like the pool's of all."""
+    sizes = [sum(group.nbytes for group in pool.groups) for pool in pools]
+    return [HostTier(TierContext(pool, num_bytes * size // sum(sizes), "--retract-host-memory-gb"))
+            for pool, size in zip(pools, sizes)]

@@ -23,6 +23,8 @@ class RequestQueues:
         self.prefilling: list[Req] = []
         self.running: list[Req] = []
         self.transferring: list[Req] = []
+        self.running_version = 0
+        """It changes with the members of ``running``, which only these methods change."""
         self._remaining: int | None = None  # once counted
 
     def __repr__(self) -> str:
@@ -40,6 +42,11 @@ class RequestQueues:
         yield from self.prefilling
         yield from self.running
         yield from self.transferring
+
+    def start_running(self, req: Req) -> None:
+        """Append to ``running``."""
+        self.running.append(req)
+        self.running_version += 1
 
     @property
     def num_admitted(self) -> int:
@@ -72,6 +79,8 @@ class RequestQueues:
             if not leaving:
                 return
             members = [req for req in leaving if req in queue] if len(leaving) == 1 else leaving.intersection(queue)
+            if members and queue is self.running:
+                self.running_version += 1
             if len(members) == 1:
                 queue.remove(*members)
             elif members:

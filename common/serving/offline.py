@@ -43,7 +43,8 @@ class Cluster:
     """
 
     def __init__(self, parts: Sequence[EngineProcesses]):
-        assert [part.config.mode for part in parts] in (["null"], ["prefill", "decode"])
+        *senders, last = (part.config.role for part in parts)
+        assert last.answers_clients and last.receives_kv is bool(senders) and all(role.sends_kv for role in senders)
         self._parts = parts
         self._hosts = [EngineHost(part.config, part.rank_target, without_torch=False)
                        for part in parts]

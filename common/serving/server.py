@@ -42,7 +42,7 @@ def run_server(config: ServerConfig, rank_target: RankTarget, services: Sequence
     """
     if config.nodes.node_rank > 0:
         return run_node(config, rank_target)
-    setup_logging(config.logs, _component(config))
+    setup_logging(config.logs, config.role.component)
     try:
         with _listen(config.http.host, config.http.port) as listener:
             host = EngineHost(config, rank_target, without_torch=True)
@@ -57,11 +57,6 @@ def run_server(config: ServerConfig, rank_target: RankTarget, services: Sequence
         return 0
     print(f"error: {sentence}", file=sys.stderr, flush=True)
     return 1
-
-
-def _component(config: ServerConfig) -> str:
-    """The name of a server of this role in logs and traces."""
-    return "server" if config.mode == "null" else config.mode
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -88,7 +83,7 @@ class _Server:
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
             if to := host.config.observe.traces_to:
-                traces = Traces(Tracing(f"baton-{_component(host.config)}", exporter_for(to)), host.config.mode)
+                traces = Traces(Tracing(f"baton-{host.config.role.component}", exporter_for(to)), host.config.role)
                 host.context.telemetry.traces = traces
                 stack.push_async_callback(asyncio.to_thread, traces.close)
             listening = await self._serve_http(stack, listener)

@@ -27,6 +27,7 @@ from ..workers.ask import WorkerResponse, ask, ask_models, get
 from ..workers.compatibility import misfits_of
 from ..workers.dp_ranks import report_of, server_url
 from ..workers.registry import Worker, WorkerMetadata
+from ..workers.roles import REGULAR, roles_of
 
 Handler = Callable[[ClusterView, Request], Response | Coroutine[Any, Any, Response]]
 _BROADCAST_SECONDS = 30.0
@@ -192,7 +193,7 @@ def _endpoint(parameters: dict[str, Any]) -> Endpoint:
 def worker_from(parameters: dict[str, Any], *, pairs: bool) -> Worker:
     """Builds a worker from an administrator's parameters; raises InvalidRequest."""
     role = parameters.get("role", parameters.get("worker_type"))  # the latter in sglang-router's REST form
-    allowed = ("prefill", "decode") if pairs else ("regular",)
+    allowed = roles_of(pairs=pairs)
     if role is not None and role not in allowed:
         raise InvalidRequest(f"role must be {' or '.join(allowed)} on this router, not {role!r}.", param="role")
     port: Any = "ask"
@@ -201,7 +202,7 @@ def worker_from(parameters: dict[str, Any], *, pairs: bool) -> Worker:
             port = parse_bootstrap_port(str(parameters["bootstrap_port"]))
         except ValueError as error:
             raise InvalidRequest(str(error), param="bootstrap_port") from None
-    return Worker(_endpoint(parameters), role or "regular", bootstrap_port=port, asks_role=pairs and role is None,
+    return Worker(_endpoint(parameters), role or REGULAR, bootstrap_port=port, asks_role=pairs and role is None,
                   api_key=key_from(parameters), model_id=_model(parameters), metadata=metadata_from(parameters),
                   always_healthy=_boolean(parameters, "disable_health_check"))
 

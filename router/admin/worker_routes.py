@@ -14,7 +14,8 @@ from ..monitoring.cluster_view import ClusterView
 from ..net.request import Request
 from ..net.responses import Response, check_method
 from ..workers.dp_ranks import server_url
-from ..workers.registry import ROLES, Worker
+from ..workers.registry import Worker
+from ..workers.roles import WORKER_ROLES
 from .endpoints import drain_at, key_from, metadata_from, parameters_of, register, remove_at, worker_from
 
 WORKERS = b"/workers"
@@ -76,7 +77,7 @@ def _accepted(worker: Worker, message: str, headers: tuple[tuple[str, str], ...]
 
 def _listed(router: ClusterView) -> Response:
     workers = [_shown(worker) for worker in router.registry]
-    counts = {f"{role}_count": sum(worker["role"] == role for worker in workers) for role in ROLES}
+    counts = {f"{role}_count": sum(worker["role"] == role for worker in workers) for role in WORKER_ROLES}
     return Response.json({"workers": workers, "total": len(workers), "stats": counts})
 
 

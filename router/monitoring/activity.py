@@ -7,6 +7,7 @@ import logging
 from typing import Any, NamedTuple
 
 from ..obs.metrics import Metrics
+from ..workers.roles import answering_role
 from .cluster_view import ClusterView
 
 logger = logging.getLogger("baton.router")
@@ -49,8 +50,8 @@ def _totals(metrics: Metrics) -> _Totals:
 
 def _fields(router: ClusterView, totals: _Totals, interval: float) -> dict[str, Any] | None:
     """Returns the line's fields; None where nothing ran and nothing happened."""
-    pairs = router.config.workers.pd_disaggregation
-    running = sum(worker.load for worker in router.registry if worker.role == ("decode" if pairs else "regular"))
+    role = answering_role(pairs=router.config.workers.pd_disaggregation)
+    running = sum(worker.load for worker in router.registry if worker.role == role)
     queued = router.metrics.admission.queued if router.metrics.admission is not None else 0
     if not any((running, queued, *totals)):
         return None

@@ -19,7 +19,8 @@ from ..config import RouterConfig
 from ..net.request import Request
 from ..net.responses import Response
 from ..obs.metrics import SECONDS, Histogram, Metrics
-from ..workers.registry import Registry, Role
+from ..workers.registry import Registry
+from ..workers.roles import SENDER, answering_role
 from .worker_reports import WorkerReports
 
 SAMPLES = 300
@@ -101,13 +102,13 @@ class Sampler:
                                                             "refused", "decisions", "hits")}
         registry, admission = self._router.registry, self._router.metrics.admission
         pairs = self._router.config.workers.pd_disaggregation
-        role: Role = "decode" if pairs else "regular"
+        role = answering_role(pairs=pairs)
         running = sum(worker.load for worker in registry if worker.role == role)
         tokens_in, tokens_out = self._router.reports.tokens() or (None, None)
         self.samples.append(Sample(int(time.time()), running=running, **counts,
                                    queued=admission.queued if admission is not None else 0,
                                    healthy=len(registry.available(role)),
-                                   healthy_prefill=len(registry.available("prefill")) if pairs else None,
+                                   healthy_prefill=len(registry.available(SENDER)) if pairs else None,
                                    ttft_p50=quantile(ttft, 0.5), ttft_p99=quantile(ttft, 0.99),
                                    itl_p50=quantile(itl, 0.5), itl_p99=quantile(itl, 0.99),
                                    tokens_in=tokens_in, tokens_out=tokens_out))

@@ -19,11 +19,13 @@ from typing import Annotated, Any
 import msgspec
 
 from ...common.api.unreadable import UNREADABLE
+from ...common.config.roles import ROLES
 from ..config.workers import HealthArgs
 from ..net.upstream_response import Failure
 from ..workers.ask import WorkerClient, ask, ask_models, get
 from ..workers.dp_ranks import count_of
-from ..workers.registry import DEFAULT_BOOTSTRAP_PORT, Registry, Role, Worker
+from ..workers.registry import DEFAULT_BOOTSTRAP_PORT, Registry, Worker
+from ..workers.roles import can_serve_as, role_of_mode
 from .pair_trials import PairTrials
 
 logger = logging.getLogger("baton.router")
@@ -35,9 +37,6 @@ _LATE_SECONDS = 0.25
 """A timer of ours that is later than this shows that this process stalled: the answer may be there, unread."""
 _MODELS_SECONDS = 10.0
 """Between two requests for a healthy worker's models: adapters are loaded and unloaded while it serves."""
-_WRONG_MODES: dict[Role, tuple[str, ...]] = {"regular": ("prefill",), "prefill": ("null", "decode"),
-                                          "decode": ("null", "prefill")}
-"""Values of ``disaggregation_mode`` that exclude a server from a role. Our decode servers serve alone, too."""
 
 
 class HealthMonitor:
@@ -180,7 +179,7 @@ class HealthMonitor:
         if worker not in self._reported:
             self._reported.add(worker)
             logger.error("Worker %s was named as %s worker, and says that it is a %s server: it gets no requests.",
-                         worker.url, worker.role, "unified" if role == "null" else role)
+                         worker.url, worker.role, ROLES.get(role).label)
 
     async def _learn(self, worker: Worker, client: WorkerClient) -> str | None:
         """Reads a worker's server information, for what the administrator did not set; a worker without it keeps the
@@ -188,15 +187,15 @@ class HealthMonitor:
         await ask_models(client, worker, self._timeout)
         info = (await ask(client, worker, get("/get_server_info"), self._timeout)).json_object()
         mode = info.get("disaggregation_mode")
-        if not worker.asks_role and mode in _WRONG_MODES[worker.role]:
+        if not worker.asks_role and not can_serve_as(mode, worker.role):
             return str(mode)
         worker.is_baton = info.get("stream_continuation") is True
         worker.keeps_files = bool(info.get("file_storage_path"))
         if self._on_ranks is not None and info:
             self._on_ranks(worker, count_of(info))
-        if worker.asks_role or (worker.role == "prefill" and worker.asks_port):
+        if worker.asks_role or (worker.facts.sends_kv and worker.asks_port):
             apply_server_info(worker, info)
-            if worker.role == "regular":
+            if not worker.facts.transfers_kv:
                 logger.error("Worker %s is neither a prefill nor a decode server: it gets no requests.", worker.url)
         if worker in self._wake and self._trials.update(worker, info, client) and worker.state == "healthy":
             for wake in self._wake.values():  # Its weights were replaced: others' may have been, too.
@@ -222,7 +221,7 @@ def apply_server_info(worker: Worker, info: dict[str, Any]) -> None:
     """Takes role and bootstrap port from a ``/get_server_info`` answer, where they were left open."""
     mode = info.get("disaggregation_mode")
     if worker.asks_role:
-        worker.role = mode if mode in ("prefill", "decode") else "regular"
+        worker.role = role_of_mode(mode)
     if worker.asks_port:
         port = info.get("disaggregation_bootstrap_port")
         worker.bootstrap_port = port if isinstance(port, int) else DEFAULT_BOOTSTRAP_PORT

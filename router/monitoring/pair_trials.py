@@ -19,6 +19,7 @@ from ..net.request import Request
 from ..workers.ask import WorkerClient, ask, get
 from ..workers.compatibility import Misfit
 from ..workers.registry import DEFAULT_BOOTSTRAP_PORT, Registry, Worker
+from ..workers.roles import PAIR
 
 logger = logging.getLogger("baton.router")
 
@@ -83,7 +84,7 @@ class PairTrials:
         before = worker.model_fingerprint
         if (epoch := _text(info.get("epoch"))) != worker.epoch:
             worker.epoch = epoch
-            worker.pair_key = _text(info.get("pair_key")) if worker.role != "regular" else None
+            worker.pair_key = _text(info.get("pair_key")) if worker.facts.transfers_kv else None
             self._forget_trials(worker)
         worker.model_fingerprint = _text(info.get("model_fingerprint"))
         self._refit()
@@ -132,21 +133,21 @@ class PairTrials:
     def _refit(self) -> None:
         """Derive the kinds that each worker fits with from one worker of each kind."""
         workers = list(self._registry)
-        prefills, decodes = ([worker for worker in workers if worker.role == role] for role in ("prefill", "decode"))
-        samples = {role: {worker.pair_key: worker for worker in reversed(same_role)}
-                   for role, same_role in (("prefill", prefills), ("decode", decodes))}
-        verdicts = {kinds: self._verdict(_Pair(prefill, decode)) for prefill in samples["prefill"].values()
-                    for decode in samples["decode"].values() if (kinds := (prefill.pair_key, decode.pair_key))}
+        prefills, decodes = ([worker for worker in workers if worker.role == role] for role in PAIR)
+        senders, receivers = ({worker.pair_key: worker for worker in reversed(same_role)}
+                              for same_role in (prefills, decodes))
+        verdicts = {kinds: self._verdict(_Pair(prefill, decode)) for prefill in senders.values()
+                    for decode in receivers.values() if (kinds := (prefill.pair_key, decode.pair_key))}
         changed = False
         for worker in prefills:
             fitting = None if worker.pair_key is None else frozenset(
-                kind for kind in samples["decode"] if kind is not None and verdicts[worker.pair_key, kind] == "")
+                kind for kind in receivers if kind is not None and verdicts[worker.pair_key, kind] == "")
             changed |= worker.fitting != fitting
             worker.fitting = fitting
         for worker in (*prefills, *decodes):
-            others = samples["decode" if worker.role == "prefill" else "prefill"]
+            others = receivers if worker.facts.sends_kv else senders
             misfits = tuple(Misfit(other.url, why) for kind, other in others.items() if (
-                why := verdicts[(worker.pair_key, kind) if worker.role == "prefill" else (kind, worker.pair_key)])
+                why := verdicts[(worker.pair_key, kind) if worker.facts.sends_kv else (kind, worker.pair_key)])
                 and _may_share_model(worker, other))
             changed |= worker.misfits != misfits
             before, worker.misfits = worker.misfits, misfits
@@ -173,11 +174,11 @@ class PairTrials:
         A server of several ranks is tried once, by its first rank. Servers of other models are tried only if there is
         none of the worker's own model.
         """
-        others = [other for other in self._registry if {worker.role, other.role} == {"prefill", "decode"}]
+        others = [other for other in self._registry if {worker.role, other.role} == {*PAIR}]
         same_model = [other for other in others if _may_share_model(worker, other)]
         for other in () if worker.rank else same_model or others:
             if other.pair_key is not None and not other.rank and other.state == "healthy":
-                yield _Pair(worker, other) if worker.role == "prefill" else _Pair(other, worker)
+                yield _Pair(worker, other) if worker.facts.sends_kv else _Pair(other, worker)
 
     def _start_trials(self) -> None:
         while len(self._running) < MAX_CONCURRENT_TRIALS and (pair := self._next()) is not None:

@@ -121,8 +121,8 @@ class WorkerReports:
         reports = [(worker, self._reports[server]) for server, worker in servers.items() if server in self._reports]
         if not reports:
             return None
-        return (sum(report.tokens_in or 0.0 for worker, report in reports if worker.role != "decode"),
-                sum(report.tokens_out or 0.0 for worker, report in reports if worker.role != "prefill"))
+        return (sum(report.tokens_in or 0.0 for worker, report in reports if worker.facts.computes_prompts),
+                sum(report.tokens_out or 0.0 for worker, report in reports if worker.facts.decodes))
 
     def request(self) -> None:
         """Starts asking workers, or continues: a page is open."""

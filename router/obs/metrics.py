@@ -154,7 +154,7 @@ class Metrics:
             "baton_router_worker_incompatible_peers", labels=("worker", "role"),
             documentation="Kinds of workers of the other role that a worker is incompatible with.")
         for worker in self._registry:
-            if worker.role != "regular":
+            if worker.facts.transfers_kv:
                 misfits.add_metric((worker.url, worker.role), len(worker.misfits))
         yield misfits
 

@@ -9,6 +9,7 @@ from random import Random
 from ..config.policy import ROUTING_POLICIES, PolicyArgs
 from ..net.request import Group
 from ..workers.registry import Role
+from ..workers.roles import REGULAR
 from . import cache_exact
 from .base import Decision, Policy, Subject
 from .cache_aware import MAX_BLOCKS, CacheAware
@@ -42,7 +43,7 @@ def _bound_memory(sets: Collection[Mapping[Role, Policy]]) -> None:
     for policies in sets:
         for role, policy in policies.items():
             if isinstance(policy, CacheAware):
-                policy.max_blocks = MAX_BLOCKS // (1 if role == "regular" else 2) // len(sets)
+                policy.max_blocks = MAX_BLOCKS // (1 if role == REGULAR else 2) // len(sets)
             elif isinstance(policy, CacheExact):
                 policy.max_blocks = MAX_BLOCKS // 2 // len(sets)
 

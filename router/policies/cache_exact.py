@@ -24,6 +24,7 @@ from ..net.request import Request
 from ..net.upstream_response import ResponseHead
 from ..workers.kv_index import KVIndex
 from ..workers.registry import Worker
+from ..workers.roles import RECEIVER
 from .base import Amendment, Decision, Replication
 from .cache_aware import BLOCK, MAX_BLOCKS, PrefixMemory, covered_bytes
 from .load_view import LoadView
@@ -280,7 +281,7 @@ class CacheExact:
     # ------------------------------------------------------------------ inside
 
     def _view(self, workers: Sequence[Worker]) -> LoadView:
-        return self._decode_loads if workers[0].role == "decode" else self._loads
+        return self._decode_loads if workers[0].role == RECEIVER else self._loads
 
     def _imbalanced(self, loads: LoadView) -> bool:
         return loads.max_load - loads.min_load > self._abs and loads.max_load > loads.min_load * self._rel
@@ -315,7 +316,7 @@ class CacheExact:
         return prompt.ids.num_tokens / max(sizes, default=16), cached
 
     def _record(self, prompt: Prompt, worker: Worker, num_workers: int) -> None:
-        recent = self.recent_decode if worker.role == "decode" else self.recent
+        recent = self.recent_decode if worker.role == RECEIVER else self.recent
         recent.record(prompt.blocks, worker.id, _RECENT_BLOCKS)
         if worker.id not in self.followed:
             self.sent.record(prompt.blocks, worker.id, min(self.max_blocks, self._blocks_per_worker * num_workers))

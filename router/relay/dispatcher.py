@@ -25,7 +25,8 @@ from ..policies.base import Amendment
 from ..policies.cache_exact import CacheExact
 from ..workers.compatibility import Pairs
 from ..workers.dp_ranks import with_rank
-from ..workers.registry import ROLES, Registry, Reservation, Role, Worker, without
+from ..workers.registry import Registry, Reservation, Role, Worker, without
+from ..workers.roles import PAIR, REGULAR, WORKER_ROLES
 from .poison_guard import PoisonGuard
 from .retry import FAILURES, Backoff, Outcome, Retries
 
@@ -58,7 +59,7 @@ class Dispatcher:
         self.loop = asyncio.get_running_loop()
         self._report_failure = report_failure
         self._circuit_seconds = config.circuit.cb_timeout_duration_secs
-        self.policies = PolicySets({role: config.policy.policy_for(role) for role in ROLES}, config.policy, rng)
+        self.policies = PolicySets({role: config.policy.policy_for(role) for role in WORKER_ROLES}, config.policy, rng)
         self.watch: Watch | None = None
         self._hung_seconds = config.health.health_check_timeout_secs
         self.poison = PoisonGuard(self, config.retry.poison_refusal_secs,
@@ -310,7 +311,7 @@ class Dispatcher:
 
 def no_pair_error(registry: Registry, group: Group) -> WorkerUnavailable:
     """The error when no pair of workers can take a request for a group."""
-    for role in ("prefill", "decode"):
+    for role in PAIR:
         if not registry.available(role, group):
             return no_worker_error(role, group)
     return WorkerUnavailable("No prefill worker fits with a decode worker.", retry_after=RETRY_AFTER_SECONDS)
@@ -318,7 +319,7 @@ def no_pair_error(registry: Registry, group: Group) -> WorkerUnavailable:
 
 def no_worker_error(role: Role, group: Group = None) -> WorkerUnavailable:
     """The error when no worker of a role can take a request for a group."""
-    name = "worker" if role == "regular" else f"{role} worker"
+    name = "worker" if role == REGULAR else f"{role} worker"
     named = f" for the model `{group}`" if group else ""
     return WorkerUnavailable(f"No healthy {name} is available{named}.", retry_after=RETRY_AFTER_SECONDS)
 

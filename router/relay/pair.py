@@ -17,6 +17,7 @@ from ..net.upstream import Call
 from ..net.upstream_response import PAIR_MISMATCH, Failure, ResponseHead
 from ..workers.dp_ranks import with_prefill_rank
 from ..workers.registry import Reservation, Role, Worker, without
+from ..workers.roles import SENDER
 from .attempts import note_failed_attempt, on_attempt_complete, on_attempt_lost, on_expired, retry_or_fail
 from .client_response import ClientResponse
 from .dispatcher import Dispatcher, no_pair_error, no_worker_error
@@ -149,7 +150,7 @@ class PairRelay:
         self._decode = decode = PairCall(self, "decode", d_reservation, d)
         response.workers = (p, d)
         if suspect is not None:
-            suspect.enter(p if suspect.role == "prefill" else d)
+            suspect.enter(p if suspect.role == SENDER else d)
         body = with_bootstrap(request.body if log is None else log.continuation_body(), fields, p.endpoint.host,
                               p.bootstrap_port, dispatcher.rng)
         retained = self._retained
@@ -175,10 +176,10 @@ class PairRelay:
             retry_or_fail(self, "unavailable", no_pair_error(dispatcher.registry, group))
             return (), ()
         if suspect is not None and suspect.deaths:
-            admitted = dispatcher.poison.admit(suspect, prefills if suspect.role == "prefill" else decodes, self.start)
+            admitted = dispatcher.poison.admit(suspect, prefills if suspect.role == SENDER else decodes, self.start)
             if not admitted:
                 return (), ()  # The guard calls ``start`` when a worker is free for it.
-            prefills, decodes = (admitted, decodes) if suspect.role == "prefill" else (prefills, admitted)
+            prefills, decodes = (admitted, decodes) if suspect.role == SENDER else (prefills, admitted)
         avoided = self._avoided
         if avoided is not None:
             prefills = without(prefills, {avoided}) or prefills

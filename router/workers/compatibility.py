@@ -74,5 +74,5 @@ def _fitting(kinds: frozenset[str] | None, decodes: Sequence[Worker]) -> Sequenc
 def misfits_of(workers: Iterable[Worker], limit: int = 8) -> list[dict[str, str]]:
     """The reasons why prefill workers do not fit, for ``/readiness``."""
     found = [{"prefill": worker.url, "decode": misfit.worker, "why": misfit.why}
-             for worker in workers if worker.role == "prefill" for misfit in worker.misfits]
+             for worker in workers if worker.facts.sends_kv for misfit in worker.misfits]
     return found[:limit]

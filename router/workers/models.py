@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ...common.api.errors import NotFound
 from ..config.workers import WorkerArgs
 from ..net.request import Group
+from .roles import PAIR
 
 if TYPE_CHECKING:
     from .registry import Worker
@@ -133,6 +134,6 @@ def _default(named: Sequence[Worker], names: Iterable[str], pairs: bool) -> Grou
     names = list(names)
     if pairs:
         by_role = [{name for worker in named if worker.role == role for name in worker.model_ids}
-                   for role in ("prefill", "decode")]
+                   for role in PAIR]
         names = [name for name in names if all(name in served for served in by_role)] or names
     return names[0]

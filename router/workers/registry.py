@@ -9,16 +9,18 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from ...common.api.errors import Conflict, NotFound
+from ...common.config.roles import Role as RoleFacts
 from ..config.circuit import CircuitRules
 from ..config.endpoint import Endpoint
 from ..net.request import Group
 from .circuit import Circuit
 from .compatibility import Misfit, Pairs
 from .models import Models
+from .roles import PAIR, REGULAR, WORKER_ROLES
 
-Role = Literal["regular", "prefill", "decode"]
+Role = str
+"""A name of WORKER_ROLES."""
 State = Literal["starting", "healthy", "unhealthy"]
-ROLES: tuple[Role, ...] = ("regular", "prefill", "decode")
 DEFAULT_BOOTSTRAP_PORT = 8998
 
 _ids = itertools.count()
@@ -70,7 +72,7 @@ class Worker:
                  "keeps_files", "checked", "always_healthy", "named", "metadata", "pair_key",
                  "model_fingerprint", "epoch", "fitting", "misfits", "stage")
 
-    def __init__(self, endpoint: Endpoint, role: Role = "regular", *, asks_role: bool = False,
+    def __init__(self, endpoint: Endpoint, role: Role = REGULAR, *, asks_role: bool = False,
                  bootstrap_port: int | None | Literal["ask"] = "ask", api_key: str | None = None,
                  rank: int | None = None, root: Worker | None = None, model_id: str | None = None,
                  always_healthy: bool = False, named: bool = False, metadata: WorkerMetadata | None = None):
@@ -115,6 +117,11 @@ class Worker:
         return f"<{self.role} {self.url} {self.state} load={self.load}>"
 
     @property
+    def facts(self) -> RoleFacts:
+        """The facts of its role."""
+        return WORKER_ROLES[self.role]
+
+    @property
     def load(self) -> int:
         return self.known_load
 
@@ -150,7 +157,7 @@ class Worker:
                                  "misfits": [{"worker": other.worker, "why": other.why} for other in self.misfits]}
         if self.stage:
             shown["stage"] = self.stage
-        if self.role == "prefill":
+        if self.facts.sends_kv:
             shown["bootstrap_port"] = self.bootstrap_port
         return shown
 
@@ -259,14 +266,14 @@ class Registry:
         """The available prefill and decode workers that fit together; one object until they change."""
         pairs = self._pairs.get(group)
         if pairs is None:
-            prefills, decodes = self.available("prefill", group), self.available("decode", group)
+            prefills, decodes = (self.available(role, group) for role in PAIR)
             pairs = self._pairs[group] = Pairs(prefills, decodes)
         return pairs
 
     def ready(self, *, pairs: bool) -> bool:
         """Returns True if a request could be served now; with ``pairs`` by workers of both roles that fit together."""
         if not pairs:
-            return bool(self.available("regular"))
+            return bool(self.available(REGULAR))
         return any(self.pairs(group).prefills and self.pairs(group).decodes
                    for group in self.models.groups or (None,))
 
@@ -365,14 +372,14 @@ class Registry:
     def rebuild(self) -> None:
         """Derives models and available workers anew: workers came, left, or are not what they were."""
         workers = tuple(self._workers.values())
-        self.models.update(workers, pairs=any(worker.role != "regular" for worker in workers))
+        self.models.update(workers, pairs=any(worker.facts.transfers_kv for worker in workers))
         self.update_available()
 
     def update_available(self) -> None:
         """Derives the available workers by role and group; tuples that did not change stay the same objects."""
         ready = [worker for worker in self._workers.values() if worker.state == "healthy"
                  and worker.circuit.admits and not worker.draining]
-        by_key: dict[tuple[str, Group], list[Worker]] = {(role, None): [] for role in ROLES}
+        by_key: dict[tuple[str, Group], list[Worker]] = {(role, None): [] for role in WORKER_ROLES}
         groups = self.models.groups
         for worker in ready:
             by_key[worker.role, None].append(worker)

@@ -13,11 +13,10 @@ from torch.profiler import record_function
 
 from ...common.engine.rank import EngineParts
 from ...common.engine.unified_scheduler import UnifiedScheduler
-from ...common.request.input_batch import InputBatch
+from ...common.kvcache.page_columns import PageColumns
 from ...common.runner.cuda_graphs.decode_graphs import DecodeGraphs
 from ...common.runner.cuda_graphs.decode_inputs import DecodeInputs
 from ...common.sampling.sampled_tokens import SampledTokenBuffers, SampledTokens
-from ...common.sampling.sampler import PendingSample
 
 
 class Parts:
@@ -102,27 +101,23 @@ def watch(scheduler: UnifiedScheduler, parts: EngineParts) -> None:
     executor, runner = parts.executor, parts.runner
     PARTS.wrap(scheduler, "_next_batch", "schedule")
     PARTS.wrap(executor, "launch", "launch, rest")
-    PARTS.wrap(executor, "_build", "inputs")
+    PARTS.wrap(executor, "_model_input", "inputs")
     PARTS.wrap(runner, "forward", "forward, rest")
-    PARTS.wrap(runner, "decode", "forward, rest")
+    PARTS.wrap(runner, "step", "forward, rest")
     PARTS.wrap(runner._attention, "plan", "plan")
     for step in () if runner._decode_graphs is None else runner._decode_graphs._steps.values():
         PARTS.wrap(step.attention, "refresh", "plan")
     PARTS.wrap(runner._model, "forward", "model")
     PARTS.wrap(executor._sampler, "launch", "sample")
-    PARTS.wrap(executor._sampler, "sample_plain", "sample")
     PARTS.wrap(scheduler.batcher, "mark_launched", "launched")
     PARTS.wrap(scheduler._pipeline, "_process_output", "take in")
     PARTS.wrap(parts.tracker, "flush", "emit")
 
 
 def watch_classes() -> None:
-    for kind in (PendingSample, SampledTokens):
-        PARTS.wrap(kind, "wait", "wait")
-        PARTS.wrap(kind, "token_ids", "wait")
+    PARTS.wrap(SampledTokens, "token_ids", "wait")
     PARTS.wrap(SampledTokenBuffers, "copy", "results to host")
-    PARTS.wrap(InputBatch, "decode_table", "page table")
+    PARTS.wrap(PageColumns, "slots", "page table")
     PARTS.wrap(DecodeInputs, "fill", "graph inputs")
-    PARTS.wrap(DecodeGraphs, "run", "graph, rest")
     PARTS.wrap(DecodeGraphs, "decode", "graph, rest")
     PARTS.wrap(torch.cuda.CUDAGraph, "replay", "replay")

@@ -71,7 +71,7 @@ def decode(heads: int, batch: int, context: int, copy_tb_s: float, tile: DecodeT
     pool.groups[0].normal_()
     order = np.random.default_rng(0).permutation(batch * pages_each).reshape(batch, pages_each)
     rows = [Row([0], context - 1, order[b]) for b in range(batch)]
-    made = build_forward_batch(rows, PAGE_SIZE, torch.device("cuda"), True)
+    made = build_forward_batch(rows, PAGE_SIZE, torch.device("cuda"))
     table = (made.kv_indptr, made.kv_indices, made.kv_last_page_len)
     policy = policy_of(made.kv_indptr.device)
     plan = plan_decode(made.kv_indptr, made.kv_last_page_len, PAGE_SIZE,
@@ -105,8 +105,7 @@ def prefill(heads: int, new: int, prefix: int, tflops: float) -> dict[str, Any]:
     total = new + prefix
     pool = KVPool(KVLayout((1,), 1, MLA.latent_dim, PAGE_SIZE, "bfloat16", "latent"), -(-total // PAGE_SIZE), "cuda")
     pool.groups[0].normal_()
-    batch = build_forward_batch([Row([0] * new, prefix, np.arange(pool.num_pages))], PAGE_SIZE, torch.device("cuda"),
-                                False)
+    batch = build_forward_batch([Row([0] * new, prefix, np.arange(pool.num_pages))], PAGE_SIZE, torch.device("cuda"))
     backend = MLATritonBackend(pool, MLA, heads, torch.bfloat16)
     plan = backend.plan(batch, AttentionWorkspace(torch.device("cuda")))
     q, up = random(new, heads, MLA.qk_dim), random(heads, 256, 512) * 512**-0.5

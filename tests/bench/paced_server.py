@@ -35,7 +35,7 @@ class PacedExecutor:
     def launch(self, batch: Any, after_group: Any = None) -> Any:
         step = self._executor.launch(batch, after_group)
         self._free = max(self._free, time.perf_counter()) + self._milliseconds(batch) / 1e3
-        return dataclasses.replace(step, sampled=_Tokens(step.sampled, self._free))
+        return dataclasses.replace(step, sample=_Tokens(step.sample, self._free))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executor, name)
@@ -49,15 +49,9 @@ class _Tokens:
         self._end = end
 
     def token_ids(self) -> Any:
-        return self._then(self._sampled.token_ids)
-
-    def wait(self) -> Any:
-        return self._then(self._sampled.wait)
-
-    def _then(self, found: Any) -> Any:
         if (rest := self._end - time.perf_counter()) > 0:
             time.sleep(rest)
-        return found()
+        return self._sampled.token_ids()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sampled, name)

@@ -22,7 +22,7 @@ from ...common.forward.host_copies import upload_joined
 from ...common.request.sampling_metadata import SamplingMetadata
 from ...common.request.token_buffer import TokenBuffer
 from ...common.request.token_history import TokenHistory
-from ...common.sampling.penalties import apply_penalties
+from ...common.sampling.extras.penalties import Penalties, apply_penalties
 from ...common.sampling.sampler import Sampler
 
 
@@ -55,9 +55,8 @@ class Rows:
         for buffer, token in zip(self.buffers, self._draw(len(self.buffers))):
             buffer.append(token)
 
-    def choosing(self) -> list[SamplingMetadata]:
-        return [SamplingMetadata(self._params, len(buffer), history=history)
-                for buffer, history in zip(self.buffers, self.histories)]
+    def choosing(self) -> list[tuple[int, Penalties]]:
+        return [(row, Penalties(self._params, history)) for row, history in enumerate(self.histories)]
 
 
 def main() -> None:

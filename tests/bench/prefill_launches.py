@@ -49,7 +49,7 @@ def steps(engine: SteppedEngine, counts: list[int]) -> dict[int, dict[str, float
         def step(row: Row = row) -> tuple[float, float]:
             engine.synchronize()
             began = time.perf_counter()
-            runner.forward(build_forward_batch([row], runner.layout.page_size, runner.device, False))
+            runner.forward(build_forward_batch([row], runner.layout.page_size, runner.device))
             launched = time.perf_counter()
             engine.synchronize()
             return 1e3 * (launched - began), 1e3 * (time.perf_counter() - began)
@@ -76,7 +76,7 @@ def single_calls(engine: SteppedEngine) -> dict[str, float]:
     device, dtype = runner.device, runner._model.dtype
     x = torch.zeros(32, runner._model.hidden_size, dtype=dtype, device=device)
     row = Row([1] * 32, 0, np.arange(runner.layout.pages_for(32), dtype=np.int32))
-    step = runner.plan(build_forward_batch([row], runner.layout.page_size, device, False))
+    step = runner.plan(build_forward_batch([row], runner.layout.page_size, device))
     projected, residual = layer.pre_attention(x, x)
     heads = layer.attention.attend(projected, step, runner._model.cos_sin, False)
     calls: dict[str, Callable[[], Any]] = {
@@ -126,7 +126,7 @@ def profiled(engine: SteppedEngine, count: int, steps: int = 20) -> list[tuple[s
     row = Row(np.arange(count) % 97, 0, np.arange(runner.layout.pages_for(count), dtype=np.int32))
     with cProfile.Profile() as recorded:
         for _ in range(steps):
-            runner.forward(build_forward_batch([row], runner.layout.page_size, runner.device, False))
+            runner.forward(build_forward_batch([row], runner.layout.page_size, runner.device))
             engine.synchronize()
     found = [(f"{'/'.join(path.split('/')[-2:])}:{line} {name}", calls / steps, 1e6 * own / steps, 1e6 * total / steps)
              for (path, line, name), (_, calls, own, total, _) in pstats.Stats(recorded).stats.items()]

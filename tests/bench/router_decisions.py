@@ -36,7 +36,8 @@ from ...router.policies import Policy, build_all
 from ...router.policies.cache_aware import BLOCK
 from ...router.policies.cache_exact import CacheExact
 from ...router.policies.text_pages import text_blocks
-from ...router.workers.registry import ROLES, Worker
+from ...router.workers.registry import Worker
+from ...router.workers.roles import WORKER_ROLES
 
 PROMPT = 4096
 IDS = 1024
@@ -70,7 +71,7 @@ class Router:
 
     def __init__(self, policy: str, workers: int, *, pairs: bool, tree: int = 2**24):
         self.policies: dict[str, Policy] = dict(build_all(
-            dict.fromkeys(ROLES, policy), PolicyArgs(policy=policy, max_tree_size=tree), Random(1)))
+            dict.fromkeys(WORKER_ROLES, policy), PolicyArgs(policy=policy, max_tree_size=tree), Random(1)))
         everyone = fleet(workers)
         self.prefills, self.decodes = (everyone[::2], everyone[1::2]) if pairs else (everyone, ())
         for worker in everyone:

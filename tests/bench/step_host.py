@@ -30,10 +30,11 @@ from ...common.config.server import ScheduleArgs
 from ...common.engine.garbage_collector import freeze_collector
 from ...common.engine.unified_scheduler import UnifiedScheduler
 from ...common.execution.executor import Executor
-from ...common.forward.forward_batch import DecodeTable, ForwardBatch, Row
+from ...common.forward.forward_batch import ModelInput
 from ...common.kvcache.layout import KVLayout
 from ...common.kvcache.manager import KVCacheManager
 from ...common.runner.cuda_graphs.decode_inputs import DecodeInputs
+from ...common.runner.model_runner import StepLogits
 from ...common.sampling.sampler import Sampler
 from ...common.scheduler.batcher import Batcher
 from ...common.scheduler.request_tracker import RequestTracker
@@ -58,28 +59,19 @@ class FreeModel:
     def run_idle_batch(self) -> None:
         """Nobody else."""
 
-    def sync_dp(self, num_tokens: int, num_logits: int, *, can_decode: bool) -> None:
-        """Nobody else."""
-
-    def padding_rows(self, num_reqs: int, info: Any = None) -> list[Row]:
-        return []
-
-    def decode(self, table: DecodeTable, token_ids: torch.Tensor, info: Any = None) -> tuple[torch.Tensor,
-                                                                                             torch.Tensor]:
-        count = len(table.positions)
-        self._inputs.fill(table, count)
-        return self._logits[:count], self._likeliest[:count]
-
-    def forward(self, batch: ForwardBatch, after_group: Any = None,
-                info: Any = None) -> torch.Tensor:
-        assert batch.logits_rows is not None
-        return self._logits[:len(batch.logits_rows)]
+    def step(self, step: ModelInput, after_group: Any = None) -> StepLogits:
+        count = step.num_logits
+        if not step.is_plain_decode:
+            return StepLogits(self._logits[:count])
+        self._inputs.fill(step.columns, count)
+        return StepLogits(self._logits[:count], self._likeliest[:count])
 
 
 class Bench:
-    def __init__(self, batch: int, context: int, steps: int, sampled: bool, changing: bool = False):
-        """``changing``: about one request ends in every decode step, and a new one comes. Else they want 40 tokens more
-        than ``steps``."""
+    def __init__(self, batch: int, context: int, steps: int, sampled: bool, changing: bool = False,
+                 logprobs: int = 0):
+        """``logprobs``: so many requests report log-probabilities. ``changing``: about one request ends in every decode
+        step, and a new one comes. Else they want 40 tokens more than ``steps``."""
         pages = batch * (-(-(context + steps + 40) // PAGE) + 1)
         self.sent: FromEngine | None = None
         self.tracker = RequestTracker(self._take, eos_ids=frozenset({1}), vocab_size=1 << 31,
@@ -90,7 +82,7 @@ class Bench:
         executor = Executor(FreeModel(), Sampler(VOCAB, "cpu", 0))  # type: ignore[arg-type]
         self.scheduler = UnifiedScheduler(batcher, executor, self.tracker, overlap=True)
         self._batch, self._context, self._sampled, self._changing = batch, context, sampled, changing
-        self._random, self._count = np.random.default_rng(0), 0
+        self._random, self._count, self._logprobs = np.random.default_rng(0), 0, logprobs
         for i in range(batch):
             self._add(8 + i if changing else steps + 40)
         while len(batcher.running) < batch:
@@ -107,7 +99,8 @@ class Bench:
         params = SamplingParams(temperature=1.0 if self._sampled else 0.0, top_p=0.9 if self._sampled else 1.0,
                                 max_new_tokens=output_len, ignore_eos=True)
         prompt = self._random.integers(2, VOCAB, self._context).tolist()
-        req = self.tracker.accept(Generate(str(self._count - 1), prompt, params), 0.0)
+        req = self.tracker.accept(Generate(str(self._count - 1), prompt, params,
+                                           return_logprob=self._count <= self._logprobs), 0.0)
         assert req is not None
         self.scheduler.add(req)
 
@@ -146,6 +139,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--sampled", action="store_true")
     parser.add_argument("--changing", action="store_true", help="a request ends and another comes in every other step")
+    parser.add_argument("--logprobs", type=int, default=0, help="so many requests report log-probabilities")
     parser.add_argument("--life", type=int, help="so many tokens of each request")
     parser.add_argument("--profile", action="store_true", help="show where the time goes, for the largest batch")
     parser.add_argument("--out", type=Path)
@@ -159,7 +153,7 @@ def main() -> None:
             rows.append({"batch": batch, "life": args.life, "step_ms": step})
             print(f"| {batch} | {step:.3f} | {1e3 * step / batch:.2f} | - |", flush=True)
             continue
-        bench = Bench(batch, args.context, 2 * args.steps, args.sampled, args.changing)
+        bench = Bench(batch, args.context, 2 * args.steps, args.sampled, args.changing, args.logprobs)
         step = median_ms(bench.step, args.steps, bench.refill)
         message = bench.sent
         encode = median_ms(lambda message=message: msgspec.msgpack.encode(message), 50)

@@ -95,13 +95,13 @@ class EngineTrace:
             events[0].record()
             self._events.append(events)
         number = len(self.steps)
-        note = {"at": time.perf_counter(), "decode": batch.is_decode, "rows": len(batch.chunks)}
+        note = {"at": time.perf_counter(), "decode": not batch.num_prefill, "rows": len(batch)}
         self.steps.append(note)
         step = inner(batch, after_group)
         if events is not None:
             events[1].record()
         note["launched"] = time.perf_counter()
-        return dataclasses.replace(step, sampled=_TracedTokens(step.sampled, self, number))
+        return dataclasses.replace(step, sample=_TracedTokens(step.sample, self, number))
 
     def waited(self, number: int, since: float) -> None:
         if self._waited != number:
@@ -143,14 +143,8 @@ class _TracedTokens:
         self._number = number
 
     def token_ids(self) -> Any:
-        return self._noted(self._sampled.token_ids)
-
-    def wait(self) -> Any:
-        return self._noted(self._sampled.wait)
-
-    def _noted(self, wait: Callable[[], Any]) -> Any:
         since = time.perf_counter()
-        found = wait()
+        found = self._sampled.token_ids()
         self._trace.waited(self._number, since)
         return found
 

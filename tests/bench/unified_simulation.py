@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 
 from ...common.config.server import ScheduleArgs
-from ...common.request.batch import ScheduledBatch
 from ...common.request.req import Req
+from ...common.request.step_input import StepInput
 from ...common.scheduler.batcher import Batcher
 from ..helpers.simulated_server import H200, SimulatedServer
 
@@ -73,7 +73,7 @@ def held_back(server: SimulatedServer, rule: Rule) -> None:
     scheduler, batcher = server.scheduler, server.batcher
     inner = scheduler._next_batch
 
-    def next_batch() -> ScheduledBatch | None:
+    def next_batch() -> StepInput | None:
         decoding = [req for req in batcher.running if not req.complete]
         places = min(len(batcher.waiting), batcher.args.max_running_requests - len(batcher.running))
         if places and decoding and not batcher.prefilling and rule(batcher, decoding, places):

@@ -25,6 +25,7 @@ from baton.common.kvcache.manager import KVCacheManager
 from baton.common.models.registry import load_model_spec
 from baton.common.runner.model_runner import ModelRunner
 from baton.common.sampling.sampler import Sampler
+from baton.common.scheduler.drafting import Drafting
 from baton.common.scheduler.make_batcher import make_batcher
 from baton.common.scheduler.request_tracker import RequestTracker
 
@@ -37,7 +38,8 @@ class Engine:
     def __init__(self, folder, *, page_size=4, max_total_tokens=2048, chunk=8192, max_running=64, radix=True,
                  policy="fcfs", overlap=False, device="cpu", kernels=None, dtype="float32",
                  load_format="auto", schedule=None, parallel=None, vocabulary=None, quantization=None,
-                 kv_cache_dtype="auto", line=None, parts=None, groups=None, cache=None, model_impl="baton"):
+                 kv_cache_dtype="auto", line=None, parts=None, groups=None, cache=None, proposer=None, max_drafts=4,
+                 model_impl="baton"):
         """``schedule``: further fields of ScheduleArgs; by default nothing is reserved for output, so that small pools
         see retractions. ``vocabulary``: of grammars. ``line``: between the pipeline stages of ``parts`` (ParallelArgs).
         ``groups``: DataParallelArgs. ``cache``: further fields of CacheArgs."""
@@ -64,7 +66,9 @@ class Engine:
         executor = Executor(runner, Sampler(spec.vocab_size, device, 0, self.parallel.attn_tp), self.grammars)
         self.executor = executor if line is None else PPExecutor(executor, line, self.parallel)
         batcher = make_batcher(config, runner, self.cache, self.parallel.attn_tp)
-        self.scheduler = UnifiedScheduler(batcher, self.executor, self.tracker, overlap=overlap)
+        self.drafting = proposer and Drafting(proposer, self.cache, max_drafts)
+        self.scheduler = UnifiedScheduler(batcher, self.executor, self.tracker, overlap=overlap,
+                                          drafting=self.drafting)
 
     def start(self, rid, prompt, **sampling):
         options = {"logprobs": {}} | sampling
@@ -86,7 +90,7 @@ class Engine:
         self.cache.check_integrity()
         assert self.cache.num_allocated == 0
         swap = self.scheduler.batcher.swap
-        assert swap is None or swap.tier.num_pages == 0
+        assert swap is None or swap.num_pages == 0
         outputs = outputs_of(self.sent)
         self.sent.clear()
         return outputs

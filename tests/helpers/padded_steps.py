@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from baton.common.forward.forward_batch import DecodeTable, Row, build_table_batch
+from baton.common.forward.forward_batch import BatchColumns, ForwardBatch, TokenIds
 from baton.common.forward.step_context import StepContext
 from baton.common.runner.dp_sync import DPStepInfo
 
@@ -17,25 +17,27 @@ class PaddedSteps:
 
     def __init__(self, runner, sizes):
         self._runner, self._sizes = runner, sizes
-        self.padding_row = Row([0], 0, np.array([runner.num_pages]))
         self.replayed = []
 
     def size_for(self, num_reqs):
         return min((size for size in self._sizes if size >= num_reqs), default=None)
 
-    def decode(self, table, token_ids, size):
-        count = len(table.positions)
-        logits = self.run(build_table_batch(self._padded(table, size - count),
-                                            torch.nn.functional.pad(token_ids, (0, size - count)), token_ids.device))
+    def decode(self, step, size):
+        count, tokens = step.columns.num_reqs, step.token_ids
+        if isinstance(tokens, TokenIds):
+            tokens = tokens.on_device(torch.device("cpu"))
+        tokens = torch.nn.functional.pad(tokens, (0, size - count))
+        logits = self._run(ForwardBatch.from_columns(self._padded(step.columns, size - count), tokens, tokens.device))
         return logits[:count], logits[:count].argmax(-1)
 
-    def _padded(self, table, more):
-        page, end = self.padding_row.page_ids[0], table.kv_indptr[-1]
-        behind = DecodeTable(*(np.full(more, value) for value in (0, page, 0)), end + np.arange(1, more + 1),
-                             np.full(more, page), np.full(more, 1))
-        return DecodeTable(*(np.concatenate(both).astype(both[0].dtype) for both in zip(table[:6], behind)))
+    def _padded(self, columns, more):
+        page, end = self._runner.num_pages, columns.kv_indptr[-1]
+        behind = (*(np.full(more, value) for value in (0, page, 0)), end + np.arange(1, more + 1), np.full(more, page),
+                  np.full(more, 1))
+        arrays = [np.concatenate(both).astype(both[0].dtype) for both in zip(columns[:6], behind)]
+        return BatchColumns(*arrays, None, np.arange(columns.num_reqs + more + 1, dtype=np.int32), 1)
 
-    def run(self, batch):
+    def _run(self, batch):
         assert batch.is_decode and batch.num_reqs in self._sizes
         self.replayed.append(batch.num_reqs)
         runner = self._runner

@@ -57,10 +57,10 @@ def steps_of(runner: Any) -> list[torch.Tensor]:
     for parts, wanted in steps:
         rows = [Row(tokens[req, start:stop], start, pages[req]) for req, start, stop in parts]
         groups: list[int] = []
-        batch = build_forward_batch(rows, page_size, device, False, wanted)
+        batch = build_forward_batch(rows, page_size, device, wanted)
         found.append(runner.forward(batch, lambda group, event: groups.append(group)).clone())  # noqa: B023
         assert groups == list(range(len(runner.layout.groups)))
     rows = [Row(tokens[req, stop:stop + 1], stop, pages[req]) for req, stop in ((0, 40), (2, 60))]
-    found.append(runner.forward(build_forward_batch(rows, page_size, device, True)).clone())
+    found.append(runner.forward(build_forward_batch(rows, page_size, device)).clone())
     assert [len(logits) for logits in found] == [1, 3, 1, 0, 7, 2]
     return found

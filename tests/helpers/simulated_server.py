@@ -19,10 +19,9 @@ from baton.common.api.messages import FromEngine, Generate, OutputBatch
 from baton.common.api.sampling import SamplingParams
 from baton.common.config.server import ScheduleArgs
 from baton.common.engine.unified_scheduler import UnifiedScheduler
-from baton.common.execution.executor import NewToken
 from baton.common.kvcache.manager import KVCacheManager
-from baton.common.request.batch import ScheduledBatch
-from baton.common.request.req import Req
+from baton.common.request.step_input import StepInput
+from baton.common.request.step_output import StepOutput
 from baton.common.scheduler.batcher import Batcher
 from baton.common.scheduler.request_tracker import RequestTracker
 
@@ -51,13 +50,13 @@ class Costs:
     def decode(self, reqs: int, tokens: int) -> float:
         return self.step + reqs * self.row + tokens * self.context
 
-    def of(self, batch: ScheduledBatch) -> float:
-        prompts = sum(chunk.stop - chunk.start for chunk in batch.prefill_chunks)
-        decoding = batch.chunks[len(batch.prefill_chunks):]
+    def of(self, step: StepInput) -> float:
+        first = step.num_prefill
+        prompts = int(step.q_lens[:first].sum())
         total = self.start + prompts * self.prompt if prompts else 0.0
-        if decoding:
-            total += self.decode(len(decoding), sum(chunk.stop for chunk in decoding))
-        return total * (self.mixed if prompts and decoding else 1.0)
+        if step.num_decode_rows:
+            total += self.decode(step.num_decode_rows, int((step.starts + step.q_lens)[first:].sum()))
+        return total * (self.mixed if prompts and step.num_decode_rows else 1.0)
 
 
 H200 = Costs()
@@ -98,19 +97,13 @@ class _Step:
     """An executor's step, whose tokens are known at time ``end``."""
 
     server: SimulatedServer
-    batch: ScheduledBatch
-    sampled_reqs: list[Req]
+    step: StepInput
     end: float
 
-    def plain_token_ids(self) -> list[int] | None:
-        if self.batch.input_batch is None:
-            return None
+    def wait(self) -> StepOutput:
         self.server.wait_until(self.end)
-        return [9] * len(self.sampled_reqs)
-
-    def new_tokens(self) -> list[NewToken]:
-        self.server.wait_until(self.end)
-        return [NewToken(req, 9, None) for req in self.sampled_reqs]
+        count = len(self.step.sample_index)
+        return StepOutput(self.step.sample_index, [1] * count, [9] * count)
 
 
 class _Queue:
@@ -149,18 +142,14 @@ class SimulatedServer:
 
     asynchronous = True
 
-    def launch(self, batch: ScheduledBatch, after_group: None = None) -> _Step:
-        prompts = batch.prefill_chunks
+    def launch(self, step: StepInput, after_group: None = None) -> _Step:
+        prompts = step.num_prefill
         self.now += self._costs.host_prompt if prompts else self._costs.host_decode
-        sampling = [chunk.req for chunk in batch.chunks if chunk.samples]
         begin = max(self._device_free, self.now - (self._costs.host_prompt if prompts else 0.0))
-        self._device_free = end = max(begin + self._costs.of(batch), self.now)
-        tokens = sum(chunk.stop - chunk.start for chunk in prompts)
-        self.ran.append(Ran(begin, end, tokens, sum(chunk.samples for chunk in prompts),
-                            len(batch.chunks) - len(prompts)))
-        if batch.input_batch is not None:
-            sampling = batch.input_batch.reqs
-        return _Step(self, batch, sampling, end)
+        self._device_free = end = max(begin + self._costs.of(step), self.now)
+        completed = int(step.num_samples[:prompts].sum())
+        self.ran.append(Ran(begin, end, int(step.q_lens[:prompts].sum()), completed, step.num_decode_rows))
+        return _Step(self, step, end)
 
     def run_idle_batch(self) -> None:
         """There are no other data-parallel ranks."""

@@ -61,11 +61,11 @@ def load_runner(config: ServerConfig, parallel: Parallel | None = None, device: 
                             lambda what, fraction: None)
 
 
-def forward(runner: ModelRunner, parts: list[tuple[np.ndarray, int, np.ndarray]], *, is_decode: bool = False,
+def forward(runner: ModelRunner, parts: list[tuple[np.ndarray, int, np.ndarray]], *,
             every_row: bool = True) -> torch.Tensor:
     """Logits of ``(tokens, start, page_ids)`` of each request."""
     total = sum(len(tokens) for tokens, _, _ in parts)
-    batch = build_forward_batch([Row(*part) for part in parts], runner.layout.page_size, runner.device, is_decode,
+    batch = build_forward_batch([Row(*part) for part in parts], runner.layout.page_size, runner.device,
                                 list(range(total)) if every_row else None)
     return runner.forward(batch)
 
@@ -102,5 +102,5 @@ def check_chunks(runner, model, prompts, chunk: int, tolerance: float) -> None:
         got = forward(runner, [(part, start, pages[b]) for b, part in rows])
         expected = torch.cat([want[b][start:start + len(part)] for b, part in rows])
         torch.testing.assert_close(got, expected, atol=tolerance, rtol=0)
-    got = forward(runner, [(prompts[b][last[b]:], last[b], pages[b]) for b in range(count)], is_decode=True)
+    got = forward(runner, [(prompts[b][last[b]:], last[b], pages[b]) for b in range(count)])
     torch.testing.assert_close(got, torch.stack([w[-1] for w in want]), atol=tolerance, rtol=0)

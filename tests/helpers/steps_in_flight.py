@@ -35,15 +35,14 @@ def runners_of(folder: Path, names: Sequence[str], backend: str) -> list[ModelRu
 
 def batches_of(runner: ModelRunner, seed: int, count: int) -> list[ForwardBatch]:
     """A chunk of three prompts, one that ends two of them, and a decode step."""
-    lengths = np.random.default_rng(seed).integers(5, 5 + count, 3)
+    lengths = np.random.default_rng(seed).integers(4, 4 + count, 3)
     tokens = np.random.default_rng(seed).integers(0, VOCABULARY, (3, 2 * count + 8))
     pages = scattered_pages(runner, 6, 64).reshape(2, 3, -1)[seed % 2]
     half = lengths // 2
     parts = [[(b, 0, half[b]) for b in range(3)], [(b, half[b], lengths[b]) for b in range(2)],
              [(b, lengths[b], lengths[b] + 1) for b in range(2)]]
     return [build_forward_batch([Row(tokens[b, start:stop], start, pages[b]) for b, start, stop in rows],
-                                runner.layout.page_size, runner.device, is_decode)
-            for rows, is_decode in zip(parts, (False, False, True))]
+                                runner.layout.page_size, runner.device) for rows in parts]
 
 
 def alone(runner: ModelRunner, seed: int, count: int) -> list[torch.Tensor]:
@@ -88,10 +87,9 @@ def in_turns(runners: Sequence[ModelRunner], steps: Sequence[StepContext]) -> li
     return found
 
 
-def check_two_models(folder: Path, names: Sequence[str], backend: str) -> None:
+def check_two_models(folder: Path, names: Sequence[str], backend: str, counts: tuple[int, int] = (9, 21)) -> None:
     """Two models' steps, each planned before the other's has run, compute what they compute alone."""
     runners = runners_of(folder, names, backend)
-    counts = (9, 21)
     want = [alone(runner, seed, count) for seed, (runner, count) in enumerate(zip(runners, counts))]
     for runner in runners:
         for group in runner.pool.groups:
@@ -107,15 +105,14 @@ def check_two_models(folder: Path, names: Sequence[str], backend: str) -> None:
         assert len(kept) == len(wanted) and all(map(torch.equal, kept, wanted))
 
 
-def check_two_workspaces(folder: Path, name: str, backend: str) -> None:
+def check_two_workspaces(runner: ModelRunner, counts: tuple[int, int] = (9, 21)) -> None:
     """Two steps of one model, a workspace each."""
-    (runner,) = runners_of(folder, [name], backend)
-    want = [alone(runner, seed, 9 + 12 * seed) for seed in range(2)]
+    want = [alone(runner, seed, count) for seed, count in enumerate(counts)]
     pages = [sum(pair) for pair in zip(*(wanted[3:] for wanted in want))]
     for group in runner.pool.groups:
         group.zero_()
     second = AttentionWorkspace(runner.device)
-    for index, pair in enumerate(zip(*(batches_of(runner, seed, 9 + 12 * seed) for seed in range(2)))):
+    for index, pair in enumerate(zip(*(batches_of(runner, seed, count) for seed, count in enumerate(counts)))):
         steps = [runner.plan(pair[0]), runner.plan(pair[1], workspace=second)]
         found = in_turns([runner] * 2, steps)
         assert all(torch.equal(logits, wanted[index]) for logits, wanted in zip(found, want))

@@ -445,7 +445,7 @@ FEW = ["rmsnorm 4096, residual", "scale_by_sinks", "fp8_rmsnorm 4096, a scale a 
        "mla_decode V2-Lite", "mla_decode V3", "per_head_matmul V2-Lite, absorbed", "mla_prefill V2-Lite, merges",
        "moe_topk Qwen3", "moe_experts Qwen3, by warp groups", "warp_specialized_matmul Llama, gated",
        "moe_experts Qwen3, 7 tokens", "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows",
-       "dequantize_pages", "small_m_matmul one row", "small_m_matmul 7 rows of float8",
+       "dequantize_pages", "batch_invariant_matmul", "small_m_matmul one row", "small_m_matmul 7 rows of float8",
        "small_m_matmul 7 rows, persistent",
        "split_k_matmul 256 rows, gated", "split_k_partials 256 rows", "split_k_rmsnorm of 4",
        "gather_rows 4096", "argmax of bfloat16", "sample, truncated",

@@ -33,7 +33,7 @@ def check_extends_and_decode(runner, model):
     torch.testing.assert_close(got, want[0][21:39], atol=1e-4, rtol=0)
     got = forward(runner, [(prompts[0][21:39], 21, pages[0]), (prompts[1][:2], 0, pages[1])], every_row=False)
     torch.testing.assert_close(got, torch.stack((want[0][38], want[1][1])), atol=1e-4, rtol=0)
-    got = forward(runner, [(p[-1:], len(p) - 1, row) for p, row in zip(prompts, pages)], is_decode=True)
+    got = forward(runner, [(p[-1:], len(p) - 1, row) for p, row in zip(prompts, pages)])
     torch.testing.assert_close(got, torch.stack([w[-1] for w in want]), atol=1e-4, rtol=0)
 
 
@@ -61,7 +61,7 @@ def test_a_mixture_of_experts_equals_transformers(tmp_path):
     pages = scattered_pages(runner, 1, 20)[0]
     got = forward(runner, [(tokens[:19], 0, pages)])
     torch.testing.assert_close(got, want[:19], atol=1e-4, rtol=0)
-    got = forward(runner, [(tokens[19:], 19, pages)], is_decode=True)
+    got = forward(runner, [(tokens[19:], 19, pages)])
     torch.testing.assert_close(got, want[19:], atol=1e-4, rtol=0)
 
 
@@ -72,7 +72,7 @@ def test_windows_and_sinks_equal_transformers(tmp_path):
     tokens = np.random.default_rng(3).integers(0, 97, 24)
     pages = scattered_pages(runner, 1, 24)[0]
     got = [forward(runner, [(tokens[:5], 0, pages)]), forward(runner, [(tokens[5:23], 5, pages)]),
-           forward(runner, [(tokens[23:], 23, pages)], is_decode=True)]
+           forward(runner, [(tokens[23:], 23, pages)])]
     torch.testing.assert_close(torch.cat(got), expected_logits(model, tokens), atol=1e-4, rtol=0)
 
 

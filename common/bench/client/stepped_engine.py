@@ -124,29 +124,23 @@ class _TimedExecutor:
         self.waited = 0.0
 
     def launch(self, *args: Any, **options: Any) -> Any:
-        step = self._executor.launch(*args, **options)
-        return dataclasses.replace(step, sampled=cast(Any, _TimedSample(step.sampled, self)))
+        launched = self._executor.launch(*args, **options)
+        return dataclasses.replace(launched, sample=cast(Any, _TimedSample(launched.sample, self)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executor, name)
 
 
 class _TimedSample:
-    """A step's ``PendingSample`` that times its ``wait``."""
+    """A step's ``Sample`` that times the wait for its tokens."""
 
     def __init__(self, pending: Any, watch: _TimedExecutor):
         self._pending = pending
         self._timer = watch
 
-    def wait(self) -> Any:
-        return self._timed(self._pending.wait)
-
     def token_ids(self) -> Any:
-        return self._timed(self._pending.token_ids)
-
-    def _timed(self, wait: Callable[[], Any]) -> Any:
         begin = time.perf_counter()
-        found = wait()
+        found = self._pending.token_ids()
         self._timer.waited += time.perf_counter() - begin
         return found
 

@@ -10,22 +10,24 @@ from dataclasses import dataclass
 
 from ...api.errors import ConfigError
 from ..logs import LogArgs
+from ..roles import Role
 from ..rules import check_rules
 from .answers import AnswerArgs, ChatArgs, GrammarArgs
 from .cache import CacheArgs
-from .disaggregation import DisaggregationArgs, EventsArgs, Mode
+from .disaggregation import DisaggregationArgs, EventsArgs
 from .http import HttpArgs
 from .kernels import KernelArgs
 from .model import ModelArgs
 from .observe import ObserveArgs
 from .parallel import DataParallelArgs, NodeArgs, ParallelArgs
 from .schedule import ScheduleArgs
+from .speculative import SpeculativeArgs
 from .storage import StorageArgs
 
 __all__ = [
     "AnswerArgs", "CacheArgs", "ChatArgs", "DataParallelArgs", "DisaggregationArgs", "EventsArgs", "GrammarArgs",
-    "HttpArgs", "KernelArgs", "LogArgs", "Mode", "ModelArgs", "NodeArgs", "ObserveArgs", "ParallelArgs", "ScheduleArgs",
-    "ServerConfig", "ServerSections", "StorageArgs",
+    "HttpArgs", "KernelArgs", "LogArgs", "ModelArgs", "NodeArgs", "ObserveArgs", "ParallelArgs", "ScheduleArgs",
+    "ServerConfig", "ServerSections", "SpeculativeArgs", "StorageArgs",
 ]
 
 
@@ -48,6 +50,7 @@ class ServerSections:
     answers: AnswerArgs = AnswerArgs()
     data_parallel: DataParallelArgs = DataParallelArgs()
     nodes: NodeArgs = NodeArgs()
+    speculative: SpeculativeArgs = SpeculativeArgs()
     logs: LogArgs = LogArgs()
 
 
@@ -76,10 +79,14 @@ class ServerConfig(ServerSections):
         return self.data_parallel.dp_size
 
     @property
-    def mode(self) -> Mode:
+    def mode(self) -> str:
         return self.disaggregation.disaggregation_mode
 
-    def require_mode(self, mode: Mode) -> ServerConfig:
+    @property
+    def role(self) -> Role:
+        return self.disaggregation.role
+
+    def require_mode(self, mode: str) -> ServerConfig:
         """Returns itself, for a command that starts servers of one mode; raises ConfigError for another mode."""
         if self.mode != mode:
             raise ConfigError(f"launch_{mode} starts {mode} servers; for --disaggregation-mode {self.mode} there is "

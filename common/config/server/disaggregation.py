@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal
 from ...api.errors import ConfigError
 from ...registry import Choices, Registry
 from ..cli import flag
+from ..roles import ROLES, Role
 from ..rules import Rule, ServerRule, check_own_rules
 
-Mode = Literal["null", "prefill", "decode"]
 TransferOverlap = Literal["layers", "chunk", "prompt"]
 TRANSFER_BACKENDS: Registry[Callable[[Any], Any]] = Registry("transfer backend", "baton.kvtransfer.backends")
 """Functions that make a ``Backend`` from ``BackendSettings``; both types are in kvtransfer/backends/base.py. Trait
@@ -20,7 +20,8 @@ TRANSFER_BACKENDS: Registry[Callable[[Any], Any]] = Registry("transfer backend",
 
 @dataclass(frozen=True)
 class DisaggregationArgs:
-    disaggregation_mode: Mode = flag("null", help="role of this server: both phases in one engine, or one of them")
+    disaggregation_mode: str = flag("null", choices=Choices.of(ROLES), help=(
+        "role of this server: both phases in one engine, or one of them"))
     disaggregation_transfer_backend: str = flag("nixl", choices=Choices.of(TRANSFER_BACKENDS), help=(
         "how KV pages travel; ipc copies them between GPUs (or processes) of one host at the speed of their link, auto "
         "is ipc within a host and nixl between hosts"))
@@ -45,10 +46,14 @@ class DisaggregationArgs:
         "given in a --config file than on the command line, where other users see it"))
 
     @property
+    def role(self) -> Role:
+        return ROLES.get(self.disaggregation_mode)
+
+    @property
     def shares_memory(self) -> bool:
         """True where peers on this host map the KV pool."""
         backend = self.disaggregation_transfer_backend
-        return self.disaggregation_mode != "null" and TRANSFER_BACKENDS.has(backend, "maps_host_memory")
+        return self.role.transfers_kv and TRANSFER_BACKENDS.has(backend, "maps_host_memory")
 
     own_flag_rules: ClassVar[tuple[Rule[DisaggregationArgs], ...]] = (
         Rule(lambda c: c.disaggregation_ib_device is not None and c.disaggregation_transfer_backend != "mooncake",
@@ -63,7 +68,7 @@ class DisaggregationArgs:
         for name, seconds in waits.items():
             if not seconds > 0:
                 raise ConfigError(f"{name} must be above 0, not {seconds:g}.")
-        least = 1 if self.disaggregation_mode == "prefill" else 0
+        least = 1 if self.role.sends_kv else 0
         if not least <= self.disaggregation_bootstrap_port < 65536:
             raise ConfigError(f"--disaggregation-bootstrap-port must be between {least} and 65535, not "
                               f"{self.disaggregation_bootstrap_port}.")

@@ -51,7 +51,7 @@ class ModelArgs:
         "the checkpoint's chat template"))
 
     flag_rules: ClassVar[tuple[ServerRule, ...]] = (
-        Rule(lambda c: c.model.is_embedding and c.mode != "null",
+        Rule(lambda c: c.model.is_embedding and not c.role.serves_alone,
              "--is-embedding needs a unified server: leave --disaggregation-mode at null."),
         Rule(lambda c: c.model.model_impl == "transformers" and c.parallel.world_size > 1,
              "--model-impl transformers computes on one rank: leave --tp-size and --pp-size out."),

@@ -59,7 +59,7 @@ class ParallelArgs:
              "--eplb-rebalance-num-iterations is for --enable-eplb: give both."),
     )
     flag_rules: ClassVar[tuple[ServerRule, ...]] = (
-        Rule(lambda c: c.parallel.pp_size > 1 and c.mode == "decode",
+        Rule(lambda c: c.parallel.pp_size > 1 and not c.role.computes_prompts,
              "--pp-size is for prefill and unified servers: decode steps are too short for a pipeline; use --tp-size "
              "on decode servers."),
         Rule(lambda c: c.parallel.moe_a2a_backend in ("low_latency", "peer")
@@ -79,8 +79,8 @@ class ParallelArgs:
         return self.pp_size * self.tp_size
 
     @property
-    def for_decode(self) -> ParallelArgs:
-        """The flags of a pair's decode server, which has no stages."""
+    def without_stages(self) -> ParallelArgs:
+        """The flags of a pair's decode server."""
         return replace(self, pp_size=1, pp_max_micro_batch_size=None, pp_layer_partition=())
 
 

@@ -62,11 +62,11 @@ class ScheduleArgs:
              and c.cache.disable_radix_cache,
              "--schedule-policy {schedule.schedule_policy} needs the prefix cache; drop --disable-radix-cache, or "
              "choose another policy."),
-        Rule(lambda c: c.schedule.enable_mixed_chunk and (c.mode == "prefill" or c.model.is_embedding),
+        Rule(lambda c: c.schedule.enable_mixed_chunk and (not c.role.decodes or c.model.is_embedding),
              "--enable-mixed-chunk is for servers that decode; leave it out here."),
         Rule(lambda c: c.schedule.enable_mixed_chunk and c.parallel.pp_size > 1,
              "--enable-mixed-chunk does not work across the stages of --pp-size: leave one of them out."),
-        Rule(lambda c: c.schedule.retract_host_memory_gb and (c.mode == "prefill" or c.model.is_embedding),
+        Rule(lambda c: c.schedule.retract_host_memory_gb and (not c.role.decodes or c.model.is_embedding),
              "--retract-host-memory-gb is for servers that decode; leave it out here."),
         Rule(lambda c: c.schedule.retract_host_memory_gb and c.parallel.pp_size > 1,
              "--retract-host-memory-gb does not work across the stages of --pp-size: leave one of them out."),
@@ -89,8 +89,8 @@ class ScheduleArgs:
         return 2**31 - 1 if self.schedule_low_priority_values_first else -(2**31)
 
     @property
-    def for_prefill(self) -> ScheduleArgs:
-        """The flags of a pair's prefill server: those for decoding take their defaults."""
+    def without_decoding(self) -> ScheduleArgs:
+        """The flags of a pair's prefill server: those for decoding have their defaults."""
         return replace(self, enable_mixed_chunk=False, retract_host_memory_gb=0.0)
 
     def largest_prefill(self, context_length: int) -> int:

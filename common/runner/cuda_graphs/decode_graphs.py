@@ -20,14 +20,10 @@ from ....kernels.sampling.argmax import argmax
 from ...attention.base import AttentionPlanner
 from ...attention.workspace import AttentionWorkspace
 from ...distributed.step_rows import StepRows
-from ...forward.forward_batch import DecodeTable, ForwardBatch, Row, build_forward_batch
+from ...forward.forward_batch import ForwardBatch, ModelInput, Row, TokenIds, build_forward_batch
 from ...forward.step_context import AttentionPlan, StepContext
 from ...models.decoder.causal_lm import CausalLM
 from .decode_inputs import DecodeInputs
-
-_INPUTS_BY_DTYPE = (("input_ids", "positions", "page_of_token", "offset_in_page"),
-                    ("kv_indptr", "kv_indices", "kv_last_page_len"))
-"""The tensors that a graph reads: int64 ones and int32 ones."""
 
 
 def default_sizes(largest: int) -> list[int]:
@@ -42,7 +38,7 @@ def sizes_to_capture(requested: Sequence[int], largest: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Captures at construction; ``run`` and ``decode`` replay. ``max_pages`` bounds the pages of one request.
+    """Captures at construction; ``decode`` replays. ``max_pages`` bounds the pages of one request.
     ``rows_of`` makes the rows of a step of a size: of the layers, and of the LM head."""
 
     def __init__(self, model: CausalLM, attention: AttentionPlanner, workspace: AttentionWorkspace,
@@ -52,7 +48,6 @@ class DecodeGraphs:
         self._attention = attention
         self._workspace = workspace
         self._scratch_page = scratch_page
-        self.padding_row = Row([0], 0, np.array([scratch_page]))
         self._inputs = DecodeInputs(self._sizes[-1], self._sizes[-1] * max_pages, scratch_page, device)
         self._static = self._static_batch(page_size, self._inputs.tensors, device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -73,37 +68,24 @@ class DecodeGraphs:
         index = bisect_left(self._sizes, num_reqs)
         return self._sizes[index] if index < len(self._sizes) else None
 
-    def run(self, batch: ForwardBatch) -> torch.Tensor:
-        """Replays a decode batch of a captured size; returns logits ``[size, vocab]`` in the model's type, which the
-        next run overwrites."""
-        size = batch.num_reqs
-        for names in _INPUTS_BY_DTYPE:  # one kernel for tensors of a type, instead of one each
-            sources = [getattr(batch, name) for name in names]
-            torch._foreach_copy_([getattr(self._static, name)[:len(source)] for name, source in zip(names, sources)],
-                                 sources)
-        self._inputs.invalidate_pages()
-        self._argmax_in_inputs = None
-        self._steps[size].attention.refresh(batch)
-        self._graphs[size].replay()
-        return self._logits[size]
+    def decode(self, step: ModelInput, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Replays a plain decode step of B requests; returns logits ``[B, vocab]`` in the model's type and their argmax
+        [B] int64. The next run of this size overwrites both.
 
-    def decode(self, table: DecodeTable, token_ids: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Replays a decode step of ``table``'s rows, whose tokens [B] int64 are on the device; returns logits
-        ``[B, vocab]`` in the model's type and their argmax [B] int64. The next run of this size overwrites both.
-
-        A graph writes its argmax to its own ``input_ids``: passed to the next run, it is not copied.
+        A graph writes its argmax to its own ``input_ids``: where the step follows it, nothing is copied.
         """
-        host = self._inputs.fill(table, size)
-        input_ids, logits, argmax = self._rows_of(size, len(table.positions))
-        if token_ids is not argmax or self._argmax_in_inputs != size:
-            input_ids.copy_(token_ids)
-        step = self._steps[size]
-        batch = step.batch
+        count = step.columns.num_reqs
+        host = self._inputs.fill(step.columns, size)
+        input_ids, logits, argmax = self._rows_of(size, count)
+        if not step.follows_argmax or self._argmax_in_inputs != size:
+            tokens = step.token_ids
+            input_ids.copy_(tokens.on_device(input_ids.device) if isinstance(tokens, TokenIds) else tokens)
+        batch = self._steps[size].batch
         batch.kv_indptr_cpu, batch.kv_indices_cpu = host["kv_indptr"], host["kv_indices"]
         batch.kv_last_page_len_cpu = host["kv_last_page_len"]
-        step.attention.refresh(batch)
+        self._steps[size].attention.refresh(batch)
         self._graphs[size].replay()
-        self._argmax_in_inputs = size if len(table.positions) else None  # padding's tokens belong to no request
+        self._argmax_in_inputs = size if count else None  # padding's tokens belong to no request
         return logits, argmax
 
     def _rows_of(self, size: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -115,7 +97,7 @@ class DecodeGraphs:
         return views
 
     def _static_batch(self, page_size: int, tensors: dict[str, torch.Tensor], device: torch.device) -> ForwardBatch:
-        batch = build_forward_batch([self.padding_row] * self._sizes[-1], page_size, device, True)
+        batch = build_forward_batch([Row([0], 0, np.array([self._scratch_page]))] * self._sizes[-1], page_size, device)
         for name, tensor in tensors.items():
             setattr(batch, name, tensor)
         return batch
@@ -133,7 +115,7 @@ class DecodeGraphs:
                  memory: Any) -> None:
         static = self._static
         batch = ForwardBatch(
-            is_decode=True, logits_rows=None, qo_indptr=static.qo_indptr[:size + 1], **self._input_views[size],
+            max_q_len=1, logits_rows=None, qo_indptr=static.qo_indptr[:size + 1], **self._input_views[size],
             qo_indptr_cpu=static.qo_indptr_cpu[:size + 1], kv_indptr_cpu=static.kv_indptr_cpu[:size + 1],
             kv_indices_cpu=static.kv_indices_cpu[:size], kv_last_page_len_cpu=static.kv_last_page_len_cpu[:size])
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ...forward.forward_batch import EMPTY_DECODE_TABLE, DecodeTable
+from ...forward.forward_batch import NO_COLUMNS, BatchColumns
 
 _INT64 = ("positions", "page_of_token", "offset_in_page")
 _INT32 = ("kv_indptr", "kv_last_page_len")
@@ -19,7 +19,7 @@ _Layout = dict[str, tuple[int, int, type]]
 
 
 class DecodeInputs:
-    """A DecodeTable's arrays on the device, at fixed addresses: ``tensors`` by name, for ``max_rows`` rows.
+    """The arrays of BatchColumns on the device, at fixed addresses: ``tensors`` by name, for ``max_rows`` rows.
 
     They are initialised as padding rows, which read and write the page ``scratch_page``. ``kv_indices`` has
     ``max_indices`` entries.
@@ -46,24 +46,24 @@ class DecodeInputs:
         self._active = 0
         self._pages: _Pages | None = None  # those of ``tensors``, once the copies in flight have run
         self.tensors["kv_indices"].fill_(scratch_page)
-        self.fill(EMPTY_DECODE_TABLE, max_rows)
+        self.fill(NO_COLUMNS, max_rows)
 
-    def fill(self, table: DecodeTable, size: int) -> dict[str, np.ndarray]:
-        """Copies ``table``, padded to ``size`` rows, to the device without waiting for it; returns host copies, which
+    def fill(self, columns: BatchColumns, size: int) -> dict[str, np.ndarray]:
+        """Copies ``columns``, padded to ``size`` rows, to the device without waiting for it; returns host copies, which
         the second call after this one overwrites. A step that was launched reads the values from before.
 
         Pages of the same ``pages_version`` are not copied again.
         """
         self._active ^= 1
-        count, num_indices = len(table.positions), len(table.kv_indices)
+        count, num_indices = len(columns.positions), len(columns.kv_indices)
         staging = self._staging[self._active]
         arrays = staging.acquire(num_indices + size - count)
         for name in (*_INT64, "kv_last_page_len"):
-            arrays[name][:count] = getattr(table, name)
-        pages = _Pages(table.pages_version, size)
+            arrays[name][:count] = getattr(columns, name)
+        pages = _Pages(columns.pages_version, size)
         if not pages.same(staging.pages):
             staging.pages = pages
-            self._fill_pages(arrays, table, size)
+            self._fill_pages(arrays, columns, size)
         used = self._indices_offset + 4 * (num_indices + size - count)
         assert used <= len(self._bytes), "more pages than a captured step may have"
         staging.copy_to(self._bytes, self._indices_offset if pages.same(self._pages) else used)
@@ -71,11 +71,11 @@ class DecodeInputs:
         return {"kv_indptr": arrays["kv_indptr"][:size + 1], "kv_last_page_len": arrays["kv_last_page_len"][:size],
                 "kv_indices": arrays["kv_indices"][:num_indices + size - count]}
 
-    def _fill_pages(self, arrays: dict[str, np.ndarray], table: DecodeTable, size: int) -> None:
+    def _fill_pages(self, arrays: dict[str, np.ndarray], columns: BatchColumns, size: int) -> None:
         """Writes what stays the same until a request gets a new page, including padding rows."""
-        count, num_indices = len(table.positions), len(table.kv_indices)
-        arrays["kv_indptr"][:count + 1] = table.kv_indptr
-        arrays["kv_indices"][:num_indices] = table.kv_indices
+        count, num_indices = len(columns.positions), len(columns.kv_indices)
+        arrays["kv_indptr"][:count + 1] = columns.kv_indptr
+        arrays["kv_indices"][:num_indices] = columns.kv_indices
         arrays["positions"][count:size] = 0
         arrays["page_of_token"][count:size] = self._scratch_page
         arrays["offset_in_page"][count:size] = 0
@@ -83,13 +83,9 @@ class DecodeInputs:
         arrays["kv_indptr"][count + 1:size + 1] = np.arange(num_indices + 1, num_indices + size - count + 1)
         arrays["kv_indices"][num_indices:num_indices + size - count] = self._scratch_page
 
-    def invalidate_pages(self) -> None:
-        """Forgets the pages of ``tensors``, which the caller has overwritten."""
-        self._pages = None
-
 
 class _Pages(NamedTuple):
-    """A version of a table's pages, padded to ``size`` rows."""
+    """A version of a step's pages, padded to ``size`` rows."""
 
     version: int | None
     size: int

@@ -34,9 +34,9 @@ _LINKS = {
 
 async def root(context: ServingContext, request: web.Request) -> web.Response:
     """Names this server and links to its main endpoints."""
-    role = "unified server" if context.config.mode == "null" else f"{context.config.mode} server"
     as_html = "text/html" in request.headers.get("Accept", "")
-    body = about(f"This is a {role} of {context.model.name}. It speaks OpenAI's API.", _LINKS, as_html=as_html)
+    body = about(f"This is a {context.config.role.label} server of {context.model.name}. It speaks OpenAI's API.",
+                 _LINKS, as_html=as_html)
     headers = {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": POLICY} if as_html else {
         "Content-Type": "application/json; charset=utf-8"}
     return web.Response(body=body, headers={**headers, "Vary": "Accept"})
@@ -66,7 +66,7 @@ async def health_generate(context: ServingContext, request: web.Request) -> web.
     A prefill or decode server generates nothing alone, and neither does a server that is paused: there this is
     ``/health``.
     """
-    if context.config.mode != "null" or context.client.paused:
+    if not context.config.role.serves_alone or context.client.paused:
         return await health(context, request)
     tokenizer = context.status.serving_tokenizer()
     probe = Generate(rid=f"health-{time.monotonic_ns()}", input_ids=[0],

@@ -54,7 +54,7 @@ class RequestPlanner:
         """Prompt and output together, in tokens. A prefill server's pool holds prompts only, so it limits no output."""
         context_length, ready = self._model.spec.context_length, self._status.ready
         assert ready is not None
-        return context_length if self._config.mode == "prefill" else min(context_length, ready.max_request_tokens)
+        return context_length if not self._config.role.decodes else min(context_length, ready.max_request_tokens)
 
     def check_count(self, count: int, param: str) -> None:
         """Raises InvalidRequest for a request of too many prompts; call it before any work is done for them."""
@@ -84,7 +84,7 @@ class RequestPlanner:
         self._model.check_generates()
         self._status.check_weights_stable()
         port = self._config.disaggregation.disaggregation_bootstrap_port
-        return place_choices(fields, num_prompts, n, mode=self._config.mode, default_port=port,
+        return place_choices(fields, num_prompts, n, role=self._config.role, default_port=port,
                           dp_size=self._config.dp_size)
 
     async def plan(self, body: PlannableRequest, ids: list[list[int]], samplings: list[SamplingParams], n: int,

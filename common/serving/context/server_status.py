@@ -21,7 +21,7 @@ class ServerStatus:
         self.loading = Loading("starting", 0.0)
         self.stopping = False
         self.weights_lock = asyncio.Lock()  # one weight update at a time
-        self._mode = config.mode
+        self._transfers_kv = config.role.transfers_kv
         self._model = model
         self._client = client
         self._instance = uuid.uuid4().hex[:16]
@@ -61,5 +61,5 @@ class ServerStatus:
     def check_weights_stable(self) -> None:
         """Raises WorkerUnavailable while a server of a pair loads other weights: its peers are not connected, and a
         request that waited for that would fail by its deadline where another worker could serve it."""
-        if self.weights_lock.locked() and self._mode != "null":
+        if self.weights_lock.locked() and self._transfers_kv:
             raise WorkerUnavailable("The server is loading other weights.", retry_after=1.0)

@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from ...api.messages import Generate, LatencySpan, SpanName
+from ...config.roles import Role
 from ...obs.tracing import Tracing
 
 TRACEPARENT: ContextVar[str | None] = ContextVar("traceparent", default=None)
@@ -19,12 +20,12 @@ TRACEPARENT: ContextVar[str | None] = ContextVar("traceparent", default=None)
 
 
 class Traces:
-    """The spans of one server: ``<mode>.request`` for each generation, with a child for each of its stages."""
+    """The spans of one server: ``<component>.request`` for each generation, with a child for each of its stages."""
 
-    def __init__(self, tracing: Tracing, mode: str):
+    def __init__(self, tracing: Tracing, role: Role):
         self._tracing = tracing
-        self._mode = mode
-        self._name = f"{'server' if mode == 'null' else mode}.request"
+        self._role = role
+        self._name = f"{role.component}.request"
         self._spans: dict[str, Any] = {}
 
     def start(self, requests: Sequence[Generate], arrived: float) -> None:
@@ -46,7 +47,7 @@ class Traces:
             return
         begin = arrived
         if stages:  # the last one has no end in the engine: a stop string may end it here
-            last: SpanName = "transfer" if self._mode == "prefill" else "decode"
+            last: SpanName = "decode" if self._role.decodes else "transfer"
             stages = [*stages, LatencySpan(last, time.monotonic())]
         for stage in stages:
             child = self._tracing.tracer.start_span(stage.name, self._tracing.within(span), start_time=_epoch_ns(begin))

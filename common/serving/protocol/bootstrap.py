@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ...api.errors import InvalidRequest
 from ...api.messages import Bootstrap
 from ...api.wire import Int32, Int64
+from ...config.roles import Role
 from .namespaces import NamespaceFields
 from .per_prompt import per_choice, rooms_per_choice
 
@@ -34,7 +35,7 @@ class Placement(NamedTuple):
     dp_rank: int | None
 
 
-def place_choices(fields: BootstrapFields, num_prompts: int, n: int, *, mode: str, default_port: int,
+def place_choices(fields: BootstrapFields, num_prompts: int, n: int, *, role: Role, default_port: int,
                dp_size: int) -> list[Placement]:
     """One entry per choice, ``n`` for each prompt. Raises InvalidRequest.
 
@@ -43,15 +44,15 @@ def place_choices(fields: BootstrapFields, num_prompts: int, n: int, *, mode: st
     room leads to: decode servers look there.
     """
     rooms: list[Bootstrap | None] = [None] * (num_prompts * n)
-    if mode != "null":
+    if role.transfers_kv:
         rooms = bootstraps(fields, num_prompts, n, default_port)
-    if mode == "prefill" and rooms[0] is None:
+    if role.sends_kv and rooms[0] is None:
         raise InvalidRequest("A prefill server needs bootstrap_host, bootstrap_port and bootstrap_room; send "
                              "requests to the router.", param="bootstrap_room")
     rank = requested_dp_rank(fields, dp_size)
     if dp_size == 1:
         return [Placement(room, None) for room in rooms]
-    if rank is None and mode == "prefill":
+    if rank is None and role.sends_kv:
         return [Placement(room, None if room is None else room.room % dp_size) for room in rooms]
     return [Placement(room, rank) for room in rooms]
 

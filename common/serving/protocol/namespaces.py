@@ -14,8 +14,8 @@ MAX_KEY_CHARS = 256
 class NamespaceFields(msgspec.Struct, kw_only=True):
     """``cache_salt`` is vLLM's and SGLang's, ``extra_key`` SGLang's; a list holds one entry per prompt of a batch.
 
-    Prompts share cached pages only where both are equal: so nobody can find out by timing, without knowing the salt,
-    what another user's prompts begin with.
+    Prompts share cached pages only where both are equal: timing does not reveal to a user who does not know the salt
+    how another user's prompts begin.
     """
 
     cache_salt: str | list[str] | None = None

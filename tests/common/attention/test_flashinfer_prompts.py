@@ -99,7 +99,7 @@ def test_whole_prompts_attend_to_their_own_rows(backend_of):
     ragged, paged = Ragged.runs, Wrapper.runs
     for starts, count, expected in [((0, 0), 37, (3, 0)), ((37, 37), 20, (3, 3)), ((57, 0), 9, (3, 6))]:
         rows = [Row([0] * count, start, row) for start, row in zip(starts, pages)]
-        batch = build_forward_batch(rows, 16, CPU, False)
+        batch = build_forward_batch(rows, 16, CPU)
         plans = [backend.plan(batch, workspace) for backend in backends]
         for layer in range(3):
             want, got = results_of(plans, pages, starts[0], count, layer)
@@ -115,7 +115,7 @@ def test_float8_pages_are_widened_for_the_library_and_too_many_are_not(backend_o
     before = Wrapper.runs
     # A batch whose pages are too many is our kernel's.
     for start, count, by_library in [(0, 100, 3), (100, 50, 6), (150, 20, 6)]:
-        batch = build_forward_batch([Row([0] * count, start, row) for row in pages], 16, CPU, False)
+        batch = build_forward_batch([Row([0] * count, start, row) for row in pages], 16, CPU)
         plans = [backend.plan(batch, workspace) for backend in backends]
         for layer in range(3):
             want, got = results_of(plans, pages, start, count, layer)
@@ -131,8 +131,8 @@ def test_a_warm_up_computes_prompts_by_both_kernels(backend_of):
     before, by_library, workspace = Wrapper.runs, [], AttentionWorkspace(CPU)
 
     def compute_prompt() -> None:
-        plan = backend.plan(build_forward_batch([Row([0], 0, row) for row in pages], 16, CPU, False), workspace)
-        results_of([plan], pages, 0, 1, 0)
+        plan = backend.plan(build_forward_batch([Row([0, 0], 0, row) for row in pages], 16, CPU), workspace)
+        results_of([plan], pages, 0, 2, 0)
         by_library.append(Wrapper.runs - before)
 
     backend.warm_up(compute_prompt)

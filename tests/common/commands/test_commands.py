@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 
 import msgspec
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 import baton
-from baton.common import commands
 from baton.common.api.errors import ConfigError
 from baton.common.api.wire import Int32
 from baton.common.commands.base import Broadcast, Command, messages_by_worker, plain_endpoint
@@ -53,10 +51,7 @@ def register(monkeypatch):
         cached.cache_clear()
 
 
-def test_every_file_registers_and_every_command_is_whole():
-    files = {path.stem for path in Path(commands.__file__).parent.glob("*.py")}
-    assert files - {COMMANDS.module_of(name).rpartition(".")[2] for name in COMMANDS} == {
-        "__init__", "base", "methods", "registry"}
+def test_every_command_is_whole():
     for name in COMMANDS:
         command = COMMANDS.get(name)
         assert command.endpoints and command.timeout > 0
@@ -121,6 +116,13 @@ def test_a_path_that_is_taken_is_refused(register, path, checkpoint):
     client.channel.close()
     with pytest.raises(ConfigError, match=path):
         router_endpoints.admin_routes()
+
+
+@pytest.mark.parametrize("path", ["/mine/generate", "/mine/flush_cache"])
+def test_a_method_that_the_engine_has_is_refused(register, path):
+    register("toy", toy(path))
+    with pytest.raises(ConfigError, match=f"has the path {path}, and baton.Engine has another method"):
+        baton.Engine("m")
 
 
 def test_a_number_without_bounds_is_refused(register):

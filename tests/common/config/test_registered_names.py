@@ -11,18 +11,22 @@ import pytest
 from baton.common.api.errors import ConfigError
 from baton.common.bench.serving_args import BenchServing
 from baton.common.bench.workloads.dataset_args import DATASETS
+from baton.common.commands.registry import COMMANDS
 from baton.common.config.cli import _flags
 from baton.common.config.load_format import LOAD_FORMATS
 from baton.common.config.quantization import QUANTIZATIONS
+from baton.common.config.roles import ROLES
 from baton.common.config.server import ServerConfig
 from baton.common.config.server.cache import KV_TIERS
 from baton.common.config.server.disaggregation import TRANSFER_BACKENDS
 from baton.common.config.server.kernels import ATTENTION_BACKENDS, LATENT_BACKENDS, SAMPLING_BACKENDS
 from baton.common.config.server.schedule import SCHEDULE_POLICIES
+from baton.common.config.server.speculative import SPECULATIVE_ALGORITHMS
 from baton.common.models.registry import MODELS
 from baton.common.parsers.reasoning import REASONING_FORMATS
 from baton.common.parsers.tools import TOOL_FORMATS
 from baton.common.registry import Registry
+from baton.common.request.extras import EXTRAS
 from baton.router.config import RouterConfig
 from baton.router.config.policy import ROUTING_POLICIES
 from baton.tests.helpers.layers import ROOT
@@ -31,9 +35,11 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
     "common/attention": (ATTENTION_BACKENDS, {
         "base", "select", "per_window_backend", "prefill_decode_backend", "workspace"}),
     "common/attention/mla": (LATENT_BACKENDS, {"base", "select"}),
+    "common/commands": (COMMANDS, {"base", "methods", "registry"}),
     "common/sampling": (SAMPLING_BACKENDS, {
-        "apply_processors", "bitmask", "builtin_processors", "gumbel_noise", "hidden_rows", "penalties",
-        "prompt_logprobs", "sampled_tokens", "sampler", "sampling_backend", "token_logprobs"}),
+        "builtin_processors", "gumbel_noise", "sampled_tokens", "sampler", "sampling_backend"}),
+    "common/sampling/extras": (EXTRAS, set()),
+    "common/speculative": (SPECULATIVE_ALGORITHMS, {"base", "verify"}),
     "common/scheduler/policies": (SCHEDULE_POLICIES, {"order", "priority"}),
     "router/policies": (ROUTING_POLICIES, {
         "base", "load_view", "page_costs", "text_pages", "token_pages", "worker_groups"}),
@@ -61,7 +67,9 @@ FLAGS = {
     "tool_call_parser": {"auto", "none", *TOOL_FORMATS},
     "reasoning_parser": {"none", *REASONING_FORMATS},
     "dataset_name": {*DATASETS},
+    "disaggregation_mode": {*ROLES},
     "schedule_policy": {*SCHEDULE_POLICIES},
+    "speculative_algorithm": {*SPECULATIVE_ALGORITHMS},
     **dict.fromkeys(("policy", "prefill_policy", "decode_policy"), {*ROUTING_POLICIES}),
     "disaggregation_transfer_backend": {*TRANSFER_BACKENDS},
     "kv_tier": {*KV_TIERS},

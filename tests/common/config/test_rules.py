@@ -17,6 +17,7 @@ from baton.router.config import RouterConfig
 DP = {"enable_dp_attention": True, "dp_size": 2, "tp_size": 2}
 PP = {"pp_size": 2}
 PREFILL, DECODE = {"disaggregation_mode": "prefill"}, {"disaggregation_mode": "decode"}
+NGRAM = {"speculative_algorithm": "NGRAM"}
 SERVERS: list[tuple[dict[str, Any], str]] = [
     (PP | {"enable_return_hidden_states": True}, "--enable-return-hidden-states does not work across the stages"),
     ({"constrained_json_whitespace_pattern": " ", "constrained_json_disable_any_whitespace": True}, "exclude each"),
@@ -53,6 +54,10 @@ SERVERS: list[tuple[dict[str, Any], str]] = [
     ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap overlaps the exchange of attention groups: it"),
     (DP | {"enable_two_batch_overlap": True, "moe_a2a_backend": "peer", "ep_size": 2}, "--moe-a2a-backend peer: leave"),
     (DP | {"enable_two_batch_overlap": True}, "--two-batch-min-tokens 16384 or more, and no step has as many: raise"),
+    (NGRAM | {"speculative_ngram_min_match_window_size": 13}, "--speculative-ngram-min-match-window-size must be betw"),
+    (PREFILL | NGRAM, "--speculative-algorithm is for servers that decode; leave it out here."),
+    (PP | NGRAM, "--speculative-algorithm does not work across the stages of --pp-size: leave one of them out."),
+    (NGRAM | {"enable_mixed_chunk": True}, "--speculative-algorithm does not draft in mixed chunks: drop --enable-mix"),
     ({"node_rank": 1}, "--node-rank 1 must be 0 or more and below --nnodes 1."),
     ({"nnodes": 2}, "--nnodes above 1 and --dist-init-addr HOST:PORT go together."),
     ({"nnodes": 2, "dist_init_addr": "h:1", "tp_size": 3}, "--nnodes 2 must divide --tp-size 3, which counts the"),

@@ -168,17 +168,13 @@ def watch_replays(engine: Engine, sizes: tuple[int, ...]) -> list[int]:
         return runner._decode_graphs.replayed
     replayed: list[int] = []
     graphs = runner._decode_graphs
-    run, decode = graphs.run, getattr(graphs, "decode", None)
+    decode = graphs.decode
 
-    def watched_run(batch):
-        replayed.append(batch.num_reqs)
-        return run(batch)
-
-    def watched_decode(table, token_ids, size):
+    def watched_decode(step, size):
         replayed.append(size)
-        return decode(table, token_ids, size)
+        return decode(step, size)
 
-    graphs.run, graphs.decode = watched_run, watched_decode
+    graphs.decode = watched_decode
     return replayed
 
 

@@ -59,7 +59,7 @@ def model_logits(folder: Path, parallel: Parallel) -> torch.Tensor:
         replayed = record_again(runner, [40])
         torch.testing.assert_close(forward(runner, [(TOKENS[:29], 0, pages)]), first, atol=1e-5, rtol=1e-5)
         assert set(replayed) == {40}
-    return torch.cat((first, forward(runner, [(TOKENS[29:], 29, pages)], is_decode=True))).cpu()
+    return torch.cat((first, forward(runner, [(TOKENS[29:], 29, pages)]))).cpu()
 
 
 def config_of(folder: Path, args: ParallelArgs, device: torch.device) -> ServerConfig:
@@ -80,7 +80,7 @@ def while_experts_move(folder: Path, world: TPGroup, a2a: AllToAll) -> dict:
     placements, logits = [], []
     runner.expert_record.start()
     for start, stop in [(0, 20), *((i, i + 1) for i in range(20, 30))]:
-        made = forward(runner, [(TOKENS[start:stop], start, pages)], is_decode=stop == start + 1)
+        made = forward(runner, [(TOKENS[start:stop], start, pages)])
         logits.append(made.cpu())  # a graph's logits are overwritten by the next
         placements.append([layer.placement.physical_to_logical.tolist() for layer in layers])
     said = runner.expert_record.stop()

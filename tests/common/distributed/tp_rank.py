@@ -11,12 +11,13 @@ from baton.common.api.sampling import SamplingParams
 from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.tp import init_tp
 from baton.common.request.logit_processors import RequestTokens, RowProcessor
-from baton.common.request.sampling_metadata import RequestedLogprobs, SamplingMetadata
+from baton.common.request.sampling_metadata import RequestedLogprobs
 from baton.common.request.token_buffer import TokenBuffer
 from baton.common.sampling.sampler import Sampler
 from baton.tests.helpers import nemotron_family
 from baton.tests.helpers.rank_processes import end_rank
 from baton.tests.helpers.replayed_prompts import record_again
+from baton.tests.helpers.sampling_rows import sampling_row
 from baton.tests.helpers.small_models import forward, load_runner, scattered_pages, server_config
 
 
@@ -35,15 +36,15 @@ def main(rank: int, size: int, init_method: str, out: str, checkpoint: str) -> N
         tokens = np.random.default_rng(2).integers(0, 97, 30)
         pages = scattered_pages(runner, 1, 30)[0]
         first = forward(runner, [(tokens[:29], 0, pages)])
-        last = forward(runner, [(tokens[29:], 29, pages)], is_decode=True)
+        last = forward(runner, [(tokens[29:], 29, pages)])
         none = forward(runner, [(tokens[29:], 29, pages)], every_row=False)[:0]
         results[name] = torch.cat((first, last, none))
     replayed = record_again(runners["checkpoint"], [16, 48])
     again = forward(runners["checkpoint"], [(np.random.default_rng(2).integers(0, 97, 30), 0, pages)])
     sampler = Sampler(results["dummy"].shape[1], "cpu", seed=rank, tp=tp)  # unequal seeds: rank 0's choice must win
-    rows = [SamplingMetadata(SamplingParams(), i, RequestedLogprobs(1)) for i in range(30)]
+    rows = [sampling_row(SamplingParams(), i, RequestedLogprobs(1)) for i in range(30)]
     sampled = sampler.sample(results["dummy"].clone(), rows)
-    rows = [SamplingMetadata(SamplingParams(), i, processor=failing(rank, i % 2 == 1)) for i in range(30)]
+    rows = [sampling_row(SamplingParams(), i, processor=failing(rank, i % 2 == 1)) for i in range(30)]
     failed = sampler.sample(results["dummy"].clone(), rows)
     torch.save({"pieces": again, "replayed": replayed, "failed": failed.token_ids, "reasons": dict(failed.failures),
                 "logits": results, "heads": runner.layout.num_kv_heads, "bytes_equal": received == messages,

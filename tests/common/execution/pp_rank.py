@@ -45,7 +45,7 @@ def logits_of(checkpoint: str, parallel: Parallel) -> torch.Tensor:
     tokens = np.random.default_rng(2).integers(0, 97, 30)
     pages = scattered_pages(runner, 1, 30)[0]
     first = forward(runner, [(tokens[:29], 0, pages)])
-    return torch.cat((first, forward(runner, [(tokens[29:], 29, pages)], is_decode=True)))
+    return torch.cat((first, forward(runner, [(tokens[29:], 29, pages)])))
 
 
 class Front:
@@ -101,7 +101,7 @@ def run(case: dict, parallel: Parallel) -> dict:
     engine = Engine(case.pop("checkpoint"), parallel=parallel, device=parallel.device, line=line,
                     parts=ParallelArgs(pp_size=parallel.pp.size, **parts), **case)
     watched = Watched(engine)
-    engine.runner.forward = slowed(engine.runner.forward, delay, before=parallel.pp.is_first)
+    engine.runner.step = slowed(engine.runner.step, delay, before=parallel.pp.is_first)
     control = Control(engine.config, parallel.world, engine.runner, engine.scheduler.batcher)
     turns = [[Generate(str(i), prompt, SamplingParams(temperature=0.0, max_new_tokens=8 + 5 * i % 11), **fields)]
              for i, prompt in enumerate(prompts)]

@@ -40,7 +40,7 @@ def config_of(folder, stored="fp8_e4m3", path=None, **options):
 def logits_of(runner) -> torch.Tensor:
     pages = scattered_pages(runner, 1, 40)[0]
     return torch.cat((forward(runner, [(TOKENS[:20], 0, pages)]), forward(runner, [(TOKENS[20:39], 20, pages)]),
-                      forward(runner, [(TOKENS[39:], 39, pages)], is_decode=True)))
+                      forward(runner, [(TOKENS[39:], 39, pages)])))
 
 
 def rms(x: torch.Tensor) -> float:

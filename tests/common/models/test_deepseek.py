@@ -163,7 +163,7 @@ def test_float8_weights(tmp_path):
     torch.testing.assert_close(weight, plain.model.layers[0].self_attn.kv_b_proj.weight)
     pages = scattered_pages(runner, 1, 30)[0]
     found = torch.cat((forward(runner, [(tokens[:29], 0, pages)]),
-                       forward(runner, [(tokens[29:], 29, pages)], is_decode=True)))
+                       forward(runner, [(tokens[29:], 29, pages)])))
     assert rms(found - expected_logits(plain, tokens)) < 0.1 * rms(found - exact) < 0.05 * rms(exact)
     before, address = weight.clone(), weight.data_ptr()
     runner.update_weights(str(tmp_path / "float8"), None)
@@ -198,7 +198,7 @@ def test_a_float8_checkpoint_with_experts(tmp_path):
     runner = load_runner(server_config(tmp_path))
     pages = scattered_pages(runner, 1, 30)[0]
     found = torch.cat((forward(runner, [(tokens[:29], 0, pages)]),
-                       forward(runner, [(tokens[29:], 29, pages)], is_decode=True)))
+                       forward(runner, [(tokens[29:], 29, pages)])))
     assert 0.01 < rms(plain - exact) / rms(exact) < 0.15
     assert rms(found - plain) < 1.5 * rms(plain - exact)
 

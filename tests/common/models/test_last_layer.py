@@ -58,7 +58,7 @@ def test_prompts_over_a_prefix_need_the_rows_with_logits(runner, monkeypatch):
         for parts, wanted in steps:
             rows = [Row(prompts[b][start:stop], start, pages[b]) for b, start, stop in parts]
             total = sum(row.num_tokens for row in rows)
-            batch = build_forward_batch(rows, 16, CPU, False, list(range(total)) if whole else wanted)
+            batch = build_forward_batch(rows, 16, CPU, list(range(total)) if whole else wanted)
             logits.append(runner.forward(batch)[wanted] if whole else runner.forward(batch))
         assert seen == ([16, 71, 26] if whole else [2, 2])
         found.append((logits, stored(runner)))
@@ -73,7 +73,7 @@ def test_what_ends_attend_to():
     rows = [Row([5], 0, np.array([7])), Row([6, 7, 8], 2, np.array([3, 1, 2])), Row([9], 4, np.array([4, 5, 6]))]
 
     def ends_of(wanted: list[int] | None):
-        return build_forward_batch([*rows, Row(range(8), 0, np.arange(10, 14))], 2, CPU, False, wanted).last_tokens
+        return build_forward_batch([*rows, Row(range(8), 0, np.arange(10, 14))], 2, CPU, wanted).last_tokens
 
     ends = ends_of([3, 4])
     assert ends is not None and ends.is_decode and ends.num_reqs == ends.num_tokens == 2
@@ -94,9 +94,9 @@ def test_what_ends_attend_to():
 def test_other_rows_are_no_ends(wanted):
     """Rows in the middle of a request (prompt logprobs), and orders that nobody asks for."""
     rows = [Row([5], 0, np.array([7])), Row([6, 7, 8], 2, np.array([3, 1, 2])), Row([9], 4, np.array([4, 5, 6]))]
-    assert build_forward_batch(rows, 2, CPU, False, wanted).last_tokens is None
+    assert build_forward_batch(rows, 2, CPU, wanted).last_tokens is None
 
 
 def test_a_decode_step_has_no_ends():
     rows = [Row([5], 0, np.array([7])), Row([9], 4, np.array([4, 5, 6]))]
-    assert build_forward_batch(rows, 2, CPU, True).last_tokens is None
+    assert build_forward_batch(rows, 2, CPU).last_tokens is None

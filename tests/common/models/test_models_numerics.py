@@ -54,7 +54,7 @@ def check_whole_and_decode(runner, model, count: int = 41) -> None:
     got = forward(runner, [(tokens[:count], 0, pages)])
     torch.testing.assert_close(got, want[:count], atol=TOLERANCE, rtol=0)
     for position in range(count, count + 3):
-        got = forward(runner, [(tokens[position:position + 1], position, pages)], is_decode=True)
+        got = forward(runner, [(tokens[position:position + 1], position, pages)])
         torch.testing.assert_close(got[0], want[position], atol=TOLERANCE, rtol=0)
 
 
@@ -141,11 +141,11 @@ def test_logits_rows_and_layer_groups(tmp_path):
         written = [bool(runner.pool.groups[g][pages[1][0], -1].any()) for g in range(2)]
         seen.append((group, written))
 
-    got = runner.forward(build_forward_batch(rows, 16, runner.device, False), after_group)
+    got = runner.forward(build_forward_batch(rows, 16, runner.device), after_group)
     want = torch.stack([expected_logits(model, prompt)[-1] for prompt in prompts])
     torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)
     assert seen == [(0, [True, False]), (1, [True, True])]
-    none = runner.forward(build_forward_batch(rows, 16, runner.device, False, []))
+    none = runner.forward(build_forward_batch(rows, 16, runner.device, []))
     assert none.shape == (0, runner.spec.vocab_size)
 
 
@@ -159,6 +159,6 @@ def test_decode_batch_of_unequal_lengths(tmp_path):
     for prompt, row in zip(prompts, pages):
         if len(prompt) > 1:
             forward(runner, [(prompt[:-1], 0, row)])
-    got = forward(runner, [(p[-1:], len(p) - 1, row) for p, row in zip(prompts, pages)], is_decode=True)
+    got = forward(runner, [(p[-1:], len(p) - 1, row) for p, row in zip(prompts, pages)])
     want = torch.stack([expected_logits(model, prompt)[-1] for prompt in prompts])
     torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)

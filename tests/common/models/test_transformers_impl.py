@@ -12,9 +12,10 @@ import transformers
 
 from baton.common.api.errors import ConfigError
 from baton.common.config.server import ModelArgs
+from baton.common.forward.forward_batch import Row, build_forward_batch
 from baton.common.models.registry import load_model_spec
 from baton.tests.helpers.hand_driven import Engine, tokens_of
-from baton.tests.helpers.small_models import check_chunks, greedy, load_runner, server_config
+from baton.tests.helpers.small_models import check_chunks, greedy, load_runner, scattered_pages, server_config
 
 SMALL = {"vocab_size": 131, "hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": 3,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "eos_token_id": 7,
@@ -118,3 +119,15 @@ def test_tokens_of_the_unified_engine_are_transformers_own(tmp_path):
         engine.start(str(rid), prompt, max_new_tokens=8)
     found = tokens_of(engine.run())
     assert [found[str(rid)] for rid in range(4)] == [greedy(model, prompt, 8) for prompt in prompts]
+
+
+def test_embeddings_are_transformers_hidden_states(tmp_path):
+    model = save(tmp_path, "Olmo2")
+    runner = load_runner(server_config(tmp_path, model_impl="transformers", is_embedding=True))
+    tokens = np.random.default_rng(0).integers(0, 131, 40)
+    pages = scattered_pages(runner, 1, 40)[0]
+    rows = [Row(tokens, 0, pages)]
+    got = runner.hidden_states(build_forward_batch(rows, runner.layout.page_size, runner.device, False, [3, 39]))
+    with torch.inference_mode():
+        want = model.model(torch.from_numpy(tokens)[None]).last_hidden_state[0]
+    torch.testing.assert_close(got, want[[3, 39]], atol=1e-4, rtol=0)

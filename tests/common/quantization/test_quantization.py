@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 def logits_of(runner) -> torch.Tensor:
     pages = scattered_pages(runner, 1, 30)[0]
     return torch.cat((forward(runner, [(TOKENS[:29], 0, pages)]),
-                      forward(runner, [(TOKENS[29:], 29, pages)], is_decode=True)))
+                      forward(runner, [(TOKENS[29:], 29, pages)])))
 
 
 def rms(x: torch.Tensor) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -11,16 +12,16 @@ import torch
 
 from baton.common.api.messages import Generate, LatencySpan, OutputBatch, decode_from_engine, encode
 from baton.common.api.sampling import SamplingParams
-from baton.common.forward.forward_batch import Row, build_forward_batch, build_table_batch
+from baton.common.forward.forward_batch import ForwardBatch, Row, build_forward_batch
 from baton.common.kvcache.manager import KVCacheManager
-from baton.common.request import input_batch
-from baton.common.request.batch import InputBatchChunks
+from baton.common.request.extras import RowState, row_extras
 from baton.common.request.input_batch import InputBatch
 from baton.common.request.req import Req
 from baton.common.request.token_buffer import TokenBuffer
 from baton.common.runner.cuda_graphs import decode_inputs
 from baton.common.runner.cuda_graphs.decode_inputs import DecodeInputs
 from baton.common.sampling import sampled_tokens
+from baton.common.scheduler.batcher import Batcher
 from baton.common.scheduler.request_tracker import RequestTracker
 from baton.tests.bench import dummy_engine
 
@@ -55,9 +56,14 @@ class Requests:
             batch.pages.update_capacity(row)
 
 
+def step_before(reqs):
+    """A step that has sampled the requests' pending tokens."""
+    return SimpleNamespace(rows_version=0, number=1, sample_of={req: row for row, req in enumerate(reqs)})
+
+
 def assert_equal(table, expected):
     for name, array in table._asdict().items():
-        if name == "pages_version":
+        if name in ("pages_version", "max_q_len"):
             continue
         other = getattr(expected, name)
         assert array.dtype == other.dtype and np.array_equal(array, other), name
@@ -73,11 +79,11 @@ def test_arrays_are_those_of_the_requests(seed):
             batch, num_batches = InputBatch(list(reqs), PAGE, batch), num_batches + 1
         requests.allocate(batch)
         fresh = InputBatch(list(reqs), PAGE)
-        assert_equal(batch.decode_table(), fresh.decode_table())
+        assert_equal(batch.columns(), fresh.columns())
         assert np.array_equal(batch.remaining, fresh.remaining) and batch.last_step_rows() == fresh.last_step_rows()
         assert batch.last_tokens(reused_on_device=False) == fresh.last_tokens(reused_on_device=False)
         assert batch.unfinished(reqs) == reqs and fresh.stop_ids == batch.stop_ids
-        assert [(chunk.req, chunk.start, chunk.stop) for chunk in InputBatchChunks(batch)] == [
+        assert [(chunk.req, chunk.start, chunk.stop) for chunk in batch.step(step_before(reqs)).chunks] == [
             (req, req.num_computed_tokens, req.length) for req in reqs]
         ended = [reqs[i] for i in batch.last_step_rows()]
         batch.advance()
@@ -119,7 +125,7 @@ def test_requests_that_enter_new_pages_together():
         assert len(batch.rows_without_page()) in (0, 5)
         if short := batch.rows_without_page():
             assert batch.pages.append_pages(requests.cache, short)
-        assert_equal(batch.decode_table(), InputBatch(list(reqs), PAGE).decode_table())
+        assert_equal(batch.columns(), InputBatch(list(reqs), PAGE).columns())
         batch.advance()
         for req in reqs:
             req.append_pending(7)
@@ -145,7 +151,7 @@ def test_a_request_that_returns_with_other_pages_is_a_new_one():
     reqs = [requests.make_computed(max_new_tokens=30) for _ in range(3)]
     batch = InputBatch(reqs, PAGE)
     requests.allocate(batch)
-    batch.decode_table()
+    batch.pages.slots(batch.positions)
     batch.advance()
     returning = reqs[-1]
     requests.cache.release(returning.page_table)
@@ -154,7 +160,7 @@ def test_a_request_that_returns_with_other_pages_is_a_new_one():
     requests.cache.allocate_slots(returning.page_table, returning.length)
     again = InputBatch(list(reqs), PAGE, batch)
     requests.allocate(again)
-    assert_equal(again.decode_table(), InputBatch(list(reqs), PAGE).decode_table())
+    assert_equal(again.columns(), InputBatch(list(reqs), PAGE).columns())
 
 
 def test_rows_to_check():
@@ -180,35 +186,32 @@ def test_rows_to_check():
 def test_plain_batches(sampling, plain, greedy):
     requests = Requests(2)
     batch = InputBatch([requests.make_computed(), requests.make_computed(**sampling)], PAGE)
-    assert (batch.all_plain, batch.all_greedy) == (plain, greedy)
+    assert (not batch.extra_index, batch.all_greedy) == (plain, greedy)
     for _ in range(5):
         for req in batch.reqs:
             req.append_pending(7)
             req.num_pending += 1
     following = InputBatch(list(batch.reqs), PAGE, batch)
-    assert following.all_plain == (plain or "min_new_tokens" in sampling)
+    extras = [row_extras(req, RowState(req.length)) for req in following.reqs]
+    assert not extras[0] and (not extras[1]) == (plain or "min_new_tokens" in sampling)
 
 
 @pytest.mark.parametrize(("size", "at_once"), [(5, 1000), (8, 1000), (8, 4)])
 def test_graph_inputs(size, at_once, monkeypatch):
-    """Batches one after the other, with padding, each for several steps, also where the buffers are overwritten in
-    between: a batch that is built row by row has the same inputs."""
+    """Batches one after the other, with padding, each for several steps: a batch that is built row by row has the same
+    inputs."""
     requests = Requests(3)
     monkeypatch.setattr(decode_inputs, "_INITIAL_PINNED_INDICES", at_once)
     inputs = DecodeInputs(8, 8 * 40, 4000, CPU)
-    for index, count in enumerate((5, 2, 5)):
+    for count in (5, 2, 5):
         reqs = [requests.make_computed(max_new_tokens=99) for _ in range(count)]
         batch = InputBatch(reqs, PAGE)
-        for step in range(2 * PAGE):
+        for _ in range(2 * PAGE):
             requests.allocate(batch)
-            if step == index:
-                inputs.tensors["kv_indices"].fill_(77)
-                inputs.tensors["kv_indptr"].fill_(77)
-                inputs.invalidate_pages()
-            host = inputs.fill(batch.decode_table(), size)
+            host = inputs.fill(batch.columns(), size)
             rows = [Row([0], req.num_computed_tokens, req.page_table.ids) for req in reqs]
             rows += [Row([0], 0, np.array([4000]))] * (size - count)
-            built = build_forward_batch(rows, PAGE, CPU, True)
+            built = build_forward_batch(rows, PAGE, CPU)
             for name in ("positions", "page_of_token", "offset_in_page", "kv_last_page_len", "kv_indptr", "kv_indices"):
                 expected = getattr(built, name)
                 assert torch.equal(inputs.tensors[name][:len(expected)], expected), name
@@ -224,9 +227,9 @@ def test_the_forward_batch_equals_the_one_built_row_by_row():
     reqs = [requests.make_computed() for _ in range(3)]
     batch = InputBatch(reqs, PAGE)
     requests.allocate(batch)
-    built = build_table_batch(batch.decode_table(), torch.tensor([4, 5, 6]), CPU)
+    built = ForwardBatch.from_columns(batch.columns(), torch.tensor([4, 5, 6]), CPU)
     rows = [Row([4 + i], req.num_computed_tokens, req.page_table.ids) for i, req in enumerate(reqs)]
-    row_by_row = build_forward_batch(rows, PAGE, CPU, True)
+    row_by_row = build_forward_batch(rows, PAGE, CPU)
     for field in dataclasses.fields(row_by_row):
         expected, actual = getattr(row_by_row, field.name), getattr(built, field.name)
         if isinstance(expected, torch.Tensor | np.ndarray):
@@ -237,7 +240,7 @@ def test_persistent_batches_change_no_token(monkeypatch):
     """Requests join and end at different steps."""
     seen = []
 
-    def answers(plain):
+    def answers(persistent):
         answers_of = {}
 
         def take(message):
@@ -246,8 +249,14 @@ def test_persistent_batches_change_no_token(monkeypatch):
                 tokens += output.token_ids
                 ended += [output.finish.reason] if output.finish else []
 
-        if not plain:
-            monkeypatch.setattr(input_batch, "_is_plain", lambda req: False)
+        if not persistent:
+            current = Batcher._current_input_batch
+
+            def built_anew(batcher):
+                batcher._input_batch = None
+                return current(batcher)
+
+            monkeypatch.setattr(Batcher, "_current_input_batch", built_anew)
         engine = dummy_engine.make(4000, 8, shape=dummy_engine.TINY, device="cpu")
         engine._parts.tracker._send = take
         batcher = engine._parts.batcher
@@ -326,4 +335,4 @@ def test_tokens_on_the_host_stay_until_they_are_read():
         steps = sampled_tokens.SampledTokenBuffers()
         made = [steps.copy(Tokens([step, step + 1])) for step in range(11)]
     assert [one.token_ids() for one in made] == [[step, step + 1] for step in range(11)]
-    assert made[3].wait().logprobs == [None, None]
+    assert made[3].token_ids() == [3, 4]

@@ -43,7 +43,7 @@ def rows_by_chunks(runner: ModelRunner, predictors: MTPDraftLayers, chunk: int) 
     for start in range(0, 38, chunk):
         stop = min(start + chunk, 38)
         batch = build_forward_batch([Row(TOKENS[start:stop], start, pages)], runner.layout.page_size, runner.device,
-                                    False, list(range(stop - start)))
+                                    list(range(stop - start)))
         following = np.stack([TOKENS[start + k:stop + k] for k in range(1, len(predictors) + 1)])
         hidden = runner.hidden_states(batch)
         rows = predictors.hidden_states(batch, hidden, torch.from_numpy(following).to(runner.device))

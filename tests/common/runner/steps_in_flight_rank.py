@@ -64,9 +64,9 @@ def batches_of(runner: ModelRunner, group: int, is_decode: bool) -> list[Forward
     pages = scattered_pages(runner, 6, 64)
     if is_decode:
         return [build_forward_batch([Row(tokens[step, b:b + 1], 0, pages[3 * step + b]) for b in range(2 + step)],
-                                    runner.layout.page_size, runner.device, True) for step in range(2)]
+                                    runner.layout.page_size, runner.device) for step in range(2)]
     return [build_forward_batch([Row(tokens[step, :count[group]], 0, pages[step])], runner.layout.page_size,
-                                runner.device, False) for step, count in enumerate(COUNTS)]
+                                runner.device) for step, count in enumerate(COUNTS)]
 
 
 if __name__ == "__main__":

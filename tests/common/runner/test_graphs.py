@@ -10,7 +10,7 @@ import torch
 
 from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.step_rows import ONE_GROUP
-from baton.common.forward.forward_batch import DecodeTable, Row, build_forward_batch
+from baton.common.forward.forward_batch import NO_COLUMNS, BatchColumns, ModelInput
 from baton.common.runner.cuda_graphs.decode_graphs import DecodeGraphs
 
 
@@ -87,34 +87,34 @@ def test_a_graph_is_launched_before_requests_come():
 def test_argmax_tokens_stay_in_the_graph_that_computed_them():
     """It copies them itself; tokens of other steps, rows or sizes are copied, also when another batch ran between."""
     graphs = captured(Played())
-    table = DecodeTable(np.array([3, 17]), np.array([5, 7]), np.array([3, 1]), np.array([0, 1, 3], np.int32),
-                        np.array([5, 8, 7], np.int32), np.array([4, 2], np.int32))
+    columns = BatchColumns(np.array([3, 17]), np.array([5, 7]), np.array([3, 1]), np.array([0, 1, 3], np.int32),
+                           np.array([5, 8, 7], np.int32), np.array([4, 2], np.int32), None, np.arange(3), 1)
     ids = graphs._input_views[2]["input_ids"]
 
-    def given(tokens, size=2):
+    def given(tokens, size=2, follows=False):
         ids.fill_(99)  # stands for what the graph has left there
-        found = graphs.decode(table, tokens, size)[1]
+        found = graphs.decode(ModelInput(columns, tokens, follows_argmax=follows), size)[1]
         return ids.tolist(), found
 
     assert given(torch.tensor([11, 12]))[0] == [11, 12]
     seen, argmax = given(torch.tensor([13, 14]))
     assert seen == [13, 14]
-    assert given(argmax)[0] == [99, 99]
-    assert given(argmax.clone())[0] == [0, 0]
-    other = given(torch.tensor([15, 16]), 4)[1]
-    assert given(argmax)[0] == [0, 0] and given(other)[0] == [0, 0] and given(argmax)[0] == [99, 99]
-    row = Row([7], 0, np.array([1]))
-    graphs.run(build_forward_batch([row, row], 16, torch.device("cpu"), True))
+    assert given(argmax, follows=True)[0] == [99, 99]
     assert given(argmax)[0] == [0, 0]
+    other = given(torch.tensor([15, 16]), 4)[1]
+    assert given(argmax, follows=True)[0] == [0, 0] and given(other)[0] == [0, 0]
+    assert given(argmax, follows=True)[0] == [99, 99]
+    graphs.decode(ModelInput(NO_COLUMNS, argmax[:0]), 2)
+    assert given(argmax, follows=True)[0] == [0, 0]
 
 
 def test_a_decode_table_is_written_to_the_graphs_inputs():
     played = Played()
     graphs = captured(played)
-    table = DecodeTable(np.array([3, 17, 4]), np.array([5, 7, 6]), np.array([3, 1, 4]),
-                        np.array([0, 1, 3, 4], np.int32), np.array([5, 8, 7, 6], np.int32),
-                        np.array([4, 2, 5], np.int32))
-    logits, argmax = graphs.decode(table, torch.tensor([11, 12, 13]), 4)
+    columns = BatchColumns(np.array([3, 17, 4]), np.array([5, 7, 6]), np.array([3, 1, 4]),
+                           np.array([0, 1, 3, 4], np.int32), np.array([5, 8, 7, 6], np.int32),
+                           np.array([4, 2, 5], np.int32), None, np.arange(4), 1)
+    logits, argmax = graphs.decode(ModelInput(columns, torch.tensor([11, 12, 13])), 4)
     assert logits.shape == (3, 3) and argmax.tolist() == [0, 0, 0]
     batch = played.refreshed
     assert batch.num_reqs == 4 and batch.input_ids[:3].tolist() == [11, 12, 13]

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from baton.common.attention.workspace import AttentionWorkspace
 from baton.common.tinychat import CHECKPOINT
 from baton.tests.helpers.rank_processes import run_ranks
+from baton.tests.helpers.replayed_prompts import record_again
 from baton.tests.helpers.small_models import load_runner, save_model, server_config
 from baton.tests.helpers.small_moe import save_moe
 from baton.tests.helpers.steps_in_flight import (
@@ -30,7 +32,7 @@ def test_two_models_compute_in_turns_what_they_compute_alone(tmp_path, names):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_two_steps_of_a_model_have_a_workspace_each(tmp_path, name):
-    check_two_workspaces(tmp_path, name, "torch")
+    check_two_workspaces(*runners_of(tmp_path, [name], "torch"))
 
 
 def test_a_draft_model_next_to_the_chat_model(tmp_path):
@@ -44,6 +46,18 @@ def test_a_draft_model_next_to_the_chat_model(tmp_path):
         assert len(runners[0]._model.layers) != len(runners[1]._model.layers)
         for found, wanted in zip(in_turns(runners, steps), want):
             assert torch.equal(found, wanted[index])
+
+
+def test_a_planned_step_replays_graphs_in_the_runners_workspace_alone(tmp_path):
+    (runner,) = runners_of(tmp_path, ["Llama"], "torch")
+    want = alone(runner, 0, 9)[0]
+    replayed = record_again(runner, [16, 64])
+    batch = batches_of(runner, 0, 9)[0]
+    steps = [runner.plan(batch, workspace=AttentionWorkspace(runner.device)), runner.plan(batch)]
+    assert [step.piecewise is None for step in steps] == [True, False]
+    for step in steps:
+        torch.testing.assert_close(runner.run(step), want, atol=1e-5, rtol=0)
+    assert replayed == [16] * len(runner._model.layers)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -34,7 +34,7 @@ def batch_of(parts: list[tuple[int, int]]):
     for start, count in parts:
         rows.append(Row(rng.integers(0, 90, count).tolist(), start, pages[used:used + 40]))
         used += 40
-    return rows, build_forward_batch(rows, PAGE, torch.device("cpu"), False)
+    return rows, build_forward_batch(rows, PAGE, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("middle", [1, 6, 7, 8, 12, 21])
@@ -48,7 +48,7 @@ def test_rows_of_a_microbatch_are_a_batch(middle):
             if low < high:
                 cut.append(Row(ids[low:high], row.start + low, row.page_ids))
             first += len(ids)
-        wanted = build_forward_batch(cut, PAGE, torch.device("cpu"), False)
+        wanted = build_forward_batch(cut, PAGE, torch.device("cpu"))
         found = slice_rows(batch, begin, end, PAGE)
         for field in dataclasses.fields(wanted):
             one, other = getattr(found, field.name), getattr(wanted, field.name)

@@ -10,12 +10,13 @@ import torch
 from baton.common.api.errors import InvalidRequest
 from baton.common.api.sampling import SamplingParams
 from baton.common.request.logit_bias import LogitBias
-from baton.common.request.sampling_metadata import RequestedLogprobs, SamplingMetadata
+from baton.common.request.sampling_metadata import RequestedLogprobs
 from baton.common.request.token_buffer import TokenBuffer
 from baton.common.request.token_history import TokenHistory
-from baton.common.sampling.penalties import apply_penalties
+from baton.common.sampling.extras.penalties import Penalties, apply_penalties
 from baton.common.sampling.sampler import Sampler
 from baton.tests.helpers.sampling_reference import penalized
+from baton.tests.helpers.sampling_rows import sampling_row
 
 VOCAB = 50
 
@@ -50,7 +51,7 @@ def test_rows_of_a_batch_against_the_definition(seed):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 30, 200]))]
         output = [rng.randrange(rng.choice([3, VOCAB])) for _ in range(rng.choice([0, 1, 150]))]
         pending = rng.choice([None, rng.randrange(40)])
-        rows.append(SamplingMetadata(params, 1, RequestedLogprobs(VOCAB), pending=pending,
+        rows.append(sampling_row(params, 1, RequestedLogprobs(VOCAB), pending=pending,
                                      history=history_of(prompt, output) if params.penalizes else None,
                                      bias=LogitBias.of(params.logit_bias) if params.logit_bias else None))
         held = output if pending is None else [*output, int(previous[pending])]
@@ -71,9 +72,9 @@ def test_a_pending_token_counts_bit_by_bit_as_a_known_one():
     for output in ([], [7], [7, 7, 3], [3]):
         logits = torch.randn(3, VOCAB, generator=generator)
         known, pending = logits.clone(), logits.clone()
-        apply_penalties(known, [SamplingMetadata(params, 1, history=history_of([4, 7], [*output, 7]))] * 3, None)
-        rows = [SamplingMetadata(params, 1, history=history_of([4, 7], output), pending=1) for _ in range(3)]
-        apply_penalties(pending, rows, torch.tensor([0, 7]))
+        apply_penalties(known, [(row, Penalties(params, history_of([4, 7], [*output, 7]))) for row in range(3)], None)
+        members = [(row, Penalties(params, history_of([4, 7], output), 1)) for row in range(3)]
+        apply_penalties(pending, members, torch.tensor([0, 7]))
         assert torch.equal(known, pending) and not torch.equal(known, logits)
 
 
@@ -85,7 +86,7 @@ def test_what_is_ruled_out_stays_so():
     def fill(bitmask: torch.Tensor, row: int) -> None:
         bitmask[row, 0] = ~(1 << 4)
 
-    row = SamplingMetadata(params, 1, suppressed=(5,), allowed=fill, history=history_of([4, 5], [4, 5, 9]),
+    row = sampling_row(params, 1, suppressed=(5,), allowed=fill, history=history_of([4, 5], [4, 5, 9]),
                            bias=LogitBias.of(params.logit_bias))
     assert Sampler(VOCAB, "cpu", 0).sample(logits, [row]).token_ids == [9]
     assert logits[0, 4] == logits[0, 5] == -torch.inf and not logits.isnan().any()

@@ -7,9 +7,10 @@ import torch
 from msgspec.structs import replace
 
 from baton.common.api.sampling import SamplingParams
-from baton.common.request.sampling_metadata import RequestedLogprobs, SamplingMetadata
+from baton.common.request.sampling_metadata import RequestedLogprobs
 from baton.common.sampling.gumbel_noise import seeded_exponential
 from baton.common.sampling.sampler import Sampler
+from baton.tests.helpers.sampling_rows import sampling_row
 
 VOCAB = 40
 DRAWS = 20_000
@@ -49,7 +50,7 @@ def definition(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     SamplingParams(min_p=0.2), SamplingParams(top_k=10, top_p=0.6, temperature=2.0, min_p=0.1),
 ], ids=lambda p: f"t{p.temperature}-k{p.top_k}-p{p.top_p}-m{p.min_p}")
 def test_distribution(sampler, logits, params, seeded):
-    rows = [SamplingMetadata(replace(params, seed=row if seeded else None), 9) for row in range(DRAWS)]
+    rows = [sampling_row(replace(params, seed=row if seeded else None), 9) for row in range(DRAWS)]
     sampled = sampler.sample(logits.repeat(DRAWS, 1), rows)
     seen = torch.bincount(torch.tensor(sampled.token_ids), minlength=VOCAB) / DRAWS
     want = definition(logits, params)
@@ -59,7 +60,7 @@ def test_distribution(sampler, logits, params, seeded):
 
 
 def test_greedy_and_mixed_rows(sampler, logits):
-    rows = [SamplingMetadata(params, 1) for params in (
+    rows = [sampling_row(params, 1) for params in (
         GREEDY, SamplingParams(top_k=1), SamplingParams(temperature=1e-30), SamplingParams(top_p=1e-6))]
     best = int(logits.argmax())
     assert sampler.sample(logits.repeat(4, 1), rows).token_ids == [best] * 4
@@ -70,15 +71,15 @@ def test_greedy_and_mixed_rows(sampler, logits):
 def test_a_seed_fixes_the_choice_whatever_the_batch(sampler):
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(4))
     mine = SamplingParams(seed=-(2**63))
-    alone = [sampler.sample(logits[:1].clone(), [SamplingMetadata(mine, p)]).token_ids[0] for p in range(40)]
-    first, last = SamplingMetadata(SamplingParams(temperature=0.5),
-                                   2), SamplingMetadata(SamplingParams(seed=8, top_k=3), 7)
+    alone = [sampler.sample(logits[:1].clone(), [sampling_row(mine, p)]).token_ids[0] for p in range(40)]
+    first, last = sampling_row(SamplingParams(temperature=0.5),
+                                   2), sampling_row(SamplingParams(seed=8, top_k=3), 7)
     beside = [Sampler(VOCAB, "cpu", seed=5).sample(logits[[1, 0, 2]],
-                                                   [first, SamplingMetadata(mine, p), last]).token_ids[1]
+                                                   [first, sampling_row(mine, p), last]).token_ids[1]
               for p in range(40)]
     assert alone == beside
     assert len(set(alone)) > 8  # positions differ in their noise
-    different = [sampler.sample(logits[:1].clone(), [SamplingMetadata(SamplingParams(seed=6), p)]).token_ids[0]
+    different = [sampler.sample(logits[:1].clone(), [sampling_row(SamplingParams(seed=6), p)]).token_ids[0]
                  for p in range(40)]
     assert different != alone
 
@@ -86,7 +87,7 @@ def test_a_seed_fixes_the_choice_whatever_the_batch(sampler):
 def test_the_generator_seed_fixes_unseeded_sampling(logits):
     def draw(seed: int) -> list[int]:
         return Sampler(VOCAB, "cpu", seed).sample(logits.repeat(50, 1),
-                                                  [SamplingMetadata(SamplingParams(), 0)] * 50).token_ids
+                                                  [sampling_row(SamplingParams(), 0)] * 50).token_ids
     assert draw(1) == draw(1) != draw(2)
 
 
@@ -100,9 +101,9 @@ def test_seeded_noise_is_exponential_and_never_zero():
 def test_suppressed_tokens_are_not_chosen(sampler, logits):
     ranked = logits.argsort(descending=True).tolist()
     sampled = sampler.sample(logits.repeat(3, 1), [
-        SamplingMetadata(GREEDY, 1, suppressed=tuple(ranked[:2])),
-        SamplingMetadata(SamplingParams(top_k=2, seed=1), 1, RequestedLogprobs(3), tuple(ranked[:1])),
-        SamplingMetadata(GREEDY, 1)])
+        sampling_row(GREEDY, 1, suppressed=tuple(ranked[:2])),
+        sampling_row(SamplingParams(top_k=2, seed=1), 1, RequestedLogprobs(3), tuple(ranked[:1])),
+        sampling_row(GREEDY, 1)])
     assert sampled.token_ids[0] == ranked[2] and sampled.token_ids[1] in ranked[1:3]
     assert sampled.token_ids[2] == ranked[0]
     assert ranked[0] not in [token for token, _ in sampled.logprobs[1].top]
@@ -122,8 +123,8 @@ def bitmask_of(tokens):
 def test_only_allowed_tokens_are_chosen_and_reported(sampler, logits):
     ranked = logits.argsort(descending=True).tolist()
     allowed = [*ranked[7:12], 31, 32, VOCAB - 1]
-    rows = [SamplingMetadata(GREEDY, 1), *(
-        SamplingMetadata(SamplingParams(seed=seed, temperature=50.0), 1, RequestedLogprobs(2), (ranked[7],),
+    rows = [sampling_row(GREEDY, 1), *(
+        sampling_row(SamplingParams(seed=seed, temperature=50.0), 1, RequestedLogprobs(2), (ranked[7],),
                          bitmask_of(allowed))
         for seed in range(400))]
     sampled = sampler.sample(logits.repeat(len(rows), 1), rows)
@@ -137,7 +138,7 @@ def test_only_allowed_tokens_are_chosen_and_reported(sampler, logits):
     {"temperature": 5e-324}, {"temperature": 1e-40}, {"temperature": 1e-30, "top_k": 3}, {"temperature": 2e-6},
     {"top_p": 5e-324}, {"top_p": 1e-40, "min_p": 1e-40}])
 def test_values_that_float32_makes_0_of_choose_the_likeliest(sampler, logits, values):
-    rows = [SamplingMetadata(SamplingParams(**values), 1, RequestedLogprobs(1)) for _ in range(4)]
+    rows = [sampling_row(SamplingParams(**values), 1, RequestedLogprobs(1)) for _ in range(4)]
     sampled = sampler.sample(torch.stack([logits.roll(7 * i) * 20 for i in range(4)]), rows)
     assert sampled.token_ids == [int(logits.roll(7 * i).argmax()) for i in range(4)]
     assert all(found.value == found.value for found in sampled.logprobs)  # no NaN
@@ -146,10 +147,10 @@ def test_values_that_float32_makes_0_of_choose_the_likeliest(sampler, logits, va
 @pytest.mark.parametrize("original", [False, True])
 def test_logprobs_are_told_after_temperature_or_before(logits, original):
     sampler = Sampler(VOCAB, "cpu", seed=0, original_logprobs=original)
-    rows = [SamplingMetadata(GREEDY, 1, RequestedLogprobs()),
-            SamplingMetadata(SamplingParams(temperature=0.2, seed=1), 1, RequestedLogprobs(3, (5, 0, 5))),
-            SamplingMetadata(GREEDY, 1),
-            SamplingMetadata(SamplingParams(temperature=2e-6), 1, RequestedLogprobs(1))]
+    rows = [sampling_row(GREEDY, 1, RequestedLogprobs()),
+            sampling_row(SamplingParams(temperature=0.2, seed=1), 1, RequestedLogprobs(3, (5, 0, 5))),
+            sampling_row(GREEDY, 1),
+            sampling_row(SamplingParams(temperature=2e-6), 1, RequestedLogprobs(1))]
     sampled = sampler.sample(logits.repeat(4, 1), rows)
     plain = logits.log_softmax(-1)
     warm = plain if original else (logits / 0.2).log_softmax(-1)

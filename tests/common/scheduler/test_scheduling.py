@@ -138,6 +138,14 @@ def test_the_current_subtree_is_not_left_for_one_of_equal_weight():
     assert actual == [begun[0], begun[1], *others, begun[2]]
 
 
+@pytest.mark.parametrize("name", [name for name in SCHEDULE_POLICIES if SCHEDULE_POLICIES.has(name, "prefix_cache")])
+def test_without_a_prefix_cache_requests_keep_their_order(name):
+    queue, reqs = queue_of(name), [make_req([i]) for i in (3, 1, 2)]
+    for req in reqs:
+        queue.append(req)
+    assert drain(queue) == reqs
+
+
 @pytest.mark.parametrize("name", SCHEDULE_POLICIES.names)
 def test_requests_leave_a_queue_in_any_order(name):
     cache = KVCacheManager(64, PAGE)

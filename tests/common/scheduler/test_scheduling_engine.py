@@ -288,8 +288,8 @@ def test_pages_are_swapped_in_from_host_memory(checkpoint, alone, overlap):
     always_swap(engine)
     computed = []
     launch = engine.scheduler._pipeline._executor.launch
-    engine.scheduler._pipeline._executor.launch = lambda batch, *rest: (
-        computed.append(0 if batch.is_decode else batch.num_tokens), launch(batch, *rest))[1]
+    engine.scheduler._pipeline._executor.launch = lambda step, *rest: (
+        computed.append(step.num_tokens if step.num_prefill else 0), launch(step, *rest))[1]
     actual = took(engine.run())
     batcher = engine.scheduler.batcher
     assert batcher.retraction.num_retracted == batcher.swap.num_swapped_out > 0
@@ -310,12 +310,12 @@ def test_pages_cheaper_to_recompute_are_not_swapped_out(checkpoint):
 def test_full_host_memory_does_no_harm(checkpoint, alone):
     engine, requests = fill_and_retract(checkpoint, radix=False)
     swap = always_swap(engine).scheduler.batcher.swap
-    others = [b"%d" % page for page in range(swap.tier.capacity - 12)]  # leaves pages for one request, not for two
-    swap.tier.store(others, np.zeros(len(others), np.int64))
+    others = [b"%d" % page for page in range(swap.tiers[0].capacity - 12)]  # leaves pages for one request, not for two
+    swap.tiers[0].store(others, np.zeros(len(others), np.int64))
     while engine.scheduler.step(0.0):
         engine.tracker.flush()
     assert engine.scheduler.batcher.retraction.num_retracted > swap.num_swapped_out > 0
-    swap.tier.free(others)
+    swap.tiers[0].free(others)
     actual = took(engine.run())
     assert all(actual[rid] == alone(rid, prompt, given) for rid, prompt, given in requests)
 
@@ -325,12 +325,12 @@ def test_requests_aborted_while_swapped_out_leave_nothing(checkpoint):
     batcher = always_swap(engine).scheduler.batcher
     while not any(req.swapped_out for req in batcher.waiting):
         assert engine.scheduler.step(0.0)
-    assert batcher.swap.tier.num_pages > 0
+    assert batcher.swap.num_pages > 0
     engine.scheduler.synchronize()
     for req in [req for req in batcher.waiting if req.swapped_out]:
         engine.scheduler.abort(req, None)
         engine.tracker.drop(req)
-    assert batcher.swap.tier.num_pages == 0
+    assert batcher.swap.num_pages == 0
     engine.run()
 
 

@@ -41,7 +41,7 @@ def logits_of(world: TPGroup, checkpoint: str, dtype: str, backend: str, ep: int
     runner = load_runner(config, Parallel(world, experts=ExpertParallel(world, ep)), world.device)
     pages = scattered_pages(runner, 1, 60)[0]
     return torch.cat([forward(runner, [(TOKENS[:37], 0, pages)]), forward(runner, [(TOKENS[37:59], 37, pages)]),
-                      forward(runner, [(TOKENS[59:], 59, pages)], is_decode=True)]).cpu()
+                      forward(runner, [(TOKENS[59:], 59, pages)])]).cpu()
 
 
 def moved(world: TPGroup) -> list[bool]:

@@ -60,7 +60,7 @@ def test_a_large_mixture_computes_the_same(tmp_path):
     pages = np.arange(runner.layout.pages_for(1024), dtype=np.int32)
 
     def logits_of(count: int) -> torch.Tensor:
-        batch = build_forward_batch([Row(tokens[:count], 0, pages)], runner.layout.page_size, runner.device, False,
+        batch = build_forward_batch([Row(tokens[:count], 0, pages)], runner.layout.page_size, runner.device,
                                     list(range(0, count, 7)))
         return runner.forward(batch).clone()
 

@@ -45,12 +45,11 @@ def test_backends_agree(name, heads, kv_heads, dim, page_size, dtype):
     prompts, chunk, workspace = [5, 257, 130], 64, AttentionWorkspace(CUDA)
     each = -(-270 // page_size)
     pages = np.random.default_rng(0).permutation(NUM_PAGES)[:3 * each].reshape(3, each)
-    steps = [([(b, start, min(chunk, n - start)) for b, n in enumerate(prompts) if start < n], False)
+    steps = [[(b, start, min(chunk, n - start)) for b, n in enumerate(prompts) if start < n]
              for start in range(0, max(prompts), chunk)]
-    steps.append(([(b, n, 1) for b, n in enumerate(prompts)], True))
-    for seed, (rows, is_decode) in enumerate(steps):
-        batch = build_forward_batch([Row([0] * count, start, pages[b]) for b, start, count in rows], page_size, CUDA,
-                                    is_decode)
+    steps.append([(b, n, 1) for b, n in enumerate(prompts)])
+    for seed, rows in enumerate(steps):
+        batch = build_forward_batch([Row([0] * count, start, pages[b]) for b, start, count in rows], page_size, CUDA)
         results = []
         for _, backend in runs:
             plan = backend.plan(batch, workspace)

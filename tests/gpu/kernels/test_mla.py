@@ -18,7 +18,7 @@ from baton.common.attention.prefill_decode_backend import PrefillDecodeBackend
 from baton.common.attention.workspace import AttentionWorkspace
 from baton.common.config.mla import MLASpec
 from baton.common.config.server import KernelArgs
-from baton.common.forward.forward_batch import Row, build_forward_batch
+from baton.common.forward.forward_batch import Row, build_forward_batch, model_input
 from baton.common.kvcache.layout import KVLayout
 from baton.common.kvcache.pool import KVPool
 from baton.tests.bench.mla_decode import V2_LITE
@@ -59,12 +59,11 @@ def test_backends_agree_at_deepseeks_widths(heads, expanded_mib, decode):
     up = (torch.randn(heads, 256, 512, device=CUDA, generator=generator) * 512**-0.5).bfloat16()
     prompts, chunk, workspace = [5, 400, 130], 150, AttentionWorkspace(CUDA)
     pages = np.random.default_rng(0).permutation(NUM_PAGES)[:3 * 26].reshape(3, 26)
-    steps = [([(b, start, min(chunk, n - start)) for b, n in enumerate(prompts) if start < n], False)
+    steps = [[(b, start, min(chunk, n - start)) for b, n in enumerate(prompts) if start < n]
              for start in range(0, max(prompts), chunk)]
-    steps.append(([(b, n, 1) for b, n in enumerate(prompts)], True))
-    for rows, is_decode in steps:
-        batch = build_forward_batch([Row([0] * count, start, pages[b]) for b, start, count in rows], 16, CUDA,
-                                    is_decode)
+    steps.append([(b, n, 1) for b, n in enumerate(prompts)])
+    for rows in steps:
+        batch = build_forward_batch([Row([0] * count, start, pages[b]) for b, start, count in rows], 16, CUDA)
         q = torch.randn(batch.num_tokens, heads, 192, device=CUDA, generator=generator).bfloat16()
         fused = torch.randn(batch.num_tokens, 576, device=CUDA, generator=generator).bfloat16()
         latent, k_rope = fused.split([512, 64], -1)
@@ -89,7 +88,7 @@ def test_float32_logits_equal_transformers(tmp_path, version):
     pages = scattered_pages(runner, 1, 60)[0]
     want = expected_logits(model, tokens)
     got = [forward(runner, [(tokens[:37], 0, pages)]), forward(runner, [(tokens[37:59], 37, pages)]),
-           forward(runner, [(tokens[59:], 59, pages)], is_decode=True)]
+           forward(runner, [(tokens[59:], 59, pages)])]
     torch.testing.assert_close(torch.cat(got).cpu(), want, atol=1e-4, rtol=0)
 
 
@@ -134,10 +133,10 @@ def test_v2_lite_shape_prefills_and_decodes(tmp_path, capsys):
                          device="cuda:0")
     tokens = np.random.default_rng(0).integers(0, 100_000, 8192)
     pages = scattered_pages(runner, 64, 2064)
-    cases = {"prefill of 8,192": ([Row(tokens, 0, pages[:8].flatten())], False),
-             "prefill of 256 behind 7,936": ([Row(tokens[:256], 7936, pages[:8].flatten())], False),
-             "decode of 64 x 2,048": ([Row(tokens[:1], 2048, pages[b]) for b in range(64)], True)}
-    seconds = {name: median_seconds(runner, rows, is_decode) for name, (rows, is_decode) in cases.items()}
+    cases = {"prefill of 8,192": [Row(tokens, 0, pages[:8].flatten())],
+             "prefill of 256 behind 7,936": [Row(tokens[:256], 7936, pages[:8].flatten())],
+             "decode of 64 x 2,048": [Row(tokens[:1], 2048, pages[b]) for b in range(64)]}
+    seconds = {name: median_seconds(runner, rows) for name, rows in cases.items()}
     with capsys.disabled():
         print("\nV2-Lite, 9 layers: " + ", ".join(f"{name} {1e3 * found:.1f} ms" for name, found in seconds.items()))
     assert max(seconds.values()) < 2
@@ -145,12 +144,12 @@ def test_v2_lite_shape_prefills_and_decodes(tmp_path, capsys):
     torch.cuda.empty_cache()
 
 
-def median_seconds(runner, rows: list[Row], is_decode: bool, repeats: int = 5) -> float:
+def median_seconds(runner, rows: list[Row], repeats: int = 5) -> float:
     seconds = []
     for _ in range(repeats + 1):
         torch.cuda.synchronize()
         started = time.perf_counter()
-        logits = runner.forward(build_forward_batch(rows, runner.layout.page_size, runner.device, is_decode))
+        logits = runner.step(model_input(rows, runner.layout.page_size)).logits
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
         assert logits.isfinite().all() and logits.std() > 0

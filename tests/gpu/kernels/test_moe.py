@@ -146,7 +146,7 @@ def test_float32_logits_equal_transformers(tmp_path, family):
     tokens = np.random.default_rng(0).integers(0, 97, 60)
     pages = scattered_pages(runner, 1, 60)[0]
     want = expected_logits(model, tokens)
-    got = [forward(runner, [(tokens[:59], 0, pages)]), forward(runner, [(tokens[59:], 59, pages)], is_decode=True)]
+    got = [forward(runner, [(tokens[:59], 0, pages)]), forward(runner, [(tokens[59:], 59, pages)])]
     torch.testing.assert_close(torch.cat(got).cpu(), want, atol=1e-4, rtol=0)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from baton.common.config.server import KernelArgs
-from baton.common.forward.forward_batch import DecodeTable, ForwardBatch, Row, build_forward_batch
+from baton.common.forward.forward_batch import ForwardBatch, Row, build_forward_batch, model_input
 from baton.tests.bench.mla_decode import V2_LITE
 from baton.tests.gpu.models.test_models import LLAMA_8B
 from baton.tests.helpers.small_models import load_runner, scattered_pages, server_config
@@ -41,24 +41,19 @@ def test_rows_do_not_depend_on_how_many_there_are(tmp_path, shape, quantization,
     rng = np.random.default_rng(0)
     tokens, lengths = rng.integers(2, 2048, (MOST, 65)), rng.integers(1, 64, MOST)
     pages = scattered_pages(runner, MOST, 65)
-    runner.forward(batch_of(runner, [Row(tokens[i, :lengths[i]], 0, pages[i]) for i in range(MOST)], False))
+    runner.forward(batch_of(runner, [Row(tokens[i, :lengths[i]], 0, pages[i]) for i in range(MOST)]))
     steps = [Row(tokens[i, lengths[i]:lengths[i] + 1], lengths[i], pages[i]) for i in range(MOST)]
-    graphs, runner._decode_graphs = runner._decode_graphs, None
-    wanted = runner.forward(batch_of(runner, steps, True)).clone()
+    wanted = runner.forward(batch_of(runner, steps)).clone()
     assert wanted.isfinite().all() and wanted.std() > 0
     for rows in ROWS:
-        batch = batch_of(runner, steps[:rows], True)
-        runner._decode_graphs = None
-        eager = runner.forward(batch).clone()
-        runner._decode_graphs = graphs
-        assert graphs.size_for(rows) is not None
-        table = DecodeTable(*(getattr(batch, name).cpu().numpy() for name in DecodeTable._fields))
-        logits, likeliest = runner.decode(table, batch.input_ids)
+        eager = runner.forward(batch_of(runner, steps[:rows])).clone()
+        assert runner._decode_graphs.size_for(rows) is not None
+        logits, likeliest, _ = runner.step(model_input(steps[:rows], runner.layout.page_size))
         assert torch.equal(likeliest, logits.argmax(-1))
         for way, found in (("launched", eager), ("a graph's", logits.float())):
             errors = (found - wanted[:rows]).norm(dim=-1) / wanted[:rows].norm(dim=-1)
             assert errors.max() < most and errors.median() < most / 2, (way, rows, errors)
 
 
-def batch_of(runner, rows: list[Row], is_decode: bool) -> ForwardBatch:
-    return build_forward_batch(rows, runner.layout.page_size, runner.device, is_decode)
+def batch_of(runner, rows: list[Row]) -> ForwardBatch:
+    return build_forward_batch(rows, runner.layout.page_size, runner.device)

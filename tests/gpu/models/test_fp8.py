@@ -123,7 +123,7 @@ def test_scaled_matmul_at_real_sizes(rows, width, out):
 def logits_of(runner) -> torch.Tensor:
     pages = scattered_pages(runner, 1, 40)[0]
     return torch.cat((forward(runner, [(TOKENS[:39], 0, pages)]),
-                      forward(runner, [(TOKENS[39:], 39, pages)], is_decode=True))).cpu()
+                      forward(runner, [(TOKENS[39:], 39, pages)]))).cpu()
 
 
 @pytest.mark.parametrize("form", [*FORMS, *AS_LOADED])
@@ -154,8 +154,8 @@ def test_attention_over_float8_pages(name, stored):
     workspace = AttentionWorkspace(CUDA)
     pages = np.random.default_rng(0).permutation(60)[:40].reshape(2, 20)
     table = torch.randn(400, 128, device=CUDA, generator=torch.Generator(CUDA).manual_seed(9))
-    for seed, (start, count, is_decode) in enumerate([(0, 100, False), (100, 150, False), (250, 1, True)]):
-        batch = build_forward_batch([Row([0] * count, start, row) for row in pages], 16, CUDA, is_decode)
+    for seed, (start, count) in enumerate([(0, 100), (100, 150), (250, 1)]):
+        batch = build_forward_batch([Row([0] * count, start, row) for row in pages], 16, CUDA)
         plans = [backend.plan(batch, workspace) for backend in backends]
         for layer in range(3):
             found = []
@@ -200,9 +200,9 @@ def test_8b_shape_prefills_and_decodes(tmp_path, flag, stored, capsys):
     runner = load_runner(config, device="cuda:0")
     tokens = np.random.default_rng(0).integers(0, 128256, 8192)
     pages = scattered_pages(runner, 64, 2048 + 64)
-    prefill = timed(runner, lambda: [Row(tokens, 0, pages[:4].flatten())], False)
-    decode = timed(runner, lambda: [Row(tokens[:1], 2048, pages[b]) for b in range(64)], True)
-    single = timed(runner, lambda: [Row(tokens[:1], 2048, pages[0])], True)
+    prefill = timed(runner, lambda: [Row(tokens, 0, pages[:4].flatten())])
+    decode = timed(runner, lambda: [Row(tokens[:1], 2048, pages[b]) for b in range(64)])
+    single = timed(runner, lambda: [Row(tokens[:1], 2048, pages[0])])
     with capsys.disabled():
         print(f"\n8B, weights {flag or 'bfloat16'}, cache {stored}: prefill 8,192 tokens {prefill * 1e3:.1f} ms, "
               f"decode step of 64 x 2048 {decode * 1e3:.1f} ms, of 1 {single * 1e3:.1f} ms, "

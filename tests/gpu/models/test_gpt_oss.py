@@ -62,12 +62,11 @@ def check_backend(make: Make, heads: int, kv_heads: int, dim: int, window: int |
     sinks = torch.randn(heads, device=CUDA, generator=torch.Generator(CUDA).manual_seed(7)) * 3
     pages = np.random.default_rng(0).permutation(200)[:51].reshape(3, 17)
     prompts, workspace = [5, 257, 130], AttentionWorkspace(CUDA)
-    steps = [([(b, start, min(64, n - start)) for b, n in enumerate(prompts) if start < n], False)
+    steps = [[(b, start, min(64, n - start)) for b, n in enumerate(prompts) if start < n]
              for start in range(0, 257, 64)]
-    steps += [([(b, n, 1) for b, n in enumerate(prompts)], True)] * decodes
-    for seed, (rows, is_decode) in enumerate(steps):
-        batch = build_forward_batch([Row([0] * count, start, pages[b]) for b, start, count in rows], 16, CUDA,
-                                    is_decode)
+    steps += [[(b, n, 1) for b, n in enumerate(prompts)]] * decodes
+    for seed, rows in enumerate(steps):
+        batch = build_forward_batch([Row([0] * count, start, pages[b]) for b, start, count in rows], 16, CUDA)
         results = []
         for backend in runs:
             plan = backend.plan(batch, workspace)
@@ -121,7 +120,7 @@ def test_float32_logits_equal_transformers(tmp_path):
     want = expected_logits(model, tokens)
     got = [forward(runner, [(tokens[:11], 0, pages)]).cpu(), forward(runner, [(tokens[11:57], 11, pages)]).cpu()]
     for i in range(57, 60):  # a graph's logits are overwritten by the next
-        got.append(forward(runner, [(tokens[i:i + 1], i, pages)], is_decode=True).cpu())
+        got.append(forward(runner, [(tokens[i:i + 1], i, pages)]).cpu())
     torch.testing.assert_close(torch.cat(got), want, atol=1e-4, rtol=0)
 
 

@@ -31,7 +31,7 @@ def test_embeddings_equal_the_cpus(tmp_path):
             rows = [Row(tokens[req, start:stop], start, pages[req]) for req, start, stop in parts]
             count = sum(row.num_tokens for row in rows)
             for wanted in (None, list(range(count))):  # a prompt's last token, and all to average over
-                batch = build_forward_batch(rows, runner.layout.page_size, runner.device, False, wanted)
+                batch = build_forward_batch(rows, runner.layout.page_size, runner.device, wanted)
                 found.append(runner.hidden_states(batch).float().cpu())
         return found
 

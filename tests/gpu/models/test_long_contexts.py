@@ -41,26 +41,25 @@ def pools_of(layout: KVLayout) -> list[KVPool]:
     return pools
 
 
-def batch_of(parts: list[tuple[int, int]], pages: np.ndarray, is_decode: bool) -> ForwardBatch:
+def batch_of(parts: list[tuple[int, int]], pages: np.ndarray) -> ForwardBatch:
     """Chunks of ``(tokens before, tokens)``, each over pages of its own."""
     rows = []
     for start, count in parts:
         mine, pages = np.split(pages, [-(-(start + count) // PAGE)])
         rows.append(Row([0] * count, start, mine))
-    return build_forward_batch(rows, PAGE, CUDA, is_decode)
+    return build_forward_batch(rows, PAGE, CUDA)
 
 
 def check(backends: list, run: Callable[[AttentionPlan, int], torch.Tensor]) -> None:
     """``run(plan, rows)``, the same inputs in each call; a decode step also as one that is captured is planned."""
     pages = np.random.default_rng(0).permutation(backends[0]._pool.num_pages)
     few, many = ([(length - 1, 1) for length in lengths] for lengths in (DECODED, MANY))
-    for parts, is_decode, longest in ((few, True, None), (few, True, MOST), (many, True, None), (many, True, MOST),
-                                      (list(EXTENDED), False, None)):
-        batch = batch_of(parts, pages, is_decode)
+    for parts, longest in ((few, None), (few, MOST), (many, None), (many, MOST), (list(EXTENDED), None)):
+        batch = batch_of(parts, pages)
         plans = [backend.plan(batch, AttentionWorkspace(CUDA), max_length=longest) for backend in backends]
         want, got = (run(plan, batch.num_tokens).float() for plan in plans)
         errors = (got - want).flatten(1).norm(dim=-1) / want.flatten(1).norm(dim=-1)
-        assert errors.max() < 0.02, (is_decode, longest, errors)
+        assert errors.max() < 0.02, (batch.is_decode, longest, errors)
 
 
 @pytest.mark.parametrize("heads,kv_heads", [(32, 8), (16, 1)])

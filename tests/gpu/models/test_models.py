@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.common.forward.forward_batch import Row, build_forward_batch
+from baton.common.forward.forward_batch import Row, build_forward_batch, model_input
 from baton.tests.gpu.whole_models import check_bfloat16
 from baton.tests.helpers.small_models import (
     expected_logits,
@@ -40,7 +40,7 @@ def test_float32_logits_equal_transformers(tmp_path):
     pages = scattered_pages(runner, 1, 60)[0]
     want = expected_logits(model, tokens)
     got = [forward(runner, [(tokens[:37], 0, pages)]), forward(runner, [(tokens[37:59], 37, pages)]),
-           forward(runner, [(tokens[59:], 59, pages)], is_decode=True)]
+           forward(runner, [(tokens[59:], 59, pages)])]
     torch.testing.assert_close(torch.cat(got).cpu(), want, atol=1e-4, rtol=0)
     ends = [forward(runner, [(tokens[:count], 0, pages)], every_row=False) for count in (37, 60)]
     torch.testing.assert_close(torch.cat(ends).cpu(), want[[36, 59]], atol=1e-4, rtol=0)
@@ -55,14 +55,14 @@ def test_the_last_layer_of_ends_equals_that_of_all_rows(tmp_path, backend):
     tokens = np.random.default_rng(0).integers(0, 97, 1200)
     pages = scattered_pages(runner, 4, 1200)
     rows = [Row(tokens[:500], 0, pages[0]), Row(tokens[:300], 0, pages[1]), Row(tokens[:17], 0, pages[2])]
-    middle = build_forward_batch(rows, runner.layout.page_size, runner.device, False, [])
+    middle = build_forward_batch(rows, runner.layout.page_size, runner.device, [])
     assert runner.forward(middle).shape == (0, runner.spec.vocab_size)
     rows = [Row(tokens[500:1200], 500, pages[0]), Row(tokens[300:400], 300, pages[1]),
             Row(tokens[17:40], 17, pages[2]), Row(tokens[:900], 0, pages[3])]
     wanted = [699, 822, 1722]  # the second goes on
     found = []
     for whole in (True, False):
-        batch = build_forward_batch(rows, runner.layout.page_size, runner.device, False,
+        batch = build_forward_batch(rows, runner.layout.page_size, runner.device,
                                     list(range(1723)) if whole else wanted)
         assert (batch.last_tokens is None) == whole
         logits = runner.forward(batch)
@@ -88,11 +88,11 @@ def test_8b_shape_prefills_and_decodes(tmp_path, backend, capsys):
     tokens = np.random.default_rng(0).integers(0, 128256, 8192)
     pages = scattered_pages(runner, 64, 2048 + 64)
     events: list[int] = []
-    prefill = timed(runner, lambda: [Row(tokens, 0, pages[:4].flatten())], False,
+    prefill = timed(runner, lambda: [Row(tokens, 0, pages[:4].flatten())],
                     lambda group, event: events.append(group))
     context = 2048
-    decode = timed(runner, lambda: [Row(tokens[:1], context, pages[b]) for b in range(64)], True)
-    single = timed(runner, lambda: [Row(tokens[:1], context, pages[0])], True)
+    decode = timed(runner, lambda: [Row(tokens[:1], context, pages[b]) for b in range(64)])
+    single = timed(runner, lambda: [Row(tokens[:1], context, pages[0])])
     with capsys.disabled():
         print(f"\n8B {backend}: load {loaded:.1f} s, prefill 8,192 tokens {prefill * 1e3:.1f} ms "
               f"({8192 / prefill:,.0f} tokens/s), decode step of 64 x {context} {decode * 1e3:.1f} ms, "
@@ -103,14 +103,13 @@ def test_8b_shape_prefills_and_decodes(tmp_path, backend, capsys):
     torch.cuda.empty_cache()
 
 
-def timed(runner, rows, is_decode: bool, after_group=None, repeats: int = 5) -> float:
+def timed(runner, rows, after_group=None, repeats: int = 5) -> float:
     """Median seconds of a step, batch building included."""
     seconds = []
     for _ in range(repeats + 1):
         torch.cuda.synchronize()
         started = time.perf_counter()
-        batch = build_forward_batch(rows(), runner.layout.page_size, runner.device, is_decode)
-        logits = runner.forward(batch, after_group)
+        logits = runner.step(model_input(rows(), runner.layout.page_size), after_group).logits
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
         assert logits.isfinite().all() and logits.std() > 0

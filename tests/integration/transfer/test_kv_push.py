@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from baton.common.request.batch import Chunk, ScheduledBatch
+from baton.common.request.step_input import Chunk
 from baton.prefill.kv_push import KVPush
 
 PAGE, GROUPS = 4, 3
@@ -26,7 +26,7 @@ def pushed(overlap, *batches):
         (now[0], room, group, first, [int(i) - 100 * room for i in ids], ready)))
     kv_push = KVPush(sender, CACHE, GROUPS, overlap, lambda: "launched")
     for number, chunks in enumerate(batches):
-        batch = ScheduledBatch(chunks, is_decode=False)
+        batch = SimpleNamespace(chunks=chunks)
         now[0] = f"before {number}"
         kv_push.push_cached(batch)
         push = kv_push.callback_for(batch)

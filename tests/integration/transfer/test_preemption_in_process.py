@@ -84,7 +84,7 @@ def test_urgent_requests_preempt_others(pair, prompts, expected):
     prefill.take()
     for side in pair:
         side.assert_clean()
-    assert batcher.swap.tier.num_pages == 0
+    assert batcher.swap.num_pages == 0
 
 
 def test_aborts_while_pages_are_in_host_memory(pair, prompts, expected):
@@ -107,4 +107,4 @@ def test_aborts_while_pages_are_in_host_memory(pair, prompts, expected):
     prefill.take()
     for side in pair:
         side.assert_clean()
-    assert batcher.swap.tier.num_pages == 0
+    assert batcher.swap.num_pages == 0

@@ -17,7 +17,7 @@ from baton.router.policies.cache_aware import BLOCK, CacheAware, PrefixMemory, b
 from baton.router.policies.token_pages import MAX_NEW_SEGMENTS, TokenPages, split
 from baton.router.workers import kv_index as kv_index_module
 from baton.router.workers.kv_index import MAX_MATCHED_WORKERS, KVIndex
-from baton.router.workers.registry import ROLES
+from baton.router.workers.roles import WORKER_ROLES
 from baton.router.workers.worker_sets import EMPTY_SET, WorkerSets
 from baton.tests.bench.router_decisions import decisions, fleet, memory
 
@@ -180,7 +180,7 @@ def test_pages_of_all_workers_are_bounded(monkeypatch):
 
 
 def test_both_roles_of_pairs_share_the_bound():
-    policies = build_all(dict.fromkeys(ROLES, "cache_aware"), PolicyArgs(), Random(1))
+    policies = build_all(dict.fromkeys(WORKER_ROLES, "cache_aware"), PolicyArgs(), Random(1))
     assert policies["prefill"].max_blocks + policies["decode"].max_blocks == policies["regular"].max_blocks
 
 

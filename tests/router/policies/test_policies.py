@@ -273,7 +273,8 @@ def test_shards_share_the_capacity():
 # ---------------------------------------------------------------------- simple policies
 
 
-@pytest.mark.parametrize("name", ["random", "power_of_two", "round_robin", "prefix_hash", "cache_aware", "cache_exact"])
+@pytest.mark.parametrize("name", ["random", "power_of_two", "round_robin", "least_loaded", "prefix_hash", "cache_aware",
+                                  "cache_exact"])
 def test_an_only_worker_gets_every_request(name):
     (only,), policy = workers(1), build(name, PolicyArgs(), Random(1))
     made = request({"prompt": "x"})

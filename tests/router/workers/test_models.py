@@ -16,7 +16,8 @@ from baton.router.policies import PolicySets
 from baton.router.policies.cache_aware import MAX_BLOCKS
 from baton.router.policies.load_view import EXACT_UP_TO
 from baton.router.workers.models import ModelNotFound, Models
-from baton.router.workers.registry import ROLES, Registry, Worker
+from baton.router.workers.registry import Registry, Worker
+from baton.router.workers.roles import WORKER_ROLES
 
 
 def made(*names: str, role: str = "regular") -> Worker:
@@ -116,7 +117,7 @@ def test_a_named_model_is_not_asked_for():
 
 @pytest.mark.parametrize("name", ["cache_aware", "cache_exact", "round_robin", "consistent_hash", "least_loaded"])
 def test_policies_of_models_are_apart(name):
-    sets = PolicySets(dict.fromkeys(ROLES, name), PolicyArgs(policy=name), Random(1))
+    sets = PolicySets(dict.fromkeys(WORKER_ROLES, name), PolicyArgs(policy=name), Random(1))
     one, other = sets.of("a")["regular"], sets.of("b")["regular"]
     assert one is not other
     assert one is sets.of("a")["regular"]
@@ -124,12 +125,12 @@ def test_policies_of_models_are_apart(name):
 
 
 def test_models_share_what_workers_tell_and_the_bound_on_memory():
-    sets = PolicySets(dict.fromkeys(ROLES, "cache_exact"), PolicyArgs(policy="cache_exact"), Random(1))
+    sets = PolicySets(dict.fromkeys(WORKER_ROLES, "cache_exact"), PolicyArgs(policy="cache_exact"), Random(1))
     one, other = sets.of("a")["prefill"], sets.of("b")["decode"]
     assert one.kv_index is other.kv_index is sets.exact.kv_index
     assert one.costs.memory is other.costs.memory is sets.exact.costs.memory
     assert one.texts is not other.texts
-    aware = PolicySets(dict.fromkeys(ROLES, "cache_aware"), PolicyArgs(), Random(1))
+    aware = PolicySets(dict.fromkeys(WORKER_ROLES, "cache_aware"), PolicyArgs(), Random(1))
     for group in "abc":
         aware.of(group)
     assert sum(aware.of(group)["regular"].max_blocks for group in (None, *"abc")) == MAX_BLOCKS
@@ -139,7 +140,7 @@ def test_models_share_what_workers_tell_and_the_bound_on_memory():
 
 @pytest.mark.parametrize("name", ["cache_aware", "cache_exact", "least_loaded", "prefix_hash", "consistent_hash"])
 def test_policies_of_a_removed_model_follow_no_loads(name):
-    sets = PolicySets(dict.fromkeys(ROLES, name), PolicyArgs(policy=name), Random(1))
+    sets = PolicySets(dict.fromkeys(WORKER_ROLES, name), PolicyArgs(policy=name), Random(1))
     fleet = tuple(made("a") for _ in range(EXACT_UP_TO + 1))
     policy, request = sets.of("a")["regular"], Request()
     policy.choose(fleet, policy.read(request, None))
@@ -150,7 +151,7 @@ def test_policies_of_a_removed_model_follow_no_loads(name):
 
 def test_turns_of_models_do_not_mix():
     """Requests of two models alternately: with one count for both, each model would use one of its workers only."""
-    sets = PolicySets(dict.fromkeys(ROLES, "round_robin"), PolicyArgs(policy="round_robin"), Random(1))
+    sets = PolicySets(dict.fromkeys(WORKER_ROLES, "round_robin"), PolicyArgs(policy="round_robin"), Random(1))
     fleets = {"a": [made("a"), made("a")], "b": [made("b"), made("b")]}
     chosen = [sets.of(group)["regular"].choose(fleets[group], None).worker for _ in range(4) for group in "ab"]
     assert all(chosen.count(worker) == 2 for fleet in fleets.values() for worker in fleet)

@@ -1,30 +1,37 @@
-"""Applies the logit processors of a step's rows."""
+"""Logit processors: apply those that requests name to their rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
-from ..forward.host_copies import upload
-from ..request.logit_processors import PARAM, RowProcessor, summarize
-from ..request.sampling_metadata import SamplingMetadata
+from ...forward.host_copies import upload
+from ...request.extras import EXTRAS, Extra, Members, RowState
+from ...request.logit_processors import PARAM, RowProcessor, summarize
+from ...request.req import Req
 
 
-def apply_processors(logits: torch.Tensor, rows: Sequence[SamplingMetadata],
-                     previous: torch.Tensor | None) -> dict[int, str]:
-    """Applies the processors of ``rows`` to their logits [R, vocab], in place; returns why rows have failed, by row.
+class PendingProcessor(NamedTuple):
+    """A row's processor; ``pending``: see RowState."""
+
+    processor: RowProcessor
+    pending: int | None = None
+
+
+def apply_processors(logits: torch.Tensor, members: Members, previous: torch.Tensor | None) -> dict[int, str]:
+    """Applies the PendingProcessor of each member to its row of ``logits`` [R, vocab], in place; returns why rows have
+    failed, by row.
 
     ``previous`` holds the tokens that the step before sampled, for rows with a pending one.
     """
     by_path: dict[str, list[tuple[int, RowProcessor]]] = {}
-    for i, row in enumerate(rows):
-        if row.processor is not None:
-            row.processor.tokens.pending = None if row.pending is None or previous is None else previous[row.pending]
-            by_path.setdefault(row.processor.path, []).append((i, row.processor))
+    for row, (processor, pending) in members:
+        processor.tokens.pending = None if pending is None or previous is None else previous[pending]
+        by_path.setdefault(processor.path, []).append((row, processor))
     failed: dict[int, str] = {}
-    for members in by_path.values():
-        failed |= _apply(logits, members)
+    for same in by_path.values():
+        failed |= _apply(logits, same)
     return failed
 
 
@@ -50,3 +57,11 @@ def _shape(result: object) -> str:
     if isinstance(result, torch.Tensor):
         return f"a tensor of shape {list(result.shape)}"
     return f"a {type(result).__name__}"
+
+
+def _processor(req: Req, state: RowState) -> PendingProcessor | None:
+    return None if req.processor is None else PendingProcessor(req.processor, state.pending)
+
+
+PROCESSOR = EXTRAS.register("custom_logit_processor")(Extra(
+    frozenset(("processor",)), lambda req: req.processor is not None, 50, _processor, apply_processors))

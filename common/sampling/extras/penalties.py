@@ -13,12 +13,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from ..forward.host_copies import upload, upload_joined
-from ..request.sampling_metadata import SamplingMetadata
-from ..request.token_history import TokenHistory
+from ...api.sampling import SamplingParams
+from ...forward.host_copies import upload, upload_joined
+from ...request.extras import EXTRAS, Extra, Members, RowState
+from ...request.req import Req
+from ...request.token_history import TokenHistory
+
+
+class Penalties(NamedTuple):
+    """The penalties of ``params`` on the tokens of ``history``, and on the token at index ``pending`` of those that the
+    previous step sampled, where only the device has it."""
+
+    params: SamplingParams
+    history: TokenHistory
+    pending: int | None = None
 
 
 @dataclass(frozen=True)
@@ -38,32 +50,31 @@ class _Entries:
     counts: torch.Tensor
 
 
-def apply_penalties(logits: torch.Tensor, rows: Sequence[SamplingMetadata], previous: torch.Tensor | None) -> None:
-    """Applies the penalties of ``rows`` to ``logits`` [R, vocab] float32, in place.
+def apply_penalties(logits: torch.Tensor, members: Members, previous: torch.Tensor | None) -> dict[int, str]:
+    """Applies the Penalties of each member to its row of ``logits`` [R, vocab] float32, in place.
 
     ``previous`` [Q] int64 holds the tokens that the step before sampled, for rows with a pending one.
     """
-    selected = [(i, row, row.history) for i, row in enumerate(rows) if row.history is not None]
-    if not selected:
-        return
     device = logits.device
-    params = [row.params for _, row, _ in selected]
+    params = [penalties.params for _, penalties in members]
     penalized = _Penalized(
-        upload([i for i, _, _ in selected], torch.int64, device),
+        upload([row for row, _ in members], torch.int64, device),
         upload([[p.frequency_penalty for p in params], [p.presence_penalty for p in params],
                 [p.repetition_penalty for p in params]], torch.float32, device))
-    histories = [history for _, _, history in selected]
+    histories = [penalties.history for _, penalties in members]
     entries = _output_entries(histories, device)
-    pending = [(row_index, row.pending) for row_index, (_, row, _) in enumerate(selected) if row.pending is not None]
+    pending = [(index, penalties.pending) for index, (_, penalties) in enumerate(members)
+               if penalties.pending is not None]
     if pending:
         assert previous is not None, "a row's token comes from a step that was not passed"
         pending_rows, sources = upload(pending, torch.int64, device).unbind(-1)
-        entries = _with_pending(entries, pending_rows, previous[sources], len(selected))
+        entries = _with_pending(entries, pending_rows, previous[sources], len(members))
     if any(p.frequency_penalty or p.presence_penalty for p in params):
         _subtract(logits, penalized, entries)
     repeating = [row_index for row_index, p in enumerate(params) if p.repetition_penalty != 1]
     if repeating:
         _divide(logits, penalized, entries, repeating, [histories[index].prompt_ids(device) for index in repeating])
+    return {}
 
 
 def _output_entries(histories: Sequence[TokenHistory], device: torch.device) -> _Entries:
@@ -103,3 +114,12 @@ def _divide(logits: torch.Tensor, penalized: _Penalized, entries: _Entries, repe
     index, factor = penalized.rows[row], penalized.factors[2, row]
     values = logits[index, ids]
     logits[index, ids] = torch.where(values < 0, values * factor, values / factor)
+
+
+def _penalties(req: Req, state: RowState) -> Penalties | None:
+    return None if req.history is None else Penalties(req.sampling, req.history, state.pending)
+
+
+PENALTIES = EXTRAS.register("penalties")(Extra(
+    frozenset(("history", "frequency_penalty", "presence_penalty", "repetition_penalty")),
+    lambda req: req.history is not None, 20, _penalties, apply_penalties))

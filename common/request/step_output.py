@@ -1,0 +1,73 @@
+"""Step output: what a step has computed for its requests, as columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import numpy as np
+
+from ..api.errors import ServingError, from_code
+from ..api.messages import Logprobs
+
+if TYPE_CHECKING:
+    from .req import Req
+    from .step_input import StepInput
+
+
+class RowOutput(msgspec.Struct, array_like=True):
+    """What a request gets from a step besides tokens. With ``error_code`` (a ServingError's) it fails, and its tokens
+    mean nothing. ``hidden_states`` are float32 rows, little endian."""
+
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    hidden_states: bytes | None = None
+    error_code: str | None = None
+    error: str = ""
+
+
+class StepOutput(msgspec.Struct, array_like=True):
+    """The output of a step. ``req_index``: its requests that got tokens, ascending, by their index in the StepInput;
+    ``counts``: how many tokens each got, at least one; ``tokens``: these, one request after the other. ``extras``: what
+    some requests, also others, get besides."""
+
+    req_index: list[int]
+    counts: list[int]
+    tokens: list[int]
+    extras: dict[int, RowOutput] = {}
+
+
+class RowResult(NamedTuple):
+    """The part of one request that got tokens; with an ``error`` it fails instead."""
+
+    req: Req
+    token_ids: list[int]
+    logprobs: Logprobs | None
+    error: ServingError | None
+
+
+def add_prompt_results(step: StepInput, output: StepOutput) -> None:
+    """Appends prompt log-probabilities and hidden states to their requests."""
+    for index, extra in output.extras.items():
+        req = step.reqs[index]
+        if extra.prompt_logprobs is not None:
+            req.add_prompt_logprobs(extra.prompt_logprobs)
+        if extra.hidden_states is not None:
+            assert req.hidden is not None
+            req.hidden.add(np.frombuffer(extra.hidden_states, "<f4"))
+
+
+def row_results(step: StepInput, output: StepOutput, chosen: Sequence[int] | None = None) -> Iterator[RowResult]:
+    """Yields the results of requests that got tokens, in batch order: those at ``chosen`` indices of ``req_index``
+    (ascending), by default all."""
+    if chosen is not None and not chosen:
+        return  # the usual decode step
+    ends = list(accumulate(output.counts))
+    for i in range(len(ends)) if chosen is None else chosen:
+        index = output.req_index[i]
+        extra = output.extras.get(index)
+        error = None if extra is None or extra.error_code is None else from_code(extra.error_code, extra.error)
+        yield RowResult(step.reqs[index], output.tokens[ends[i] - output.counts[i]:ends[i]],
+                        None if extra is None else extra.logprobs, error)

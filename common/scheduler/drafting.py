@@ -1,0 +1,77 @@
+"""Drafting: asks a proposer for tokens that may follow those of running requests, and finds room for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..api.errors import ConfigError
+from ..config.server.speculative import SPECULATIVE_ALGORITHMS, SpeculativeArgs
+from ..kvcache.manager import KVCacheManager
+from ..request.input_batch import InputBatch
+from ..request.req import Req
+from ..request.step_input import StepInput
+from ..request.step_output import StepOutput
+from ..speculative.base import Proposer
+
+
+class Drafting:
+    """Drafts for the rows of an input batch. Rows with extras get none: their logits depend on the tokens before."""
+
+    def __init__(self, proposer: Proposer, cache: KVCacheManager, max_drafts: int):
+        """``max_drafts``: tokens of one request in one step."""
+        self._proposer = proposer
+        self._cache = cache
+        self._max_drafts = max_drafts
+        self.num_steps = 0
+        self.num_drafted = 0
+        self.num_accepted = 0
+
+    def has_outlook(self, reqs: Sequence[Req]) -> bool:
+        """True where some of ``reqs``, whose newest token may be pending, would get drafts now: then it is likely to
+        get some once that token is known."""
+        chosen = [req for req in reqs if not req.extras and not req.complete]
+        return any(map(len, self._proposer.propose(chosen, [self._max_drafts] * len(chosen))))
+
+    def drafts(self, batch: InputBatch) -> dict[int, Sequence[int]]:
+        """Returns the drafts of the next step, by row, with pages for them. No token may be pending."""
+        with_extras = set(batch.extra_index)
+        remaining = batch.remaining.tolist()
+        rows = [row for row in range(len(batch)) if row not in with_extras and remaining[row] > 1]
+        limits = [min(self._max_drafts, remaining[row] - 1) for row in rows]
+        proposed = self._proposer.propose([batch.reqs[row] for row in rows], limits)
+        positions = batch.positions.tolist()
+        found = {row: tokens[:min(limit, self._room(batch, row, positions[row] + len(tokens)) - positions[row])]
+                 for row, tokens, limit in zip(rows, proposed, limits) if len(tokens)}
+        return {row: tokens for row, tokens in found.items() if len(tokens)}
+
+    def _room(self, batch: InputBatch, row: int, last: int) -> int:
+        """Allocates pages up to position ``last``, where there are any; returns the last one that has a page."""
+        table = batch.reqs[row].page_table
+        if batch.pages.capacity(row) <= last and table is not None:
+            self._cache.allocate_slots(table, last + 1)
+            batch.pages.update_capacity(row)
+        return min(last, batch.pages.capacity(row) - 1)
+
+    def on_verified(self, step: StepInput, output: StepOutput) -> None:
+        """Tell the proposer which drafts were accepted; the requests have their tokens."""
+        self.num_steps += 1
+        for row, drafts in step.drafts.items():
+            accepted = output.counts[row] - 1
+            self.num_drafted += len(drafts)
+            self.num_accepted += accepted
+            self._proposer.on_verified(step.reqs[row], drafts, accepted)
+
+    def on_end(self, reqs: Sequence[Req]) -> None:
+        """Tell the proposer that requests have ended."""
+        self._proposer.on_end(reqs)
+
+
+def make_drafting(args: SpeculativeArgs, cache: KVCacheManager) -> Drafting | None:
+    """Builds the drafting of a rank's configuration; None without an algorithm. Raises ConfigError."""
+    if args.speculative_algorithm is None:
+        return None
+    if cache.groups:
+        raise ConfigError("--speculative-algorithm does not draft for models whose sliding windows have pages of their "
+                          "own: leave it out.")
+    proposer = SPECULATIVE_ALGORITHMS.get(args.speculative_algorithm)(args)
+    return Drafting(proposer, cache, args.speculative_num_draft_tokens)

@@ -1,0 +1,81 @@
+"""Speculative decoding in real servers: a plug-in's algorithm, and NGRAM, answer as a server without any."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from baton.tests.helpers.harness import Cluster, Server, post_json
+from baton.tests.helpers.plugins import install_plugin
+from baton.tests.helpers.ports import free_ports
+
+FLAGS = ["--model-path", "tinychat", "--device", "cpu", "--log-level", "warning", "--max-total-tokens", "700",
+         "--schedule-conservativeness", "0", "--page-size", "4"]
+TOY = ["--speculative-algorithm", "TOY_REPEAT", "--speculative-num-draft-tokens", "3"]
+NGRAM = ["--speculative-algorithm", "NGRAM"]
+PROMPTS = ["Once upon a time there was a cat. The cat said: hello, hello, hello,",
+           "one two three one two three one two", "What is the capital of France? The capital of France is",
+           "a b a b a b a b", "User: hi"]
+SAMPLING = [{"temperature": 0}, {"temperature": 0.8, "sampling_seed": 11}, {"temperature": 0, "stop": ["t", "e "]},
+            {"temperature": 1.0, "sampling_seed": 12, "n": 2}, {"temperature": 0, "frequency_penalty": 0.5},
+            {"temperature": 0, "min_new_tokens": 20}]
+
+
+def answers(url: str) -> list[object]:
+    """Texts, tokens and reasons of all requests, sent together so that some are retracted."""
+    bodies = [{"text": prompt, "sampling_params": {"max_new_tokens": 60, **sampling}, "return_logprob": i % 7 == 3}
+              for i, (prompt, sampling) in enumerate((prompt, sampling) for prompt in PROMPTS for sampling in SAMPLING)]
+    with ThreadPoolExecutor(16) as threads:
+        replies = list(threads.map(lambda body: post_json(f"{url}/generate", body), bodies))
+    assert all(status == 200 for status, _ in replies), replies
+    return [[(one["text"], one["output_ids"], one["meta_info"]["finish_reason"]["type"],
+              one["meta_info"]["completion_tokens"]) for one in (reply if isinstance(reply, list) else [reply])]
+            for _, reply in replies]
+
+
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("plugin")
+    path = install_plugin(folder, "baton.speculative", "TOY_REPEAT", "baton.tests.helpers.toy_proposer_plugin")
+    root = Path(__file__).parents[4]
+    return {"PYTHONPATH": f"{path}:{root}", "TOY_PROPOSER_FILE": str(folder / "counts")}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory) -> list[object]:
+    log = tmp_path_factory.mktemp("plain") / "server.log"
+    server = Server("baton.launch", ["server", *FLAGS], free_ports(1)[0], log).start()
+    try:
+        return answers(server.wait_ready().url)
+    finally:
+        assert server.stop() == 0
+
+
+def accepted(plugin: dict[str, str]) -> int:
+    """The drafts that a server's model has accepted."""
+    drafted, count = map(int, Path(plugin["TOY_PROPOSER_FILE"]).read_text().splitlines()[-1].split())
+    assert drafted > count
+    return count
+
+
+@pytest.mark.parametrize("flags", [TOY, NGRAM], ids=["plug-in", "ngram"])
+def test_a_unified_server(tmp_path, plugin, expected, flags):
+    argv = ["server", *FLAGS, *flags]
+    server = Server("baton.launch", argv, free_ports(1)[0], tmp_path / "server.log", **plugin).start()
+    try:
+        assert answers(server.wait_ready().url) == expected
+        assert server.state()["counters"]["retracted_requests"] > 0
+        server.assert_clean()
+    finally:
+        assert server.stop() == 0
+    assert flags is NGRAM or accepted(plugin) > 10
+
+
+def test_a_pair_whose_decode_server_drafts(tmp_path, plugin, expected):
+    with Cluster(tmp_path, flags=FLAGS[6:], decode_flags=TOY, environment=plugin) as cluster:
+        assert answers(cluster.url) == expected
+        for server in cluster.workers:
+            server.assert_clean()
+    assert accepted(plugin) > 10
