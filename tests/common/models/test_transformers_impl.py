@@ -127,7 +127,7 @@ def test_embeddings_are_transformers_hidden_states(tmp_path):
     tokens = np.random.default_rng(0).integers(0, 131, 40)
     pages = scattered_pages(runner, 1, 40)[0]
     rows = [Row(tokens, 0, pages)]
-    got = runner.hidden_states(build_forward_batch(rows, runner.layout.page_size, runner.device, False, [3, 39]))
+    got = runner.hidden_states(build_forward_batch(rows, runner.layout.page_size, runner.device, [3, 39]))
     with torch.inference_mode():
         want = model.model(torch.from_numpy(tokens)[None]).last_hidden_state[0]
     torch.testing.assert_close(got, want[[3, 39]], atol=1e-4, rtol=0)
