@@ -121,7 +121,7 @@ class Registry(Generic[T]):
 
     def entries(self) -> dict[str, T]:
         """Returns all entries by name, hidden ones too, those of one decorator in its order; imports all files."""
-        for name in self.all_names:
+        for name in sorted(self.all_names):
             self.get(name)
         return dict(self._entries)
 

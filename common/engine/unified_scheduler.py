@@ -167,9 +167,13 @@ class UnifiedScheduler:
         step, output = launched.step, launched.wait()
         if self._rate is not None:
             self._rate.end()
-        add_prompt_results(step, output)
+        if output.extras:
+            add_prompt_results(step, output)
+        to_check = self._report_continuing(step, output)
+        if to_check is not None and not to_check:
+            return  # the usual decode step
         beyond, ended = [], []
-        for result in row_results(step, output, self._report_continuing(step, output)):
+        for result in row_results(step, output, to_check):
             req = result.req
             if req.finish is not None:  # it ended with the previous step, and this one's token is beyond its end
                 beyond.append(req)
@@ -199,11 +203,13 @@ class UnifiedScheduler:
         input_batch.record_tokens(tokens)
         to_check = input_batch.rows_to_check(tokens, step.last_step_rows, output.extras)
         if not to_check:
-            self.tracker.add_new_tokens(step.reqs, input_batch.rids, tokens)
+            input_batch.append_tokens(tokens)
+            self.tracker.add_new_tokens(input_batch.rids, tokens)
             return to_check
         excluded = set(to_check)
         rows = [row for row in range(len(step)) if row not in excluded]
         if rows:
-            self.tracker.add_new_tokens([step.reqs[row] for row in rows], [input_batch.rids[row] for row in rows],
-                                        [tokens[row] for row in rows])
+            continuing = [tokens[row] for row in rows]
+            input_batch.append_tokens(continuing, rows)
+            self.tracker.add_new_tokens([input_batch.rids[row] for row in rows], continuing)
         return to_check

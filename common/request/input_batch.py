@@ -6,7 +6,7 @@ would take a microsecond a request and more, in every step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from operator import attrgetter
 
@@ -53,6 +53,7 @@ class InputBatch:
         self._last_tokens: list[int] = []  # of the first requests, as far as the host knows them
         self._num_in_flight = 0  # steps whose tokens are not recorded
         self._rids: list[str] | None = None
+        self._appends: list[Callable[[int], None]] | None = None  # of the requests' tokens
         if previous is not None and len(reused):
             self._reuse(previous, reused)
         self.extra_index: list[int] = np.flatnonzero(self._flags[:, 0]).tolist()
@@ -174,6 +175,17 @@ class InputBatch:
         """Record the tokens [B] of the oldest step in flight."""
         self._last_tokens = token_ids
         self._num_in_flight -= 1
+
+    def append_tokens(self, token_ids: Sequence[int], rows: Sequence[int] | None = None) -> None:
+        """Append the pending token of each request, of ``rows`` where given; none ends with it."""
+        if self._appends is None:
+            self._appends = [req.tokens.append for req in self.reqs]
+        reqs, appends = self.reqs, self._appends
+        if rows is not None:
+            reqs, appends = [reqs[row] for row in rows], [appends[row] for row in rows]
+        for req, append, token_id in zip(reqs, appends, token_ids):
+            req.num_pending -= 1
+            append(token_id)
 
     def last_tokens(self, *, reused_on_device: bool) -> tuple[list[int], list[int]]:
         """The last token [B] of each request, and the rows of those whose token the host does not know: 0 there.

@@ -62,8 +62,6 @@ def add_prompt_results(step: StepInput, output: StepOutput) -> None:
 def row_results(step: StepInput, output: StepOutput, chosen: Sequence[int] | None = None) -> Iterator[RowResult]:
     """Yields the results of requests that got tokens, in batch order: those at ``chosen`` indices of ``req_index``
     (ascending), by default all."""
-    if chosen is not None and not chosen:
-        return  # the usual decode step
     ends = list(accumulate(output.counts))
     for i in range(len(ends)) if chosen is None else chosen:
         index = output.req_index[i]

@@ -32,6 +32,7 @@ from ..kvcache.pool import KVPool
 from ..quantization.float8 import check_float8
 from ..weights.loader import Progress, silent
 from .attention_choice import AttentionChoice
+from .cuda_graphs.collection_paused import collection_paused
 from .cuda_graphs.decode_graphs import DecodeGraphs, sizes_to_capture
 from .cuda_graphs.prefill_graph_selection import PrefillGraphSelection
 from .device_memory import DeviceMemory
@@ -166,9 +167,10 @@ class ModelRunner:
             progress("warming up kernels", done / len(steps))
 
     def _capture(self, progress: Progress) -> None:
-        self.prefill_graphs.capture(progress)
-        if self._captures_decode:
-            self._capture_decode(progress)
+        with collection_paused():
+            self.prefill_graphs.capture(progress)
+            if self._captures_decode:
+                self._capture_decode(progress)
 
     @torch.inference_mode()
     def _capture_decode(self, progress: Progress) -> None:
@@ -278,6 +280,7 @@ class ModelRunner:
         """Computes a step that was planned; returns its logits ``[R, vocab]`` in float32."""
         return self._model.forward(step).float()
 
+    @torch.inference_mode()
     def run_idle_batch(self) -> None:
         """Takes part in an iteration without a batch: other data-parallel ranks that compute need this rank's part of
         their layers.
@@ -319,7 +322,6 @@ class ModelRunner:
         logits = self._model.compute_logits(states[:step.num_logits], context.logits)
         return StepLogits(logits, hidden=states[step.num_logits:])
 
-    @torch.inference_mode()
     def _replay(self, step: ModelInput, info: DPStepInfo | None) -> StepLogits | None:
         """Computes a plain decode step on a graph; returns None where there is none of its size."""
         size = self._graph_size(step.columns.num_reqs, info)

@@ -79,7 +79,6 @@ class Sampler:
                 logprobs[row] = TokenLogprob(found.values[0] or 0.0, found.top[0], found.of_ids[0])
         return SamplerOutput(sample.token_ids(), logprobs, sample.failures)
 
-    @torch.inference_mode()
     def launch(self, logits: torch.Tensor, rows: Sequence[SamplingMetadata], previous: torch.Tensor | None = None, *,
                extra_rows: Sequence[int] | None = None, argmax: torch.Tensor | None = None,
                index: Sequence[int] | None = None) -> Sample:
@@ -94,16 +93,23 @@ class Sampler:
         by their extras, and sampled apart. Log-probabilities are those of the distribution after masks, penalties,
         bias, processors and temperature, and before truncation, as SGLang's.
         """
-        assert logits.shape == (len(rows), self._vocab_size)
         if extra_rows is None:
             extra_rows = [row for row, metadata in enumerate(rows) if metadata.extras]
+        assert logits.shape == (len(rows), self._vocab_size)
         if not rows:
             tokens = torch.empty(0, dtype=torch.int64, device=self._device)
             return Sample(tokens, self._buffers.copy(tokens))
-        if not extra_rows:
+        if not extra_rows and argmax is not None:
             # Every rank has the whole logits, bit by bit the same: so each computes the same argmax.
-            tokens = argmax if argmax is not None else self._tp.broadcast(self._plain(logits, rows))
-            return Sample(tokens, self._buffers.copy(tokens), is_argmax=argmax is not None)
+            return Sample(argmax, self._buffers.copy(argmax), is_argmax=True)
+        return self._launch(logits, rows, previous, extra_rows, argmax, index)
+
+    @torch.inference_mode()
+    def _launch(self, logits: torch.Tensor, rows: Sequence[SamplingMetadata], previous: torch.Tensor | None,
+                extra_rows: Sequence[int], argmax: torch.Tensor | None, index: Sequence[int] | None) -> Sample:
+        if not extra_rows:
+            tokens = self._tp.broadcast(self._plain(logits, rows))
+            return Sample(tokens, self._buffers.copy(tokens))
         if self._tp.rank > 0:
             tokens = self._tp.broadcast(torch.empty(len(rows), dtype=torch.int64, device=self._device))
             return Sample(tokens.clamp(min=0), self._buffers.copy(tokens))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from ..api.errors import AbortRequested, Conflict, InvalidRequest, Overloaded, ServingError
 from ..api.messages import Failed, Finish, FromEngine, Generate, Logprobs, OutputBatch
@@ -68,13 +68,10 @@ class RequestTracker:
             self.counters["prompt_tokens"] += req.num_prompt_tokens
             self.counters["cached_tokens"] += req.num_cached_tokens
 
-    def add_new_tokens(self, reqs: Sequence[Req], rids: list[str], token_ids: list[int]) -> None:
-        """Report the pending token of each of ``reqs``, none of which ends with it; all have reported before."""
-        for req, token_id in zip(reqs, token_ids):
-            req.num_pending -= 1
-            req.tokens.append(token_id)
+    def add_new_tokens(self, rids: list[str], token_ids: list[int]) -> None:
+        """Report a new token of each of several requests, none of which ends with it; all have reported before."""
         self._outputs.extend(rids, token_ids)
-        self.counters["generation_tokens"] += len(reqs)
+        self.counters["generation_tokens"] += len(rids)
 
     def fail(self, req: Req, error: ServingError) -> None:
         """Close with an error; a request whose abort was requested ends with the tokens so far instead."""

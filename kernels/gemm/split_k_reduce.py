@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -28,8 +28,12 @@ def last_split_sum(acc, partial_ptr, counter_ptr, program, split, splits, size, 
     return last, acc
 
 
-@lru_cache
 def split_counters(device: torch.device) -> torch.Tensor:
-    """Counters of each tile's finished splits: zeros between launches, which the last split restores. Products of one
-    device follow each other on one stream, so that they share the counters."""
+    """Returns counters of each tile's finished splits: zeros between launches, which the last split restores. Products
+    on one stream follow each other, and share them; a captured product has those of the stream that captured it."""
+    return _counters(device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+
+
+@cache
+def _counters(device: torch.device, stream: int) -> torch.Tensor:
     return torch.zeros(1 << 14, dtype=torch.int32, device=device)

@@ -48,6 +48,7 @@ class DecodeGraphs:
         self._attention = attention
         self._workspace = workspace
         self._scratch_page = scratch_page
+        self._stream = torch.cuda.Stream(device)
         self._inputs = DecodeInputs(self._sizes[-1], self._sizes[-1] * max_pages, scratch_page, device)
         self._static = self._static_batch(page_size, self._inputs.tensors, device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -128,7 +129,7 @@ class DecodeGraphs:
             logits = model.forward(step)
             return step, logits, argmax(logits, batch.input_ids)[1]
 
-        stream = torch.cuda.Stream()
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             forward(plan())  # libraries allocate and compile outside of the capture
@@ -136,7 +137,7 @@ class DecodeGraphs:
         captured = plan()  # another one: what its first layer makes, the graph must make in every replay
         graph = torch.cuda.CUDAGraph()
         # Other threads of a rank (NCCL's, transfers') call CUDA too, and must not end the capture.
-        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
             self._steps[size], self._logits[size], self._argmax[size] = forward(captured)
         graph.replay()  # the first launch uploads the graph to the device: 0.6 ms, which requests would wait for
         self._graphs[size] = graph

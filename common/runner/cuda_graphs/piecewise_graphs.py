@@ -169,10 +169,10 @@ class GraphRecorder:
         self._memory: Any = torch.cuda.graph_pool_handle()
 
     def record(self, work: Callable[[], T]) -> tuple[T, Replay]:
-        work()  # libraries allocate and compile outside of the capture
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
+            work()  # libraries allocate and compile outside of the capture
             # Other threads of a rank (NCCL's, transfers') call CUDA too, and must not end the capture.
             graph.capture_begin(self._memory, capture_error_mode="thread_local")
             try:

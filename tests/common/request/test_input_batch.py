@@ -298,7 +298,8 @@ def test_rows_of_two_steps_are_one_message():
     batch = InputBatch(reqs, PAGE)
     batch.advance()
     for token_id in (7, 8):  # two steps' results in one iteration
-        tracker.add_new_tokens(reqs[:2], batch.rids[:2], [token_id] * 2)
+        batch.append_tokens([token_id] * 2, [0, 1])
+        tracker.add_new_tokens(batch.rids[:2], [token_id] * 2)
         reqs[2].append_pending(token_id)
         tracker.add_output(reqs[2], [token_id], None)
         for req in reqs:

@@ -174,7 +174,8 @@ def test_sums_on_a_cpu_have_no_peers():
 
 def test_two_ranks_sum_large_messages_in_each_other_s_memory():
     def message(nbytes: int) -> SimpleNamespace:
-        return SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, nbytes=nbytes, is_contiguous=lambda: True,
+        return SimpleNamespace(is_cuda=True, device=torch.device("cpu"), dtype=torch.bfloat16, nbytes=nbytes,
+                               is_contiguous=lambda: True,
                                shape=(nbytes // 8192, 4096))
 
     def largest(ranks: int) -> int:

@@ -38,8 +38,8 @@ class Target:
         self.pipe.send("content")
         return np.frombuffer(self.pipe.recv(), np.uint8).reshape(PAGES, PAGE_BYTES)
 
-    def bells(self) -> np.ndarray:
-        self.pipe.send("bells")
+    def completion_flags(self) -> np.ndarray:
+        self.pipe.send("flags")
         return np.frombuffer(self.pipe.recv(), np.int64)
 
 
@@ -146,14 +146,14 @@ def test_writes_that_overlap_all_arrive(source):
 
 
 @pytest.mark.parametrize("device", range(min(2, torch.cuda.device_count())))
-def test_a_bell_rings_behind_the_writes(source, device):
+def test_a_flag_is_written_after_the_pages(source, device):
     backend, target = IpcBackend(), Target(device)
     backend.register([region_of(source)], [PAGES])
     peer, ids = backend.add_peer(target.metadata, [1], [1]), over_and_over("scattered")
     write = backend.write(peer, 0, ids, 0, ids)
     place, began = backend.write_flag(peer, 77), time.monotonic()
     while not target.completion_flags().any():
-        assert time.monotonic() - began < 30, "nobody rang"
+        assert time.monotonic() - began < 30, "no flag was written"
     assert backend.poll(write) is WriteState.DONE
     assert target.completion_flags()[place] == 77 and np.array_equal(target.content(), source.cpu().numpy())
     backend.write_flag(peer, 78)

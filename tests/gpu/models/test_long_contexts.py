@@ -52,7 +52,7 @@ def batch_of(parts: list[tuple[int, int]], pages: np.ndarray) -> ForwardBatch:
 
 def check(backends: list, run: Callable[[AttentionPlan, int], torch.Tensor]) -> None:
     """``run(plan, rows)``, the same inputs in each call; a decode step also as one that is captured is planned."""
-    pages = np.random.default_rng(0).permutation(backends[0]._pool.num_pages)
+    pages = np.random.default_rng(0).permutation(backends[0].pool.num_pages)
     few, many = ([(length - 1, 1) for length in lengths] for lengths in (DECODED, MANY))
     for parts, longest in ((few, None), (few, MOST), (many, None), (many, MOST), (list(EXTENDED), None)):
         batch = batch_of(parts, pages)
