@@ -47,6 +47,7 @@ class ModelSpec:
     mla: MLASpec | None = None
     mtp_layers: int = 0
     windows: Windows = ()
+    implementation: str = ""  # the name under which the family is registered, where it is not the architecture's
     dropped_eos_ids: tuple[int, ...] = ()  # the checkpoint names them, and the model does not have them
     family: Any = None
 

@@ -192,7 +192,8 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
                       dtype=getattr(torch, resolve_dtype(config, model, runner.device)))
     grammars = None
     if parallel.attn_tp.rank == 0 and (parallel.pp.is_first or parallel.pp.is_last):
-        grammars = GrammarStore(config.grammar.whitespace, model.vocab_size, tracker.eos_ids)
+        grammars = GrammarStore(config.grammar.whitespace, model.vocab_size, tracker.eos_ids,
+                                config.grammar.grammar_backend)
     here = Executor(runner, sampler, grammars)
     executor: Executor | PPExecutor = here
     if pp_channel is not None:

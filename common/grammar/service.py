@@ -119,7 +119,7 @@ class GrammarService:
             if self._trial is None:
                 vocabulary = await asyncio.get_running_loop().run_in_executor(self._threads, self._vocabulary,
                                                                               tokenizer)
-                self._trial = Trial(vocabulary, self._args.whitespace)
+                self._trial = Trial(vocabulary, self._args.whitespace, backend=self._args.grammar_backend)
         trial = self._trial
         try:
             compiled = await self._compile(trial, spec, client)

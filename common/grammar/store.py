@@ -6,39 +6,38 @@ import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from ..api.errors import InvalidRequest, ServingError
 from ..api.grammar import GrammarSpec, Vocabulary
 from ..api.messages import Done, PrepareGrammar
+from ..config.server.answers import GRAMMAR_BACKENDS
 
 if TYPE_CHECKING:
-    import xgrammar
-
     from ..request.output_matcher import OutputMatcher
     from ..request.req import Req
-    from .compiler import Compiler
-    from .masks import FillRow, MaskFiller
-    from .matcher import Matcher
+    from .backend import CompiledGrammar, GrammarCompiler, GrammarMaskFiller
+    from .masks import FillRow
 
 log = logging.getLogger("baton.grammar")
 
 
 class GrammarStore:
     """Compiles in threads in parallel to the step loop; the API server decides which grammars are cached. Imports
-    xgrammar with the first."""
+    the backend's library with the first."""
 
-    def __init__(self, whitespace: str | None, vocab_size: int, eos_ids: frozenset[int]):
+    def __init__(self, whitespace: str | None, vocab_size: int, eos_ids: frozenset[int], backend: str = "xgrammar"):
+        self._backend = backend
         self._whitespace = whitespace
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._vocabulary: Vocabulary | None = None
-        self._compiler: Compiler | None = None
-        self._filler: MaskFiller | None = None
+        self._compiler: GrammarCompiler | None = None
+        self._filler: GrammarMaskFiller | None = None
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammar-compiling")
         self._loading = ThreadPoolExecutor(1, thread_name_prefix="grammar-loading")  # does not wait for compilations
         self._compiler_lock = threading.Lock()
-        self._compiled: dict[GrammarSpec, xgrammar.CompiledGrammar] = {}
+        self._compiled: dict[GrammarSpec, CompiledGrammar] = {}
         self._pending: dict[int, Future[Done]] = {}
 
     @property
@@ -61,11 +60,9 @@ class GrammarStore:
         """Removes a grammar from the cache; requests that use it are not affected."""
         self._compiled.pop(spec, None)
 
-    def matcher(self, req: Req, start: int) -> Matcher:
+    def matcher(self, req: Req, start: int) -> OutputMatcher:
         """Creates the matcher of a request whose output begins at token ``start``. Where the grammar was not prepared
         and cannot be compiled, the request fails with its first token."""
-        from .matcher import Matcher
-
         spec = req.sampling.grammar
         assert spec is not None
         compiled, error = self._compiled.get(spec), None
@@ -74,15 +71,14 @@ class GrammarStore:
                 compiled = self._compile(spec)
             except InvalidRequest as refusal:
                 error = refusal
-        return Matcher(compiled, req.tokens, start, req.stop_ids, self._eos_ids, req.sampling, error)
+        return GRAMMAR_BACKENDS.get(self._backend).matcher(compiled, req.tokens, start, req.stop_ids, self._eos_ids,
+                                                           req.sampling, error)
 
     def fill(self, matchers: Sequence[OutputMatcher]) -> list[FillRow]:
-        """Fills the masks of a step for matchers of this store, see ``MaskFiller.fill``."""
+        """Fills the masks of a step for matchers of this store, see ``GrammarMaskFiller.fill``."""
         if self._filler is None:
-            from .masks import MaskFiller
-
-            self._filler = MaskFiller(self._vocab_size)
-        return self._filler.fill(cast("Sequence[Matcher]", matchers))
+            self._filler = GRAMMAR_BACKENDS.get(self._backend).filler(self._vocab_size)
+        return self._filler.fill(matchers)
 
     def close(self) -> None:
         for thread in (self._compiling, self._loading):
@@ -101,16 +97,15 @@ class GrammarStore:
             return Done(message.seq, "The engine failed to compile the grammar; its log says why.", ServingError.code)
         return Done(message.seq, "The grammar is ready.")
 
-    def _compile(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
-        return self._get_compiler().compile(spec)
+    def _compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        compiled: CompiledGrammar = self._get_compiler().compile(spec)
+        return compiled
 
-    def _get_compiler(self) -> Compiler:
+    def _get_compiler(self) -> GrammarCompiler:
         with self._compiler_lock:
             if self._compiler is None:
                 if self._vocabulary is None:
                     raise InvalidRequest("The engine has not been told its vocabulary; send the request to its API "
                                          "server.")
-                from .compiler import Compiler
-
-                self._compiler = Compiler(self._vocabulary, self._whitespace)
+                self._compiler = GRAMMAR_BACKENDS.get(self._backend).compiler(self._vocabulary, self._whitespace)
             return self._compiler

@@ -23,10 +23,11 @@ import msgspec
 
 from ..api.errors import InvalidRequest, WorkerUnavailable
 from ..api.grammar import GrammarSpec, Vocabulary
+from ..config.server.answers import GRAMMAR_BACKENDS
 from ..process import die_with
 
 if TYPE_CHECKING:
-    from .compiler import Compiler
+    from .backend import GrammarCompiler
 
 START_SECONDS = 120.0  # importing torch takes some on a busy machine
 MEMORY_BYTES = 4 << 30  # beyond what the process has when it starts
@@ -74,7 +75,9 @@ _verdict_decoder = msgspec.msgpack.Decoder(_Verdict)
 class Trial:
     """Starts its process with the first grammar. Its methods block, and may be called from any thread."""
 
-    def __init__(self, vocabulary: Vocabulary, whitespace: str | None, *, memory_bytes: int = MEMORY_BYTES):
+    def __init__(self, vocabulary: Vocabulary, whitespace: str | None, *, backend: str = "xgrammar",
+                 memory_bytes: int = MEMORY_BYTES):
+        self._backend = backend
         self.vocabulary = vocabulary
         self._whitespace = whitespace
         self._memory_bytes = memory_bytes
@@ -132,7 +135,7 @@ class Trial:
             ours, theirs = socket.socketpair()
             self._process = context.Process(
                 target=_main, name="grammar-compiler", daemon=True,
-                args=(theirs, self.vocabulary, self._whitespace, self._memory_bytes, os.getpid()))
+                args=(theirs, self._backend, self.vocabulary, self._whitespace, self._memory_bytes, os.getpid()))
             self._process.start()
             self._control = ours
             theirs.close()
@@ -148,13 +151,11 @@ class Trial:
             return self._process, ours
 
 
-def _main(control: socket.socket, vocabulary: Vocabulary, whitespace: str | None, memory_bytes: int,
+def _main(control: socket.socket, backend: str, vocabulary: Vocabulary, whitespace: str | None, memory_bytes: int,
           parent: int) -> None:
     die_with(parent)
     os.nice(5)  # the engine's processes come first
-    from .compiler import Compiler
-
-    compiler = Compiler(vocabulary, whitespace)
+    compiler = GRAMMAR_BACKENDS.get(backend).compiler(vocabulary, whitespace)
     compiler.learn_vocabulary()
     control.send(b"r")
     _Children(compiler, control, memory_bytes).serve()
@@ -164,7 +165,7 @@ class _Children:
     """The loop of the process: forks a child for each grammar from ``control``, and reports how the child ended where
     it could not itself."""
 
-    def __init__(self, compiler: Compiler, control: socket.socket, memory_bytes: int):
+    def __init__(self, compiler: GrammarCompiler, control: socket.socket, memory_bytes: int):
         self._compiler = compiler
         self._control = control
         self._memory_bytes = memory_bytes
@@ -217,7 +218,7 @@ class _Children:
                     pipe.send_bytes(msgspec.msgpack.encode(_Verdict(over_budget=over)))
 
 
-def _compile(compiler: Compiler, pipe: Connection, memory_bytes: int) -> None:
+def _compile(compiler: GrammarCompiler, pipe: Connection, memory_bytes: int) -> None:
     """Compiles in a child; the kernel ends it where its budget is spent."""
     job = _job_decoder.decode(pipe.recv_bytes())
     _limit_memory(memory_bytes)

@@ -5,6 +5,7 @@ A family's file imports without torch: the API server reads specifications, and 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -79,9 +80,12 @@ def load_model_spec(args: ModelArgs) -> ModelSpec:
         if name in config and (type(config[name]) is not int or config[name] < 1):
             raise ConfigError(f"{folder}/config.json says {name} {config[name]!r}: it must be an integer of 1 or more.")
     try:
+        if args.model_impl == "transformers":
+            architecture = str((config.get("architectures") or ["none"])[0])
+            spec = _read(MODELS.get("transformers"), architecture, config, generation, args)
+            return dataclasses.replace(spec, implementation="transformers")
         architecture = _architecture_of(config)
-        family = family_of(architecture)
-        return family.read(ModelConfig.complete(architecture, config, generation, family.defaults, args))
+        return _read(family_of(architecture), architecture, config, generation, args)
     except KeyError as error:
         raise ConfigError(f"{folder}/config.json lacks {error.args[0]!r}.") from None
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
@@ -90,25 +94,31 @@ def load_model_spec(args: ModelArgs) -> ModelSpec:
         raise ConfigError(f"{folder}/config.json has a value of the wrong type ({error}).") from None
 
 
+def _read(family: ModelFamily, architecture: str, config: Mapping[str, Any], generation: Mapping[str, Any] | None,
+          args: ModelArgs) -> ModelSpec:
+    return family.read(ModelConfig.complete(architecture, config, generation, family.defaults, args))
+
+
 def _architecture_of(config: Mapping[str, Any]) -> str:
     named = config.get("architectures") or ["none"]
     found: str | None = next((name for name in named if name in MODELS), None)
     if found is None:
         raise ConfigError(f"Architecture {named[0]} is not supported: use a checkpoint of "
-                          f"{', '.join(name for name in MODELS if name.endswith('ForCausalLM'))}.")
+                          f"{', '.join(name for name in MODELS if name.endswith('ForCausalLM'))}, or --model-impl "
+                          "transformers.")
     return found
 
 
 def build_model(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
     """Builds the module of ``spec.architecture`` with uninitialised weights."""
-    return family_of(spec.architecture).build(spec, parallel, dtype, device)
+    return family_of(spec.implementation or spec.architecture).build(spec, parallel, dtype, device)
 
 
 def build_draft_layers(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype,
                        device: torch.device) -> list[MTPDraftLayer]:
     """Builds the checkpoint's draft layers, the first one next to the model, with uninitialised weights; raises
     ConfigError for a family that has none."""
-    build_draft = family_of(spec.architecture).build_draft
+    build_draft = family_of(spec.implementation or spec.architecture).build_draft
     if build_draft is None or not spec.mtp_layers:
         raise ConfigError(f"{spec.architecture} has no layers of multi-token prediction.")
     return build_draft(spec, parallel, dtype, device)
@@ -116,4 +126,4 @@ def build_draft_layers(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype,
 
 def tensor_parts(spec: ModelSpec) -> TensorParts | None:
     """Returns the ``tensor_parts`` of a model's family."""
-    return family_of(spec.architecture).tensor_parts
+    return family_of(spec.implementation or spec.architecture).tensor_parts

@@ -135,7 +135,8 @@ class ModelRunner:
             runner._warm_up(progress)
             decodes = config.role.decodes and not config.model.is_embedding
             captures_prefill = config.captured_prompts(spec.context_length) > 0
-            if (decodes or captures_prefill) and not config.kernels.disable_cuda_graph and may_capture(parallel):
+            captures = weights.model.supports_cuda_graphs and not config.kernels.disable_cuda_graph
+            if (decodes or captures_prefill) and captures and may_capture(parallel):
                 runner._captures_decode = decodes
                 runner.prefill_graphs.select(config, spec)
             runner._capture(progress)

@@ -38,7 +38,8 @@ class Engine:
     def __init__(self, folder, *, page_size=4, max_total_tokens=2048, chunk=8192, max_running=64, radix=True,
                  policy="fcfs", overlap=False, device="cpu", kernels=None, dtype="float32",
                  load_format="auto", schedule=None, parallel=None, vocabulary=None, quantization=None,
-                 kv_cache_dtype="auto", line=None, parts=None, groups=None, cache=None, proposer=None, max_drafts=4):
+                 kv_cache_dtype="auto", line=None, parts=None, groups=None, cache=None, proposer=None, max_drafts=4,
+                 model_impl="baton"):
         """``schedule``: further fields of ScheduleArgs; by default nothing is reserved for output, so that small pools
         see retractions. ``vocabulary``: of grammars. ``line``: between the pipeline stages of ``parts`` (ParallelArgs).
         ``groups``: DataParallelArgs. ``cache``: further fields of CacheArgs."""
@@ -46,7 +47,8 @@ class Engine:
                                kv_cache_dtype=kv_cache_dtype, **(cache or {}))
         schedule = ScheduleArgs(**{"schedule_conservativeness": 0.0} | dict(schedule or {}), chunked_prefill_size=chunk,
                                 max_running_requests=max_running, schedule_policy=policy)
-        model = ModelArgs(model_path=str(folder), dtype=dtype, load_format=load_format, quantization=quantization)
+        model = ModelArgs(model_path=str(folder), dtype=dtype, load_format=load_format, quantization=quantization,
+                          model_impl=model_impl)
         config = ServerConfig(model, cache_args, schedule, parts or ParallelArgs(), kernels or KernelArgs(),
                               DisaggregationArgs(), HttpArgs(), data_parallel=groups or DataParallelArgs())
         spec = load_model_spec(config.model)

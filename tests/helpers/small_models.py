@@ -75,6 +75,15 @@ def expected_logits(model: Any, tokens: np.ndarray) -> torch.Tensor:
         return model(torch.from_numpy(tokens)[None]).logits[0]
 
 
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    """transformers' own choice of ``count`` tokens."""
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(count):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt):]
+
+
 def scattered_pages(runner: ModelRunner, requests: int, tokens: int) -> np.ndarray:
     """Distinct pages in random order, ``[requests, pages]``."""
     each = runner.layout.pages_for(tokens)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from ...api.errors import ConfigError
 from ...parsers.reasoning import REASONING_FORMATS
 from ...parsers.tools import TOOL_FORMATS
-from ...registry import Choices
+from ...registry import Choices, Registry
 from ..cli import flag
 from ..rules import Rule, ServerRule, check_own_rules
 
+if TYPE_CHECKING:
+    from ...grammar.backend import GrammarBackend
+
+GRAMMAR_BACKENDS: Registry[GrammarBackend] = Registry("grammar backend", "baton.common.grammar")
 _TOOL_CHOICES = Choices.of(TOOL_FORMATS, others=("auto", "none"))
 _REASONING_CHOICES = Choices.of(REASONING_FORMATS, others=("none",))
 
@@ -49,7 +53,7 @@ class ChatArgs:
 
 @dataclass(frozen=True)
 class GrammarArgs:
-    grammar_backend: Literal["xgrammar", "none"] = flag("xgrammar", help=(
+    grammar_backend: str = flag("xgrammar", choices=Choices.of(GRAMMAR_BACKENDS, others=("none",)), help=(
         "library that constrains answers to a JSON schema, regular expression or grammar; none refuses such requests"))
     constrained_json_whitespace_pattern: str | None = flag(None, help=(
         "regular expression for the white space between the elements of JSON answers; without it any is allowed"))

@@ -33,6 +33,9 @@ class ModelArgs:
         "format of linear layers' weights: fp8 has weights and activations in float8, with a scale for each output and "
         "each token, fp8_per_tensor one for each projection, fp8_per_block one for blocks of 128 x 128; checkpoints "
         "that are quantized need no flag"))
+    model_impl: Literal["baton", "transformers"] = flag("baton", help=(
+        "implementation of the model: Baton's own, or transformers' code over Baton's attention, for architectures "
+        "that only transformers has; on one rank, without CUDA graphs"))
     context_length: int | None = flag(None, help="longest prompt plus output in tokens; by default the model's")
     device: Literal["auto", "cpu", "cuda"] = flag("auto", help="where the engine runs; auto prefers a GPU")
     base_gpu_id: int = flag(0, help="index of the first GPU to use; tensor-parallel ranks take the following ones")
@@ -50,6 +53,12 @@ class ModelArgs:
     flag_rules: ClassVar[tuple[ServerRule, ...]] = (
         Rule(lambda c: c.model.is_embedding and not c.role.serves_alone,
              "--is-embedding needs a unified server: leave --disaggregation-mode at null."),
+        Rule(lambda c: c.model.model_impl == "transformers" and c.parallel.world_size > 1,
+             "--model-impl transformers computes on one rank: leave --tp-size and --pp-size out."),
+        Rule(lambda c: c.model.model_impl == "transformers" and c.model.quantization is not None,
+             "--model-impl transformers does not quantize: leave --quantization out."),
+        Rule(lambda c: c.model.model_impl == "transformers" and c.answers.enable_return_hidden_states,
+             "--model-impl transformers returns no hidden states: leave --enable-return-hidden-states out."),
         Rule(lambda c: c.model.is_embedding and c.parallel.pp_size > 1,
              "--is-embedding does not work across the stages of --pp-size: leave one of them out."),
     )

@@ -29,11 +29,13 @@ class CausalLM:
     head.
     """
 
+    supports_cuda_graphs = True
+
     def __init__(self, spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device,
                  blocks: Blocks):
         allocate = allocator(dtype, device, spec.quantization)
         self.pp = parallel.pp
-        self.hidden_size, self.dtype = spec.hidden_size, dtype
+        self.hidden_size, self.dtype, self.device = spec.hidden_size, dtype, device
         self.embed_tokens: VocabTable | None = None
         self.norm: Norm | None = None
         self.classifier: ClassifierHead | None = None

@@ -28,7 +28,7 @@ def launch_bound_sizes(model: CausalLM, sizes: Sequence[int], trial: Trial) -> t
 
     A trial's ``work`` launches what a few layers compute between attentions.
     """
-    largest, device = sizes[-1], model.cos_sin.device
+    largest, device = sizes[-1], model.device
     inputs = torch.randn(largest, model.hidden_size, dtype=model.dtype, device=device)  # zeros would go to few experts
     heads = torch.randn(largest, model.layers[0].attention.width, dtype=model.dtype, device=device)
 

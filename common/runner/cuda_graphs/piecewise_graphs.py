@@ -89,7 +89,7 @@ class PrefillGraphs:
         self._groups = groups
         is_moe_dp = groups > 1 and isinstance(model.layers[-1].mlp, MoE)
         self._max_padding_ratio = _MAX_PADDING_RATIO_MOE_DP if is_moe_dp else _MAX_PADDING_RATIO
-        largest, device = self._sizes[-1], model.cos_sin.device
+        largest, device = self._sizes[-1], model.device
         self._inputs = torch.zeros(largest, model.hidden_size, dtype=model.dtype, device=device)
         self._attention_out = torch.zeros(largest, model.layers[0].attention.width, dtype=model.dtype, device=device)
         self._live = torch.zeros(groups * largest, dtype=torch.int32, device=device)

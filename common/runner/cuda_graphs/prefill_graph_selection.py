@@ -31,7 +31,7 @@ class PrefillGraphSelection:
     def __init__(self, model: CausalLM, parallel: Parallel):
         self._model = model
         self._parallel = parallel
-        self._device = model.cos_sin.device
+        self._device = model.device
         self.selected: GraphSizes | None = None
         self.graphs: PrefillGraphs | None = None
 

@@ -17,6 +17,7 @@ from baton.common.config.load_format import LOAD_FORMATS
 from baton.common.config.quantization import QUANTIZATIONS
 from baton.common.config.roles import ROLES
 from baton.common.config.server import ServerConfig
+from baton.common.config.server.answers import GRAMMAR_BACKENDS
 from baton.common.config.server.cache import KV_TIERS
 from baton.common.config.server.disaggregation import TRANSFER_BACKENDS
 from baton.common.config.server.kernels import ATTENTION_BACKENDS, LATENT_BACKENDS, SAMPLING_BACKENDS
@@ -40,6 +41,8 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
         "builtin_processors", "gumbel_noise", "sampled_tokens", "sampler", "sampling_backend"}),
     "common/sampling/extras": (EXTRAS, set()),
     "common/speculative": (SPECULATIVE_ALGORITHMS, {"base", "verify"}),
+    "common/grammar": (GRAMMAR_BACKENDS, {
+        "backend", "compiler", "fair_slots", "masks", "matcher", "patterns", "service", "store", "trial"}),
     "common/scheduler/policies": (SCHEDULE_POLICIES, {"order", "priority"}),
     "router/policies": (ROUTING_POLICIES, {
         "base", "load_view", "page_costs", "text_pages", "token_pages", "worker_groups"}),
@@ -64,6 +67,7 @@ FLAGS = {
     "quantization": {*QUANTIZATIONS},
     "load_format": {*LOAD_FORMATS},
     "sampling_backend": {"auto", *SAMPLING_BACKENDS},
+    "grammar_backend": {"none", *GRAMMAR_BACKENDS},
     "tool_call_parser": {"auto", "none", *TOOL_FORMATS},
     "reasoning_parser": {"none", *REASONING_FORMATS},
     "dataset_name": {*DATASETS},

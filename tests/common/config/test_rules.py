@@ -18,6 +18,7 @@ DP = {"enable_dp_attention": True, "dp_size": 2, "tp_size": 2}
 PP = {"pp_size": 2}
 PREFILL, DECODE = {"disaggregation_mode": "prefill"}, {"disaggregation_mode": "decode"}
 NGRAM = {"speculative_algorithm": "NGRAM"}
+TRANSFORMERS = {"model_impl": "transformers"}
 SERVERS: list[tuple[dict[str, Any], str]] = [
     (PP | {"enable_return_hidden_states": True}, "--enable-return-hidden-states does not work across the stages"),
     ({"constrained_json_whitespace_pattern": " ", "constrained_json_disable_any_whitespace": True}, "exclude each"),
@@ -27,6 +28,9 @@ SERVERS: list[tuple[dict[str, Any], str]] = [
     ({"disaggregation_ib_device": "mlx5_0"}, "--disaggregation-ib-device is for --disaggregation-transfer-backend"),
     ({"kv_events_port": 7000, "disable_radix_cache": True}, "publishes the prefix cache; drop --disable-radix-cache."),
     (DP | {"kv_events_port": 7000}, "--kv-events-port publishes one prefix cache, and every attention group"),
+    (PP | TRANSFORMERS, "--model-impl transformers computes on one rank: leave --tp-size and --pp-size out."),
+    (TRANSFORMERS | {"quantization": "fp8"}, "--model-impl transformers does not quantize: leave --quantization out."),
+    (TRANSFORMERS | {"enable_return_hidden_states": True}, "--model-impl transformers returns no hidden states: leave"),
     (PREFILL | {"is_embedding": True}, "--is-embedding needs a unified server: leave --disaggregation-mode at null."),
     (PP | {"is_embedding": True}, "--is-embedding does not work across the stages of --pp-size: leave one of them"),
     (PREFILL | {"file_storage_path": "files"}, "--file-storage-path is for unified and decode servers"),

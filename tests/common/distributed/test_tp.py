@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from baton.common.api.errors import ConfigError
 from baton.common.distributed.tp import TPGroup
 from baton.common.models.registry import load_model_spec
 from baton.common.request.sampling_metadata import FAILED
+from baton.tests.helpers.nemotron_models import save_nemotron
 from baton.tests.helpers.rank_processes import run_ranks
 from baton.tests.helpers.small_models import (
     expected_logits,
@@ -28,10 +30,12 @@ TP_RANK = Path(__file__).with_name("tp_rank.py")
 @pytest.mark.parametrize("family,changes", [
     ("Qwen2", {"vocab_size": 131}),  # biases, a vocabulary that two ranks cannot share evenly
     ("Qwen3", {"num_key_value_heads": 1, "tie_word_embeddings": True}),  # fewer KV heads than ranks: replicated
+    ("Nemotron", {"attention_bias": True, "mlp_bias": True}),  # a user's, with LayerNorms and MLPs without gates
 ])
 def test_two_ranks_equal_one(tmp_path, family, changes):
     checkpoint = tmp_path / "model"
-    model = save_model(checkpoint, family, **changes)
+    save = save_nemotron if family == "Nemotron" else partial(save_model, family=family)
+    model = save(checkpoint, **changes)
     ranks = run_ranks(TP_RANK, 2, tmp_path, str(checkpoint))
     tokens = np.random.default_rng(2).integers(0, 97, 30)
     want = expected_logits(model, tokens)

@@ -14,6 +14,7 @@ from baton.common.request.logit_processors import RequestTokens, RowProcessor
 from baton.common.request.sampling_metadata import RequestedLogprobs
 from baton.common.request.token_buffer import TokenBuffer
 from baton.common.sampling.sampler import Sampler
+from baton.tests.helpers import nemotron_family
 from baton.tests.helpers.rank_processes import end_rank
 from baton.tests.helpers.replayed_prompts import record_again
 from baton.tests.helpers.sampling_rows import sampling_row
@@ -49,6 +50,9 @@ def main(rank: int, size: int, init_method: str, out: str, checkpoint: str) -> N
                 "logits": results, "heads": runner.layout.num_kv_heads, "bytes_equal": received == messages,
                 "least": least.tolist(), "tokens": sampled.token_ids}, out)
     end_rank(tp)
+
+
+assert nemotron_family  # registers a family that a test uses
 
 
 def failing(rank: int, fails: bool) -> RowProcessor:

@@ -121,7 +121,7 @@ class FakeTrial:
     checked: list[GrammarSpec] = []
     go_on = threading.Event()
 
-    def __init__(self, vocabulary, whitespace):
+    def __init__(self, vocabulary, whitespace, backend):
         self.vocabulary = vocabulary
 
     def compile(self, spec, budget):

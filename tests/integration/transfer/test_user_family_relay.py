@@ -5,30 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
+from baton.common.config.server import ModelArgs
 from baton.common.tinychat import CHECKPOINT
 from baton.tests.helpers import nemotron_family
 from baton.tests.helpers.harness import Server
 from baton.tests.helpers.nemotron_models import save_nemotron
 from baton.tests.helpers.ports import free_ports
+from baton.tests.helpers.small_models import greedy
+from baton.tests.integration.transfer import test_relay_in_process
 from baton.tests.integration.transfer.test_deepseek_relay import answers, make_unified, pair_equal_to_unified
 from baton.tests.integration.transfer.test_relay_in_process import VOCAB, Side, bootstrap_port, run, tokens_of
 
 __all__ = ["bootstrap_port"]
-
-
-def greedy(model, prompt: list[int], count: int) -> list[int]:
-    """transformers' own choice of ``count`` tokens."""
-    tokens = list(prompt)
-    with torch.inference_mode():
-        for _ in range(count):
-            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    return tokens[len(prompt):]
 
 
 def test_tokens_of_the_unified_engine_and_of_a_pair_are_transformers_own(tmp_path, bootstrap_port):  # noqa: F811
@@ -40,6 +34,15 @@ def test_tokens_of_the_unified_engine_and_of_a_pair_are_transformers_own(tmp_pat
         unified.start(str(i), prompt)
     run(unified)
     assert tokens_of(unified.take()[0]) == {str(i): greedy(model, prompt, 12) for i, prompt in enumerate(prompts)}
+    with pair_equal_to_unified(tmp_path, prompts, bootstrap_port, "fake") as (prefill, _):
+        assert prefill.scheduler.sender.counters["kv_bytes_sent"] > 0
+
+
+def test_pair_that_computes_by_transformers_own_code(tmp_path, bootstrap_port, monkeypatch):  # noqa: F811
+    """Pages of a layer group travel once transformers has computed its layers."""
+    monkeypatch.setattr(test_relay_in_process, "ModelArgs", partial(ModelArgs, model_impl="transformers"))
+    save_nemotron(tmp_path, vocab_size=VOCAB, eos_token_id=None)
+    prompts = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (5, 31, 68)]
     with pair_equal_to_unified(tmp_path, prompts, bootstrap_port, "fake") as (prefill, _):
         assert prefill.scheduler.sender.counters["kv_bytes_sent"] > 0
 
