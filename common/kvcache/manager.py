@@ -309,7 +309,7 @@ class KVCacheManager:
         for index, group in enumerate(self.groups):
             for table in tables:
                 own = table.groups[index]
-                group.make_room(own, own.end * self.page_size)
+                group.make_room(own, (table.count - 1) * self.page_size)
                 group.extend(own, table.count)
         self._num_allocated += len(tables)
         return pages

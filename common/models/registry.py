@@ -104,7 +104,8 @@ def _architecture_of(config: Mapping[str, Any]) -> str:
     found: str | None = next((name for name in named if name in MODELS), None)
     if found is None:
         raise ConfigError(f"Architecture {named[0]} is not supported: use a checkpoint of "
-                          f"{', '.join(name for name in MODELS if name.endswith('ForCausalLM'))}.")
+                          f"{', '.join(name for name in MODELS if name.endswith('ForCausalLM'))}, or --model-impl "
+                          "transformers.")
     return found
 
 
