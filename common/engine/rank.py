@@ -64,8 +64,9 @@ class EngineParts:
 
     def make_unified_scheduler(self) -> UnifiedScheduler:
         """Raises ConfigError."""
+        largest = self.config.schedule.largest_prefill(self.runner.spec.context_length)
         return UnifiedScheduler(self.batcher, self.executor, self.tracker, overlap=self.overlap,
-                                drafting=make_drafting(self.config.speculative, self.batcher.cache))
+                                drafting=make_drafting(self.config.speculative, self.batcher.cache, largest))
 
     @property
     def tp(self) -> TPGroup:
