@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..api.errors import ConfigError
 from ..config.server.speculative import SPECULATIVE_ALGORITHMS, SpeculativeArgs
 from ..kvcache.manager import KVCacheManager
 from ..request.input_batch import InputBatch
@@ -80,11 +79,8 @@ class Drafting:
 
 def make_drafting(args: SpeculativeArgs, cache: KVCacheManager, max_step_tokens: int) -> Drafting | None:
     """Builds the drafting of a rank's configuration; None without an algorithm. ``max_step_tokens``: the most tokens
-    that the rank's buffers are made for. Raises ConfigError."""
+    that the rank's buffers are made for."""
     if args.speculative_algorithm is None:
         return None
-    if cache.groups:
-        raise ConfigError("--speculative-algorithm does not draft for models whose sliding windows have pages of their "
-                          "own: leave it out.")
     proposer = SPECULATIVE_ALGORITHMS.get(args.speculative_algorithm)(args)
     return Drafting(proposer, cache, args.speculative_num_draft_tokens, max_step_tokens)

@@ -9,6 +9,7 @@ import torch
 
 from baton.tests.helpers.gpt_oss_models import WINDOW, save_gpt_oss
 from baton.tests.helpers.hand_driven import Engine, tokens_of
+from baton.tests.helpers.toy_proposer import RepeatLastTokens
 
 PAGE, VOCABULARY = 4, 97
 
@@ -140,3 +141,12 @@ def test_a_running_request_keeps_a_window_and_a_page(checkpoint):
     assert max(most) == WINDOW // PAGE + 1 and len(most) > 30
     group, = engine.cache.groups
     assert group.num_free == group.num_pages
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_drafts_beyond_the_next_page(checkpoint, reference, hybrid):
+    """Several tokens a step, of which few are accepted: their pages are stored again."""
+    engine = engine_of(checkpoint, hybrid=hybrid, proposer=RepeatLastTokens(), max_drafts=7, chunk=30)
+    found = run_all(engine, branching_prompts())
+    assert [found[str(i)] for i in range(len(found))] == reference
+    assert engine.drafting.num_drafted > 0

@@ -334,6 +334,16 @@ def test_random_branching_prompts_read_what_was_computed_from_their_tokens(seed)
     assert cache.num_free == cache.num_pages and cache.groups[0].num_free == cache.groups[0].num_pages
 
 
+def test_gauges_are_of_further_groups():
+    assert KVCacheManager(4, PAGE).group_gauges == {}
+    cache = manager()
+    table, _ = compute(cache, tokens(*range(6)))
+    assert cache.group_gauges == {"swa_token_usage": pytest.approx(0.15), "swa_kv_pages_free": 17, "swa_kv_pages_allocated": 0,
+                                  "swa_kv_pages_cached": 3}
+    cache.release(table)
+    assert str(cache.groups[0].rule) == "a sliding window of 4 tokens"
+
+
 def test_every_page_of_a_lacking_edge_is_absent():
     cache = manager()
     node, _ = cache.prefix_cache.insert(tokens(1, 2, 3, 4), np.array([0, 1]))
