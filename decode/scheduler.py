@@ -120,10 +120,12 @@ class DecodeScheduler:
     def _ask_prefill(self, req: Req) -> None:
         assert req.page_table is not None and req.bootstrap is not None
         first = req.page_table.num_cached_pages
+        further = [(begin, own.span(begin, own.end).copy()) for own in req.page_table.groups
+                   for begin in (max(own.cached_end, own.first),)]
         peer = (req.bootstrap.host, req.bootstrap.port)
         try:
             self.receiver.reserve(req.bootstrap.room, peer, req.prompt_digest, req.num_prompt_tokens,
-                                  first, req.page_table.ids[first:].copy(), req.bootstrap.dp_rank)
+                                  first, req.page_table.ids[first:].copy(), req.bootstrap.dp_rank, further)
         except ServingError as error:
             self.batcher.finish(req, keep=False)
             self.tracker.fail(req, error)

@@ -40,8 +40,8 @@ def transport_arguments(parts: EngineParts) -> dict[str, Any]:
         "rank": parts.tp.rank, "tp_size": parts.tp.size, "dp_rank": parts.parallel.dp_rank,
         "dp_size": parts.parallel.dp_size, "model": runner.model, "layout": runner.layout,
         "num_pages": runner.pool.num_pages, "spare_page": runner.scratch_page,
-        "regions": [region for pool in runner.pools for region in pool.regions()],
-        "further": [FurtherGroup(pool.layout, pool.num_pages, pool.num_pages - 1) for pool in runner.pools[1:]]}
+        "regions": [region for one in runner.pools for region in one.regions()],
+        "further": [FurtherGroup(one.layout, one.num_pages, one.num_pages - 1) for one in runner.pools[1:]]}
 
 
 def rank_info(*, endpoint: str, rank: int, tp_size: int, layout: KVLayout, backend: Backend, dp_rank: int,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,32 +19,41 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Pages:
-    """Pages of one request to push: prompt pages ``first`` onwards."""
+class _Span:
+    """Prompt pages ``first`` onwards in one cache group."""
 
-    room: int
     first: int
     page_ids: np.ndarray
 
 
+@dataclass(frozen=True)
+class _Pages:
+    """Pages of one request to push; ``spans`` has those of each cache group, None for a group without any."""
+
+    room: int
+    spans: list[_Span | None]
+
+
 class KVPush:
     """Pushes pages to ``sender``, layer group by layer group. ``event`` marks the work that was launched so far.
+    ``layer_groups`` has the number of layer groups of each cache group. In further cache groups only the pages are
+    pushed that tokens after the prompt read; these the request keeps while it has any pages.
 
     ``overlap`` is ``--kv-transfer-overlap``: with ``layers`` a group is pushed as soon as its last layer is computed,
     with ``chunk`` all groups after the step, and with ``prompt`` all pages after the prompt's last chunk.
     """
 
-    def __init__(self, sender: KVSender, cache: KVCacheManager, num_groups: int, overlap: TransferOverlap,
+    def __init__(self, sender: KVSender, cache: KVCacheManager, layer_groups: Sequence[int], overlap: TransferOverlap,
                  event: Callable[[], torch.cuda.Event | None]):
         self._sender = sender
         self._cache = cache
-        self._num_groups = num_groups
+        self._cache_groups = [index for index, count in enumerate(layer_groups) for _ in range(count)]
         self._overlap = overlap
         self._event = event
 
-    def push_retained(self, room: int, page_ids: np.ndarray) -> None:
+    def push_retained(self, req: Req) -> None:
         """Pushes a whole prompt that an earlier attempt has computed."""
-        self._push(_Pages(room, 0, page_ids), range(self._num_groups), self._event())
+        self._push(self._pages(req, 0, self._cache.pages_for(req.num_prompt_tokens)), self._all_groups, self._event())
 
     def push_cached(self, batch: StepInput) -> None:
         """Pushes the pages of this server's prefix cache before the forward pass of a request's first chunk.
@@ -58,29 +67,42 @@ class KVPush:
             assert page_table is not None
             cached = page_table.num_cached_pages
             if cached and chunk.start == cached * self._cache.page_size:
-                self._push(_Pages(_room(chunk.req), 0, page_table.ids[:cached].copy()), range(self._num_groups),
-                           self._event())
+                self._push(self._pages(chunk.req, 0, cached), self._all_groups, self._event())
 
     def callback_for(self, batch: StepInput) -> Callable[[int, torch.cuda.Event | None], None]:
         """Returns a callback that pushes pages, which the forward pass calls after each layer group."""
         to_push = list(self._pages_of(batch))
+        computed: set[int] = set()
 
         def push(group: int, ready: torch.cuda.Event | None) -> None:
+            computed.add(group)
             if self._overlap == "layers":
-                groups = range(group, group + 1)
+                groups: Sequence[int] = (group,)
             else:
-                groups = range(self._num_groups if group == self._num_groups - 1 else 0)
+                groups = self._all_groups if len(computed) == len(self._cache_groups) else ()
             for pages in to_push:
                 self._push(pages, groups, ready)
 
         return push
 
+    @property
+    def _all_groups(self) -> range:
+        return range(len(self._cache_groups))
+
     def _pages_of(self, batch: StepInput) -> Iterator[_Pages]:
         for chunk in batch.chunks:
-            assert chunk.req.page_table is not None
             first, end = self._span(chunk)
             if end > first:
-                yield _Pages(_room(chunk.req), first, chunk.req.page_table.ids[first:end].copy())
+                yield self._pages(chunk.req, first, end)
+
+    def _pages(self, req: Req, first: int, end: int) -> _Pages:
+        """Returns the prompt's pages ``first`` to ``end``."""
+        assert req.page_table is not None
+        spans: list[_Span | None] = [_Span(first, req.page_table.ids[first:end].copy())]
+        for group, own in zip(self._cache.groups, req.page_table.groups):
+            begin = max(first, group.first_page(req.num_prompt_tokens))
+            spans.append(_Span(begin, own.span(begin, end).copy()) if begin < end else None)
+        return _Pages(_room(req), spans)
 
     def _span(self, chunk: Chunk) -> tuple[int, int]:
         """Returns the range of the prompt's pages that are pushed with a chunk, first and end."""
@@ -91,9 +113,10 @@ class KVPush:
             return 0, end if chunk.samples else 0
         return chunk.start // page_size, end
 
-    def _push(self, pages: _Pages, groups: range, ready: torch.cuda.Event | None) -> None:
+    def _push(self, pages: _Pages, groups: Sequence[int], ready: torch.cuda.Event | None) -> None:
         for group in groups:
-            self._sender.push(pages.room, group, pages.first, pages.page_ids, ready)
+            if (span := pages.spans[self._cache_groups[group]]) is not None:
+                self._sender.push(pages.room, group, span.first, span.page_ids, ready)
 
 
 def _room(req: Req) -> int:

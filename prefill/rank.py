@@ -25,6 +25,6 @@ def _make_scheduler(parts: EngineParts) -> PrefillScheduler:
                        secret=args.cluster_secret)
     register(sender.info)
     return PrefillScheduler(parts.batcher, parts.executor, parts.tracker, sender, parts.agreeing,
-                            len(parts.runner.layout.groups), overlap=parts.overlap,
+                            [len(pool.layout.groups) for pool in parts.runner.pools], overlap=parts.overlap,
                             kv_retain_seconds=args.kv_retain_seconds,
                             transfer_overlap=args.kv_transfer_overlap, register=register)

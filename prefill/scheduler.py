@@ -9,7 +9,7 @@ Where decode dies before it acknowledges the first token, another attempt finds 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..common.api.errors import AbortRequested, InvalidRequest, ServingError
 from ..common.api.messages import Finish, Logprobs
@@ -36,14 +36,14 @@ class PrefillScheduler:
     """Computes prompts and pushes their pages to the decode server that reserved pages for each request's room."""
 
     def __init__(self, batcher: Batcher, executor: Executor | PPExecutor, tracker: RequestTracker, sender: KVSender,
-                 group: RankAgreement, num_groups: int, *, register: Callable[[RankInfo], None], overlap: bool,
-                 kv_retain_seconds: float, transfer_overlap: TransferOverlap = "layers"):
+                 group: RankAgreement, layer_groups: Sequence[int], *, register: Callable[[RankInfo], None],
+                 overlap: bool, kv_retain_seconds: float, transfer_overlap: TransferOverlap = "layers"):
         self.batcher = batcher
         self.executor = executor
         self.tracker = tracker
         self.sender = sender
         self.transfers = TransferTable(sender, group)
-        self._kv_push = KVPush(sender, batcher.cache, num_groups, transfer_overlap, lambda: executor.event())
+        self._kv_push = KVPush(sender, batcher.cache, layer_groups, transfer_overlap, lambda: executor.event())
         self._pipeline = make_pipeline(batcher, executor, self._take_in, overlap=overlap)
         self._first_tokens: dict[int, tuple[list[int], Logprobs | None]] = {}  # by room
         self._retained = RetainedPrompts(batcher.cache, sender, group, kv_retain_seconds)
@@ -149,7 +149,7 @@ class PrefillScheduler:
         assert req.page_table is not None
         req.num_computed_tokens = req.num_cached_tokens = req.num_prompt_tokens
         req.prompt_logprobs = result.prompt_logprobs
-        self._kv_push.push_retained(transfer.room, req.page_table.ids.copy())
+        self._kv_push.push_retained(req)
         self._hand_over(transfer, req.append_token(result.token_id), result)
 
     def _take_in(self, launched: LaunchedStep | PPStep) -> None:

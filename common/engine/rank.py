@@ -64,8 +64,9 @@ class EngineParts:
 
     def make_unified_scheduler(self) -> UnifiedScheduler:
         """Raises ConfigError."""
+        largest = self.config.schedule.largest_prefill(self.runner.spec.context_length)
         return UnifiedScheduler(self.batcher, self.executor, self.tracker, overlap=self.overlap,
-                                drafting=make_drafting(self.config.speculative, self.batcher.cache))
+                                drafting=make_drafting(self.config.speculative, self.batcher.cache, largest))
 
     @property
     def tp(self) -> TPGroup:
@@ -127,6 +128,8 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     if spec.rank == 0:
         channel.send(_ready(parts, scheduler))
     log.info("ready: %d KV pages of %d tokens", cache.num_pages, cache.page_size)
+    for group in cache.groups:
+        log.info("and %d KV pages for layers with %s", group.num_pages, group.rule)
     control = Control(spec.config, parallel.world, parts.runner, parts.batcher, scheduler.peers)
     timeout = spec.config.observe.watchdog_timeout
     watchdog = Watchdog(timeout) if timeout else None
@@ -176,7 +179,8 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
     config = spec.config
     model: ModelSpec = load_model_spec(config.model)
     runner = ModelRunner.load(config, model, parallel, parallel.device, progress)
-    cache = KVCacheManager(runner.num_pages, runner.layout.page_size, not config.cache.disable_radix_cache)
+    cache = KVCacheManager(runner.num_pages, runner.layout.page_size, not config.cache.disable_radix_cache,
+                           runner.new_cache_groups())
     tracker = RequestTracker(
         send,
         eos_ids=frozenset(model.eos_token_ids),

@@ -34,6 +34,6 @@ def merge_states(states: Sequence[State]) -> State:
         held_pages=sum(state.held_pages for state in states), cached_pages=sum(state.cached_pages for state in states),
         num_running=sum(state.num_running for state in states), num_waiting=sum(state.num_waiting for state in states),
         num_transferring=sum(state.num_transferring for state in states), counters=dict(counters),
-        gauges={name: sum(state.gauges[name] for state in states) / (len(states) if name == "token_usage" else 1)
+        gauges={name: sum(state.gauges[name] for state in states) / (len(states) if name.endswith("token_usage") else 1)
                 for name in names},
         model=states[0].model, pair_key=states[0].pair_key)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ class ForwardBatch:
     kv_last_page_len_cpu: np.ndarray
     embeds: torch.Tensor | None = None  # [E, hidden] float32: embeddings of rows that have no token
     embeds_rows: torch.Tensor | None = None  # [E] int64: these rows
+    further: tuple[ForwardBatch, ...] = ()  # the same rows with the page tables of further cache groups
     # ``logits_rows`` as a decode batch of their own, where they are the last tokens of requests
     last_tokens: ForwardBatch | None = field(default=None, init=False)
 
@@ -64,7 +65,11 @@ class ForwardBatch:
                 "kv_last_page_len": columns.kv_last_page_len}
         if isinstance(token_ids, TokenIds):
             host |= {"input_ids": token_ids.known, "pending": token_ids.rows, "sources": token_ids.sources}
-        tensors = _to_device(host, device)
+        for index, group in enumerate(columns.further):
+            host |= {f"{name}/{index}": getattr(group, name) for name in PAGE_FIELDS}
+        tensors: dict[str, Any] = _to_device(host, device)
+        groups = [{name: tensors.pop(f"{name}/{index}") for name in PAGE_FIELDS}
+                  for index in range(len(columns.further))]
         if isinstance(token_ids, TokenIds):
             token_ids.fill(tensors["input_ids"], tensors.pop("pending"), tensors.pop("sources"))
         else:
@@ -74,8 +79,21 @@ class ForwardBatch:
                     kv_last_page_len_cpu=columns.kv_last_page_len)
         if not batch.is_decode:
             batch.last_tokens = _last_tokens(batch, logits_rows)
+        batch.further = tuple(batch._in_pages(pages, group, logits_rows)
+                              for pages, group in zip(groups, columns.further))
         batch.embeds, batch.embeds_rows = _upload_embeds(embeds, device)
         return batch
+
+    def _in_pages(self, tensors: dict[str, Any], pages: GroupPages, logits_rows: np.ndarray) -> ForwardBatch:
+        """Returns the same rows with the ``pages`` of another cache group, on the device ``tensors``."""
+        batch = replace(self, **tensors, kv_indptr_cpu=pages.kv_indptr, kv_indices_cpu=pages.kv_indices)
+        if self.last_tokens is not None:
+            batch.last_tokens = _last_tokens(batch, logits_rows)
+        return batch
+
+    def in_group(self, cache_group: int) -> ForwardBatch:
+        """Returns the batch with the page tables of a cache group."""
+        return self.further[cache_group - 1] if cache_group else self
 
     @property
     def is_decode(self) -> bool:
@@ -91,6 +109,23 @@ class ForwardBatch:
         return self.input_ids.shape[0]
 
 
+PAGE_FIELDS = ("page_of_token", "kv_indptr", "kv_indices")
+"""The fields of a batch that differ between cache groups."""
+
+
+class GroupPages(Protocol):
+    """The page tables of a step in a further cache group; see ForwardBatch."""
+
+    @property
+    def page_of_token(self) -> np.ndarray: ...
+
+    @property
+    def kv_indptr(self) -> np.ndarray: ...
+
+    @property
+    def kv_indices(self) -> np.ndarray: ...
+
+
 class BatchColumns(NamedTuple):
     """A step's rows without their tokens, in host memory: T rows of B requests; see ForwardBatch."""
 
@@ -103,6 +138,7 @@ class BatchColumns(NamedTuple):
     pages_version: int | None  # equal versions have equal ``kv_indptr`` and ``kv_indices``; None: unknown
     qo_indptr: np.ndarray  # [B + 1] int32
     max_q_len: int
+    further: Sequence[GroupPages] = ()  # of further cache groups
 
     @property
     def num_reqs(self) -> int:
@@ -111,6 +147,13 @@ class BatchColumns(NamedTuple):
     @property
     def num_tokens(self) -> int:
         return len(self.positions)
+
+    def in_group(self, cache_group: int) -> BatchColumns:
+        """Returns the rows with the page tables of a cache group."""
+        if not cache_group:
+            return self
+        pages = self.further[cache_group - 1]
+        return self._replace(page_of_token=pages.page_of_token, kv_indptr=pages.kv_indptr, kv_indices=pages.kv_indices)
 
 
 def _no_columns() -> BatchColumns:
@@ -188,6 +231,7 @@ class Row:
     page_ids: np.ndarray
     pending_index: int | None = None
     embeds: np.ndarray | None = None  # [n, hidden] float32, instead of the first n of ``token_ids``
+    further: Sequence[np.ndarray] = ()  # as ``page_ids``, in further cache groups
 
     @property
     def num_tokens(self) -> int:
@@ -206,19 +250,34 @@ def model_input(rows: Sequence[Row], page_size: int, logits_rows: Sequence[int] 
     assert lengths.min() > 0
     pages = -((starts + lengths) // -page_size)
     qo_indptr, kv_indptr = indptr_of(lengths), indptr_of(pages)
-    kv_indices = np.concatenate([np.asarray(row.page_ids[:count], np.int32) for row, count in zip(rows, pages)])
-    assert len(kv_indices) == kv_indptr[-1], "a row's pages do not cover its tokens"
     positions = ragged_positions(starts, lengths, qo_indptr)
     in_request, offsets = np.divmod(positions, page_size)
+
+    def pages_of(tables: Iterable[np.ndarray]) -> _RowPages:
+        kv_indices = np.concatenate([np.asarray(ids[:count], np.int32) for ids, count in zip(tables, pages)])
+        assert len(kv_indices) == kv_indptr[-1], "a row's pages do not cover its tokens"
+        return _RowPages(kv_indices[np.repeat(kv_indptr[:-1], lengths) + in_request].astype(np.int64), kv_indptr,
+                         kv_indices)
+
+    first = pages_of(row.page_ids for row in rows)
     columns = BatchColumns(
-        positions, kv_indices[np.repeat(kv_indptr[:-1], lengths) + in_request].astype(np.int64), offsets, kv_indptr,
-        kv_indices, (starts + lengths - (pages - 1) * page_size).astype(np.int32), None, qo_indptr, int(lengths.max()))
+        positions, first.page_of_token, offsets, kv_indptr, first.kv_indices,
+        (starts + lengths - (pages - 1) * page_size).astype(np.int32), None, qo_indptr, int(lengths.max()),
+        tuple(map(pages_of, zip(*(row.further for row in rows)))))
     pending = [i for i, row in enumerate(rows) if row.pending_index is not None]
     token_ids = TokenIds(np.concatenate([_known_ids(row) for row in rows]), (qo_indptr[1:][pending] - 1).astype(
         np.int64), np.asarray([rows[i].pending_index for i in pending], np.int64), previous)
     return ModelInput(columns, token_ids, None if logits_rows is None else np.asarray(logits_rows, np.int64),
                       embeds=[(int(first), row.embeds) for first, row in zip(qo_indptr, rows)
                               if row.embeds is not None])
+
+
+class _RowPages(NamedTuple):
+    """The pages of rows in one cache group; see ForwardBatch."""
+
+    page_of_token: np.ndarray
+    kv_indptr: np.ndarray
+    kv_indices: np.ndarray
 
 
 def build_forward_batch(rows: Sequence[Row], page_size: int, device: torch.device,
@@ -259,11 +318,12 @@ def slice_batch(batch: ForwardBatch, rows: slice | torch.Tensor, requests: np.nd
     table = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr,
              "kv_indices": batch.kv_indices_cpu[np.repeat(batch.kv_indptr_cpu[requests], pages) + within],
              "kv_last_page_len": last_page_len}
-    per_row = {name: getattr(batch, name)[rows] for name in ("input_ids", "positions", "page_of_token",
+    per_row: dict[str, Any] = {name: getattr(batch, name)[rows] for name in ("input_ids", "positions", "page_of_token",
                                                              "offset_in_page")}
+    tensors: dict[str, Any] = _to_device(table, batch.positions.device)
     return ForwardBatch(
         max_q_len=int(np.diff(qo_indptr).max(initial=1)), logits_rows=None, **per_row,
-        **_to_device(table, batch.positions.device),
+        **tensors,
         qo_indptr_cpu=qo_indptr, kv_indptr_cpu=kv_indptr, kv_indices_cpu=table["kv_indices"],
         kv_last_page_len_cpu=last_page_len)
 

@@ -44,6 +44,9 @@ class SlidingWindow:
 
     tokens: int
 
+    def __str__(self) -> str:
+        return f"a sliding window of {self.tokens} tokens"
+
     def first_page(self, num_tokens: int, page_size: int) -> int:
         return max(0, num_tokens + 1 - self.tokens) // page_size
 
@@ -70,9 +73,10 @@ class GroupTable:
     cache, up to this one.
     """
 
-    __slots__ = ("bound", "cached_end", "first", "ids", "owned", "unread")
+    __slots__ = ("bound", "cached_end", "first", "group", "ids", "owned", "unread")
 
-    def __init__(self) -> None:
+    def __init__(self, group: CacheGroup) -> None:
+        self.group = group
         self.first = self.bound = self.unread = self.cached_end = 0
         self.ids = np.empty(0, np.int64)
         self.owned = np.empty(0, bool)
@@ -176,10 +180,10 @@ class CacheGroup:
         self.drop_before(table, table.unread)
         table.unread = self.first_page(num_tokens)
 
-    def make_room(self, table: GroupTable) -> None:
-        """Give back what no step reads, before a page for the next token, the first of a new page, is allocated. The
+    def make_room(self, table: GroupTable, num_tokens: int) -> None:
+        """Give back what no step reads, before pages are allocated for the tokens after the first ``num_tokens``. The
         step of the token before may be in flight."""
-        self.drop_before(table, min(table.unread, self.first_page(table.end * self.page_size - 1)))
+        self.drop_before(table, min(table.unread, self.first_page(num_tokens - 1)))
         table.unread = _NONE_IN_FLIGHT
 
     def release(self, table: GroupTable) -> None:

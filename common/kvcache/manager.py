@@ -170,7 +170,7 @@ class KVCacheManager:
         """A page table with the pages of a cached prefix, which it locks. ``num_tokens`` are not computed here."""
         assert self.prefix_cache is not None
         self.prefix_cache.lock(node)
-        table = PageTable(pages, node, [GroupTable() for _ in self.groups])
+        table = PageTable(pages, node, [GroupTable(group) for group in self.groups])
         for index, (group, own) in enumerate(zip(self.groups, table.groups)):
             first = group.first_page(num_tokens)
             ids = self.prefix_cache.group_pages(node, index, first, len(pages))
@@ -181,7 +181,7 @@ class KVCacheManager:
     def new_private_table(self, num_tokens: int = 0) -> PageTable:
         """An empty page table that never enters the prefix cache: token ids do not identify what its pages contain.
         ``num_tokens`` are not computed here."""
-        table = PageTable(np.empty(0, np.int64), None, [GroupTable() for _ in self.groups])
+        table = PageTable(np.empty(0, np.int64), None, [GroupTable(group) for group in self.groups])
         for group, own in zip(self.groups, table.groups):
             group.begin(own, group.first_page(num_tokens), table.ids)
         return table
@@ -243,17 +243,17 @@ class KVCacheManager:
             group.reserve(own, bound)
         return True
 
-    def allocate_incoming(self, table: PageTable, num_tokens: int) -> bool:
+    def allocate_incoming(self, table: PageTable, num_tokens: int, num_next: int = 0) -> bool:
         """``allocate_slots`` in all groups, for ``num_tokens`` tokens that come from elsewhere, of which further groups
-        need those that the tokens after them read."""
-        count = self.pages_for(num_tokens)
+        need those that the tokens after them read, and for the ``num_next`` tokens after them."""
+        count = self.pages_for(num_tokens + num_next)
         for group, own in zip(self.groups, table.groups):
             group.drop_before(own, first := group.first_page(num_tokens))
             if not len(own.ids):
                 own.first = own.unread = first
         if not all(self._free_in_group(index, count - own.end) for index, own in enumerate(table.groups)):
             return False
-        if not self.allocate_slots(table, num_tokens):
+        if not self.allocate_slots(table, num_tokens + num_next):
             return False
         for group, own in zip(self.groups, table.groups):
             group.extend(own, count)
@@ -272,13 +272,13 @@ class KVCacheManager:
             stop = max(start, min(stop, own.end * self.page_size))
         return stop
 
-    def allocate_next(self, table: PageTable, num_tokens: int) -> bool:
-        """Extend ``table`` in all groups by the page of the next token, the last of ``num_tokens``, where it begins a
-        page; False where pages are short."""
+    def allocate_next(self, table: PageTable, num_tokens: int, num_drafts: int = 0) -> bool:
+        """Extend ``table`` in all groups by the page of the next token, the last of ``num_tokens`` but for the drafts
+        after it, where it has none; False where pages are short."""
         count = self.pages_for(num_tokens)
         for index, (group, own) in enumerate(zip(self.groups, table.groups)):
             if own.end < count:
-                group.make_room(own)
+                group.make_room(own, num_tokens - num_drafts - 1)
                 if not self._free_in_group(index, count - own.end):
                     return False
                 group.extend(own, count)
@@ -308,7 +308,8 @@ class KVCacheManager:
             table.append(page)
         for index, group in enumerate(self.groups):
             for table in tables:
-                group.make_room(own := table.groups[index])
+                own = table.groups[index]
+                group.make_room(own, (table.count - 1) * self.page_size)
                 group.extend(own, table.count)
         self._num_allocated += len(tables)
         return pages
@@ -423,6 +424,17 @@ class KVCacheManager:
         if self.prefix_cache is not None:
             self.allocator.free(self.prefix_cache.evict(self.prefix_cache.num_pages))
             assert self.prefix_cache.num_pages == 0, "the cache was flushed while requests read it"
+
+    @property
+    def group_gauges(self) -> dict[str, float]:
+        """Pages of the further cache groups, those with a sliding window (swa), for the engine's report."""
+        if not self.groups:
+            return {}
+        free, allocated, cached, available, total = (
+            sum(getattr(group, name) for group in self.groups)
+            for name in ("num_free", "num_allocated", "num_cached", "num_available", "num_pages"))
+        return {"swa_token_usage": 1 - available / total, "swa_kv_pages_free": free,
+                "swa_kv_pages_allocated": allocated, "swa_kv_pages_cached": cached}
 
     def tidy(self) -> None:
         """Sort the free pages, so that later requests get contiguous ones where possible; for idle moments."""

@@ -14,6 +14,15 @@ _NO_PAGES = np.empty(0, np.int64), np.empty(0, np.int64)
 _versions = count(1)
 
 
+class GroupSlots(NamedTuple):
+    """The slots and pages in a further cache group; the fields as in PageSlots. Of each request there are the pages up
+    to its last token's that its tokens read, or more."""
+
+    page_of_token: np.ndarray  # [T] int64
+    kv_indptr: np.ndarray  # [B + 1] int32
+    kv_indices: np.ndarray  # [M] int32
+
+
 class PageSlots(NamedTuple):
     """The slots that a step's T tokens are stored in, and the pages of its B requests afterwards."""
 
@@ -23,12 +32,14 @@ class PageSlots(NamedTuple):
     kv_indices: np.ndarray  # [N] int32
     kv_last_page_len: np.ndarray  # [B] int32
     version: int
-    """Equal versions, of whatever batches, have equal ``kv_indptr`` and ``kv_indices``."""
+    """Equal versions, of whatever batches, have equal ``kv_indptr`` and ``kv_indices``, in all cache groups."""
+    further: tuple[GroupSlots, ...] = ()
 
 
 class PageColumns:
-    """The pages of B requests in one page pool, row by row. It persists while the requests decode, so that a step costs
-    array operations only, and reads a page table only where the request has entered a new page.
+    """The pages of B requests in the pools of all cache groups, row by row. It persists while the requests decode, so
+    that a step costs array operations only, and reads a page table only where the request has entered a new page; in
+    further cache groups, all page tables where any has.
 
     Nothing here knows requests, tokens or steps: the caller passes positions.
     """
@@ -42,6 +53,7 @@ class PageColumns:
         self._version = next(_versions)
         self._page_of_token = np.empty(0, np.int64)
         self._page_start: np.ndarray | None = None  # [B]: the first position in each last page; None: unknown
+        self._further: tuple[GroupSlots, ...] = ()
         self._appended = _NO_PAGES  # rows, and the pages appended to them since the page tables were last read
 
     def __len__(self) -> int:
@@ -104,8 +116,9 @@ class PageColumns:
             self._page_start = self._cover(positions)
             self._page_of_token = self._kv_indices[self._kv_indptr[1:] - 1].astype(np.int64)
             offsets = positions - self._page_start
+            self._further = self._group_slots(positions, positions, positions)
         return PageSlots(self._page_of_token, offsets, self._kv_indptr, self._kv_indices,
-                         (offsets + 1).astype(np.int32), self._version)
+                         (offsets + 1).astype(np.int32), self._version, self._further)
 
     def ragged_slots(self, last_positions: np.ndarray, q_lens: np.ndarray, positions: np.ndarray) -> PageSlots:
         """Returns the slots of ``q_lens`` [B] tokens a row, at ``positions`` [T] int64, up to ``last_positions`` [B].
@@ -117,7 +130,26 @@ class PageColumns:
         in_request, offsets = np.divmod(positions, self._page_size)
         first = np.repeat(self._kv_indptr[:-1], q_lens)
         return PageSlots(self._kv_indices[first + in_request].astype(np.int64), offsets, self._kv_indptr,
-                         self._kv_indices, (last_positions - page_start + 1).astype(np.int32), self._version)
+                         self._kv_indices, (last_positions - page_start + 1).astype(np.int32), self._version,
+                         self._group_slots(last_positions - q_lens + 1, last_positions, positions, q_lens))
+
+    def _group_slots(self, starts: np.ndarray, last_positions: np.ndarray, positions: np.ndarray,
+                     q_lens: np.ndarray | int = 1) -> tuple[GroupSlots, ...]:
+        """Returns the slots in further cache groups of ``q_lens`` tokens a row, at ``positions`` [T], which are those
+        from ``starts`` [B] to ``last_positions`` [B]."""
+        if not self._tables or not self._tables[0].groups:
+            return ()
+        ends = (last_positions // self._page_size + 1).tolist()
+        slots = []
+        for tables in zip(*(table.groups for table in self._tables)):
+            firsts = [max(own.first, own.group.first_page(start)) for own, start in zip(tables, starts.tolist())]
+            parts = [own.span(first, end) for own, first, end in zip(tables, firsts, ends)]
+            kv_indptr = np.zeros(len(tables) + 1, np.int32)
+            np.cumsum([len(ids) for ids in parts], out=kv_indptr[1:])
+            kv_indices = np.concatenate(parts, dtype=np.int32, casting="same_kind")
+            places = positions // self._page_size + np.repeat(kv_indptr[:-1] - np.array(firsts), q_lens)
+            slots.append(GroupSlots(kv_indices[places].astype(np.int64), kv_indptr, kv_indices))
+        return tuple(slots)
 
     def _cover(self, last_positions: np.ndarray) -> np.ndarray:
         """Makes each row's pages end with that of ``last_positions``; returns the first positions in these pages."""

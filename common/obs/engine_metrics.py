@@ -58,6 +58,10 @@ COUNTERS: dict[str, EngineMetric] = {
 }
 GAUGES: dict[str, EngineMetric] = {
     "token_usage": EngineMetric("Share of the KV pool that is in use by running requests, 0 to 1"),
+    "swa_token_usage": EngineMetric("As token_usage, of the KV pool of layers with a sliding window"),
+    "swa_kv_pages_free": EngineMetric("Free KV pages of layers with a sliding window"),
+    "swa_kv_pages_allocated": EngineMetric("KV pages of layers with a sliding window that are allocated to requests"),
+    "swa_kv_pages_cached": EngineMetric("KV pages of layers with a sliding window in the prefix cache"),
     "kv_transfers_bootstrapping": EngineMetric("Requests that wait for the other server of their pair", TRANSFERS),
     "kv_transfers_in_flight": EngineMetric("Requests whose last KV pages (decode: any) are in flight", TRANSFERS),
     "kv_transfers_draining": EngineMetric("Failed requests while writes to their KV pages may still arrive", TRANSFERS),

@@ -128,7 +128,8 @@ class InputBatch:
 
     def columns(self) -> BatchColumns:
         """Positions, slots and pages of the next step."""
-        return BatchColumns(self.positions, *self.pages.slots(self.positions), self._qo_indptr, 1)
+        slots = self.pages.slots(self.positions)
+        return BatchColumns(self.positions, *slots[:-1], self._qo_indptr, 1, slots.further)
 
     def draft_step(self, drafts: Mapping[int, Sequence[int]]) -> StepInput:
         """The next step, which also verifies ``drafts``: by row, tokens that may follow the last one. All requests must
@@ -142,8 +143,8 @@ class InputBatch:
         for row, tokens in drafts.items():
             known[qo_indptr[row] + 1:qo_indptr[row + 1]] = tokens
         positions = ragged_positions(self.positions, q_lens, qo_indptr)
-        columns = BatchColumns(positions, *self.pages.ragged_slots(self.positions + q_lens - 1, q_lens, positions),
-                               qo_indptr, int(q_lens.max()))
+        slots = self.pages.ragged_slots(self.positions + q_lens - 1, q_lens, positions)
+        columns = BatchColumns(positions, *slots[:-1], qo_indptr, int(q_lens.max()), slots.further)
         owners = np.repeat(np.arange(len(self.reqs)), q_lens).tolist()
         sampling = [SamplingMetadata(self.reqs[row].sampling, position + 1)
                     for row, position in zip(owners, positions.tolist())]

@@ -147,7 +147,7 @@ def chunk_step(chunks: Sequence[Chunk], num_prefill: int, page_size: int, last: 
     sample_index = [index for index, chunk in enumerate(chunks) if chunk.samples]
     extra_index = [index for index, req in enumerate(reqs) if req.extras]
     return StepInput(
-        reqs, BatchColumns(positions, *slots, qo_indptr, int(q_lens.max())), starts, q_lens,
+        reqs, BatchColumns(positions, *slots[:-1], qo_indptr, int(q_lens.max()), slots.further), starts, q_lens,
         np.array([chunk.samples for chunk in chunks], np.int64), _chunk_tokens(chunks, qo_indptr, last), sample_index,
         [SamplingMetadata(chunks[index].req.sampling, chunks[index].stop) for index in sample_index], extra_index,
         all(reqs[index].sampling.greedy or reqs[index].extras for index in sample_index), num_prefill)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..attention.base import AttentionPlanner
 from ..attention.mla.select import choose_latent_decode_backend, select_latent_attention
+from ..attention.per_group_backend import LayerPlace, PerGroupBackend
 from ..attention.select import choose_decode_backend, select_attention
 from ..config.model import ModelSpec
 from ..config.server import ServerConfig
@@ -33,11 +35,17 @@ class AttentionChoice:
             stored = KV_DTYPES.get(self.config.cache.kv_cache_dtype, self.dtype)
             choose_latent_decode_backend(self.config.kernels, device, self.spec.mla, self.dtype, stored)
 
-    def over(self, pool: KVPool) -> AttentionPlanner:
-        """Creates the attention backend for ``pool``."""
-        spec, device = self.spec, pool.groups[0].device
+    def over(self, pools: Sequence[KVPool]) -> AttentionPlanner:
+        """Creates the attention backend for the pools of all cache groups."""
+        spec, pool = self.spec, pools[0]
         num_heads = spec.num_heads // self.parallel.attn_tp.size
-        if spec.mla is None:
-            layers = self.parallel.pp.layers(spec.num_layers)
-            return select_attention(self.config.kernels, device, pool, num_heads, self.dtype, spec.windows_of(layers))
-        return select_latent_attention(self.config.kernels, device, pool, spec.mla, num_heads, self.dtype)
+        if spec.mla is not None:
+            return select_latent_attention(self.config.kernels, pool.groups[0].device, pool, spec.mla, num_heads,
+                                           self.dtype)
+        windows = spec.windows_of(range(spec.num_layers))
+        numbers = [[pool.layout.number_of(layer) for layer in range(pool.layout.num_layers)] for pool in pools]
+        backends = [select_attention(self.config.kernels, pool.groups[0].device, pool, num_heads, self.dtype,
+                                     [windows[number] for number in own]) for pool, own in zip(pools, numbers)]
+        places = sorted((number, LayerPlace(group, layer)) for group, own in enumerate(numbers)
+                        for layer, number in enumerate(own))
+        return backends[0] if len(pools) == 1 else PerGroupBackend(backends, [place for _, place in places])

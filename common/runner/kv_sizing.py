@@ -70,9 +70,9 @@ def cache_layouts(config: ServerConfig, spec: ModelSpec, parallel: Parallel, dty
     whole = kv_layout(cache, spec, tp_size, dtype, scales, own)
     windows = spec.windows_of(range(spec.num_layers))
     kinds = sorted(set(windows), key=lambda window: window or 0)
-    stages = parallel.pp.layers_of_stages(spec.num_layers)
-    if cache.disable_hybrid_swa_memory or config.model.is_embedding or len(kinds) == 1 or not all(
-            set(windows[stage.start:stage.stop]) == {None, *kinds} for stage in stages):
+    stages = [] if len(kinds) == 1 else parallel.pp.layers_of_stages(spec.num_layers)
+    disabled = cache.disable_hybrid_swa_memory or config.model.is_embedding
+    if disabled or not stages or any(set(windows[stage.start:stage.stop]) != {None, *kinds} for stage in stages):
         return (whole,)
     return tuple(_layout_of_group(whole, cache, own, [layer for layer in range(spec.num_layers)
                                                       if windows[layer] == window], window) for window in kinds)

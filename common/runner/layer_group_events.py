@@ -8,13 +8,17 @@ from itertools import accumulate
 import torch
 
 from ..forward.forward_batch import AfterGroup
+from ..kvcache.layout import KVLayout
 
 
 class LayerGroupEvents:
-    """Records events for a pool with ``groups[g]`` layers in group g."""
+    """Records events for pools of these layouts, one for each cache group. Layer groups are numbered one cache group
+    after the other."""
 
-    def __init__(self, groups: Sequence[int], device: torch.device):
-        self._group_of_last_layer = {last - 1: group for group, last in enumerate(accumulate(groups))}
+    def __init__(self, layouts: Sequence[KVLayout], device: torch.device):
+        first = min(layout.number_of(0) for layout in layouts)
+        last_layers = [layout.number_of(end - 1) - first for layout in layouts for end in accumulate(layout.groups)]
+        self._group_of_last_layer = {layer: group for group, layer in enumerate(last_layers)}
         self._device = device
 
     def after_layer(self, after_group: AfterGroup | None) -> Callable[[int], None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,18 +27,19 @@ from ..forward.forward_batch import (
     build_forward_batch,
 )
 from ..forward.step_context import StepContext
+from ..kvcache.cache_group import CacheGroup, SlidingWindow
 from ..kvcache.layout import KVLayout
 from ..kvcache.pool import KVPool
 from ..quantization.float8 import check_float8
 from ..weights.loader import Progress, silent
 from .attention_choice import AttentionChoice
 from .cuda_graphs.collection_paused import collection_paused
-from .cuda_graphs.decode_graphs import DecodeGraphs, sizes_to_capture
+from .cuda_graphs.decode_graphs import DecodeGraphs, GraphPages, sizes_to_capture
 from .cuda_graphs.prefill_graph_selection import PrefillGraphSelection
 from .device_memory import DeviceMemory
 from .dp_sync import DPStepInfo, DPSync
 from .eplb import ExpertBalancer, ExpertCounts, ExpertRecord, connect_experts, expert_layers
-from .kv_sizing import count_pages, kv_layout, kv_scales, resolve_dtype
+from .kv_sizing import cache_layouts, count_pages, kv_scales, page_counts, resolve_dtype
 from .layer_group_events import LayerGroupEvents
 from .model_weights import ModelWeights
 from .mtp import MTPDraftLayers
@@ -66,17 +67,17 @@ class ModelRunner:
     and a last one, the scratch page, for the padding of decode batches.
     """
 
-    def __init__(self, config: ServerConfig, weights: ModelWeights, pool: KVPool, attention: AttentionPlanner,
-                 device: torch.device, parallel: Parallel | None = None):
+    def __init__(self, config: ServerConfig, weights: ModelWeights, pools: Sequence[KVPool],
+                 attention: AttentionPlanner, device: torch.device, parallel: Parallel | None = None):
         self._parallel = parallel or Parallel()
         self.dp_sync = DPSync(self._parallel)
         self._config = config
         self.spec = weights.spec
         self.device = device
-        self.pool = pool
-        self.pools: tuple[KVPool, ...] = (pool,)
-        self.layout: KVLayout = pool.layout
-        self.num_pages = pool.num_pages - 1
+        self.pools = tuple(pools)
+        self.pool = pools[0]
+        self.layout: KVLayout = self.pool.layout
+        self.num_pages = self.pool.num_pages - 1
         self._captures_decode = False
         self._decode_graphs: DecodeGraphs | None = None
         self._weights = weights
@@ -91,12 +92,12 @@ class ModelRunner:
             self._expert_balancer = ExpertBalancer(counts, args.eplb_rebalance_num_iterations)
         self._memory: dict[MemoryKind, DeviceMemory] = {
             "weights": DeviceMemory((slot.target for slot in model.slots()), keep=True),
-            "kv_cache": DeviceMemory(pool.groups, keep=False),
+            "kv_cache": DeviceMemory((group for pool in pools for group in pool.groups), keep=False),
         }
         self._no_ids = torch.empty(0, dtype=torch.int64, device=device)
         self._two_batch_overlap: TwoBatchOverlap | None = None
         self.prefill_graphs = PrefillGraphSelection(model, self._parallel)
-        self._layer_group_events = LayerGroupEvents(pool.layout.groups, device)
+        self._layer_group_events = LayerGroupEvents([pool.layout for pool in pools], device)
 
     @classmethod
     @torch.no_grad()  # not inference_mode: transfers write to the pool's tensors outside of it
@@ -120,15 +121,15 @@ class ModelRunner:
         weights = ModelWeights.load(config, spec, parallel, dtype, device, progress)
         connect_experts(config, spec, parallel, weights.model)
         scales = kv_scales(config.cache, config.model, spec)
-        layout = kv_layout(config.cache, spec, parallel.attn_tp.size, dtype, scales,
-                           parallel.pp.layers(spec.num_layers))
-        num_local_pages = count_pages(config, spec, [layout], parallel, device)
+        layouts = cache_layouts(config, spec, parallel, dtype, scales)
+        num_local_pages = count_pages(config, spec, layouts, parallel, device)
         num_pages = int(parallel.world.min_reduce(np.array([num_local_pages]))[0])
         if num_pages < 1:
             raise ConfigError("No memory is left for the KV pool: raise --mem-fraction-static, lower "
                               "--chunked-prefill-size, or use more GPUs with --tp-size.")
-        pool = _allocate_pool(layout, num_pages + 1, device, shared=config.disaggregation.shares_memory)
-        runner = cls(config, weights, pool, attention.over(pool), device, parallel)
+        pools = [_allocate_pool(layout, count + 1, device, shared=config.disaggregation.shares_memory)
+                 for layout, count in zip(layouts, page_counts(config.cache, layouts, num_pages))]
+        runner = cls(config, weights, pools, attention.over(pools), device, parallel)
         if config.data_parallel.enable_two_batch_overlap:
             runner._enable_two_batch_overlap()
         if device.type == "cuda":
@@ -156,7 +157,8 @@ class ModelRunner:
 
         def step(rows: int) -> None:
             info = DPStepInfo([rows] * groups, [1] * groups, all_decode=rows == 1)
-            row = Row([0] * rows, 0, np.zeros(self.layout.pages_for(rows), np.int32))
+            pages = np.zeros(self.layout.pages_for(rows), np.int32)
+            row = Row([0] * rows, 0, pages, further=[pages] * len(self.pools[1:]))
             compute(build_forward_batch([row], self.layout.page_size, self.device), info=info)
             torch.cuda.synchronize(self.device)
 
@@ -177,14 +179,14 @@ class ModelRunner:
         sizes = sizes_to_capture(self._config.kernels.cuda_graph_bs, self._config.largest_captured)
         self._decode_graphs = DecodeGraphs(
             self._model, self._attention, self._workspace, sizes, self.layout.page_size,
-            self.layout.pages_for(self.spec.context_length),
-            self.num_pages, self.device,
+            [GraphPages(_most_pages(pool.layout, self.spec.context_length), scratch)
+             for pool, scratch in zip(self.pools, self.scratch_pages)], self.device,
             lambda size: self._rows_of(DPStepInfo.uniform_decode(self._parallel.dp_size, size)),
             lambda fraction: progress("capturing CUDA graphs", fraction))
 
     def check_weights(self, model_path: str, revision: str | None) -> None:
         """Raises ConfigError where ``update_weights`` could not load this checkpoint; changes nothing."""
-        self._weights.check(model_path, revision, self.layout.scales)
+        self._weights.check(model_path, revision, self._scales)
 
     def update_weights(self, model_path: str, revision: str | None) -> None:
         """Loads another checkpoint, which ``check_weights`` accepted, over the weights. No step is in flight."""
@@ -192,8 +194,25 @@ class ModelRunner:
 
     @property
     def scratch_page(self) -> int:
-        """The pool's page that no request reads."""
+        """The first cache group's page that no request reads."""
         return self.num_pages
+
+    @property
+    def scratch_pages(self) -> list[int]:
+        """The page of each cache group that no request reads."""
+        return [pool.num_pages - 1 for pool in self.pools]
+
+    def new_cache_groups(self) -> list[CacheGroup]:
+        """Returns the further cache groups, all of whose pages are free."""
+        return [CacheGroup(SlidingWindow(pool.layout.retained_tokens), pool.num_pages - 1, pool.layout.page_size)
+                for pool in self.pools if pool.layout.retained_tokens is not None]
+
+    @property
+    def _scales(self) -> tuple[tuple[float, float], ...]:
+        """The KV scales of all of the rank's layers, in order; none where the cache is not in float8."""
+        scales = sorted((layout.number_of(layer), scale) for layout in (pool.layout for pool in self.pools)
+                        for layer, scale in enumerate(layout.scales))
+        return tuple(scale for _, scale in scales)
 
     @property
     def model(self) -> ModelIdentity:
@@ -294,7 +313,8 @@ class ModelRunner:
             return
         if self._replay(ModelInput(NO_COLUMNS, self._no_ids), info) is not None:
             return
-        rows = [Row([0], 0, np.array([self.num_pages]))] * (1 if self._split_counts(info) is None else 2)
+        first, *further = [np.array([page]) for page in self.scratch_pages]
+        rows = [Row([0], 0, first, further=further)] * (1 if self._split_counts(info) is None else 2)
         batch = build_forward_batch(rows, self.layout.page_size, self.device, [])
         if can_decode:
             self.forward(batch, info=info)
@@ -356,6 +376,14 @@ class ModelRunner:
         in float32."""
         classifier = self._model.classifier
         return pooled if classifier is None else classifier(pooled)
+
+
+def _most_pages(layout: KVLayout, context_length: int) -> int:
+    """Returns the most pages of a request that a decode step reads."""
+    pages = layout.pages_for(context_length)
+    if layout.retained_tokens is None:
+        return pages
+    return min(pages, SlidingWindow(layout.retained_tokens).max_pages(layout.page_size))
 
 
 def _check_pool(config: ServerConfig, spec: ModelSpec, parallel: Parallel, dtype: str, device: torch.device) -> None:

@@ -67,7 +67,7 @@ class MTPDraftLayers:
         except torch.OutOfMemoryError:
             raise ConfigError(f"The layers of multi-token prediction do not fit on {device}: lower "
                               "--max-total-tokens.") from None
-        return cls(model, layers, AttentionChoice(config, own, parallel, dtype).over(pool), workspace)
+        return cls(model, layers, AttentionChoice(config, own, parallel, dtype).over([pool]), workspace)
 
     @torch.inference_mode()
     def hidden_states(self, batch: ForwardBatch, hidden: torch.Tensor, next_ids: torch.Tensor) -> list[torch.Tensor]:

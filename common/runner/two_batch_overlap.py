@@ -72,6 +72,8 @@ def slice_rows(batch: ForwardBatch, start: int, stop: int, page_size: int) -> Fo
     pages = np.diff(batch.kv_indptr_cpu)[requests]
     lengths = (pages - 1) * page_size + batch.kv_last_page_len_cpu[requests] - np.maximum(stops - stop, 0)
     pages = -(lengths // -page_size)
-    return slice_batch(batch, slice(start, stop), requests,
+    part = slice_batch(batch, slice(start, stop), requests,
                        indptr_of(np.minimum(stops, stop) - np.maximum(starts, start)), pages,
                        (lengths - (pages - 1) * page_size).astype(np.int32))
+    part.further = tuple(slice_rows(group, start, stop, page_size) for group in batch.further)
+    return part

@@ -12,16 +12,22 @@ from ..request.req import Req
 from ..request.step_input import StepInput
 from ..request.step_output import StepOutput
 from ..speculative.base import Proposer
+from .prefill_budget import LOGPROB_CHUNK_TOKENS
 
 
 class Drafting:
-    """Drafts for the rows of an input batch. Rows with extras get none: their logits depend on the tokens before."""
+    """Drafts for the rows of an input batch. Rows with extras get none: their logits depend on the tokens before.
 
-    def __init__(self, proposer: Proposer, cache: KVCacheManager, max_drafts: int):
-        """``max_drafts``: tokens of one request in one step."""
+    Each draft needs logits, as a prompt's log-probabilities do, so that a step has as few of them.
+    """
+
+    def __init__(self, proposer: Proposer, cache: KVCacheManager, max_drafts: int,
+                 max_step_tokens: int = LOGPROB_CHUNK_TOKENS):
+        """``max_drafts``: tokens of one request in one step; ``max_step_tokens``: all tokens of a step with drafts."""
         self._proposer = proposer
         self._cache = cache
         self._max_drafts = max_drafts
+        self._max_step_tokens = max_step_tokens
         self.num_steps = 0
         self.num_drafted = 0
         self.num_accepted = 0
@@ -40,17 +46,23 @@ class Drafting:
         limits = [min(self._max_drafts, remaining[row] - 1) for row in rows]
         proposed = self._proposer.propose([batch.reqs[row] for row in rows], limits)
         positions = batch.positions.tolist()
-        found = {row: tokens[:min(limit, self._room(batch, row, positions[row] + len(tokens)) - positions[row])]
-                 for row, tokens, limit in zip(rows, proposed, limits) if len(tokens)}
-        return {row: tokens for row, tokens in found.items() if len(tokens)}
+        left = min(LOGPROB_CHUNK_TOKENS, self._max_step_tokens - len(batch))
+        found: dict[int, Sequence[int]] = {}
+        for row, tokens, limit in zip(rows, proposed, limits):
+            count = max(0, min(len(tokens), limit, left))
+            count = count and self._room(batch, row, positions[row], count)
+            if count:
+                found[row] = tokens[:count]
+                left -= count
+        return found
 
-    def _room(self, batch: InputBatch, row: int, last: int) -> int:
-        """Allocates pages up to position ``last``, where there are any; returns the last one that has a page."""
-        table = batch.reqs[row].page_table
+    def _room(self, batch: InputBatch, row: int, position: int, num_drafts: int) -> int:
+        """Allocates pages for drafts after ``position``, where there are any; returns the number that have a page."""
+        table, last = batch.reqs[row].page_table, position + num_drafts
         if batch.pages.capacity(row) <= last and table is not None:
-            self._cache.allocate_slots(table, last + 1)
+            self._cache.allocate_next(table, last + 1, num_drafts)
             batch.pages.update_capacity(row)
-        return min(last, batch.pages.capacity(row) - 1)
+        return min(last, batch.pages.capacity(row) - 1) - position
 
     def on_verified(self, step: StepInput, output: StepOutput) -> None:
         """Tell the proposer which drafts were accepted; the requests have their tokens."""
@@ -66,12 +78,13 @@ class Drafting:
         self._proposer.on_end(reqs)
 
 
-def make_drafting(args: SpeculativeArgs, cache: KVCacheManager) -> Drafting | None:
-    """Builds the drafting of a rank's configuration; None without an algorithm. Raises ConfigError."""
+def make_drafting(args: SpeculativeArgs, cache: KVCacheManager, max_step_tokens: int) -> Drafting | None:
+    """Builds the drafting of a rank's configuration; None without an algorithm. ``max_step_tokens``: the most tokens
+    that the rank's buffers are made for. Raises ConfigError."""
     if args.speculative_algorithm is None:
         return None
     if cache.groups:
         raise ConfigError("--speculative-algorithm does not draft for models whose sliding windows have pages of their "
                           "own: leave it out.")
     proposer = SPECULATIVE_ALGORITHMS.get(args.speculative_algorithm)(args)
-    return Drafting(proposer, cache, args.speculative_num_draft_tokens)
+    return Drafting(proposer, cache, args.speculative_num_draft_tokens, max_step_tokens)

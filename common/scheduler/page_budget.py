@@ -60,7 +60,8 @@ class PageBudget:
         if prefix_limit == num_tokens:
             return self.cache.allocate_incoming(table, num_tokens)
         swapped = 0 if req.swapped_out is None else req.swapped_out.num_tokens
-        if swapped > table.num_cached_pages * self.cache.page_size and not self.cache.allocate_incoming(table, swapped):
+        if swapped > table.num_cached_pages * self.cache.page_size and not self.cache.allocate_incoming(
+                table, swapped, 1):
             return False
         return self.cache.allocate_slots(table, num_tokens)
 

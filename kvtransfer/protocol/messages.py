@@ -31,6 +31,7 @@ another model.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Annotated, Literal
 
 import msgspec
@@ -121,6 +122,11 @@ class RankInfo(msgspec.Struct, frozen=True):
         """The layouts of all cache groups."""
         return self.layout, *self.further_layouts
 
+    def cache_group_of(self, layer_group: int) -> int:
+        """Returns the cache group of a layer group; these are numbered one cache group after the other."""
+        ends = accumulate(len(layout.groups) for layout in self.layouts)
+        return next(index for index, end in enumerate(ends) if layer_group < end)
+
     @property
     def group_layouts(self) -> list[RankLayout]:
         return [RankLayout(self.tp_size, layout) for layout in self.layouts]
@@ -154,10 +160,6 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     checksum: Extent = "off"
     spare_page: int | None = None
     further_pools: tuple[FurtherPool, ...] = ()
-
-    def __post_init__(self) -> None:
-        if len(self.further_pools) != len(self.info.further_layouts):
-            raise ValueError("every cache group has a layout and a pool")
 
     @property
     def pools(self) -> list[FurtherPool]:

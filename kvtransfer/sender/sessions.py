@@ -62,7 +62,10 @@ class Sessions:
             self.send(session_id, m.Refused("the prefill server was restarted", restarted=True))
             return None
         plan = None
-        if (why := hello.info.mismatch(self.info)) is None:
+        why = hello.info.mismatch(self.info)
+        if len(hello.pools) != len(hello.info.layouts):
+            why = f"{len(hello.pools)} pools are named there for {len(hello.info.layouts)} cache groups"
+        if why is None:
             plan = make_group_plan(self.info.rank, self.info.group_layouts, hello.info.rank, hello.info.group_layouts)
             why = f"rank {self.info.rank} there writes nothing to rank {hello.info.rank} here"
         if plan is None:

@@ -22,7 +22,6 @@ class WriteQueue:
 
     def __init__(self, info: RankInfo):
         self._info = info  # the sender's
-        self._cache_groups = [index for index, layout in enumerate(info.layouts) for _ in layout.groups]
         self._writes: deque[Write] = deque()
         self._in_flight = 0
         self._counted_until = 0.0  # the time in flight was reported up to here
@@ -38,7 +37,7 @@ class WriteQueue:
         ``src_page_ids [n]`` are the prompt's pages from ``first`` on.
         """
         plan = destination.session.plan
-        cache_group = self._cache_groups[group]
+        cache_group = self._info.cache_group_of(group)
         first_page, page_ids = destination.pages[cache_group]
         subpage_tokens = self._info.layout.page_size // plan.src_subpages
         num_subpages = -(-transfer.num_prompt_tokens // subpage_tokens)

@@ -17,6 +17,8 @@ import yaml
 from baton.common.api.messages import State
 from baton.common.config.cli import parse
 from baton.common.config.server import HttpArgs, ServerConfig
+from baton.common.kvcache.cache_group import CacheGroup, SlidingWindow
+from baton.common.kvcache.manager import KVCacheManager
 from baton.common.obs.metrics import ServerMetrics
 from baton.common.scheduler.request_tracker import RequestTracker
 from baton.common.serving import host
@@ -235,15 +237,16 @@ def server_families() -> dict[str, set[str]]:
     counters["kv_transfers_failed_kv_transfer_failed"] = 1.0  # by the error's code, once there is one
     counters["kv_transfers_broken_silent"] = 1.0
     sender: Any = SimpleNamespace(counters={}, writes_waiting=(0, 0))
-    prefill = PrefillScheduler(SimpleNamespace(cache=None), None, None, sender, None, 1, register=None,  # type: ignore
+    prefill = PrefillScheduler(SimpleNamespace(cache=None), None, None, sender, None, [1], register=None,  # type: ignore
                                overlap=False, kv_retain_seconds=0.0)
     counters |= prefill.counters
+    windowed = KVCacheManager(1, 16, groups=[CacheGroup(SlidingWindow(8), 3, 16)])
     metrics = ServerMetrics("m", "decode")
     metrics.count_outcome("stop")
     metrics.engine.state = State(
         seq=0, total_pages=1, free_pages=1, held_pages=0, cached_pages=0, page_size=1, num_running=0, num_waiting=0,
         num_transferring=0, counters={**counters, "retracted_requests": 1.0},
-        gauges={"token_usage": 0.0, **prefill.gauges})
+        gauges={"token_usage": 0.0, **windowed.group_gauges, **prefill.gauges})
     return families(metrics.registry.collect())
 
 

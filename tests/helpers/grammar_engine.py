@@ -73,7 +73,7 @@ class GrammarEngine:
         runner = runner or _runner(max_total_tokens)
         schedule = ScheduleArgs(chunked_prefill_size=chunk, max_running_requests=max_running,
                                 schedule_conservativeness=0.0)
-        self.cache = KVCacheManager(runner.num_pages, runner.layout.page_size)
+        self.cache = KVCacheManager(runner.num_pages, runner.layout.page_size, groups=runner.new_cache_groups())
         self.sent: list[Any] = []
         self.tracker = RequestTracker(self.sent.append, eos_ids=frozenset(runner.spec.eos_token_ids),
                                       vocab_size=runner.spec.vocab_size, max_request_tokens=max_total_tokens,

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from baton.common.forward.forward_batch import Row, build_forward_batch
+from baton.common.forward.forward_batch import build_forward_batch
 from baton.common.runner.cuda_graphs.piecewise_graphs import GraphSizes
-from baton.tests.helpers.small_models import scattered_pages
+from baton.tests.helpers.small_models import row_of, scattered_pages
 
 SIZES = [16, 48, 64]
 PADDED = [16, 48, 48, 48, 16]
@@ -55,12 +55,12 @@ def steps_of(runner: Any) -> list[torch.Tensor]:
              ([(1, 9, 50)], []), ([(1, 50, 57)], list(range(7)))]
     found = []
     for parts, wanted in steps:
-        rows = [Row(tokens[req, start:stop], start, pages[req]) for req, start, stop in parts]
+        rows = [row_of(runner, tokens[req, start:stop], start, pages[req]) for req, start, stop in parts]
         groups: list[int] = []
         batch = build_forward_batch(rows, page_size, device, wanted)
         found.append(runner.forward(batch, lambda group, event: groups.append(group)).clone())  # noqa: B023
         assert groups == list(range(len(runner.layout.groups)))
-    rows = [Row(tokens[req, stop:stop + 1], stop, pages[req]) for req, stop in ((0, 40), (2, 60))]
+    rows = [row_of(runner, tokens[req, stop:stop + 1], stop, pages[req]) for req, stop in ((0, 40), (2, 60))]
     found.append(runner.forward(build_forward_batch(rows, page_size, device)).clone())
     assert [len(logits) for logits in found] == [1, 3, 1, 0, 7, 2]
     return found

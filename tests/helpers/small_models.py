@@ -51,7 +51,8 @@ def server_config(folder: Path | str, *, page_size: int = 16, backend: str = "to
                   **model: Any) -> ServerConfig:
     return ServerConfig(
         ModelArgs(model_path=str(folder), **model),
-        CacheArgs(page_size=page_size, max_total_tokens=max_total_tokens, num_layer_groups=num_layer_groups),
+        CacheArgs(page_size=page_size, max_total_tokens=max_total_tokens, num_layer_groups=num_layer_groups,
+                  swa_full_tokens_ratio=1.0),
         ScheduleArgs(), ParallelArgs(tp_size=tp), KernelArgs(attention_backend=backend), DisaggregationArgs(),
         HttpArgs())
 
@@ -61,11 +62,17 @@ def load_runner(config: ServerConfig, parallel: Parallel | None = None, device: 
                             lambda what, fraction: None)
 
 
+def row_of(runner: ModelRunner, tokens: np.ndarray, start: int, page_ids: np.ndarray) -> Row:
+    """A row with equal page ids in all cache groups."""
+    return Row(tokens, start, page_ids, further=[page_ids] * len(runner.pools[1:]))
+
+
 def forward(runner: ModelRunner, parts: list[tuple[np.ndarray, int, np.ndarray]], *,
             every_row: bool = True) -> torch.Tensor:
     """Logits of ``(tokens, start, page_ids)`` of each request."""
     total = sum(len(tokens) for tokens, _, _ in parts)
-    batch = build_forward_batch([Row(*part) for part in parts], runner.layout.page_size, runner.device,
+    rows = [row_of(runner, *part) for part in parts]
+    batch = build_forward_batch(rows, runner.layout.page_size, runner.device,
                                 list(range(total)) if every_row else None)
     return runner.forward(batch)
 

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from baton.common.attention.workspace import AttentionWorkspace
-from baton.common.forward.forward_batch import ForwardBatch, Row, build_forward_batch
+from baton.common.forward.forward_batch import ForwardBatch, build_forward_batch
 from baton.common.forward.step_context import StepContext
 from baton.common.runner.model_runner import ModelRunner
 from baton.tests.helpers.deepseek_models import save_deepseek
 from baton.tests.helpers.gpt_oss_models import save_gpt_oss
-from baton.tests.helpers.small_models import load_runner, save_model, scattered_pages, server_config
+from baton.tests.helpers.small_models import load_runner, row_of, save_model, scattered_pages, server_config
 from baton.tests.helpers.small_moe import save_moe
 
 MODELS = {"Llama": save_model, "Qwen3Moe": save_moe, "windows": lambda folder, family: save_gpt_oss(folder),
@@ -41,7 +41,7 @@ def batches_of(runner: ModelRunner, seed: int, count: int) -> list[ForwardBatch]
     half = lengths // 2
     parts = [[(b, 0, half[b]) for b in range(3)], [(b, half[b], lengths[b]) for b in range(2)],
              [(b, lengths[b], lengths[b] + 1) for b in range(2)]]
-    return [build_forward_batch([Row(tokens[b, start:stop], start, pages[b]) for b, start, stop in rows],
+    return [build_forward_batch([row_of(runner, tokens[b, start:stop], start, pages[b]) for b, start, stop in rows],
                                 runner.layout.page_size, runner.device) for rows in parts]
 
 

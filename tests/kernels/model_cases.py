@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from baton.common.attention.mla.triton_backend import MLATritonBackend
+from baton.common.config.server import KernelArgs
 from baton.kernels import _triton
 from baton.tests.helpers.deepseek_models import save_deepseek
 from baton.tests.helpers.gpt_oss_models import save_gpt_oss
+from baton.tests.helpers.hand_driven import Engine, tokens_of
 from baton.tests.helpers.nemotron_models import save_nemotron
 from baton.tests.helpers.small_models import (
     expected_logits,
@@ -74,6 +76,19 @@ def test_windows_and_sinks_equal_transformers(tmp_path):
     got = [forward(runner, [(tokens[:5], 0, pages)]), forward(runner, [(tokens[5:23], 5, pages)]),
            forward(runner, [(tokens[23:], 23, pages)])]
     torch.testing.assert_close(torch.cat(got), expected_logits(model, tokens), atol=1e-4, rtol=0)
+
+
+def test_page_tables_that_begin_behind_the_window(tmp_path):
+    """A prompt of several windows in chunks, and decode steps, over the pages that the windowed layer keeps."""
+    save_gpt_oss(tmp_path, num_hidden_layers=2, num_local_experts=2, num_experts_per_tok=1, vocab_size=97)
+    prompt = np.random.default_rng(5).integers(3, 97, 52).tolist()
+    tokens = []
+    for backend, disabled in (("triton", False), ("torch", True)):
+        engine = Engine(tmp_path, kernels=KernelArgs(attention_backend=backend), chunk=22,
+                        cache={"disable_hybrid_swa_memory": disabled})
+        engine.start("0", prompt, ignore_eos=True, max_new_tokens=6)
+        tokens.append(tokens_of(engine.run())["0"])
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize("most_tokens", [None, 16])

@@ -17,9 +17,11 @@ from baton.kvtransfer.protocol import messages as m
 from baton.kvtransfer.protocol.messages import Hello, PrefillResult, RankInfo
 from baton.kvtransfer.protocol.reshard import RankLayout, find_group_mismatch, make_group_plan
 from baton.kvtransfer.protocol.states import Phase
+from baton.kvtransfer.protocol.timing import Timing
 from baton.kvtransfer.receiver.kv_receiver import KVReceiver
 from baton.kvtransfer.sender.kv_sender import KVSender, _bytes_of
-from baton.kvtransfer.sender.sender_state import Destination, DestinationPages, SendTransfer, Session
+from baton.kvtransfer.sender.sender_core import SenderCore
+from baton.kvtransfer.sender.sender_state import Destination, DestinationPages, Send, SendTransfer, Session
 from baton.kvtransfer.sender.write_queue import WriteQueue
 from baton.tests.kvtransfer.conftest import BACKENDS, HOST, Bootstrap, regions_of, shareable, wait_until
 
@@ -186,11 +188,10 @@ def test_servers_whose_groups_differ_are_refused():
 def test_messages_with_groups_and_without_are_read_and_bad_ones_are_not():
     hello = Hello(info_of(gpt_oss()), "i", 100, b"", further_pools=(m.FurtherPool(80, 79),))
     assert m.decode_to_sender(m.encode(hello)) == hello and [pool.num_pages for pool in hello.pools] == [100, 80]
-    fields = msgspec.to_builtins(hello, builtin_types=(bytes,))
-    for changed in ({"further_pools": []}, {"info": {**fields["info"], "further_layouts": []}}):
-        packed = msgspec.msgpack.encode({**fields, **changed})
-        with pytest.raises(msgspec.ValidationError, match="every cache group has a layout and a pool"):
-            m.decode_to_sender(packed)
+    sender = SenderCore(hello.info, Timing.of(DisaggregationArgs()))
+    sender.receive(b"s", msgspec.structs.replace(hello, further_pools=()), 0.0)
+    refused = [effect.message.message for effect in sender.effects if isinstance(effect, Send)]
+    assert refused and "1 pools are named there for 2 cache groups" in refused[0] and not sender.sessions.joining
     odd = msgspec.to_builtins(info_of(gpt_oss()))
     odd["further_layouts"][0]["page_size"] = 8
     with pytest.raises(msgspec.ValidationError, match="different numbers of tokens"):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -55,11 +54,13 @@ def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Te
 transformers.AttentionInterface.register(_ATTENTION, _attend)
 
 
-class _Trial(SimpleNamespace):
-    """Takes the place of a step, to see what attention a model asks for."""
+class _Trial:
+    """Takes the place of a step and of its attention, to see what a model asks for: ``windows`` by layer."""
 
     def __init__(self, spec: ModelSpec):
-        super().__init__(spec=spec, windows={}, attention=self)
+        self.spec = spec
+        self.windows: dict[int, int | None] = {}
+        self.attention = self
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         spec = self.spec

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,31 +37,39 @@ def sizes_to_capture(requested: Sequence[int], largest: int) -> list[int]:
     return [size for size in requested if size <= largest] or default_sizes(largest)
 
 
+class GraphPages(NamedTuple):
+    """``max_pages`` bounds the pages of one request in a cache group; padding is computed in ``scratch_page``."""
+
+    max_pages: int
+    scratch_page: int
+
+
 class DecodeGraphs:
-    """Captures at construction; ``decode`` replays. ``max_pages`` bounds the pages of one request.
+    """Captures at construction; ``decode`` replays. ``pages`` are those of each cache group.
     ``rows_of`` makes the rows of a step of a size: of the layers, and of the LM head."""
 
     def __init__(self, model: CausalLM, attention: AttentionPlanner, workspace: AttentionWorkspace,
-                 sizes: Sequence[int], page_size: int, max_pages: int, scratch_page: int, device: torch.device,
+                 sizes: Sequence[int], page_size: int, pages: Sequence[GraphPages], device: torch.device,
                  rows_of: Callable[[int], tuple[StepRows, StepRows]], progress: Callable[[float], None]):
         self._sizes = sorted(sizes)
         self._attention = attention
         self._workspace = workspace
-        self._scratch_page = scratch_page
+        self._scratch_page = pages[0].scratch_page
         self._stream = torch.cuda.Stream(device)
-        self._inputs = DecodeInputs(self._sizes[-1], self._sizes[-1] * max_pages, scratch_page, device)
-        self._static = self._static_batch(page_size, self._inputs.tensors, device)
+        self._inputs = [DecodeInputs(self._sizes[-1], self._sizes[-1] * max_pages, scratch_page, device)
+                        for max_pages, scratch_page in pages]
+        self._statics = [self._static_batch(page_size, inputs.tensors, device) for inputs in self._inputs]
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._logits: dict[int, torch.Tensor] = {}
         self._argmax: dict[int, torch.Tensor] = {}
-        self._input_views = {size: self._views_of(size) for size in self._sizes}
+        self._input_views = {size: [self._views_of(static, size) for static in self._statics] for size in self._sizes}
         self._steps: dict[int, StepContext] = {}  # those that were captured
         self._row_views: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._argmax_in_inputs: int | None = None  # the size whose argmax is in ``input_ids``
         memory = torch.cuda.graph_pool_handle()
         # The largest first: the smaller ones then fit into its memory.
         for done, size in enumerate(reversed(self._sizes)):
-            self._capture(size, model, rows_of(size), max_pages * page_size, memory)
+            self._capture(size, model, rows_of(size), pages[0].max_pages * page_size, memory)
             progress((done + 1) / len(self._sizes))
 
     def size_for(self, num_reqs: int) -> int | None:
@@ -76,14 +84,13 @@ class DecodeGraphs:
         A graph writes its argmax to its own ``input_ids``: where the step follows it, nothing is copied.
         """
         count = step.columns.num_reqs
-        host = self._inputs.fill(step.columns, size)
+        batch = self._steps[size].batch
+        for group, inputs in enumerate(self._inputs):
+            _update_host(batch.in_group(group), inputs.fill(step.columns.in_group(group), size))
         input_ids, logits, argmax = self._rows_of(size, count)
         if not step.follows_argmax or self._argmax_in_inputs != size:
             tokens = step.token_ids
             input_ids.copy_(tokens.on_device(input_ids.device) if isinstance(tokens, TokenIds) else tokens)
-        batch = self._steps[size].batch
-        batch.kv_indptr_cpu, batch.kv_indices_cpu = host["kv_indptr"], host["kv_indices"]
-        batch.kv_last_page_len_cpu = host["kv_last_page_len"]
         self._steps[size].attention.refresh(batch)
         self._graphs[size].replay()
         self._argmax_in_inputs = size if count else None  # padding's tokens belong to no request
@@ -94,7 +101,7 @@ class DecodeGraphs:
         views = self._row_views.get((size, count))
         if views is None:
             views = self._row_views[size, count] = (
-                self._input_views[size]["input_ids"][:count], self._logits[size][:count], self._argmax[size][:count])
+                self._input_views[size][0]["input_ids"][:count], self._logits[size][:count], self._argmax[size][:count])
         return views
 
     def _static_batch(self, page_size: int, tensors: dict[str, torch.Tensor], device: torch.device) -> ForwardBatch:
@@ -103,8 +110,8 @@ class DecodeGraphs:
             setattr(batch, name, tensor)
         return batch
 
-    def _views_of(self, size: int) -> dict[str, torch.Tensor]:
-        static = self._static
+    @staticmethod
+    def _views_of(static: ForwardBatch, size: int) -> dict[str, Any]:
         return {
             "input_ids": static.input_ids[:size], "positions": static.positions[:size],
             "page_of_token": static.page_of_token[:size], "offset_in_page": static.offset_in_page[:size],
@@ -114,11 +121,12 @@ class DecodeGraphs:
 
     def _capture(self, size: int, model: CausalLM, rows: tuple[StepRows, StepRows], max_length: int,
                  memory: Any) -> None:
-        static = self._static
-        batch = ForwardBatch(
-            max_q_len=1, logits_rows=None, qo_indptr=static.qo_indptr[:size + 1], **self._input_views[size],
+        batch, *further = [ForwardBatch(
+            max_q_len=1, logits_rows=None, qo_indptr=static.qo_indptr[:size + 1], **views,
             qo_indptr_cpu=static.qo_indptr_cpu[:size + 1], kv_indptr_cpu=static.kv_indptr_cpu[:size + 1],
             kv_indices_cpu=static.kv_indices_cpu[:size], kv_last_page_len_cpu=static.kv_last_page_len_cpu[:size])
+            for static, views in zip(self._statics, self._input_views[size])]
+        batch.further = tuple(further)
 
         def plan() -> AttentionPlan:
             return self._attention.plan(batch, self._workspace, max_length=max_length)
@@ -141,3 +149,9 @@ class DecodeGraphs:
             self._steps[size], self._logits[size], self._argmax[size] = forward(captured)
         graph.replay()  # the first launch uploads the graph to the device: 0.6 ms, which requests would wait for
         self._graphs[size] = graph
+
+
+def _update_host(batch: ForwardBatch, host: dict[str, np.ndarray]) -> None:
+    """Replaces the host copies of a captured batch by those of the step that it replays."""
+    batch.kv_indptr_cpu, batch.kv_indices_cpu = host["kv_indptr"], host["kv_indices"]
+    batch.kv_last_page_len_cpu = host["kv_last_page_len"]

@@ -9,7 +9,7 @@ import torch
 from baton.common.forward.forward_batch import Row, build_forward_batch
 from baton.tests.common.models.test_models_numerics import TOLERANCE, tokens_of
 from baton.tests.helpers.deepseek_models import save_deepseek
-from baton.tests.helpers.small_models import load_runner, save_model, scattered_pages, server_config
+from baton.tests.helpers.small_models import load_runner, row_of, save_model, scattered_pages, server_config
 from baton.tests.helpers.small_moe import save_moe
 
 MAKERS = {"Llama": save_model, "Qwen3": save_model, "Qwen3Moe": save_moe,
@@ -56,7 +56,7 @@ def test_prompts_over_a_prefix_need_the_rows_with_logits(runner, monkeypatch):
         seen = computed_rows(runner, monkeypatch)
         logits = []
         for parts, wanted in steps:
-            rows = [Row(prompts[b][start:stop], start, pages[b]) for b, start, stop in parts]
+            rows = [row_of(runner, prompts[b][start:stop], start, pages[b]) for b, start, stop in parts]
             total = sum(row.num_tokens for row in rows)
             batch = build_forward_batch(rows, 16, CPU, list(range(total)) if whole else wanted)
             logits.append(runner.forward(batch)[wanted] if whole else runner.forward(batch))

@@ -11,7 +11,7 @@ import torch
 from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.step_rows import ONE_GROUP
 from baton.common.forward.forward_batch import NO_COLUMNS, BatchColumns, ModelInput
-from baton.common.runner.cuda_graphs.decode_graphs import DecodeGraphs
+from baton.common.runner.cuda_graphs.decode_graphs import DecodeGraphs, GraphPages
 
 
 class Played:
@@ -50,7 +50,8 @@ def captured(played, begin=lambda size: (ONE_GROUP, ONE_GROUP), progress=lambda 
     cuda = {"Stream": MagicMock(), "current_stream": MagicMock(), "stream": lambda stream: contextlib.nullcontext(),
             "CUDAGraph": MagicMock(), "graph": played.graph, "graph_pool_handle": MagicMock()}
     with patch.multiple(torch.cuda, **cuda):
-        return DecodeGraphs(played, played, None, [1, 2, 4], 16, 2, 9, torch.device("cpu"), begin, progress)
+        return DecodeGraphs(played, played, None, [1, 2, 4], 16, [GraphPages(2, 9)], torch.device("cpu"), begin,
+                            progress)
 
 
 def test_a_graph_holds_the_making_of_its_plan():
@@ -89,7 +90,7 @@ def test_argmax_tokens_stay_in_the_graph_that_computed_them():
     graphs = captured(Played())
     columns = BatchColumns(np.array([3, 17]), np.array([5, 7]), np.array([3, 1]), np.array([0, 1, 3], np.int32),
                            np.array([5, 8, 7], np.int32), np.array([4, 2], np.int32), None, np.arange(3), 1)
-    ids = graphs._input_views[2]["input_ids"]
+    ids = graphs._input_views[2][0]["input_ids"]
 
     def given(tokens, size=2, follows=False):
         ids.fill_(99)  # stands for what the graph has left there
@@ -122,4 +123,4 @@ def test_a_decode_table_is_written_to_the_graphs_inputs():
     assert batch.kv_indptr.tolist() == batch.kv_indptr_cpu.tolist() == [0, 1, 3, 4, 5]
     assert batch.kv_indices[:5].tolist() == batch.kv_indices_cpu.tolist() == [5, 8, 7, 6, 9]
     assert batch.kv_last_page_len.tolist() == batch.kv_last_page_len_cpu.tolist() == [4, 2, 5, 1]
-    assert graphs._input_views[4]["positions"].data_ptr() == batch.positions.data_ptr()
+    assert graphs._input_views[4][0]["positions"].data_ptr() == batch.positions.data_ptr()

@@ -448,7 +448,7 @@ def test_the_page_budget_reserves_pages_of_further_groups():
     cache = KVCacheManager(100, PAGE, groups=[group])
     budget = PageBudget(cache, NewTokenRatio(0.0), RequestQueues(queue_of("fcfs")))
     computed, incoming, swapped = (make_req(range(begin, begin + 20)) for begin in (0, 100, 200))
-    swapped.swapped_out = SwappedOut(np.empty(0, np.int64), 18)
+    swapped.swapped_out = SwappedOut([], 18)
     assert budget.reserve(computed, 20, 19) and not len(computed.page_table.groups[0].ids)
     assert budget.reserve(incoming, 20, 20) and len(incoming.page_table.groups[0].ids) == 1
     assert budget.reserve(swapped, 20, 19) and len(swapped.page_table.groups[0].ids) == 2

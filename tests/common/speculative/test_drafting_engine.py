@@ -121,3 +121,17 @@ def test_an_aborted_request_ends_its_drafting(checkpoint, expected):
     engine.scheduler.synchronize()
     engine.scheduler.abort(req, None)
     assert proposer.ended == ["0"] and engine.cache.num_allocated == 0
+
+
+def test_a_step_has_a_limit_of_tokens(checkpoint, expected):
+    """Buffers are made for so many: the first requests get drafts, the others none."""
+    engine = Engine(checkpoint, proposer=RepeatLastTokens(), max_drafts=4)
+    engine.drafting._max_step_tokens = 13
+    sizes, launch = [], engine.executor.launch
+    engine.executor.launch = lambda step, *rest: (sizes.append((step.num_tokens, len(step), step.num_prefill)),
+                                                  launch(step, *rest))[1]
+    for i in range(8):
+        engine.start(str(i), [i + 1, 2, 3], max_new_tokens=12)
+    engine.run()
+    decoded = [(tokens, rows) for tokens, rows, prompts in sizes if not prompts]
+    assert (13, 8) in decoded and max(tokens for tokens, _ in decoded) == 13

@@ -22,7 +22,7 @@ def test_disaggregated_tokens_equal_unified(tmp_path, bootstrap_port):  # noqa: 
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, VOCAB, int(n)).tolist() for n in (3, WINDOW - 1, WINDOW, 40, 70)]
     with pair_equal_to_unified(tmp_path, prompts, bootstrap_port, "fake") as (_, decode):
-        assert decode.scheduler.receiver.info.layout.windows == (WINDOW, None, WINDOW, None)
+        assert [layout.windows for layout in decode.scheduler.receiver.info.layouts] == [(None,) * 2, (WINDOW,) * 2]
 
 
 @pytest.mark.slow

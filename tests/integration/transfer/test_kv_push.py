@@ -7,15 +7,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from baton.common.kvcache.cache_group import CacheGroup, SlidingWindow
+from baton.common.kvcache.manager import KVCacheManager
 from baton.common.request.step_input import Chunk
 from baton.prefill.kv_push import KVPush
 
 PAGE, GROUPS = 4, 3
-CACHE = SimpleNamespace(page_size=PAGE, pages_for=lambda tokens: -(-tokens // PAGE))
+CACHE = SimpleNamespace(page_size=PAGE, pages_for=lambda tokens: -(-tokens // PAGE), groups=[])
 
 
 def request(room, num_pages, num_cached):
-    page_table = SimpleNamespace(ids=np.arange(num_pages) + 100 * room, num_cached_pages=num_cached)
+    page_table = SimpleNamespace(ids=np.arange(num_pages) + 100 * room, num_cached_pages=num_cached, groups=[])
     return SimpleNamespace(page_table=page_table, bootstrap=SimpleNamespace(room=room))
 
 
@@ -24,7 +26,7 @@ def pushed(overlap, *batches):
     told, now = [], [""]
     sender = SimpleNamespace(push=lambda room, group, first, ids, ready: told.append(
         (now[0], room, group, first, [int(i) - 100 * room for i in ids], ready)))
-    kv_push = KVPush(sender, CACHE, GROUPS, overlap, lambda: "launched")
+    kv_push = KVPush(sender, CACHE, [GROUPS], overlap, lambda: "launched")
     for number, chunks in enumerate(batches):
         batch = SimpleNamespace(chunks=chunks)
         now[0] = f"before {number}"
@@ -66,3 +68,31 @@ def test_a_prompt_leaves_when_it_is_complete_and_not_with_its_neighbours():
     told = pushed("prompt", [Chunk(long, 0, 7, False), Chunk(short, 0, 3, True)], [Chunk(long, 7, 9, True)])
     assert [(when, room, pages) for when, room, group, _, pages, _ in told if group == 0] == [
         ("0.2", 2, [0]), ("1.2", 1, [0, 1, 2])]
+
+
+@pytest.mark.parametrize("overlap", ["layers", "chunk", "prompt"])
+def test_pages_behind_the_window_at_the_prompts_end_never_leave(overlap):
+    """Two cache groups of one and two layer groups; the prompt's first pages are cached here."""
+    window = CacheGroup(SlidingWindow(6), 30, PAGE)
+    cache = KVCacheManager(40, PAGE, groups=[window])
+    prompt = np.arange(27, dtype=np.int32)
+    earlier = cache.match_prefix(prompt, 0)
+    assert cache.allocate_slots(earlier, 24) and cache.allocate_chunk(earlier, 0, 24) == 24
+    cache.release(earlier, prompt[:24])
+    table = cache.match_prefix(prompt, 24)
+    assert table.num_cached_pages == 6 and cache.allocate_slots(table, 27) and cache.allocate_chunk(table, 24, 27) == 27
+    req = SimpleNamespace(page_table=table, bootstrap=SimpleNamespace(room=1), num_prompt_tokens=27)
+    sent = {group: [] for group in range(3)}
+    sender = SimpleNamespace(push=lambda room, group, first, ids, ready: sent[group].extend(
+        zip(range(first, first + len(ids)), ids.tolist())))
+    kv_push = KVPush(sender, cache, [1, 2], overlap, lambda: None)
+    batch = SimpleNamespace(chunks=[Chunk(req, 24, 27, True)])
+    kv_push.push_cached(batch)
+    push = kv_push.callback_for(batch)
+    for group in (1, 0, 2):  # in the order of their last layers
+        push(group, None)
+    assert sent[0] == list(enumerate(table.ids.tolist()))
+    assert sent[1] == sent[2] == list(zip((5, 6), table.groups[0].span(5, 7).tolist()))
+    sent.update({group: [] for group in range(3)})
+    kv_push.push_retained(req)
+    assert sent[0] == list(enumerate(table.ids.tolist())) and len(sent[1]) == len(sent[2]) == 2
