@@ -76,6 +76,7 @@ PLANS: dict[str, list[Step]] = {
         *parts("gpt-oss", 240, "with_windows", "flashinfer", "twins"),
         *parts("kernels", 240, "kernel_cases", "small_m_cases", "fp8_cases"),
         *parts("mla", 240, "twins", "flashinfer"), *parts("moe", 240, "twin"), *parts("models", 240, "flashinfer"),
+        tests("steps-in-flight", 120), tests("int8-format", 120), tests("user-family", 120),
         tests("kv-ipc", 120), tests("grammar", 240), tests("scheduling", 240), tests("prefill-graphs", 120),
         tests("all-reduce", 240), tests("small-m-matmul", 120), tests("dense-warp-specialized", 120),
         tests("split-k-warp-specialized", 120), tests("models-sampler", 240), tests("gather-scatter-norm", 120),

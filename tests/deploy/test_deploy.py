@@ -231,7 +231,8 @@ def server_families() -> dict[str, set[str]]:
     """The servers' metrics with their labels: a server of any role has a part of them."""
     tracker = RequestTracker(lambda message: None, eos_ids=frozenset(), vocab_size=9, max_request_tokens=1,
                              max_requests=1, timeout=1.0)
-    cores: list[Any] = [ReceiverCore(None, None, 1), SenderCore(None, None)]  # type: ignore[arg-type]
+    info: Any = SimpleNamespace(layouts=(), further_layouts=())
+    cores: list[Any] = [ReceiverCore(info, None, 1), SenderCore(info, None)]  # type: ignore[arg-type]
     counters = {name: 1.0 for part in (tracker, *cores) for name in part.counters}
     counters["kv_transfers_failed_kv_transfer_failed"] = 1.0  # by the error's code, once there is one
     counters["kv_transfers_broken_silent"] = 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,8 +40,8 @@ def answers(url: str) -> list[object]:
 def plugin(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("plugin")
     path = install_plugin(folder, "baton.speculative", "TOY_REPEAT", "baton.tests.helpers.toy_proposer_plugin")
-    root = Path(__file__).parents[4]
-    return {"PYTHONPATH": f"{path}:{root}", "TOY_PROPOSER_FILE": str(folder / "counts")}
+    paths = os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))
+    return {"PYTHONPATH": paths, "TOY_PROPOSER_FILE": str(folder / "counts")}
 
 
 @pytest.fixture(scope="module")
