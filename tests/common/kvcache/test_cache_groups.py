@@ -338,8 +338,9 @@ def test_gauges_are_of_further_groups():
     assert KVCacheManager(4, PAGE).group_gauges == {}
     cache = manager()
     table, _ = compute(cache, tokens(*range(6)))
-    assert cache.group_gauges == {"swa_token_usage": pytest.approx(0.15), "swa_kv_pages_free": 17, "swa_kv_pages_allocated": 0,
-                                  "swa_kv_pages_cached": 3}
+    assert cache.group_gauges == {
+        "swa_token_usage": pytest.approx(0.15), "swa_kv_pages_free": 17, "swa_kv_pages_allocated": 0,
+        "swa_kv_pages_cached": 3}
     cache.release(table)
     assert str(cache.groups[0].rule) == "a sliding window of 4 tokens"
 
