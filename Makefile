@@ -6,7 +6,8 @@ FOLDERS := kernels common kvtransfer prefill decode router
 TYPES := /tmp/baton-types-$(shell id -u)
 # Tests of the modules in pyproject.toml's [tool.coverage.run], which must cover all of their lines and branches.
 PURE := $(filter-out %/test_tool_routes.py,$(wildcard tests/common/parsers/test_*.py)) \
-  tests/common/kvcache/test_kvcache.py tests/common/kvcache/test_cache_groups.py tests/common/scheduler/test_scheduling.py \
+  tests/common/kvcache/test_kvcache.py tests/common/kvcache/test_cache_groups.py \
+  tests/common/scheduler/test_scheduling.py tests/kvtransfer/test_group_transfers.py \
   tests/common/test_registry.py tests/common/config/test_rules.py tests/common/tokenizer/test_tokenizer.py \
   tests/kvtransfer/protocol tests/router/policies \
   tests/router/relay/test_pair_states.py tests/router/workers/test_circuit.py

@@ -43,7 +43,7 @@ from .kv_sizing import cache_layouts, count_pages, kv_scales, page_counts, resol
 from .layer_group_events import LayerGroupEvents
 from .model_weights import ModelWeights
 from .mtp import MTPDraftLayers
-from .preflight import check_pool, token_bytes
+from .preflight import check_pool, pool_layers, token_bytes
 from .two_batch_overlap import TwoBatchOverlap
 
 _WARM_UP_PREFILL_ROWS = 64
@@ -391,7 +391,8 @@ def _check_pool(config: ServerConfig, spec: ModelSpec, parallel: Parallel, dtype
     tokens = config.cache.max_total_tokens
     if tokens is not None and device.type == "cuda":
         layers = parallel.pp.layers(spec.num_layers)
-        bytes_per_token = token_bytes(config.cache, spec, parallel.attn_tp.size, dtype, len(layers))
+        bytes_per_token = token_bytes(config.cache, spec, parallel.attn_tp.size, dtype,
+                                      pool_layers(config, spec, layers))
         check_pool(tokens, bytes_per_token, torch.cuda.mem_get_info(device)[1], str(device))
 
 

@@ -73,15 +73,24 @@ def _check_host_pool(config: ServerConfig, spec: ModelSpec) -> None:
         return
     dtype = config.model.dtype if config.model.dtype != "auto" else "float32"
     ranks = config.parallel.tp_size
-    bytes_per_token = ranks * token_bytes(config.cache, spec, ranks // config.dp_size, dtype, spec.num_layers)
+    bytes_per_token = ranks * token_bytes(config.cache, spec, ranks // config.dp_size, dtype,
+                                          pool_layers(config, spec, range(spec.num_layers)))
     check_pool(tokens, bytes_per_token, _available_bytes(), "this host")
 
 
-def token_bytes(cache: CacheArgs, spec: ModelSpec, tp_size: int, dtype: str, num_layers: int) -> int:
-    """Bytes of one token in one rank's pool."""
+def pool_layers(config: ServerConfig, spec: ModelSpec, layers: range) -> float:
+    """The layers of a rank, of which those with a pool of their own for a sliding window count by its share."""
+    windows, cache = spec.windows_of(range(spec.num_layers)), config.cache
+    if cache.disable_hybrid_swa_memory or config.model.is_embedding or None not in windows:
+        return len(layers)
+    return sum(1 if windows[layer] is None else cache.swa_full_tokens_ratio for layer in layers)
+
+
+def token_bytes(cache: CacheArgs, spec: ModelSpec, tp_size: int, dtype: str, num_layers: float) -> int:
+    """Bytes of one token in one rank's pools."""
     planes = 2 if spec.mla is None else 1
     width = DTYPE_BYTES[_KV_DTYPES.get(cache.kv_cache_dtype, dtype)]
-    return num_layers * planes * spec.local_kv_heads(tp_size) * spec.kv_dim * width
+    return int(num_layers * planes * spec.local_kv_heads(tp_size) * spec.kv_dim * width)
 
 
 def check_pool(tokens: int, bytes_per_token: int, available: int, where: str) -> None:

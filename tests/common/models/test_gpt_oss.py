@@ -3,6 +3,7 @@ and the windows of other families."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -13,8 +14,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from baton.common.api.errors import ConfigError
 from baton.common.attention.per_group_backend import PerGroupBackend
 from baton.common.attention.torch_backend import TorchBackend
+from baton.common.kvcache.cache_group import SlidingWindow
 from baton.common.models.registry import load_model_spec
 from baton.common.quantization.mxfp4_experts import from_mxfp4
+from baton.common.runner.kv_sizing import _pages_within, page_counts
+from baton.common.runner.preflight import pool_layers
 from baton.tests.common.models.test_models_numerics import TOLERANCE, check_whole_and_decode
 from baton.tests.common.models.test_models_numerics import tokens_of as random_tokens
 from baton.tests.common.weights.test_weights import change
@@ -154,3 +158,28 @@ def test_what_the_configuration_says(tmp_path):
     assert spec.context_length == 131072 and spec.eos_token_ids == (200002, 199999, 200012)
     assert spec.quantization is None and spec.moe is not None
     assert (spec.moe.num_experts, spec.moe.top_k, spec.moe.gate_limit, spec.moe.expert_bias) == (32, 4, 7.0, True)
+
+
+def test_pools_are_sized_by_their_share(tmp_path):
+    """Two of four layers have a window."""
+    save_gpt_oss(tmp_path)
+    config = server_config(tmp_path)
+    spec = load_model_spec(config.model)
+
+    def layers_of(**options):
+        changed = dataclasses.replace(config, cache=dataclasses.replace(config.cache, **options))
+        return pool_layers(changed, spec, range(4)), load_runner(changed).pools
+
+    layers, (full, windowed) = layers_of(swa_full_tokens_ratio=0.5)
+    assert layers == 3 and (full.num_pages, windowed.num_pages) == (129, 65)
+    assert full.layout.layers == (1, 3) and windowed.layout.layers == (0, 2)
+    layers, pools = layers_of(disable_hybrid_swa_memory=True)
+    assert layers == 4 and len(pools) == 1
+    counts = page_counts(config.cache, [full.layout, windowed.layout], 1)
+    assert counts == (1, SlidingWindow(WINDOW).max_pages(16))  # with which any request can be computed
+    for num_bytes in (0, 10**6, 10**7):
+        pages = _pages_within(config.cache, [full.layout, windowed.layout], num_bytes)
+        sizes = [sum(count * layout.page_bytes for count, layout in zip(page_counts(
+            config.cache, [full.layout, windowed.layout], count), (full.layout, windowed.layout)))
+            for count in (pages, pages + 1)]
+        assert sizes[1] > num_bytes and (pages < 0 or sizes[0] <= num_bytes)
