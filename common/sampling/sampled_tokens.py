@@ -55,16 +55,23 @@ class SampledTokenBuffers:
 
 
 class _PinnedBuffer:
+    """Written inside and outside of inference mode, so that its memory must be no inference tensor."""
+
     def __init__(self) -> None:
-        self._memory = torch.empty(_MIN_BUFFER_TOKENS, dtype=torch.int64, pin_memory=True)
+        self._memory = _pinned(_MIN_BUFFER_TOKENS)
         self._copied = torch.cuda.Event()
 
     def copy_from(self, tokens: torch.Tensor) -> None:
         if len(tokens) > len(self._memory):
-            self._memory = torch.empty(2 * len(tokens), dtype=torch.int64, pin_memory=True)
+            self._memory = _pinned(2 * len(tokens))
         self._memory[:len(tokens)].copy_(tokens, non_blocking=True)
         self._copied.record()
 
     def wait(self, count: int) -> list[int]:
         self._copied.synchronize()
         return self._memory[:count].tolist()
+
+
+def _pinned(count: int) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(count, dtype=torch.int64, pin_memory=True)

@@ -326,7 +326,7 @@ def rank_main(rank: int, cases: list[dict[str, str]], args: argparse.Namespace, 
             print(line(rows[-1], batches), flush=True)
             told = rounded(rows[-1]["started_s"])
             if graphs := rows[-1].get("prompts in graphs"):
-                told |= {"prompts in graphs": (len(graphs["sizes"]), graphs["sizes"][-1], graphs["free"])}
+                told |= {"prompts in graphs": (len(graphs["sizes"]), graphs["sizes"][-1])}
             print(f"  start {told}, measured in {rows[-1]['took_s']:.1f} s, {time.time() - began:.1f} s in all",
                   flush=True)
             figures = {"gpus": args.gpus, "layers": args.layers, "ceilings": limits, "rows": rows,
