@@ -350,6 +350,8 @@ def test_a_batch_continues_after_answered_lines(checkpoint: Path, tmp_path: Path
     second = Server(tmp_path / "log2", *flags).wait_ready() if beside else None
     ai = openai.OpenAI(base_url=first.url + "/v1", api_key="none", max_retries=0)
     try:
+        if second is not None:
+            second.process.send_signal(signal.SIGSTOP)  # the first one is to claim the batch
         batch = start(ai, [line(i) for i in range(300)])
         end = time.monotonic() + 60
         while ai.batches.retrieve(batch.id).request_counts.completed < 20:
@@ -357,6 +359,8 @@ def test_a_batch_continues_after_answered_lines(checkpoint: Path, tmp_path: Path
             time.sleep(0.01)
     finally:
         first.end(number)
+        if second is not None:
+            second.process.send_signal(signal.SIGCONT)
     with sqlite3.connect(tmp_path / "kept/baton.sqlite3") as connection:
         before = dict(connection.execute("SELECT line, text FROM answers").fetchall())
     assert 20 <= len(before) < 300

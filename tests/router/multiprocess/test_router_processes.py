@@ -551,6 +551,7 @@ async def test_poison_of_one_process_is_refused_by_all_and_requests_next_to_it_a
     reply = await ask(first, "POST", CHAT, chat("poison"))
     assert (reply.status, reply.error["code"]) == (400, "poison_request")
     assert {(await innocent).status for innocent in innocents} == {200}
+    await asyncio.sleep(1.0)  # until then the other process may not have heard of it
     again = await ask(second, "POST", CHAT, {**chat("poison"), "user": "again"})
     assert (again.status, again.error["code"]) == (400, "poison_request")
     victim = router.owner(second)
