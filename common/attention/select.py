@@ -12,7 +12,7 @@ from ..config.server import KernelArgs
 from ..config.server.kernels import ATTENTION_BACKENDS
 from ..kvcache.pool import KVPool
 from .base import AttentionBackend, AttentionFacts
-from .per_window_backend import PerWindowBackend
+from .per_layer_backend import LayerPlace, PerLayerBackend
 from .prefill_decode_backend import PrefillDecodeBackend
 
 _BY_PREFERENCE = ("flashinfer", "triton")
@@ -83,7 +83,8 @@ def select_attention(args: KernelArgs, device: torch.device, pool: KVPool, num_h
     kinds = list(dict.fromkeys(windows)) or [None]
     if len(kinds) == 1:
         return of_window(kinds[0])
-    return PerWindowBackend({window: of_window(window) for window in kinds}, windows)
+    return PerLayerBackend(list(map(of_window, kinds)), [0] * len(kinds),
+                           [LayerPlace(kinds.index(window), layer) for layer, window in enumerate(windows)])
 
 
 def select_backend(name: str, device: torch.device, pool: KVPool, num_heads: int,

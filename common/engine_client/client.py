@@ -175,7 +175,7 @@ class EngineClient:
         self._send(Abort(engine_id, silent))
 
     def abort_sent(self) -> None:
-        """Cancel all requests that the engine has; those that wait here go on waiting."""
+        """Cancel all requests that the engine has; those that wait here still wait."""
         self._send(Abort("", False))
 
     def _end_unsent(self, request: Generate) -> None:

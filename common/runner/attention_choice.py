@@ -9,7 +9,7 @@ import torch
 
 from ..attention.base import AttentionPlanner
 from ..attention.mla.select import choose_latent_decode_backend, select_latent_attention
-from ..attention.per_group_backend import LayerPlace, PerGroupBackend
+from ..attention.per_layer_backend import LayerPlace, PerLayerBackend
 from ..attention.select import choose_decode_backend, select_attention
 from ..config.model import ModelSpec
 from ..config.server import ServerConfig
@@ -48,4 +48,6 @@ class AttentionChoice:
                                      [windows[number] for number in own]) for pool, own in zip(pools, numbers)]
         places = sorted((number, LayerPlace(group, layer)) for group, own in enumerate(numbers)
                         for layer, number in enumerate(own))
-        return backends[0] if len(pools) == 1 else PerGroupBackend(backends, [place for _, place in places])
+        if len(pools) == 1:
+            return backends[0]
+        return PerLayerBackend(backends, range(len(pools)), [place for _, place in places])

@@ -162,7 +162,7 @@ class Batcher:
         return True
 
     def poll_loads(self) -> None:
-        """Let requests go on whose pages a tier has loaded; once a step, also while paused."""
+        """Resume requests whose pages a tier has loaded; once a step, also while paused."""
         for req, then in self.loads.finished() if self.loads is not None else ():
             self.queues.loading.remove(req)
             self.queues.add_remaining(-remaining_output(req))

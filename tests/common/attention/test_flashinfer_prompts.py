@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from baton.common.attention.per_window_backend import PerWindowBackend
+from baton.common.attention.per_layer_backend import LayerPlace, PerLayerBackend
 from baton.common.attention.prefill_decode_backend import PrefillDecodeBackend
 from baton.common.attention.torch_backend import TorchBackend
 from baton.common.attention.workspace import AttentionWorkspace
@@ -154,5 +154,6 @@ def test_backends_of_several_windows_are_all_warmed_up():
             compute_prompt()
 
     both = [PrefillDecodeBackend(Backend(f"prefill {window}"), Backend("decode")) for window in (None, 128)]
-    PerWindowBackend(dict(zip((None, 128), both)), [None, 128, None]).warm_up(lambda: computed.append("prompt"))
+    places = [LayerPlace(0, 0), LayerPlace(1, 1), LayerPlace(0, 2)]
+    PerLayerBackend(both, [0, 0], places).warm_up(lambda: computed.append("prompt"))
     assert computed == ["prefill None", "prompt", "prefill 128", "prompt"]

@@ -34,7 +34,7 @@ from baton.tests.helpers.layers import ROOT
 
 FILES: dict[str, tuple[Registry, set[str]]] = {
     "common/attention": (ATTENTION_BACKENDS, {
-        "base", "select", "per_group_backend", "per_window_backend", "prefill_decode_backend", "workspace"}),
+        "base", "select", "per_layer_backend", "prefill_decode_backend", "workspace"}),
     "common/attention/mla": (LATENT_BACKENDS, {"base", "select"}),
     "common/commands": (COMMANDS, {"base", "methods", "registry"}),
     "common/sampling": (SAMPLING_BACKENDS, {

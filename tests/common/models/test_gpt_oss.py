@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from baton.common.api.errors import ConfigError
-from baton.common.attention.per_group_backend import PerGroupBackend
+from baton.common.attention.per_layer_backend import PerLayerBackend
 from baton.common.attention.torch_backend import TorchBackend
 from baton.common.kvcache.cache_group import SlidingWindow
 from baton.common.models.registry import load_model_spec
@@ -135,7 +135,7 @@ def test_windows_of_other_families(tmp_path, family):
     runner = load_runner(server_config(tmp_path))
     several = len(set(runner.spec.windows_of(range(3)))) > 1
     assert several == (family in ("Qwen2", "Qwen2Moe"))
-    assert isinstance(runner._attention, PerGroupBackend if several else TorchBackend)
+    assert isinstance(runner._attention, PerLayerBackend if several else TorchBackend)
     check_whole_and_decode(runner, model)
     check_chunks(runner, model, [random_tokens(count) for count in (73, 15)], 9, TOLERANCE)
 
