@@ -92,19 +92,20 @@ def test_servers_of_unequal_ranks_answer_as_one(tmp_path, prefill_ranks, decode_
     check_servers(tmp_path, model, prefill_ranks, decode_ranks)
 
 
-def check_servers(folder: Path, model: Path, prefill_ranks: int, decode_ranks: int) -> None:
-    """A pair behind a router answers as one server does. ``model`` lacks a tokenizer."""
+def check_servers(folder: Path, model: Path, prefill_ranks: int, decode_ranks: int, **environment: str) -> None:
+    """A pair behind a router answers as one server does. ``model`` lacks a tokenizer; the engines' processes have the
+    variables of ``environment``."""
     for file in Path(CHECKPOINT).iterdir():
         if "token" in file.name or file.suffix == ".jinja":
             shutil.copy(file, model)
     ports = free_ports(5)
     common = ["--model-path", str(model), "--device", "cpu", "--log-level", "warning", "--chunked-prefill-size", "32"]
-    alone = Server("baton.launch", ["server", *common], ports[0], folder / "alone.log")
+    alone = Server("baton.launch", ["server", *common], ports[0], folder / "alone.log", **environment)
     prefill = Server("baton.prefill.launch", [*common, "--tp-size", str(prefill_ranks),
                                               "--disaggregation-bootstrap-port", str(ports[1])],
-                     ports[2], folder / "prefill.log")
+                     ports[2], folder / "prefill.log", **environment)
     decode = Server("baton.decode.launch", [*common, "--tp-size", str(decode_ranks)], ports[3],
-                    folder / "decode.log")
+                    folder / "decode.log", **environment)
     router = Server("baton.router.launch", ["--pd-disaggregation", "--prefill", prefill.url, str(ports[1]), "--decode",
                                             decode.url, "--log-level", "warning"], ports[4], folder / "router.log")
     with contextlib.ExitStack() as stack:

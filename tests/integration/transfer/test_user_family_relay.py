@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 from functools import partial
@@ -12,14 +11,12 @@ import numpy as np
 import pytest
 
 from baton.common.config.server import ModelArgs
-from baton.common.tinychat import CHECKPOINT
 from baton.tests.helpers import nemotron_family
-from baton.tests.helpers.harness import Server
 from baton.tests.helpers.nemotron_models import save_nemotron
-from baton.tests.helpers.ports import free_ports
+from baton.tests.helpers.plugins import install_plugin
 from baton.tests.helpers.small_models import greedy
 from baton.tests.integration.transfer import test_relay_in_process
-from baton.tests.integration.transfer.test_deepseek_relay import answers, make_unified, pair_equal_to_unified
+from baton.tests.integration.transfer.test_deepseek_relay import check_servers, make_unified, pair_equal_to_unified
 from baton.tests.integration.transfer.test_relay_in_process import VOCAB, Side, bootstrap_port, run, tokens_of
 
 __all__ = ["bootstrap_port"]
@@ -50,11 +47,8 @@ def test_pair_that_computes_by_transformers_own_code(tmp_path, bootstrap_port, m
 def install(folder: Path) -> dict[str, str]:
     """Installs the family's file as a package with an entry point; returns the environment that finds it."""
     shutil.copy(nemotron_family.__file__, folder / "nemotron_family.py")
-    about = folder / "nemotron_family-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: nemotron-family\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[baton.models]\nNemotronForCausalLM = nemotron_family\n")
-    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}
+    path = install_plugin(folder, "baton.models", "NemotronForCausalLM", "nemotron_family")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))}
 
 
 @pytest.mark.slow
@@ -62,23 +56,4 @@ def test_installed_family_is_known_to_every_process(tmp_path):
     """API servers and ranks of a unified server and of a pair, which only have the entry point."""
     model = tmp_path / "model"
     save_nemotron(model, vocab_size=4096, eos_token_id=2)
-    for file in Path(CHECKPOINT).iterdir():
-        if "token" in file.name or file.suffix == ".jinja":
-            shutil.copy(file, model)
-    environment, ports = install(tmp_path), free_ports(5)
-    common = ["--model-path", str(model), "--device", "cpu", "--log-level", "warning", "--chunked-prefill-size", "32"]
-    alone = Server("baton.launch", ["server", *common], ports[0], tmp_path / "alone.log", **environment)
-    prefill = Server("baton.prefill.launch", [*common, "--disaggregation-bootstrap-port", str(ports[1])], ports[2],
-                     tmp_path / "prefill.log", **environment)
-    decode = Server("baton.decode.launch", common, ports[3], tmp_path / "decode.log", **environment)
-    router = Server("baton.router.launch", ["--pd-disaggregation", "--prefill", prefill.url, str(ports[1]), "--decode",
-                                            decode.url, "--log-level", "warning"], ports[4], tmp_path / "router.log")
-    with contextlib.ExitStack() as stack:
-        for server in (alone, prefill, decode, router):
-            stack.callback(server.start().kill)
-        for server in (alone, prefill, decode, router):
-            server.wait_ready()
-        expected = answers(alone)
-        assert len(set(expected)) == 4 and answers(router) == expected
-        prefill.assert_clean()
-        decode.assert_clean()
+    check_servers(tmp_path, model, 1, 1, **install(tmp_path))
