@@ -169,7 +169,7 @@ class PromptUsage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OutputExtras(msgspec.Struct, omit_defaults=True):
-    """What a request reports in a step besides new tokens. ``usage`` and ``prompt_logprobs`` are in its first report
+    """A request's report of a step, apart from new tokens. ``usage`` and ``prompt_logprobs`` are in its first report
     only; ``finish`` is in its last."""
 
     usage: PromptUsage | None = None

@@ -101,7 +101,7 @@ def _facts_of(spec: Any) -> dict[str, Any]:
 
 
 def _flat_facts(own: Any) -> dict[str, Any]:
-    """Returns the facts of a family's specification; those of dataclasses within it stand beside its own."""
+    """Returns the facts of a family's specification; those of dataclasses within it are among its own."""
     facts: dict[str, Any] = {}
     for name, value in _facts_of(own).items():
         facts.update(_flat_facts(value) if dataclasses.is_dataclass(value) else {name: value})

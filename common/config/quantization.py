@@ -28,7 +28,7 @@ E = TypeVar("E")
 
 
 class QuantFormat(Protocol):
-    """How the weights of linear layers are stored and computed with, once they are loaded: a frozen dataclass of what
+    """Storage of linear layers' weights and computation with them, once they are loaded: a frozen dataclass of what
     one checkpoint or one value of ``--quantization`` says. Equal formats take each other's checkpoints."""
 
     def quantizes(self, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Rules on combinations of flags: each stands in the section of its feature, next to the flags, and is data.
+"""Rules on combinations of flags: each is data in the section of its feature, next to the flags.
 
 A section of a configuration has ``flag_rules``, on the whole configuration, and ``own_flag_rules``, on itself alone,
 for commands that take the section without the others. The ranges of single flags are no rules: ``at_least``.

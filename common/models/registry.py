@@ -1,4 +1,4 @@
-"""The registry of model families: each file beside this one is a family, and registers its architectures.
+"""The registry of model families: each other file of this folder is a family, and registers its architectures.
 
 A family's file imports without torch: the API server reads specifications, and only ``build`` imports layers.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """How checkpoints of some architectures are read and built.
+    """The reader and the builder of checkpoints of some architectures.
 
     ``read(config)`` reads a checkpoint's configuration, which ``defaults`` complete, and must not import torch.
     ``build(spec, parallel, dtype, device)`` makes the model of one rank, with uninitialised weights, and

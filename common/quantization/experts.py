@@ -27,7 +27,7 @@ class ExpertStack(Protocol):
 
     @property
     def parameters(self) -> Sequence[torch.Tensor]:
-        """What the methods allocated, in this order, stacked: [S, ...] each, the weights [S, out, in] first."""
+        """The methods' tensors, in the order of allocation, stacked: [S, ...] each, the weights [S, out, in] first."""
 
     @property
     def bias(self) -> torch.Tensor | None:
