@@ -18,8 +18,8 @@ from baton.tests.helpers.ports import free_ports
 START_SECONDS = 120.0
 
 
-def get_json(url: str, timeout: float = 10.0) -> dict:
-    with urllib.request.urlopen(url, timeout=timeout) as answer:
+def get_json(url: str, timeout: float = 10.0, headers: Mapping[str, str] | None = None) -> dict:
+    with urllib.request.urlopen(urllib.request.Request(url, headers=dict(headers or {})), timeout=timeout) as answer:
         return json.load(answer)
 
 
@@ -136,10 +136,21 @@ class Cluster:
         try:
             for server in (*self.workers, self.router):
                 server.wait_ready()
+            self._wait_routed()
         except BaseException:
             self._kill()
             raise
         return self
+
+    def _wait_routed(self, seconds: float = 30.0) -> None:
+        """Wait until the router has found every worker healthy: it is ready as soon as one pair is."""
+        argv = self.router.argv
+        key = argv[argv.index("--admin-api-key") + 1] if "--admin-api-key" in argv else None
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        deadline = time.monotonic() + seconds
+        while not all(worker["healthy"] for worker in get_json(self.url + "/list_workers", headers=headers)["workers"]):
+            assert time.monotonic() < deadline, f"a worker is not routed to after {seconds} s: {self.router!r}"
+            time.sleep(0.05)
 
     def __exit__(self, *exc: object) -> None:
         try:
