@@ -5,9 +5,9 @@ keyed by the tokens they were computed from, and a new prompt reuses the pages o
 An edge is a whole number of pages; a partial page never enters the tree. Pages of different namespaces
 (``api.namespace``) are never shared: each namespace has a root of its own, from its first page to its last.
 
-Where a drafter stores at a token's slot what depends on the token after it, too (EAGLE), a page is equal to another only
-if the first token after it is: it is known by its own tokens and a *lookahead* of one more. (SGLang's radix cache has
-keys of two tokens for EAGLE, to the same end.)
+Where a drafter stores at a token's slot what depends on the token after it, too (EAGLE), two pages are equal only if
+the first tokens after them are: a page is known by its own tokens and a *lookahead* of one more. (SGLang's radix cache
+has keys of two tokens for EAGLE, to the same end.)
 
 The pages of an edge are the first cache group's. Of further groups (cache_group.py) it has the pages that their rules
 make useful and that were not evicted since, which they are before the edge is.
@@ -29,8 +29,9 @@ from .page_keys import PageKey, namespace_key, page_keys
 class Node:
     """An edge of the tree and the point it leads to.
 
-    ``tokens`` (int32) has ``page_size`` entries for each of ``pages`` (int64), and the lookahead. ``locks`` counts the requests that
-    read this node or one below it: a locked node is not evicted. A root has neither tokens, locks nor a parent.
+    ``tokens`` (int32) has ``page_size`` entries for each of ``pages`` (int64), and the lookahead. ``locks`` counts the
+    requests that read this node or one below it: a locked node is not evicted. A root has neither tokens, locks nor a
+    parent.
     ``group_pages`` has the page ids (int64) of each further group, ABSENT for those that it lacks. ``keys`` are those
     under which tiers keep copies of the pages; None until they are asked for.
     """

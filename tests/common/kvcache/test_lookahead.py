@@ -121,7 +121,7 @@ class Simulation:
         if not self.cache.reserve(table, 24) or not self.allocate(table, length, incoming):
             self.cache.release(table)
             return None
-        for i, key in enumerate(self.cache.tier_keys(table, ids, limit)):
+        for key in self.cache.tier_keys(table, ids, limit):
             if key not in self.stored:
                 break
             self.slots[table.ids[table.num_cached_pages]] = self.stored[key]
