@@ -70,9 +70,9 @@ class DraftStep(NamedTuple):
 
     ``batch``: the T rows that the model has computed, by ``step``; ``features`` [T, F]: what the drafter reads of them,
     if anything. ``next_ids`` [T] int64: the token that follows each row, where it is known to follow, else the
-    one that was sampled after the row. ``counts`` and ``limits`` are of the requests in ``step.sample_index``: of the rows of a
-    request's newest token and its drafts the first ``counts[i]`` are right, the others void; it may draft up to
-    ``limits[i]`` tokens, for which its pages have room.
+    one that was sampled after the row. ``counts`` and ``limits`` are of the requests in ``step.sample_index``: of the
+    rows of a request's newest token and its drafts the first ``counts[i]`` are right, the others void; it may draft up
+    to ``limits[i]`` tokens, for which its pages have room.
     """
 
     step: StepInput
