@@ -155,7 +155,7 @@ class PrefillScheduler:
     def _take_in(self, launched: LaunchedStep | PPStep) -> None:
         step, output = launched.step, launched.wait()
         add_prompt_results(step, output)
-        for req, token_ids, logprobs, error in row_results(step, output):
+        for req, token_ids, logprobs, error, drafts in row_results(step, output):
             transfer = self.transfers.find(req)
             if transfer is None or transfer.status is not TransferStatus.COMPUTING:
                 continue
@@ -166,7 +166,7 @@ class PrefillScheduler:
             self.batcher.remove([req])
             hidden = None if req.hidden is None else req.hidden.take()
             self._hand_over(transfer, req.append_pending(*token_ids), PrefillResult(
-                token_ids[0], req.num_cached_tokens, logprobs, req.prompt_logprobs, hidden))
+                token_ids[0], req.num_cached_tokens, logprobs, req.prompt_logprobs, hidden, drafts))
 
     def _hand_over(self, transfer: TransferRequest, token_ids: list[int], result: PrefillResult) -> None:
         """Sends the first token after the pages of a computed prompt."""

@@ -32,7 +32,6 @@ from ..runner.kv_sizing import resolve_dtype
 from ..runner.model_runner import ModelRunner
 from ..sampling.sampler import Sampler
 from ..scheduler.batcher import Batcher
-from ..scheduler.drafting import make_drafting
 from ..scheduler.make_batcher import make_batcher
 from ..scheduler.request_tracker import RequestTracker
 from .control import Control
@@ -63,10 +62,7 @@ class EngineParts:
     pp_channel: PPChannel | None = None  # between pipeline stages
 
     def make_unified_scheduler(self) -> UnifiedScheduler:
-        """Raises ConfigError."""
-        largest = self.config.schedule.largest_prefill(self.runner.spec.context_length)
-        return UnifiedScheduler(self.batcher, self.executor, self.tracker, overlap=self.overlap,
-                                drafting=make_drafting(self.config.speculative, self.batcher.cache, largest))
+        return UnifiedScheduler(self.batcher, self.executor, self.tracker, overlap=self.overlap)
 
     @property
     def tp(self) -> TPGroup:

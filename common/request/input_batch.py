@@ -6,7 +6,7 @@ would take a microsecond a request and more, in every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from operator import attrgetter
 

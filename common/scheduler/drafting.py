@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..api.drafts import Drafts
-from ..config.server.speculative import SPECULATIVE_ALGORITHMS, SpeculativeArgs
 from ..kvcache.manager import KVCacheManager
 from ..request.input_batch import InputBatch
 from ..request.req import Req
@@ -23,8 +22,8 @@ def takes_drafts(req: Req) -> bool:
 
 
 class Drafting:
-    """Plans the drafts of steps: those that a proposer finds on the host, or those that a drafter on the device has left
-    with the requests. They get pages where there are any, and no request is retracted for them.
+    """Plans the drafts of steps: those that a proposer finds on the host, or those that a drafter on the device has
+    left with the requests. They get pages where there are any, and no request is retracted for them.
 
     Each draft needs logits, as a prompt's log-probabilities do, so that a step has as few of them.
     """
