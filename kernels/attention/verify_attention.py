@@ -2,12 +2,12 @@
 
 As in paged_decode.py the keys are cut into splits of about equal length, and a small kernel merges them by their
 log-sum-exps. A program takes a block of a request's rows with all query heads of one KV head, as the rows of one tile,
-so that keys are read once for all drafts. Rows of a chain see the tokens up to their own. Drafts that form a tree have a
-word each instead, whose bits say which of the request's newest slots the row sees: its ancestors' and its own.
+so that keys are read once for all drafts. Rows of a chain see the tokens up to their own. Drafts that form a tree have
+a word each instead, whose bits say which of the request's newest slots the row sees: its ancestors' and its own.
 
-Requests may have different numbers of rows. The grid depends on bounds only, and lengths are read on the device: a CUDA
-graph that holds the kernel finds others in every replay. Under the ``batch_invariant`` policy each row is a block of its
-own and is split by its own length alone, as ``paged_decode`` splits it.
+Requests may have different numbers of rows. The grid depends on bounds only, and lengths are read on the device: a
+CUDA graph that holds the kernel finds others in every replay. Under the ``batch_invariant`` policy each row is a block
+of its own and is split by its own length alone, as ``paged_decode`` splits it.
 """
 
 from __future__ import annotations
@@ -18,23 +18,15 @@ import torch
 
 from .. import reference
 from .._triton import runs_triton, tl, triton
+from ..arguments import RowMask
 from ..tuning.attention import DecodeSplits, VerifyTile
 from ..tuning.policy import policy_of
 from .decode_plan import DecodePlan, plan_decode
 from .float8_words import load_quarters, merge_quarters, reads_words
+from .row_mask import popcount, sees
 
 _SPLITS_AT_ONCE = 16
 _WORD_BITS = 64
-
-
-@dataclass(frozen=True)
-class RowMask:
-    """Which slots the rows of a batch see. All of a request's rows see all slots but its last ``counts[b]`` ([B] int32,
-    64 at most), and of these the j-th where bit j of the row's word is set (``words`` [T] int64). The set bits are the
-    row's ancestors and itself: as many tokens precede it as there are slots before, and other bits."""
-
-    words: torch.Tensor
-    counts: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -67,18 +59,6 @@ def _block_lengths_kernel(qo_indptr_ptr, kv_indptr_ptr, last_page_len_ptr, lengt
 
 
 @triton.jit
-def _popcount(word):
-    """The number of bits that are set in an int64."""
-    word = word - ((word >> 1) & 0x5555555555555555)
-    word = (word & 0x3333333333333333) + ((word >> 2) & 0x3333333333333333)
-    word = (word + (word >> 4)) & 0x0F0F0F0F0F0F0F0F
-    word += word >> 8
-    word += word >> 16
-    word += word >> 32
-    return word & 0x7F
-
-
-@triton.jit
 def _add_tokens(q, acc, acc_1, acc_2, acc_3, top, total, begin, end, visible, word, masked_from, k_pages_ptr,
                 v_pages_ptr, indices_ptr, stride_page, stride_slot, scale_log2, MASKED: tl.constexpr,
                 WORDS_OF_ROWS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
@@ -101,12 +81,11 @@ def _add_tokens(q, acc, acc_1, acc_2, acc_3, top, total, begin, end, visible, wo
         if MASKED:
             seen = present[None, :] & (token[None, :] < visible[:, None])
             if WORDS_OF_ROWS:
-                bit = tl.maximum(token - masked_from, 0)
-                seen = seen & ((token[None, :] < masked_from) | ((word[:, None] >> bit[None, :]) & 1 != 0))
+                seen = seen & sees(word[:, None], token[None, :], masked_from)
             if WINDOW:
                 own = visible
                 if WORDS_OF_ROWS:
-                    own = (masked_from + _popcount(word)).to(tl.int32)
+                    own = (masked_from + popcount(word)).to(tl.int32)
                 seen = seen & ((token[None, :] >= own[:, None] - WINDOW) | (WORDS_OF_ROWS
                                                                            & (token[None, :] >= masked_from)))
             scores = tl.where(seen, scores, float("-inf"))
@@ -265,7 +244,7 @@ def plan_verify(qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_last_page_l
     replays of a graph that captures this. The arrays are those of ``verify_attention``; ``masked``: rows have words.
     The other arguments are those of ``plan_decode``."""
     requests = len(kv_last_page_len)
-    rows = min(tile.rows, max_q_len)
+    rows = min(tile.rows, 1 << (max_q_len - 1).bit_length())  # few sizes, each of which is compiled
     per_request = -(-max_q_len // rows)
     blocks = requests * per_request
     length_indptr = torch.empty(blocks + 1, dtype=torch.int32, device=kv_indptr.device)
@@ -291,9 +270,8 @@ def verify_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tens
     ``tile.tokens``. With ``mask`` rows see what that says, and a ``window`` hides no slot that has a bit.
     """
     if not runs_triton(q):
-        words, counts = (None, None) if mask is None else (mask.words, mask.counts)
         return reference.paged_attention(q, k_pages, v_pages, qo_indptr, kv_indptr, kv_indices, kv_last_page_len,
-                                         scale, v_scale, window, sinks, words, counts)
+                                         scale, v_scale, window, sinks, *(mask or (None, None)))
     tokens, num_q_heads, dim = q.shape
     num_kv_heads, page_size = k_pages.shape[1:3]
     group, splits = num_q_heads // num_kv_heads, plan.splits
@@ -307,13 +285,14 @@ def verify_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tens
         lses = torch.empty((max_splits, plan.rows, num_q_heads), dtype=torch.float32, device=q.device)
     block_dim = max(16, triton.next_power_of_2(dim))
     _verify_attention_kernel[(num_kv_heads, max_splits)](
-        q, k_pages, v_pages, sinks, None if mask is None else mask.words, None if mask is None else mask.counts, out,
-        parts, lses, qo_indptr, kv_indptr, kv_indices, kv_last_page_len, plan.length_indptr, splits.request_of_split,
+        q, k_pages, v_pages, sinks, *(mask or (None, None)), out, parts, lses, qo_indptr, kv_indptr, kv_indices,
+        kv_last_page_len, plan.length_indptr, splits.request_of_split,
         splits.split_indptr, blocks, scale * 1.4426950408889634, v_scale, q.stride(0), q.stride(1), k_pages.stride(0),
         k_pages.stride(1), k_pages.stride(2), num_q_heads, PAGE=page_size, ROWS=plan.rows,
         PER_REQUEST=plan.blocks_per_request, GROUP=group,
         BLOCK_ROWS=max(16, triton.next_power_of_2(plan.rows * group)), DIM=dim, BLOCK_DIM=block_dim,
-        BLOCK_TOKENS=tile.tokens, WINDOW=window or 0, SPAN=_span(window, plan.rows, mask is not None) or 0, SINKS=sinks is not None, MASKED=mask is not None,
+        BLOCK_TOKENS=tile.tokens, WINDOW=window or 0,
+        SPAN=_span(window, plan.rows, mask is not None) or 0, SINKS=sinks is not None, MASKED=mask is not None,
         HALF=q.element_size() == 2 and k_pages.element_size() == 1, WORDS=reads_words(q, k_pages),
         num_warps=tile.warps, num_stages=tile.stages)
     if splits.needs_merge:

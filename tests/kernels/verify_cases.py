@@ -7,11 +7,22 @@ import numpy as np
 import pytest
 import torch
 
+from baton.common.attention.mla.torch_backend import MLATorchBackend
+from baton.common.attention.mla.triton_backend import MLATritonBackend
+from baton.common.attention.torch_backend import TorchBackend
+from baton.common.attention.triton_backend import TritonBackend
+from baton.common.attention.workspace import AttentionWorkspace
+from baton.common.config.mla import MLASpec
+from baton.common.forward.forward_batch import Row, model_input
+from baton.common.kvcache.layout import KVLayout
+from baton.common.kvcache.pool import KVPool
 from baton.kernels import reference
+from baton.kernels.arguments import RowMask
 from baton.kernels.attention.decode_plan import plan_decode
 from baton.kernels.attention.paged_decode import paged_decode
-from baton.kernels.attention.verify_attention import RowMask, VerifyPlan, plan_verify, verify_attention, verify_tile
+from baton.kernels.attention.verify_attention import VerifyPlan, plan_verify, verify_attention, verify_tile
 from baton.kernels.tuning.attention import INVARIANT_SPLITS, DecodeSplits, DecodeTile, VerifyTile
+from baton.tests.helpers.masked_steps import batch_of, random_tree, tree_columns
 from baton.tests.kernels.kernel_cases import DEVICE, DTYPES, GPU, page_table, paged_pool, pytestmark, random
 
 __all__ = ["pytestmark"]
@@ -121,3 +132,42 @@ def test_rows_alone_equal_decode_rows():
             at = int(rows[request]) + row
             want = paged_decode(q[at:at + 1], *pool, *one, 0.2, decode, DecodeTile(32), inputs_ready=GPU)
             assert torch.equal(got[at:at + 1], want), (request, row)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("form", ["heads", "latent"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_backends(form, masked, window):
+    """Steps of the Triton backends equal those of plain torch, in two layer groups and with rope."""
+    if window and form == "latent":
+        return
+    layout = KVLayout((2, 1), 2 if form == "heads" else 1, 16, 4, "float32", form=form)
+    pools = [KVPool(layout, 60, DEVICE) for _ in range(2)]
+    mla = MLASpec(q_lora_rank=None, kv_lora_rank=12, nope_dim=6, rope_dim=4, v_dim=5, scale=0.3)
+    backends = ([TorchBackend(pools[0], window), TritonBackend(pools[1], 4, window)] if form == "heads" else
+                [MLATorchBackend(pools[0], mla), MLATritonBackend(pools[1], mla, 3, torch.float32)])
+    generator, pages = np.random.default_rng(0), np.random.default_rng(1).permutation(60).reshape(3, 20)
+    columns = tree_columns((0, 50, 21), [random_tree(size, generator) for size in (4, 1, 9)], pages, 4)
+    if not masked:
+        chain = model_input([Row([0] * q, p, ids) for q, p, ids in zip((4, 1, 9), (0, 50, 21), pages)], 4).columns
+        columns = columns._replace(mask=None, positions=chain.positions)
+    batch, workspace = batch_of(columns, torch.device(DEVICE)), AttentionWorkspace(torch.device(DEVICE))
+    assert batch.last_tokens is None or not masked
+    for pool in pools:
+        for group in pool.groups:
+            group.copy_(random(*group.shape, dtype=torch.float32, seed=5))
+    table, up = random(80, 16 if form == "heads" else 4, dtype=torch.float32), random(3, 11, 12, dtype=torch.float32)
+    results = []
+    for backend in backends:
+        assert backend.verifies(batch) is (backend is backends[1])
+        plan = backend.plan(batch, workspace)
+        for layer in range(3):
+            rows = random(14, 128 if form == "heads" else 46, dtype=torch.float32, seed=layer)
+            if form == "heads":
+                q, k, v = (part.contiguous().unflatten(1, (-1, 16)) for part in rows.split([64, 32, 32], 1))
+                results.append(plan.run(layer, q, k, v, table))
+            else:
+                q, latent, rope = rows.split([30, 12, 4], 1)
+                results.append(plan.run(layer, q.clone().unflatten(1, (3, 10)), latent, rope, up, table))
+    for want, got in zip(results[:3], results[3:]):
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
