@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..api.drafts import Drafts
 from ..api.errors import ServingError
 from ..api.messages import (
     Bootstrap,
@@ -76,6 +77,7 @@ class Req:
     num_computed_tokens: int = 0
     num_pending: int = 0
     num_retractions: int = 0
+    drafts: Drafts | None = None  # what its next step verifies
     swapped_out: SwappedOut | None = None  # while it waits after a retraction
     finish: Finish | None = None
     prompt_logprobs: Logprobs | None = None
