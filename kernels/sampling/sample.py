@@ -220,7 +220,7 @@ def _truncate_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, flo
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["floats_ptr"])
 def _sample_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, floor_ptr, last_ptr, best_ptr, count, vocab,
-                   ids_ptr, TRUNCATES: tl.constexpr, MAPPED: tl.constexpr, BLOCK: tl.constexpr):
+                   TRUNCATES: tl.constexpr, BLOCK: tl.constexpr):
     index = tl.program_id(0)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
@@ -237,10 +237,7 @@ def _sample_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, floor
     if tl.max(remains.to(tl.int32), 0) > 0:
         seed = tl.load(ints_ptr + count + index).to(tl.uint64, bitcast=True)
         position = tl.load(ints_ptr + 2 * count + index).to(tl.uint64, bitcast=True)
-        id = token.to(tl.uint64)
-        if MAPPED:
-            id = tl.load(ids_ptr + token, inside, other=0).to(tl.uint64)
-        ratio = tl.exp(scaled) / _noise(seed, position, id)
+        ratio = tl.exp(scaled) / _noise(seed, position, token.to(tl.uint64))
         ratio = tl.where(remains & (ratio > 0.0), ratio, 0.0)
         most = tl.max(ratio, 0)
         first = tl.min(tl.where(ratio == most, token, vocab), 0)
@@ -249,13 +246,15 @@ def _sample_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, floor
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["floats_ptr"])
-def _perturb_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, floor_ptr, last_ptr, score_ptr, count,
-                    vocab, ids_ptr, TRUNCATES: tl.constexpr, MAPPED: tl.constexpr, BLOCK: tl.constexpr):
+def _perturb_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, floor_ptr, last_ptr, ids_ptr, score_ptr,
+                    count, vocab, TRUNCATES: tl.constexpr, MAPPED: tl.constexpr, BLOCK: tl.constexpr):
     index = tl.program_id(0)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
     row = tl.load(ints_ptr + index)
     temperature = tl.load(floats_ptr + index).to(tl.float32)
+    samples = temperature > 0
+    temperature = tl.where(samples, temperature, 1.0)
     smallest = tl.load(floats_ptr + 2 * count + index).to(tl.float32)
     peak = tl.load(peak_ptr + row)
     x = tl.load(logits_ptr + row * stride_row + token, inside, other=float("-inf")).to(tl.float32)
@@ -264,52 +263,53 @@ def _perturb_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, floo
     if TRUNCATES:
         floor = tl.load(floor_ptr + index)
         remains = remains & ((x > floor) | ((x == floor) & (token <= tl.load(last_ptr + index))))
-    id = token.to(tl.uint64)
+    token_id = token.to(tl.int64)
     if MAPPED:
-        id = tl.load(ids_ptr + token, inside, other=0).to(tl.uint64)
+        token_id = tl.load(ids_ptr + token, inside, other=0)
     seed = tl.load(ints_ptr + count + index).to(tl.uint64, bitcast=True)
     position = tl.load(ints_ptr + 2 * count + index).to(tl.uint64, bitcast=True)
-    score = scaled - tl.log(_noise(seed, position, id))
+    score = tl.where(samples, scaled - tl.log(_noise(seed, position, token_id.to(tl.uint64))), scaled)
     tl.store(score_ptr + index.to(tl.int64) * vocab + token, tl.where(remains, score, float("-inf")), inside)
 
 
-def sample(logits: torch.Tensor, peaks: torch.Tensor, params: torch.Tensor, truncates: bool,
-           token_ids: torch.Tensor | None = None) -> torch.Tensor:
-    """Sample columns ``[n]`` int64 from n of the rows of ``logits`` [R, vocab] of 16 or 32 bits, which is not changed.
+def sample(logits: torch.Tensor, peaks: torch.Tensor, params: torch.Tensor, truncates: bool) -> torch.Tensor:
+    """Sample tokens ``[n]`` int64 from n of the rows of ``logits`` [R, vocab] of 16 or 32 bits, which is not changed.
 
     ``peaks`` [R] float32 are the rows' largest logits. ``params`` [7, n] int64 are each sample's row, seed, position
     and top_k (below 1: all), and as float64 bits its temperature (above 0), top_p, and log of min_p. ``truncates``:
-    some sample has a top_k or a top_p below 1. A row without a finite logit yields column 0. The noise of a column is
-    that of the token of its number, or of ``token_ids`` [vocab] int64. Runs on a GPU or under the interpreter.
+    some sample has a top_k or a top_p below 1. A row without a finite logit yields token 0. Runs on a GPU or under the
+    interpreter.
     """
     count, vocab = params.shape[1], logits.shape[1]
     ints, floats = params[:INTS], params[INTS:].view(torch.float64)
     best = torch.full((count,), 0x7FFFFFFF, dtype=torch.int64, device=logits.device)
     floors, lasts = _truncate(logits, peaks, params) if truncates else (peaks, ints)
     _sample_kernel[(count, triton.cdiv(vocab, _CHUNK))](
-        logits, logits.stride(0), peaks, ints, floats, floors, lasts, best, count, vocab,
-        ints if token_ids is None else token_ids, TRUNCATES=truncates, MAPPED=token_ids is not None, BLOCK=_CHUNK,
-        num_warps=4)
+        logits, logits.stride(0), peaks, ints, floats, floors, lasts, best, count, vocab, TRUNCATES=truncates,
+        BLOCK=_CHUNK, num_warps=4)
     return 0x7FFFFFFF - (best & 0xFFFFFFFF)
 
 
 def perturb(logits: torch.Tensor, peaks: torch.Tensor, params: torch.Tensor, truncates: bool,
             token_ids: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns ``[n, vocab]`` float32: logits by temperature, their largest shifted to 0, plus Gumbel noise, -inf where
-    truncated. Arguments are ``sample``'s, whose result is the largest of each row."""
+    """Returns scores ``[n, vocab]`` float32, the largest of which is the sample: logits by temperature, shifted so that
+    the largest is 0, plus Gumbel noise; -inf where truncated. With temperature 0, logits without noise.
+
+    Arguments are ``sample``'s. The noise of a column is that of the token of its number, or of ``token_ids`` [vocab]
+    int64.
+    """
     count, vocab = params.shape[1], logits.shape[1]
     ints, floats = params[:INTS], params[INTS:].view(torch.float64)
     floors, lasts = _truncate(logits, peaks, params) if truncates else (peaks, ints)
     scores = torch.empty((count, vocab), dtype=torch.float32, device=logits.device)
     _perturb_kernel[(count, triton.cdiv(vocab, _CHUNK))](
-        logits, logits.stride(0), peaks, ints, floats, floors, lasts, scores, count, vocab,
-        ints if token_ids is None else token_ids, TRUNCATES=truncates, MAPPED=token_ids is not None, BLOCK=_CHUNK,
-        num_warps=4)
+        logits, logits.stride(0), peaks, ints, floats, floors, lasts, ints if token_ids is None else token_ids, scores,
+        count, vocab, TRUNCATES=truncates, MAPPED=token_ids is not None, BLOCK=_CHUNK, num_warps=4)
     return scores
 
 
 def _truncate(logits: torch.Tensor, peaks: torch.Tensor, params: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns each sample's floor [n] float32, and last column [n] int32 that remains of those with that logit."""
+    """Returns ``_truncate_kernel``'s floors [n] float32 and lasts [n] int32."""
     count = params.shape[1]
     floors = torch.empty(count, dtype=torch.float32, device=logits.device)
     lasts = torch.empty(count, dtype=torch.int32, device=logits.device)
