@@ -12,6 +12,7 @@ from operator import attrgetter
 
 import numpy as np
 
+from ..api.drafts import Drafts
 from ..forward.forward_batch import BatchColumns, indptr_of, ragged_positions
 from ..kvcache.manager import PageTable
 from ..kvcache.page_columns import PageColumns
@@ -131,17 +132,17 @@ class InputBatch:
         slots = self.pages.slots(self.positions)
         return BatchColumns(self.positions, *slots[:-1], self._qo_indptr, 1, slots.further)
 
-    def draft_step(self, drafts: Mapping[int, Sequence[int]]) -> StepInput:
+    def draft_step(self, drafts: Mapping[int, Drafts]) -> StepInput:
         """The next step, which also verifies ``drafts``: by row, tokens that may follow the last one. All requests must
         have pages for them, and no token may be pending."""
         q_lens = self._ones.copy()
-        for row, tokens in drafts.items():
-            q_lens[row] += len(tokens)
+        for row, drafted in drafts.items():
+            q_lens[row] += len(drafted)
         qo_indptr = indptr_of(q_lens)
         known = np.zeros(int(qo_indptr[-1]), np.int64)
         known[qo_indptr[:-1]] = [req.tokens.last for req in self.reqs]
-        for row, tokens in drafts.items():
-            known[qo_indptr[row] + 1:qo_indptr[row + 1]] = tokens
+        for row, drafted in drafts.items():
+            known[qo_indptr[row] + 1:qo_indptr[row + 1]] = drafted.tokens
         positions = ragged_positions(self.positions, q_lens, qo_indptr)
         slots = self.pages.ragged_slots(self.positions + q_lens - 1, q_lens, positions)
         columns = BatchColumns(positions, *slots[:-1], qo_indptr, int(q_lens.max()), slots.further)

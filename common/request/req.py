@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..api.drafts import Drafts
 from ..api.errors import ServingError
 from ..api.messages import (
     Bootstrap,
@@ -76,6 +77,7 @@ class Req:
     num_computed_tokens: int = 0
     num_pending: int = 0
     num_retractions: int = 0
+    drafts: Drafts | None = None  # what its next step verifies
     swapped_out: SwappedOut | None = None  # while it waits after a retraction
     finish: Finish | None = None
     prompt_logprobs: Logprobs | None = None
@@ -154,9 +156,9 @@ class Req:
         return zlib.crc32(self.prompt.tobytes(), start if self.embeds is None else
                           zlib.crc32(self.embeds.tobytes(), start))
 
-    @property
-    def computed(self) -> np.ndarray:
-        return self.tokens.view(0, self.num_computed_tokens)
+    def computed(self, lookahead: int = 0) -> np.ndarray:
+        """The computed tokens, and up to ``lookahead`` after them, as far as they are known."""
+        return self.tokens.view(0, self.num_computed_tokens + lookahead)
 
     @property
     def max_tokens(self) -> int:

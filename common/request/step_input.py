@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
+from ..api.drafts import Drafts
 from ..forward.forward_batch import BatchColumns, indptr_of, ragged_positions
 from ..kvcache.page_columns import PageColumns
 from .req import Req
@@ -67,7 +68,7 @@ class StepInput(msgspec.Struct, frozen=True, eq=False, dict=True):
     extra_index: Sequence[int] = ()
     all_greedy: bool = False
     num_prefill: int = 0
-    drafts: Mapping[int, Sequence[int]] = {}
+    drafts: Mapping[int, Drafts] = {}
     input_batch: InputBatch | None = None
     rows_version: int = 0
     last_step_rows: Sequence[int] = ()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
+from ..api.drafts import Drafts
 from ..api.errors import ServingError, from_code
 from ..api.messages import Logprobs
 
@@ -31,12 +32,14 @@ class RowOutput(msgspec.Struct, array_like=True):
 class StepOutput(msgspec.Struct, array_like=True):
     """The output of a step. ``req_index``: its requests that got tokens, ascending, by their index in the StepInput;
     ``counts``: how many tokens each got, at least one; ``tokens``: these, one request after the other. ``extras``: what
-    some requests, also others, get besides."""
+    some requests, also others, get besides. ``drafts``: what may follow, for the next step to verify, by the request's
+    index in the StepInput."""
 
     req_index: list[int]
     counts: list[int]
     tokens: list[int]
     extras: dict[int, RowOutput] = {}
+    drafts: dict[int, Drafts] = {}
 
 
 class RowResult(NamedTuple):

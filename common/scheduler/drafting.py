@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..api.drafts import Drafts
 from ..config.server.speculative import SPECULATIVE_ALGORITHMS, SpeculativeArgs
 from ..kvcache.manager import KVCacheManager
 from ..request.input_batch import InputBatch
@@ -35,9 +36,9 @@ class Drafting:
         """True where some of ``reqs``, whose newest token may be pending, would get drafts now: then it is likely to
         get some once that token is known."""
         chosen = [req for req in reqs if not req.extras and not req.complete]
-        return any(map(len, self._proposer.propose(chosen, [self._max_drafts] * len(chosen))))
+        return any(self._proposer.propose(chosen, [self._max_drafts] * len(chosen)))
 
-    def drafts(self, batch: InputBatch) -> dict[int, Sequence[int]]:
+    def drafts(self, batch: InputBatch) -> dict[int, Drafts]:
         """Returns the drafts of the next step, by row, with pages for them. No token may be pending."""
         with_extras = set(batch.extra_index)
         remaining = batch.remaining.tolist()
@@ -46,12 +47,14 @@ class Drafting:
         proposed = self._proposer.propose([batch.reqs[row] for row in rows], limits)
         positions = batch.positions.tolist()
         left = min(LOGPROB_CHUNK_TOKENS, self._max_step_tokens - len(batch))
-        found: dict[int, Sequence[int]] = {}
-        for row, tokens, limit in zip(rows, proposed, limits):
-            count = max(0, min(len(tokens), limit, left))
+        found: dict[int, Drafts] = {}
+        for row, drafts, limit in zip(rows, proposed, limits):
+            if drafts is None:
+                continue
+            count = max(0, min(len(drafts), limit, left))
             count = count and self._room(batch, row, positions[row], count)
-            if count:
-                found[row] = tokens[:count]
+            if (taken := drafts.first(count)) is not None:
+                found[row] = taken
                 left -= count
         return found
 
@@ -82,5 +85,6 @@ def make_drafting(args: SpeculativeArgs, cache: KVCacheManager, max_step_tokens:
     that the rank's buffers are made for."""
     if args.speculative_algorithm is None:
         return None
-    proposer = SPECULATIVE_ALGORITHMS.get(args.speculative_algorithm)(args)
-    return Drafting(proposer, cache, args.speculative_num_draft_tokens, max_step_tokens)
+    algorithm = SPECULATIVE_ALGORITHMS.get(args.speculative_algorithm)
+    assert algorithm.make_proposer is not None, "no algorithm drafts on the device yet"
+    return Drafting(algorithm.make_proposer(args), cache, args.num_drafts, max_step_tokens)

@@ -1,31 +1,133 @@
-"""The interface of speculative algorithms: they draft tokens that the model then verifies in one step."""
+"""Interfaces of speculative algorithms: they draft tokens that the model then verifies in one step.
+
+A ``Proposer`` drafts on the host, from tokens alone, before a step. A ``Drafter`` drafts on the device at the end of
+each step, with layers and a KV pool of its own. Either way a request's drafts are data, which the next step verifies.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from ..api.drafts import Drafts
+from ..config.model import ModelSpec
+from ..config.server import ServerConfig
 from ..config.server.speculative import SpeculativeArgs
 from ..request.req import Req
 
+if TYPE_CHECKING:
+    import torch
+
+    from ..attention.workspace import AttentionWorkspace
+    from ..distributed.parallel import Parallel
+    from ..forward.forward_batch import ForwardBatch
+    from ..kvcache.layout import KVLayout
+    from ..kvcache.pool import KVPool
+    from ..models.decoder.causal_lm import CausalLM
+    from ..request.step_input import StepInput
+    from ..weights.loader import Progress
+    from ..weights.slots import Slot
+
 
 class Proposer(Protocol):
-    """Drafts the next tokens of requests. All ranks of a tensor-parallel group must draft the same: a proposer reads no
-    clock, and draws nothing."""
+    """Drafts the next tokens of requests from their tokens. All ranks of a tensor-parallel group must draft the same: a
+    proposer reads no clock, and draws nothing."""
 
-    def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[Sequence[int]]:
-        """Returns for each request the tokens that may follow ``req.tokens``, at most ``limits[i]`` of them, possibly
-        none. Called also for an outlook, after which no step verifies the drafts."""
+    def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[Drafts | None]:
+        """Returns for each request what may follow ``req.tokens``, at most ``limits[i]`` tokens, None for nothing.
+        Called also for an outlook, after which no step verifies the drafts."""
 
-    def on_verified(self, req: Req, drafts: Sequence[int], num_accepted: int) -> None:
-        """Called once the model has accepted the first ``num_accepted`` of a request's drafts; they are among its
-        tokens."""
+    def on_verified(self, req: Req, drafts: Drafts, num_accepted: int) -> None:
+        """Called once the model has accepted ``num_accepted`` of a request's drafts; they are among its tokens."""
 
     def on_end(self, reqs: Sequence[Req]) -> None:
         """Called with requests that have ended."""
 
 
-class ProposerFactory(Protocol):
-    """A registered algorithm."""
+class Features(NamedTuple):
+    """The model's hidden states that a drafter reads: those that enter ``layers``, with the residual added, side by
+    side; without layers those after the final norm."""
 
-    def __call__(self, args: SpeculativeArgs) -> Proposer: ...
+    layers: tuple[int, ...] = ()
+
+
+class DraftSampler(Protocol):
+    """Samples drafts with the noise by which the model's own tokens will be sampled at the same positions."""
+
+    def sample(self, logits: torch.Tensor, requests: Sequence[int], positions: Sequence[int], count: int = 1,
+               token_ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the ``count`` best tokens [n, count] int64 of ``logits`` [n, V], and the logarithms of their
+        probabilities [n, count] float32.
+
+        ``requests`` [n]: their index in the step; ``positions`` [n]: those of the sampled tokens, as
+        SamplingMetadata's. ``token_ids`` [V] int64: the vocabulary's id of each column, for a reduced draft
+        vocabulary."""
+
+
+class DraftStep(NamedTuple):
+    """A step as a drafter sees it, once the model has computed it and its tokens are sampled.
+
+    ``batch``: the T rows that the model has computed, by ``step``; ``features`` [T, F]: what the drafter reads of them,
+    if anything. ``next_ids`` [T] int64: the token that follows each row, where it is known to follow, else the
+    one that was sampled after the row. ``counts`` and ``limits`` are of the requests in ``step.sample_index``: of the
+    rows of a request's newest token and its drafts the first ``counts[i]`` are right, the others void; it may draft up
+    to ``limits[i]`` tokens, for which its pages have room.
+    """
+
+    step: StepInput
+    batch: ForwardBatch
+    features: torch.Tensor | None
+    next_ids: torch.Tensor
+    counts: list[int]
+    limits: list[int]
+    sampler: DraftSampler
+
+
+class Drafter(Protocol):
+    """Drafts on the device."""
+
+    def run(self, step: DraftStep) -> list[Drafts | None]:
+        """Stores keys and values of the step's rows in the draft's pool, then drafts; returns the drafts of the
+        requests in ``step.step.sample_index``. Called for every step, on all ranks of the attention group."""
+
+
+class DraftModel(Protocol):
+    """The loaded weights of a drafter.
+
+    ``layout``: that of its KV pool on this rank, whose pages have the ids of those of the model's first cache group.
+    ``shifted``: its keys and values at a position depend on the token after it too. ``features``: None if it reads
+    tokens only.
+    """
+
+    features: Features | None
+    shifted: bool
+    layout: KVLayout
+
+    def make_drafter(self, pool: KVPool, workspace: AttentionWorkspace) -> Drafter:
+        """Makes the drafter over a pool of ``layout``."""
+
+    def slots(self) -> Iterable[Slot]:
+        """The slots of its own weights."""
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """What a draft model is loaded for: the rank's ``model`` of ``spec``, in ``dtype``."""
+
+    config: ServerConfig
+    spec: ModelSpec
+    parallel: Parallel
+    model: CausalLM
+    dtype: str
+    device: torch.device
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A registered algorithm: one of the two. Those with ``load`` are registered with the trait "device", and "shifted"
+    where their draft models are."""
+
+    make_proposer: Callable[[SpeculativeArgs], Proposer] | None = None
+    load: Callable[[DraftContext], DraftModel] | None = None

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..api.drafts import Drafts
 from ..config.server.speculative import SPECULATIVE_ALGORITHMS, SpeculativeArgs
 from ..request.req import Req
+from .base import Algorithm
 
 
-@SPECULATIVE_ALGORITHMS.register("NGRAM")
 class NgramProposer:
     """Looks n-grams of ``min_window`` to ``max_window`` tokens up in prompt and output."""
 
@@ -21,11 +22,12 @@ class NgramProposer:
         self._min_window = args.speculative_ngram_min_match_window_size
         self._max_window = args.speculative_ngram_max_match_window_size
 
-    def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[Sequence[int]]:
-        return [continuation(req.tokens.view(), self._min_window, self._max_window, limit)
-                for req, limit in zip(reqs, limits)]
+    def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[Drafts | None]:
+        found = [continuation(req.tokens.view(), self._min_window, self._max_window, limit)
+                 for req, limit in zip(reqs, limits)]
+        return [Drafts(tuple(tokens)) if tokens else None for tokens in found]
 
-    def on_verified(self, req: Req, drafts: Sequence[int], num_accepted: int) -> None:
+    def on_verified(self, req: Req, drafts: Drafts, num_accepted: int) -> None:
         """Does nothing: the tokens themselves are the only state."""
 
     def on_end(self, reqs: Sequence[Req]) -> None:
@@ -50,3 +52,6 @@ def continuation(tokens: np.ndarray, min_window: int, max_window: int, limit: in
     start = int(followed[-1] if len(followed) else ends[0]) + 1
     found: list[int] = tokens[start:start + limit].tolist()
     return found
+
+
+SPECULATIVE_ALGORITHMS.register("NGRAM")(Algorithm(make_proposer=NgramProposer))

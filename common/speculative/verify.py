@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ..api.drafts import Drafts
+
 
 def accept(samples: Sequence[int], sizes: Sequence[int],
-           drafts: Mapping[int, Sequence[int]]) -> tuple[list[int], list[int]]:
+           drafts: Mapping[int, Drafts]) -> tuple[list[int], list[int]]:
     """Returns how many tokens each request gets, and all of these. ``samples`` has ``sizes[b]`` tokens of request b,
     sampled after its last token and after each of its drafts; a request gets those up to the first that differs from
     the draft at its position."""
@@ -20,7 +22,7 @@ def accept(samples: Sequence[int], sizes: Sequence[int],
     for request, size in enumerate(sizes):
         begin, end = end, end + size
         count = 1
-        for sample, draft in zip(samples[begin:end], drafts.get(request, ())):
+        for sample, draft in zip(samples[begin:end], drafts[request].tokens if request in drafts else ()):
             if sample != draft:
                 break
             count += 1

@@ -38,6 +38,7 @@ import msgspec
 import numpy as np
 
 from ...common.api import errors
+from ...common.api.drafts import Drafts
 from ...common.api.identity import ModelIdentity
 from ...common.api.messages import Logprobs
 from ...common.kvcache.layout import KVLayout
@@ -56,7 +57,8 @@ MAX_MESSAGE_BYTES = 64 << 20
 class PrefillResult(msgspec.Struct, frozen=True):
     """Result of a prompt's computation: the first token, and how much of the prompt prefill had cached.
 
-    ``hidden_states`` are the prompt's, as float32 rows, where the request asks for them: 32 MiB at most.
+    ``hidden_states`` are the prompt's, as float32 rows, where the request asks for them: 32 MiB at most. ``drafts``:
+    what may follow the first token, where the prefill server drafts.
     """
 
     token_id: int
@@ -64,6 +66,7 @@ class PrefillResult(msgspec.Struct, frozen=True):
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     hidden_states: bytes | None = None
+    drafts: Drafts | None = None
 
     def merge(self, other: PrefillResult | None) -> PrefillResult:
         """Returns the result that has log-probabilities of the token, which only one of the ranks reports."""

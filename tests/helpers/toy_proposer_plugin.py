@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from baton.common.config.server.speculative import SPECULATIVE_ALGORITHMS
+from baton.common.speculative.base import Algorithm
 from baton.tests.helpers.toy_proposer import RepeatLastTokens
 
-SPECULATIVE_ALGORITHMS.register("TOY_REPEAT")(RepeatLastTokens)
+SPECULATIVE_ALGORITHMS.register("TOY_REPEAT")(Algorithm(make_proposer=RepeatLastTokens))

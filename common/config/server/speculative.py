@@ -3,28 +3,58 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ...registry import Choices, Registry
 from ..cli import flag
 from ..rules import Rule, ServerRule, at_least, check_own_rules
 
 if TYPE_CHECKING:
-    from ...speculative.base import ProposerFactory
+    from ...speculative.base import Algorithm
 
-SPECULATIVE_ALGORITHMS: Registry[ProposerFactory] = Registry("speculative algorithm", "baton.common.speculative",
-                                                             group="baton.speculative")
+SPECULATIVE_ALGORITHMS: Registry[Algorithm] = Registry("speculative algorithm", "baton.common.speculative",
+                                                       group="baton.speculative")
+"""Traits: "device" for algorithms with a draft model, "shifted" where its keys and values depend on the next token."""
+
+_DEFAULT_STEPS = {"NGRAM": 11}
+_OTHER_STEPS = 3
 
 
 @dataclass(frozen=True)
 class SpeculativeArgs:
+    """``speculative_num_draft_tokens`` counts a request's rows in a step, as SGLang does: its newest token and its
+    drafts."""
+
     speculative_algorithm: str | None = flag(None, choices=Choices.of(SPECULATIVE_ALGORITHMS), help=(
-        "draft tokens that one step then verifies: NGRAM repeats what followed the same tokens before (a pair's decode "
-        "server drafts, its prefill server goes without)"))
-    speculative_num_draft_tokens: int = flag(8, help="most tokens that are drafted for a request in one step")
+        "draft tokens that one step then verifies: EAGLE, EAGLE3 and NEXTN by layers that read the model's hidden "
+        "states, STANDALONE by a smaller model, NGRAM by what followed the same tokens before"))
+    speculative_draft_model_path: str | None = flag(None, names=("--speculative-draft-model",), help=(
+        "the draft model's folder or name; NEXTN takes its layers from the model's own checkpoint by default"))
+    speculative_draft_model_revision: str | None = flag(None, help="its revision, of a name on the Hugging Face hub")
+    speculative_num_steps: int | None = flag(None, help=(
+        "passes of the draft model in a step, each of which drafts the next token of a request (default: 3)"))
+    speculative_eagle_topk: int | None = flag(None, help=(
+        "tokens that each pass of the draft model proposes for a place; above 1 drafts are trees (default: 1)"))
+    speculative_num_draft_tokens: int | None = flag(None, help=(
+        "most rows of a request in a step: its newest token and its drafts (default: one more than the passes, "
+        "12 for NGRAM)"))
+    speculative_accept_threshold_single: float = flag(1.0, help=(
+        "accept a draft whose probability is at least this; below 1 the output is not the model's own any more"))
+    speculative_accept_threshold_acc: float = flag(1.0, help=(
+        "accept drafts until their probabilities add up to this share of a random number's range; below 1 the output "
+        "is not the model's own any more"))
+    speculative_token_map: str | None = flag(None, help=(
+        "a file of token ids, to which the draft model's vocabulary is restricted (FR-Spec)"))
+    speculative_attention_mode: Literal["prefill", "decode"] = flag("prefill", help=(
+        "the kernels that verify drafts: those of prompts, or those of decode steps"))
     speculative_ngram_min_match_window_size: int = flag(1, help=(
         "fewest tokens at the end that must have occurred before for NGRAM to draft"))
     speculative_ngram_max_match_window_size: int = flag(12, help="most tokens at the end that NGRAM looks for")
+    speculative_adaptive: bool = flag(False, help=(
+        "choose the number of drafts by the batch, the measured cost of a step and the running acceptance"))
+    speculative_simulate_acceptance: str | None = flag(None, metavar="LENGTH", help=(
+        "accept drafts at random, so that a step yields this many tokens in the mean: for measurements with dummy "
+        "weights; or the share of accepted drafts by position, 0.83,0.6,0.45"))
 
     own_flag_rules: ClassVar[tuple[Rule[SpeculativeArgs], ...]] = (
         Rule(lambda c: not 1 <= c.speculative_ngram_min_match_window_size <= c.speculative_ngram_max_match_window_size,
@@ -32,8 +62,9 @@ class SpeculativeArgs:
              "--speculative-ngram-max-match-window-size, not {speculative_ngram_min_match_window_size}."),
     )
     flag_rules: ClassVar[tuple[ServerRule, ...]] = (
-        Rule(lambda c: c.speculative.speculative_algorithm and (not c.role.decodes or c.model.is_embedding),
-             "--speculative-algorithm is for servers that decode; leave it out here."),
+        Rule(lambda c: c.speculative.speculative_algorithm and not c.speculative.is_device and (
+            not c.role.decodes or c.model.is_embedding),
+            "--speculative-algorithm is for servers that decode; leave it out here."),
         Rule(lambda c: c.speculative.speculative_algorithm and c.parallel.pp_size > 1,
              "--speculative-algorithm does not work across the stages of --pp-size: leave one of them out."),
         Rule(lambda c: c.speculative.speculative_algorithm and c.schedule.enable_mixed_chunk,
@@ -41,5 +72,35 @@ class SpeculativeArgs:
     )
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "speculative_num_draft_tokens")
+        at_least(self, 1, "speculative_num_steps", "speculative_eagle_topk")
+        at_least(self, 2, "speculative_num_draft_tokens")
         check_own_rules(self)
+
+    @property
+    def is_device(self) -> bool:
+        """True where a draft model drafts, on the device."""
+        return self.speculative_algorithm is not None and SPECULATIVE_ALGORITHMS.has(self.speculative_algorithm,
+                                                                                     "device")
+
+    @property
+    def is_shifted(self) -> bool:
+        """True where the draft's keys and values at a position depend on the token after it."""
+        return self.speculative_algorithm is not None and SPECULATIVE_ALGORITHMS.has(self.speculative_algorithm,
+                                                                                     "shifted")
+
+    @property
+    def num_steps(self) -> int:
+        """Passes of the draft model, or the most tokens in a chain."""
+        if self.speculative_num_steps is not None:
+            return self.speculative_num_steps
+        return _DEFAULT_STEPS.get(self.speculative_algorithm or "", _OTHER_STEPS)
+
+    @property
+    def topk(self) -> int:
+        return self.speculative_eagle_topk or 1
+
+    @property
+    def num_drafts(self) -> int:
+        """Most drafts of a request in a step."""
+        rows = self.speculative_num_draft_tokens
+        return self.num_steps if rows is None else rows - 1

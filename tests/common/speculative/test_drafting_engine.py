@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from baton.common.api.drafts import Drafts
 from baton.common.config.server.speculative import SpeculativeArgs
 from baton.common.speculative.ngram import NgramProposer
 from baton.tests.helpers.hand_driven import Engine, tokens_of
@@ -42,7 +43,7 @@ class Oracle:
             drafts = (self.answers[req.rid][known:] + [1] * limit)[:number % (limit + 1)]
             if drafts and number % 3 == 0:
                 drafts[number % len(drafts)] = (drafts[number % len(drafts)] + 1) % VOCAB
-            found.append(drafts)
+            found.append(Drafts(tuple(drafts)) if drafts else None)
         return found
 
     def on_verified(self, req, drafts, num_accepted):
@@ -98,7 +99,7 @@ def test_steps_without_drafts_overlap(checkpoint, expected):
     class Sometimes(Oracle):
         def propose(self, reqs, limits):
             drafts = reqs and reqs[0].num_output_tokens % 8 in (7, 0)
-            return super().propose(reqs, limits) if drafts else [[] for _ in reqs]
+            return super().propose(reqs, limits) if drafts else [None] * len(reqs)
 
     engine = Engine(checkpoint, proposer=Sometimes(expected[0]), overlap=True)
     rng = np.random.default_rng(0)

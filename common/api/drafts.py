@@ -1,0 +1,27 @@
+"""Drafts: tokens that may follow a request's newest one, which one step of the model verifies."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Drafts(msgspec.Struct, frozen=True, array_like=True):
+    """The drafted ``tokens`` [k] of a request, parents before their children.
+
+    ``parents`` [k]: the index of each one's parent in ``tokens``, -1 where it follows the newest token. None: they are
+    a chain, each follows the one before.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def first(self, count: int) -> Drafts | None:
+        """Returns the first ``count`` of them, in which no parent is missing; None for none."""
+        if count >= len(self.tokens):
+            return self
+        if count <= 0:
+            return None
+        return Drafts(self.tokens[:count], None if self.parents is None else self.parents[:count])
