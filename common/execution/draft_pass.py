@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from ..api.drafts import Drafts
-from ..api.sampling import SamplingParams
+from ..distributed.tp import TPGroup
 from ..forward.host_copies import upload_joined
 from ..request.step_input import StepInput
-from ..speculative.base import Drafter, DraftSampler, DraftStep, Features
+from ..sampling.draft_sampler import CoupledDraftSampler
+from ..speculative.base import Drafter, DraftStep, Features
 from ..speculative.verify import accept
 
 if TYPE_CHECKING:
     from ..forward.forward_batch import ForwardBatch
     from ..sampling.sampler import Sample
-
-
-class ArgmaxDrafts:
-    """Drafts the likeliest tokens."""
-
-    def __init__(self, params: Sequence[SamplingParams] = ()):
-        """``params``: of the step's requests."""
-
-    def sample(self, logits: torch.Tensor, requests: Sequence[int], positions: Sequence[int], count: int = 1,
-               token_ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """See DraftSampler."""
-        logprobs, columns = logits.float().log_softmax(-1).topk(count)
-        return columns if token_ids is None else token_ids[columns], logprobs
 
 
 class Verified(NamedTuple):
@@ -52,13 +41,11 @@ def accepted(step: StepInput, token_ids: Sequence[int]) -> tuple[list[int], list
 class DraftPass:
     """Runs a drafter after steps. The ranks of a tensor-parallel group do so alike."""
 
-    def __init__(self, drafter: Drafter, features: Features | None,
-                 make_sampler: Callable[[Sequence[SamplingParams]], DraftSampler] = ArgmaxDrafts):
-        """``features``: those that the drafter reads. ``make_sampler`` makes the sampler of a step with requests of
-        these parameters."""
+    def __init__(self, drafter: Drafter, features: Features | None, tp: TPGroup):
+        """``features``: those that the drafter reads."""
         self._drafter = drafter
+        self._tp = tp
         self.features = None if features is None else features.layers
-        self._make_sampler = make_sampler
 
     @torch.inference_mode()
     def run(self, step: StepInput, batch: ForwardBatch, features: torch.Tensor | None, sample: Sample) -> Verified:
@@ -67,7 +54,7 @@ class DraftPass:
         limits = list(step.draft_limits) or [0] * len(step.sample_index)
         found = self._drafter.run(DraftStep(
             step, batch, features, next_ids(step, batch, sample.tokens), counts, limits,
-            self._make_sampler([req.sampling for req in step.reqs])))
+            CoupledDraftSampler([req.sampling for req in step.reqs], self._tp)))
         assert len(found) == len(step.sample_index)
         return Verified(counts, tokens, {index: drafts for index, drafts in zip(step.sample_index, found)
                                          if drafts is not None})
@@ -87,6 +74,6 @@ def next_ids(step: StepInput, batch: ForwardBatch, samples: torch.Tensor) -> tor
         sampling = set(step.sample_index)
         known = [0 if index in sampling else int(chunk.req.tokens.view(chunk.stop, chunk.stop + 1)[0])
                  for index, chunk in enumerate(step.chunks)]
-        following[ends] = upload_joined([torch.tensor(known).numpy()], torch.int64, samples.device)
+        following[ends] = upload_joined([np.array(known)], torch.int64, samples.device)
     following[upload_joined([rows], torch.int64, samples.device)] = samples
     return following

@@ -57,7 +57,8 @@ class Engine:
         spec = load_model_spec(config.model)
         self.config, self.parallel = config, parallel or Parallel()
         runner = self.runner = ModelRunner.load(config, spec, self.parallel, device, lambda what, share: None)
-        self.cache = KVCacheManager(runner.num_pages, page_size, radix, runner.new_cache_groups(), runner.lookahead)
+        self.cache = KVCacheManager(runner.num_pages, page_size, radix, runner.new_cache_groups(),
+                                    int(drafter.shifted) if drafter else runner.lookahead)
         self.sent = []
         self.tracker = RequestTracker(self.sent.append, eos_ids=frozenset(spec.eos_token_ids),
                                       vocab_size=spec.vocab_size, max_request_tokens=max_total_tokens,
@@ -66,8 +67,10 @@ class Engine:
         if vocabulary is not None:
             self.grammars = GrammarStore(None, spec.vocab_size, self.tracker.eos_ids)
             self.grammars.prepare(PrepareGrammar(0, GrammarSpec("regex", "x"), vocabulary))
+        if drafter is None and runner.drafter is not None:
+            drafter, features = runner.drafter, runner.draft_model.features
         executor = Executor(runner, Sampler(spec.vocab_size, device, 0, self.parallel.attn_tp), self.grammars,
-                            drafter and DraftPass(drafter, features))
+                            drafter and DraftPass(drafter, features, self.parallel.attn_tp))
         self.executor = executor if line is None else PPExecutor(executor, line, self.parallel)
         batcher = make_batcher(config, runner, self.cache, self.parallel.attn_tp)
         self.drafting = batcher.drafting

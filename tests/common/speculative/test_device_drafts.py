@@ -55,9 +55,10 @@ MIXED = {"schedule": {"enable_mixed_chunk": True}}
     {}, {"overlap": True}, {"page_size": 1, "chunk": 7}, {"page_size": 16, "chunk": 7, "overlap": True},
     {"max_total_tokens": 128, "chunk": 20}, {"max_total_tokens": 96, "page_size": 1, "max_drafts": 9},
     {"radix": False, "max_running": 3}, {"chunk": 9, **MIXED}, {"chunk": 20, "max_total_tokens": 128, **MIXED},
-    {"max_drafts": 1}], ids=str)
+    {"max_drafts": 1}, {"shifted": True}, {"shifted": True, "max_total_tokens": 128, "chunk": 9, **MIXED}], ids=str)
 def test_tokens_equal_those_without_drafts(checkpoint, expected, options):
-    drafter = TableDrafter(expected[0], VOCAB, options.get("page_size", 4))
+    options = dict(options)
+    drafter = TableDrafter(expected[0], VOCAB, options.get("page_size", 4), shifted=options.pop("shifted", False))
     engine, *found = answers(checkpoint, drafter=drafter, **options)
     assert tuple(found) == expected
     assert (engine.scheduler.batcher.retraction.num_retracted > 0) == ("max_total_tokens" in options)
