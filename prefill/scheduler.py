@@ -164,6 +164,9 @@ class PrefillScheduler:
                 self.tracker.fail(req, error)
                 continue
             self.batcher.remove([req])
+            if step.draft_limits:
+                assert req.page_table is not None
+                self.batcher.cache.trim(req.page_table, req.num_prompt_tokens)
             hidden = None if req.hidden is None else req.hidden.take()
             self._hand_over(transfer, req.append_pending(*token_ids), PrefillResult(
                 token_ids[0], req.num_cached_tokens, logprobs, req.prompt_logprobs, hidden, drafts))
