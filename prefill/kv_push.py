@@ -37,8 +37,8 @@ class _Pages:
 class KVPush:
     """Pushes pages to ``sender``, layer group by layer group. ``event`` marks the work that was launched so far.
     ``layer_groups`` has the number of layer groups of each cache group; the ``draft_groups`` of the draft's pool, whose
-    pages are the first cache group's, are numbered after them, and computed after the model's. In further cache groups only the pages are
-    pushed that tokens after the prompt read; these the request keeps while it has any pages.
+    pages are the first cache group's, are numbered after them, and computed after the model's. In further cache groups
+    only the pages are pushed that tokens after the prompt read; these the request keeps while it has any pages.
 
     ``overlap`` is ``--kv-transfer-overlap``: with ``layers`` a group is pushed as soon as its last layer is computed,
     with ``chunk`` all groups after the step, and with ``prompt`` all pages after the prompt's last chunk.
