@@ -37,13 +37,16 @@ class PrefillScheduler:
 
     def __init__(self, batcher: Batcher, executor: Executor | PPExecutor, tracker: RequestTracker, sender: KVSender,
                  group: RankAgreement, layer_groups: Sequence[int], *, register: Callable[[RankInfo], None],
-                 overlap: bool, kv_retain_seconds: float, transfer_overlap: TransferOverlap = "layers"):
+                 overlap: bool, kv_retain_seconds: float, transfer_overlap: TransferOverlap = "layers",
+                 draft_groups: int = 0):
+        """``layer_groups`` of each cache group, and ``draft_groups`` of the draft's pool: see KVPush."""
         self.batcher = batcher
         self.executor = executor
         self.tracker = tracker
         self.sender = sender
         self.transfers = TransferTable(sender, group)
-        self._kv_push = KVPush(sender, batcher.cache, layer_groups, transfer_overlap, lambda: executor.event())
+        self._kv_push = KVPush(sender, batcher.cache, layer_groups, transfer_overlap, lambda: executor.event(),
+                               draft_groups)
         self._pipeline = make_pipeline(batcher, executor, self._take_in, overlap=overlap)
         self._first_tokens: dict[int, tuple[list[int], Logprobs | None]] = {}  # by room
         self._retained = RetainedPrompts(batcher.cache, sender, group, kv_retain_seconds)
