@@ -14,28 +14,37 @@ from ..forward.host_copies import upload_joined
 from ..request.step_input import StepInput
 from ..sampling.draft_sampler import CoupledDraftSampler
 from ..speculative.base import Drafter, DraftStep, Features
-from ..speculative.verify import accept
+from ..speculative.verify import accepted_rows
 
 if TYPE_CHECKING:
     from ..forward.forward_batch import ForwardBatch
     from ..sampling.sampler import Sample
 
 
-class Verified(NamedTuple):
-    """The tokens of a step whose drafts were verified, as StepOutput's, and the drafts after it."""
+class Accepted(NamedTuple):
+    """The accepted rows of a step: ``counts`` of the requests in ``step.sample_index``, ``rows``, and their samples
+    ``tokens``."""
 
     counts: list[int]
+    rows: Sequence[int]
     tokens: list[int]
+
+
+class Verified(NamedTuple):
+    """The accepted rows of a step, and the drafts after it."""
+
+    accepted: Accepted
     drafts: dict[int, Drafts]
 
 
-def accepted(step: StepInput, token_ids: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Returns how many tokens each request in ``step.sample_index`` gets of its samples, and all of these."""
+def accepted(step: StepInput, token_ids: list[int]) -> Accepted:
+    """Returns the rows of a step that are accepted; ``token_ids`` [S] are their samples."""
     if not step.drafts:
-        return [1] * len(step.sample_index), list(token_ids)
+        return Accepted([1] * len(step.sample_index), range(len(token_ids)), token_ids)
     sizes = step.num_samples[step.sample_index].tolist()
-    return accept(token_ids, sizes, {place: step.drafts[index] for place, index in enumerate(step.sample_index)
-                                     if index in step.drafts})
+    counts, rows = accepted_rows(token_ids, sizes, {place: step.drafts[index] for place, index
+                                                    in enumerate(step.sample_index) if index in step.drafts})
+    return Accepted(counts, rows, [token_ids[row] for row in rows])
 
 
 class DraftPass:
@@ -50,14 +59,14 @@ class DraftPass:
     @torch.inference_mode()
     def run(self, step: StepInput, batch: ForwardBatch, features: torch.Tensor | None, sample: Sample) -> Verified:
         """Runs it after ``step``, which was computed as ``batch``; waits for its tokens."""
-        counts, tokens = accepted(step, sample.token_ids())
+        found = accepted(step, sample.token_ids())
         limits = list(step.draft_limits) or [0] * len(step.sample_index)
-        found = self._drafter.run(DraftStep(
-            step, batch, features, next_ids(step, batch, sample.tokens), counts, limits,
+        drafted = self._drafter.run(DraftStep(
+            step, batch, features, next_ids(step, batch, sample.tokens), found.counts, limits,
             CoupledDraftSampler([req.sampling for req in step.reqs], self._tp)))
-        assert len(found) == len(step.sample_index)
-        return Verified(counts, tokens, {index: drafts for index, drafts in zip(step.sample_index, found)
-                                         if drafts is not None})
+        assert len(drafted) == len(step.sample_index)
+        return Verified(found, {index: drafts for index, drafts in zip(step.sample_index, drafted)
+                                if drafts is not None})
 
 
 def next_ids(step: StepInput, batch: ForwardBatch, samples: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,11 @@
 """Speculative sampling is exact: chi-square tests of the tokens against the model's distribution, over a million draws
 each, and the stronger property that each run of tokens is the one that plain decoding samples.
 
-Model and draft are Markov chains of unlike random distributions over few tokens, so that the distribution of whole runs
-is known. Measured in the first step, at temperature 1 and 0.7, where the distributions are d = 0.25 and 0.28 apart in
-total variation: the first draft of a chain is accepted with probability 0.74 and 0.71, where the bound (1 - d) / (1 + d)
-is 0.60 and 0.56, and the greatest possible 1 - d is 0.75 and 0.72; of two drafts in a tree one is accepted with 0.97
-and 0.98.
+Model and draft are Markov chains of unlike random distributions over few tokens, so that the distribution of whole
+runs is known. Measured in the first step, at temperature 1 and 0.7, where the distributions are d = 0.25 and 0.28 apart
+in total variation: the first draft of a chain is accepted with probability 0.74 and 0.71, where the bound
+(1 - d) / (1 + d) is 0.60 and 0.56, and the greatest possible 1 - d is 0.75 and 0.72; of two drafts in a tree one is
+accepted with 0.97 and 0.98.
 """
 
 from __future__ import annotations
