@@ -18,15 +18,6 @@ from ..speculative.verify import accept
 
 if TYPE_CHECKING:
     from ..forward.forward_batch import ForwardBatch
-    from ..sampling.sampler import Sample
-
-
-class Verified(NamedTuple):
-    """The tokens of a step whose drafts were verified, as StepOutput's, and the drafts after it."""
-
-    counts: list[int]
-    tokens: list[int]
-    drafts: dict[int, Drafts]
 
 
 def accepted(step: StepInput, token_ids: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -48,16 +39,25 @@ class DraftPass:
         self.features = None if features is None else features.layers
 
     @torch.inference_mode()
-    def run(self, step: StepInput, batch: ForwardBatch, features: torch.Tensor | None, sample: Sample) -> Verified:
-        """Runs it after ``step``, which was computed as ``batch``; waits for its tokens."""
-        counts, tokens = accepted(step, sample.token_ids())
+    def run(self, computed: ComputedStep, counts: list[int]) -> dict[int, Drafts]:
+        """Runs it after a step whose requests got ``counts`` tokens; returns the drafts by the requests' indices."""
+        step, batch = computed.step, computed.batch
         limits = list(step.draft_limits) or [0] * len(step.sample_index)
         found = self._drafter.run(DraftStep(
-            step, batch, features, next_ids(step, batch, sample.tokens), counts, limits,
+            step, batch, computed.features, next_ids(step, batch, computed.samples), counts, limits,
             CoupledDraftSampler([req.sampling for req in step.reqs], self._tp)))
         assert len(found) == len(step.sample_index)
-        return Verified(counts, tokens, {index: drafts for index, drafts in zip(step.sample_index, found)
-                                         if drafts is not None})
+        return {index: drafts for index, drafts in zip(step.sample_index, found) if drafts is not None}
+
+
+class ComputedStep(NamedTuple):
+    """A step that the model computes as ``batch``, with its ``samples`` [S] int64 and the ``features`` [T, F] that the
+    drafter reads."""
+
+    step: StepInput
+    batch: ForwardBatch
+    features: torch.Tensor | None
+    samples: torch.Tensor
 
 
 def next_ids(step: StepInput, batch: ForwardBatch, samples: torch.Tensor) -> torch.Tensor:
