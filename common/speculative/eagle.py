@@ -54,4 +54,4 @@ def _has_mtp_layers(context: DraftContext) -> bool:
     return bool(values.get("num_nextn_predict_layers"))
 
 
-SPECULATIVE_ALGORITHMS.register("EAGLE", traits=("device", "shifted"))(Algorithm(load=load))
+SPECULATIVE_ALGORITHMS.register("EAGLE", traits=("device", "shifted", "token_map"))(Algorithm(load=load))
