@@ -24,8 +24,8 @@ from ..forward.forward_batch import ForwardBatch, Row, build_forward_batch
 from ..forward.step_context import StepContext
 from ..models.registry import load_model_spec
 from ..runner.model_runner import ModelRunner
-from ..speculative.draft_checkpoint import draft_attention
-from ..speculative.shifted import ShiftedDraftModel
+from ..speculative.draft.checkpoint import draft_attention
+from ..speculative.draft.shifted import ShiftedDraftModel
 from ..weights.loader import silent
 from .command import reported
 from .draft_args import BenchDraft

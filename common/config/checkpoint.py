@@ -25,11 +25,9 @@ def resolve_checkpoint(args: ModelArgs, on_progress: OnProgress | None = None) -
     metadata = download(args.model_path, args.revision, METADATA_PATTERNS)
     if not LOAD_FORMATS.get(args.load_format).reads_checkpoint:
         return metadata
-    revision = metadata.name if COMMIT.fullmatch(metadata.name) else args.revision
-    folder = download(args.model_path, revision, (*METADATA_PATTERNS, *WEIGHT_PATTERNS), on_progress)
-    if args.load_format != "pt" and any(folder.glob("*.safetensors")):
-        return folder
-    return download(args.model_path, revision, (*METADATA_PATTERNS, *PICKLED_PATTERNS), on_progress)
+    weights = PICKLED_PATTERNS if args.load_format == "pt" else WEIGHT_PATTERNS
+    return download(args.model_path, metadata.name if COMMIT.fullmatch(metadata.name) else args.revision,
+                    (*METADATA_PATTERNS, *weights), on_progress)
 
 
 def resolve_metadata(args: ModelArgs) -> Path:

@@ -15,9 +15,9 @@ from ..weights.loader import load_weights
 from ..weights.source import open_weights
 from . import nextn
 from .base import Algorithm, DraftContext, DraftModel, Features
-from .draft_checkpoint import DraftCheckpoint, draft_allocator, draft_args, draft_layout, local_parallel, naming_draft
-from .draft_head import model_head
-from .shifted import ShiftedDraftModel
+from .draft.checkpoint import DraftCheckpoint, draft_allocator, draft_args, draft_layout, local_parallel, naming_draft
+from .draft.head import model_head
+from .draft.shifted import ShiftedDraftModel
 
 _UNUSED = ("model.embed_tokens.", "model.lm_head.", "embed_tokens.", "lm_head.")
 

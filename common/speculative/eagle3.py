@@ -19,9 +19,9 @@ from ..weights.loader import load_weights
 from ..weights.slots import Slot, TensorKind
 from ..weights.source import open_weights
 from .base import Algorithm, DraftContext, DraftModel, Features
-from .draft_checkpoint import DraftCheckpoint, draft_allocator, draft_layout, local_parallel, naming_draft
-from .draft_head import model_head
-from .shifted import ShiftedDraftModel
+from .draft.checkpoint import DraftCheckpoint, draft_allocator, draft_layout, local_parallel, naming_draft
+from .draft.head import model_head
+from .draft.shifted import ShiftedDraftModel
 
 _OFFSETS = TensorKind("a map of draft tokens", dummy_value=0.0)
 _UNUSED = ("t2d", "embed_tokens.", "lm_head.")

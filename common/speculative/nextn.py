@@ -18,9 +18,9 @@ from ..models.registry import blocks_of, tensor_parts
 from ..weights.loader import OnOtherStage, load_weights
 from ..weights.source import open_weights
 from .base import Algorithm, DraftContext, DraftModel, Features
-from .draft_checkpoint import DraftCheckpoint, draft_allocator, draft_layout, local_parallel, naming_draft
-from .draft_head import model_head
-from .shifted import ShiftedDraftModel
+from .draft.checkpoint import DraftCheckpoint, draft_allocator, draft_layout, local_parallel, naming_draft
+from .draft.head import model_head
+from .draft.shifted import ShiftedDraftModel
 
 _FIRST_NORM = re.compile(r"model\.layers\.(\d+)\.enorm\.weight")
 _SHARED = (".embed_tokens.weight", ".shared_head.head.weight")

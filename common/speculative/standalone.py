@@ -25,7 +25,8 @@ from ..weights.loader import load_weights
 from ..weights.slots import Slot
 from ..weights.source import open_weights
 from .base import Algorithm, DraftContext, Drafter, DraftModel, DraftStep, Features
-from .draft_checkpoint import (
+from .draft.chains import Chains, StepRows
+from .draft.checkpoint import (
     DraftCheckpoint,
     check_tokenizer,
     draft_allocator,
@@ -34,9 +35,8 @@ from .draft_checkpoint import (
     local_parallel,
     naming_draft,
 )
-from .draft_head import restricted
-from .drafting_chains import Chains, StepRows
-from .pass_batch import DraftPages
+from .draft.head import restricted
+from .draft.pages import DraftPages
 
 
 @dataclass(frozen=True)

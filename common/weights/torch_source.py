@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from pickle import UnpicklingError
@@ -69,9 +70,10 @@ class AutoFormat:
     reads_checkpoint = True
 
     def __call__(self, args: ModelArgs) -> WeightSource:
-        folder = resolve_checkpoint(args)
-        pickled = not any(folder.glob("*.safetensors")) and bin_files(folder)
-        return TorchSource(args) if pickled else SafetensorsSource(args)
+        pickled = replace(args, load_format="pt")
+        if any(resolve_checkpoint(args).glob("*.safetensors")) or not bin_files(resolve_checkpoint(pickled)):
+            return SafetensorsSource(args)
+        return TorchSource(pickled)
 
 
 def bin_files(folder: Path) -> list[Path]:

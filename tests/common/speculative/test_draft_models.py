@@ -4,19 +4,25 @@ drafts that were not accepted."""
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from baton.common.api.errors import ConfigError
-from baton.common.config.server import SpeculativeArgs
+from baton.common.config.server import ParallelArgs, SpeculativeArgs
 from baton.common.forward.forward_batch import ForwardBatch, Row, model_input
 from baton.common.speculative.base import DraftStep
+from baton.tests.helpers.deepseek_models import save_with_predictors
 from baton.tests.helpers.draft_models import add_nextn, reference_chain, save_eagle, save_eagle3, save_nextn
+from baton.tests.helpers.rank_processes import run_ranks
 from baton.tests.helpers.small_models import load_runner, save_model, scattered_pages, server_config
+from baton.tests.helpers.small_moe import save_moe
 
 TOLERANCE = 2e-4
 LAYERS = (2, 1, 0)
@@ -223,3 +229,207 @@ def test_token_map(tmp_path):
         with pytest.raises(ConfigError, match=error):
             load_runner(drafting_config(tmp_path / "model", tmp_path / "draft", "EAGLE",
                                         speculative_token_map=str(tmp_path / "bad.txt")))
+
+
+@torch.inference_mode()
+def greedy_logits(model: Any, tokens: np.ndarray, count: int) -> list[torch.Tensor]:
+    """The logits of each of ``count`` greedy tokens after ``tokens``."""
+    ids, found = tokens.tolist(), []
+    for _ in range(count):
+        found.append(model(torch.tensor([ids])).logits[0, -1])
+        ids.append(int(found[-1].argmax()))
+    return found
+
+
+def check_standalone(sampler: Greedy, request: int, drafts: Any, model: Any, tokens: np.ndarray, count: int) -> None:
+    want = greedy_logits(model, tokens, count)
+    torch.testing.assert_close(torch.stack(sampler.logits[request]), torch.stack(want), atol=TOLERANCE, rtol=0)
+    assert list(drafts.tokens) == [int(row.argmax()) for row in want]
+    assert sampler.positions[request] == list(range(len(tokens), len(tokens) + count))
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("family", ["Qwen2", "GptOss"])
+def test_standalone(tmp_path, family, page_size):
+    """Two prompts, one in chunks, then drafts some of which are accepted; rows that may draft nothing."""
+    save_model(tmp_path / "model", "Llama")
+    small = save_moe(tmp_path / "draft", family) if family == "GptOss" else save_model(
+        tmp_path / "draft", family, num_hidden_layers=2)
+    runner = load_runner(drafting_config(tmp_path / "model", tmp_path / "draft", "STANDALONE", page_size=page_size))
+    assert runner.lookahead == 0 and len(runner.pools) == 1
+    rng = np.random.default_rng(7)
+    one, other = rng.integers(0, 131, 40), rng.integers(0, 131, 40)
+    pages = scattered_pages(runner, 2, 48)
+    draft(runner, [{"tokens": one[:20], "pages": pages[0], "ids": one[:17].tolist(), "start": 0}])
+    drafts, sampler = draft(runner, [
+        {"tokens": one[:20], "pages": pages[0], "ids": one[17:20].tolist(), "start": 17, "next": one[20], "count": 1,
+         "limit": 2},
+        {"tokens": other[:22], "pages": pages[1], "ids": other[:22].tolist(), "start": 0, "next": other[22],
+         "count": 1, "limit": 4}])
+    check_standalone(sampler, 0, drafts[0], small, one[:21], 2)
+    check_standalone(sampler, 1, drafts[1], small, other[:23], 4)
+    drafts, sampler = draft(runner, [
+        {"tokens": one[:21], "pages": pages[0], "ids": one[20:21].tolist(), "start": 20, "next": one[21], "count": 1,
+         "limit": 0},
+        {"tokens": other[:23], "pages": pages[1], "ids": [*other[22:24].tolist(), 1, 2], "start": 22, "drafted": 3,
+         "next": other[24], "count": 2, "limit": 3}])
+    assert drafts[0] is None and 0 not in sampler.logits
+    check_standalone(sampler, 1, drafts[1], small, other[:25], 3)
+    drafts, sampler = draft(runner, [
+        {"tokens": one[:22], "pages": pages[0], "ids": one[21:22].tolist(), "start": 21, "next": one[22], "count": 1,
+         "limit": 1},
+        {"tokens": other[:25], "pages": pages[1], "ids": [int(other[24]), 5], "start": 24, "drafted": 1,
+         "next": other[25], "count": 1, "limit": 0}])
+    check_standalone(sampler, 0, drafts[0], small, one[:23], 1)
+    assert drafts[1] is None
+
+
+def test_standalone_token_map(tmp_path):
+    save_model(tmp_path / "model", "Llama")
+    small = save_model(tmp_path / "draft", "Qwen2", tie_word_embeddings=True)
+    ids = list(range(0, 131, 3))
+    (tmp_path / "map.txt").write_text(" ".join(map(str, ids)))
+    runner = load_runner(drafting_config(tmp_path / "model", tmp_path / "draft", "STANDALONE",
+                                         speculative_token_map=str(tmp_path / "map.txt")))
+    tokens, pages = np.random.default_rng(7).integers(0, 131, 21), scattered_pages(runner, 1, 48)[0]
+    drafts, sampler = draft(runner, [{"tokens": tokens[:20], "pages": pages, "ids": tokens[:20].tolist(), "start": 0,
+                                      "next": tokens[20], "count": 1, "limit": 1}])
+    want = greedy_logits(small, tokens, 1)[0][ids]
+    torch.testing.assert_close(sampler.logits[0][0], want, atol=TOLERANCE, rtol=0)
+    assert drafts[0].tokens == (ids[int(want.argmax())],)
+
+
+@pytest.mark.parametrize("chunk", [9, 30])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_latent_layers_with_experts(tmp_path, depth, chunk):
+    """DeepSeek-V3's layers against transformers'; the reference computes all rows at once."""
+    model, *layers = save_with_predictors(tmp_path, depth)
+    runner = load_runner(drafting_config(tmp_path, None, "NEXTN"))
+    assert runner.draft_model.layout.form == "latent" and runner.draft_model.layout.groups == (depth,)
+    tokens, pages = np.random.default_rng(3).integers(0, 131, 31), scattered_pages(runner, 1, 48)[0]
+    for start in range(0, 30, chunk):
+        stop = min(start + chunk, 30)
+        part = {"tokens": tokens[:30], "pages": pages, "ids": tokens[start:stop].tolist(), "start": start}
+        if stop == 30:
+            part |= {"next": tokens[30], "count": 1, "limit": 4}
+        drafts, sampler = draft(runner, [part])
+
+    def layer(index, hidden, ids):
+        states = layers[index](hidden, ids)
+        return model.lm_head(states), states
+
+    check_chain(runner, model, (lambda features: features, layer, None), tokens, sampler, 0, drafts[0], 4)
+
+
+def test_dummy_weights(tmp_path):
+    """A config.json alone is enough."""
+    target = save_model(tmp_path / "model", "Llama")
+    for name, save in {"EAGLE3": save_eagle3, "EAGLE": save_eagle, "NEXTN": save_nextn}.items():
+        save(tmp_path / name, target)
+        (tmp_path / name / "model.safetensors").unlink()
+        runner = load_runner(drafting_config(tmp_path / "model", tmp_path / name, name,
+                                             model={"load_format": "dummy"}))
+        tokens, pages = np.random.default_rng(7).integers(0, 131, 21), scattered_pages(runner, 1, 48)[0]
+        drafts, sampler = draft(runner, [{"tokens": tokens[:20], "pages": pages, "ids": tokens[:20].tolist(),
+                                          "start": 0, "next": tokens[20], "count": 1, "limit": 4}])
+        assert len(drafts[0]) == 4 and torch.isfinite(torch.stack(sampler.logits[0])).all()
+        assert sampler.logits[0][0].shape == (40 if name == "EAGLE3" else 131,)
+
+
+ERRORS = {
+    "vocabulary": ("STANDALONE", {"vocab_size": 97}, "has a vocabulary of 97 tokens, and .*model one of 131"),
+    "hidden size": ("EAGLE3", {"hidden_size": 60, "head_dim": 15},
+                    "is for a model of hidden size 60, and .*model has 48: use a draft model that was trained for it"),
+    "another target": ("EAGLE3", {"target_hidden_size": 64}, "hidden size 64, and .* has 48"),
+    "layers of another target": ("EAGLE3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}},
+                                 r"of the layers \[2, 6, 10\], and the model has 3 layers"),
+    "several layers": ("EAGLE3", {"num_hidden_layers": 2}, "has 2 layers: --speculative-algorithm EAGLE3 reads heads"),
+    "hidden size of EAGLE": ("EAGLE", {"hidden_size": 60, "head_dim": 15}, "hidden size 60"),
+    "no layers": ("NEXTN", {}, "has no layers of multi-token prediction"),
+    "shapes": ("EAGLE3", {"intermediate_size": 80}, r"midlayer.mlp.\w+.weight in .* has shape \[.*\], but config.json"),
+    "architecture": ("EAGLE3", {"architectures": ["RwkvForCausalLM"]}, "Architecture RwkvForCausalLM is not supported"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_draft_models_that_do_not_fit(tmp_path, case):
+    algorithm, changes, error = ERRORS[case]
+    target = save_model(tmp_path / "model", "Llama")
+    save_eagle3(tmp_path / "draft", target, **changes)
+    if "architectures" in changes:
+        config = (tmp_path / "draft" / "config.json").read_text()
+        (tmp_path / "draft" / "config.json").write_text(config.replace("LlamaForCausalLMEagle3", "RwkvForCausalLM"))
+    with pytest.raises(ConfigError, match=error):
+        load_runner(drafting_config(tmp_path / "model", tmp_path / "draft", algorithm))
+
+
+def test_checkpoints_that_are_not_there_or_have_another_tokenizer(tmp_path):
+    save_model(tmp_path / "model", "Llama")
+    save_model(tmp_path / "draft", "Llama")
+    with pytest.raises(ConfigError, match="--speculative-draft-model-path /nowhere: there is no checkpoint folder"):
+        load_runner(drafting_config(tmp_path / "model", "/nowhere", "STANDALONE"))
+    with pytest.raises(ConfigError, match="has no layers of multi-token prediction: num_nextn_predict_layers"):
+        load_runner(drafting_config(tmp_path / "model", None, "EAGLE"))
+    for folder, ids in (("model", [0, 1, 2]), ("draft", [0, 2, 1])):
+        (tmp_path / folder / "tokenizer.json").write_text(json.dumps({
+            "model": {"vocab": dict(zip("abc", ids))}, "added_tokens": [{"content": "<s>", "id": 9}]}))
+    with pytest.raises(ConfigError, match="another tokenizer than .*: 2 of its 4 tokens have another id there"):
+        load_runner(drafting_config(tmp_path / "model", tmp_path / "draft", "STANDALONE"))
+    for folder, pairs in (("model", [["a", 0.0], ["b", 0.0]]), ("draft", [["a", 0.0], ["b", -1.0]])):
+        (tmp_path / folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": pairs}}))
+    load_runner(drafting_config(tmp_path / "model", tmp_path / "draft", "STANDALONE"))
+
+
+def test_d2t_of_another_vocabulary(tmp_path):
+    target = save_model(tmp_path / "model", "Llama")
+    save_eagle3(tmp_path / "draft", target)
+    file = tmp_path / "draft" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["d2t"][-1] = 200
+    file.unlink()
+    save_file(tensors, file)
+    with pytest.raises(ConfigError, match=r"draft tokens \(d2t\) that are not among the model's 131"):
+        load_runner(drafting_config(tmp_path / "model", tmp_path / "draft", "EAGLE3"))
+
+
+def test_flags_that_do_not_fit(tmp_path):
+    for flags, error in (
+            ({"speculative_algorithm": "EAGLE3"}, "EAGLE3 needs the folder or the name of its draft model"),
+            ({"speculative_algorithm": "STANDALONE"}, "STANDALONE needs the folder"),
+            ({"speculative_algorithm": "NGRAM", "speculative_draft_model_path": "x"}, "is for EAGLE, EAGLE3, NEXTN"),
+            ({"speculative_draft_model_path": "x"}, "is for EAGLE, EAGLE3, NEXTN and STANDALONE"),
+            ({"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "x", "speculative_token_map": "y"},
+             "EAGLE3's heads have one of their own"),
+            ({"speculative_token_map": "y"}, "--speculative-token-map restricts")):
+        with pytest.raises(ConfigError, match=error):
+            SpeculativeArgs(**flags)
+    with pytest.raises(ConfigError, match="shares no hidden states, embedding or head with a draft model"):
+        drafting_config(tmp_path, None, "NEXTN", model={"model_impl": "transformers"})
+
+
+def draft_by_each(folder: Path, size: int, parallel: Any) -> dict[str, torch.Tensor]:
+    """The logits of four drafts after a prompt, by each algorithm."""
+    found = {}
+    for name in ("EAGLE3", "EAGLE", "NEXTN", "STANDALONE"):
+        flags = {"speculative_token_map": str(folder / "map.txt")} if name == "EAGLE" else {}
+        config = drafting_config(folder / "model", folder / name, name, **flags)
+        runner = load_runner(dataclasses.replace(config, parallel=ParallelArgs(tp_size=size)), parallel)
+        tokens, pages = np.random.default_rng(7).integers(0, 131, 21), scattered_pages(runner, 1, 48)[0]
+        _, sampler = draft(runner, [{"tokens": tokens[:20], "pages": pages, "ids": tokens[:20].tolist(), "start": 0,
+                                     "next": tokens[20], "count": 1, "limit": 4}])
+        found[name] = torch.stack(sampler.logits[0])
+    return found
+
+
+def test_ranks_draft_alike(tmp_path):
+    """Two ranks, EAGLE3 and EAGLE with a token map: the drafts of one."""
+    target = save_model(tmp_path / "model", "Llama")
+    save_eagle3(tmp_path / "EAGLE3", target)
+    save_eagle(tmp_path / "EAGLE", target)
+    save_nextn(tmp_path / "NEXTN", target)
+    save_model(tmp_path / "STANDALONE", "Qwen2")
+    (tmp_path / "map.txt").write_text(" ".join(map(str, range(0, 131, 2))))
+    want = draft_by_each(tmp_path, 1, None)
+    for found in run_ranks(Path(__file__).with_name("draft_rank.py"), 2, tmp_path, str(tmp_path)):
+        for name, logits in want.items():
+            torch.testing.assert_close(found[name], logits, atol=TOLERANCE, rtol=0)

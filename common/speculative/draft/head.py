@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from ..distributed.parallel import Parallel
-from ..layers.vocab import VocabTable
-from ..models.drafts.network import DraftHead
-from ..models.registry import tensor_parts
-from ..weights.loader import load_weights
-from ..weights.slots import Allocate
-from ..weights.source import open_weights
-from .base import DraftContext
-from .draft_checkpoint import read_token_map
+from ...distributed.parallel import Parallel
+from ...layers.vocab import VocabTable
+from ...models.drafts.network import DraftHead
+from ...models.registry import tensor_parts
+from ...weights.loader import load_weights
+from ...weights.slots import Allocate
+from ...weights.source import open_weights
+from ..base import DraftContext
+from .checkpoint import read_token_map
 
 
 def model_head(context: DraftContext, local: Parallel, allocate: Allocate) -> DraftHead:

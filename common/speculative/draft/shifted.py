@@ -12,20 +12,20 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..api.drafts import Drafts
-from ..attention.base import AttentionPlanner
-from ..attention.workspace import AttentionWorkspace
-from ..config.model import ModelSpec
-from ..forward.host_copies import upload_joined
-from ..forward.step_context import StepContext
-from ..kvcache.layout import KVLayout
-from ..kvcache.pool import KVPool
-from ..models.drafts.network import DraftHead, DraftNetwork
-from ..weights.slots import Slot
-from .base import DraftContext, Drafter, DraftStep, Features
-from .draft_checkpoint import draft_attention
-from .drafting_chains import Chains, StepRows
-from .pass_batch import DraftPages
+from ...api.drafts import Drafts
+from ...attention.base import AttentionPlanner
+from ...attention.workspace import AttentionWorkspace
+from ...config.model import ModelSpec
+from ...forward.host_copies import upload_joined
+from ...forward.step_context import StepContext
+from ...kvcache.layout import KVLayout
+from ...kvcache.pool import KVPool
+from ...models.drafts.network import DraftHead, DraftNetwork
+from ...weights.slots import Slot
+from ..base import DraftContext, Drafter, DraftStep, Features
+from .chains import Chains, StepRows
+from .checkpoint import draft_attention
+from .pages import DraftPages
 
 
 @dataclass(frozen=True)

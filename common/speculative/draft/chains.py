@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..api.drafts import Drafts
-from ..kvcache.manager import PageTable
-from .base import DraftStep
+from ...api.drafts import Drafts
+from ...kvcache.manager import PageTable
+from ..base import DraftStep
 
 
 class StepRows:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..forward.forward_batch import BatchColumns, ForwardBatch, indptr_of, ragged_positions
-from ..kvcache.manager import PageTable
+from ...forward.forward_batch import BatchColumns, ForwardBatch, indptr_of, ragged_positions
+from ...kvcache.manager import PageTable
 
 
 class DraftPages:

@@ -12,22 +12,22 @@ from typing import Any
 
 import torch
 
-from ..api.errors import ConfigError
-from ..attention.base import AttentionPlanner
-from ..attention.mla.select import select_latent_attention
-from ..attention.select import select_attention
-from ..config.checkpoint import read_json, resolve_metadata
-from ..config.model import ModelSpec
-from ..config.server import ModelArgs, ServerConfig
-from ..distributed.parallel import Parallel
-from ..kvcache.layout import KVLayout
-from ..kvcache.pool import KVPool
-from ..models.registry import load_model_spec
-from ..weights.kv_scales import KV_DTYPES
-from ..weights.loader import TensorParts
-from ..weights.slots import Allocate, allocator
-from ..weights.source import open_weights
-from .base import DraftContext
+from ...api.errors import ConfigError
+from ...attention.base import AttentionPlanner
+from ...attention.mla.select import select_latent_attention
+from ...attention.select import select_attention
+from ...config.checkpoint import read_json, resolve_metadata
+from ...config.model import ModelSpec
+from ...config.server import ModelArgs, ServerConfig
+from ...distributed.parallel import Parallel
+from ...kvcache.layout import KVLayout
+from ...kvcache.pool import KVPool
+from ...models.registry import load_model_spec
+from ...weights.kv_scales import KV_DTYPES
+from ...weights.loader import TensorParts
+from ...weights.slots import Allocate, allocator
+from ...weights.source import open_weights
+from ..base import DraftContext
 
 
 @dataclass(frozen=True)
