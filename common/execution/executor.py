@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from ..api.drafts import Drafts
 from ..api.errors import InvalidRequest
 from ..forward.forward_batch import AfterGroup, ModelInput, TokenIds
 from ..grammar.store import GrammarStore
@@ -19,7 +21,7 @@ from ..request.step_output import RowOutput, StepOutput, keep_accepted
 from ..sampling.extras.embeds import embeds_of
 from ..sampling.extras.hidden_states import HiddenReport, HiddenRows, hidden_rows
 from ..sampling.extras.prompt_logprobs import PromptReport, PromptRow, prompt_rows
-from .draft_pass import Accepted, DraftPass, Verified, accepted
+from .draft_pass import Accepted, ComputedStep, DraftPass, accepted
 from .extra_rows import ExtraRow, extra_rows, fill_masks
 
 if TYPE_CHECKING:
@@ -29,18 +31,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step that was launched. Its results stay on the device until ``wait``. ``verified``: where a draft pass, which
-    waits for the tokens, has run."""
+    """A step that was launched. Its results stay on the device until ``wait``.
+
+    ``draft``: where a drafter follows the step, it runs once the host knows how many drafts were accepted; it returns
+    its own drafts by the request's index in the step.
+    """
 
     step: StepInput
     sample: Sample
     reports: Sequence[Report]
-    verified: Verified | None = None
+    draft: Callable[[list[int]], dict[int, Drafts]] | None = None
 
     def wait(self) -> StepOutput:
-        """Waits for the step; changes no request, and may be called in another thread, once."""
+        """Waits for the step; changes no request. To be called once, without ``draft`` possibly in another thread."""
         step = self.step
-        found = accepted(step, self.sample.token_ids()) if self.verified is None else self.verified.accepted
+        found = accepted(step, self.sample.token_ids())
         extras: dict[int, RowOutput] = {}
         for report in self.reports:
             report.add_to(extras)
@@ -50,7 +55,7 @@ class LaunchedStep:
             if step.drafts:
                 keep_accepted(step, found.counts, found.rows, extras)
         return StepOutput(step.sample_index, found.counts, found.tokens, extras,
-                          {} if self.verified is None else self.verified.drafts)
+                          {} if self.draft is None else self.draft(found.counts))
 
     def _add_failures(self, found: Accepted, extras: dict[int, RowOutput]) -> None:
         """Fails requests whose first row has failed; where it is a draft's row, the next step computes it anew."""
@@ -98,12 +103,26 @@ class Executor:
             reports = [*reports, PromptReport(prompt, logits[count:])]
         if states is not None:
             reports = [*reports, HiddenReport(hidden, states)]
-        verified = None
+        draft = None
         if self._draft_pass is not None:
             assert batch is not None
-            verified = self._draft_pass.run(step, batch, features, sample)
-        self._last = LaunchedStep(step, sample, reports, verified)
+            draft = self._draft(ComputedStep(step, batch, features, sample.tokens), after_group)
+        self._last = LaunchedStep(step, sample, reports, draft)
         return self._last
+
+    def _draft(self, computed: ComputedStep, after_group: AfterGroup | None) -> Callable[[list[int]],
+                                                                                         dict[int, Drafts]]:
+        """Runs the drafter after a step, with ``after_group`` now, as the draft's layer groups follow the model's; else
+        once the returned function is called with the tokens that each request got."""
+        assert self._draft_pass is not None
+        if after_group is None:
+            return partial(self._draft_pass.run, computed)
+        drafts = self._draft_pass.run(computed, [1] * len(computed.step.sample_index))
+        assert not computed.step.drafts and self._runner.draft_pool is not None
+        first = sum(len(pool.layout.groups) for pool in self._runner.pools)
+        for group in range(len(self._runner.draft_pool.groups)):
+            after_group(first + group, self.event())
+        return lambda counts: drafts
 
     def forward(self, step: StepInput, after_group: AfterGroup | None = None) -> None:
         """Does as ``launch`` on a pipeline stage before the last one, which has no logits. No token may be pending."""
