@@ -59,6 +59,7 @@ class RetainedPrompts:
         assert req.page_table is not None
         if self._seconds == 0 or req.page_table.node is None or req.hidden is not None:
             return
+        self._cache.commit(req.page_table, req.tokens.view(0, req.num_prompt_tokens + self._cache.lookahead))
         partial_page = req.page_table.partial_page or self._cache.keep_partial_page(req.page_table, req.prompt)
         self._prompts[room] = RetainedPrompt(req.prompt, _parameters_of(req), partial_page, result, next(self._numbers))
 
@@ -87,8 +88,8 @@ class RetainedPrompts:
             return None
         if not np.array_equal(prompt.token_ids, req.prompt) or prompt.parameters != _parameters_of(req):
             return None
-        if (page_table := self._cache.match_full_prompt(req.prompt, prompt.partial_page,
-                                                             req.namespace)) is None:
+        if (page_table := self._cache.match_full_prompt(req.prompt, prompt.partial_page, req.namespace,
+                                                        prompt.result.token_id)) is None:
             self.drop(room)
             return None
         self._remove(room)

@@ -13,7 +13,7 @@ Any client that can connect can read the tokens of all prompts: the port belongs
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 
 import numpy as np
 import zmq
@@ -33,12 +33,14 @@ _SEND_QUEUE_BATCHES = 100_000
 class PageRecorder:
     """Listener of the prefix cache: records stored and removed pages as events.
 
-    Hashes are indexed by page id, so that a lookup does not walk the tree.
+    Hashes are indexed by page id, so that a lookup does not walk the tree. Equal pages that differ in their lookahead
+    have one hash, which is removed with the last of them.
     """
 
     def __init__(self, page_size: int):
         self._page_size = page_size
         self._hash_of: dict[int, int] = {}
+        self._num_pages: Counter[int] = Counter()  # by hash
         self.events: list[Event] = []
 
     def stored(self, namespace: Namespace, parent: int | None, pages: np.ndarray, tokens: np.ndarray) -> None:
@@ -46,11 +48,17 @@ class PageRecorder:
         before = namespace.seed if parent is None else self._hash_of[parent]
         hashes = chained(tokens.astype("<i4", copy=False).tobytes(), 4 * self._page_size, before)
         self._hash_of.update(zip(pages.tolist(), hashes))
+        self._num_pages.update(hashes)
         self.events.append(Stored(hashes, before, tokens.tolist(), self._page_size))
 
     def removed(self, namespace: Namespace, pages: np.ndarray) -> None:
         hashes = [self._hash_of.pop(page) for page in pages.tolist()]
-        self.events.append(Removed(hashes))
+        self._num_pages.subtract(hashes)
+        gone = [page_hash for page_hash in hashes if not self._num_pages[page_hash]]
+        for page_hash in gone:
+            del self._num_pages[page_hash]
+        if gone:
+            self.events.append(Removed(gone))
 
     def take(self) -> list[Event]:
         events, self.events = self.events, []

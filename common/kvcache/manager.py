@@ -102,13 +102,15 @@ class KVCacheManager:
     """Page allocator and prefix cache of one rank. Torch-free and deterministic, so that the ranks of a
     tensor-parallel group, fed the same calls, have equal page tables."""
 
-    def __init__(self, num_pages: int, page_size: int, prefix_cache: bool = True, groups: Sequence[CacheGroup] = ()):
+    def __init__(self, num_pages: int, page_size: int, prefix_cache: bool = True, groups: Sequence[CacheGroup] = (),
+                 lookahead: int = 0):
         """``num_pages`` of the first cache group, whose layers read all tokens; ``groups`` are the further ones, with
-        pages of the same number of tokens."""
+        pages of the same number of tokens. ``lookahead``: tokens after a page on which its content depends."""
         self.page_size = page_size
+        self.lookahead = lookahead
         self.allocator = PageAllocator(num_pages)
         self.groups = groups
-        self.prefix_cache = PrefixCache(page_size, groups) if prefix_cache else None
+        self.prefix_cache = PrefixCache(page_size, groups, lookahead) if prefix_cache else None
         self.partial_pages = PartialPages(groups)
         self.tier: KVTier | None = None
         self._tier_waits = False
@@ -154,7 +156,8 @@ class KVCacheManager:
         it locks. What is committed from the table stays in that namespace."""
         if self.prefix_cache is None:
             return self.new_private_table()
-        node, pages = self.prefix_cache.match(tokens[: limit // self.page_size * self.page_size], namespace)
+        node, pages = self.prefix_cache.match(tokens[: limit // self.page_size * self.page_size + self.lookahead],
+                                              namespace)
         return self._table_of(node, pages, len(pages) * self.page_size)
 
     def match_incoming(self, tokens: np.ndarray, namespace: Namespace = SHARED) -> PageTable:
@@ -162,8 +165,7 @@ class KVCacheManager:
         begins with the first page that is read after the prompt, and its cached pages may end before the others'."""
         if self.prefix_cache is None:
             return self.new_private_table(len(tokens))
-        node, pages = self.prefix_cache.match_first_group(
-            tokens[: len(tokens) // self.page_size * self.page_size], namespace)
+        node, pages = self.prefix_cache.match_first_group(tokens, namespace)
         return self._table_of(node, pages, len(tokens))
 
     def _table_of(self, node: Node, pages: np.ndarray, num_tokens: int) -> PageTable:
@@ -224,13 +226,14 @@ class KVCacheManager:
             return []
         assert self.prefix_cache is not None
         first, end = table.num_cached_pages, limit // self.page_size
-        return self.prefix_cache.keys_below(table.node, tokens[first * self.page_size:end * self.page_size])
+        return self.prefix_cache.keys_below(table.node, tokens[first * self.page_size:
+                                                               end * self.page_size + self.lookahead])
 
     def add_loaded(self, table: PageTable, tokens: np.ndarray, num_pages: int) -> None:
         """Publish ``num_pages`` pages of ``tokens`` (int32), after those that ``table`` found in the prefix cache: a
         tier has filled them."""
         count = table.num_cached_pages + num_pages
-        self.commit(table, tokens[:count * self.page_size])
+        self.commit(table, tokens[:count * self.page_size + self.lookahead])
         table.num_cached_pages = count
 
     def reserve(self, table: PageTable, max_tokens: int) -> bool:
@@ -315,13 +318,14 @@ class KVCacheManager:
         return pages
 
     def commit(self, table: PageTable, tokens: np.ndarray) -> None:
-        """Publish the full pages of ``tokens`` (int32, all computed) in the prefix cache.
+        """Publish the full pages of ``tokens`` (int32) in the prefix cache: all are computed but the lookahead, without
+        which, as long as it is unknown, the last page may not be published.
 
         The page ids in ``table`` never change: a transfer may be reading them. Where the tree has equal pages already,
         the request keeps its own until it ends.
         """
         cache = self.prefix_cache
-        count = len(tokens) // self.page_size
+        count = (len(tokens) - self.lookahead) // self.page_size
         if cache is None or table.node is None:
             return
         if count <= table.num_published:
@@ -329,8 +333,8 @@ class KVCacheManager:
                 self._publish_groups(table)
             return
         first = table.num_published  # table.node covers the pages before
-        node, present = cache.insert(tokens[first * self.page_size : count * self.page_size], table.ids[first:count],
-                                     table.node)
+        node, present = cache.insert(tokens[first * self.page_size : count * self.page_size + self.lookahead],
+                                     table.ids[first:count], table.node)
         present += first
         cache.move_lock(table.node, node)
         table.node = node
@@ -364,11 +368,12 @@ class KVCacheManager:
         self.partial_pages.acquire(table.partial_page)
         return table.partial_page
 
-    def match_full_prompt(self, tokens: np.ndarray, partial: PartialPage | None,
-                          namespace: Namespace = SHARED) -> PageTable | None:
-        """A page table of all pages of ``tokens`` (int32), ``partial`` the last; None where some were evicted."""
+    def match_full_prompt(self, tokens: np.ndarray, partial: PartialPage | None, namespace: Namespace = SHARED,
+                          next_token: int = 0) -> PageTable | None:
+        """A page table of all pages of ``tokens`` (int32), which ``next_token`` follows, ``partial`` the last; None
+        where some were evicted."""
         rest = len(tokens) % self.page_size
-        table = self.match_prefix(tokens, len(tokens), namespace)
+        table = self.match_prefix(np.append(tokens, np.int32(next_token)), len(tokens), namespace)
         if table.count < len(tokens) // self.page_size or (rest and (partial is None or partial.page is None)):
             self.release(table)
             return None
@@ -391,7 +396,7 @@ class KVCacheManager:
         return self.prefix_cache is not None and table.node is not None
 
     def release(self, table: PageTable, tokens: np.ndarray | None = None) -> None:
-        """Free a table's pages. ``tokens``, where given, are the computed ones: their full pages stay in the cache."""
+        """Free a table's pages. ``tokens``, where given, are as in ``commit``: their full pages stay in the cache."""
         self.release_all([(table, tokens)])
 
     def release_all(self, ending: Sequence[tuple[PageTable, np.ndarray | None]]) -> None:

@@ -20,11 +20,13 @@ def namespace_key(namespace: Namespace) -> PageKey:
     return blake2b(namespace.packed, digest_size=16, person=b"baton namespace").digest()
 
 
-def page_keys(before: PageKey, tokens: np.ndarray, page_size: int) -> list[PageKey]:
-    """The keys of the full pages of ``tokens`` (int32), which follow the page of key ``before``; about 1 us a page."""
+def page_keys(before: PageKey, tokens: np.ndarray, page_size: int, lookahead: int = 0) -> list[PageKey]:
+    """The keys of the full pages of ``tokens`` (int32), which follow the page of key ``before``; about 1 us a page.
+    With a ``lookahead`` (prefix_cache.py) as many tokens after a page are in its key."""
     data, size = tokens.astype("<i4", copy=False).tobytes(), 4 * page_size
+    covered = size + 4 * lookahead
     keys = []
-    for start in range(0, len(data) - size + 1, size):
-        before = blake2b(before + data[start:start + size], digest_size=16).digest()
+    for start in range(0, len(data) - covered + 1, size):
+        before = blake2b(before + data[start:start + covered], digest_size=16).digest()
         keys.append(before)
     return keys

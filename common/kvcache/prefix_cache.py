@@ -5,6 +5,10 @@ keyed by the tokens they were computed from, and a new prompt reuses the pages o
 An edge is a whole number of pages; a partial page never enters the tree. Pages of different namespaces
 (``api.namespace``) are never shared: each namespace has a root of its own, from its first page to its last.
 
+Where a drafter stores at a token's slot what depends on the token after it, too (EAGLE), two pages are equal only if
+the first tokens after them are: a page is known by its own tokens and a *lookahead* of one more. (SGLang's radix cache
+has keys of two tokens for EAGLE, to the same end.)
+
 The pages of an edge are the first cache group's. Of further groups (cache_group.py) it has the pages that their rules
 make useful and that were not evicted since, which they are before the edge is.
 """
@@ -25,8 +29,9 @@ from .page_keys import PageKey, namespace_key, page_keys
 class Node:
     """An edge of the tree and the point it leads to.
 
-    ``tokens`` (int32) has ``page_size`` entries for each of ``pages`` (int64). ``locks`` counts the requests that
-    read this node or one below it: a locked node is not evicted. A root has neither tokens, locks nor a parent.
+    ``tokens`` (int32) has ``page_size`` entries for each of ``pages`` (int64), and the lookahead. ``locks`` counts the
+    requests that read this node or one below it: a locked node is not evicted. A root has neither tokens, locks nor a
+    parent.
     ``group_pages`` has the page ids (int64) of each further group, ABSENT for those that it lacks. ``keys`` are those
     under which tiers keep copies of the pages; None until they are asked for.
     """
@@ -56,7 +61,8 @@ class CacheListener(Protocol):
     """Listener that is called for every page that enters or leaves the tree."""
 
     def stored(self, namespace: Namespace, parent: int | None, pages: np.ndarray, tokens: np.ndarray) -> None:
-        """``pages`` follow page ``parent`` (None: they begin a prompt); both arrays are the tree's own."""
+        """``pages`` of ``tokens``, without a lookahead, follow page ``parent`` (None: they begin a prompt); both arrays
+        are the tree's own. Equal pages that differ in their lookahead are stored, and removed, one by one."""
 
     def removed(self, namespace: Namespace, pages: np.ndarray) -> None: ...
 
@@ -77,9 +83,11 @@ class PrefixCache:
     ``listeners`` are called on changes, in order; they are added while the cache is empty.
     """
 
-    def __init__(self, page_size: int, groups: Sequence[CacheGroup] = ()):
-        """``groups`` are the further groups, whose pages enter by ``CacheGroup.give_to_cache``."""
+    def __init__(self, page_size: int, groups: Sequence[CacheGroup] = (), lookahead: int = 0):
+        """``groups`` are the further groups, whose pages enter by ``CacheGroup.give_to_cache``. ``lookahead``: tokens
+        after a page on which its content depends."""
         self.page_size = page_size
+        self.lookahead = lookahead
         self._groups = groups
         self._roots: dict[Namespace, Node] = {}  # those that have children
         self.num_pages = 0
@@ -96,8 +104,8 @@ class PrefixCache:
         return self.num_pages - self.num_locked
 
     def match(self, tokens: np.ndarray, namespace: Namespace = SHARED) -> tuple[Node, np.ndarray]:
-        """The node and page ids of the longest prefix of ``tokens`` (int32) that is cached in a namespace, in whole
-        pages; a root where nothing is.
+        """The node and page ids of the longest prefix of ``tokens`` (int32, the lookahead included) that is cached in a
+        namespace, in whole pages; a root where nothing is.
 
         Splits an edge where the prefix ends inside it, so that the node covers exactly the prefix. After this prefix
         tokens can be computed: it ends where each further group has the pages that they read.
@@ -105,7 +113,7 @@ class PrefixCache:
         root = self._roots.get(namespace) or _root(namespace)
         node, pages = self._walk(root, tokens)
         if self._groups and (count := self._reusable_pages(node, len(pages))) < len(pages):
-            node, pages = self._walk(root, tokens[:count * self.page_size])
+            node, pages = self._walk(root, tokens[:count * self.page_size + self.lookahead])
         self._touch(node)
         return node, pages
 
@@ -156,13 +164,13 @@ class PrefixCache:
         return node, np.concatenate(pages) if pages else np.empty(0, np.int64)
 
     def insert(self, tokens: np.ndarray, pages: np.ndarray, below: Node | None = None) -> tuple[Node, int]:
-        """Make ``tokens`` (int32, whole pages) a path of the tree that begins below ``below``, which ``match`` returned
-        (None: at the root of ``SHARED``).
+        """Make ``tokens`` (int32, whole pages and the lookahead) a path of the tree that begins below ``below``, which
+        ``match`` returned (None: at the root of ``SHARED``).
 
         Takes ownership of ``pages[n:]`` and returns the path's last node with n, the number of leading pages that the
         tree had already: the caller keeps those of ``pages``.
         """
-        assert len(tokens) == len(pages) * self.page_size
+        assert len(tokens) == len(pages) * self.page_size + self.lookahead
         if below is None or below.parent is None:  # that root may have left, and another come
             namespace = SHARED if below is None else below.namespace
             below = self._roots.get(namespace) or _root(namespace)
@@ -178,7 +186,7 @@ class PrefixCache:
             self.num_pages += len(leaf.pages)
             self.version += 1
             for listener in self.listeners:
-                listener.stored(leaf.namespace, _last_page(node), leaf.pages, leaf.tokens)
+                listener.stored(leaf.namespace, _last_page(node), leaf.pages, self._own_tokens(leaf))
             node = leaf
         self._touch(node)
         return node, present
@@ -252,19 +260,20 @@ class PrefixCache:
         for step in reversed(path):
             before = step.parent
             step.keys = ([namespace_key(step.namespace)] if before is None or before.keys is None else
-                         page_keys(before.keys[-1], step.tokens, self.page_size))
+                         page_keys(before.keys[-1], step.tokens, self.page_size, self.lookahead))
         assert node.keys is not None
         return node.keys
 
     def keys_below(self, node: Node, tokens: np.ndarray) -> list[PageKey]:
-        """The keys of the full pages of ``tokens`` (int32), which follow those of the path to ``node``."""
-        return page_keys(self.page_keys(node)[-1], tokens, self.page_size)
+        """The keys of the full pages of ``tokens`` (int32, the lookahead included), which follow those of the path to
+        ``node``."""
+        return page_keys(self.page_keys(node)[-1], tokens, self.page_size, self.lookahead)
 
     def edges(self) -> Iterator[Edge]:
         """Yields every edge, parents before children."""
         for node in self._nodes():
             assert node.parent is not None
-            yield Edge(node.namespace, _last_page(node.parent), node.pages, node.tokens)
+            yield Edge(node.namespace, _last_page(node.parent), node.pages, self._own_tokens(node))
 
     def check_integrity(self) -> None:
         """Recount everything; asserts that the totals hold and that no page has two owners."""
@@ -288,19 +297,24 @@ class PrefixCache:
             stack.extend(node.children.values())
 
     def _key(self, tokens: np.ndarray) -> bytes:
-        """Key of a child: the tokens of its first page. Fewer tokens than a page match no child."""
-        return tokens[: self.page_size].tobytes()
+        """Key of a child: the tokens of its first page, and the lookahead. Fewer tokens match no child."""
+        return tokens[: self.page_size + self.lookahead].tobytes()
+
+    def _own_tokens(self, node: Node) -> np.ndarray:
+        """The tokens of a node's pages, without the lookahead."""
+        return node.tokens[: len(node.pages) * self.page_size]
 
     def _common_pages(self, node: Node, tokens: np.ndarray) -> int:
+        """Pages that a node and ``tokens``, whose first page is the node's, have in common."""
         length = min(len(node.tokens), len(tokens))
         differ = np.flatnonzero(node.tokens[:length] != tokens[:length])
-        return (int(differ[0]) if len(differ) else length) // self.page_size
+        return ((int(differ[0]) if len(differ) else length) - self.lookahead) // self.page_size
 
     def _split(self, node: Node, pages: int) -> Node:
         """Cut an edge after ``pages`` pages; returns the new upper node."""
         cut = pages * self.page_size
         assert node.parent is not None and 0 < pages < len(node.pages)
-        upper = Node(node.namespace, node.tokens[:cut], node.pages[:pages], node.parent,
+        upper = Node(node.namespace, node.tokens[:cut + self.lookahead], node.pages[:pages], node.parent,
                      [ids[:pages] for ids in node.group_pages])
         upper.locks, upper.last_used = node.locks, node.last_used
         if node.keys is not None:

@@ -156,9 +156,9 @@ class Req:
         return zlib.crc32(self.prompt.tobytes(), start if self.embeds is None else
                           zlib.crc32(self.embeds.tobytes(), start))
 
-    @property
-    def computed(self) -> np.ndarray:
-        return self.tokens.view(0, self.num_computed_tokens)
+    def computed(self, lookahead: int = 0) -> np.ndarray:
+        """The computed tokens, and up to ``lookahead`` after them, as far as they are known."""
+        return self.tokens.view(0, self.num_computed_tokens + lookahead)
 
     @property
     def max_tokens(self) -> int:

@@ -45,23 +45,14 @@ class TorchSampling:
         truncated = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1]
         if truncated:
             index = self._tensor(truncated)
-            scaled[index] = self._top_k_top_p(scaled[index], [params[row] for row in truncated])
+            top_k = self._tensor([params[row].top_k if params[row].top_k > 0 else self._vocab_size
+                                  for row in truncated])
+            top_p = self._tensor([params[row].top_p for row in truncated], torch.float32)
+            scaled[index] = mask_excess(scaled[index], top_k[:, None], top_p[:, None])
         if any(p.min_p > 0 for p in params):
             floor = self._tensor([p.min_p for p in params], torch.float32).log()
             scaled.masked_fill_(scaled < scaled.amax(-1, keepdim=True) + floor[:, None], float("-inf"))
         return scaled
-
-    def _top_k_top_p(self, scaled: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-        ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
-        top_k = self._tensor([p.top_k if p.top_k > 0 else self._vocab_size for p in params])
-        ordered.masked_fill_(torch.arange(self._vocab_size, device=self._device) >= top_k[:, None], float("-inf"))
-        top_p = self._tensor([p.top_p for p in params], torch.float32)
-        probabilities = ordered.softmax(-1)
-        before = probabilities.cumsum(-1) - probabilities
-        excess = before >= top_p[:, None]
-        excess[:, 0] = False
-        ordered.masked_fill_(excess & (top_p < 1)[:, None], float("-inf"))
-        return torch.empty_like(scaled).scatter_(-1, order, ordered)
 
     def _noise(self, params: Sequence[SamplingParams], positions: Sequence[int]) -> torch.Tensor:
         """Returns exponential noise ``[len(params), vocab]``, above 0."""
@@ -85,3 +76,14 @@ def scaled_logits(logits: torch.Tensor, params: Sequence[SamplingParams]) -> tor
     temperature = upload([p.temperature for p in params], torch.float32, logits.device)
     # With a tiny temperature the largest logits would become inf - inf = NaN; shifted first, they become 0 and -inf.
     return (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
+
+
+def mask_excess(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Returns logits [n, vocab] with -inf for what ``top_k`` [n, 1], then ``top_p`` [n, 1] of the rest rule out."""
+    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+    ordered.masked_fill_(torch.arange(scaled.shape[-1], device=scaled.device) >= top_k, float("-inf"))
+    probabilities = ordered.softmax(-1)
+    excess = probabilities.cumsum(-1) - probabilities >= top_p
+    excess[:, 0] = False
+    ordered.masked_fill_(excess & (top_p < 1), float("-inf"))
+    return torch.empty_like(scaled).scatter_(-1, order, ordered)

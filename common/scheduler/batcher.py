@@ -290,7 +290,7 @@ class Batcher:
         for chunk in step.prefill_chunks:
             req = chunk.req
             assert req.page_table is not None
-            self.cache.commit(req.page_table, req.computed)
+            self.cache.commit(req.page_table, req.computed(self.cache.lookahead))
             if chunk.samples:
                 self.prefilling.remove(req)
                 self.queues.start_running(req)

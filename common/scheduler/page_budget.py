@@ -84,8 +84,9 @@ class PageBudget:
 
     def release(self, reqs: Sequence[Req], *, keep: bool) -> None:
         """Free the requests' pages; ``keep`` leaves the full ones in the prefix cache."""
-        self.cache.release_all([(req.page_table, req.computed if keep and self.cache.is_cacheable(req.page_table)
-                                 else None) for req in reqs if req.page_table is not None])
+        self.cache.release_all([(req.page_table, req.computed(self.cache.lookahead)
+                                 if keep and self.cache.is_cacheable(req.page_table) else None)
+                                for req in reqs if req.page_table is not None])
         for req in reqs:
             req.page_table = None
             req.num_computed_tokens = 0

@@ -8,6 +8,7 @@ from ..api.errors import AbortRequested, Conflict, InvalidRequest, Overloaded, S
 from ..api.messages import Failed, Finish, FromEngine, Generate, Logprobs, OutputBatch
 from ..api.token_ids import check_request_ids
 from ..request.req import Req
+from ..request.seeds import seeded
 
 
 class RequestTracker:
@@ -17,8 +18,10 @@ class RequestTracker:
     """
 
     def __init__(self, send: Callable[[FromEngine], None], *, eos_ids: frozenset[int], vocab_size: int,
-                 max_request_tokens: int, max_requests: int, timeout: float, reserves_output: bool = True):
-        """``reserves_output``: this engine also decodes, so that prompt and output must both fit."""
+                 max_request_tokens: int, max_requests: int, timeout: float, reserves_output: bool = True,
+                 random_seed: int | None = None):
+        """``reserves_output``: this engine also decodes, so that prompt and output must both fit. ``random_seed``:
+        requests without a seed get one, see ``seeded``; None leaves them without."""
         self._send = send
         self.eos_ids = eos_ids
         self.vocab_size = vocab_size
@@ -26,6 +29,7 @@ class RequestTracker:
         self._max_requests = max_requests
         self._timeout = timeout
         self._reserves_output = reserves_output
+        self._random_seed = random_seed
         self._outputs = OutputBatch([], [])
         self.live: dict[str, Req] = {}
         self.counters: dict[str, float] = dict.fromkeys(
@@ -39,6 +43,8 @@ class RequestTracker:
         except ServingError as error:
             self._send(Failed(message.rid, error.wire_code, error.message))
             return None
+        if self._random_seed is not None:
+            req.sampling = seeded(message, self._random_seed)
         self.live[req.rid] = req
         return req
 

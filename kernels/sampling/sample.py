@@ -245,6 +245,33 @@ def _sample_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, floor
         tl.atomic_max(best_ptr + index, word)
 
 
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["floats_ptr"])
+def _perturb_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, floor_ptr, last_ptr, ids_ptr, score_ptr,
+                    count, vocab, TRUNCATES: tl.constexpr, MAPPED: tl.constexpr, BLOCK: tl.constexpr):
+    index = tl.program_id(0)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab
+    row = tl.load(ints_ptr + index)
+    temperature = tl.load(floats_ptr + index).to(tl.float32)
+    samples = temperature > 0
+    temperature = tl.where(samples, temperature, 1.0)
+    smallest = tl.load(floats_ptr + 2 * count + index).to(tl.float32)
+    peak = tl.load(peak_ptr + row)
+    x = tl.load(logits_ptr + row * stride_row + token, inside, other=float("-inf")).to(tl.float32)
+    scaled = tl.div_rn(x - peak, temperature + tl.zeros((BLOCK,), tl.float32))
+    remains = inside & (scaled >= smallest)
+    if TRUNCATES:
+        floor = tl.load(floor_ptr + index)
+        remains = remains & ((x > floor) | ((x == floor) & (token <= tl.load(last_ptr + index))))
+    token_id = token.to(tl.int64)
+    if MAPPED:
+        token_id = tl.load(ids_ptr + token, inside, other=0)
+    seed = tl.load(ints_ptr + count + index).to(tl.uint64, bitcast=True)
+    position = tl.load(ints_ptr + 2 * count + index).to(tl.uint64, bitcast=True)
+    score = tl.where(samples, scaled - tl.log(_noise(seed, position, token_id.to(tl.uint64))), scaled)
+    tl.store(score_ptr + index.to(tl.int64) * vocab + token, tl.where(remains, score, float("-inf")), inside)
+
+
 def sample(logits: torch.Tensor, peaks: torch.Tensor, params: torch.Tensor, truncates: bool) -> torch.Tensor:
     """Sample tokens ``[n]`` int64 from n of the rows of ``logits`` [R, vocab] of 16 or 32 bits, which is not changed.
 
@@ -256,13 +283,36 @@ def sample(logits: torch.Tensor, peaks: torch.Tensor, params: torch.Tensor, trun
     count, vocab = params.shape[1], logits.shape[1]
     ints, floats = params[:INTS], params[INTS:].view(torch.float64)
     best = torch.full((count,), 0x7FFFFFFF, dtype=torch.int64, device=logits.device)
-    floors, lasts = peaks, ints
-    if truncates:
-        floors = torch.empty(count, dtype=torch.float32, device=logits.device)
-        lasts = torch.empty(count, dtype=torch.int32, device=logits.device)
-        _truncate_kernel[(count,)](logits, logits.stride(0), peaks, ints, floats, floors, lasts, count, vocab,
-                                   BLOCK=_SEARCH_BLOCK, num_warps=16)
+    floors, lasts = _truncate(logits, peaks, params) if truncates else (peaks, ints)
     _sample_kernel[(count, triton.cdiv(vocab, _CHUNK))](
         logits, logits.stride(0), peaks, ints, floats, floors, lasts, best, count, vocab, TRUNCATES=truncates,
         BLOCK=_CHUNK, num_warps=4)
     return 0x7FFFFFFF - (best & 0xFFFFFFFF)
+
+
+def perturb(logits: torch.Tensor, peaks: torch.Tensor, params: torch.Tensor, truncates: bool,
+            token_ids: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns scores ``[n, vocab]`` float32, the largest of which is the sample: logits by temperature, shifted so that
+    the largest is 0, plus Gumbel noise; -inf where truncated. With temperature 0, logits without noise.
+
+    Arguments are ``sample``'s. The noise of a column is that of the token of its number, or of ``token_ids`` [vocab]
+    int64.
+    """
+    count, vocab = params.shape[1], logits.shape[1]
+    ints, floats = params[:INTS], params[INTS:].view(torch.float64)
+    floors, lasts = _truncate(logits, peaks, params) if truncates else (peaks, ints)
+    scores = torch.empty((count, vocab), dtype=torch.float32, device=logits.device)
+    _perturb_kernel[(count, triton.cdiv(vocab, _CHUNK))](
+        logits, logits.stride(0), peaks, ints, floats, floors, lasts, ints if token_ids is None else token_ids, scores,
+        count, vocab, TRUNCATES=truncates, MAPPED=token_ids is not None, BLOCK=_CHUNK, num_warps=4)
+    return scores
+
+
+def _truncate(logits: torch.Tensor, peaks: torch.Tensor, params: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns ``_truncate_kernel``'s floors [n] float32 and lasts [n] int32."""
+    count = params.shape[1]
+    floors = torch.empty(count, dtype=torch.float32, device=logits.device)
+    lasts = torch.empty(count, dtype=torch.int32, device=logits.device)
+    _truncate_kernel[(count,)](logits, logits.stride(0), peaks, params[:INTS], params[INTS:].view(torch.float64),
+                               floors, lasts, count, logits.shape[1], BLOCK=_SEARCH_BLOCK, num_warps=16)
+    return floors, lasts

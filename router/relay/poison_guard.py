@@ -6,6 +6,9 @@ answered, or lived longer than it had on the worker that died. The others wait, 
 first, since what kills a worker mostly does so at once. So when another worker dies, it is known which of its suspects
 did it: its fingerprint, a hash of what it asks for, is refused for ``--poison-refusal-secs``.
 
+Workers may die together, and the deaths be noticed one after the other. So a worker takes a suspect into quarantine
+only right after its engine has answered a request that was sent when the suspect's last death was known.
+
 A slow killer may leave quarantine before it strikes; what was in flight at three deaths is refused all the same. A
 death counts once it is certain: an engine's last words, a refused connection, a health check without a good response.
 """
@@ -54,6 +57,10 @@ _MAX_CONTINUED_AGE_SECONDS = 0.5
 """A continued stream meets what killed its worker within this time, however long it had run before."""
 _OUTLIVED_SECONDS = 10.0
 """A request that lives longer than twice its age at a death plus this is no suspect any more."""
+_PROOF_SECONDS = 0.1
+"""A worker whose engine has answered takes suspects into quarantine for this time."""
+_ENGINE_CHECK = "/get_load"
+"""Our servers answer it after their engine did; ``/health`` is answered by the API server, which may not yet know."""
 _SECOND_CHECK_SECONDS = 0.25
 """A peer may hear of an engine's death a moment before the engine's own API server, which is then asked twice."""
 _FIELDS_WITHOUT_CONTENT = frozenset((
@@ -132,8 +139,8 @@ class Suspect:
     that the first byte proves nothing.
     """
 
-    __slots__ = ("fingerprint", "role", "deaths", "age", "from_record", "entered_at", "deadline", "finished", "start",
-                 "dead_worker", "_guard", "_quarantined_on", "_runs_on", "_timer")
+    __slots__ = ("fingerprint", "role", "deaths", "age", "from_record", "noticed_at", "entered_at", "deadline",
+                 "finished", "start", "dead_worker", "_guard", "_quarantined_on", "_runs_on", "_timer")
 
     def __init__(self, guard: PoisonGuard, mark: bytes, role: Role, deaths: int, age: float, *, from_record: bool):
         self.fingerprint = mark
@@ -143,6 +150,8 @@ class Suspect:
         self.age = age
         """Seconds that the request had run when the worker died."""
         self.from_record = from_record
+        self.noticed_at = guard.loop.time()
+        """The time at which its last death was known."""
         self.entered_at = self.deadline = 0.0
         self.finished = False
         self.dead_worker: Worker | None = None
@@ -153,13 +162,13 @@ class Suspect:
         self._timer: asyncio.TimerHandle | None = None
 
     def enter(self, worker: Worker) -> None:
-        """Begin an attempt on a worker, in quarantine if no other suspect is in quarantine there."""
+        """Begin an attempt on a worker, in quarantine if that is known to live and has no other suspect in it."""
         guard = self._guard
         self.entered_at, self.deadline = guard.loop.time(), 0.0
         if self.deaths:
             self._runs_on = worker
             guard.running[worker] += 1
-        if self.deaths and guard.slots.try_acquire(worker):
+        if self.deaths and guard.is_alive(worker, self.noticed_at) and guard.slots.try_acquire(worker):
             self._quarantined_on = worker
             seconds = min(3 * self.age + _MIN_QUARANTINE_SECONDS, _MAX_QUARANTINE_SECONDS)
             self._timer = guard.loop.call_later(seconds, self.leave_quarantine)
@@ -223,6 +232,9 @@ class PoisonGuard:
         """Suspects that have not answered, in quarantine or not."""
         self._waiting: list[Suspect] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._proofs: dict[Worker, tuple[float, float]] = {}
+        """When a worker's engine was last asked whether it lives, and when its answer came."""
+        self._proving: dict[Worker, asyncio.Task[None]] = {}
         self._verdicts: dict[tuple[Worker, bool], asyncio.Task[bool]] = {}
 
     # ------------------------------------------------------------------ fingerprints
@@ -258,8 +270,9 @@ class PoisonGuard:
                      for deaths, until in self.records.values() if until > now)
 
     def sweep(self) -> None:
-        """Forget expired records."""
+        """Forget expired records and proofs."""
         now = self.loop.time()
+        self._proofs = {worker: proof for worker, proof in self._proofs.items() if now - proof[1] <= _PROOF_SECONDS}
         for mark in [mark for mark, (_, until) in self.records.items() if until <= now]:
             del self.records[mark]
 
@@ -283,20 +296,55 @@ class PoisonGuard:
         suspect.stop()
         now = self.loop.time()
         free = [worker for worker in workers if self.slots.is_free(worker)]
-        if suspect.from_record:  # A client's next try need not wait: the other suspects of the death are gone.
-            return free or workers
-        if not suspect.deadline:
+        gathered = suspect.from_record  # A client's next try: the other suspects of the death are gone.
+        if suspect.deadline:
+            gathered = True
+        else:
             suspect.deadline = now + _MAX_WAIT_SECONDS
-        elif free or now >= suspect.deadline:
+        if now >= suspect.deadline or (suspect.from_record and not free):
             return free or workers
+        if gathered:
+            if alive := [worker for worker in free if self.is_alive(worker, suspect.noticed_at)]:
+                return alive
+            for worker in free:
+                self._prove(worker)
         suspect.start = start
         self._waiting.append(suspect)
         if self._timer is None:
             self._timer = self.loop.call_later(_GATHER_SECONDS, self._start_waiting)
         return ()
 
+    def is_alive(self, worker: Worker, since: float) -> bool:
+        """True if a worker's engine answered a moment ago, to what it was asked after ``since``."""
+        asked, answered = self._proofs.get(worker, (0.0, 0.0))
+        return asked >= since and self.loop.time() - answered <= _PROOF_SECONDS
+
+    def _prove(self, worker: Worker) -> None:
+        """Ask a worker's engine whether it lives, unless that is under way."""
+        if worker not in self._proving:
+            self._proving[worker] = self.loop.create_task(self._ask_engine(worker))
+
+    async def _ask_engine(self, worker: Worker) -> None:
+        asked, (path, seconds) = self.loop.time(), self._check
+        lives = False
+        try:
+            if worker not in self._dispatcher.registry:  # An administrator removed it.
+                return
+            if worker.always_healthy and not worker.is_baton:
+                lives = await self._listens(worker, seconds)
+            else:
+                response = await ask(self._dispatcher, worker, get(_ENGINE_CHECK if worker.is_baton else path), seconds)
+                lives = 0 < response.status < 500  # Even if it has no such path, or another key.
+                if not lives and not response.silent:
+                    self._dispatcher.report_dead(worker, response.detail or f"{worker.url} answered {response.status}")
+        finally:
+            del self._proving[worker]
+        if lives:
+            self._proofs[worker] = asked, self.loop.time()
+        self.on_slot_released()
+
     def on_slot_released(self) -> None:
-        """Start waiting suspects soon: a worker has no suspect in quarantine any more."""
+        """Start waiting suspects soon: a worker lives that has no suspect in quarantine, or not any more."""
         if self._timer is not None and self.loop.time() + _TICK_SECONDS / 4 < self._timer.when():
             self._timer.cancel()
             self._timer = self.loop.call_later(_TICK_SECONDS / 4, self._start_waiting)
@@ -366,6 +414,7 @@ class PoisonGuard:
 
     def _count_death(self, suspect: Suspect, quarantined: bool) -> None:
         suspect.deaths = MAX_DEATHS if quarantined and suspect.deaths else suspect.deaths + 1
+        suspect.noticed_at = self.loop.time()
         refused = suspect.deaths >= MAX_DEATHS
         self._record(Deaths(suspect.fingerprint, suspect.role, suspect.deaths, suspect.age,
                             self._seconds if refused else min(self._seconds, _SUSPECT_SECONDS), refused))

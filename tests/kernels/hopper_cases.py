@@ -55,7 +55,7 @@ from baton.kernels.rowwise.rmsnorm import rmsnorm
 from baton.kernels.rowwise.silu_and_mul import silu_and_mul
 from baton.kernels.rowwise.split_k_rmsnorm import split_k_rmsnorm
 from baton.kernels.sampling.argmax import argmax
-from baton.kernels.sampling.sample import sample
+from baton.kernels.sampling.sample import perturb, sample
 from baton.kernels.tuning.gemm import InvariantTile, PersistentTile, SplitKTile, WarpSpecializedTile
 from baton.kernels.tuning.moe import Tiles, warp_specialized_tiles
 
@@ -218,6 +218,10 @@ def many_rows(rows: int, out: int, width: int, gated: bool = False, dtype: torch
 
 def drawn(logits: torch.Tensor, truncates: bool) -> None:
     sample(logits, fp32(len(logits)), int64(7, len(logits)), truncates)
+
+
+def drafted(logits: torch.Tensor) -> None:
+    perturb(logits, fp32(len(logits)), int64(7, len(logits)), True, int64(logits.shape[1]))
 
 
 def summed(tokens: int, world: int, dtype: torch.dtype, two_shots: bool) -> None:
@@ -404,6 +408,7 @@ CASES: dict[str, Callable[[], object]] = {
     "argmax of bfloat16": lambda: argmax(of(7, 128256), int64(7)),
     "sample": lambda: drawn(fp32(7, 128256), False),
     "sample, truncated": lambda: drawn(of(7, 128256), True),
+    "perturb, reduced vocabulary": lambda: drafted(of(7, 32000)),
     "all_reduce of 2, one shot": lambda: summed(7, 2, BF16, False),
     "all_reduce of 8, one shot": lambda: summed(7, 8, BF16, False),
     "all_reduce of 2, two shots": lambda: summed(7, 2, BF16, True),
@@ -448,7 +453,7 @@ FEW = ["rmsnorm 4096, residual", "scale_by_sinks", "fp8_rmsnorm 4096, a scale a 
        "dequantize_pages", "batch_invariant_matmul", "small_m_matmul one row", "small_m_matmul 7 rows of float8",
        "small_m_matmul 7 rows, persistent",
        "split_k_matmul 256 rows, gated", "split_k_partials 256 rows", "split_k_rmsnorm of 4",
-       "gather_rows 4096", "argmax of bfloat16", "sample, truncated",
+       "gather_rows 4096", "argmax of bfloat16", "sample, truncated", "perturb, reduced vocabulary",
        "all_reduce of 2, one shot", "all_reduce of 2, two shots",
        "all_reduce_rmsnorm 4096 of 2", "all_gather and reduce_scatter of 2",
        "rmsnorm_all_gather and reduce_scatter_rmsnorm 2048 of 2", "all_to_all 2048 of 2", "copy_blocks 4 KiB"]
@@ -488,6 +493,7 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "argmax": lambda n: argmax(fp32(n, 128256)),
     "argmax of bfloat16": lambda n: argmax(of(n, 128256), int64(n)),
     "sample, truncated": lambda n: drawn(of(n, 128256), True),
+    "perturb, reduced vocabulary": lambda n: drafted(of(n, 32000)),
     "all_reduce of 2, one shot": lambda n: summed(n, 2, BF16, False),
     "all_reduce of 2, two shots": lambda n: summed(n, 2, BF16, True),
     "all_reduce_rmsnorm 4096 of 2": lambda n: summed_and_normed(n, 4096, 2, False),

@@ -6,9 +6,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from baton.common.api.sampling import SamplingParams
 from baton.common.request.sampling_metadata import SamplingMetadata
+from baton.common.sampling.draft_sampler import CoupledDraftSampler, _table_of, perturbed
 from baton.common.sampling.fused_sampling import FusedSampling, _Table
 from baton.common.sampling.gumbel_noise import MIN_NOISE, seeded_exponential
 from baton.common.sampling.sampling_backend import select_sampling_backend
@@ -94,6 +96,27 @@ def test_noise_is_the_hash_of_the_plain_path():
     seeds = torch.tensor([row.params.seed for row in rows], device=DEVICE)
     noise = seeded_exponential(seeds, torch.tensor([row.position for row in rows], device=DEVICE), VOCAB)
     assert FusedSampling(CUDA, 0)(logits, rows).tolist() == noise.clamp(min=MIN_NOISE).argmin(-1).tolist()
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_drafts_equal_the_plain_path(mapped):
+    """Scores by the kernel and in torch, of a reduced vocabulary too; the drafts are the best of them."""
+    params = [replace(one, seed=9 * i - 40) for i, one in enumerate(PARAMS)]
+    logits = make_logits(len(params), "ties")
+    ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0)).to(DEVICE) if mapped else None
+    requests = list(range(len(params)))[::-1]
+    table = torch.from_numpy(_table_of(params)).to(DEVICE)
+    table[0], table[2] = torch.arange(len(params)), 6
+    found = kernel.perturb(logits, logits.amax(-1).float(), table, True, ids)
+    want = perturbed(logits, table, True, ids)
+    assert torch.equal(found.isfinite(), want.isfinite())
+    assert torch.allclose(found, want, rtol=1e-5, atol=1e-4)
+    tokens, logprobs = CoupledDraftSampler(params).sample(logits.flip(0), requests, [6] * len(params), 2, ids)
+    best, columns = want.flip(0).topk(2)
+    columns = columns if ids is None else ids[columns]
+    known = best.isfinite()
+    assert torch.equal(tokens[known], columns[known])
+    assert torch.allclose(logprobs, best - want.flip(0).logsumexp(-1, keepdim=True), rtol=1e-4, atol=1e-3)
 
 
 def test_rows_without_a_seed_follow_the_distribution():

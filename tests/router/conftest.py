@@ -140,6 +140,9 @@ class MockWorker:
         self.info = info
         self.models = info.pop("models", ("tiny",))
         self.health = 200
+        self.engine_asked = 0
+        self.engine_answers = True
+        """False while an engine is dead whose API server does not know it yet."""
         self.metrics: bytes | None = None
         """Its page of metrics; None: the behaviour answers."""
         self.health_body: bytes | None = None
@@ -181,6 +184,12 @@ class MockWorker:
         if path == b"/health":
             status_body = {"status": "ready", **({"epoch": self.info["epoch"]} if "epoch" in self.info else {})}
             served.answer(self.health, self.health_body or json.dumps(status_body).encode())
+        elif path == b"/get_load":
+            self.engine_asked += 1
+            if not self.engine_answers:
+                await silence(served)
+            else:
+                served.answer(self.health, b"[]")
         elif path == b"/get_server_info":
             served.answer(body=json.dumps(self.info).encode())
         elif path == b"/v1/models" and served.method == b"GET":

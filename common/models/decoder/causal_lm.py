@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 
 import torch
 
@@ -18,6 +18,7 @@ from ...layers.rotary import rotary_table
 from ...layers.vocab import VocabTable
 from ...weights.slots import Slot, allocator
 from .blocks import Blocks, Norm
+from .features import CapturedStates
 from .layer import DecoderLayer
 from .micro_batches import run_interleaved
 
@@ -90,30 +91,65 @@ class CausalLM:
         Layers store keys and values before ``step.after_layer`` is called. A stage before the last one sends its result
         to the next, and returns no rows.
         """
-        x: MaybeDeferred
-        batch, last = step.batch, len(self.layers) - 1
-        x, residual = self._embed_or_receive(batch)
-        trims = self._trims_last_layer and batch.last_tokens is not None and step.attention.attends_last_tokens
-        if step.microbatches:
-            x, residual = self._forward_microbatches(x, step)
-        elif step.piecewise is not None:
-            x, residual = self._forward_piecewise(x, step, step.piecewise, trims)
-        else:
-            for index, layer in enumerate(self.layers):
-                x, residual = layer(x, residual, step, self.cos_sin, trims and index == last)
-                step.after_layer(index)
-        assert residual is not None
+        trims = self._trims(step)
+        x, residual = self._run_layers(step, trims)
         if not self.pp.is_last:
             x = x if isinstance(x, torch.Tensor) else x.reduce()
             self.pp.send(x, residual)
             return x[:0]
         assert self.norm is not None
-        if batch.logits_rows is not None and not trims:
-            x = x[batch.logits_rows] if isinstance(x, torch.Tensor) else x.select(batch.logits_rows)
-            residual = residual[batch.logits_rows]
+        rows = step.batch.logits_rows
+        if rows is not None and not trims:
+            x = x[rows] if isinstance(x, torch.Tensor) else x.select(rows)
+            residual = residual[rows]
         return self.norm.add_norm(x, residual)[0]
 
-    def _forward_microbatches(self, x: torch.Tensor, step: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
+    def hidden_states_and_features(self, step: StepContext,
+                                   layers: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns what ``hidden_states`` returns, and features ``[T, F]`` of all rows: the hidden states that enter
+        ``layers``, residual added, side by side (the number of layers is the final norm's input); without ``layers``
+        those after the final norm. Not for pipeline stages."""
+        assert self.norm is not None and self.pp.size == 1
+        trims = bool(layers) and max(layers) < len(self.layers) and self._trims(step)
+        captured = CapturedStates(layers)
+        x, residual = self._run_layers(step, trims, captured)
+        hidden, total = self.norm.add_norm(x, residual)
+        captured.add(len(self.layers), total)
+        rows = step.batch.logits_rows
+        return hidden if rows is None or trims else hidden[rows], captured.joined() if layers else hidden
+
+    def _trims(self, step: StepContext) -> bool:
+        """Returns whether the last layer computes the batch's ``last_tokens`` only."""
+        return (self._trims_last_layer and step.batch.last_tokens is not None
+                and step.attention.attends_last_tokens)
+
+    def _run_layers(self, step: StepContext, trims: bool,
+                    captured: CapturedStates | None = None) -> tuple[MaybeDeferred, torch.Tensor]:
+        """Computes all layers of this stage; returns rows and their residual, with ``trims`` those of ``last_tokens``.
+        """
+        x: MaybeDeferred
+        x, residual = self._embed_or_receive(step.batch)
+        if step.microbatches:
+            return self._forward_microbatches(x, step, captured)
+        if step.piecewise is not None:
+            return self._forward_piecewise(x, step, step.piecewise, trims, captured)
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            trimmed = trims and index == last
+            if captured is None:
+                x, residual = layer(x, residual, step, self.cos_sin, trimmed)
+            else:
+                projected, residual = layer.pre_attention(x, residual)
+                captured.add(index, residual)
+                heads = layer.attention.attend(projected, step, self.cos_sin, trimmed)
+                del projected  # memory for the MLP's
+                x, residual = layer.post_last_attention(heads, residual, step, trimmed)
+            step.after_layer(index)
+        assert residual is not None
+        return x, residual
+
+    def _forward_microbatches(self, x: torch.Tensor, step: StepContext,
+                              captured: CapturedStates | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes all layers. When the last micro-batch reaches a layer, the others' keys and values are enqueued."""
         microbatches = step.microbatches
 
@@ -121,6 +157,9 @@ class CausalLM:
             y: MaybeDeferred = x[microbatch.start:microbatch.stop]
             residual: torch.Tensor | None = None
             for index, layer in enumerate(self.layers):
+                if captured is not None and index in captured.layers:
+                    assert isinstance(y, torch.Tensor)
+                    captured.add(index, y if residual is None else y + residual)
                 y, residual = yield from layer.forward_microbatch(y, residual, microbatch, self.cos_sin)
                 if microbatch is microbatches[-1]:
                     step.after_layer(index)
@@ -142,15 +181,19 @@ class CausalLM:
             x, residual = self.layers[index - 1].post_attention(heads, residual, rows)
         return self.layers[index].pre_attention(x, residual)
 
-    def _forward_piecewise(self, x: torch.Tensor, step: StepContext, piecewise: PiecewiseStep,
-                           trimmed: bool) -> tuple[MaybeDeferred, torch.Tensor]:
+    def _forward_piecewise(self, x: torch.Tensor, step: StepContext, piecewise: PiecewiseStep, trimmed: bool,
+                           captured: CapturedStates | None) -> tuple[MaybeDeferred, torch.Tensor]:
         """Computes all layers; the graphs end before the attention of the last one."""
         final = len(self.layers) - 1
         for index in range(final):
-            projected, _ = piecewise.run(index, x)
+            projected, residual = piecewise.run(index, x)
+            if captured is not None:
+                captured.add(index, residual)
             x = self.layers[index].attention.attend(projected, step, self.cos_sin, False)
             step.after_layer(index)
         projected, residual = piecewise.run(final, x)
+        if captured is not None:
+            captured.add(final, residual)
         heads = self.layers[final].attention.attend(projected, step, self.cos_sin, trimmed)
         result = self.layers[final].post_last_attention(heads, residual, step, trimmed)
         step.after_layer(final)

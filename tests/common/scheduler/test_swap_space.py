@@ -47,7 +47,7 @@ class Engine:
 
     def retract(self, req: Req, keep: bool) -> None:
         req.swapped_out = self.swap.swap_out(req)
-        self.cache.release(req.page_table, req.computed if keep else None)
+        self.cache.release(req.page_table, req.computed() if keep else None)
         req.page_table, req.num_computed_tokens = None, 0
 
     def resume(self, req: Req) -> None:

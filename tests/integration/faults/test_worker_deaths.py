@@ -90,8 +90,8 @@ async def test_a_stopped_worker_is_left_within_seconds_and_taken_in_again(cluste
 async def test_decode_alone_goes_on_when_all_prefill_engines_die(cluster):
     load = Load(cluster, 8)
     await load.after(8)
-    for server in cluster.prefill:
-        ranks_of(server)[0].kill()
+    for rank in [ranks_of(server)[0] for server in cluster.prefill]:
+        rank.kill()
     await load.after(24)
     assert await load.finish() == {"right"}
     for server in cluster.prefill:

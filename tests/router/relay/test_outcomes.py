@@ -122,7 +122,7 @@ async def test_attempts_that_reach_no_decode_lose_no_retained_prompt(start_route
     p = await worker(stream_continuation=True)
     victim, absent, last = await worker(be_killed), [await worker() for _ in range(2)], await worker()
     router = await start_router(prefill=[p], decode=[victim, *absent, last], policy="least_loaded",
-                                health_check_interval_secs=60)
+                                health_check_interval_secs=60, poison_refusal_secs=0)
     router.registry.record_check_failed = lambda known, **how: False  # only a check notices it
     order = [mock.url for mock in (victim, *absent, last)]
     for known in router.registry:

@@ -218,6 +218,47 @@ async def test_an_operator_s_kills_refuse_no_request(start_router, chat, pool):
     assert router.metrics.poison_requests == 0
 
 
+@pytest.mark.parametrize("from_record", [False, True], ids=["retried", "sent again"])
+async def test_engines_that_die_together_refuse_no_request_though_one_death_is_noticed_later(
+        start_router, chat, pool, script, from_record):
+    """The second engine is dead when the suspect would go there, but its API server does not know it yet."""
+
+    async def wait_for_death(served):
+        await served.worker.dying.wait()
+        await last_words(served)
+
+    def die(mock):
+        mock.behaviour, mock.health = last_words, 503
+        mock.dying.set()
+
+    def state_of(mock):
+        return next(known.state for known in router.registry if known.url == mock.url)
+
+    *both, spare = await pool(3, wait_for_death, **OURS)
+    router = await start_router(*both, spare, policy="round_robin")
+    spare.behaviour, spare.health = answer, 503
+    await script.until(lambda: state_of(spare) != "healthy")
+    asked = ask(chat, router, "hello")
+    await script.until(lambda: both[0].posts or both[1].posts)
+    first, second = both if both[0].posts else reversed(both)
+    if from_record:
+        asked.cancel()
+        body = first.posts[0].body
+        router.dispatcher.poison.learn(
+            poison_guard.Deaths(fingerprint(b"/v1/chat/completions", body), "regular", 1, 0.1, 60.0))
+    second.engine_answers = False
+    die(first)
+    if from_record:
+        await script.until(lambda: state_of(first) != "healthy")
+        asked = ask(chat, router, "hello")
+    await script.until(lambda: second.engine_asked or second.posts)
+    spare.health = 200
+    await script.until(lambda: state_of(spare) == "healthy")
+    die(second)
+    assert (await asked).status == 200
+    assert spare.posts and not second.posts and router.metrics.poison_requests == 0
+
+
 async def test_a_long_stream_outlives_many_kills(start_router, chat, pool, script, monkeypatch):
     """It is continued each time for longer than a killer takes to kill."""
     monkeypatch.setattr(poison_guard, "_OUTLIVED_SECONDS", 0.1)
