@@ -13,9 +13,9 @@ _VECTOR = 64
 
 
 def by_element(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Applies ``function``, which maps each element of ``x``. On a CPU, torch computes the last few elements of a tensor
-    by other code than those before, which gives other bits: where the policy is batch-invariant, rows are padded to
-    whole vectors."""
+    """Applies ``function``, which maps each element of ``x``. On a CPU, torch computes the last few elements of a
+    tensor by other code than those before, which gives other bits: where the policy is batch-invariant, rows are padded
+    to whole vectors."""
     width = x.shape[-1]
     if not width % _VECTOR or x.is_cuda or not policy_of(x.device).batch_invariant:
         return function(x)

@@ -41,16 +41,17 @@ def transport_arguments(parts: EngineParts) -> dict[str, Any]:
         "dp_size": parts.parallel.dp_size, "model": runner.model, "layout": runner.layout,
         "num_pages": runner.pool.num_pages, "spare_page": runner.scratch_page,
         "regions": [region for one in runner.pools for region in one.regions()],
+        "deterministic": config.kernels.enable_deterministic_inference,
         "further": [FurtherGroup(one.layout, one.num_pages, one.num_pages - 1) for one in runner.pools[1:]]}
 
 
 def rank_info(*, endpoint: str, rank: int, tp_size: int, layout: KVLayout, backend: Backend, dp_rank: int,
               dp_size: int, pp_rank: int = 0, pp_size: int = 1, model: ModelIdentity | None = None,
-              server: str = "", further: Sequence[FurtherGroup] = ()) -> RankInfo:
+              server: str = "", further: Sequence[FurtherGroup] = (), deterministic: bool = False) -> RankInfo:
     """Returns our identity, with a fresh instance id (the epoch of this process)."""
     return RankInfo(secrets.token_hex(8), endpoint, rank, tp_size, layout, backend.name, dp_rank=dp_rank,
                     dp_size=dp_size, pp_rank=pp_rank, pp_size=pp_size, model=model, server=server,
-                    further_layouts=tuple(group.layout for group in further))
+                    further_layouts=tuple(group.layout for group in further), deterministic=deterministic)
 
 
 class PairKey:
@@ -66,7 +67,7 @@ class PairKey:
 
     def of(self, info: RankInfo) -> str:
         fingerprint = None if info.model is None else info.model.fingerprint
-        parts = (self._parts, info.protocol, info.tp_size, info.pp_size, fingerprint)
+        parts = (self._parts, info.protocol, info.tp_size, info.pp_size, fingerprint, info.deterministic)
         layouts = b"".join(map(msgspec.json.encode, info.layouts))
         return hashlib.sha256(layouts + repr(parts).encode()).hexdigest()[:16]
 

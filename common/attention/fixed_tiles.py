@@ -101,7 +101,7 @@ class FixedTiles:
         rows = np.where(real, self._batch.qo_indptr_cpu[members][:, None] * self._group + row, 0)
         end = int(own.max()) // TILE + 1
         visible = [self._visible(own, tile) for tile in range(tiles.start, end)]
-        return _Block(torch.from_numpy(rows.astype(np.int64)), torch.from_numpy(real), range(0, end - tiles.start),
+        return _Block(torch.from_numpy(rows.astype(np.int64)), torch.from_numpy(real), range(end - tiles.start),
                       visible)
 
     def _visible(self, own: np.ndarray, tile: int) -> torch.Tensor:
@@ -175,4 +175,4 @@ def _sizes(key_dim: int, value_dim: int) -> Sequence[int]:
         scores = torch.bmm(q[None].repeat(3, 1, 1), keys.transpose(1, 2).repeat(3, 1, 1))
         return torch.cat((scores, torch.bmm(scores, values.repeat(3, 1, 1))), -1)
 
-    return invariant_sizes(((4, 16, 64), (16,)), key_dim, torch.float32, products)
+    return invariant_sizes(((4, 16, 64), (16,)), key_dim, products)

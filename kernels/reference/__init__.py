@@ -12,8 +12,8 @@ from .comm import (
     reduce_scatter_rmsnorm,
     rmsnorm_all_gather,
 )
-from .float8 import FP8_LARGEST, FP8_LEAST, quantize_by, quantize_groups
 from .fixed_rows import batch_invariant_matmul
+from .float8 import FP8_LARGEST, FP8_LEAST, quantize_by, quantize_groups
 from .gemm import block_matmul, per_head_matmul, scaled_matmul, small_m_matmul
 from .mla import mla_attention, mla_prefill, mla_rope_and_store
 from .moe import group_scores, limit_to_groups, moe_align, moe_experts, moe_spans, moe_topk

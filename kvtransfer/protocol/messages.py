@@ -79,7 +79,8 @@ class RankInfo(msgspec.Struct, frozen=True):
     ``layout`` is that of the first cache group, ``further_layouts`` are those of the others, if there are any.
     ``rank`` of ``tp_size`` is its rank in its attention group, which is data-parallel rank ``dp_rank`` of ``dp_size``,
     or pipeline stage ``pp_rank`` of ``pp_size``, whose layers are in ``layout``. ``model`` is None for a peer that does
-    not send it; ``server`` is its name in logs.
+    not send it; ``server`` is its name in logs. ``deterministic``: its rows do not depend on
+    their batch.
     """
 
     instance: str
@@ -96,6 +97,7 @@ class RankInfo(msgspec.Struct, frozen=True):
     model: ModelIdentity | None = None
     server: str = ""
     further_layouts: tuple[KVLayout, ...] = ()
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         ranks = ((self.rank, self.tp_size), (self.dp_rank, self.dp_size), (self.pp_rank, self.pp_size))
@@ -113,6 +115,9 @@ class RankInfo(msgspec.Struct, frozen=True):
         mine, its = self.model, peer.model
         if mine is not None and its is not None and mine.fingerprint != its.fingerprint:
             return f"the model is {mine} here and {its} there"
+        if self.deterministic != peer.deterministic:
+            ours, theirs = ("on" if one.deterministic else "off" for one in (self, peer))
+            return f"--enable-deterministic-inference is {ours} here and {theirs} there"
         return find_group_mismatch(peer.group_layouts, self.group_layouts)
 
     @property

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from ....kernels.gemm.dense_matmul import library_matmul
 from ....kernels.elementwise import by_element
+from ....kernels.gemm.dense_matmul import library_matmul
 from ...config.moe import MoESpec
 from ...distributed.tp import TPGroup
 from ...weights.slots import Allocate, Slot
