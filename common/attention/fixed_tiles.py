@@ -1,8 +1,8 @@
 """Attention in torch whose rows do not depend on each other, nor on the step that computes them: for CPUs, in
 deterministic mode.
 
-A row's keys are read in tiles of 128 positions, the first of which begins at position 0, and their results are added up
-in order, in float32. So a token has the same bits as a decode step's row, in a chunk of a prompt of any length, and in a
+A row reads keys in tiles of 128 positions, the first of which begins at position 0, and adds their results up in
+order, in float32. So a token has the same bits as a decode step's row, in a chunk of a prompt of any length, and in a
 step that verifies drafts. Products have few shapes: query rows, which are the heads of a token that share a KV head,
 are padded to 4, 16 or 64; see ``kernels.reference.fixed_rows`` for the trial of these sizes.
 """
@@ -23,8 +23,8 @@ TILE = 128
 """Positions of a tile."""
 
 GatherTile = Callable[[torch.Tensor, torch.Tensor], "tuple[torch.Tensor, torch.Tensor]"]
-"""Takes ``pages`` and ``offsets`` [tiles, b, TILE]; returns float32 keys [tiles, b, heads, TILE, Dk] and values [..., Dv]
-of these tokens."""
+"""Takes ``pages`` and ``offsets`` [tiles, b, TILE]; returns float32 keys [tiles, b, heads, TILE, Dk] and values
+[..., Dv] of these tokens."""
 
 
 @dataclass(frozen=True)
