@@ -18,6 +18,15 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
+class RowMask(NamedTuple):
+    """Which slots the rows of a batch see. All of a request's rows see all slots but its last ``counts[b]`` ([B] int32,
+    64 at most), and of these the j-th where bit j of the row's word is set (``words`` [T] int64). The set bits are the
+    row's ancestors and itself: as many tokens precede it as there are slots before, and other bits."""
+
+    words: torch.Tensor
+    counts: torch.Tensor
+
+
 class Float8Format(NamedTuple):
     """The format of a float8 product's activations: a scale for each ``group`` of a row's values, of which the last may
     be smaller, or the one static scale ``known`` [1] for all."""

@@ -39,6 +39,9 @@ class AttentionPlanner(Protocol):
         """Compiles the kernels of prompts: calls ``compute_prompt``, which plans and computes a prompt of one row by
         this backend, once for each of them."""
 
+    def verifies(self, batch: ForwardBatch) -> bool:
+        """Says whether the backend has kernels for ``batch``, a step that verifies drafts, or that has a mask."""
+
     def run_last_tokens(self, batch: ForwardBatch, workspace: AttentionWorkspace, *inputs: Any) -> torch.Tensor:
         """Runs the last layer, whose ``inputs`` are those of the plan's ``run``: stores keys and values of all rows of
         ``batch``; only those of its ``last_tokens`` attend. A backend has it if its plans' ``attends_last_tokens``."""
@@ -50,7 +53,8 @@ class AttentionPlanner(Protocol):
 
 class AttentionBackend(AttentionPlanner, Protocol):
     """Causal self-attention over the paged KV cache: ``plan`` once a batch, the plan's ``run`` once a layer. A backend
-    has one sliding window: a query sees at most that many tokens up to its own (None: all).
+    has one sliding window: a query sees at most that many tokens up to its own (None: all). A batch's ``mask`` says
+    which of the newest slots a row sees; they all are in its window.
 
     ``run(layer, q, k, v, cos_sin=None, norms=None, sinks=None)`` stores this step's keys and values in the pool, then
     attends; it returns ``[T, Hq, D]``. ``q`` [T, Hq, D], ``k`` and ``v`` [T, Hkv, D]; ``cos_sin`` [positions, R]

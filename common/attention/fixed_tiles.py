@@ -54,6 +54,7 @@ class FixedTiles:
     values) and this ``window``."""
 
     def __init__(self, batch: ForwardBatch, page_size: int, group: int, dims: tuple[int, int], window: int | None):
+        assert batch.mask is None, "a tree's keys do not lie in the order of positions"
         self._page_size = page_size
         self._group = group
         self._window = window

@@ -76,11 +76,11 @@ class FlashInferBackend:
         self._tensor_cores = num_heads // layout.num_kv_heads > _LARGEST_PLAIN_GROUP
         self._fa3 = torch.cuda.get_device_capability(pool.groups[0].device) == (9, 0)
         # FA3's kernels take queries and keys of one type: float8 pages of a prompt are dequantized, which costs far
-        # less than FA2 loses. Prompts for which that takes too much memory are our kernel's.
+        # less than FA2 loses. Prompts for which that takes too much memory are our kernel's, and so are drafts.
         self.dequantizes = self._fa3 and self.stores_other_type
         self._max_dequantized_pages = _DEQUANTIZED_BYTES // (
             2 * layout.num_kv_heads * layout.page_size * layout.head_dim * dtype.itemsize)
-        self._long_prompts = TritonBackend(pool, num_heads, window) if self.dequantizes else None
+        self._triton = TritonBackend(pool, num_heads, window)
 
     def _wrappers(self, workspace: AttentionWorkspace) -> _Wrappers:
         """Makes the wrappers of a workspace."""
@@ -95,9 +95,10 @@ class FlashInferBackend:
 
     def plan(self, batch: ForwardBatch, workspace: AttentionWorkspace, *, max_length: int | None = None,
              out: torch.Tensor | None = None) -> AttentionPlan:
-        if not batch.is_decode and self._long_prompts is not None and (
-                batch.kv_indptr_cpu[-1] > self._max_dequantized_pages):
-            return dataclasses.replace(self._long_prompts.plan(batch, workspace), attends_last_tokens=False)
+        if self.verifies(batch) or (not batch.is_decode and self.dequantizes and (
+                batch.kv_indptr_cpu[-1] > self._max_dequantized_pages)):
+            plan = self._triton.plan(batch, workspace, max_length=max_length)
+            return dataclasses.replace(plan, attends_last_tokens=False)
         wrappers = workspace.of(self, lambda: self._wrappers(workspace))
         lengths = self._lengths(batch)
         if max_length is not None:
@@ -108,13 +109,16 @@ class FlashInferBackend:
             wrapper = wrappers.whole
         else:
             wrapper = wrappers.prefill
-        plan = FlashInferPlan(self, batch, wrappers, wrapper, out)
-        plan.pages = self.fill(plan, batch, lengths)
-        return plan
+        made = FlashInferPlan(self, batch, wrappers, wrapper, out)
+        made.pages = self.fill(made, batch, lengths)
+        return made
+
+    def verifies(self, batch: ForwardBatch) -> bool:
+        return self._triton.verifies(batch)
 
     def warm_up(self, compute_prompt: Callable[[], None]) -> None:
         compute_prompt()
-        if self._long_prompts is not None:
+        if self.dequantizes:
             max_pages, self._max_dequantized_pages = self._max_dequantized_pages, 0  # every prompt is a long one
             try:
                 compute_prompt()

@@ -33,6 +33,9 @@ class InvariantTorchBackend:
         layout = self.pool.layout
         return FixedTiles(batch, layout.page_size, self._group, (layout.head_dim, layout.head_dim), self._window)
 
+    def verifies(self, batch: ForwardBatch) -> bool:
+        return False
+
     def warm_up(self, compute_prompt: Callable[[], None]) -> None:
         compute_prompt()
 

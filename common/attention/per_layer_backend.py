@@ -35,6 +35,9 @@ class PerLayerBackend:
                              for backend, group in zip(self._backends, self._cache_groups)], self._cache_groups,
                             self._places)
 
+    def verifies(self, batch: ForwardBatch) -> bool:
+        return all(backend.verifies(batch) for backend in self._backends)
+
     def warm_up(self, compute_prompt: Callable[[], None]) -> None:
         for backend in self._backends:
             backend.warm_up(compute_prompt)

@@ -22,10 +22,13 @@ class PrefillDecodeBackend:
 
     def plan(self, batch: ForwardBatch, workspace: AttentionWorkspace, *, max_length: int | None = None,
              out: torch.Tensor | None = None) -> AttentionPlan:
-        if batch.is_decode:
+        if batch.is_decode or self._decode.verifies(batch):
             return self._decode.plan(batch, workspace, max_length=max_length, out=out)
         return PrefillPlan(self._prefill.plan(batch, workspace, max_length=max_length, out=out), self._decode, batch,
                            workspace)
+
+    def verifies(self, batch: ForwardBatch) -> bool:
+        return self._decode.verifies(batch) or self._prefill.verifies(batch)
 
     def warm_up(self, compute_prompt: Callable[[], None]) -> None:
         self._prefill.warm_up(compute_prompt)

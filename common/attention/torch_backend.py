@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ...kernels.arguments import HeadNorms
+from ...kernels.arguments import HeadNorms, RowMask
+from ...kernels.reference import visible_by_words
 from ...kernels.tuning.policy import policy_of
 from ..config.server.kernels import ATTENTION_BACKENDS
 from ..forward.forward_batch import ForwardBatch
@@ -67,7 +68,8 @@ class TorchBackend:
         lengths = (pages - 1) * self._layout.page_size + batch.kv_last_page_len_cpu
         begins = batch.kv_indptr_cpu[:-1]
         if self._window is not None:  # whole pages before the first token that a row sees are left out
-            unseen = lengths - np.diff(batch.qo_indptr_cpu) + 1 - self._window
+            newest = np.diff(batch.qo_indptr_cpu) if batch.mask is None else batch.mask.counts.numpy(force=True)
+            unseen = lengths - newest + 1 - self._window
             unseen = np.maximum(unseen, 0) // self._layout.page_size
             begins, pages, lengths = begins + unseen, pages - unseen, lengths - unseen * self._layout.page_size
         members = similar(pages) if batch.is_decode else [np.array([b]) for b in range(batch.num_reqs)]
@@ -96,6 +98,9 @@ class TorchBackend:
                 seen &= tokens >= lengths[requests][:, None] - self._window
             mask = torch.from_numpy(seen)[:, None, None].to(device)
         return _Bucket(torch.from_numpy(requests).to(device), rows, mask, lengths[requests].tolist())
+
+    def verifies(self, batch: ForwardBatch) -> bool:
+        return False
 
     def warm_up(self, compute_prompt: Callable[[], None]) -> None:
         compute_prompt()
@@ -148,6 +153,10 @@ class TorchBackend:
                 sinks: torch.Tensor | None, out: torch.Tensor) -> None:
         (b,), (length,) = bucket.requests.tolist(), bucket.lengths
         begin, end = plan.batch.qo_indptr_cpu[b:b + 2].tolist()
+        if plan.batch.mask is not None:
+            self._attend_masked(plan.batch.mask, b, slice(begin, end), keys[..., :length, :], values[..., :length, :],
+                                q, sinks, out)
+            return
         prefix = length - (end - begin)
         group = q.shape[1] // self._layout.num_kv_heads
         for row in range(begin, end, QUERY_BLOCK):
@@ -167,6 +176,21 @@ class TorchBackend:
                 result = scaled_dot_product_attention(queries, block_keys, block_values, attn_mask=mask,
                                                       is_causal=mask is None)
             out[row:stop] = result.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+    def _attend_masked(self, mask: RowMask, request: int, rows: slice, keys: torch.Tensor, values: torch.Tensor,
+                       q: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Attends to ``keys`` and ``values`` [1, heads, slots, D] of a request, of which its rows see what ``mask``
+        says."""
+        group = q.shape[1] // self._layout.num_kv_heads
+        seen = visible_by_words(mask.words[rows], keys.shape[2], int(mask.counts[request]), self._window)
+        queries = q[rows].unflatten(1, (self._layout.num_kv_heads, group)).permute(1, 2, 0, 3)
+        keys, values = (x[0, :, None].expand(-1, group, -1, -1) for x in (keys, values))
+        if sinks is not None:
+            result = _with_sinks(queries, keys, values, seen, sinks[..., None])
+        else:
+            result = scaled_dot_product_attention(queries, keys, values, attn_mask=seen)
+        out[rows] = result.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 class TorchPlan:

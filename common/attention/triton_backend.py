@@ -15,6 +15,7 @@ from ...kernels.attention.current_kv import CurrentKV
 from ...kernels.attention.decode_plan import DecodePlan, plan_decode
 from ...kernels.attention.paged_decode import paged_decode
 from ...kernels.attention.paged_prefill import PrefillBlocks, paged_prefill, plan_prefill
+from ...kernels.attention.verify_attention import VerifyPlan, plan_verify, verify_attention, verify_tile
 from ...kernels.device import num_sms
 from ...kernels.tuning.policy import policy_of
 from ..config.server.kernels import ATTENTION_BACKENDS
@@ -49,11 +50,14 @@ class TritonBackend:
 
     def plan(self, batch: ForwardBatch, workspace: AttentionWorkspace, *, max_length: int | None = None,
              out: torch.Tensor | None = None) -> TritonPlan:
-        if batch.is_decode:
+        if batch.is_decode or self.verifies(batch):
             longest = max_length or int(np.diff(batch.kv_indptr_cpu).max()) * self.pool.layout.page_size
             return TritonPlan(self, batch, workspace, longest=longest)
         blocks = plan_prefill(batch.qo_indptr_cpu, self._group, batch.input_ids.device)
         return TritonPlan(self, batch, workspace, blocks=blocks)
+
+    def verifies(self, batch: ForwardBatch) -> bool:
+        return batch.mask is not None or (batch.verifies and self._policy.verifies(batch.max_q_len))
 
     def warm_up(self, compute_prompt: Callable[[], None]) -> None:
         compute_prompt()
@@ -94,15 +98,30 @@ class TritonBackend:
                                          self._num_sms, plan.longest, **splits._asdict(), window=self._window)
             return paged_decode(q, k_pages, v_pages, *table, self._scale * k_scale, plan.splits, v_scale=v_scale,
                                 inputs_ready=inputs_ready, window=self._window, sinks=sinks, current_kv=current_kv)
-        assert plan.blocks is not None
+        if plan.blocks is None:
+            return self._verify(plan, q, k_pages, v_pages, self._scale * k_scale, v_scale, sinks)
         return paged_prefill(q, k_pages, v_pages, plan.blocks, batch.qo_indptr, *table, self._scale * k_scale, v_scale,
                              self._window, sinks)
 
 
+    def _verify(self, plan: TritonPlan, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, scale: float,
+                v_scale: float, sinks: torch.Tensor | None) -> torch.Tensor:
+        batch = plan.batch
+        tile, splits = verify_tile(q, k_pages)
+        table = (batch.qo_indptr, batch.kv_indptr, batch.kv_last_page_len)
+        if plan.verify is None:
+            plan.verify = plan_verify(*table, k_pages.shape[2], k_pages.shape[1], self._num_sms, batch.max_q_len,
+                                      plan.longest, tile, splits, self._window, batch.mask is not None)
+        return verify_attention(q, k_pages, v_pages, batch.qo_indptr, batch.kv_indptr, batch.kv_indices,
+                                batch.kv_last_page_len, scale, plan.verify, tile, v_scale, self._window, sinks,
+                                batch.mask)
+
+
 @dataclass(eq=False)
 class TritonPlan:
-    """A batch's blocks of rows, or a decode step's splits of sequences up to ``longest`` tokens. The first layer makes
-    these, so that a graph that captures the layers makes them in every replay."""
+    """A batch's blocks of rows, or the splits of sequences up to ``longest`` tokens, of a decode step or of one that
+    verifies drafts. The first layer makes these, so that a graph that captures the layers makes them in every
+    replay."""
 
     backend: TritonBackend
     batch: ForwardBatch
@@ -110,6 +129,7 @@ class TritonPlan:
     longest: int = 0
     blocks: PrefillBlocks | None = None
     splits: DecodePlan | None = None
+    verify: VerifyPlan | None = None
     attends_last_tokens: bool = True
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos_sin: torch.Tensor | None = None,

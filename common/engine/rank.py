@@ -130,6 +130,9 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     if spec.rank == 0:
         channel.send(_ready(parts, scheduler))
     log.info("ready: %d KV pages of %d tokens", cache.num_pages, cache.page_size)
+    if (draft_pool := parts.runner.draft_pool) is not None:
+        log.info("and as many KV pages of the draft model, %d bytes each beside %d of the model's",
+                 draft_pool.layout.page_bytes, parts.runner.layout.page_bytes)
     for group in cache.groups:
         log.info("and %d KV pages for layers with %s", group.num_pages, group.rule)
     control = Control(spec.config, parallel.world, parts.runner, parts.batcher, scheduler.peers)
@@ -182,7 +185,7 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
     model: ModelSpec = load_model_spec(config.model)
     runner = ModelRunner.load(config, model, parallel, parallel.device, progress)
     cache = KVCacheManager(runner.num_pages, runner.layout.page_size, not config.cache.disable_radix_cache,
-                           runner.new_cache_groups())
+                           runner.new_cache_groups(), runner.lookahead)
     tracker = RequestTracker(
         send,
         eos_ids=frozenset(model.eos_token_ids),

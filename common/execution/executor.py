@@ -171,4 +171,5 @@ class Executor:
         previous = self._last.sample.token_ids() if self._last and needs_previous else []
         live = [(req, matcher) for row, req, matcher in constrained
                 if matcher.advance(max(previous[pending[row]], 0) if row in pending else None)]
-        return dict(zip([req for req, _ in live], self._grammars.fill([matcher for _, matcher in live])))
+        filled = self._grammars.fill([matcher for _, matcher in live])
+        return {req: fill for (req, _), fill in zip(live, filled) if fill is not None}

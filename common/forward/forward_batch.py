@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from ...kernels.arguments import RowMask
 from .host_copies import upload_joined
 
 AfterGroup = Callable[[int, "torch.cuda.Event | None"], None]
@@ -21,7 +22,8 @@ class ForwardBatch:
 
     Rows are grouped by request: request b owns the query rows ``qo_indptr[b]:qo_indptr[b+1]`` and, *after* this
     step's keys and values are stored, the pages ``kv_indices[kv_indptr[b]:kv_indptr[b+1]]``, the last of which has
-    ``kv_last_page_len[b]`` tokens (FlashInfer's format).
+    ``kv_last_page_len[b]`` tokens (FlashInfer's format). The rows are the last slots of their requests. A row sees the
+    slots up to its own; where drafts are trees, those that ``mask`` says.
 
     T rows, B requests, N pages in use, R rows that need logits.
     """
@@ -43,6 +45,8 @@ class ForwardBatch:
     kv_last_page_len_cpu: np.ndarray
     embeds: torch.Tensor | None = None  # [E, hidden] float32: embeddings of rows that have no token
     embeds_rows: torch.Tensor | None = None  # [E] int64: these rows
+    verifies: bool = False  # the rows are the newest tokens and the drafts of running requests
+    mask: RowMask | None = None
     further: tuple[ForwardBatch, ...] = ()  # the same rows with the page tables of further cache groups
     # ``logits_rows`` as a decode batch of their own, where they are the last tokens of requests
     last_tokens: ForwardBatch | None = field(default=None, init=False)
@@ -63,21 +67,25 @@ class ForwardBatch:
                 "offset_in_page": columns.offset_in_page, "logits_rows": logits_rows,
                 "qo_indptr": columns.qo_indptr, "kv_indptr": columns.kv_indptr, "kv_indices": columns.kv_indices,
                 "kv_last_page_len": columns.kv_last_page_len}
+        if columns.mask is not None:
+            host |= {"words": columns.mask.words, "counts": columns.mask.counts}
         if isinstance(token_ids, TokenIds):
             host |= {"input_ids": token_ids.known, "pending": token_ids.rows, "sources": token_ids.sources}
         for index, group in enumerate(columns.further):
             host |= {f"{name}/{index}": getattr(group, name) for name in PAGE_FIELDS}
         tensors: dict[str, Any] = _to_device(host, device)
+        if columns.mask is not None:
+            tensors["mask"] = RowMask(tensors.pop("words"), tensors.pop("counts"))
         groups = [{name: tensors.pop(f"{name}/{index}") for name in PAGE_FIELDS}
                   for index in range(len(columns.further))]
         if isinstance(token_ids, TokenIds):
             token_ids.fill(tensors["input_ids"], tensors.pop("pending"), tensors.pop("sources"))
         else:
             tensors["input_ids"] = token_ids
-        batch = cls(max_q_len=columns.max_q_len, **tensors, qo_indptr_cpu=columns.qo_indptr,
+        batch = cls(max_q_len=columns.max_q_len, verifies=columns.verifies, **tensors, qo_indptr_cpu=columns.qo_indptr,
                     kv_indptr_cpu=columns.kv_indptr, kv_indices_cpu=columns.kv_indices,
                     kv_last_page_len_cpu=columns.kv_last_page_len)
-        if not batch.is_decode:
+        if not batch.is_decode and batch.mask is None:
             batch.last_tokens = _last_tokens(batch, logits_rows)
         batch.further = tuple(batch._in_pages(pages, group, logits_rows)
                               for pages, group in zip(groups, columns.further))
@@ -97,8 +105,8 @@ class ForwardBatch:
 
     @property
     def is_decode(self) -> bool:
-        """True where each request has one row."""
-        return self.max_q_len == 1
+        """True where each request has one row, which sees all tokens."""
+        return self.max_q_len == 1 and self.mask is None
 
     @property
     def num_reqs(self) -> int:
@@ -126,6 +134,13 @@ class GroupPages(Protocol):
     def kv_indices(self) -> np.ndarray: ...
 
 
+class MaskColumns(NamedTuple):
+    """A RowMask in host memory: ``words`` [T] int64 and ``counts`` [B] int32."""
+
+    words: np.ndarray
+    counts: np.ndarray
+
+
 class BatchColumns(NamedTuple):
     """A step's rows without their tokens, in host memory: T rows of B requests; see ForwardBatch."""
 
@@ -139,6 +154,8 @@ class BatchColumns(NamedTuple):
     qo_indptr: np.ndarray  # [B + 1] int32
     max_q_len: int
     further: Sequence[GroupPages] = ()  # of further cache groups
+    verifies: bool = False
+    mask: MaskColumns | None = None
 
     @property
     def num_reqs(self) -> int:
@@ -326,6 +343,22 @@ def slice_batch(batch: ForwardBatch, rows: slice | torch.Tensor, requests: np.nd
         **tensors,
         qo_indptr_cpu=qo_indptr, kv_indptr_cpu=kv_indptr, kv_indices_cpu=table["kv_indices"],
         kv_last_page_len_cpu=last_page_len)
+
+
+def rows_as_requests(batch: ForwardBatch, page_size: int) -> ForwardBatch:
+    """Returns the rows of ``batch`` as requests of their own: each sees all slots up to its own, or those that the
+    batch's ``mask`` says."""
+    counts, mask = np.diff(batch.qo_indptr_cpu), batch.mask
+    requests = np.repeat(np.arange(batch.num_reqs), counts)
+    lengths = (np.diff(batch.kv_indptr_cpu) - 1) * page_size + batch.kv_last_page_len_cpu
+    seen = lengths[requests]
+    if mask is None:
+        seen = seen - np.repeat(batch.qo_indptr_cpu[1:], counts) + np.arange(1, batch.num_tokens + 1)
+    else:
+        mask = RowMask(mask.words, mask.counts[torch.from_numpy(requests).to(mask.counts.device)])
+    pages = -(seen // -page_size)
+    return replace(slice_batch(batch, slice(None), requests, np.arange(batch.num_tokens + 1, dtype=np.int32), pages,
+                               (seen - (pages - 1) * page_size).astype(np.int32)), mask=mask)
 
 
 def _upload_embeds(embeds: Sequence[tuple[int, np.ndarray]],

@@ -16,6 +16,7 @@ from ..config.server import CacheArgs, ModelArgs, ServerConfig
 from ..distributed.parallel import Parallel
 from ..kvcache.cache_group import SlidingWindow
 from ..kvcache.layout import DTYPE_BYTES, KVLayout, split_layers
+from ..scheduler.prefill_budget import LOGPROB_CHUNK_TOKENS
 from ..weights.kv_scales import KV_DTYPES, Scales, read_kv_scales
 from .cuda_graphs.piecewise_graphs import prefill_graph_sizes
 
@@ -98,9 +99,9 @@ def page_counts(cache: CacheArgs, layouts: Sequence[KVLayout], num_pages: int) -
 
 
 def count_pages(config: ServerConfig, spec: ModelSpec, layouts: Sequence[KVLayout], parallel: Parallel,
-                device: torch.device) -> int:
+                device: torch.device, draft: KVLayout | None = None) -> int:
     """Returns the number of pages of the first cache group that fit, with the other groups', besides the loaded weights
-    and what a step needs; below 1 where none do."""
+    and what a step needs; below 1 where none do. ``draft``: of the pool that has a page for each of these."""
     max_tokens, layout = config.cache.max_total_tokens, layouts[0]
     if max_tokens is not None:
         if max_tokens < layout.page_size:
@@ -108,7 +109,7 @@ def count_pages(config: ServerConfig, spec: ModelSpec, layouts: Sequence[KVLayou
         return max_tokens // layout.page_size
     if device.type != "cuda":
         tokens = min(max(_CPU_POOL_CONTEXTS * spec.context_length, _CPU_POOL_TOKENS.start), _CPU_POOL_TOKENS[-1])
-        return min(tokens // layout.page_size, _pages_within(config.cache, layouts, _CPU_POOL_BYTES))
+        return min(tokens // layout.page_size, _pages_within(config.cache, layouts, _CPU_POOL_BYTES, draft))
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
@@ -118,18 +119,21 @@ def count_pages(config: ServerConfig, spec: ModelSpec, layouts: Sequence[KVLayou
     if parallel.token_exchange.all_to_all is not None:
         available -= parallel.token_exchange.all_to_all.nbytes  # which torch does not count
     return _pages_within(config.cache, layouts, int(min(
-        available, free - _activation_bytes(config, spec, layout, parallel, device))))
+        available, free - _activation_bytes(config, spec, layout, parallel, device))), draft)
 
 
-def _pages_within(cache: CacheArgs, layouts: Sequence[KVLayout], num_bytes: int) -> int:
-    """Returns the most pages of the first cache group with which all groups take ``num_bytes`` at most."""
+def _pages_within(cache: CacheArgs, layouts: Sequence[KVLayout], num_bytes: int, draft: KVLayout | None = None) -> int:
+    """Returns the most pages of the first cache group with which all groups, and the draft's pages of the same ids,
+    take ``num_bytes`` at most."""
+    page_bytes = layouts[0].page_bytes + (0 if draft is None else draft.page_bytes)
     if len(layouts) == 1:
-        return num_bytes // layouts[0].page_bytes
+        return num_bytes // page_bytes
 
     def pool_bytes(num_pages: int) -> int:
-        return sum(count * layout.page_bytes for count, layout in zip(page_counts(cache, layouts, num_pages), layouts))
+        first, *counts = page_counts(cache, layouts, num_pages)
+        return first * page_bytes + sum(count * layout.page_bytes for count, layout in zip(counts, layouts[1:]))
 
-    return bisect_right(range(max(0, num_bytes) // layouts[0].page_bytes + 1), num_bytes, key=pool_bytes) - 1
+    return bisect_right(range(max(0, num_bytes) // page_bytes + 1), num_bytes, key=pool_bytes) - 1
 
 
 def ranks_per_gpu(config: ServerConfig, gpus: int) -> int:
@@ -149,9 +153,17 @@ def _activation_bytes(config: ServerConfig, spec: ModelSpec, layout: KVLayout, p
     row = values * DTYPE_BYTES[resolve_dtype(config, spec, device)]
     rows = max(schedule.largest_prefill(spec.context_length), schedule.max_running_requests)
     rows += max(prefill_graph_sizes(config, spec, parallel), default=0)  # their graphs have memory of their own
-    logits = schedule.max_running_requests * spec.vocab_size * 4 * 4  # logits, scaled, sorted, noise
+    # Logits, scaled, sorted, noise.
+    logits = (schedule.max_running_requests + _most_drafts(config)) * spec.vocab_size * 4 * 4
     workspaces = 1 << 30 << config.data_parallel.enable_two_batch_overlap  # of the micro-batches' attentions
     return rows * row + logits + workspaces
+
+
+def _most_drafts(config: ServerConfig) -> int:
+    """Returns the most drafts, each with logits, in a step."""
+    if config.speculative.speculative_algorithm is None or not config.role.decodes:
+        return 0
+    return min(config.schedule.max_running_requests * config.speculative.num_drafts, LOGPROB_CHUNK_TOKENS)
 
 
 def _attention_values(spec: ModelSpec) -> int:

@@ -15,6 +15,7 @@ from ..attention.workspace import AttentionWorkspace
 from ..commands.memory import MemoryKind
 from ..config.model import ModelSpec
 from ..config.server import ServerConfig
+from ..config.server.speculative import SPECULATIVE_ALGORITHMS
 from ..distributed.capture import may_capture
 from ..distributed.parallel import Parallel
 from ..distributed.step_rows import StepRows
@@ -31,6 +32,7 @@ from ..kvcache.cache_group import CacheGroup, SlidingWindow
 from ..kvcache.layout import KVLayout
 from ..kvcache.pool import KVPool
 from ..quantization.float8 import check_float8
+from ..speculative.base import DraftContext, Drafter, DraftModel
 from ..weights.loader import Progress, silent
 from .attention_choice import AttentionChoice
 from .cuda_graphs.collection_paused import collection_paused
@@ -65,10 +67,14 @@ class ModelRunner:
 
     ``pool`` has ``num_pages`` pages of ``layout`` for requests, with tensor parallelism equally many on every rank,
     and a last one, the scratch page, for the padding of decode batches.
+
+    With a ``draft_model`` its ``drafter`` drafts on the device; a page of the ``draft_pool`` has the id of the same
+    tokens' page in ``pool``. ``lookahead``: tokens after a page on which what it stores there depends.
     """
 
     def __init__(self, config: ServerConfig, weights: ModelWeights, pools: Sequence[KVPool],
-                 attention: AttentionPlanner, device: torch.device, parallel: Parallel | None = None):
+                 attention: AttentionPlanner, device: torch.device, parallel: Parallel | None = None,
+                 draft: tuple[DraftModel, KVPool] | None = None):
         self._parallel = parallel or Parallel()
         self.dp_sync = DPSync(self._parallel)
         self._config = config
@@ -90,9 +96,20 @@ class ModelRunner:
         self._expert_balancer = None
         if args.enable_eplb and counts is not None:
             self._expert_balancer = ExpertBalancer(counts, args.eplb_rebalance_num_iterations)
+        self.draft_model: DraftModel | None = None
+        self.draft_pool: KVPool | None = None
+        self.drafter: Drafter | None = None
+        self.lookahead = 0
+        slots, groups = list(model.slots()), [group for pool in pools for group in pool.groups]
+        if draft is not None:
+            self.draft_model, self.draft_pool = draft
+            self.drafter = self.draft_model.make_drafter(self.draft_pool, self._workspace)
+            self.lookahead = int(self.draft_model.shifted)
+            slots += self.draft_model.slots()
+            groups += self.draft_pool.groups
         self._memory: dict[MemoryKind, DeviceMemory] = {
-            "weights": DeviceMemory((slot.target for slot in model.slots()), keep=True),
-            "kv_cache": DeviceMemory((group for pool in pools for group in pool.groups), keep=False),
+            "weights": DeviceMemory((slot.target for slot in slots), keep=True),
+            "kv_cache": DeviceMemory(groups, keep=False),
         }
         self._no_ids = torch.empty(0, dtype=torch.int64, device=device)
         self._two_batch_overlap: TwoBatchOverlap | None = None
@@ -122,14 +139,20 @@ class ModelRunner:
         connect_experts(config, spec, parallel, weights.model)
         scales = kv_scales(config.cache, config.model, spec)
         layouts = cache_layouts(config, spec, parallel, dtype, scales)
-        num_local_pages = count_pages(config, spec, layouts, parallel, device)
+        draft = _load_draft(config, DraftContext(config, spec, parallel, weights.model, dtype, device, progress))
+        draft_layout = None if draft is None else draft.layout
+        num_local_pages = count_pages(config, spec, layouts, parallel, device, draft_layout)
         num_pages = int(parallel.world.min_reduce(np.array([num_local_pages]))[0])
         if num_pages < 1:
             raise ConfigError("No memory is left for the KV pool: raise --mem-fraction-static, lower "
                               "--chunked-prefill-size, or use more GPUs with --tp-size.")
         pools = [_allocate_pool(layout, count + 1, device, shared=config.disaggregation.shares_memory)
                  for layout, count in zip(layouts, page_counts(config.cache, layouts, num_pages))]
-        runner = cls(config, weights, pools, attention.over(pools), device, parallel)
+        draft_pool = None
+        if draft is not None:
+            draft_pool = draft, _allocate_pool(draft.layout, num_pages + 1, device,
+                                               shared=config.disaggregation.shares_memory)
+        runner = cls(config, weights, pools, attention.over(pools), device, parallel, draft_pool)
         if config.data_parallel.enable_two_batch_overlap:
             runner._enable_two_batch_overlap()
         if device.type == "cuda":
@@ -376,6 +399,17 @@ class ModelRunner:
         in float32."""
         classifier = self._model.classifier
         return pooled if classifier is None else classifier(pooled)
+
+
+def _load_draft(config: ServerConfig, context: DraftContext) -> DraftModel | None:
+    """Loads the draft model of the configuration's algorithm, where that has one. Raises ConfigError."""
+    name = config.speculative.speculative_algorithm
+    load = None if name is None else SPECULATIVE_ALGORITHMS.get(name).load
+    if load is None:
+        return None
+    draft = load(context)
+    assert draft.layout.page_size == config.cache.page_size, "a page of both pools holds the same tokens"
+    return draft
 
 
 def _most_pages(layout: KVLayout, context_length: int) -> int:

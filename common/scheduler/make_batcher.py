@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -27,14 +28,16 @@ def make_batcher(config: ServerConfig, runner: ModelRunner, cache: KVCacheManage
     num_bytes = int(config.schedule.retract_host_memory_gb * 2**30)
     swap = loads = None
     if num_bytes:
-        swap = SwapSpace(_host_tiers(runner.pools, num_bytes), cache, measure_link_bandwidth(runner.device),
-                         PrefillRate(), group.min_reduce, shared=config.role.receives_kv)
+        tiers = _host_tiers(runner.pools, runner.draft_pool, num_bytes)
+        swap = SwapSpace(tiers, cache, measure_link_bandwidth(runner.device), PrefillRate(), group.min_reduce,
+                         shared=config.role.receives_kv)
     if config.cache.kv_tier is not None:
         if cache.groups:
             raise ConfigError("--kv-tier does not keep the pages of sliding windows yet; leave it out, or set "
                               "--disable-hybrid-swa-memory.")
         num_bytes = int(config.cache.kv_tier_gb * 2**30)
-        tier: KVTier = KV_TIERS.get(config.cache.kv_tier)(TierContext(runner.pool, num_bytes, "--kv-tier-gb"))
+        tier: KVTier = KV_TIERS.get(config.cache.kv_tier)(TierContext(runner.pool, num_bytes, "--kv-tier-gb",
+                                                                      runner.draft_pool))
         cache.attach_tier(tier, shared=config.role.receives_kv)
         loads = TierLoads(cache, tier, group.min_reduce)
     pp_size, max_micro_batch = config.parallel.pp_size, None
@@ -45,8 +48,11 @@ def make_batcher(config: ServerConfig, runner: ModelRunner, cache: KVCacheManage
                    loads=loads, pp_size=pp_size, max_micro_batch=max_micro_batch)
 
 
-def _host_tiers(pools: Sequence[KVPool], num_bytes: int) -> list[HostTier]:
-    """One for each pool, with a share of the memory like the pool's of all."""
-    sizes = [sum(group.nbytes for group in pool.groups) for pool in pools]
-    return [HostTier(TierContext(pool, num_bytes * size // sum(sizes), "--retract-host-memory-gb"))
-            for pool, size in zip(pools, sizes)]
+def _host_tiers(pools: Sequence[KVPool], draft_pool: KVPool | None, num_bytes: int) -> list[HostTier]:
+    """One for each pool, with a share of the memory like the pool's of all. The draft's pages are with the first
+    pool's."""
+    contexts = [TierContext(pool, num_bytes, "--retract-host-memory-gb", None if index else draft_pool)
+                for index, pool in enumerate(pools)]
+    sizes = [sum(group.nbytes for group in context.groups) for context in contexts]
+    return [HostTier(dataclasses.replace(context, num_bytes=num_bytes * size // sum(sizes)))
+            for context, size in zip(contexts, sizes)]

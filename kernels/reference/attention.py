@@ -52,8 +52,10 @@ def stored(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
 def paged_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, qo_indptr: torch.Tensor,
                     kv_indptr: torch.Tensor, kv_indices: torch.Tensor, kv_last_page_len: torch.Tensor,
                     scale: float, v_scale: float = 1.0, window: int | None = None,
-                    sinks: torch.Tensor | None = None) -> torch.Tensor:
-    """Causal attention over paged KV, request by request: the twin of ``attention.paged_prefill.paged_prefill``.
+                    sinks: torch.Tensor | None = None, words: torch.Tensor | None = None,
+                    counts: torch.Tensor | None = None) -> torch.Tensor:
+    """Attention over paged KV, request by request: the twin of ``attention.paged_prefill.paged_prefill``, and with the
+    ``words`` and ``counts`` of a RowMask that of ``attention.verify_attention.verify_attention``.
 
     Written for clarity, in float32 and with the whole score matrix.
     """
@@ -67,15 +69,40 @@ def paged_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tenso
         keys, values = (_tokens(x, pages, length).float().repeat_interleave(group, 0) for x in (k_pages, v_pages))
         scores = torch.einsum("qhd,hkd->hqk", q[rows].float(), keys) * scale
         count = scores.shape[1]
-        visible = torch.ones(count, length, dtype=torch.bool, device=q.device).tril(length - count)
-        if window:
-            visible = visible.triu(length - count - window + 1)
+        if words is None or counts is None:
+            visible = torch.ones(count, length, dtype=torch.bool, device=q.device).tril(length - count)
+            if window:
+                visible = visible.triu(length - count - window + 1)
+        else:
+            visible = visible_by_words(words[rows], length, int(counts[b]), window)
         scores = scores.masked_fill(~visible, float("-inf"))
         if sinks is not None:
             scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, count, -1)), -1)
         weights = scores.softmax(-1)[..., :length]
         out[rows] = (torch.einsum("hqk,hkd->qhd", weights, values) * v_scale).to(q.dtype)
     return out
+
+
+def visible_by_words(words: torch.Tensor, length: int, count: int, window: int | None) -> torch.Tensor:
+    """``[rows, length]`` bool: the slots that rows with these ``words`` [rows] int64 see, of a request of ``length``
+    slots, whose last ``count`` have a bit each; see ``attention.verify_attention.RowMask``."""
+    bits = (words[:, None] >> torch.arange(count, device=words.device)) & 1 != 0
+    before = torch.ones(len(words), length - count, dtype=torch.bool, device=words.device)
+    if window:
+        position = length - count + bits.sum(1, keepdim=True) - 1
+        before = torch.arange(length - count, device=words.device) > position - window
+    return torch.cat((before, bits), 1)
+
+
+def block_lengths(qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor,
+                  length_indptr: torch.Tensor, page_size: int, rows: int, per_request: int, masked: bool) -> None:
+    """Fills in the lengths that blocks of rows see, as ``attention.verify_attention.plan_verify`` does."""
+    counts, lengths = qo_indptr.diff(), (kv_indptr.diff() - 1) * page_size + kv_last_page_len
+    first_rows = torch.arange(per_request, device=counts.device) * rows
+    ends = torch.minimum(first_rows + rows, counts[:, None])
+    seen = lengths[:, None].expand_as(ends) if masked else (lengths - counts)[:, None] + ends
+    length_indptr[0] = 0
+    length_indptr[1:] = seen.masked_fill(first_rows >= counts[:, None], 0).flatten().cumsum(0)
 
 
 def scale_by_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ..arguments import Segment
+from ..arguments import RowMask, Segment
 from .attention import paged_attention, rotate, stored
 
 
@@ -29,13 +29,13 @@ def mla_rope_and_store(q: torch.Tensor, latent: torch.Tensor, k: torch.Tensor, p
 
 def mla_attention(q: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, qo_indptr: torch.Tensor,
                   kv_indptr: torch.Tensor, kv_indices: torch.Tensor, kv_last_page_len: torch.Tensor,
-                  scale: float, page_scale: float = 1.0) -> torch.Tensor:
+                  scale: float, page_scale: float = 1.0, mask: RowMask | None = None) -> torch.Tensor:
     """Twin of ``attention.mla_decode.mla_decode`` for any rows: one shared head whose values are the first part of its
     keys."""
     keys = pages[:, None].float() * page_scale
     values = torch.nn.functional.pad(keys[..., :q.shape[2]], (0, q_rope.shape[2]))
     whole = paged_attention(torch.cat((q, q_rope), -1), keys, values, qo_indptr, kv_indptr, kv_indices,
-                            kv_last_page_len, scale)
+                            kv_last_page_len, scale, 1.0, None, None, *(mask or (None, None)))
     return whole[..., :q.shape[2]].contiguous()
 
 

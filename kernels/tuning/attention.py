@@ -30,6 +30,15 @@ class PrefillTile(NamedTuple):
     stages: int = 2
 
 
+class VerifyTile(NamedTuple):
+    """``rows`` of a request, each with all query heads of a KV head, are a program's; ``tokens`` of one iteration."""
+
+    rows: int
+    tokens: int = 64
+    warps: int = 4
+    stages: int = 2
+
+
 class DecodeSplits(NamedTuple):
     """Parameters of ``plan_decode``: splits for about ``programs_per_sm`` programs, of ``min_tokens`` tokens at least,
     and up to ``max_rounds`` times as many where lengths are mixed.
@@ -52,6 +61,8 @@ class AttentionNumbers:
     way, then take less than four programs to an SM. The tiles of ``wide`` heads and of float32 are as large as
     registers, or the shared memory of more than one program, hold.
 
+    Steps of up to ``verify_max_rows`` rows a request are those of drafts, by tiles of ``verify_tile_rows`` at most.
+
     ``mla_wide``: each latent is found by an index that is loaded before it, and only from 5 stages on the compiler
     (Triton 3.6) has a second tile in flight while one is computed. Two programs of ``mla_narrow``, of 16 heads, fit an
     SM of an H100 or H200; of their 3 tiles one is computed."""
@@ -67,6 +78,8 @@ class AttentionNumbers:
     mla_narrow: DecodeTile = DecodeTile(32, 4, 3)
     mla_wide: DecodeTile = DecodeTile(32, 8, 5)
     mla_float32: DecodeTile = DecodeTile(16, 4, 2)
+    verify_max_rows: int = 16
+    verify_tile_rows: int = 64
 
     @classmethod
     def derived(cls, facts: DeviceFacts) -> AttentionNumbers:
@@ -113,6 +126,22 @@ class AttentionPolicy:
     def decode_warp_specialized(self, kv_heads: int) -> bool:
         """Says whether the warp-specialized kernel is faster for ``kv_heads`` of all requests."""
         return not self.batch_invariant and self.facts.runs_gluon and kv_heads > self.numbers.few_kv_heads
+
+    def verifies(self, max_q_len: int) -> bool:
+        """Says whether verify_attention.py's kernel computes a step of up to ``max_q_len`` causal rows a request."""
+        return max_q_len <= self.numbers.verify_max_rows
+
+    def verify(self, group: int, dim: int, itemsize: int, cache_itemsize: int) -> VerifyTile:
+        """The tile of rows of ``group`` query heads a KV head: it has ``verify_tile_rows`` rows and heads at most."""
+        decode = self.decode(dim, itemsize, cache_itemsize, self.numbers.few_kv_heads + 1)
+        if self.batch_invariant:
+            return VerifyTile(1, decode.tokens, decode.warps, decode.stages)
+        most = self.numbers.verify_tile_rows if dim <= 128 and itemsize <= 2 else 32
+        return VerifyTile(max(1, most // group), decode.tokens, decode.warps, decode.stages)
+
+    def verify_splits(self, dim: int, itemsize: int, cache_itemsize: int) -> DecodeSplits:
+        """The splits of verified rows: those of ``decode_splits`` for many requests."""
+        return self.decode_splits(dim, itemsize, cache_itemsize, self.numbers.few_kv_heads + 1)
 
     def per_head_rows(self, rows: int) -> int | None:
         """Rows of a program of per_head_matmul.py; None where torch multiplies more ``rows`` faster."""

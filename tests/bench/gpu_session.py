@@ -74,7 +74,7 @@ PLANS: dict[str, list[Step]] = {
         *parts("fp8", 240, "chat_model", "flashinfer", "8b"),
         *parts("engine", 240, "flashinfer_decodes", "plain_loop and overlap", "plain_loop"),
         *parts("gpt-oss", 240, "with_windows", "flashinfer", "twins"),
-        *parts("kernels", 240, "kernel_cases", "small_m_cases", "fp8_cases"),
+        *parts("kernels", 240, "kernel_cases", "small_m_cases", "fp8_cases", "verify_cases"),
         *parts("mla", 240, "twins", "flashinfer"), *parts("moe", 240, "twin"), *parts("models", 240, "flashinfer"),
         tests("steps-in-flight", 120), tests("int8-format", 120), tests("user-family", 120),
         tests("kv-ipc", 120), tests("grammar", 240), tests("scheduling", 240), tests("prefill-graphs", 120),

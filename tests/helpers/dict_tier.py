@@ -19,7 +19,7 @@ class DictTier:
     capacity = 1 << 30
 
     def __init__(self, context: TierContext):
-        self._groups = context.pool.groups
+        self._groups = context.groups
         self.pages: dict[PageKey, list[torch.Tensor]] = {}
         self.page_bytes = sum(group[0].nbytes for group in self._groups)
         self.counters = TierCounters()

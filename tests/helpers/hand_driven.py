@@ -54,7 +54,7 @@ class Engine:
         spec = load_model_spec(config.model)
         self.config, self.parallel = config, parallel or Parallel()
         runner = self.runner = ModelRunner.load(config, spec, self.parallel, device, lambda what, share: None)
-        self.cache = KVCacheManager(runner.num_pages, page_size, radix, runner.new_cache_groups())
+        self.cache = KVCacheManager(runner.num_pages, page_size, radix, runner.new_cache_groups(), runner.lookahead)
         self.sent = []
         self.tracker = RequestTracker(self.sent.append, eos_ids=frozenset(spec.eos_token_ids),
                                       vocab_size=spec.vocab_size, max_request_tokens=max_total_tokens,

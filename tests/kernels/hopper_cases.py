@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from baton.kernels.arguments import ExpertBiases, Float8Format, HeadNorms, Scales
+from baton.kernels.arguments import ExpertBiases, Float8Format, HeadNorms, RowMask, Scales
 from baton.kernels.attention.current_kv import CurrentKV
 from baton.kernels.attention.decode_plan import DecodePlan, plan_decode
 from baton.kernels.attention.decode_warp_specialized import decode_warp_specialized
@@ -27,6 +27,7 @@ from baton.kernels.attention.paged_prefill import paged_prefill, plan_prefill
 from baton.kernels.attention.per_head_matmul import per_head_matmul
 from baton.kernels.attention.rope_and_store import rope_and_store
 from baton.kernels.attention.scale_by_sinks import scale_by_sinks
+from baton.kernels.attention.verify_attention import plan_verify, verify_attention
 from baton.kernels.comm.all_reduce import (
     MIN_SLOTS,
     PeerBuffers,
@@ -141,6 +142,19 @@ def prefill_heads(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch
     blocks = plan_prefill(np.array([0, tokens], np.int32), heads // kv_heads, META)
     paged_prefill(q, *pool(kv_heads, dim, cache or dtype), blocks, int32(2), int32(2), int32(3), int32(1), dim**-0.5,
                   0.5 if cache else 1.0, window, fp32(heads) if sinks else None)
+
+
+def verify_heads(requests: int, q_len: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
+                 cache: torch.dtype | None = None, masked: bool = False, window: int | None = None,
+                 sinks: bool = False) -> None:
+    q = of(requests * q_len, heads + 2 * kv_heads, dim, dtype=dtype)[:, :heads]
+    sizes = dim, dtype.itemsize, (cache or dtype).itemsize
+    tile, table = H200.attention.verify(heads // kv_heads, *sizes), (int32(requests + 1), int32(requests))
+    planned = plan_verify(int32(requests + 1), *table, PAGE, kv_heads, 132, q_len, 2048, tile,
+                          H200.attention.verify_splits(*sizes), window, masked)
+    verify_attention(q, *pool(kv_heads, dim, cache or dtype), int32(requests + 1), table[0], int32(requests * 8),
+                     table[1], dim**-0.5, planned, tile, 0.5 if cache else 1.0, window, fp32(heads) if sinks else None,
+                     RowMask(int64(requests * q_len), int32(requests)) if masked else None)
 
 
 def store_latents(tokens: int, heads: int, dtype: torch.dtype, cache: torch.dtype | None = None) -> None:
@@ -303,6 +317,15 @@ CASES: dict[str, Callable[[], object]] = {
     "paged_prefill gpt-oss, window": lambda: prefill_heads(40, 64, 8, 64, BF16, window=128, sinks=True),
     "paged_prefill gpt-oss, window, float8": lambda: prefill_heads(40, 64, 8, 64, BF16, FP8, 128, True),
     "paged_prefill Mistral, window": lambda: prefill_heads(40, 32, 8, 128, BF16, window=4096),
+    "verify_attention Llama": lambda: verify_heads(7, 4, 32, 8, 128, BF16),
+    "verify_attention Llama, 8 rows": lambda: verify_heads(7, 8, 32, 8, 128, BF16),
+    "verify_attention Llama, tree": lambda: verify_heads(7, 16, 32, 8, 128, BF16, masked=True),
+    "verify_attention Llama, float8": lambda: verify_heads(7, 4, 32, 8, 128, BF16, FP8),
+    "verify_attention Qwen3, tree, float8": lambda: verify_heads(7, 8, 32, 4, 128, BF16, FP8, True),
+    "verify_attention 256 wide": lambda: verify_heads(7, 4, 8, 4, 256, BF16),
+    "verify_attention float32": lambda: verify_heads(7, 4, 32, 8, 128, FP32),
+    "verify_attention gpt-oss, window": lambda: verify_heads(7, 4, 64, 8, 64, BF16, window=128, sinks=True),
+    "verify_attention gpt-oss, window, tree": lambda: verify_heads(7, 8, 64, 8, 64, BF16, None, True, 128, True),
     "scale_by_sinks": lambda: scale_by_sinks(of(7, 64, 64), fp32(7, 64), fp32(64)),
     "moe_experts gpt-oss, 7 tokens": lambda: experts(7, 32, 2880, 2880, 4, clamped=True),
     "moe_experts gpt-oss, 8192 tokens": lambda: experts(8192, 32, 2880, 2880, 4, clamped=True),
@@ -446,7 +469,7 @@ CASES: dict[str, Callable[[], object]] = {
 
 FEW = ["rmsnorm 4096, residual", "scale_by_sinks", "fp8_rmsnorm 4096, a scale a group", "silu_and_mul 14336",
        "rope_and_store Qwen3, float8", "paged_decode Qwen3", "paged_prefill Llama", "mla_rope_and_store V2-Lite",
-       "paged_decode Llama, many requests",
+       "paged_decode Llama, many requests", "verify_attention Llama, 8 rows",
        "mla_decode V2-Lite", "mla_decode V3", "per_head_matmul V2-Lite, absorbed", "mla_prefill V2-Lite, merges",
        "moe_topk Qwen3", "moe_experts Qwen3, by warp groups", "warp_specialized_matmul Llama, gated",
        "moe_experts Qwen3, 7 tokens", "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows",
@@ -463,6 +486,7 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "scale_by_sinks": lambda n: scale_by_sinks(of(n, 64, 64), fp32(n, 64), fp32(64)),
     "paged_decode gpt-oss, window": lambda n: decode_heads(n, 64, 8, 64, BF16, window=128, sinks=True),
     "paged_prefill gpt-oss, window": lambda n: prefill_heads(n * 32, 64, 8, 64, BF16, window=128, sinks=True),
+    "verify_attention Llama, 8 rows": lambda n: verify_heads(n, 8, 32, 8, 128, BF16),
     "rmsnorm 4096, residual": lambda n: rmsnorm(of(n, 4096), of(4096), 1e-5, of(n, 4096)),
     "fp8_rmsnorm 4096, a scale a group": lambda n: float8_norm(n, 4096, Float8Format(128)),
     "dequantize_pages": lambda n: dequantize_pages(*pool(8, 128, FP8), int32(n), BF16, 0.5, 0.25),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from baton.kernels import reference
+from baton.kernels.arguments import RowMask
 from baton.kernels.attention.decode_plan import plan_decode
 from baton.kernels.attention.mla_decode import mla_decode
 from baton.kernels.attention.mla_prefill import mla_prefill, plan_mla_prefill
@@ -96,6 +97,19 @@ def test_decode(heads, rank, rope, page_size, num_sms, dtype, atol, rtol):
                        programs_per_sm=1 if num_sms == 1 else 8)
     assert (plan.split_indptr[-1] > len(lengths)) == (num_sms > 1)
     torch.testing.assert_close(mla_decode(q, q_rope, pages, *table, scale, plan), want, atol=atol, rtol=rtol)
+
+
+@cases("heads,rank,rope", SHAPES, 128)
+def test_decode_by_words(heads, rank, rope, page_size, dtype, atol, rtol):
+    """Rows that do not see all of their newest slots, some nothing of the last split."""
+    lengths, counts = [5, 131, 64, 150], [5, 2, 1, 63]
+    words = torch.tensor([0b10011, 0b01, 0b1, (1 << 30) + 1], device=DEVICE)
+    mask = RowMask(words, torch.tensor(counts, dtype=torch.int32, device=DEVICE))
+    table, pages = page_table(lengths, page_size, PAGES), latent_pool(rank, rope, page_size, dtype)
+    q, q_rope = random(4, heads, rank, dtype=dtype), random(4, heads, rope, dtype=dtype, seed=1)
+    want = reference.mla_attention(q, q_rope, pages, torch.arange(5), *table, 0.2, mask=mask)
+    plan = plan_decode(table[0], table[2], page_size, 1, 100, 150, min_tokens=32)
+    torch.testing.assert_close(mla_decode(q, q_rope, pages, *table, 0.2, plan, mask=mask), want, atol=atol, rtol=rtol)
 
 
 PREFILL = [(2, 12, 8, 20, 4), (3, 16, 6, 16, 1), *([(16, 128, 64, 128, 16)] if GPU else [])]

@@ -28,6 +28,10 @@ def test_kernels_equal_their_twins():
     run_interpreted("kernel_cases.py", "window_cases.py")
 
 
+def test_verified_rows_equal_their_twin():
+    run_interpreted("verify_cases.py")
+
+
 def test_a_rank_sums_what_its_peers_left():
     run_interpreted("all_reduce_cases.py")
 

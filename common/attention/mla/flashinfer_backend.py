@@ -72,6 +72,9 @@ class MLAFlashInferBackend:
         self.fill(plan, batch)
         return plan
 
+    def verifies(self, batch: ForwardBatch) -> bool:
+        return False
+
     def warm_up(self, compute_prompt: Callable[[], None]) -> None:
         compute_prompt()
 

@@ -33,6 +33,9 @@ class InvariantMLATorchBackend:
         dims = (self.mla.latent_dim, self.mla.kv_lora_rank)
         return FixedTiles(batch, self.pool.layout.page_size, self._num_heads, dims, None)
 
+    def verifies(self, batch: ForwardBatch) -> bool:
+        return False
+
     def warm_up(self, compute_prompt: Callable[[], None]) -> None:
         compute_prompt()
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
+from ....kernels.reference import visible_by_words
 from ....kernels.tuning.policy import policy_of
 from ...config.mla import MLASpec
 from ...config.server.kernels import LATENT_BACKENDS
@@ -79,6 +80,9 @@ class MLATorchBackend:
         return _Bucket(torch.from_numpy(requests).to(device), torch.from_numpy(padded).to(device), mask,
                        lengths[requests].tolist())
 
+    def verifies(self, batch: ForwardBatch) -> bool:
+        return False
+
     def warm_up(self, compute_prompt: Callable[[], None]) -> None:
         compute_prompt()
 
@@ -128,8 +132,12 @@ class MLATorchBackend:
         values = kv[..., mla.nope_dim:]
         for row in range(begin, end, QUERY_BLOCK):
             stop = min(row + QUERY_BLOCK, end)
-            seen = length - (end - stop)
-            mask = torch.ones(stop - row, seen, dtype=torch.bool, device=q.device).tril_(seen - (stop - row))
+            if batch.mask is None:
+                seen = length - (end - stop)
+                mask = torch.ones(stop - row, seen, dtype=torch.bool, device=q.device).tril_(seen - (stop - row))
+            else:
+                seen = length
+                mask = visible_by_words(batch.mask.words[row:stop], length, int(batch.mask.counts[b]), None)
             result = scaled_dot_product_attention(q[row:stop].transpose(0, 1), keys[:, :seen], values[:, :seen],
                                                   attn_mask=mask, scale=mla.scale)
             out[row:stop] = result.transpose(0, 1)

@@ -19,7 +19,7 @@ from ....kernels.device import num_sms
 from ....kernels.tuning.policy import policy_of
 from ...config.mla import MLASpec
 from ...config.server.kernels import LATENT_BACKENDS
-from ...forward.forward_batch import ForwardBatch
+from ...forward.forward_batch import ForwardBatch, rows_as_requests
 from ...kvcache.pool import KVPool
 from ..base import ANY_LENGTH, check_gpu
 from ..workspace import AttentionWorkspace
@@ -53,7 +53,7 @@ class MLATritonBackend:
         self.pool = pool
         self.mla = mla
         device = pool.groups[0].device
-        policy = policy_of(device).attention
+        self._policy = policy = policy_of(device).attention
         self._head_blocks = -(-num_heads // policy.mla_head_block(num_heads, dtype.itemsize))
         self._splits = policy.mla_splits(num_heads, dtype.itemsize)._asdict()
         self._most_tokens = _EXPANDED_BYTES // (num_heads * (mla.nope_dim + mla.v_dim) * dtype.itemsize)
@@ -77,12 +77,16 @@ class MLATritonBackend:
     def plan(self, batch: ForwardBatch, workspace: AttentionWorkspace, *, max_length: int | None = None,
              out: torch.Tensor | None = None) -> MLATritonPlan:
         page_size = self.pool.layout.page_size
-        if batch.is_decode:
+        if batch.is_decode or self.verifies(batch):
             longest = max_length or int(np.diff(batch.kv_indptr_cpu).max()) * page_size
-            return MLATritonPlan(self, batch, workspace, longest=longest)
+            rows = batch if batch.is_decode else rows_as_requests(batch, page_size)
+            return MLATritonPlan(self, batch, workspace, rows, longest)
         segments = plan_mla_prefill(batch.qo_indptr_cpu, batch.kv_indptr_cpu, batch.kv_last_page_len_cpu, page_size,
                                     self._most_tokens, batch.input_ids.device)
         return MLATritonPlan(self, batch, workspace, segments=segments)
+
+    def verifies(self, batch: ForwardBatch) -> bool:
+        return batch.mask is not None or (batch.verifies and self._policy.verifies(batch.max_q_len))
 
     def warm_up(self, compute_prompt: Callable[[], None]) -> None:
         compute_prompt()
@@ -99,15 +103,16 @@ class MLATritonBackend:
 
     def attend(self, plan: MLATritonPlan, layer: int, q: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """Attends to the stored latents of the plan's batch."""
-        batch, nope, pages = plan.batch, self.mla.nope_dim, self.pool.latents(layer)
+        rows, nope, pages = plan.rows, self.mla.nope_dim, self.pool.latents(layer)
         page_scale, _ = self.pool.layout.scales_of(layer)
-        if not batch.is_decode:
+        if rows is None:
             return self._extend(plan, q, pages, page_scale, up)
         if plan.splits is None:
-            plan.splits = plan_decode(batch.kv_indptr, batch.kv_last_page_len, self.pool.layout.page_size,
+            plan.splits = plan_decode(rows.kv_indptr, rows.kv_last_page_len, self.pool.layout.page_size,
                                      self._head_blocks, self._num_sms, plan.longest, **self._splits)
-        latents = mla_decode(absorb(q, up, nope), q[..., nope:], pages, batch.kv_indptr, batch.kv_indices,
-                             batch.kv_last_page_len, self.mla.scale, plan.splits, page_scale=page_scale)
+        latents = mla_decode(absorb(q, up, nope), q[..., nope:], pages, rows.kv_indptr, rows.kv_indices,
+                             rows.kv_last_page_len, self.mla.scale, plan.splits, page_scale=page_scale,
+                             mask=rows.mask)
         return values_of(latents, up, nope)
 
     def _extend(self, plan: MLATritonPlan, q: torch.Tensor, pages: torch.Tensor, page_scale: float,
@@ -130,12 +135,14 @@ class MLATritonBackend:
 
 @dataclass(eq=False)
 class MLATritonPlan:
-    """A batch's segments of the contexts, or a decode step's splits of sequences up to ``longest`` tokens. The first
+    """A batch's segments of the contexts. Or its ``rows``, each a request, of a decode step or of one that verifies
+    drafts, and splits of sequences up to ``longest`` tokens: the first
     layer makes these, so that a graph that captures the layers makes them in every replay."""
 
     backend: MLATritonBackend
     batch: ForwardBatch
     workspace: AttentionWorkspace
+    rows: ForwardBatch | None = None
     longest: int = 0
     segments: Sequence[Segment] = ()
     splits: DecodePlan | None = None

@@ -15,16 +15,25 @@ import numpy as np
 from ..page_keys import PageKey
 
 if TYPE_CHECKING:
+    import torch
+
     from ..pool import KVPool
 
 
 @dataclass(frozen=True)
 class TierContext:
-    """Facts that a tier is made from. ``num_bytes``: the memory it may take, as the flag ``flag`` says."""
+    """Facts that a tier is made from. ``num_bytes``: the memory it may take, as the flag ``flag`` says. With a
+    ``draft_pool`` a page is that of both pools: they are stored, loaded and dropped together."""
 
     pool: KVPool
     num_bytes: int
     flag: str
+    draft_pool: KVPool | None = None
+
+    @property
+    def groups(self) -> list[torch.Tensor]:
+        """The memory of all layer groups, in which a page has one index."""
+        return [*self.pool.groups, *(self.draft_pool.groups if self.draft_pool is not None else ())]
 
 
 @dataclass

@@ -41,18 +41,19 @@ class HostTier:
 
     def __init__(self, context: TierContext):
         """Raises ConfigError where the host lacks this memory, or no page fits into it."""
-        self._pool = pool = context.pool
+        self._pool, self._device_groups = context.pool, context.groups
         self.counters = TierCounters()
-        self.page_bytes = sum(group[0].nbytes for group in pool.groups)
+        self.page_bytes = sum(group[0].nbytes for group in self._device_groups)
         count, gigabytes = context.num_bytes // self.page_bytes, context.num_bytes / 2**30
         if not count:
             raise ConfigError(f"{context.flag} {gigabytes:g} holds no page of {self.page_bytes} bytes; raise it, or "
                               "leave it out.")
         try:
-            self._groups = [torch.empty((count, *group.shape[1:]), dtype=group.dtype) for group in pool.groups]
+            self._groups = [torch.empty((count, *group.shape[1:]), dtype=group.dtype)
+                            for group in self._device_groups]
         except RuntimeError:  # torch's for memory of the host
             raise ConfigError(f"The host has no {gigabytes:g} GiB for {context.flag}; lower it.") from None
-        if pool.groups[0].is_cuda:
+        if self._device_groups[0].is_cuda:
             self._pin(context.flag)
         self._slots = PageAllocator(count)
         self._slot_of: dict[PageKey, int] = {}  # the least recently used first
@@ -89,7 +90,7 @@ class HostTier:
             self._evict(len(new) - self._slots.num_free)
         slots = self._slots.allocate(len(new))
         for slot, page, count in _runs(slots, page_ids[new]):
-            for host, device in zip(self._groups, self._pool.groups):
+            for host, device in zip(self._groups, self._device_groups):
                 host[slot:slot + count].copy_(device[page:page + count], non_blocking=True)
         self._slot_of.update(zip([keys[i] for i in new], slots.tolist()))
         self.counters.stored += len(new)
@@ -100,7 +101,7 @@ class HostTier:
         present = keys[:self.lookup(keys)]
         slots = np.array([self._slot_of[key] for key in present], np.int64)
         for slot, page, count in _runs(slots, page_ids[:len(present)]):
-            for host, device in zip(self._groups, self._pool.groups):
+            for host, device in zip(self._groups, self._device_groups):
                 device[page:page + count].copy_(host[slot:slot + count], non_blocking=True)
         self._touch(present)
         self.counters.loaded += len(present)

@@ -92,7 +92,7 @@ class Side:
                                disaggregation_bootstrap_port=port), HttpArgs())
         spec = load_model_spec(config.model)
         runner = ModelRunner.load(config, spec, Parallel(), "cpu", lambda what, share: None)
-        self.cache = KVCacheManager(runner.num_pages, 4, groups=runner.new_cache_groups())
+        self.cache = KVCacheManager(runner.num_pages, 4, groups=runner.new_cache_groups(), lookahead=runner.lookahead)
         self.sent = []
         self.tracker = RequestTracker(self.sent.append, eos_ids=frozenset(), vocab_size=spec.vocab_size,
                                       max_request_tokens=max_total_tokens, max_requests=512, timeout=1e9,
