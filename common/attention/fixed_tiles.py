@@ -130,12 +130,14 @@ class FixedTiles:
                 result = _attend_block(queries, keys, values, block, scale, level)
                 out[block.rows[block.real]] = result.transpose(1, 2)[block.real]
         assert out is not None, "a batch has rows"
-        return out.unflatten(0, (-1, self._group)).transpose(1, 2).flatten(1, 2)
+        joined: torch.Tensor = out.unflatten(0, (-1, self._group)).transpose(1, 2).flatten(1, 2)
+        return joined
 
 
 def _of_rows(sinks: torch.Tensor, heads: int, rows: torch.Tensor, group: int) -> torch.Tensor:
     """Returns the sinks ``[b, heads, R]`` of a block's rows."""
-    return sinks.view(heads, group)[:, rows % group].transpose(0, 1)
+    found: torch.Tensor = sinks.view(heads, group)[:, rows % group].transpose(0, 1)
+    return found
 
 
 def _attend_block(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: _Block, scale: float,
