@@ -20,6 +20,12 @@ class Drafts(msgspec.Struct, frozen=True, array_like=True):
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def is_valid(self, vocab_size: int) -> bool:
+        """True where all tokens are of the vocabulary, and each parent comes before its child."""
+        parents = range(-1, len(self.tokens) - 1) if self.parents is None else self.parents
+        return (len(parents) == len(self.tokens) and all(0 <= token < vocab_size for token in self.tokens)
+                and all(-1 <= parent < index for index, parent in enumerate(parents)))
+
     def paths(self) -> list[tuple[int, ...]]:
         """Returns for each draft the tokens from the first one after the newest token to itself."""
         if self.parents is None:
