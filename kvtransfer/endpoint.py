@@ -44,14 +44,10 @@ def transport_arguments(parts: EngineParts) -> dict[str, Any]:
         "rank": parts.tp.rank, "tp_size": parts.tp.size, "dp_rank": parts.parallel.dp_rank,
         "dp_size": parts.parallel.dp_size, "model": runner.model, "layout": runner.layout,
         "num_pages": runner.pool.num_pages, "spare_page": runner.scratch_page,
-<<<<<<< HEAD
-        "regions": [region for one in runner.pools for region in one.regions()],
-        "deterministic": config.kernels.enable_deterministic_inference,
-        "further": [FurtherGroup(one.layout, one.num_pages, one.num_pages - 1) for one in runner.pools[1:]]}
-=======
         "regions": [region for one in pools for region in one.regions()],
         "further": [FurtherGroup(one.layout, one.num_pages, one.num_pages - 1) for one in runner.pools[1:]],
-        "draft": draft_info(config, runner.draft_model)}
+        "draft": draft_info(config, runner.draft_model),
+        "deterministic": config.kernels.enable_deterministic_inference}
 
 
 def draft_info(config: ServerConfig, model: DraftModel | None) -> DraftInfo | None:
@@ -65,24 +61,16 @@ def draft_info(config: ServerConfig, model: DraftModel | None) -> DraftInfo | No
 def pool_groups(first: FurtherGroup, further: Sequence[FurtherGroup], draft: DraftInfo | None) -> list[FurtherGroup]:
     """Returns the pools of all cache groups, and after them the draft's, which has the pages of the first one's ids."""
     return [first, *further, *(() if draft is None else (first._replace(layout=draft.layout),))]
->>>>>>> main
 
 
 def rank_info(*, endpoint: str, rank: int, tp_size: int, layout: KVLayout, backend: Backend, dp_rank: int,
               dp_size: int, pp_rank: int = 0, pp_size: int = 1, model: ModelIdentity | None = None,
-<<<<<<< HEAD
-              server: str = "", further: Sequence[FurtherGroup] = (), deterministic: bool = False) -> RankInfo:
+              server: str = "", further: Sequence[FurtherGroup] = (), draft: DraftInfo | None = None,
+              deterministic: bool = False) -> RankInfo:
     """Returns our identity, with a fresh instance id (the epoch of this process)."""
     return RankInfo(secrets.token_hex(8), endpoint, rank, tp_size, layout, backend.name, dp_rank=dp_rank,
                     dp_size=dp_size, pp_rank=pp_rank, pp_size=pp_size, model=model, server=server,
-                    further_layouts=tuple(group.layout for group in further), deterministic=deterministic)
-=======
-              server: str = "", further: Sequence[FurtherGroup] = (), draft: DraftInfo | None = None) -> RankInfo:
-    """Returns our identity, with a fresh instance id (the epoch of this process)."""
-    return RankInfo(secrets.token_hex(8), endpoint, rank, tp_size, layout, backend.name, dp_rank=dp_rank,
-                    dp_size=dp_size, pp_rank=pp_rank, pp_size=pp_size, model=model, server=server,
-                    further_layouts=tuple(group.layout for group in further), draft=draft)
->>>>>>> main
+                    further_layouts=tuple(group.layout for group in further), draft=draft, deterministic=deterministic)
 
 
 class PairKey:

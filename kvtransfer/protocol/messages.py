@@ -120,11 +120,8 @@ class RankInfo(msgspec.Struct, frozen=True):
     model: ModelIdentity | None = None
     server: str = ""
     further_layouts: tuple[KVLayout, ...] = ()
-<<<<<<< HEAD
-    deterministic: bool = False
-=======
     draft: DraftInfo | None = None
->>>>>>> main
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         ranks = ((self.rank, self.tp_size), (self.dp_rank, self.dp_size), (self.pp_rank, self.pp_size))
@@ -143,16 +140,12 @@ class RankInfo(msgspec.Struct, frozen=True):
         mine, its = self.model, peer.model
         if mine is not None and its is not None and mine.fingerprint != its.fingerprint:
             return f"the model is {mine} here and {its} there"
-<<<<<<< HEAD
         if self.deterministic != peer.deterministic:
             ours, theirs = ("on" if one.deterministic else "off" for one in (self, peer))
             return f"--enable-deterministic-inference is {ours} here and {theirs} there"
-        return find_group_mismatch(peer.group_layouts, self.group_layouts)
-=======
         if (why := find_group_mismatch(peer.group_layouts, self.group_layouts)) is not None:
             return why
         return self._draft_mismatch(peer) if self.draft is not None and self.draft.required else None
->>>>>>> main
 
     def _draft_mismatch(self, peer: RankInfo) -> str | None:
         assert self.draft is not None
