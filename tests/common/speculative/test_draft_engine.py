@@ -1,4 +1,4 @@
-"""Draft models through the whole engine: tokens are those without them, and a clone's drafts are all accepted."""
+"""Draft models through the whole engine: tokens are those without them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from baton.common.config.server import SpeculativeArgs
 from baton.tests.common.speculative.test_drafting_engine import answers
 from baton.tests.helpers.deepseek_models import save_with_predictors
 from baton.tests.helpers.draft_models import save_eagle, save_eagle3, save_nextn
-from baton.tests.helpers.hand_driven import Engine, tokens_of
 from baton.tests.helpers.small_models import save_model
 
 SAVE = {"EAGLE3": save_eagle3, "EAGLE": save_eagle, "NEXTN": save_nextn,
@@ -46,26 +45,6 @@ def test_tokens_equal_those_without_drafts(folder, expected, algorithm, options)
     engine, found = answers(folder / "model", speculative=drafting(folder / algorithm, algorithm), **options)
     assert found == expected
     assert engine.drafting.num_drafted > 100
-
-
-@pytest.mark.parametrize("options", [{}, {"page_size": 1, "chunk": 7}], ids=str)
-def test_all_drafts_of_a_clone_are_accepted(folder, expected, options):
-    """Also those of requests that sample: the clone's noise is the model's."""
-    engine, found = answers(folder / "model", speculative=drafting(folder / "model", "STANDALONE"), **options)
-    assert found == expected
-    assert engine.drafting.num_accepted == engine.drafting.num_drafted > 150
-
-
-def test_clone_drafts_as_many_tokens_as_there_are_steps(folder):
-    for steps in (1, 2, 4):
-        speculative = SpeculativeArgs(speculative_algorithm="STANDALONE", speculative_num_steps=steps,
-                                      speculative_draft_model_path=str(folder / "model"))
-        engine = Engine(folder / "model", speculative=speculative)
-        engine.start("a", [1, 2, 3, 4, 5], max_new_tokens=1 + 6 * (steps + 1) + 1)
-        plain = Engine(folder / "model")
-        plain.start("a", [1, 2, 3, 4, 5], max_new_tokens=1 + 6 * (steps + 1) + 1)
-        assert tokens_of(engine.run()) == tokens_of(plain.run())
-        assert engine.drafting.num_accepted == engine.drafting.num_drafted >= 6 * steps
 
 
 @pytest.mark.parametrize("depth", [1, 2])
