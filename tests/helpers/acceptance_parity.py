@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 import torch
 
-from baton.common.api.grammar import GrammarSpec
 from baton.common.api.sampling import SamplingParams
 from baton.common.config.server.speculative import SpeculativeArgs
 from baton.common.speculative.ngram import NgramProposer
@@ -246,18 +245,17 @@ def pair_continued(flags: Sequence[str], asked: Sequence[Question]) -> list[Answ
 def after_failover(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
     """The decode engine is lost once all pages are there, and another one gets them from the same prefill engine."""
     with _pair(flags) as engines:
-        rooms = []
-        for number, question in enumerate(asked):
-            half, room = engines.start(str(number), question)
-            run(engines.prefill, engines.decode, until=lambda half=half: half.finish is not None)  # type: ignore[misc]
-            rooms.append(room)
-        run(engines.prefill, until=lambda: engines.prefill.scheduler.idle)
+        engines.connect()
+        begun = [engines.start(str(number), question) for number, question in enumerate(asked)]
+        run(engines.decode, until=lambda: engines.decode.scheduler.num_transferring == len(asked))
+        run(engines.prefill, until=lambda: all(half.finish is not None for half, _ in begun)
+            and engines.prefill.scheduler.idle)
         engines.prefill.take()
         engines.decode.scheduler.receiver.close()
         engines.new_decode()
         steps = engines.prefill.num_launched
         for number, question in enumerate(asked):
-            engines.start(str(number), question, previous=rooms[number])
+            engines.start(str(number), question, previous=begun[number][1])
         answers = engines.finish(len(asked))
         assert engines.prefill.num_launched == steps, "a prompt was computed again"
         return answers
@@ -265,12 +263,13 @@ def after_failover(flags: Sequence[str], asked: Sequence[Question]) -> list[Answ
 
 SCENARIOS: Mapping[str, Scenario] = {
     "unified": unified, "chunked": chunked, "mixed chunk": mixed_chunk, "prefix hit": cached_prefix,
-    "retraction": after_retraction, "retraction to host": after_swap, "continuation": continued, "TP 2": tensor_parallel,
+    "retraction": after_retraction, "retraction to host": after_swap, "continuation": continued,
+    "TP 2": tensor_parallel,
     "PD": pair, "PD, chunked": pair_of_chunks, "PD, prefix delta": pair_with_delta, "PD, failover": after_failover,
     "PD, continuation": pair_continued}
 """By name; in each the questions may be of grammars, too."""
 
-FEWER_DRAFTS = frozenset({after_retraction, after_swap})
+FEWER_DRAFTS = frozenset({after_retraction, after_swap, mixed_chunk})
 """Scenarios without room for all drafts at times."""
 
 

@@ -1,5 +1,5 @@
-"""Engines of servers' command lines in this process, stepped by hand, alone or as a prefill and decode pair; they record
-what each step gave each request."""
+"""Engines of servers' command lines in this process, stepped by hand, alone or as a prefill and decode pair; they
+record what each step gave each request."""
 
 from __future__ import annotations
 
@@ -176,7 +176,8 @@ def run(*engines: FlagEngine, until: Callable[[], bool] | None = None, seconds: 
     done = until or (lambda: all(engine.scheduler.idle for engine in engines))
     while not done():
         assert time.monotonic() < deadline, "the engines make no progress"
-        if not any([engine.step() for engine in engines]):
+        worked = [engine.step() for engine in engines]
+        if not any(worked):
             time.sleep(0.001)
 
 
@@ -216,6 +217,12 @@ class FlagPair:
         """Makes a decode engine, which requests go to from now on."""
         self.decode = FlagEngine("--disaggregation-mode", "decode", *self._meeting, *self._decode_flags)
         return self.decode
+
+    def connect(self) -> None:
+        """Opens the way from prefill, as a router has it done before the first request."""
+        receiver, prefill = self.decode.scheduler.receiver, ("127.0.0.1", self._port)
+        receiver.connect(prefill)
+        run(self.prefill, until=lambda: receiver.connected(prefill) is not None)
 
     def start(self, rid: str, question: Question, previous: int | None = None) -> tuple[Req, int]:
         """Starts both halves of a request; returns prefill's, and the room."""
