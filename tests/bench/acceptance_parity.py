@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 from baton.tests.helpers.acceptance_parity import ALGORITHMS, SCENARIOS, Parity, measure, questions
 
-
 COLUMNS = ("scenario", "algorithm", "answers that differ", "verify steps", "acceptance length", "expected",
            "first step: expected", "fewer cached", "seconds", "")
 
