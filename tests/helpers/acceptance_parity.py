@@ -50,7 +50,8 @@ def algorithm_flags(algorithm: str) -> tuple[str, ...]:
 
 
 def num_drafts(algorithm: str) -> int:
-    return SpeculativeArgs(speculative_algorithm=algorithm).num_drafts
+    return SpeculativeArgs(speculative_algorithm=algorithm,
+                           speculative_draft_model_path=_DRAFT_MODELS.get(algorithm)).num_drafts
 
 
 class Prompts:
