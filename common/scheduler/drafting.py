@@ -177,6 +177,6 @@ def _within(counts: np.ndarray, total: int) -> np.ndarray:
     size = int(counts.max())
     while np.minimum(counts, size).sum() > total:
         size -= 1
-    cut = np.minimum(counts, size)
+    cut: np.ndarray = np.minimum(counts, size)
     cut[np.flatnonzero(counts > size)[:total - int(cut.sum())]] += 1
     return cut
