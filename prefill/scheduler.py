@@ -158,7 +158,7 @@ class PrefillScheduler:
     def _take_in(self, launched: LaunchedStep | PPStep) -> None:
         step, output = launched.step, launched.wait()
         add_prompt_results(step, output)
-        for req, token_ids, logprobs, error in row_results(step, output):
+        for req, token_ids, logprobs, error, drafts in row_results(step, output):
             transfer = self.transfers.find(req)
             if transfer is None or transfer.status is not TransferStatus.COMPUTING:
                 continue
@@ -167,9 +167,12 @@ class PrefillScheduler:
                 self.tracker.fail(req, error)
                 continue
             self.batcher.remove([req])
+            if step.draft_limits:
+                assert req.page_table is not None
+                self.batcher.cache.trim(req.page_table, req.num_prompt_tokens)
             hidden = None if req.hidden is None else req.hidden.take()
             self._hand_over(transfer, req.append_pending(*token_ids), PrefillResult(
-                token_ids[0], req.num_cached_tokens, logprobs, req.prompt_logprobs, hidden))
+                token_ids[0], req.num_cached_tokens, logprobs, req.prompt_logprobs, hidden, drafts))
 
     def _hand_over(self, transfer: TransferRequest, token_ids: list[int], result: PrefillResult) -> None:
         """Sends the first token after the pages of a computed prompt."""
