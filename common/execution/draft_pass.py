@@ -10,6 +10,7 @@ import torch
 
 from ..api.drafts import Drafts
 from ..distributed.tp import TPGroup
+from ..forward.forward_batch import ForwardBatch, TokenIds
 from ..forward.host_copies import upload_joined
 from ..request.step_input import StepInput
 from ..sampling.draft_sampler import CoupledDraftSampler
@@ -17,7 +18,6 @@ from ..speculative.base import Drafter, DraftStep, Features
 from ..speculative.verify import accept
 
 if TYPE_CHECKING:
-    from ..forward.forward_batch import ForwardBatch
     from ..sampling.sampler import Sample
 
 
@@ -58,6 +58,20 @@ class DraftPass:
         assert len(found) == len(step.sample_index)
         return Verified(counts, tokens, {index: drafts for index, drafts in zip(step.sample_index, found)
                                          if drafts is not None})
+
+
+    @torch.inference_mode()
+    def run_prompt(self, step: StepInput, device: torch.device) -> Drafts | None:
+        """Runs it on a chunk of a prompt (``step_input.draft_step``) that the model has not computed here; the drafter
+        reads tokens alone. Returns the drafts after the chunk's last token, where that samples."""
+        assert self.features is None, "the model's hidden states of the prompt are not here"
+        (chunk,) = step.chunks
+        batch = ForwardBatch.from_columns(step.columns, TokenIds(step.known_tokens), device)
+        following = chunk.req.tokens.view(chunk.start + 1, chunk.stop + 1).astype(np.int64)
+        found = self._drafter.run(DraftStep(
+            step, batch, None, upload_joined([following], torch.int64, device), [1] * len(step.sample_index),
+            list(step.draft_limits), CoupledDraftSampler([chunk.req.sampling], self._tp)))
+        return found[0] if found else None
 
 
 def next_ids(step: StepInput, batch: ForwardBatch, samples: torch.Tensor) -> torch.Tensor:

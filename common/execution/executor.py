@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from ..api.drafts import Drafts
 from ..api.errors import InvalidRequest
 from ..forward.forward_batch import AfterGroup, ModelInput, TokenIds
 from ..grammar.store import GrammarStore
@@ -81,8 +82,9 @@ class Executor:
         """Starts computing a step. Pending tokens are read from the step launched before, on the device.
 
         ``after_group(g, event)`` is called once layer group g's keys and values have been enqueued; the pool has them
-        after ``event`` (None on a CPU). Where a request has a grammar, its mask is filled while the device runs the
-        forward pass; that needs its pending token, so that the host then waits for the step before.
+        after ``event`` (None on a CPU). The layer groups of the draft's pool are the last. Where a request has a
+        grammar, its mask is filled while the device runs the forward pass; that needs its pending token, so that the
+        host then waits for the step before.
         """
         prompt, hidden = (prompt_rows(step), hidden_rows(step)) if step.extra_index else ([], [])
         logits, argmax, states, features, batch = self._runner.step(self._model_input(step, prompt, hidden),
@@ -98,13 +100,27 @@ class Executor:
         if self._draft_pass is not None:
             assert batch is not None
             verified = self._draft_pass.run(step, batch, features, sample)
+            if after_group is not None:
+                self._call_after_draft(after_group)
         self._last = LaunchedStep(step, sample, reports, verified)
         return self._last
+
+    def _call_after_draft(self, after_group: AfterGroup) -> None:
+        """Calls it for the layer groups of the draft's pool, which are numbered after the model's."""
+        assert self._runner.draft_pool is not None
+        first, event = sum(len(pool.groups) for pool in self._runner.pools), self.event()
+        for group in range(len(self._runner.draft_pool.groups)):
+            after_group(first + group, event)
 
     def forward(self, step: StepInput, after_group: AfterGroup | None = None) -> None:
         """Does as ``launch`` on a pipeline stage before the last one, which has no logits. No token may be pending."""
         self._runner.step(ModelInput(step.columns, self._token_ids(step), np.empty(0, np.int64),
                                      embeds=embeds_of(step)), after_group)
+
+    def draft_prompt(self, step: StepInput) -> Drafts | None:
+        """Computes a chunk of a prompt by the draft model alone; see DraftPass.run_prompt."""
+        assert self._draft_pass is not None
+        return self._draft_pass.run_prompt(step, self._runner.device)
 
     def run_idle_batch(self) -> None:
         """Takes part in the computation of other data-parallel ranks, in an iteration without a batch."""

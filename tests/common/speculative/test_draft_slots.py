@@ -28,15 +28,17 @@ def conversations(engine, turns=3):
     system = rng.integers(0, VOCAB, 16).tolist()
     prompts = {}
     for index in range(8):
-        shared = system[:int(rng.integers(1, 17))]
+        shared = system[:4 * int(rng.integers(1, 5))]  # they often branch where a page ends
         prompts[str(index)] = shared + rng.integers(0, 3, int(rng.integers(1, 14))).tolist()
     answers, cached = {}, {}
     for turn in range(turns):
         for name, prompt in prompts.items():
             engine.start(f"{name}.{turn}", prompt, max_new_tokens=9)
+        while not engine.scheduler.idle:  # also while a tier loads
+            engine.scheduler.step(0.0)
         outputs = engine.run()
         answers |= tokens_of(outputs)
-        cached |= {item.rid: item.usage.num_cached_tokens for item in outputs if item.usage is not None}
+        cached |= {item.rid: item.num_cached_tokens for item in outputs}
         for name, prompt in prompts.items():
             prompt += answers[f"{name}.{turn}"] + rng.integers(0, 3, int(rng.integers(1, 6))).tolist()
     return answers, cached
@@ -63,11 +65,11 @@ def test_every_slot_that_a_step_may_read_is_right(checkpoint, expected, monkeypa
     found, found_cached = conversations(engine)
     assert found == answers
     drafter, batcher = engine.runner.drafter, engine.scheduler.batcher
-    assert drafter.checked > 1000 and engine.drafting.num_accepted > 100
+    assert drafter.checked > 1000 and engine.drafting.num_accepted > 50
     if options.get("max_total_tokens"):
         assert batcher.retraction.num_retracted > 0
         assert batcher.swap is None or batcher.swap.num_swapped_out > 0
         assert batcher.loads is None or batcher.loads.num_loaded > 0
     if not options:
         less = [cached[rid] - found_cached[rid] for rid in cached]
-        assert 0 <= min(less) and max(less) <= (engine.cache.page_size if name == "HASH" else 0)
+        assert min(less) >= 0 and max(less) <= (engine.cache.page_size if name == "HASH" else 0)
