@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +22,7 @@ from ..request.step_output import RowOutput, StepOutput
 from ..sampling.extras.embeds import embeds_of
 from ..sampling.extras.hidden_states import HiddenReport, HiddenRows, hidden_rows
 from ..sampling.extras.prompt_logprobs import PromptReport, PromptRow, prompt_rows
-from .draft_pass import DraftPass, Verified, accepted
+from .draft_pass import ComputedStep, DraftPass, accepted
 
 if TYPE_CHECKING:
     from ..runner.model_runner import ModelRunner
@@ -30,26 +31,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step that was launched. Its results stay on the device until ``wait``. ``verified``: where a draft pass, which
-    waits for the tokens, has run."""
+    """A step that was launched. Its results stay on the device until ``wait``.
+
+    ``draft``: where a drafter follows the step, it runs once the host knows how many drafts were accepted; it returns
+    its own drafts by the request's index in the step.
+    """
 
     step: StepInput
     sample: Sample
     reports: Sequence[Report]
-    verified: Verified | None = None
+    draft: Callable[[list[int]], dict[int, Drafts]] | None = None
 
     def wait(self) -> StepOutput:
-        """Waits for the step; changes no request, and may be called in another thread, once."""
+        """Waits for the step; changes no request. To be called once, without ``draft`` possibly in another thread."""
         step, tokens = self.step, self.sample.token_ids()
         extras: dict[int, RowOutput] = {}
         for report in self.reports:
             report.add_to(extras)
         if step.extra_index and FAILED in tokens:
             self._add_failures(tokens, extras)
-        if self.verified is not None:
-            return StepOutput(step.sample_index, self.verified.counts, self.verified.tokens, extras,
-                              self.verified.drafts)
-        return StepOutput(step.sample_index, *accepted(step, tokens), extras)
+        counts, tokens = accepted(step, tokens)
+        return StepOutput(step.sample_index, counts, tokens, extras, {} if self.draft is None else self.draft(counts))
 
     def _add_failures(self, tokens: list[int], extras: dict[int, RowOutput]) -> None:
         for i, (token_id, owner) in enumerate(zip(tokens, self.step.sample_owners)):
@@ -96,21 +98,26 @@ class Executor:
             reports = [*reports, PromptReport(prompt, logits[count:])]
         if states is not None:
             reports = [*reports, HiddenReport(hidden, states)]
-        verified = None
+        draft = None
         if self._draft_pass is not None:
             assert batch is not None
-            verified = self._draft_pass.run(step, batch, features, sample)
-            if after_group is not None:
-                self._call_after_draft(after_group)
-        self._last = LaunchedStep(step, sample, reports, verified)
+            draft = self._draft(ComputedStep(step, batch, features, sample.tokens), after_group)
+        self._last = LaunchedStep(step, sample, reports, draft)
         return self._last
 
-    def _call_after_draft(self, after_group: AfterGroup) -> None:
-        """Calls it for the layer groups of the draft's pool, which are numbered after the model's."""
-        assert self._runner.draft_pool is not None
-        first, event = sum(len(pool.groups) for pool in self._runner.pools), self.event()
+    def _draft(self, computed: ComputedStep, after_group: AfterGroup | None) -> Callable[[list[int]],
+                                                                                         dict[int, Drafts]]:
+        """Runs the drafter after a step, with ``after_group`` now, as the draft's layer groups follow the model's; else
+        once the returned function is called with the tokens that each request got."""
+        assert self._draft_pass is not None
+        if after_group is None:
+            return partial(self._draft_pass.run, computed)
+        drafts = self._draft_pass.run(computed, [1] * len(computed.step.sample_index))
+        assert not computed.step.drafts and self._runner.draft_pool is not None
+        first = sum(len(pool.layout.groups) for pool in self._runner.pools)
         for group in range(len(self._runner.draft_pool.groups)):
-            after_group(first + group, event)
+            after_group(first + group, self.event())
+        return lambda counts: drafts
 
     def forward(self, step: StepInput, after_group: AfterGroup | None = None) -> None:
         """Does as ``launch`` on a pipeline stage before the last one, which has no logits. No token may be pending."""
