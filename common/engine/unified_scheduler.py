@@ -25,7 +25,7 @@ from ..execution.pp_pipeline import make_pipeline
 from ..request.input_batch import InputBatch
 from ..request.req import Req
 from ..request.step_input import StepInput
-from ..request.step_output import StepOutput, add_prompt_results, row_results
+from ..request.step_output import StepOutput, add_prompt_results, picked, row_results
 from ..scheduler.batcher import Batcher
 from ..scheduler.request_tracker import RequestTracker
 from .peers import NoPeers
@@ -208,7 +208,12 @@ class UnifiedScheduler:
                 req.finish = Finish("abort")
                 self.tracker.fail(req, result.error)
             else:
-                self._add_output(req, req.append_pending(*result.token_ids), result.logprobs)
+                token_ids, logprobs = req.append_pending(*result.token_ids), result.logprobs
+                if beyond_end := len(result.token_ids) - max(len(token_ids), 1):
+                    logprobs = logprobs and picked(logprobs, range(len(token_ids)))
+                    if req.hidden is not None:
+                        req.hidden.drop_last(beyond_end)
+                self._add_output(req, token_ids, logprobs)
             if req.finish is not None:
                 ended.append(req)
         return beyond, ended

@@ -16,18 +16,28 @@ from ..forward.host_copies import upload_joined
 from ..request.step_input import StepInput
 from ..sampling.draft_sampler import CoupledDraftSampler
 from ..speculative.base import Drafter, DraftStep, Features
-from ..speculative.verify import accept
+from ..speculative.verify import accepted_rows
 
 
-def accepted(step: StepInput, token_ids: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Returns how many tokens each request in ``step.sample_index`` gets of its samples, and all of these."""
+class Accepted(NamedTuple):
+    """The accepted rows of a step: ``counts`` of the requests in ``step.sample_index``, ``rows``, and their samples
+    ``tokens``."""
+
+    counts: list[int]
+    rows: Sequence[int]
+    tokens: list[int]
+
+
+def accepted(step: StepInput, token_ids: list[int]) -> Accepted:
+    """Returns the rows of a step that are accepted; ``token_ids`` [S] are their samples."""
     if not step.drafts:
-        return [1] * len(step.sample_index), list(token_ids)
-    if len(step.sample_index) == len(step):
-        return accept(token_ids, step.num_samples.tolist(), step.drafts)
-    sizes = step.num_samples[step.sample_index].tolist()
-    return accept(token_ids, sizes, {place: step.drafts[index] for place, index in enumerate(step.sample_index)
-                                     if index in step.drafts})
+        return Accepted([1] * len(step.sample_index), range(len(token_ids)), token_ids)
+    sizes, drafts = step.num_samples.tolist(), step.drafts
+    if len(step.sample_index) < len(step):
+        sizes = [sizes[index] for index in step.sample_index]
+        drafts = {place: drafts[index] for place, index in enumerate(step.sample_index) if index in drafts}
+    counts, rows = accepted_rows(token_ids, sizes, drafts)
+    return Accepted(counts, rows, [token_ids[row] for row in rows])
 
 
 class DraftPass:
