@@ -10,8 +10,8 @@ from baton.common.request.req import Req
 
 
 class Oracle:
-    """Drafts from ``answers``, the output's tokens by request id; each draft is right with probability ``right``. Beyond
-    the end of an answer it drafts at random."""
+    """Drafts from ``answers``, the output's tokens by request id; each draft is right with probability ``right``.
+    Beyond the end of an answer it drafts at random."""
 
     def __init__(self, answers: Mapping[str, Sequence[int]], vocab_size: int, right: float = 0.7):
         self._answers = answers
