@@ -193,6 +193,8 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
         timeout=config.schedule.request_timeout,
         reserves_output=config.role.decodes,
         random_seed=None if config.speculative.speculative_algorithm is None else config.model.random_seed,
+        speculates=config.speculative.speculative_algorithm is not None and config.role.decodes,
+        simulated=config.speculative.simulated_acceptance is not None,
     )
     sampler = Sampler(model.vocab_size, runner.device, config.model.random_seed + parallel.dp_rank, parallel.attn_tp,
                       original_logprobs=config.model.return_original_logprob, backend=config.kernels.sampling_backend,
