@@ -74,8 +74,6 @@ class SpeculativeArgs:
             "--speculative-algorithm is for servers that decode; leave it out here."),
         Rule(lambda c: c.speculative.speculative_algorithm and c.parallel.pp_size > 1,
              "--speculative-algorithm does not work across the stages of --pp-size: leave one of them out."),
-        Rule(lambda c: c.speculative.speculative_algorithm and c.schedule.enable_mixed_chunk,
-             "--speculative-algorithm does not draft in mixed chunks: drop --enable-mixed-chunk."),
     )
 
     def __post_init__(self) -> None:

@@ -64,7 +64,6 @@ SERVERS: list[tuple[dict[str, Any], str]] = [
     (NGRAM | {"speculative_adaptive": True, "speculative_eagle_topk": 2}, "--speculative-adaptive chooses the length"),
     (PREFILL | NGRAM, "--speculative-algorithm is for servers that decode; leave it out here."),
     (PP | NGRAM, "--speculative-algorithm does not work across the stages of --pp-size: leave one of them out."),
-    (NGRAM | {"enable_mixed_chunk": True}, "--speculative-algorithm does not draft in mixed chunks: drop --enable-mix"),
     ({"node_rank": 1}, "--node-rank 1 must be 0 or more and below --nnodes 1."),
     ({"nnodes": 2}, "--nnodes above 1 and --dist-init-addr HOST:PORT go together."),
     ({"nnodes": 2, "dist_init_addr": "h:1", "tp_size": 3}, "--nnodes 2 must divide --tp-size 3, which counts the"),
