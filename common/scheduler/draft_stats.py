@@ -30,8 +30,14 @@ class DraftStats:
         self.num_verified += num_verified
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
-        self._accepted += np.bincount(accepted, minlength=len(self._accepted))
+        self._accepted += np.bincount(accepted[drafted > 0], minlength=len(self._accepted))
         self._recent = self._recent * _FORGETS + recent
+
+    @property
+    def histogram(self) -> list[int]:
+        """How often drafts of a request were verified, by the number of accepted ones."""
+        accepted: list[int] = self._accepted.tolist()
+        return accepted
 
     @property
     def counters(self) -> dict[str, float]:
