@@ -25,7 +25,7 @@ from ..execution.pp_pipeline import make_pipeline
 from ..request.input_batch import InputBatch
 from ..request.req import Req
 from ..request.step_input import StepInput
-from ..request.step_output import StepOutput, add_prompt_results, row_results
+from ..request.step_output import StepOutput, add_prompt_results, picked, row_results
 from ..scheduler.batcher import Batcher
 from ..scheduler.request_tracker import RequestTracker
 from .peers import NoPeers
@@ -47,6 +47,7 @@ class UnifiedScheduler:
         self.batcher = batcher
         self.tracker = tracker
         self._drafting = batcher.drafting
+        self._drafts_on_device = batcher.drafting is not None and batcher.drafting.on_device
         self._rate = None if batcher.swap is None else batcher.swap.prefill_rate
         self._pipeline = make_pipeline(batcher, executor, self._process_results, overlap=overlap, rate=self._rate)
 
@@ -92,7 +93,10 @@ class UnifiedScheduler:
 
     def step(self, now: float) -> bool:
         """Launch a batch and process the results of the previous one; False where there was neither."""
-        return self._pipeline.advance(self._next_batch())
+        finishes = self._drafts_on_device and self._pipeline.in_flight is not None
+        if finishes:
+            self.synchronize()  # the drafts that the step ends with are verified next
+        return self._pipeline.advance(self._next_batch()) or finishes
 
     def synchronize(self) -> None:
         """Wait for the step in flight and process its results: afterwards no token is pending."""
@@ -169,7 +173,7 @@ class UnifiedScheduler:
             self._rate.end()
         if output.extras:
             add_prompt_results(step, output)
-        if step.draft_limits:
+        if self._drafts_on_device:
             for index in output.req_index:
                 step.reqs[index].drafts = output.drafts.get(index)
         counts = None
@@ -201,7 +205,12 @@ class UnifiedScheduler:
                 req.finish = Finish("abort")
                 self.tracker.fail(req, result.error)
             else:
-                self._add_output(req, req.append_pending(*result.token_ids), result.logprobs)
+                token_ids, logprobs = req.append_pending(*result.token_ids), result.logprobs
+                if beyond_end := len(result.token_ids) - max(len(token_ids), 1):
+                    logprobs = logprobs and picked(logprobs, range(len(token_ids)))
+                    if req.hidden is not None:
+                        req.hidden.drop_last(beyond_end)
+                self._add_output(req, token_ids, logprobs)
             if req.finish is not None:
                 ended.append(req)
         return beyond, ended

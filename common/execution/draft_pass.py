@@ -9,33 +9,37 @@ import numpy as np
 import torch
 
 from ..api.drafts import Drafts
+from ..api.sampling import SamplingParams
 from ..distributed.tp import TPGroup
 from ..forward.host_copies import upload_joined
 from ..request.step_input import StepInput
 from ..sampling.draft_sampler import CoupledDraftSampler
 from ..speculative.base import Drafter, DraftStep, Features
-from ..speculative.verify import accept
+from ..speculative.verify import accepted_rows
 
 if TYPE_CHECKING:
     from ..forward.forward_batch import ForwardBatch
-    from ..sampling.sampler import Sample
 
 
-class Verified(NamedTuple):
-    """The tokens of a step whose drafts were verified, as StepOutput's, and the drafts after it."""
+class Accepted(NamedTuple):
+    """The accepted rows of a step: ``counts`` of the requests in ``step.sample_index``, ``rows``, and their samples
+    ``tokens``."""
 
     counts: list[int]
+    rows: Sequence[int]
     tokens: list[int]
-    drafts: dict[int, Drafts]
 
 
-def accepted(step: StepInput, token_ids: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Returns how many tokens each request in ``step.sample_index`` gets of its samples, and all of these."""
+def accepted(step: StepInput, token_ids: list[int]) -> Accepted:
+    """Returns the rows of a step that are accepted; ``token_ids`` [S] are their samples."""
     if not step.drafts:
-        return [1] * len(step.sample_index), list(token_ids)
-    sizes = step.num_samples[step.sample_index].tolist()
-    return accept(token_ids, sizes, {place: step.drafts[index] for place, index in enumerate(step.sample_index)
-                                     if index in step.drafts})
+        return Accepted([1] * len(step.sample_index), range(len(token_ids)), token_ids)
+    sizes, drafts = step.num_samples.tolist(), step.drafts
+    if len(step.sample_index) < len(step):
+        sizes = [sizes[index] for index in step.sample_index]
+        drafts = {place: drafts[index] for place, index in enumerate(step.sample_index) if index in drafts}
+    counts, rows = accepted_rows(token_ids, sizes, drafts)
+    return Accepted(counts, rows, [token_ids[row] for row in rows])
 
 
 class DraftPass:
@@ -45,24 +49,42 @@ class DraftPass:
         """``features``: those that the drafter reads."""
         self._drafter = drafter
         self._tp = tp
+        self._params: list[SamplingParams] = []
+        self._sampler = CoupledDraftSampler(self._params, tp)
         self.features = None if features is None else features.layers
 
     @torch.inference_mode()
-    def run(self, step: StepInput, batch: ForwardBatch, features: torch.Tensor | None, sample: Sample) -> Verified:
-        """Runs it after ``step``, which was computed as ``batch``; waits for its tokens."""
-        counts, tokens = accepted(step, sample.token_ids())
+    def run(self, computed: ComputedStep, counts: list[int]) -> dict[int, Drafts]:
+        """Runs it after a step whose requests got ``counts`` tokens; returns the drafts by the requests' indices."""
+        step, batch = computed.step, computed.batch
         limits = list(step.draft_limits) or [0] * len(step.sample_index)
         found = self._drafter.run(DraftStep(
-            step, batch, features, next_ids(step, batch, sample.tokens), counts, limits,
-            CoupledDraftSampler([req.sampling for req in step.reqs], self._tp)))
+            step, batch, computed.features, next_ids(step, batch, computed.samples), counts, limits,
+            self._sampler_of([req.sampling for req in step.reqs])))
         assert len(found) == len(step.sample_index)
-        return Verified(counts, tokens, {index: drafts for index, drafts in zip(step.sample_index, found)
-                                         if drafts is not None})
+        return {index: drafts for index, drafts in zip(step.sample_index, found) if drafts is not None}
+
+    def _sampler_of(self, params: list[SamplingParams]) -> CoupledDraftSampler:
+        if params != self._params:  # identity is compared first: an unchanged batch costs microseconds
+            self._params, self._sampler = params, CoupledDraftSampler(params, self._tp)
+        return self._sampler
+
+
+class ComputedStep(NamedTuple):
+    """A step that the model computes as ``batch``, with its ``samples`` [S] int64 and the ``features`` [T, F] that the
+    drafter reads."""
+
+    step: StepInput
+    batch: ForwardBatch
+    features: torch.Tensor | None
+    samples: torch.Tensor
 
 
 def next_ids(step: StepInput, batch: ForwardBatch, samples: torch.Tensor) -> torch.Tensor:
     """Returns the token [T] int64 that follows each row of a step: the prompt's next one, or the sample [S] of the
     row."""
+    if len(samples) == step.num_tokens:
+        return samples
     following = torch.empty_like(batch.input_ids)
     following[:-1] = batch.input_ids[1:]
     ends = batch.qo_indptr[1:].long() - 1

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from ..api.drafts import Drafts
 from ..api.errors import InvalidRequest
 from ..forward.forward_batch import AfterGroup, ModelInput, TokenIds
 from ..grammar.store import GrammarStore
 from ..request.extras import Report, RowState, row_extras
-from ..request.req import Req
-from ..request.sampling_metadata import FAILED, FillAllowed, SamplingMetadata
+from ..request.sampling_metadata import FAILED, SamplingMetadata
 from ..request.step_input import StepInput
-from ..request.step_output import RowOutput, StepOutput
+from ..request.step_output import RowOutput, StepOutput, keep_accepted
 from ..sampling.extras.embeds import embeds_of
 from ..sampling.extras.hidden_states import HiddenReport, HiddenRows, hidden_rows
 from ..sampling.extras.prompt_logprobs import PromptReport, PromptRow, prompt_rows
-from .draft_pass import DraftPass, Verified, accepted
+from .draft_pass import Accepted, ComputedStep, DraftPass, accepted
+from .extra_rows import ExtraRow, extra_rows, fill_masks
 from .simulated_samples import SimulatedSamples
 
 if TYPE_CHECKING:
@@ -30,32 +32,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step that was launched. Its results stay on the device until ``wait``. ``verified``: where a draft pass, which
-    waits for the tokens, has run."""
+    """A step that was launched. Its results stay on the device until ``wait``.
+
+    ``draft``: where a drafter follows the step, it runs once the host knows how many drafts were accepted; it returns
+    its own drafts by the request's index in the step.
+    """
 
     step: StepInput
     sample: Sample
     reports: Sequence[Report]
-    verified: Verified | None = None
+    draft: Callable[[list[int]], dict[int, Drafts]] | None = None
 
     def wait(self) -> StepOutput:
-        """Waits for the step; changes no request, and may be called in another thread, once."""
-        step, tokens = self.step, self.sample.token_ids()
+        """Waits for the step; changes no request. To be called once, without ``draft`` possibly in another thread."""
+        step = self.step
+        found = accepted(step, self.sample.token_ids())
         extras: dict[int, RowOutput] = {}
         for report in self.reports:
             report.add_to(extras)
-        if step.extra_index and FAILED in tokens:
-            self._add_failures(tokens, extras)
-        if self.verified is not None:
-            return StepOutput(step.sample_index, self.verified.counts, self.verified.tokens, extras,
-                              self.verified.drafts)
-        return StepOutput(step.sample_index, *accepted(step, tokens), extras)
+        if step.extra_index:
+            if FAILED in found.tokens:
+                self._add_failures(found, extras)
+            if step.drafts:
+                keep_accepted(step, found.counts, found.rows, extras)
+        return StepOutput(step.sample_index, found.counts, found.tokens, extras,
+                          {} if self.draft is None else self.draft(found.counts))
 
-    def _add_failures(self, tokens: list[int], extras: dict[int, RowOutput]) -> None:
-        for i, (token_id, owner) in enumerate(zip(tokens, self.step.sample_owners)):
+    def _add_failures(self, found: Accepted, extras: dict[int, RowOutput]) -> None:
+        """Fails requests whose first row has failed; where it is a draft's row, the next step computes it anew."""
+        owners = self.step.sample_owners
+        for row, token_id in zip(found.rows, found.tokens):
             if token_id == FAILED:
-                error = InvalidRequest(self.sample.failures.get(i, "custom_logit_processor failed."))
-                output = extras.setdefault(owner, RowOutput())
+                error = InvalidRequest(self.sample.failures.get(row, "custom_logit_processor failed."))
+                output = extras.setdefault(owners[row], RowOutput())
                 output.error_code, output.error = error.wire_code, error.message
 
 
@@ -99,12 +108,26 @@ class Executor:
             reports = [*reports, PromptReport(prompt, logits[count:])]
         if states is not None:
             reports = [*reports, HiddenReport(hidden, states)]
-        verified = None
+        draft = None
         if self._draft_pass is not None:
             assert batch is not None
-            verified = self._draft_pass.run(step, batch, features, sample)
-        self._last = LaunchedStep(step, sample, reports, verified)
+            draft = self._draft(ComputedStep(step, batch, features, sample.tokens), after_group)
+        self._last = LaunchedStep(step, sample, reports, draft)
         return self._last
+
+    def _draft(self, computed: ComputedStep, after_group: AfterGroup | None) -> Callable[[list[int]],
+                                                                                         dict[int, Drafts]]:
+        """Runs the drafter after a step, with ``after_group`` now, as the draft's layer groups follow the model's; else
+        once the returned function is called with the tokens that each request got."""
+        assert self._draft_pass is not None
+        if after_group is None:
+            return partial(self._draft_pass.run, computed)
+        drafts = self._draft_pass.run(computed, [1] * len(computed.step.sample_index))
+        assert not computed.step.drafts and self._runner.draft_pool is not None
+        first = sum(len(pool.layout.groups) for pool in self._runner.pools)
+        for group in range(len(self._runner.draft_pool.groups)):
+            after_group(first + group, self.event())
+        return lambda counts: drafts
 
     def forward(self, step: StepInput, after_group: AfterGroup | None = None) -> None:
         """Does as ``launch`` on a pipeline stage before the last one, which has no logits. No token may be pending."""
@@ -155,39 +178,26 @@ class Executor:
     def _sample(self, step: StepInput, logits: torch.Tensor, argmax: torch.Tensor | None) -> Sample:
         if not step.extra_index:
             return self._sampler.launch(logits, step.sampling, extra_rows=(), argmax=argmax)
-        with_extras = set(step.extra_index)
-        owners = step.sample_owners
-        extra_rows = [row for row, index in enumerate(owners) if index in with_extras]
-        reqs = {row: step.reqs[owners[row]] for row in extra_rows}
-        pending = self._pending(reqs)
-        allowed = self._fill_masks(reqs, pending)
-        rows = list(step.sampling)
-        stops = step.starts + step.q_lens
-        for row, req in reqs.items():
-            params, position = rows[row].params, int(stops[owners[row]])  # a row with extras has one sample
-            state = RowState(position, pending.get(row), allowed.get(req))
-            rows[row] = SamplingMetadata(params, position, row_extras(req, state))
-        return self._sampler.launch(logits, rows, self._previous, extra_rows=extra_rows, argmax=argmax,
+        rows, owners = extra_rows(step), step.sample_owners
+        pending = self._pending(rows)
+        masks = fill_masks(rows, pending, self._previous_ids, self._grammars)
+        metadata = list(step.sampling)
+        for row, (req, position, path) in rows.items():
+            state = RowState(position, pending.get(row), masks.get(row), path)
+            metadata[row] = SamplingMetadata(metadata[row].params, position, row_extras(req, state))
+        return self._sampler.launch(logits, metadata, self._previous, extra_rows=list(rows), argmax=argmax,
                                     index=owners)
 
-    def _pending(self, reqs: Mapping[int, Req]) -> dict[int, int]:
-        """Returns the index in ``_previous`` of the pending token of each of ``reqs`` that has one, by their rows."""
-        pending = {row: req for row, req in reqs.items() if req.num_pending}
+    def _previous_ids(self) -> list[int]:
+        """Waits for the tokens that the previous step sampled."""
+        assert self._last is not None
+        return self._last.sample.token_ids()
+
+    def _pending(self, rows: Mapping[int, ExtraRow]) -> dict[int, int]:
+        """Returns the index in ``_previous`` of the pending tokens of requests that have one, by their ``rows``."""
+        pending = {row: req for row, (req, _, _) in rows.items() if req.num_pending}
         if not pending:
             return {}
         assert self._last is not None, "a pending token comes from the step before"
         source_of = self._last.step.sample_of
         return {row: source_of[req] for row, req in pending.items()}
-
-    def _fill_masks(self, reqs: Mapping[int, Req], pending: dict[int, int]) -> dict[Req, FillAllowed]:
-        """Fills the masks of requests with a grammar, by their rows."""
-        constrained = [(row, req, req.matcher) for row, req in reqs.items() if req.matcher is not None]
-        if not constrained:
-            return {}
-        assert self._grammars is not None
-        needs_previous = any(row in pending for row, _, _ in constrained)
-        previous = self._last.sample.token_ids() if self._last and needs_previous else []
-        live = [(req, matcher) for row, req, matcher in constrained
-                if matcher.advance(max(previous[pending[row]], 0) if row in pending else None)]
-        filled = self._grammars.fill([matcher for _, matcher in live])
-        return {req: fill for (req, _), fill in zip(live, filled) if fill is not None}

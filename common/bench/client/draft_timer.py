@@ -17,22 +17,19 @@ class DraftTimer:
     def __init__(self, synchronize: Callable[[], None], clock: Callable[[], float] = time.perf_counter):
         self._synchronize = synchronize
         self._clock = clock
-        self._drafts_inside = False  # of a launch
         self._seconds = dict.fromkeys((DRAFT, VERIFY, "launch"), 0.0)
 
     @property
     def seconds(self) -> dict[str, float]:
-        """``accept``: sampling of all rows, acceptance and what else a step's launch takes."""
+        """``accept``: sampling of all rows, and what else a step's launch takes."""
         draft, verify, launch = self._seconds.values()
-        inside = verify + (draft if self._drafts_inside else 0.0)
-        return {DRAFT: draft, VERIFY: verify, ACCEPT: max(0.0, launch - inside)}
+        return {DRAFT: draft, VERIFY: verify, ACCEPT: launch - verify}
 
     @contextlib.contextmanager
     def timing(self, runner: Any, executor: Any, drafting: Any) -> Iterator[None]:
         """Times calls of these while it is open: the model runner's, the executor's, and the drafter's or the
         proposer's."""
-        self._drafts_inside = runner.drafter is not None
-        draft = (runner.drafter, "run") if self._drafts_inside else (drafting, "plan_decode")
+        draft = (drafting, "plan_decode") if runner.drafter is None else (runner.drafter, "run")
         with contextlib.ExitStack() as stack:
             for part, (owner, name) in ((VERIFY, (runner, "step")), (DRAFT, draft), ("launch", (executor, "launch"))):
                 stack.enter_context(self._timed(part, owner, name))

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 SPECULATIVE_ALGORITHMS: Registry[Algorithm] = Registry("speculative algorithm", "baton.common.speculative",
                                                        group="baton.speculative")
-"""Traits: "device" for algorithms with a draft model, "shifted" where its keys and values depend on the next token."""
+"""Traits: "device" for algorithms with a draft model, "shifted" where its keys and values depend on the next token,
+"draft_path" where it needs a checkpoint of its own, "token_map" where its vocabulary can be restricted."""
 
 _DEFAULT_STEPS = {"NGRAM": 11}
 _OTHER_STEPS = 3
@@ -61,6 +62,15 @@ class SpeculativeArgs:
         Rule(lambda c: not 1 <= c.speculative_ngram_min_match_window_size <= c.speculative_ngram_max_match_window_size,
              "--speculative-ngram-min-match-window-size must be between 1 and "
              "--speculative-ngram-max-match-window-size, not {speculative_ngram_min_match_window_size}."),
+        Rule(lambda c: c.has("draft_path") and c.speculative_draft_model_path is None,
+             "--speculative-algorithm {speculative_algorithm} needs the folder or the name of its draft model: set "
+             "--speculative-draft-model-path."),
+        Rule(lambda c: c.speculative_draft_model_path is not None and not c.is_device,
+             "--speculative-draft-model-path is for EAGLE, EAGLE3, NEXTN and STANDALONE: name one of them by "
+             "--speculative-algorithm, or leave it out."),
+        Rule(lambda c: c.speculative_token_map is not None and not c.has("token_map"),
+             "--speculative-token-map restricts the vocabulary of EAGLE, NEXTN and STANDALONE (EAGLE3's heads have one "
+             "of their own): name one of them by --speculative-algorithm, or leave it out."),
         Rule(lambda c: c.speculative_algorithm is None and c.speculative_simulate_acceptance is not None,
              "--speculative-simulate-acceptance needs drafts: set --speculative-algorithm too."),
         Rule(lambda c: c.speculative_algorithm is None and c.speculative_adaptive,
@@ -91,14 +101,16 @@ class SpeculativeArgs:
     @property
     def is_device(self) -> bool:
         """True where a draft model drafts, on the device."""
-        return self.speculative_algorithm is not None and SPECULATIVE_ALGORITHMS.has(self.speculative_algorithm,
-                                                                                     "device")
+        return self.has("device")
 
     @property
     def is_shifted(self) -> bool:
         """True where the draft's keys and values at a position depend on the token after it."""
-        return self.speculative_algorithm is not None and SPECULATIVE_ALGORITHMS.has(self.speculative_algorithm,
-                                                                                     "shifted")
+        return self.has("shifted")
+
+    def has(self, trait: str) -> bool:
+        """Returns True if the algorithm is registered with this trait; imports nothing."""
+        return self.speculative_algorithm is not None and SPECULATIVE_ALGORITHMS.has(self.speculative_algorithm, trait)
 
     @property
     def num_steps(self) -> int:
