@@ -49,6 +49,7 @@ class UnifiedScheduler:
         self._drafting = batcher.drafting
         self._drafts_on_device = batcher.drafting is not None and batcher.drafting.on_device
         self._rate = None if batcher.swap is None else batcher.swap.prefill_rate
+        self._executor = executor
         self._pipeline = make_pipeline(batcher, executor, self._process_results, overlap=overlap, rate=self._rate)
 
     @property
@@ -130,6 +131,13 @@ class UnifiedScheduler:
 
     def close(self) -> None:
         """There is nothing to close: the process's end frees its memory."""
+
+    def draft_prompt(self, req: Req, start: int) -> None:
+        """Compute a running request's prompt from token ``start`` on by the draft model alone, and set its drafts: the
+        model's pages have come from elsewhere. The first token is known."""
+        assert isinstance(self._executor, Executor), "a draft model is not spread over pipeline stages"
+        for step in self.batcher.draft_steps(req, start):
+            req.drafts = self._executor.draft_prompt(step)
 
     def preempt_for(self, req: Req, num_tokens: int, prefix_limit: int) -> None:
         """Retract less urgent requests where ``req`` needs their pages or slots; see PageBudget.reserve."""

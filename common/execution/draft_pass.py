@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,14 +11,12 @@ import torch
 from ..api.drafts import Drafts
 from ..api.sampling import SamplingParams
 from ..distributed.tp import TPGroup
+from ..forward.forward_batch import ForwardBatch, TokenIds
 from ..forward.host_copies import upload_joined
 from ..request.step_input import StepInput
 from ..sampling.draft_sampler import CoupledDraftSampler
 from ..speculative.base import Drafter, DraftStep, Features
 from ..speculative.verify import accepted_rows
-
-if TYPE_CHECKING:
-    from ..forward.forward_batch import ForwardBatch
 
 
 class Accepted(NamedTuple):
@@ -63,6 +61,19 @@ class DraftPass:
             self._sampler_of([req.sampling for req in step.reqs])))
         assert len(found) == len(step.sample_index)
         return {index: drafts for index, drafts in zip(step.sample_index, found) if drafts is not None}
+
+    @torch.inference_mode()
+    def run_prompt(self, step: StepInput, device: torch.device) -> Drafts | None:
+        """Runs it on a chunk of a prompt (``step_input.draft_step``) that the model has not computed here; the drafter
+        reads tokens alone. Returns the drafts after the chunk's last token, where that samples."""
+        assert self.features is None, "the model's hidden states of the prompt are not here"
+        (chunk,) = step.chunks
+        batch = ForwardBatch.from_columns(step.columns, TokenIds(step.known_tokens), device)
+        following = chunk.req.tokens.view(chunk.start + 1, chunk.stop + 1).astype(np.int64)
+        found = self._drafter.run(DraftStep(
+            step, batch, None, upload_joined([following], torch.int64, device), [1] * len(step.sample_index),
+            list(step.draft_limits), CoupledDraftSampler([chunk.req.sampling], self._tp)))
+        return found[0] if found else None
 
     def _sampler_of(self, params: list[SamplingParams]) -> CoupledDraftSampler:
         if params != self._params:  # identity is compared first: an unchanged batch costs microseconds

@@ -93,8 +93,9 @@ class Executor:
         """Starts computing a step. Pending tokens are read from the step launched before, on the device.
 
         ``after_group(g, event)`` is called once layer group g's keys and values have been enqueued; the pool has them
-        after ``event`` (None on a CPU). Where a request has a grammar, its mask is filled while the device runs the
-        forward pass; that needs its pending token, so that the host then waits for the step before.
+        after ``event`` (None on a CPU). The layer groups of the draft's pool are the last. Where a request has a
+        grammar, its mask is filled while the device runs the forward pass; that needs its pending token, so that the
+        host then waits for the step before.
         """
         prompt, hidden = (prompt_rows(step), hidden_rows(step)) if step.extra_index else ([], [])
         logits, argmax, states, features, batch = self._runner.step(self._model_input(step, prompt, hidden),
@@ -133,6 +134,11 @@ class Executor:
         """Does as ``launch`` on a pipeline stage before the last one, which has no logits. No token may be pending."""
         self._runner.step(ModelInput(step.columns, self._token_ids(step), np.empty(0, np.int64),
                                      embeds=embeds_of(step)), after_group)
+
+    def draft_prompt(self, step: StepInput) -> Drafts | None:
+        """Computes a chunk of a prompt by the draft model alone; see DraftPass.run_prompt."""
+        assert self._draft_pass is not None
+        return self._draft_pass.run_prompt(step, self._runner.device)
 
     def run_idle_batch(self) -> None:
         """Takes part in the computation of other data-parallel ranks, in an iteration without a batch."""
