@@ -163,8 +163,22 @@ def cached_prefix(flags: Sequence[str], asked: Sequence[Question]) -> list[Answe
 def after_retraction(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
     """All requests are retracted in the midst of their answers, and computed again."""
     engine = FlagEngine(*BASE, *ROOMY, *flags)
+    _retract(engine, [engine.start(str(number), question) for number, question in enumerate(asked)])
+    return engine.finish(len(asked))
+
+
+def after_swap(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
+    """All requests are retracted in the midst of their answers, and their pages kept in host memory."""
+    engine = FlagEngine(*BASE, *ROOMY, "--retract-host-memory-gb", "0.05", *flags)
+    swap = engine.parts.batcher.swap
+    assert swap is not None
+    swap._link_bandwidth = 1e18  # pretend that copies cost nothing, so that each retraction is one
     reqs = [engine.start(str(number), question) for number, question in enumerate(asked)]
-    _retract(engine, reqs)
+    run(engine, until=lambda: max(req.num_output_tokens for req in reqs) > MAX_NEW_TOKENS // 8)
+    engine.scheduler.synchronize()
+    for req in reversed(engine.parts.batcher.running.copy()):
+        engine.parts.batcher.retraction._retract(req)
+    assert swap.num_swapped_out > 0, "no request was swapped out"
     return engine.finish(len(asked))
 
 
@@ -182,18 +196,6 @@ def small_pool(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
     engine = FlagEngine(*BASE, "--max-total-tokens", str(_small_pool(asked)), *flags)
     answers = engine.answers(asked)
     assert engine.parts.batcher.retraction.num_retracted > 0, "no request was retracted"
-    return answers
-
-
-def small_pool_and_host(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
-    """Requests are retracted for want of pages, and their pages kept in host memory."""
-    engine = FlagEngine(*BASE, "--max-total-tokens", str(_small_pool(asked)), "--retract-host-memory-gb", "0.05",
-                        *flags)
-    swap = engine.parts.batcher.swap
-    assert swap is not None
-    swap._link_bandwidth = 1e18  # pretend that copies cost nothing, so that each retraction is one
-    answers = engine.answers(asked)
-    assert swap.num_swapped_out > 0, "no request was swapped out"
     return answers
 
 
@@ -291,14 +293,14 @@ def after_failover(flags: Sequence[str], asked: Sequence[Question]) -> list[Answ
 
 SCENARIOS: Mapping[str, Scenario] = {
     "unified": unified, "chunked": chunked, "mixed chunk": mixed_chunk, "prefix hit": cached_prefix,
-    "retraction": after_retraction, "small pool": small_pool, "small pool, host": small_pool_and_host,
+    "retraction": after_retraction, "small pool": small_pool, "retraction to host": after_swap,
     "continuation": continued, "TP 2": tensor_parallel,
     "PD": pair, "PD, chunked": pair_of_chunks, "PD, prefix delta": pair_with_delta, "PD, failover": after_failover,
     "PD, continuation": pair_continued, "PD, retraction": pair_retracted}
 """By name; in each the questions may be of grammars, too."""
 
-FEWER_DRAFTS = frozenset({small_pool, small_pool_and_host})
-"""Scenarios without room for all drafts at times."""
+FEWER_DRAFTS = frozenset({small_pool})
+"""Scenarios that have no pages for all drafts at times."""
 
 
 # ---- comparison

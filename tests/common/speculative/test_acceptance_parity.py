@@ -5,8 +5,8 @@ import pytest
 from baton.tests.helpers.acceptance_parity import ALGORITHMS, SCENARIOS, Parity, measure, questions
 
 FAST = {("unified", "EAGLE3"), ("unified", "STANDALONE"), ("mixed chunk", "NGRAM"), ("retraction", "NEXTN"),
-        ("small pool, host", "EAGLE3"), ("PD", "STANDALONE"), ("PD, prefix delta", "NEXTN"), ("PD, failover", "EAGLE3"),
-        ("PD, continuation", "NEXTN")}
+        ("retraction to host", "EAGLE3"), ("PD", "STANDALONE"), ("PD, prefix delta", "NEXTN"),
+        ("PD, failover", "EAGLE3"), ("PD, continuation", "NEXTN")}
 MATRIX = [pytest.param(name, algorithm, id=f"{name}, {algorithm}",
                        marks=() if (name, algorithm) in FAST else pytest.mark.slow)
           for name in SCENARIOS for algorithm in ALGORITHMS]
