@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from baton.common.api.messages import State
+from baton.common.bench.deterministic_args import DeterministicArgs
 from baton.common.bench.draft_args import BenchDraft
 from baton.common.bench.offline_args import BenchOffline
 from baton.common.bench.one_batch_args import BenchOneBatch
@@ -62,6 +63,8 @@ COMMANDS = (
     Command("bench_serving", BenchServing, "A load on any server: [benchmarks](benchmarks.md)."),
     Command("bench_one_batch", BenchOneBatch, "Prefill and decode steps of one batch, without a server."),
     Command("bench_offline_throughput", BenchOffline, "`baton.Engine` over a data set."),
+    Command("bench_deterministic", DeterministicArgs, "Whether a server's answers depend on what it computes beside "
+            "them: [deterministic inference](deterministic.md)."),
     Command("bench_draft_acceptance", BenchDraft, "How many draft tokens a model's MTP layers would get accepted."),
     Command("bench_kvtransfer", BenchArgs, "KV transfers between processes: [KV transfer](transfer.md#measure)."),
 )

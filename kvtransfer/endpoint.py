@@ -44,7 +44,7 @@ def transport_arguments(parts: EngineParts) -> dict[str, Any]:
         "num_pages": runner.pool.num_pages, "spare_page": runner.scratch_page,
         "regions": [region for one in pools for region in one.regions()],
         "further": [FurtherGroup(one.layout, one.num_pages, one.num_pages - 1) for one in runner.pools[1:]],
-        "draft": draft_info(runner)}
+        "draft": draft_info(runner), "deterministic": config.kernels.enable_deterministic_inference}
 
 
 def draft_info(runner: ModelRunner) -> DraftInfo | None:
@@ -70,11 +70,12 @@ def pool_groups(first: FurtherGroup, further: Sequence[FurtherGroup], draft: Dra
 
 def rank_info(*, endpoint: str, rank: int, tp_size: int, layout: KVLayout, backend: Backend, dp_rank: int,
               dp_size: int, pp_rank: int = 0, pp_size: int = 1, model: ModelIdentity | None = None,
-              server: str = "", further: Sequence[FurtherGroup] = (), draft: DraftInfo | None = None) -> RankInfo:
+              server: str = "", further: Sequence[FurtherGroup] = (), draft: DraftInfo | None = None,
+              deterministic: bool = False) -> RankInfo:
     """Returns our identity, with a fresh instance id (the epoch of this process)."""
     return RankInfo(secrets.token_hex(8), endpoint, rank, tp_size, layout, backend.name, dp_rank=dp_rank,
                     dp_size=dp_size, pp_rank=pp_rank, pp_size=pp_size, model=model, server=server,
-                    further_layouts=tuple(group.layout for group in further), draft=draft)
+                    further_layouts=tuple(group.layout for group in further), draft=draft, deterministic=deterministic)
 
 
 class PairKey:
@@ -90,7 +91,7 @@ class PairKey:
 
     def of(self, info: RankInfo) -> str:
         fingerprint = None if info.model is None else info.model.fingerprint
-        parts = (self._parts, info.protocol, info.tp_size, info.pp_size, fingerprint)
+        parts = (self._parts, info.protocol, info.tp_size, info.pp_size, fingerprint, info.deterministic)
         layouts = b"".join(map(msgspec.json.encode, info.layouts))
         if info.draft is not None:
             draft = info.draft.algorithm, info.draft.model.fingerprint

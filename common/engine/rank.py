@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from ...kernels.tuning.policy import set_batch_invariant
 from ..api.errors import ConfigError
 from ..api.messages import FromEngine, Loading, Ready, StartFailed
 from ..config.checkpoint import resolve_checkpoint
@@ -106,6 +107,7 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     def progress(stage: str, share: float) -> None:
         channel.send(Loading(stage, share))
 
+    set_batch_invariant(spec.config.kernels.enable_deterministic_inference)
     try:
         resolve_checkpoint(spec.config.model, lambda share: progress("downloading", share))
         parallel = join_groups(spec)
@@ -215,14 +217,21 @@ def join_groups(spec: RankSpec) -> Parallel:
     if spec.local_rank == 0:
         warn_of_stack(device)
     if device.type == "cpu":
-        threads = max(1, (os.cpu_count() or 1) // (2 * spec.world_size))
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", threads)))
+        torch.set_num_threads(_num_threads(spec))
     return init_parallel(spec.rank, spec.world_size, spec.config.dp_size, spec.dist_init, device,
                          experts=partial(ExpertParallel.from_args, spec.config.parallel),
                          dp_head=spec.config.data_parallel.enable_dp_lm_head, pp_size=spec.config.parallel.pp_size,
                          pp_partition=spec.config.parallel.pp_layer_partition,
                          overlap=spec.config.data_parallel.enable_two_batch_overlap,
                          backend=spec.config.parallel.dist_backend)
+
+
+def _num_threads(spec: RankSpec) -> int:
+    """Returns the rank's threads on a CPU. Several cut a tensor by its size, and compute the last elements of each part
+    by other code than the others."""
+    if spec.config.kernels.enable_deterministic_inference:
+        return 1
+    return int(os.environ.get("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // (2 * spec.world_size))))
 
 
 def device_of(spec: RankSpec) -> torch.device:

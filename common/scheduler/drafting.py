@@ -85,9 +85,7 @@ class Drafting:
         found = [drafts and self._usable(req, drafts) for req, drafts in zip(reqs, self._found(reqs, most))]
         counts = np.minimum([0 if drafts is None else len(drafts.tokens) for drafts in found], most)
         left = max(0, min(LOGPROB_CHUNK_TOKENS, self._max_step_tokens - len(reqs) - other_tokens))
-        ends = np.cumsum(counts)
-        if ends[-1] > left:
-            counts = np.clip(left - (ends - counts), 0, counts)
+        counts = _within(counts, left)
         verified = positions + 1 + counts
         after = np.zeros_like(counts)
         if self.on_device:
@@ -169,3 +167,16 @@ class Drafting:
         """Tell the proposer that requests have ended."""
         if self._proposer is not None:
             self._proposer.on_end(reqs)
+
+
+def _within(counts: np.ndarray, total: int) -> np.ndarray:
+    """Returns ``counts`` [n] or less, ``total`` in all: the largest are cut to one size, the first of them to one
+    more."""
+    if counts.sum() <= total:
+        return counts
+    size = int(counts.max())
+    while np.minimum(counts, size).sum() > total:
+        size -= 1
+    cut: np.ndarray = np.minimum(counts, size)
+    cut[np.flatnonzero(counts > size)[:total - int(cut.sum())]] += 1
+    return cut
