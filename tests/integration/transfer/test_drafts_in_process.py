@@ -209,8 +209,10 @@ def test_prefill_without_pages_for_drafts_sends_fewer(make_pair, prompts, expect
 
 
 def test_urgent_requests_preempt_those_with_drafts(make_pair, prompts, expected, bootstrap_port):  # noqa: F811
-    options = {"enable_priority_scheduling": True, "retract_host_memory_gb": 0.01}
-    pair = prefill, decode = make_pair(speculative="HASH", schedule=options, decode={"max_total_tokens": 240})
+    decoding = {"max_total_tokens": 240, "schedule": {"enable_priority_scheduling": True,
+                                                      "retract_host_memory_gb": 0.01}}
+    pair = prefill, decode = make_pair(speculative="HASH", schedule={"enable_priority_scheduling": True},
+                                       decode=decoding)
     for name, prompt in numbered(prompts).items():
         room = next(rooms)
         for side in pair:
