@@ -23,6 +23,7 @@ from ..sampling.extras.hidden_states import HiddenReport, HiddenRows, hidden_row
 from ..sampling.extras.prompt_logprobs import PromptReport, PromptRow, prompt_rows
 from .draft_pass import Accepted, ComputedStep, DraftPass, accepted
 from .extra_rows import ExtraRow, extra_rows, fill_masks
+from .simulated_samples import SimulatedSamples
 
 if TYPE_CHECKING:
     from ..runner.model_runner import ModelRunner
@@ -72,13 +73,15 @@ class Executor:
     before."""
 
     def __init__(self, runner: ModelRunner, sampler: Sampler, grammars: GrammarStore | None = None,
-                 draft_pass: DraftPass | None = None):
+                 draft_pass: DraftPass | None = None, simulated: SimulatedSamples | None = None):
         """``grammars``: those of requests with a matcher, on the rank that samples. ``draft_pass`` follows each step
-        that samples or computes prompts, where a drafter drafts on the device."""
+        that samples or computes prompts, where a drafter drafts on the device. ``simulated``: which drafts are
+        accepted is drawn."""
         self._runner = runner
         self._sampler = sampler
         self._grammars = grammars
         self._draft_pass = draft_pass
+        self._simulated = simulated
         self._last: LaunchedStep | None = None
 
     @property
@@ -99,6 +102,8 @@ class Executor:
                                                                     after_group)
         count = len(step.sampling)
         sample = self._sample(step, logits[:count] if prompt else logits, argmax if step.all_greedy else None)
+        if self._simulated is not None and step.drafts:
+            sample = self._simulated.replace(step, sample)
         reports = sample.reports
         if prompt:
             reports = [*reports, PromptReport(prompt, logits[count:])]
