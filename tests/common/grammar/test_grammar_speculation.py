@@ -1,4 +1,4 @@
-"""Answers by grammars with drafts, a sample of those of tests/bench/grammar_speculation.py: none is invalid or fails."""
+"""Answers by grammars with drafts, a sample of tests/bench/grammar_speculation.py: none is invalid or fails."""
 
 from __future__ import annotations
 
