@@ -144,7 +144,9 @@ def metrics_page() -> str:
              "[observability](observability.md#metrics). Each process also exports `process_*`, `python_gc_*` and "
              "`baton_build_info` (versions as labels).", "", "## Servers", "",
              "All have the labels `model_name` and `mode` (`null` for a unified server, `prefill`, `decode`). Counters "
-             "are there from the start; the engine's gauges appear once weights are loaded.", "",
+             "are there from the start; the engine's gauges appear once weights are loaded. Those of `spec_` are there "
+             "with `--speculative-algorithm`, and with `--speculative-simulate-acceptance` all metrics have the label "
+             "`simulated=\"true\"`.", "",
              "| metric | type | servers | further labels | meaning | SGLang's name |", "|---|---|---|---|---|---|"]
     lines += server_rows()
     lines += ["", "## Router", "", "| metric | type | labels | meaning |", "|---|---|---|---|", *router_rows(), ""]
@@ -166,7 +168,7 @@ def server_rows() -> Iterator[str]:
 def server_families(mode: str) -> Iterable[Any]:
     """The metrics of a server whose engine has reported once."""
     role = ROLES.get(mode)
-    metrics = ServerMetrics("m", mode)
+    metrics = ServerMetrics("m", mode, speculates=role.decodes)
     metrics.count_outcome("stop")
     gauges = {name: 0.0 for name, gauge in GAUGES.items() if gauge.exported_by(role)}
     counters = {name: 0.0 for name, counter in COUNTERS.items() if counter.exported_by(role) and counter.label is None}

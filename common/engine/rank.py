@@ -26,6 +26,7 @@ from ..execution.draft_pass import DraftPass
 from ..execution.executor import Executor
 from ..execution.pp_channel import PPChannel
 from ..execution.pp_executor import PPExecutor
+from ..execution.simulated_samples import SimulatedSamples
 from ..grammar.store import GrammarStore
 from ..kvcache.manager import KVCacheManager
 from ..models.registry import load_model_spec
@@ -36,6 +37,7 @@ from ..sampling.sampler import Sampler
 from ..scheduler.batcher import Batcher
 from ..scheduler.make_batcher import make_batcher
 from ..scheduler.request_tracker import RequestTracker
+from ..speculative.simulated import SimulatedAcceptance
 from .control import Control
 from .cuda_stack import warn_of_stack
 from .embedding_scheduler import EmbeddingScheduler
@@ -192,10 +194,13 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
         timeout=config.schedule.request_timeout,
         reserves_output=config.role.decodes,
         random_seed=None if config.speculative.speculative_algorithm is None else config.model.random_seed,
+        speculates=config.speculative.speculative_algorithm is not None and config.role.decodes,
+        simulated=config.speculative.simulated_acceptance is not None,
     )
     sampler = Sampler(model.vocab_size, runner.device, config.model.random_seed + parallel.dp_rank, parallel.attn_tp,
                       original_logprobs=config.model.return_original_logprob, backend=config.kernels.sampling_backend,
-                      dtype=getattr(torch, resolve_dtype(config, model, runner.device)))
+                      dtype=getattr(torch, resolve_dtype(config, model, runner.device)),
+                      accept_thresholds=config.speculative.accept_thresholds)
     grammars = None
     if parallel.attn_tp.rank == 0 and (parallel.pp.is_first or parallel.pp.is_last):
         grammars = GrammarStore(config.grammar.whitespace, model.vocab_size, tracker.eos_ids,
@@ -203,12 +208,21 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
     draft_pass = None
     if runner.drafter is not None and runner.draft_model is not None:
         draft_pass = DraftPass(runner.drafter, runner.draft_model.features, parallel.attn_tp)
-    here = Executor(runner, sampler, grammars, draft_pass)
+    here = Executor(runner, sampler, grammars, draft_pass, _simulated_samples(config))
     executor: Executor | PPExecutor = here
     if pp_channel is not None:
         executor = PPExecutor(here, pp_channel, parallel, one_step=config.schedule.disable_overlap_schedule)
     batcher = make_batcher(config, runner, cache, parallel.attn_tp)
     return EngineParts(config, parallel, runner, batcher, executor, tracker, grammars, pp_channel)
+
+
+def _simulated_samples(config: ServerConfig) -> SimulatedSamples | None:
+    shares = config.speculative.simulated_acceptance
+    if shares is None or not config.role.decodes:
+        return None
+    log.warning("SIMULATED ACCEPTANCE of drafts, %.2f tokens a step: answers are not the model's own",
+                1 + sum(shares))
+    return SimulatedSamples(SimulatedAcceptance(shares, config.model.random_seed))
 
 
 def join_groups(spec: RankSpec) -> Parallel:

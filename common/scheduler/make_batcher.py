@@ -58,7 +58,7 @@ def make_drafting(config: ServerConfig, cache: KVCacheManager, context_length: i
         return None
     make = SPECULATIVE_ALGORITHMS.get(args.speculative_algorithm).make_proposer
     return Drafting(None if make is None else make(args), cache, args.num_drafts,
-                    config.schedule.largest_prefill(context_length), context_length, group.size == 1)
+                    config.schedule.largest_prefill(context_length), context_length, group.size == 1, args.num_steps)
 
 
 def _host_tiers(pools: Sequence[KVPool], draft_pool: KVPool | None, num_bytes: int) -> list[HostTier]:
