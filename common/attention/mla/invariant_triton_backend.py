@@ -57,7 +57,8 @@ class InvariantMLATritonBackend:
 
     def attend(self, plan: InvariantMLATritonPlan, layer: int, q: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """Attends to the stored latents of the plan's batch."""
-        return torch.cat([self._decode.attend(part, layer, q[rows], up) for rows, part in plan.parts])
+        made: list[torch.Tensor] = [self._decode.attend(part, layer, q[rows], up) for rows, part in plan.parts]
+        return torch.cat(made)
 
 
 @dataclass(eq=False)
