@@ -53,7 +53,8 @@ class InvariantMLATritonBackend:
     def run_last_tokens(self, batch: ForwardBatch, workspace: AttentionWorkspace, layer: int, q: torch.Tensor,
                         latent: torch.Tensor, k_rope: torch.Tensor, up: torch.Tensor,
                         cos_sin: torch.Tensor) -> torch.Tensor:
-        return self._decode.run_last_tokens(batch, workspace, layer, q, latent, k_rope, up, cos_sin)
+        found: torch.Tensor = self._decode.run_last_tokens(batch, workspace, layer, q, latent, k_rope, up, cos_sin)
+        return found
 
     def attend(self, plan: InvariantMLATritonPlan, layer: int, q: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """Attends to the stored latents of the plan's batch."""
