@@ -9,6 +9,7 @@ PURE := $(filter-out %/test_tool_routes.py,$(wildcard tests/common/parsers/test_
   tests/common/kvcache/test_kvcache.py tests/common/kvcache/test_cache_groups.py \
   tests/common/scheduler/test_scheduling.py tests/kvtransfer/test_group_transfers.py \
   tests/common/test_registry.py tests/common/config/test_rules.py tests/common/tokenizer/test_tokenizer.py \
+  tests/common/speculative/test_draft_length.py tests/common/speculative/test_simulated.py \
   tests/kvtransfer/protocol tests/router/policies \
   tests/router/relay/test_pair_states.py tests/router/workers/test_circuit.py
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)

@@ -13,13 +13,16 @@ import zmq
 
 from ..common.api.errors import ConfigError
 from ..common.api.identity import ModelIdentity
+from ..common.config.server import ServerConfig
 from ..common.kvcache.layout import KVLayout
+from ..common.weights.fingerprint import identify_draft
 from .backends import make_backend
 from .backends.base import Backend, Region
-from .protocol.messages import MAX_MESSAGE_BYTES, RankInfo
+from .protocol.messages import MAX_MESSAGE_BYTES, DraftInfo, RankInfo
 
 if TYPE_CHECKING:
     from ..common.engine.rank import EngineParts
+    from ..common.speculative.base import DraftModel
 
 
 class FurtherGroup(NamedTuple):
@@ -34,23 +37,38 @@ def transport_arguments(parts: EngineParts) -> dict[str, Any]:
     """Keyword arguments that KVSender and KVReceiver have in common, from the parts of an engine rank."""
     config, runner = parts.config, parts.runner
     args = config.disaggregation
+    pools = [*runner.pools, *(() if runner.draft_pool is None else (runner.draft_pool,))]
     backend = make_backend(args.disaggregation_transfer_backend, config.http.host, args.disaggregation_ib_device)
     return {
         "args": args, "host": config.http.host, "server": config.http.shown_url, "backend": backend,
         "rank": parts.tp.rank, "tp_size": parts.tp.size, "dp_rank": parts.parallel.dp_rank,
         "dp_size": parts.parallel.dp_size, "model": runner.model, "layout": runner.layout,
         "num_pages": runner.pool.num_pages, "spare_page": runner.scratch_page,
-        "regions": [region for one in runner.pools for region in one.regions()],
-        "further": [FurtherGroup(one.layout, one.num_pages, one.num_pages - 1) for one in runner.pools[1:]]}
+        "regions": [region for one in pools for region in one.regions()],
+        "further": [FurtherGroup(one.layout, one.num_pages, one.num_pages - 1) for one in runner.pools[1:]],
+        "draft": draft_info(config, runner.draft_model)}
+
+
+def draft_info(config: ServerConfig, model: DraftModel | None) -> DraftInfo | None:
+    """Returns the description of an engine's draft model, where it has one."""
+    algorithm = config.speculative.speculative_algorithm
+    if model is None or algorithm is None:
+        return None
+    return DraftInfo(algorithm, identify_draft(config), model.layout, required=model.features is not None)
+
+
+def pool_groups(first: FurtherGroup, further: Sequence[FurtherGroup], draft: DraftInfo | None) -> list[FurtherGroup]:
+    """Returns the pools of all cache groups, and after them the draft's, which has the pages of the first one's ids."""
+    return [first, *further, *(() if draft is None else (first._replace(layout=draft.layout),))]
 
 
 def rank_info(*, endpoint: str, rank: int, tp_size: int, layout: KVLayout, backend: Backend, dp_rank: int,
               dp_size: int, pp_rank: int = 0, pp_size: int = 1, model: ModelIdentity | None = None,
-              server: str = "", further: Sequence[FurtherGroup] = ()) -> RankInfo:
+              server: str = "", further: Sequence[FurtherGroup] = (), draft: DraftInfo | None = None) -> RankInfo:
     """Returns our identity, with a fresh instance id (the epoch of this process)."""
     return RankInfo(secrets.token_hex(8), endpoint, rank, tp_size, layout, backend.name, dp_rank=dp_rank,
                     dp_size=dp_size, pp_rank=pp_rank, pp_size=pp_size, model=model, server=server,
-                    further_layouts=tuple(group.layout for group in further))
+                    further_layouts=tuple(group.layout for group in further), draft=draft)
 
 
 class PairKey:
@@ -68,6 +86,9 @@ class PairKey:
         fingerprint = None if info.model is None else info.model.fingerprint
         parts = (self._parts, info.protocol, info.tp_size, info.pp_size, fingerprint)
         layouts = b"".join(map(msgspec.json.encode, info.layouts))
+        if info.draft is not None:
+            draft = info.draft.algorithm, info.draft.model.fingerprint
+            layouts += msgspec.json.encode(info.draft.layout) + repr(draft).encode()
         return hashlib.sha256(layouts + repr(parts).encode()).hexdigest()[:16]
 
 

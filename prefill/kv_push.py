@@ -36,18 +36,20 @@ class _Pages:
 
 class KVPush:
     """Pushes pages to ``sender``, layer group by layer group. ``event`` marks the work that was launched so far.
-    ``layer_groups`` has the number of layer groups of each cache group. In further cache groups only the pages are
-    pushed that tokens after the prompt read; these the request keeps while it has any pages.
+    ``layer_groups`` has the number of layer groups of each cache group; the ``draft_groups`` of the draft's pool, whose
+    pages are the first cache group's, are numbered after them, and computed after the model's. In further cache groups
+    only the pages are pushed that tokens after the prompt read; these the request keeps while it has any pages.
 
     ``overlap`` is ``--kv-transfer-overlap``: with ``layers`` a group is pushed as soon as its last layer is computed,
     with ``chunk`` all groups after the step, and with ``prompt`` all pages after the prompt's last chunk.
     """
 
     def __init__(self, sender: KVSender, cache: KVCacheManager, layer_groups: Sequence[int], overlap: TransferOverlap,
-                 event: Callable[[], torch.cuda.Event | None]):
+                 event: Callable[[], torch.cuda.Event | None], draft_groups: int = 0):
         self._sender = sender
         self._cache = cache
         self._cache_groups = [index for index, count in enumerate(layer_groups) for _ in range(count)]
+        self._cache_groups += [0] * draft_groups
         self._overlap = overlap
         self._event = event
 
@@ -70,7 +72,7 @@ class KVPush:
                 self._push(self._pages(chunk.req, 0, cached), self._all_groups, self._event())
 
     def callback_for(self, batch: StepInput) -> Callable[[int, torch.cuda.Event | None], None]:
-        """Returns a callback that pushes pages, which the forward pass calls after each layer group."""
+        """Returns a callback that pushes pages, which the executor calls after each layer group."""
         to_push = list(self._pages_of(batch))
         computed: set[int] = set()
 

@@ -24,7 +24,9 @@ def _make_scheduler(parts: EngineParts) -> PrefillScheduler:
     register = partial(register_rank, f"http://{host}:{args.disaggregation_bootstrap_port}",
                        secret=args.cluster_secret)
     register(sender.info)
+    draft_pool = parts.runner.draft_pool
     return PrefillScheduler(parts.batcher, parts.executor, parts.tracker, sender, parts.agreeing,
                             [len(pool.layout.groups) for pool in parts.runner.pools], overlap=parts.overlap,
                             kv_retain_seconds=args.kv_retain_seconds,
-                            transfer_overlap=args.kv_transfer_overlap, register=register)
+                            transfer_overlap=args.kv_transfer_overlap, register=register,
+                            draft_groups=0 if draft_pool is None else len(draft_pool.groups))

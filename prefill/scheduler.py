@@ -37,13 +37,16 @@ class PrefillScheduler:
 
     def __init__(self, batcher: Batcher, executor: Executor | PPExecutor, tracker: RequestTracker, sender: KVSender,
                  group: RankAgreement, layer_groups: Sequence[int], *, register: Callable[[RankInfo], None],
-                 overlap: bool, kv_retain_seconds: float, transfer_overlap: TransferOverlap = "layers"):
+                 overlap: bool, kv_retain_seconds: float, transfer_overlap: TransferOverlap = "layers",
+                 draft_groups: int = 0):
+        """``layer_groups`` of each cache group, and ``draft_groups`` of the draft's pool: see KVPush."""
         self.batcher = batcher
         self.executor = executor
         self.tracker = tracker
         self.sender = sender
         self.transfers = TransferTable(sender, group)
-        self._kv_push = KVPush(sender, batcher.cache, layer_groups, transfer_overlap, lambda: executor.event())
+        self._kv_push = KVPush(sender, batcher.cache, layer_groups, transfer_overlap, lambda: executor.event(),
+                               draft_groups)
         self._pipeline = make_pipeline(batcher, executor, self._take_in, overlap=overlap)
         self._first_tokens: dict[int, tuple[list[int], Logprobs | None]] = {}  # by room
         self._retained = RetainedPrompts(batcher.cache, sender, group, kv_retain_seconds)
@@ -155,7 +158,7 @@ class PrefillScheduler:
     def _take_in(self, launched: LaunchedStep | PPStep) -> None:
         step, output = launched.step, launched.wait()
         add_prompt_results(step, output)
-        for req, token_ids, logprobs, error in row_results(step, output):
+        for req, token_ids, logprobs, error, drafts in row_results(step, output):
             transfer = self.transfers.find(req)
             if transfer is None or transfer.status is not TransferStatus.COMPUTING:
                 continue
@@ -164,9 +167,12 @@ class PrefillScheduler:
                 self.tracker.fail(req, error)
                 continue
             self.batcher.remove([req])
+            if step.draft_limits:
+                assert req.page_table is not None
+                self.batcher.cache.trim(req.page_table, req.num_prompt_tokens)
             hidden = None if req.hidden is None else req.hidden.take()
             self._hand_over(transfer, req.append_pending(*token_ids), PrefillResult(
-                token_ids[0], req.num_cached_tokens, logprobs, req.prompt_logprobs, hidden))
+                token_ids[0], req.num_cached_tokens, logprobs, req.prompt_logprobs, hidden, drafts))
 
     def _hand_over(self, transfer: TransferRequest, token_ids: list[int], result: PrefillResult) -> None:
         """Sends the first token after the pages of a computed prompt."""

@@ -21,6 +21,7 @@ from ..distributed.expert_parallel import ExpertParallel
 from ..distributed.parallel import Parallel, init_parallel
 from ..distributed.peer_all_reduce import connect_all
 from ..distributed.tp import TPGroup
+from ..execution.draft_pass import DraftPass
 from ..execution.executor import Executor
 from ..execution.pp_channel import PPChannel
 from ..execution.pp_executor import PPExecutor
@@ -32,7 +33,6 @@ from ..runner.kv_sizing import resolve_dtype
 from ..runner.model_runner import ModelRunner
 from ..sampling.sampler import Sampler
 from ..scheduler.batcher import Batcher
-from ..scheduler.drafting import make_drafting
 from ..scheduler.make_batcher import make_batcher
 from ..scheduler.request_tracker import RequestTracker
 from .control import Control
@@ -63,10 +63,7 @@ class EngineParts:
     pp_channel: PPChannel | None = None  # between pipeline stages
 
     def make_unified_scheduler(self) -> UnifiedScheduler:
-        """Raises ConfigError."""
-        largest = self.config.schedule.largest_prefill(self.runner.spec.context_length)
-        return UnifiedScheduler(self.batcher, self.executor, self.tracker, overlap=self.overlap,
-                                drafting=make_drafting(self.config.speculative, self.batcher.cache, largest))
+        return UnifiedScheduler(self.batcher, self.executor, self.tracker, overlap=self.overlap)
 
     @property
     def tp(self) -> TPGroup:
@@ -201,7 +198,10 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
     if parallel.attn_tp.rank == 0 and (parallel.pp.is_first or parallel.pp.is_last):
         grammars = GrammarStore(config.grammar.whitespace, model.vocab_size, tracker.eos_ids,
                                 config.grammar.grammar_backend)
-    here = Executor(runner, sampler, grammars)
+    draft_pass = None
+    if runner.drafter is not None and runner.draft_model is not None:
+        draft_pass = DraftPass(runner.drafter, runner.draft_model.features, parallel.attn_tp)
+    here = Executor(runner, sampler, grammars, draft_pass)
     executor: Executor | PPExecutor = here
     if pp_channel is not None:
         executor = PPExecutor(here, pp_channel, parallel, one_step=config.schedule.disable_overlap_schedule)

@@ -13,17 +13,20 @@ until then it may write into them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
 
 from ..api.errors import ServingError
 from ..api.messages import Finish, Logprobs
 from ..execution.executor import Executor, LaunchedStep
 from ..execution.pp_executor import PPExecutor, PPStep
 from ..execution.pp_pipeline import make_pipeline
+from ..request.input_batch import InputBatch
 from ..request.req import Req
 from ..request.step_input import StepInput
 from ..request.step_output import StepOutput, add_prompt_results, row_results
 from ..scheduler.batcher import Batcher
-from ..scheduler.drafting import Drafting
 from ..scheduler.request_tracker import RequestTracker
 from .peers import NoPeers
 
@@ -40,11 +43,10 @@ class UnifiedScheduler:
     With ``--enable-mixed-chunk`` every step decodes, and may compute prefill chunks as well.
     """
 
-    def __init__(self, batcher: Batcher, executor: Executor | PPExecutor, tracker: RequestTracker, *, overlap: bool,
-                 drafting: Drafting | None = None):
+    def __init__(self, batcher: Batcher, executor: Executor | PPExecutor, tracker: RequestTracker, *, overlap: bool):
         self.batcher = batcher
         self.tracker = tracker
-        self._drafting = drafting
+        self._drafting = batcher.drafting
         self._rate = None if batcher.swap is None else batcher.swap.prefill_rate
         self._pipeline = make_pipeline(batcher, executor, self._process_results, overlap=overlap, rate=self._rate)
 
@@ -146,22 +148,19 @@ class UnifiedScheduler:
             batcher.retraction.retract_decode()
             if (batch := batcher.next_decode()) is not None:
                 return batch
-        if mixed:
-            return batcher.next_mixed()
-        step = self._draft_step()
-        return batcher.next_decode() if step is None else step
+        drafts = self._may_draft()
+        return batcher.next_mixed(drafts=drafts) if mixed else batcher.next_decode(drafts=drafts)
 
-    def _draft_step(self) -> StepInput | None:
-        """A decode step with drafts, where there are any. The host must know all tokens for it, so it waits for the
-        step in flight only where drafts are likely: other steps overlap."""
-        drafting = self._drafting
-        if drafting is None:
-            return None
+    def _may_draft(self) -> bool:
+        """True where the next step may have drafts. The host must know all tokens for it, so it waits for the step in
+        flight only where drafts are likely: other steps overlap."""
+        if self._drafting is None:
+            return False
         if self._pipeline.in_flight is not None:
-            if not drafting.has_outlook(self.batcher.running):
-                return None
+            if not self._drafting.has_outlook(self.batcher.running):
+                return False
             self.synchronize()
-        return self.batcher.next_draft_step(drafting)
+        return True
 
     def _process_results(self, launched: LaunchedStep | PPStep) -> None:
         step, output = launched.step, launched.wait()
@@ -169,9 +168,24 @@ class UnifiedScheduler:
             self._rate.end()
         if output.extras:
             add_prompt_results(step, output)
-        to_check = self._report_continuing(step, output)
-        if to_check is not None and not to_check:
-            return  # the usual decode step
+        if step.draft_limits:
+            for index in output.req_index:
+                step.reqs[index].drafts = output.drafts.get(index)
+        counts = np.array(output.counts, np.int64) if step.drafts else None
+        to_check = self._report_continuing(step, output, counts)
+        beyond, ended = self._report_others(step, output, to_check) if to_check is None or to_check else ([], [])
+        if counts is not None:
+            self._mark_verified(step, output, counts, ended)
+        if ended:
+            self.tracker.flush()  # the last tokens are sent before the pages are freed
+            self._free(ended)
+        if beyond:
+            self.batcher.finish_all(beyond)
+
+    def _report_others(self, step: StepInput, output: StepOutput,
+                       to_check: list[int] | None) -> tuple[list[Req], list[Req]]:
+        """Report the results at the indices ``to_check``, None for all; returns the requests that had ended before, and
+        those that end now."""
         beyond, ended = [], []
         for result in row_results(step, output, to_check):
             req = result.req
@@ -185,21 +199,24 @@ class UnifiedScheduler:
                 self._add_output(req, req.append_pending(*result.token_ids), result.logprobs)
             if req.finish is not None:
                 ended.append(req)
-        if step.drafts and self._drafting is not None:
-            self.batcher.mark_verified(step, output.counts)
-            self._drafting.on_verified(step, output)
-        if ended:
-            self.tracker.flush()  # the last tokens are sent before the pages are freed
-            self._free(ended)
-        if beyond:
-            self.batcher.finish_all(beyond)
+        return beyond, ended
 
-    def _report_continuing(self, step: StepInput, output: StepOutput) -> list[int] | None:
-        """Report the tokens of the requests in an input batch that merely continue; returns the indices of the other
-        results, None for all."""
+    def _mark_verified(self, step: StepInput, output: StepOutput, counts: np.ndarray, ended: list[Req]) -> None:
+        last_tokens: list[int] = np.array(output.tokens, np.int64)[np.cumsum(counts) - 1].tolist()
+        self.batcher.mark_verified(step, counts, last_tokens)
+        if ended:  # perhaps within their runs
+            self.batcher.queues.invalidate_remaining()
+        if self._drafting is not None:
+            self._drafting.on_verified(step, output)
+
+    def _report_continuing(self, step: StepInput, output: StepOutput, counts: np.ndarray | None) -> list[int] | None:
+        """Report the tokens of the requests in an input batch that merely continue, with drafts ``counts`` [B] of them;
+        returns the indices of the other results, None for all."""
         input_batch, tokens = step.input_batch, output.tokens
-        if input_batch is None or step.drafts:
+        if input_batch is None:
             return None
+        if counts is not None:
+            return self._report_runs(input_batch, output, counts)
         input_batch.record_tokens(tokens)
         to_check = input_batch.rows_to_check(tokens, step.last_step_rows, output.extras)
         if not to_check:
@@ -212,4 +229,22 @@ class UnifiedScheduler:
             continuing = [tokens[row] for row in rows]
             input_batch.append_tokens(continuing, rows)
             self.tracker.add_new_tokens([input_batch.rids[row] for row in rows], continuing)
+        return to_check
+
+    def _report_runs(self, input_batch: InputBatch, output: StepOutput, counts: np.ndarray) -> list[int]:
+        """``_report_continuing`` of a step with drafts."""
+        tokens = output.tokens
+        to_check = input_batch.rows_to_check(tokens, input_batch.rows_ending(counts), output.extras, counts)
+        excluded = set(to_check)
+        ends = np.cumsum(counts).tolist()
+        rows = [row for row in range(len(ends)) if row not in excluded]
+        runs = [tokens[end - count:end] for end, count in zip(ends, output.counts)]
+        if excluded:
+            runs = [runs[row] for row in rows]
+        input_batch.append_runs(runs, rows)
+        if not excluded:
+            self.tracker.add_new_tokens(input_batch.rids, tokens, output.counts)
+        elif rows:
+            self.tracker.add_new_tokens([input_batch.rids[row] for row in rows], list(chain.from_iterable(runs)),
+                                        list(map(len, runs)))
         return to_check

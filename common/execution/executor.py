@@ -20,7 +20,7 @@ from ..request.step_output import RowOutput, StepOutput
 from ..sampling.extras.embeds import embeds_of
 from ..sampling.extras.hidden_states import HiddenReport, HiddenRows, hidden_rows
 from ..sampling.extras.prompt_logprobs import PromptReport, PromptRow, prompt_rows
-from ..speculative.verify import accept
+from .draft_pass import DraftPass, Verified, accepted
 
 if TYPE_CHECKING:
     from ..runner.model_runner import ModelRunner
@@ -29,11 +29,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step that was launched. Its results stay on the device until ``wait``."""
+    """A step that was launched. Its results stay on the device until ``wait``. ``verified``: where a draft pass, which
+    waits for the tokens, has run."""
 
     step: StepInput
     sample: Sample
     reports: Sequence[Report]
+    verified: Verified | None = None
 
     def wait(self) -> StepOutput:
         """Waits for the step; changes no request, and may be called in another thread, once."""
@@ -43,10 +45,10 @@ class LaunchedStep:
             report.add_to(extras)
         if step.extra_index and FAILED in tokens:
             self._add_failures(tokens, extras)
-        counts = [1] * len(step.sample_index)
-        if step.drafts:
-            counts, tokens = accept(tokens, step.num_samples.tolist(), step.drafts)
-        return StepOutput(step.sample_index, counts, tokens, extras)
+        if self.verified is not None:
+            return StepOutput(step.sample_index, self.verified.counts, self.verified.tokens, extras,
+                              self.verified.drafts)
+        return StepOutput(step.sample_index, *accepted(step, tokens), extras)
 
     def _add_failures(self, tokens: list[int], extras: dict[int, RowOutput]) -> None:
         for i, (token_id, owner) in enumerate(zip(tokens, self.step.sample_owners)):
@@ -60,11 +62,14 @@ class Executor:
     """One rank's model and sampler. Launched steps run in order; a step may compute on the tokens of the step
     before."""
 
-    def __init__(self, runner: ModelRunner, sampler: Sampler, grammars: GrammarStore | None = None):
-        """``grammars``: those of requests with a matcher, on the rank that samples."""
+    def __init__(self, runner: ModelRunner, sampler: Sampler, grammars: GrammarStore | None = None,
+                 draft_pass: DraftPass | None = None):
+        """``grammars``: those of requests with a matcher, on the rank that samples. ``draft_pass`` follows each step
+        that samples or computes prompts, where a drafter drafts on the device."""
         self._runner = runner
         self._sampler = sampler
         self._grammars = grammars
+        self._draft_pass = draft_pass
         self._last: LaunchedStep | None = None
 
     @property
@@ -80,7 +85,8 @@ class Executor:
         forward pass; that needs its pending token, so that the host then waits for the step before.
         """
         prompt, hidden = (prompt_rows(step), hidden_rows(step)) if step.extra_index else ([], [])
-        logits, argmax, states = self._runner.step(self._model_input(step, prompt, hidden), after_group)
+        logits, argmax, states, features, batch = self._runner.step(self._model_input(step, prompt, hidden),
+                                                                    after_group)
         count = len(step.sampling)
         sample = self._sample(step, logits[:count] if prompt else logits, argmax if step.all_greedy else None)
         reports = sample.reports
@@ -88,7 +94,11 @@ class Executor:
             reports = [*reports, PromptReport(prompt, logits[count:])]
         if states is not None:
             reports = [*reports, HiddenReport(hidden, states)]
-        self._last = LaunchedStep(step, sample, reports)
+        verified = None
+        if self._draft_pass is not None:
+            assert batch is not None
+            verified = self._draft_pass.run(step, batch, features, sample)
+        self._last = LaunchedStep(step, sample, reports, verified)
         return self._last
 
     def forward(self, step: StepInput, after_group: AfterGroup | None = None) -> None:
@@ -116,14 +126,17 @@ class Executor:
     def _model_input(self, step: StepInput, prompt: list[PromptRow], hidden: list[HiddenRows]) -> ModelInput:
         token_ids, rows = self._token_ids(step), step.sample_rows
         follows_argmax = step.tokens.known is None and self._last is not None and self._last.sample.is_argmax
+        drafts = self._draft_pass is not None
+        features = None if self._draft_pass is None else self._draft_pass.features
         if not step.extra_index:
-            return ModelInput(step.columns, token_ids, rows, follows_argmax=follows_argmax)
+            return ModelInput(step.columns, token_ids, rows, follows_argmax=follows_argmax,
+                              drafts=drafts, features=features)
         if prompt or hidden:
             sampled = step.columns.qo_indptr[1:] - np.int64(1) if rows is None else rows
             rows = np.concatenate([sampled, [row.row for row in prompt],
                                    *(np.arange(part.start, part.stop) for part in hidden)]).astype(np.int64)
         return ModelInput(step.columns, token_ids, rows, sum(part.stop - part.start for part in hidden),
-                          embeds_of(step), follows_argmax)
+                          embeds_of(step), follows_argmax, drafts, features)
 
     def _token_ids(self, step: StepInput) -> TokenIds | torch.Tensor:
         known, rows, sources, follows = step.tokens
@@ -171,4 +184,5 @@ class Executor:
         previous = self._last.sample.token_ids() if self._last and needs_previous else []
         live = [(req, matcher) for row, req, matcher in constrained
                 if matcher.advance(max(previous[pending[row]], 0) if row in pending else None)]
-        return dict(zip([req for req, _ in live], self._grammars.fill([matcher for _, matcher in live])))
+        filled = self._grammars.fill([matcher for _, matcher in live])
+        return {req: fill for (req, _), fill in zip(live, filled) if fill is not None}

@@ -44,7 +44,8 @@ class Pipeline:
             self._executor.run_idle_batch()
         if before is not None:
             self._process_output(before)
-        if not self._overlap or (step is not None and step.drafts):  # the host must know how many tokens there are
+        if not self._overlap or (step is not None and (step.drafts or step.draft_limits)):
+            # the host must know how many tokens there are, and what follows them
             self.synchronize()
         return step is not None or before is not None
 

@@ -210,7 +210,9 @@ class TokenIds:
 
 class ModelInput(NamedTuple):
     """A step's input for the model runner. ``token_ids`` [T] int64 may be on the device already; ``follows_argmax``:
-    they are the argmax that the runner returned of the step before, row by row.
+    they are the argmax that the runner returned of the step before, row by row. ``drafts``: a drafter reads the batch
+    that is computed, and of all rows the hidden states that enter layers ``features``, those after the final norm where
+    it is empty.
 
     ``logits_rows`` [R] int64 and ``embeds`` are those of ``ForwardBatch.from_columns``. The last ``num_hidden`` of the
     logits rows get hidden states instead.
@@ -222,6 +224,8 @@ class ModelInput(NamedTuple):
     num_hidden: int = 0
     embeds: Sequence[tuple[int, np.ndarray]] = ()
     follows_argmax: bool = False
+    drafts: bool = False
+    features: Sequence[int] | None = None
 
     @property
     def num_logits(self) -> int:
@@ -231,7 +235,7 @@ class ModelInput(NamedTuple):
     @property
     def is_plain_decode(self) -> bool:
         """True for one token and logits a request, which is what decode graphs compute."""
-        return self.columns.max_q_len == 1 and self.logits_rows is None and not self.embeds
+        return self.columns.max_q_len == 1 and self.logits_rows is None and not self.embeds and not self.drafts
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,9 @@ class GrammarCompiler(Protocol):
 
 
 class GrammarMaskFiller(Protocol):
-    def fill(self, matchers: Sequence[Any]) -> list[Callable[[torch.Tensor, int], None]]:
-        """Fills a mask for each of the backend's matchers; returns functions that copy it into a row of a bitmask."""
+    def fill(self, matchers: Sequence[Any]) -> list[Callable[[torch.Tensor, int], None] | None]:
+        """Fills a mask for each of the backend's matchers; returns functions that copy it into a row of a bitmask, None
+        where nothing can follow the drafts that a matcher has moved to."""
 
 
 class GrammarBackend(Protocol):

@@ -31,8 +31,9 @@ class MaskFiller:
         self._batch = xgrammar.BatchGrammarMatcher(max_threads=max(1, min(8, (os.cpu_count() or 1) // 2)))
         self._steps_row_by_row = 0  # that are left
 
-    def fill(self, matchers: Sequence[Matcher]) -> list[FillRow]:
-        """Fills a mask for each matcher, which has accepted all tokens of its request; returns copiers of them."""
+    def fill(self, matchers: Sequence[Matcher]) -> list[FillRow | None]:
+        """Fills a mask for each matcher, which has accepted all tokens of its request, and moved to some of its drafts;
+        returns copiers of them, None where nothing can follow these drafts."""
         words = np.zeros((len(matchers), -(self._vocab_size // -32)), np.int32)
         live = [(i, matcher.grammar) for i, matcher in enumerate(matchers)
                 if matcher.grammar is not None and matcher.error is None]
@@ -43,10 +44,9 @@ class MaskFiller:
         elif live and not self._fill_together(live, words):
             for i, _ in live:
                 matchers[i].fill(words, i)
-        for matcher, row in zip(matchers, words.view(np.uint32)):
-            row[-1] &= self._last_word
-            matcher.finish_mask(row)
-        return [_copier(torch.from_numpy(row)) for row in words]
+        words.view(np.uint32)[:, -1] &= self._last_word
+        finished = [matcher.finish_mask(row) for matcher, row in zip(matchers, words.view(np.uint32))]
+        return [_copier(torch.from_numpy(row)) if done else None for row, done in zip(words, finished)]
 
     def _fill_together(self, live: list[tuple[int, xgrammar.GrammarMatcher]], words: np.ndarray) -> bool:
         """Fills the masks as a batch; returns False where one grammar failed: which one, only filling row by row shows.

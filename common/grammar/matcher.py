@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import xgrammar
 
+from ..api.drafts import Drafts
 from ..api.errors import InvalidRequest, ServingError
 from ..api.sampling import SamplingParams
 from ..request.token_buffer import TokenBuffer
@@ -34,6 +36,7 @@ class Matcher:
                  error: ServingError | None = None):
         """The output begins at ``tokens[start]``. ``end_ids``: the end-of-sequence tokens, at least one of them.
         ``compiled`` is None where there is an ``error`` already."""
+        self._compiled = compiled
         self.grammar = None if compiled is None else xgrammar.GrammarMatcher(compiled)
         self.error = error
         self._tokens = tokens
@@ -43,6 +46,10 @@ class Matcher:
         self._sampling = sampling
         self._accepted = start  # tokens before this position have been accepted
         self._spent_seconds = 0.0
+        self._path: list[int] = []  # drafts that ``grammar`` has accepted after these
+        self._draft_seconds = 0.0
+        self._broke = False  # on a draft, whose mask is not filled
+        self._pending: int | None = None  # an accepted token that ``tokens`` may not contain yet
 
     def advance(self, pending: int | None = None) -> bool:
         """Accepts the request's new tokens; ``pending`` is another one, which ``tokens`` do not contain yet.
@@ -51,21 +58,83 @@ class Matcher:
         """
         if pending is not None and pending in self._stop_ids:
             return False
+        self.move(())
         began = time.thread_time()
         for token in self._tokens.view(self._accepted).tolist():
             self._accept(token)
+        self._pending = pending
         if pending is not None:
             self._accept(pending)
         self.charge(time.thread_time() - began)
         return True
 
+    def allowed(self, drafts: Drafts) -> Drafts | None:
+        """See OutputMatcher. The request's tokens must have been accepted."""
+        if self.error is not None or self._draft_seconds > self._budget:
+            return None
+        found = drafts.only([drafts.tokens[i] not in self._stop_ids and self.move(path)
+                             for i, path in enumerate(drafts.paths())])
+        self.move(())
+        return found
+
+    def move(self, path: Sequence[int]) -> bool:
+        """See OutputMatcher. Its time is the drafts', not the output's: a request may lose its drafts by it, and does
+        not fail."""
+        if not path and not self._path:
+            return True
+        if self.grammar is None or path and (self.error is not None or self._draft_seconds > self._budget):
+            return False
+        began = time.thread_time()
+        try:
+            return self._move(path)
+        except RuntimeError:
+            self._restart()
+            return False
+        finally:
+            self._draft_seconds += time.thread_time() - began
+
+    def _move(self, path: Sequence[int]) -> bool:
+        assert self.grammar is not None
+        common = 0
+        while common < min(len(path), len(self._path)) and path[common] == self._path[common]:
+            common += 1
+        if common < len(self._path):
+            self.grammar.rollback(len(self._path) - common)
+            del self._path[common:]
+        for token in path[common:]:
+            if token in self._stop_ids or not self.grammar.accept_token(token):
+                return False
+            self._path.append(token)
+        return True
+
+    def _restart(self) -> None:
+        """Follows the accepted tokens anew, without drafts from now on: one has broken ``grammar``. Called in its
+        exception handler."""
+        log.exception("a grammar's matcher failed on drafts after %d tokens", len(self) - len(self._path))
+        assert self._compiled is not None
+        self._path.clear()
+        self._draft_seconds = math.inf
+        self.grammar = xgrammar.GrammarMatcher(self._compiled)
+        tokens = self._tokens.view(self._start, self._accepted).tolist()
+        if self._pending is not None and len(tokens) < self._accepted - self._start:
+            tokens.append(self._pending)
+        if not all(map(self._match, tokens)):
+            self._fail_internally()
+
     def charge(self, seconds: float) -> None:
         """Adds processor time of this grammar; the matcher fails where it takes too much of the step loop's, which all
         requests share."""
+        if self._path:
+            self._draft_seconds += seconds
+            return
         self._spent_seconds += seconds
-        if self._spent_seconds > _BUDGET_SECONDS + _BUDGET_SECONDS_PER_TOKEN * len(self):
+        if self._spent_seconds > self._budget:
             self._fail(f"The grammar is too ambiguous: following it took {self._spent_seconds:.1f} s for {len(self)} "
                        "tokens; simplify it.")
+
+    @property
+    def _budget(self) -> float:
+        return _BUDGET_SECONDS + _BUDGET_SECONDS_PER_TOKEN * len(self)
 
     def _accept(self, token: int) -> None:
         position, self._accepted = self._accepted, self._accepted + 1
@@ -86,26 +155,36 @@ class Matcher:
 
     def fill(self, words: np.ndarray, row: int) -> None:
         """Sets the bits of ``words[row]`` (int32 words) to the tokens that may follow; charges this request for the
-        time, and fails it where xgrammar fails."""
+        time, and fails it where xgrammar fails, unless on a draft."""
         assert self.grammar is not None
         began = time.thread_time()
         try:
             self.grammar.fill_next_token_bitmask(words, row)
         except RuntimeError:
-            self._fail_internally()
+            if self._path:
+                self._broke = True
+                self._restart()
+            else:
+                self._fail_internally()
         self.charge(time.thread_time() - began)
 
-    def finish_mask(self, mask: np.ndarray) -> None:
-        """Sets the bits of tokens that end the request in ``mask`` (uint32 words, which ``grammar`` has filled)."""
+    def finish_mask(self, mask: np.ndarray) -> bool:
+        """Sets the bits of tokens that end the request in ``mask`` (uint32 words, which ``grammar`` has filled).
+
+        Returns False where nothing can follow a draft: the request fails once the draft is among its tokens."""
+        if self._broke:
+            self._broke = False
+            return False
         if self.error is None and self.grammar is not None:
             _set(mask, self._stop_ids, self.grammar.is_completed())
-            if self._forbids_end(mask):
-                return
-            if mask.any():
-                return
+            if self._forbids_end(mask) or mask.any():
+                return True
+            if self._path:
+                return False
             self._fail("No token of the model can follow in this grammar.")
         mask[:] = 0
         _set(mask, self._end_ids, True)
+        return True
 
     def _forbids_end(self, mask: np.ndarray) -> bool:
         """Clears the bits of ending tokens where the request must not end yet and the grammar can continue; returns
@@ -125,12 +204,13 @@ class Matcher:
         return False
 
     def __len__(self) -> int:
-        """The number of output tokens that were accepted."""
-        return self._accepted - self._start
+        """The number of output tokens that were accepted, and of drafts after them."""
+        return self._accepted - self._start + len(self._path)
 
     def error_at_end(self) -> ServingError | None:
         """Returns why the output, which ends with one of ``stop_ids``, does not match the grammar; None where it
         does."""
+        self.move(())
         if self.error is None:
             for token in self._tokens.view(self._accepted, len(self._tokens) - 1).tolist():
                 self._accept(token)

@@ -74,7 +74,7 @@ class GrammarStore:
         return GRAMMAR_BACKENDS.get(self._backend).matcher(compiled, req.tokens, start, req.stop_ids, self._eos_ids,
                                                            req.sampling, error)
 
-    def fill(self, matchers: Sequence[OutputMatcher]) -> list[FillRow]:
+    def fill(self, matchers: Sequence[OutputMatcher]) -> list[FillRow | None]:
         """Fills the masks of a step for matchers of this store, see ``GrammarMaskFiller.fill``."""
         if self._filler is None:
             self._filler = GRAMMAR_BACKENDS.get(self._backend).filler(self._vocab_size)

@@ -83,6 +83,13 @@ class PageTable:
         self._new.append(page)
         self.count += 1
 
+    def cut(self, count: int) -> np.ndarray:
+        """Remove the pages after the first ``count``, which the request owns; returns them."""
+        removed = self.ids[count:].copy()
+        assert self.owned[count:].all()
+        self.count = count
+        return removed
+
     def _write_new(self) -> None:
         new, self._new = self._new, []
         self._write(self.count - len(new), new[0] if len(new) == 1 else new)
@@ -300,6 +307,14 @@ class KVCacheManager:
         while count > group.num_free:
             self.allocator.free(self.partial_pages.evict(1))
         return True
+
+    def trim(self, table: PageTable, num_tokens: int) -> None:
+        """Free the pages after those of ``num_tokens`` tokens, which no step reads or writes any more. The table has no
+        further groups."""
+        if table.count > (count := self.pages_for(num_tokens)) and not table.groups:
+            removed = table.cut(count)
+            self.allocator.free(removed)
+            self._num_allocated -= len(removed)
 
     def append_pages(self, tables: Sequence[PageTable]) -> np.ndarray | None:
         """Append one page to each table, in all groups; returns the first group's in order. Returns None, and changes

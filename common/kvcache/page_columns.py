@@ -83,12 +83,14 @@ class PageColumns:
 
     def rows_without_page(self, last_positions: np.ndarray) -> list[int]:
         """Rows that have no page for the token at ``last_positions`` [B]. After allocating one otherwise than by
-        ``append_pages``, call ``update_capacity``."""
+        ``append_pages``, call ``update_capacity``, or write to ``capacities``."""
         return np.flatnonzero(self._capacity <= last_positions).tolist()
 
-    def capacity(self, row: int) -> int:
-        """Tokens that the row's pages hold."""
-        return int(self._capacity[row])
+    @property
+    def capacities(self) -> np.ndarray:
+        """Tokens [B] int64 that the rows' pages hold. Who allocates pages otherwise than by ``append_pages`` writes the
+        new values into it."""
+        return self._capacity
 
     def update_capacity(self, row: int) -> None:
         """Reads the number of a row's pages anew."""

@@ -24,11 +24,13 @@ if TYPE_CHECKING:
 class RowState(NamedTuple):
     """A sampled row in one step. ``position`` counts the tokens before the sampled one; ``pending`` is the index of the
     request's newest token among those that the previous step sampled, where only the device knows it; ``allowed`` fills
-    the mask of its grammar."""
+    the mask of its grammar. ``path``: the drafts between the request's tokens and the sampled one, whose row follows
+    the last of them."""
 
     position: int
     pending: int | None = None
     allowed: FillAllowed | None = None
+    path: tuple[int, ...] = ()
 
 
 Members = Sequence[tuple[int, Any]]

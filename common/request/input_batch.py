@@ -6,19 +6,18 @@ would take a microsecond a request and more, in every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from operator import attrgetter
 
 import numpy as np
 
-from ..api.drafts import Drafts
 from ..forward.forward_batch import BatchColumns, indptr_of, ragged_positions
 from ..kvcache.manager import PageTable
 from ..kvcache.page_columns import PageColumns
 from .req import Req
 from .sampling_metadata import SamplingMetadata
-from .step_input import StepInput, StepTokens
+from .step_input import DraftPlan, StepInput, StepTokens
 
 _PAGE_TABLE, _STOP_IDS = attrgetter("page_table"), attrgetter("stop_ids")
 _versions = count(1)
@@ -132,25 +131,32 @@ class InputBatch:
         slots = self.pages.slots(self.positions)
         return BatchColumns(self.positions, *slots[:-1], self._qo_indptr, 1, slots.further)
 
-    def draft_step(self, drafts: Mapping[int, Drafts]) -> StepInput:
-        """The next step, which also verifies ``drafts``: by row, tokens that may follow the last one. All requests must
-        have pages for them, and no token may be pending."""
-        q_lens = self._ones.copy()
-        for row, drafted in drafts.items():
-            q_lens[row] += len(drafted)
+    def draft_step(self, plan: DraftPlan) -> StepInput:
+        """The next step, which also verifies drafts. All requests must have pages for them, and no token may be
+        pending."""
+        drafts, q_lens = plan.drafts, plan.counts + 1
         qo_indptr = indptr_of(q_lens)
-        known = np.zeros(int(qo_indptr[-1]), np.int64)
-        known[qo_indptr[:-1]] = [req.tokens.last for req in self.reqs]
-        for row, drafted in drafts.items():
-            known[qo_indptr[row] + 1:qo_indptr[row + 1]] = drafted.tokens
+        known: list[int] = []
+        for row, last in enumerate(self.last_tokens(reused_on_device=False)[0]):
+            known.append(last)
+            if row in drafts:
+                known += drafts[row].tokens
         positions = ragged_positions(self.positions, q_lens, qo_indptr)
-        slots = self.pages.ragged_slots(self.positions + q_lens - 1, q_lens, positions)
+        slots = self.pages.ragged_slots(self.positions + plan.counts, q_lens, positions)
         columns = BatchColumns(positions, *slots[:-1], qo_indptr, int(q_lens.max()), slots.further)
-        owners = np.repeat(np.arange(len(self.reqs)), q_lens).tolist()
-        sampling = [SamplingMetadata(self.reqs[row].sampling, position + 1)
-                    for row, position in zip(owners, positions.tolist())]
-        return StepInput(self.reqs, columns, self.positions, q_lens, q_lens, StepTokens(known), self._index, sampling,
-                         self.extra_index, self.all_greedy, drafts=drafts, input_batch=self)
+        return StepInput(self.reqs, columns, self.positions, q_lens, q_lens, StepTokens(np.array(known, np.int64)),
+                         self._index, self._draft_metadata(q_lens, positions), self.extra_index, self.all_greedy,
+                         drafts=drafts, draft_limits=plan.limits, input_batch=self,
+                         last_step_rows=self.last_step_rows())
+
+    def _draft_metadata(self, q_lens: np.ndarray, positions: np.ndarray) -> Sequence[SamplingMetadata]:
+        """Sampling metadata of all rows of a step with drafts."""
+        owners: list[int] = np.repeat(self._index, q_lens).tolist()
+        if not self._any_seeded:
+            of_requests = self.sampling_metadata()
+            return [of_requests[row] for row in owners]
+        params = [req.sampling for req in self.reqs]
+        return [SamplingMetadata(params[row], position + 1) for row, position in zip(owners, positions.tolist())]
 
     def _tokens(self, last: StepInput | None) -> StepTokens:
         """The tokens of the next step."""
@@ -166,12 +172,13 @@ class InputBatch:
         return StepTokens(np.array(known, np.int64), np.array(rows, np.int64), np.array(sources, np.int64),
                           0 if last is None else last.number)
 
-    def accept(self, counts: np.ndarray) -> None:
-        """Record that requests got ``counts`` [B] tokens in a step, not one each; their last tokens are known."""
+    def accept(self, counts: np.ndarray, token_ids: list[int]) -> None:
+        """Record that the requests got ``counts`` [B] tokens in the oldest step in flight, not one each; the last of
+        these are ``token_ids`` [B]."""
         self.positions = self.positions + (counts - 1)
-        self.remaining -= counts - 1
+        self.remaining = self.remaining - (counts - 1)
         self.min_remaining = int(self.remaining.min())
-        self.record_tokens([req.tokens.last for req in self.reqs])
+        self.record_tokens(token_ids)
 
     def record_tokens(self, token_ids: list[int]) -> None:
         """Record the tokens [B] of the oldest step in flight."""
@@ -188,6 +195,19 @@ class InputBatch:
         for req, append, token_id in zip(reqs, appends, token_ids):
             req.num_pending -= 1
             append(token_id)
+
+    def append_runs(self, runs: Sequence[list[int]], rows: Sequence[int]) -> None:
+        """Append the tokens that each request of ``rows`` got, of which the first was pending; none ends with them."""
+        reqs = self.reqs
+        for row, run in zip(rows, runs):
+            req = reqs[row]
+            req.num_pending -= 1
+            req.num_computed_tokens += len(run) - 1
+            req.tokens.extend(run)
+
+    def rows_ending(self, counts: np.ndarray) -> list[int]:
+        """Rows of the requests that have all tokens once they got ``counts`` [B] in the oldest step in flight."""
+        return np.flatnonzero(self.remaining < counts).tolist() if self.min_remaining < int(counts.max()) else []
 
     def last_tokens(self, *, reused_on_device: bool) -> tuple[list[int], list[int]]:
         """The last token [B] of each request, and the rows of those whose token the host does not know: 0 there.
@@ -212,13 +232,15 @@ class InputBatch:
         return self._rids
 
     def rows_to_check(self, token_ids: Sequence[int], last_step_rows: Sequence[int],
-                      with_extras: Iterable[int] = ()) -> list[int]:
-        """Rows, ascending, of the requests that have more to report than the token of a step whose results are
+                      with_extras: Iterable[int] = (), counts: np.ndarray | None = None) -> list[int]:
+        """Rows, ascending, of the requests that have more to report than the tokens of a step whose results are
         processed: those that end, were removed, or report more than tokens, as rows ``with_extras`` do.
-        ``last_step_rows``: as returned before the step was launched."""
+        ``last_step_rows``: as returned before the step was launched. ``counts`` [B]: the tokens of each row, one if
+        None."""
         rows = {*self.removed_rows, *last_step_rows, *with_extras}
         if not self.stop_ids.isdisjoint(token_ids):
-            rows.update(row for row, token_id in enumerate(token_ids) if token_id in self.stop_ids)
+            owners = self._index if counts is None else np.repeat(self._index, counts).tolist()
+            rows.update(row for row, token_id in zip(owners, token_ids) if token_id in self.stop_ids)
         if self._unreported:
             reqs = self.reqs
             self._unreported = [row for row in self._unreported if not reqs[row].reported or reqs[row].spans]

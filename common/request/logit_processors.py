@@ -6,14 +6,17 @@ their dicts of ``custom_params``, one a row, each of which lives as long as its 
 there (on a pair's decode server, it starts with the request's values). ``"__req__"`` in it is the request's
 ``RequestTokens``, as in SGLang. Where a call raises, each of its rows is tried alone, so that only the failing ones
 fail.
+
+With speculative decoding a row may follow drafts, which ``output_ids`` then end with. Its ``params`` are a copy of
+those of the row before, made after the processor has run there, and become the request's if its drafts are accepted.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +40,23 @@ class RequestTokens:
         self._first = first
         self._num_prompt_tokens = num_prompt_tokens
         self.pending: torch.Tensor | None = None  # the newest token, where only the device knows it
+        self.path: tuple[int, ...] = ()  # drafts after the known tokens
+
+    def after(self, path: tuple[int, ...]) -> RequestTokens:
+        """Returns these tokens with the drafts ``path`` after them."""
+        found = RequestTokens(self._tokens, self._first, self._num_prompt_tokens)
+        found.path = path
+        return found
+
+    @property
+    def count(self) -> int:
+        """The number of known tokens."""
+        return self._tokens.count
+
+    def known_since(self, count: int) -> list[int]:
+        """The known tokens after the first ``count``."""
+        ids: list[int] = self._tokens.view(count).tolist()
+        return ids
 
     @property
     def origin_input_ids(self) -> list[int]:
@@ -47,22 +67,42 @@ class RequestTokens:
     def output_ids(self) -> list[int]:
         """With overlapped scheduling on a GPU, reading this waits for the device."""
         known: list[int] = self._tokens.view(self._num_prompt_tokens).tolist()
-        return known if self.pending is None else [*known, int(self.pending)]
+        return [*known, *self.path] if self.pending is None else [*known, int(self.pending)]
 
 
-@dataclass(frozen=True, eq=False)
 class RowProcessor:
-    """The processor of one request with its parameters."""
+    """The processor of one request with its parameters, ``params`` for rows that follow its known tokens."""
 
-    path: str
-    processor: Processor
-    params: dict[str, Any]
-    tokens: RequestTokens
+    def __init__(self, path: str, processor: Processor, params: dict[str, Any], tokens: RequestTokens):
+        self.path = path
+        self.processor = processor
+        self.params = params
+        self.tokens = tokens
+        self._branches: dict[tuple[int, ...], dict[str, Any]] = {}  # parameters after drafts, by these
+        self._branched_at = 0  # known tokens then
 
     @classmethod
     def of(cls, path: str, params: dict[str, Any], tokens: RequestTokens) -> RowProcessor:
         """Imports the processor; raises InvalidRequest like ``load``."""
         return cls(path, load(path), {**params, "__req__": tokens}, tokens)
+
+    def settle(self) -> None:
+        """Takes over the parameters after those drafts that have become tokens. Call it before a row without drafts."""
+        if self._branches:
+            *accepted, _ = self.tokens.known_since(self._branched_at) or [0]
+            self.params = self._branches.get(tuple(accepted), self.params)
+            self.params["__req__"] = self.tokens
+            self._branches = {}
+
+    def branch(self, path: tuple[int, ...]) -> dict[str, Any]:
+        """Returns parameters for the row after the drafts ``path``: a copy of those of the row before, which have
+        seen it. Raises what copying them raises."""
+        self._branched_at = self.tokens.count
+        before = {name: value for name, value in self._branches.get(path[:-1], self.params).items()
+                  if name != "__req__"}
+        params = {**copy.deepcopy(before), "__req__": self.tokens.after(path)}
+        self._branches[path] = params
+        return params
 
 
 _RENAMED_MODULES = {"baton.common.engine.logit_processors": "baton.common.sampling.builtin_processors"}

@@ -24,8 +24,8 @@ _numbers = count(1)
 
 
 class Chunk(NamedTuple):
-    """The request's tokens ``start:stop``, which the step computes; ``samples``: they include the last token, so that
-    the step samples the next one."""
+    """The request's tokens ``start:stop``, which the step computes, without drafts; ``samples``: they include the last
+    token, so that the step samples the next one."""
 
     req: Req
     start: int
@@ -44,6 +44,18 @@ class StepTokens(NamedTuple):
     follows: int = 0
 
 
+class DraftPlan(NamedTuple):
+    """What a step of B requests has to do with drafts.
+
+    ``drafts``: those that it verifies, by request; ``counts`` [B] int64: how many these are. ``limits``: the most that
+    a drafter on the device may draft afterwards for each request that samples; empty without one.
+    """
+
+    drafts: Mapping[int, Drafts]
+    counts: np.ndarray
+    limits: Sequence[int] = ()
+
+
 class StepInput(msgspec.Struct, frozen=True, eq=False, dict=True):
     """One step of B requests, T tokens and S samples.
 
@@ -51,7 +63,7 @@ class StepInput(msgspec.Struct, frozen=True, eq=False, dict=True):
     them are sampled: none in the middle of a prompt, one, or all where it has ``drafts``, which follow its last token.
     The first ``num_prefill`` requests are in prefill. ``extra_index``: requests with row extras, ascending;
     ``sampling`` [S] has the samples' metadata without these, and with positions where these matter to plain sampling;
-    ``all_greedy``: all plain rows take the argmax.
+    ``all_greedy``: all plain rows take the argmax. ``draft_limits``: see DraftPlan.
 
     ``number`` is unique. ``input_batch``: the persistent batch whose rows a decode step computes, ``rows_version`` its
     version, and ``last_step_rows`` those whose last step this is.
@@ -69,6 +81,7 @@ class StepInput(msgspec.Struct, frozen=True, eq=False, dict=True):
     all_greedy: bool = False
     num_prefill: int = 0
     drafts: Mapping[int, Drafts] = {}
+    draft_limits: Sequence[int] = ()
     input_batch: InputBatch | None = None
     rows_version: int = 0
     last_step_rows: Sequence[int] = ()
@@ -111,9 +124,9 @@ class StepInput(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @cached_property
     def chunks(self) -> list[Chunk]:
-        """All rows, request by request."""
-        return [Chunk(req, start, start + q_len, bool(samples)) for req, start, q_len, samples in zip(
-            self.reqs, self.starts.tolist(), self.q_lens.tolist(), self.num_samples.tolist())]
+        """All rows but drafts, request by request."""
+        return [Chunk(req, start, start + q_len - max(0, samples - 1), bool(samples)) for req, start, q_len, samples
+                in zip(self.reqs, self.starts.tolist(), self.q_lens.tolist(), self.num_samples.tolist())]
 
     @property
     def prefill_chunks(self) -> list[Chunk]:
@@ -134,12 +147,18 @@ class StepInput(msgspec.Struct, frozen=True, eq=False, dict=True):
         return ragged_positions(ends - counts, counts, indptr_of(counts))
 
 
-def chunk_step(chunks: Sequence[Chunk], num_prefill: int, page_size: int, last: StepInput | None) -> StepInput:
+def chunk_step(chunks: Sequence[Chunk], num_prefill: int, page_size: int, last: StepInput | None,
+               plan: DraftPlan | None = None) -> StepInput:
     """Builds a step of ``chunks`` (at least one), the first ``num_prefill`` of which are prompts. ``last``: the step
-    launched last, which has sampled pending tokens."""
+    launched last, which has sampled pending tokens. The drafts of ``plan`` have pages."""
     reqs = [chunk.req for chunk in chunks]
     starts = np.array([chunk.start for chunk in chunks], np.int64)
+    num_samples = np.array([chunk.samples for chunk in chunks], np.int64)
     stops = np.array([chunk.stop for chunk in chunks], np.int64)
+    drafts: Mapping[int, Drafts] = {}
+    if plan is not None and plan.drafts:
+        drafts = plan.drafts
+        num_samples, stops = num_samples + plan.counts, stops + plan.counts
     q_lens = stops - starts
     qo_indptr = indptr_of(q_lens)
     positions = ragged_positions(starts, q_lens, qo_indptr)
@@ -149,17 +168,22 @@ def chunk_step(chunks: Sequence[Chunk], num_prefill: int, page_size: int, last: 
     extra_index = [index for index, req in enumerate(reqs) if req.extras]
     return StepInput(
         reqs, BatchColumns(positions, *slots[:-1], qo_indptr, int(q_lens.max()), slots.further), starts, q_lens,
-        np.array([chunk.samples for chunk in chunks], np.int64), _chunk_tokens(chunks, qo_indptr, last), sample_index,
-        [SamplingMetadata(chunks[index].req.sampling, chunks[index].stop) for index in sample_index], extra_index,
-        all(reqs[index].sampling.greedy or reqs[index].extras for index in sample_index), num_prefill)
+        num_samples, _chunk_tokens(chunks, qo_indptr, last, drafts), sample_index,
+        [SamplingMetadata(chunks[index].req.sampling, position) for index in sample_index
+         for position in range(chunks[index].stop, int(stops[index]) + 1)], extra_index,
+        all(reqs[index].sampling.greedy or reqs[index].extras for index in sample_index), num_prefill, drafts,
+        () if plan is None else plan.limits)
 
 
-def _chunk_tokens(chunks: Sequence[Chunk], qo_indptr: np.ndarray, last: StepInput | None) -> StepTokens:
+def _chunk_tokens(chunks: Sequence[Chunk], qo_indptr: np.ndarray, last: StepInput | None,
+                  drafts: Mapping[int, Drafts]) -> StepTokens:
     known = np.zeros(int(qo_indptr[-1]), np.int64)
     rows, sources = [], []
-    for (req, start, stop, _), first, end in zip(chunks, qo_indptr[:-1].tolist(), qo_indptr[1:].tolist()):
-        ids = req.tokens.view(start, stop)
+    for index, ((req, start, stop, _), first) in enumerate(zip(chunks, qo_indptr.tolist())):
+        ids, end = req.tokens.view(start, stop), first + stop - start
         known[first:first + len(ids)] = ids
+        if index in drafts:
+            known[end:end + len(drafts[index])] = drafts[index].tokens
         if stop > req.tokens.count:
             assert last is not None, "a pending token comes from a step"
             rows.append(end - 1)

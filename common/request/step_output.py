@@ -43,12 +43,13 @@ class StepOutput(msgspec.Struct, array_like=True):
 
 
 class RowResult(NamedTuple):
-    """The part of one request that got tokens; with an ``error`` it fails instead."""
+    """The part of one request that got tokens; with an ``error`` it fails instead. ``drafts``: what may follow."""
 
     req: Req
     token_ids: list[int]
     logprobs: Logprobs | None
     error: ServingError | None
+    drafts: Drafts | None = None
 
 
 def add_prompt_results(step: StepInput, output: StepOutput) -> None:
@@ -71,4 +72,4 @@ def row_results(step: StepInput, output: StepOutput, chosen: Sequence[int] | Non
         extra = output.extras.get(index)
         error = None if extra is None or extra.error_code is None else from_code(extra.error_code, extra.error)
         yield RowResult(step.reqs[index], output.tokens[ends[i] - output.counts[i]:ends[i]],
-                        None if extra is None else extra.logprobs, error)
+                        None if extra is None else extra.logprobs, error, output.drafts.get(index))

@@ -8,11 +8,11 @@ import numpy as np
 class TokenBuffer:
     """Prompt and output token ids (int32), ``count`` of them.
 
-    ``view`` moves them into one growing array; until then the newest are in a list. ``append`` is that list's method,
-    because it is called for every token of every request.
+    ``view`` moves them into one growing array; until then the newest are in a list. ``append`` and ``extend`` are that
+    list's methods, because they are called for every token of every request.
     """
 
-    __slots__ = ("_ids", "_new", "_num_written", "append")
+    __slots__ = ("_ids", "_new", "_num_written", "append", "extend")
 
     def __init__(self, ids: list[int]):
         self._num_written = len(ids)
@@ -20,6 +20,7 @@ class TokenBuffer:
         self._ids[: self._num_written] = ids
         self._new: list[int] = []
         self.append = self._new.append
+        self.extend = self._new.extend
 
     def __len__(self) -> int:
         return self._num_written + len(self._new)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,6 +55,21 @@ class TokenHistory:
                 self._append(token)
             else:
                 self._counts[index] += 1
+
+    def after(self, path: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns ``ids`` and ``counts`` as they would be with the tokens ``path`` at the end of the output."""
+        if not path:
+            return self.ids, self.counts
+        counts = self.counts.copy()
+        new: Counter[int] = Counter()
+        for token in path:
+            index = self._index_of.get(token)
+            if index is None:
+                new[token] += 1
+            else:
+                counts[index] += 1
+        return (np.concatenate((self.ids, np.fromiter(new, np.int32, len(new)))),
+                np.concatenate((counts, np.fromiter(new.values(), np.int32, len(new)))))
 
     def _append(self, token: int) -> None:
         index = self._index_of[token] = len(self._index_of)

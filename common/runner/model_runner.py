@@ -54,11 +54,14 @@ _WARM_UP_PREFILL_ROWS = 64
 
 class StepLogits(NamedTuple):
     """Logits ``[R, vocab]`` of a step in the engine's type; their argmax ``[R]`` int64, where a graph has computed it;
-    hidden states ``[num_hidden, hidden]``. Later steps overwrite the first two."""
+    hidden states ``[num_hidden, hidden]``. Later steps overwrite the first two. For a drafter ``features`` [T, F] of
+    all rows, and the batch."""
 
     logits: torch.Tensor
     argmax: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
+    features: torch.Tensor | None = None
+    batch: ForwardBatch | None = None
 
 
 class ModelRunner:
@@ -359,11 +362,16 @@ class ModelRunner:
         batch = ForwardBatch.from_columns(step.columns, step.token_ids, self.device, step.logits_rows, step.embeds)
         self._rebalance_experts()
         context = self.plan(batch, info, after_group)
-        if not step.num_hidden:
-            return StepLogits(self._model.forward(context))
-        states = self._model.hidden_states(context)
+        if not step.num_hidden and step.features is None:
+            return StepLogits(self._model.forward(context), batch=batch)
+        features = None
+        if step.features is None:
+            states = self._model.hidden_states(context)
+        else:
+            states, features = self._model.hidden_states_and_features(context, step.features)
         logits = self._model.compute_logits(states[:step.num_logits], context.logits)
-        return StepLogits(logits, hidden=states[step.num_logits:])
+        hidden = states[step.num_logits:] if step.num_hidden else None
+        return StepLogits(logits, None, hidden, features, batch)
 
     def _replay(self, step: ModelInput, info: DPStepInfo | None) -> StepLogits | None:
         """Computes a plain decode step on a graph; returns None where there is none of its size."""

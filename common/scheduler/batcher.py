@@ -39,15 +39,17 @@ class Batcher:
 
     def __init__(self, cache: KVCacheManager, args: ScheduleArgs, *, decodes: bool = True, seed: int = 0,
                  swap: SwapSpace | None = None, loads: TierLoads | None = None, pp_size: int = 1,
-                 max_micro_batch: int | None = None):
+                 max_micro_batch: int | None = None, drafting: Drafting | None = None):
         """``decodes``: output follows the prompts on this server, so that pages are reserved for it. ``seed``: of the
         random policy, equal on all ranks. ``swap``: the host memory for retracted requests' pages. ``loads``: of the
         cache's tier. With a ``pp_size`` above 1, a decode step takes a share of the running requests, so that the
-        other pipeline stages have the others, and no step takes more than ``max_micro_batch`` requests."""
+        other pipeline stages have the others, and no step takes more than ``max_micro_batch`` requests. ``drafting``:
+        with speculative decoding, not with a pipeline."""
         self.cache = cache
         self.args = args
         self.swap = swap
         self.loads = loads
+        self.drafting = drafting
         self.priorities = Priorities.of(args)
         self._seed = seed
         self._pp_size, self._max_micro_batch = pp_size, max_micro_batch
@@ -110,16 +112,17 @@ class Batcher:
         chunks = self._prefill_chunks(PrefillBudget(self.args, max_batch_tokens=max_batch_tokens))
         return self._chunk_step(chunks, len(chunks)) if chunks else None
 
-    def _chunk_step(self, chunks: Sequence[Chunk], num_prefill: int) -> StepInput:
-        return chunk_step(chunks, num_prefill, self.cache.page_size, self._last)
+    def _chunk_step(self, chunks: Sequence[Chunk], num_prefill: int, drafts: bool = True) -> StepInput:
+        plan = None if self.drafting is None or not drafts else self.drafting.plan_chunks(chunks, num_prefill)
+        return chunk_step(chunks, num_prefill, self.cache.page_size, self._last, plan)
 
-    def next_mixed(self) -> StepInput | None:
+    def next_mixed(self, *, drafts: bool = False) -> StepInput | None:
         """A mixed chunk: the next chunks of prompts and ``next_decode``; the latter alone where no prompt waits."""
         num_decode_rows = sum(not req.complete for req in self.running)
         chunks = self._prefill_chunks(PrefillBudget(self.args, num_decode_rows))
         if not chunks:
-            return self.next_decode()
-        return self._chunk_step([*chunks, *self._next_share()], len(chunks))
+            return self.next_decode(drafts=drafts)
+        return self._chunk_step([*chunks, *self._next_share()], len(chunks), drafts)
 
     def _prefill_chunks(self, budget: PrefillBudget) -> list[Chunk]:
         chunks: list[Chunk] = []
@@ -198,8 +201,9 @@ class Batcher:
 
     # -- decode ----------------------------------------------------------------------------------
 
-    def next_decode(self) -> StepInput | None:
-        """One token of every running request that is not complete; ``allocate_running`` must have given them pages."""
+    def next_decode(self, *, drafts: bool = False) -> StepInput | None:
+        """One token of every running request that is not complete; ``allocate_running`` must have given them pages.
+        ``drafts``: and those that ``drafting`` plans; no token may be pending."""
         if self._pp_size > 1:
             chunks = self._next_share()
             return self._chunk_step(chunks, 0) if chunks else None
@@ -207,16 +211,12 @@ class Batcher:
         if input_batch is None:
             return None
         self.page_budget.new_token_ratio.decay()
+        if drafts:
+            assert self.drafting is not None
+            plan = self.drafting.plan_decode(input_batch)
+            if plan.drafts or plan.limits:
+                return input_batch.draft_step(plan)
         return input_batch.step(self._last)
-
-    def next_draft_step(self, drafting: Drafting) -> StepInput | None:
-        """``next_decode`` with tokens that ``drafting`` adds; None where it adds none. No token may be pending."""
-        batch = self._current_input_batch()
-        drafts = {} if batch is None else drafting.drafts(batch)
-        if batch is None or not drafts:
-            return None
-        self.page_budget.new_token_ratio.decay()
-        return batch.draft_step(drafts)
 
     def _current_input_batch(self) -> InputBatch | None:
         """The input batch of the next decode step, the last one where its requests are the same; None where all running
@@ -295,11 +295,16 @@ class Batcher:
                 self.prefilling.remove(req)
                 self.queues.start_running(req)
 
-    def mark_verified(self, step: StepInput, counts: Sequence[int]) -> None:
-        """Record that the requests of a step with drafts got ``counts`` tokens, not one each."""
-        assert step.input_batch is not None
-        step.input_batch.accept(np.array(counts, np.int64))
-        self.queues.invalidate_remaining()
+    def mark_verified(self, step: StepInput, counts: np.ndarray, last_tokens: list[int]) -> None:
+        """Record that the requests of a step with drafts got ``counts`` tokens, not one each, of which ``last_tokens``
+        are the last."""
+        batch = step.input_batch
+        if batch is None:
+            self.queues.invalidate_remaining()
+            return
+        before = batch.remaining
+        batch.accept(counts, last_tokens)
+        self.queues.add_remaining(-remaining_decrease(before, counts - 1))
 
     def add_transferring(self, req: Req) -> None:
         """Add a request whose reserved pages another server fills; ``start_decode`` follows, or ``finish``."""

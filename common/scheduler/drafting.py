@@ -1,90 +1,163 @@
-"""Drafting: asks a proposer for tokens that may follow those of running requests, and finds room for them."""
+"""Drafting: which tokens the next step verifies, and room for them and for the drafts after it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from ..api.drafts import Drafts
-from ..config.server.speculative import SPECULATIVE_ALGORITHMS, SpeculativeArgs
 from ..kvcache.manager import KVCacheManager
 from ..request.input_batch import InputBatch
 from ..request.req import Req
-from ..request.step_input import StepInput
+from ..request.step_input import Chunk, DraftPlan, StepInput
 from ..request.step_output import StepOutput
 from ..speculative.base import Proposer
 from .prefill_budget import LOGPROB_CHUNK_TOKENS
 
 
+def takes_drafts(req: Req) -> bool:
+    """True where steps may verify drafts of a request. Logits of rows with extras depend on the tokens before."""
+    return not req.extras
+
+
 class Drafting:
-    """Drafts for the rows of an input batch. Rows with extras get none: their logits depend on the tokens before.
+    """Plans the drafts of steps: those that a proposer finds on the host, or those that a drafter on the device has
+    left with the requests. They get pages where there are any, and no request is retracted for them.
 
     Each draft needs logits, as a prompt's log-probabilities do, so that a step has as few of them.
     """
 
-    def __init__(self, proposer: Proposer, cache: KVCacheManager, max_drafts: int,
-                 max_step_tokens: int = LOGPROB_CHUNK_TOKENS):
-        """``max_drafts``: tokens of one request in one step; ``max_step_tokens``: all tokens of a step with drafts."""
+    def __init__(self, proposer: Proposer | None, cache: KVCacheManager, max_drafts: int,
+                 max_step_tokens: int = LOGPROB_CHUNK_TOKENS, max_request_tokens: int = 1 << 40):
+        """``proposer``: None where a drafter on the device drafts, which needs slots for the drafts to come. ``max_``:
+        tokens that are drafted for one request in one step; all tokens of a step with drafts; tokens of a request, for
+        which there are positions."""
         self._proposer = proposer
         self._cache = cache
         self._max_drafts = max_drafts
         self._max_step_tokens = max_step_tokens
+        self._max_request_tokens = max_request_tokens
         self.num_steps = 0
         self.num_drafted = 0
         self.num_accepted = 0
 
+    @property
+    def on_device(self) -> bool:
+        """True where the drafts of the next step are known when a step has run, not before."""
+        return self._proposer is None
+
     def has_outlook(self, reqs: Sequence[Req]) -> bool:
         """True where some of ``reqs``, whose newest token may be pending, would get drafts now: then it is likely to
         get some once that token is known."""
-        chosen = [req for req in reqs if not req.extras and not req.complete]
+        if self._proposer is None:
+            return True
+        chosen = [req for req in reqs if takes_drafts(req) and not req.complete]
         return any(self._proposer.propose(chosen, [self._max_drafts] * len(chosen)))
 
-    def drafts(self, batch: InputBatch) -> dict[int, Drafts]:
-        """Returns the drafts of the next step, by row, with pages for them. No token may be pending."""
-        with_extras = set(batch.extra_index)
-        remaining = batch.remaining.tolist()
-        rows = [row for row in range(len(batch)) if row not in with_extras and remaining[row] > 1]
-        limits = [min(self._max_drafts, remaining[row] - 1) for row in rows]
-        proposed = self._proposer.propose([batch.reqs[row] for row in rows], limits)
-        positions = batch.positions.tolist()
-        left = min(LOGPROB_CHUNK_TOKENS, self._max_step_tokens - len(batch))
-        found: dict[int, Drafts] = {}
-        for row, drafts, limit in zip(rows, proposed, limits):
-            if drafts is None:
-                continue
-            count = max(0, min(len(drafts), limit, left))
-            count = count and self._room(batch, row, positions[row], count)
-            if (taken := drafts.first(count)) is not None:
-                found[row] = taken
-                left -= count
+    def plan_decode(self, batch: InputBatch) -> DraftPlan:
+        """Plans the drafts of the next step of ``batch``. No token may be pending."""
+        excluded = [row for row in batch.extra_index if not takes_drafts(batch.reqs[row])]
+        return self._plan(batch.reqs, batch.positions, batch.remaining, batch.pages.capacities, excluded)
+
+    def plan_chunks(self, chunks: Sequence[Chunk], num_prefill: int) -> DraftPlan:
+        """Plans the drafts of a step of ``chunks``, of which the first ``num_prefill`` are prompts. No token of the
+        others may be pending."""
+        limits = [self._limit_after(chunk) if chunk.samples else 0 for chunk in chunks[:num_prefill]]
+        decoding = chunks[num_prefill:]
+        counts = np.zeros(len(chunks), np.int64)
+        drafts: dict[int, Drafts] = {}
+        if decoding:
+            reqs = [chunk.req for chunk in decoding]
+            capacities = np.array([self._capacity(req) for req in reqs], np.int64)
+            plan = self._plan(reqs, np.array([chunk.start for chunk in decoding], np.int64),
+                              np.array([req.max_tokens - req.length for req in reqs], np.int64), capacities,
+                              [row for row, req in enumerate(reqs) if not takes_drafts(req)],
+                              sum(chunk.stop - chunk.start for chunk in chunks[:num_prefill]))
+            drafts = {num_prefill + row: found for row, found in plan.drafts.items()}
+            counts[num_prefill:] = plan.counts
+            limits += plan.limits
+        if not self.on_device:
+            return DraftPlan(drafts, counts)
+        return DraftPlan(drafts, counts, [limit for chunk, limit in zip(chunks, limits) if chunk.samples])
+
+    def _plan(self, reqs: Sequence[Req], positions: np.ndarray, remaining: np.ndarray, capacities: np.ndarray,
+              excluded: Sequence[int], other_tokens: int = 0) -> DraftPlan:
+        """Plans drafts of ``reqs``, whose newest tokens are at ``positions`` [B]; ``remaining`` [B]: tokens until each
+        has all; ``capacities`` [B]: tokens that its pages hold, which is updated. Those ``excluded`` get no drafts."""
+        most = np.clip(remaining - 1, 0, self._max_drafts)
+        most[excluded] = 0
+        found = self._found(reqs, most)
+        counts = np.minimum([0 if drafts is None else len(drafts.tokens) for drafts in found], most)
+        left = max(0, min(LOGPROB_CHUNK_TOKENS, self._max_step_tokens - len(reqs) - other_tokens))
+        ends = np.cumsum(counts)
+        if ends[-1] > left:
+            counts = np.clip(left - (ends - counts), 0, counts)
+        verified = positions + 1 + counts
+        after = np.zeros_like(counts)
+        if self.on_device:
+            after = np.clip(np.minimum(most, remaining - 2), 0, np.maximum(self._max_request_tokens - verified, 0))
+        for row in np.flatnonzero(capacities < verified + after).tolist():
+            capacities[row] = self._grow(reqs[row], int(positions[row]), int(verified[row]), int(after[row]), len(reqs))
+        room = capacities - positions - 1
+        counts = np.minimum(counts, room)
+        drafts: dict[int, Drafts] = {}
+        for row, count in enumerate(counts.tolist()):
+            if count and (own := found[row]) is not None and (first := own.first(count)) is not None:
+                drafts[row] = first
+        return DraftPlan(drafts, counts, np.minimum(after, room - counts).tolist() if self.on_device else ())
+
+    def _found(self, reqs: Sequence[Req], most: np.ndarray) -> Sequence[Drafts | None]:
+        if self._proposer is None:
+            return [req.drafts for req in reqs]
+        rows = np.flatnonzero(most).tolist()
+        found: list[Drafts | None] = [None] * len(reqs)
+        for row, drafts in zip(rows, self._proposer.propose([reqs[row] for row in rows], most[rows].tolist())):
+            found[row] = drafts
         return found
 
-    def _room(self, batch: InputBatch, row: int, position: int, num_drafts: int) -> int:
-        """Allocates pages for drafts after ``position``, where there are any; returns the number that have a page."""
-        table, last = batch.reqs[row].page_table, position + num_drafts
-        if batch.pages.capacity(row) <= last and table is not None:
-            self._cache.allocate_next(table, last + 1, num_drafts)
-            batch.pages.update_capacity(row)
-        return min(last, batch.pages.capacity(row) - 1) - position
+    def _grow(self, req: Req, position: int, verified: int, after: int, num_reqs: int) -> int:
+        """Allocates pages for ``verified`` tokens of a request, whose newest is at ``position``, and for the ``after``
+        ones that are drafted next, or for fewer, but leaves a page for the next token of each of ``num_reqs`` requests;
+        returns the tokens that its pages hold."""
+        table = req.page_table
+        assert table is not None
+        for wanted in (verified + after, verified):
+            missing = self._cache.pages_for(wanted) - table.count
+            if missing <= 0 or (missing + num_reqs <= self._cache.num_available
+                                and self._cache.allocate_next(table, wanted, wanted - position - 1)):
+                break
+        return table.count * self._cache.page_size
+
+    def _limit_after(self, chunk: Chunk) -> int:
+        """Finds room for the drafts after the first token of a prompt; returns the most that there may be."""
+        req, table = chunk.req, chunk.req.page_table
+        assert table is not None
+        limit = min(self._max_drafts, req.max_tokens - chunk.stop - 2, self._max_request_tokens - chunk.stop)
+        if not self.on_device or limit <= 0 or not takes_drafts(req):
+            return 0
+        missing = self._cache.pages_for(chunk.stop + limit) - table.count
+        # The step still reads pages of further groups that a decode step would not: no page is allocated there.
+        if missing > 0 and not table.groups and missing < self._cache.num_available:
+            self._cache.allocate_slots(table, chunk.stop + limit)
+        return max(0, min(limit, self._capacity(req) - chunk.stop))
+
+    def _capacity(self, req: Req) -> int:
+        """The tokens that a request's pages hold."""
+        assert req.page_table is not None
+        return req.page_table.count * self._cache.page_size
 
     def on_verified(self, step: StepInput, output: StepOutput) -> None:
         """Tell the proposer which drafts were accepted; the requests have their tokens."""
         self.num_steps += 1
-        for row, drafts in step.drafts.items():
-            accepted = output.counts[row] - 1
-            self.num_drafted += len(drafts)
-            self.num_accepted += accepted
-            self._proposer.on_verified(step.reqs[row], drafts, accepted)
+        for index, count in zip(output.req_index, output.counts):
+            if (drafts := step.drafts.get(index)) is not None:
+                self.num_drafted += len(drafts.tokens)
+                self.num_accepted += count - 1
+                if self._proposer is not None:
+                    self._proposer.on_verified(step.reqs[index], drafts, count - 1)
 
     def on_end(self, reqs: Sequence[Req]) -> None:
         """Tell the proposer that requests have ended."""
-        self._proposer.on_end(reqs)
-
-
-def make_drafting(args: SpeculativeArgs, cache: KVCacheManager, max_step_tokens: int) -> Drafting | None:
-    """Builds the drafting of a rank's configuration; None without an algorithm. ``max_step_tokens``: the most tokens
-    that the rank's buffers are made for."""
-    if args.speculative_algorithm is None:
-        return None
-    algorithm = SPECULATIVE_ALGORITHMS.get(args.speculative_algorithm)
-    assert algorithm.make_proposer is not None, "no algorithm drafts on the device yet"
-    return Drafting(algorithm.make_proposer(args), cache, args.num_drafts, max_step_tokens)
+        if self._proposer is not None:
+            self._proposer.on_end(reqs)

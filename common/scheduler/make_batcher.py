@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 from ..api.errors import ConfigError
 from ..config.server import ServerConfig
 from ..config.server.cache import KV_TIERS
+from ..config.server.speculative import SPECULATIVE_ALGORITHMS
 from ..distributed.tp import TPGroup
 from ..kvcache.manager import KVCacheManager
 from ..kvcache.pool import KVPool
 from ..kvcache.tiers.base import KVTier, TierContext
 from ..kvcache.tiers.host import HostTier
 from .batcher import Batcher
+from .drafting import Drafting
 from .preemption.copy_rates import PrefillRate, measure_link_bandwidth
 from .preemption.swap_space import SwapSpace
 from .tier_loads import TierLoads
@@ -45,7 +47,18 @@ def make_batcher(config: ServerConfig, runner: ModelRunner, cache: KVCacheManage
         max_micro_batch = (config.parallel.pp_max_micro_batch_size
                            or max(1, config.schedule.max_running_requests // pp_size))
     return Batcher(cache, config.schedule, decodes=config.role.decodes, seed=config.model.random_seed, swap=swap,
-                   loads=loads, pp_size=pp_size, max_micro_batch=max_micro_batch)
+                   loads=loads, pp_size=pp_size, max_micro_batch=max_micro_batch,
+                   drafting=make_drafting(config, cache, runner.spec.context_length))
+
+
+def make_drafting(config: ServerConfig, cache: KVCacheManager, context_length: int) -> Drafting | None:
+    """Builds the drafting of a rank; None without an algorithm."""
+    args = config.speculative
+    if args.speculative_algorithm is None:
+        return None
+    make = SPECULATIVE_ALGORITHMS.get(args.speculative_algorithm).make_proposer
+    return Drafting(None if make is None else make(args), cache, args.num_drafts,
+                    config.schedule.largest_prefill(context_length), context_length)
 
 
 def _host_tiers(pools: Sequence[KVPool], draft_pool: KVPool | None, num_bytes: int) -> list[HostTier]:

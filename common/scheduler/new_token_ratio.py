@@ -25,10 +25,13 @@ def remaining_output(req: Req) -> int:
     return min(remaining, _CLIP_MAX_NEW_TOKENS) if remaining > 0 else 0
 
 
-def remaining_decrease(remaining: np.ndarray) -> int:
-    """Decrease of the sum of ``remaining_output`` when requests that may generate ``remaining`` [n] tokens more, at
-    least one each, generate one."""
-    return int(np.count_nonzero(remaining <= _CLIP_MAX_NEW_TOKENS))
+def remaining_decrease(remaining: np.ndarray, counts: np.ndarray | None = None) -> int:
+    """Decrease of the sum of ``remaining_output`` when requests that may generate ``remaining`` [n] tokens more
+    generate ``counts`` [n] of these, or one each, which is then at least left."""
+    if counts is None:
+        return int(np.count_nonzero(remaining <= _CLIP_MAX_NEW_TOKENS))
+    return int((np.minimum(remaining, _CLIP_MAX_NEW_TOKENS) - np.minimum(remaining - counts,
+                                                                         _CLIP_MAX_NEW_TOKENS)).sum())
 
 
 class NewTokenRatio:

@@ -74,10 +74,11 @@ class RequestTracker:
             self.counters["prompt_tokens"] += req.num_prompt_tokens
             self.counters["cached_tokens"] += req.num_cached_tokens
 
-    def add_new_tokens(self, rids: list[str], token_ids: list[int]) -> None:
-        """Report a new token of each of several requests, none of which ends with it; all have reported before."""
-        self._outputs.extend(rids, token_ids)
-        self.counters["generation_tokens"] += len(rids)
+    def add_new_tokens(self, rids: list[str], token_ids: list[int], counts: list[int] | None = None) -> None:
+        """Report new tokens of several requests, one or ``counts`` of each, none of which ends with them; all have
+        reported before."""
+        self._outputs.extend(rids, token_ids, counts)
+        self.counters["generation_tokens"] += len(token_ids)
 
     def fail(self, req: Req, error: ServingError) -> None:
         """Close with an error; a request whose abort was requested ends with the tokens so far instead."""

@@ -7,3 +7,8 @@ from pathlib import Path
 
 CHECKPOINT: Path = Path(__file__).parent / "checkpoint"
 """Directory of the packaged checkpoint: a Hugging Face ``Qwen3ForCausalLM`` in bf16, with its tokenizer."""
+
+_DRAFTS = ("eagle3", "nextn", "draft")
+DRAFT_MODELS: dict[str, Path] = {f"tinychat-{name}": Path(__file__).parent / name for name in _DRAFTS}
+"""Directories of its draft models by name, without a tokenizer: an EAGLE3 head, a layer of multi-token prediction, and
+a smaller model of the same vocabulary."""

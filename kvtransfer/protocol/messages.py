@@ -26,7 +26,7 @@ request would need, and Decline. EarlyResult is sent only to peers whose memory 
 message. A server with several cache groups names the further ones in fields that an older peer ignores: it finds fewer
 layers than it expects, and refuses. A prefill server may have pipeline stages: each of its ranks then has some of the
 layers, which an older peer refuses by their number. A server whose weights were replaced is another instance with
-another model.
+another model. A server with a draft model says so in a field that an older peer ignores: its pages then do not travel.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ...common.api.drafts import Drafts
 from ...common.api.identity import ModelIdentity
 from ...common.api.messages import Logprobs
 from ...common.kvcache.layout import KVLayout
-from .reshard import RankLayout, find_group_mismatch
+from .reshard import RankLayout, find_group_mismatch, find_mismatch
 
 Extent = Literal["sampled", "full", "off"]
 """The share of the transferred pages that a checksum covers."""
@@ -73,6 +73,29 @@ class PrefillResult(msgspec.Struct, frozen=True):
         return self if other is None or other.logprobs is None else other
 
 
+class DraftInfo(msgspec.Struct, frozen=True):
+    """The draft model of a server, and the layout of its pool on this rank, whose pages have the ids of the first cache
+    group's. ``required``: a decode server with it needs its pages from prefill, because it reads the model's hidden
+    states; else it can compute a prompt with it by itself."""
+
+    algorithm: str
+    model: ModelIdentity
+    layout: KVLayout
+    required: bool = True
+
+    def mismatch(self, tp_size: int, peer: DraftInfo | None, peer_tp_size: int) -> str | None:
+        """Names what keeps its pages from travelling from ``peer``, prefill's, to us; None where nothing does."""
+        if peer is None:
+            return (f"drafts are made by {self.algorithm} here and by no draft model there: give the prefill server "
+                    f"the same --speculative-algorithm and draft model")
+        if self.algorithm != peer.algorithm:
+            return f"--speculative-algorithm is {self.algorithm} here and {peer.algorithm} there"
+        if self.model.fingerprint != peer.model.fingerprint:
+            return f"the draft model is {self.model} here and {peer.model} there"
+        why = find_mismatch(RankLayout(peer_tp_size, peer.layout), RankLayout(tp_size, self.layout))
+        return None if why is None else f"of the draft model {why}"
+
+
 class RankInfo(msgspec.Struct, frozen=True):
     """Description of one rank of a server instance for its peers. Receivers have no ``endpoint``.
 
@@ -96,12 +119,14 @@ class RankInfo(msgspec.Struct, frozen=True):
     model: ModelIdentity | None = None
     server: str = ""
     further_layouts: tuple[KVLayout, ...] = ()
+    draft: DraftInfo | None = None
 
     def __post_init__(self) -> None:
         ranks = ((self.rank, self.tp_size), (self.dp_rank, self.dp_size), (self.pp_rank, self.pp_size))
         if any(not 0 <= rank < size for rank, size in ranks):
             raise ValueError("a rank lies outside of its group")
-        if any(layout.page_size != self.layout.page_size for layout in self.further_layouts):
+        drafts = () if self.draft is None else (self.draft.layout,)
+        if any(layout.page_size != self.layout.page_size for layout in (*self.further_layouts, *drafts)):
             raise ValueError("cache groups have pages of different numbers of tokens")
 
     def mismatch(self, peer: RankInfo) -> str | None:
@@ -113,12 +138,17 @@ class RankInfo(msgspec.Struct, frozen=True):
         mine, its = self.model, peer.model
         if mine is not None and its is not None and mine.fingerprint != its.fingerprint:
             return f"the model is {mine} here and {its} there"
-        return find_group_mismatch(peer.group_layouts, self.group_layouts)
+        if (why := find_group_mismatch(peer.group_layouts, self.group_layouts)) is not None:
+            return why
+        return self._draft_mismatch(peer) if self.draft is not None and self.draft.required else None
 
-    @property
-    def rank_layout(self) -> RankLayout:
-        """The layout of the first cache group."""
-        return RankLayout(self.tp_size, self.layout)
+    def _draft_mismatch(self, peer: RankInfo) -> str | None:
+        assert self.draft is not None
+        return self.draft.mismatch(self.tp_size, peer.draft, peer.tp_size)
+
+    def takes_draft_from(self, peer: RankInfo) -> bool:
+        """True where the draft's pages travel from ``peer`` to us, who match."""
+        return self.draft is not None and self._draft_mismatch(peer) is None
 
     @property
     def layouts(self) -> tuple[KVLayout, ...]:
@@ -126,9 +156,10 @@ class RankInfo(msgspec.Struct, frozen=True):
         return self.layout, *self.further_layouts
 
     def cache_group_of(self, layer_group: int) -> int:
-        """Returns the cache group of a layer group; these are numbered one cache group after the other."""
+        """Returns the cache group whose pages a layer group has. These are numbered one cache group after the other,
+        and the draft's, which has the first one's pages, after all of them."""
         ends = accumulate(len(layout.groups) for layout in self.layouts)
-        return next(index for index, end in enumerate(ends) if layer_group < end)
+        return next((index for index, end in enumerate(ends) if layer_group < end), 0)
 
     @property
     def group_layouts(self) -> list[RankLayout]:
@@ -268,6 +299,17 @@ class Bye(msgspec.Struct, tag="bye", frozen=True):
 
 class Gone(msgspec.Struct, tag="gone", frozen=True):
     message: str
+
+
+def pair_layouts(prefill: RankInfo, decode: RankInfo) -> tuple[list[RankLayout], list[RankLayout]]:
+    """Returns the layouts of the pools of two servers that match between which pages travel: those of their cache
+    groups, and the draft's."""
+    ours, theirs = prefill.group_layouts, decode.group_layouts
+    if decode.takes_draft_from(prefill):
+        assert prefill.draft is not None and decode.draft is not None
+        ours.append(RankLayout(prefill.tp_size, prefill.draft.layout))
+        theirs.append(RankLayout(decode.tp_size, decode.draft.layout))
+    return ours, theirs
 
 
 def describe_mismatch(why: str) -> str:

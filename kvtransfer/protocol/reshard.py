@@ -11,7 +11,8 @@ contiguous on both sides: all heads of a layer, or as many heads of a layer's ke
 divisor of the two head counts. Neighbouring blocks travel together where the backend merges them.
 
 Of each cache group (common/kvcache/cache_group.py) pages travel by a plan of its own; both servers have the same
-groups. A plan for several groups numbers their layer groups one after the other.
+groups. A plan for several groups numbers their layer groups one after the other. The draft model's pool counts as one
+more group, the last.
 
 Where page sizes differ, one is a multiple of the other, and a larger page counts as several *sub-pages*, each with the
 tokens of one smaller page. A sub-page is no contiguous memory: its blocks are one head's keys or values of these tokens
@@ -143,21 +144,27 @@ def find_group_mismatch(prefill: Sequence[RankLayout], decode: Sequence[RankLayo
     return next((why for its, ours in zip(prefill, decode) if (why := find_mismatch(its, ours)) is not None), None)
 
 
-def writer_ranks(rank: int, prefill: RankLayout, decode: RankLayout) -> list[int]:
-    """Returns the prefill ranks that write to a decode rank; the layouts match."""
-    return sorted(i for i, j in _head_map(_shape(prefill), _shape(decode)) if j == rank)
+def writer_ranks(rank: int, prefill: Sequence[RankLayout], decode: Sequence[RankLayout]) -> list[int]:
+    """Returns the prefill ranks that write to a decode rank; the layouts match, pool by pool."""
+    return sorted({i for its, ours in zip(prefill, decode) for i, j in _head_map(_shape(its), _shape(ours))
+                   if j == rank})
 
 
-def reader_ranks(rank: int, prefill: RankLayout, decode: RankLayout) -> list[int]:
-    """Returns the decode ranks that a prefill rank writes to; the layouts match."""
-    return sorted(j for i, j in _head_map(_shape(prefill), _shape(decode)) if i == rank)
+def reader_ranks(rank: int, prefill: Sequence[RankLayout], decode: Sequence[RankLayout]) -> list[int]:
+    """Returns the decode ranks that a prefill rank writes to; the layouts match, pool by pool."""
+    return sorted({j for its, ours in zip(prefill, decode) for i, j in _head_map(_shape(its), _shape(ours))
+                   if i == rank})
 
 
 def make_plan(src_rank: int, prefill: RankLayout, dst_rank: int, decode: RankLayout) -> ReshardPlan | None:
     """Returns the plan between two ranks whose layouts match; None where nothing travels between them."""
     heads = _head_map(_shape(prefill), _shape(decode)).get((src_rank, dst_rank))
-    if heads is None:
-        return None
+    return None if heads is None else _plan_of(heads, src_rank, prefill, dst_rank, decode)
+
+
+def _plan_of(heads: frozenset[int], src_rank: int, prefill: RankLayout, dst_rank: int,
+             decode: RankLayout) -> ReshardPlan:
+    """Returns the plan by which ``heads``, possibly none, travel."""
     src_heads, dst_heads = prefill.layout.num_kv_heads, decode.layout.num_kv_heads
     src_subpages, dst_subpages = (side.layout.page_size // min(prefill.layout.page_size, decode.layout.page_size)
                                   for side in (prefill, decode))
@@ -183,11 +190,15 @@ def make_plan(src_rank: int, prefill: RankLayout, dst_rank: int, decode: RankLay
 
 def make_group_plan(src_rank: int, prefill: Sequence[RankLayout], dst_rank: int,
                     decode: Sequence[RankLayout]) -> ReshardPlan | None:
-    """Does as ``make_plan`` for all cache groups of two servers."""
-    plans = [plan for its, ours in zip(prefill, decode)
-             if (plan := make_plan(src_rank, its, dst_rank, ours)) is not None]
+    """Does as ``make_plan`` for all pools of two servers. Where heads of some pools alone travel between two ranks, the
+    plan has all layer groups all the same."""
+    heads = [_head_map(_shape(its), _shape(ours)).get((src_rank, dst_rank)) for its, ours in zip(prefill, decode)]
+    if all(own is None for own in heads):
+        return None
+    plans = [_plan_of(own or frozenset(), src_rank, its, dst_rank, ours)
+             for own, its, ours in zip(heads, prefill, decode)]
     if len(plans) < 2:
-        return plans[0] if plans else None
+        return plans[0]
     ranges: list[BlockRange] = []
     src_groups = dst_groups = 0
     for plan in plans:

@@ -97,9 +97,11 @@ class Connections:
             self._report_mismatch(address, ranks[0], now)
             return PairMismatch(m.describe_mismatch(why))
         server = self.servers[address] = ServerConnection({}, dp_size=ranks[0].dp_size)
-        writers = writer_ranks(ours.rank, ranks[0].rank_layout, ours.rank_layout)
+        its_layouts, our_layouts = m.pair_layouts(ranks[0], ours)
+        server.with_draft = ours.takes_draft_from(ranks[0])
+        writers = writer_ranks(ours.rank, its_layouts, our_layouts)
         for info in (info for info in ranks if info.rank in writers):
-            plan = make_group_plan(info.rank, ranks[0].group_layouts, ours.rank, ours.group_layouts)
+            plan = make_group_plan(info.rank, its_layouts, ours.rank, our_layouts)
             assert plan is not None
             server.blocks, server.subpages = plan.dst_blocks, plan.dst_subpages  # the same for all ranks
             session = self._open(address, info, now)

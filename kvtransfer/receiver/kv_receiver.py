@@ -22,10 +22,18 @@ from ..backends.base import Backend
 from ..bootstrap import NotRegistered, SecretMismatch, fetch_ranks
 from ..checksum import block_positions, make_checksum, resolve_extent
 from ..driver import Driver
-from ..endpoint import FurtherGroup, PairKey, control_socket, rank_info, receive_all, register_pool
+from ..endpoint import FurtherGroup, PairKey, control_socket, pool_groups, rank_info, receive_all, register_pool
 from ..notices import Warn
 from ..protocol.authentication import SECRET_MISMATCH, TO_SENDER, AuthError, Channel, make_secret
-from ..protocol.messages import FurtherPool, PrefillResult, RankInfo, decode_to_receiver, encode, unpack_page_ids
+from ..protocol.messages import (
+    DraftInfo,
+    FurtherPool,
+    PrefillResult,
+    RankInfo,
+    decode_to_receiver,
+    encode,
+    unpack_page_ids,
+)
 from ..protocol.reshard import expand_blocks, first_read_subpage, split_pages
 from ..protocol.states import Phase
 from ..protocol.timing import Timing
@@ -48,8 +56,8 @@ class KVReceiver:
     def __init__(self, *, args: DisaggregationArgs, host: str, rank: int, tp_size: int, layout: KVLayout,
                  num_pages: int, regions: list[tuple[int, int, int]], backend: Backend, dp_rank: int = 0,
                  dp_size: int = 1, model: ModelIdentity | None = None, server: str = "",
-                 spare_page: int | None = None, further: Sequence[FurtherGroup] = ()):
-        pool = register_pool(backend, [FurtherGroup(layout, num_pages, spare_page), *further], regions)
+                 spare_page: int | None = None, further: Sequence[FurtherGroup] = (), draft: DraftInfo | None = None):
+        pool = register_pool(backend, pool_groups(FurtherGroup(layout, num_pages, spare_page), further, draft), regions)
         self._checksum = make_checksum(pool.regions, pool.num_pages)
         self._extent = resolve_extent(args.kv_checksum, pool.regions)
         self._backend = backend
@@ -59,7 +67,7 @@ class KVReceiver:
         self._timing = Timing.of(args)
         self.info: RankInfo = rank_info(endpoint="", rank=rank, tp_size=tp_size, layout=layout, backend=backend,
                                         dp_rank=dp_rank, dp_size=dp_size, model=model, server=server,
-                                        further=further)
+                                        further=further, draft=draft)
         self._pair_key = PairKey(args.cluster_secret, backend, regions)
         self._core = ReceiverCore(self.info, self._timing, num_pages, backend.local_metadata(), self._extent,
                                   backend.quarantine_seconds, spare_page,
@@ -107,6 +115,10 @@ class KVReceiver:
         transfer = self._core.transfers[room]
         assert transfer.phase is Phase.DONE and transfer.result is not None, "the transfer is not done"
         return transfer.result
+
+    def with_draft(self, room: int) -> bool:
+        """Returns whether the draft's pages arrived with the model's; valid in DONE."""
+        return self._core.transfers[room].with_draft
 
     def acknowledge(self, room: int) -> None:
         """Acknowledges the first token of a transfer that is DONE: it is on its way to the client, so that prefill may
@@ -215,7 +227,7 @@ class KVReceiver:
         per_page, num_tokens, total = transfer.subpages, transfer.reserve.num_prompt_tokens, 0
         subpage_tokens = self.info.layout.page_size // per_page
         layer_groups = iter(enumerate(transfer.blocks))
-        for layout, span in zip(self.info.layouts, transfer.reserve.spans):
+        for layout, span in transfer.pages_of(self.info):
             first_missing = span.first_page * per_page
             first = max(first_missing, first_read_subpage(layout, num_tokens, subpage_tokens))
             subpages = split_pages(unpack_page_ids(span.page_ids), per_page)[

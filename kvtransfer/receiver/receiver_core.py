@@ -356,9 +356,8 @@ class ReceiverCore:
 
     def _count_end(self, transfer: RecvTransfer, now: float) -> None:
         if transfer.phase is Phase.DONE:
-            self.counters["kv_bytes_received"] += sum(
-                len(span.page_ids) // 4 * layout.page_bytes
-                for span, layout in zip(transfer.reserve.spans, self.info.layouts))
+            self.counters["kv_bytes_received"] += sum(len(span.page_ids) // 4 * layout.page_bytes
+                                                      for layout, span in transfer.pages_of(self.info))
             self.counters["kv_transfers_done"] += 1
             self.counters["kv_transfer_seconds"] += now - transfer.began
         else:

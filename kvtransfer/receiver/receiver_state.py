@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...common.api.errors import DeadlineExceeded, ServingError
+from ...common.kvcache.layout import KVLayout
 from ..notices import Warn
 from ..protocol import messages as m
 from ..protocol.states import RECEIVER, Event, Phase, step
@@ -33,6 +34,7 @@ class RecvTransfer:
     subpages: int = 1  # in one of our pages
     writers: Writers = field(default_factory=Writers)
     dp_rank: int | None = None  # the sender's data-parallel rank; None: chosen by room
+    with_draft: bool = False  # the draft's pages are sent, too
     early_results: dict[bytes, m.EarlyResult] = field(default_factory=dict)  # by session, until the flag is set
 
     def dp_rank_of(self, dp_size: int) -> int:
@@ -41,7 +43,7 @@ class RecvTransfer:
 
     def publish(self, server: ServerConnection, sessions: list[ReceiverSession]) -> None:
         self.phase = step(RECEIVER, self.phase, Event.PUBLISH)
-        self.blocks, self.subpages = server.blocks, server.subpages
+        self.blocks, self.subpages, self.with_draft = server.blocks, server.subpages, server.with_draft
         for session in sessions:
             session.transfers[self.room] = self
             self.writers.add(session.id, session.instance)
@@ -50,6 +52,13 @@ class RecvTransfer:
         """Stores the result of one of the sender's ranks. Called before DONE, since readers take no lock."""
         self.result = result.merge(self.result)
         self.checksum = (self.checksum + checksum) % 2**64
+
+    def pages_of(self, info: m.RankInfo) -> list[tuple[KVLayout, m.PageSpan]]:
+        """Returns our reserved pages in each pool that is written to, with its layout; ``info`` is ours."""
+        spans = list(zip(info.layouts, self.reserve.spans))
+        if self.with_draft and info.draft is not None:
+            spans.append((info.draft.layout, self.reserve.spans[0]))
+        return spans
 
     def take_completed(self, flags: np.ndarray) -> list[tuple[bytes, m.EarlyResult]]:
         """Removes and returns the early results whose completion flags are set, with their sessions."""
@@ -101,6 +110,7 @@ class ServerConnection:
     blocks: tuple[int, ...] = ()
     subpages: int = 1
     dp_size: int = 1
+    with_draft: bool = False  # the draft's pages travel, too
 
     def sessions_for(self, transfer: RecvTransfer) -> list[ReceiverSession]:
         """Returns the sessions with the data-parallel rank that computes the prompt; none where there is no such

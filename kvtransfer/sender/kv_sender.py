@@ -21,11 +21,20 @@ from ...common.kvcache.layout import KVLayout
 from ..backends.base import Backend, WriteState
 from ..checksum import block_positions, make_checksum
 from ..driver import Driver
-from ..endpoint import FurtherGroup, PairKey, bind_control, control_socket, rank_info, receive_all, register_pool
+from ..endpoint import (
+    FurtherGroup,
+    PairKey,
+    bind_control,
+    control_socket,
+    pool_groups,
+    rank_info,
+    receive_all,
+    register_pool,
+)
 from ..io_thread import BUSY_INTERVAL
 from ..notices import Warn
 from ..protocol.authentication import SECRET_MISMATCH, AuthError, Channels, make_secret
-from ..protocol.messages import PrefillResult, RankInfo, Refused, decode_to_sender, encode
+from ..protocol.messages import DraftInfo, PrefillResult, RankInfo, Refused, decode_to_sender, encode
 from ..protocol.reshard import BlockRange
 from ..protocol.states import Phase
 from ..protocol.timing import Timing
@@ -48,16 +57,18 @@ class KVSender:
     ``host`` is the address at which decode reaches us; ``regions[g]`` is ``(address, bytes, device)`` of layer group
     g's memory, ``num_pages`` pages of ``layout.group_page_bytes(g)`` each, device -1 for host memory. No request uses
     ``spare_page``: writing it opens the data path of a connection before a request needs it. With ``further`` cache
-    groups, ``regions`` has their layer groups too, and layer groups are numbered one cache group after the other. All
-    methods but the constructor and ``close`` return at once and may be called from any thread. Raises ConfigError when
-    ``host`` cannot be bound or the backend refuses the memory.
+    groups, ``regions`` has their layer groups too, and layer groups are numbered one cache group after the other; those
+    of the ``draft`` model's pool, whose pages have the ids of the first cache group's, come last. All methods but the
+    constructor and ``close`` return at once and may be called from any thread. Raises ConfigError when ``host`` cannot
+    be bound or the backend refuses the memory.
     """
 
     def __init__(self, *, args: DisaggregationArgs, host: str, rank: int, tp_size: int, layout: KVLayout,
                  num_pages: int, regions: list[tuple[int, int, int]], backend: Backend, dp_rank: int = 0,
                  dp_size: int = 1, pp_rank: int = 0, pp_size: int = 1, model: ModelIdentity | None = None,
-                 server: str = "", spare_page: int | None = None, further: Sequence[FurtherGroup] = ()):
-        groups = [FurtherGroup(layout, num_pages, spare_page), *further]
+                 server: str = "", spare_page: int | None = None, further: Sequence[FurtherGroup] = (),
+                 draft: DraftInfo | None = None):
+        groups = pool_groups(FurtherGroup(layout, num_pages, spare_page), further, draft)
         pool = register_pool(backend, groups, regions)
         self._checksum = make_checksum(pool.regions, pool.num_pages)
         self._backend = backend
@@ -66,7 +77,7 @@ class KVSender:
         self.info: RankInfo = rank_info(endpoint=bind_control(self._router, host), rank=rank, tp_size=tp_size,
                                         layout=layout, backend=backend, dp_rank=dp_rank, dp_size=dp_size,
                                         pp_rank=pp_rank, pp_size=pp_size, model=model, server=server,
-                                        further=further)
+                                        further=further, draft=draft)
         self._pair_key = PairKey(args.cluster_secret, backend, regions)
         self._channels = Channels(make_secret(args.cluster_secret))
         self._timing = Timing.of(args)
@@ -238,7 +249,7 @@ class KVSender:
         rest."""
         session, plan = opening.session, opening.session.plan
         theirs = [pool.spare_page if pool.spare_page is not None and 0 <= pool.spare_page < pool.num_pages else None
-                  for pool, layout in zip(session.pools, session.info.layouts) for _ in layout.groups]
+                  for pool, layout in session.pools_with_layouts for _ in layout.groups]
         for blocks in plan.ranges:
             ours, its = self._spare_pages[blocks.src_group], theirs[blocks.dst_group]
             if ours is not None and its is not None:

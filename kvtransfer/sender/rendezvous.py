@@ -93,7 +93,7 @@ class Rendezvous:
         if (why := next(filter(None, differences), None)) is not None:
             self.fail(transfer, TransferFailed(why, cause="mismatch"), now, add_tombstone=False)
             return
-        readers = reader_ranks(self.info.rank, self.info.rank_layout, waiting[0].session.info.rank_layout)
+        readers = reader_ranks(self.info.rank, *m.pair_layouts(self.info, waiting[0].session.info))
         if sorted(destination.rank for destination in waiting) == readers:
             for destination in waiting:
                 self._remove(destination)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...common.api.errors import ServingError
+from ...common.kvcache.layout import KVLayout
 from ..notices import Warn
 from ..protocol import messages as m
 from ..protocol.messages import Extent
@@ -29,6 +30,12 @@ class Session:
     lease: float = 0.0  # time until which writes may be posted
     stamp: int = -1  # the last Reserve's
     transfers: dict[int, SendTransfer] = field(default_factory=dict)
+
+    @property
+    def pools_with_layouts(self) -> list[tuple[m.FurtherPool, KVLayout]]:
+        """The receiver's pools that it gets pages in: of its cache groups, and the draft's after them."""
+        pools = list(zip(self.pools, self.info.layouts))
+        return pools if self.info.draft is None else [*pools, (self.pools[0], self.info.draft.layout)]
 
     def confirm(self, sent: float, now: float, lease: float) -> None:
         """Records the Pong to a Ping of time ``sent``, from which writes may be posted for ``lease`` seconds."""

@@ -66,7 +66,8 @@ class Sessions:
         if len(hello.pools) != len(hello.info.layouts):
             why = f"{len(hello.pools)} pools are named there for {len(hello.info.layouts)} cache groups"
         if why is None:
-            plan = make_group_plan(self.info.rank, self.info.group_layouts, hello.info.rank, hello.info.group_layouts)
+            ours, theirs = m.pair_layouts(self.info, hello.info)
+            plan = make_group_plan(self.info.rank, ours, hello.info.rank, theirs)
             why = f"rank {self.info.rank} there writes nothing to rank {hello.info.rank} here"
         if plan is None:
             sentence = m.describe_mismatch(str(why))

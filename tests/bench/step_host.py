@@ -7,6 +7,7 @@ and telling the front, with steps overlapped as on a GPU; ``encode`` is the mess
 this thread's time, as milliseconds and as microseconds a request. ``--sampled`` lets every request draw with top-p,
 ``--changing`` ends requests and sends new ones, so that prefill and decode steps take turns. ``--life`` tells the mean
 over all steps of a batch that begins together and ends after so many: turns of pages and ends are among them.
+``--drafts`` verifies so many of each request in a step, which a drafter that costs nothing has left; all are accepted.
 """
 
 from __future__ import annotations
@@ -24,19 +25,23 @@ import msgspec
 import numpy as np
 import torch
 
+from ...common.api.drafts import Drafts
 from ...common.api.messages import FromEngine, Generate
 from ...common.api.sampling import SamplingParams
 from ...common.config.server import ScheduleArgs
+from ...common.distributed.tp import TPGroup
 from ...common.engine.garbage_collector import freeze_collector
 from ...common.engine.unified_scheduler import UnifiedScheduler
+from ...common.execution.draft_pass import DraftPass
 from ...common.execution.executor import Executor
-from ...common.forward.forward_batch import ModelInput
+from ...common.forward.forward_batch import ForwardBatch, ModelInput
 from ...common.kvcache.layout import KVLayout
 from ...common.kvcache.manager import KVCacheManager
 from ...common.runner.cuda_graphs.decode_inputs import DecodeInputs
 from ...common.runner.model_runner import StepLogits
 from ...common.sampling.sampler import Sampler
 from ...common.scheduler.batcher import Batcher
+from ...common.scheduler.drafting import Drafting
 from ...common.scheduler.request_tracker import RequestTracker
 
 VOCAB = 32
@@ -61,15 +66,28 @@ class FreeModel:
 
     def step(self, step: ModelInput, after_group: Any = None) -> StepLogits:
         count = step.num_logits
+        if step.drafts:
+            batch = ForwardBatch.from_columns(step.columns, step.token_ids, self.device, step.logits_rows)
+            return StepLogits(self._logits[:count], self._likeliest[:count], batch=batch)
         if not step.is_plain_decode:
             return StepLogits(self._logits[:count])
         self._inputs.fill(step.columns, count)
         return StepLogits(self._logits[:count], self._likeliest[:count])
 
 
+class FreeDrafter:
+    """Drafts what the model writes."""
+
+    def __init__(self) -> None:
+        self._drafts: dict[int, Drafts | None] = {}
+
+    def run(self, step: Any) -> list[Drafts | None]:
+        return [self._drafts.setdefault(limit, Drafts((7,) * limit) if limit else None) for limit in step.limits]
+
+
 class Bench:
     def __init__(self, batch: int, context: int, steps: int, sampled: bool, changing: bool = False,
-                 logprobs: int = 0):
+                 logprobs: int = 0, drafts: int = 0):
         """``logprobs``: so many requests report log-probabilities. ``changing``: about one request ends in every decode
         step, and a new one comes. Else they want 40 tokens more than ``steps``."""
         pages = batch * (-(-(context + steps + 40) // PAGE) + 1)
@@ -78,8 +96,10 @@ class Bench:
                                       max_request_tokens=1 << 20, max_requests=4096, timeout=1e9)
         cache = KVCacheManager(pages, PAGE)
         batcher = Batcher(cache, ScheduleArgs(chunked_prefill_size=1 << 20, max_running_requests=batch,
-                                              schedule_conservativeness=0.0))
-        executor = Executor(FreeModel(), Sampler(VOCAB, "cpu", 0))  # type: ignore[arg-type]
+                                              schedule_conservativeness=0.0),
+                          drafting=Drafting(None, cache, drafts, 1 << 20) if drafts else None)
+        draft_pass = DraftPass(FreeDrafter(), None, TPGroup()) if drafts else None
+        executor = Executor(FreeModel(), Sampler(VOCAB, "cpu", 0), None, draft_pass)  # type: ignore[arg-type]
         self.scheduler = UnifiedScheduler(batcher, executor, self.tracker, overlap=True)
         self._batch, self._context, self._sampled, self._changing = batch, context, sampled, changing
         self._random, self._count, self._logprobs = np.random.default_rng(0), 0, logprobs
@@ -140,6 +160,7 @@ def main() -> None:
     parser.add_argument("--sampled", action="store_true")
     parser.add_argument("--changing", action="store_true", help="a request ends and another comes in every other step")
     parser.add_argument("--logprobs", type=int, default=0, help="so many requests report log-probabilities")
+    parser.add_argument("--drafts", type=int, default=0, help="so many of each request in a step")
     parser.add_argument("--life", type=int, help="so many tokens of each request")
     parser.add_argument("--profile", action="store_true", help="show where the time goes, for the largest batch")
     parser.add_argument("--out", type=Path)
@@ -153,7 +174,8 @@ def main() -> None:
             rows.append({"batch": batch, "life": args.life, "step_ms": step})
             print(f"| {batch} | {step:.3f} | {1e3 * step / batch:.2f} | - |", flush=True)
             continue
-        bench = Bench(batch, args.context, 2 * args.steps, args.sampled, args.changing, args.logprobs)
+        bench = Bench(batch, args.context, 2 * args.steps * (1 + args.drafts), args.sampled, args.changing,
+                      args.logprobs, args.drafts)
         step = median_ms(bench.step, args.steps, bench.refill)
         message = bench.sent
         encode = median_ms(lambda message=message: msgspec.msgpack.encode(message), 50)

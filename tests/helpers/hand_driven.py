@@ -18,6 +18,7 @@ from baton.common.config.server import (
 )
 from baton.common.distributed.parallel import Parallel
 from baton.common.engine.unified_scheduler import UnifiedScheduler
+from baton.common.execution.draft_pass import DraftPass
 from baton.common.execution.executor import Executor
 from baton.common.execution.pp_executor import PPExecutor
 from baton.common.grammar.store import GrammarStore
@@ -39,10 +40,12 @@ class Engine:
                  policy="fcfs", overlap=False, device="cpu", kernels=None, dtype="float32",
                  load_format="auto", schedule=None, parallel=None, vocabulary=None, quantization=None,
                  kv_cache_dtype="auto", line=None, parts=None, groups=None, cache=None, proposer=None, max_drafts=4,
+                 drafter=None, features=None,
                  model_impl="baton"):
         """``schedule``: further fields of ScheduleArgs; by default nothing is reserved for output, so that small pools
         see retractions. ``vocabulary``: of grammars. ``line``: between the pipeline stages of ``parts`` (ParallelArgs).
-        ``groups``: DataParallelArgs. ``cache``: further fields of CacheArgs."""
+        ``groups``: DataParallelArgs. ``cache``: further fields of CacheArgs. ``drafter`` on the device, which reads
+        ``features``."""
         cache_args = CacheArgs(page_size=page_size, max_total_tokens=max_total_tokens, disable_radix_cache=not radix,
                                kv_cache_dtype=kv_cache_dtype, **(cache or {}))
         schedule = ScheduleArgs(**{"schedule_conservativeness": 0.0} | dict(schedule or {}), chunked_prefill_size=chunk,
@@ -54,7 +57,8 @@ class Engine:
         spec = load_model_spec(config.model)
         self.config, self.parallel = config, parallel or Parallel()
         runner = self.runner = ModelRunner.load(config, spec, self.parallel, device, lambda what, share: None)
-        self.cache = KVCacheManager(runner.num_pages, page_size, radix, runner.new_cache_groups(), runner.lookahead)
+        self.cache = KVCacheManager(runner.num_pages, page_size, radix, runner.new_cache_groups(),
+                                    int(drafter.shifted) if drafter else runner.lookahead)
         self.sent = []
         self.tracker = RequestTracker(self.sent.append, eos_ids=frozenset(spec.eos_token_ids),
                                       vocab_size=spec.vocab_size, max_request_tokens=max_total_tokens,
@@ -63,12 +67,17 @@ class Engine:
         if vocabulary is not None:
             self.grammars = GrammarStore(None, spec.vocab_size, self.tracker.eos_ids)
             self.grammars.prepare(PrepareGrammar(0, GrammarSpec("regex", "x"), vocabulary))
-        executor = Executor(runner, Sampler(spec.vocab_size, device, 0, self.parallel.attn_tp), self.grammars)
+        if drafter is None and runner.drafter is not None:
+            drafter, features = runner.drafter, runner.draft_model.features
+        executor = Executor(runner, Sampler(spec.vocab_size, device, 0, self.parallel.attn_tp), self.grammars,
+                            drafter and DraftPass(drafter, features, self.parallel.attn_tp))
         self.executor = executor if line is None else PPExecutor(executor, line, self.parallel)
         batcher = make_batcher(config, runner, self.cache, self.parallel.attn_tp)
-        self.drafting = proposer and Drafting(proposer, self.cache, max_drafts)
-        self.scheduler = UnifiedScheduler(batcher, self.executor, self.tracker, overlap=overlap,
-                                          drafting=self.drafting)
+        self.drafting = batcher.drafting
+        if proposer or drafter:
+            self.drafting = batcher.drafting = Drafting(proposer, self.cache, max_drafts,
+                                                        max_request_tokens=spec.context_length)
+        self.scheduler = UnifiedScheduler(batcher, self.executor, self.tracker, overlap=overlap)
 
     def start(self, rid, prompt, **sampling):
         options = {"logprobs": {}} | sampling

@@ -55,8 +55,7 @@ class Packer:
 
     def rows(self, examples: list[tasks.Example]) -> Rows:
         """Pack examples first-fit, longest first, so that little of a row is padding."""
-        texts = [render(self._tokenizer, example, answered=True) for example in examples]
-        encoded = [np.array(item.ids, dtype=np.int16) for item in self._tokenizer.backend_tokenizer.encode_batch(texts)]
+        encoded = [ids for ids, _ in self.encoded(examples)]
         encoded.sort(key=len, reverse=True)
         bins: list[list[np.ndarray]] = []
         room: list[int] = []
@@ -70,6 +69,12 @@ class Packer:
             bins[place].append(ids)
             room[place] -= len(ids)
         return self._fill(bins)
+
+    def encoded(self, examples: list[tasks.Example]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Token ids of each dialogue, and the token to predict at each of them (-1: nothing is learned there)."""
+        texts = [render(self._tokenizer, example, answered=True) for example in examples]
+        encoded = [np.array(item.ids, dtype=np.int16) for item in self._tokenizer.backend_tokenizer.encode_batch(texts)]
+        return [(ids, self._targets(ids)) for ids in encoded]
 
     def _fill(self, bins: list[list[np.ndarray]]) -> Rows:
         rows = Rows.empty(len(bins))

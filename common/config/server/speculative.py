@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from ...registry import Choices, Registry
 from ..cli import flag
 from ..rules import Rule, ServerRule, at_least, check_own_rules
+from .simulated_acceptance import parse_shares
 
 if TYPE_CHECKING:
     from ...speculative.base import Algorithm
@@ -60,6 +61,12 @@ class SpeculativeArgs:
         Rule(lambda c: not 1 <= c.speculative_ngram_min_match_window_size <= c.speculative_ngram_max_match_window_size,
              "--speculative-ngram-min-match-window-size must be between 1 and "
              "--speculative-ngram-max-match-window-size, not {speculative_ngram_min_match_window_size}."),
+        Rule(lambda c: c.speculative_algorithm is None and c.speculative_simulate_acceptance is not None,
+             "--speculative-simulate-acceptance needs drafts: set --speculative-algorithm too."),
+        Rule(lambda c: c.speculative_algorithm is None and c.speculative_adaptive,
+             "--speculative-adaptive needs drafts: set --speculative-algorithm too."),
+        Rule(lambda c: c.topk > 1 and c.speculative_adaptive,
+             "--speculative-adaptive chooses the length of chains: drop --speculative-eagle-topk."),
     )
     flag_rules: ClassVar[tuple[ServerRule, ...]] = (
         Rule(lambda c: c.speculative.speculative_algorithm and not c.speculative.is_device and (
@@ -67,14 +74,19 @@ class SpeculativeArgs:
             "--speculative-algorithm is for servers that decode; leave it out here."),
         Rule(lambda c: c.speculative.speculative_algorithm and c.parallel.pp_size > 1,
              "--speculative-algorithm does not work across the stages of --pp-size: leave one of them out."),
-        Rule(lambda c: c.speculative.speculative_algorithm and c.schedule.enable_mixed_chunk,
-             "--speculative-algorithm does not draft in mixed chunks: drop --enable-mixed-chunk."),
     )
 
     def __post_init__(self) -> None:
         at_least(self, 1, "speculative_num_steps", "speculative_eagle_topk")
         at_least(self, 2, "speculative_num_draft_tokens")
         check_own_rules(self)
+        _ = self.simulated_acceptance  # Raises for what it cannot read.
+
+    @property
+    def simulated_acceptance(self) -> tuple[float, ...] | None:
+        """The share of accepted drafts by position where acceptance is simulated, None where it is real."""
+        given = self.speculative_simulate_acceptance
+        return None if given is None else parse_shares(given, self.num_drafts)
 
     @property
     def is_device(self) -> bool:

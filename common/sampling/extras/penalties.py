@@ -25,12 +25,13 @@ from ...request.token_history import TokenHistory
 
 
 class Penalties(NamedTuple):
-    """The penalties of ``params`` on the tokens of ``history``, and on the token at index ``pending`` of those that the
-    previous step sampled, where only the device has it."""
+    """The penalties of ``params`` on the tokens of ``history``, on the drafts ``path`` after them, and on the token at
+    index ``pending`` of those that the previous step sampled, where only the device has it."""
 
     params: SamplingParams
     history: TokenHistory
     pending: int | None = None
+    path: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,7 @@ def apply_penalties(logits: torch.Tensor, members: Members, previous: torch.Tens
         upload([row for row, _ in members], torch.int64, device),
         upload([[p.frequency_penalty for p in params], [p.presence_penalty for p in params],
                 [p.repetition_penalty for p in params]], torch.float32, device))
-    histories = [penalties.history for _, penalties in members]
-    entries = _output_entries(histories, device)
+    entries = _output_entries([penalties for _, penalties in members], device)
     pending = [(index, penalties.pending) for index, (_, penalties) in enumerate(members)
                if penalties.pending is not None]
     if pending:
@@ -73,18 +73,19 @@ def apply_penalties(logits: torch.Tensor, members: Members, previous: torch.Tens
         _subtract(logits, penalized, entries)
     repeating = [row_index for row_index, p in enumerate(params) if p.repetition_penalty != 1]
     if repeating:
-        _divide(logits, penalized, entries, repeating, [histories[index].prompt_ids(device) for index in repeating])
+        prompts = [members[index][1].history.prompt_ids(device) for index in repeating]
+        _divide(logits, penalized, entries, repeating, prompts)
     return {}
 
 
-def _output_entries(histories: Sequence[TokenHistory], device: torch.device) -> _Entries:
-    for history in histories:
-        history.advance()
-    ids = [history.ids for history in histories]
+def _output_entries(members: Sequence[Penalties], device: torch.device) -> _Entries:
+    for member in members:
+        member.history.advance()
+    ids, counts = zip(*[member.history.after(member.path) for member in members])
     sizes = upload([len(one) for one in ids], torch.int64, device)
     joined = upload_joined(ids, torch.int64, device)
     row = torch.arange(len(ids), device=device).repeat_interleave(sizes, output_size=len(joined))
-    return _Entries(row, joined, upload_joined([history.counts for history in histories], torch.int32, device))
+    return _Entries(row, joined, upload_joined(counts, torch.int32, device))
 
 
 def _with_pending(entries: _Entries, rows: torch.Tensor, token_ids: torch.Tensor, num_rows: int) -> _Entries:
@@ -117,7 +118,7 @@ def _divide(logits: torch.Tensor, penalized: _Penalized, entries: _Entries, repe
 
 
 def _penalties(req: Req, state: RowState) -> Penalties | None:
-    return None if req.history is None else Penalties(req.sampling, req.history, state.pending)
+    return None if req.history is None else Penalties(req.sampling, req.history, state.pending, state.path)
 
 
 PENALTIES = EXTRAS.register("penalties")(Extra(

@@ -38,9 +38,9 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
     "common/attention/mla": (LATENT_BACKENDS, {"base", "select"}),
     "common/commands": (COMMANDS, {"base", "methods", "registry"}),
     "common/sampling": (SAMPLING_BACKENDS, {
-        "builtin_processors", "gumbel_noise", "sampled_tokens", "sampler", "sampling_backend"}),
+        "builtin_processors", "draft_sampler", "gumbel_noise", "sampled_tokens", "sampler", "sampling_backend"}),
     "common/sampling/extras": (EXTRAS, set()),
-    "common/speculative": (SPECULATIVE_ALGORITHMS, {"base", "verify"}),
+    "common/speculative": (SPECULATIVE_ALGORITHMS, {"base", "draft_length", "simulated", "verify"}),
     "common/grammar": (GRAMMAR_BACKENDS, {
         "backend", "compiler", "fair_slots", "masks", "matcher", "patterns", "service", "store", "trial"}),
     "common/scheduler/policies": (SCHEDULE_POLICIES, {"order", "priority"}),

@@ -505,3 +505,20 @@ def test_nothing_is_stored_where_nothing_can_be_evicted():
     assert not cache.allocate_slots(table, 5) and cache.tier_keys(table, tokens(1, 2, 3), 3)
     cache._evict(1)
     assert not tier.keys and not tier.waits
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_pages_past_the_prompt_are_given_back(cached):
+    cache = KVCacheManager(8, 4)
+    tokens = np.arange(9, dtype=np.int32)
+    table = cache.match_prefix(tokens, 8)
+    assert cache.allocate_slots(table, 9) and cache.allocate_slots(table, 17)
+    if cached:
+        cache.commit(table, tokens)
+    pages = table.ids[:3].tolist()
+    cache.trim(table, 9)
+    cache.trim(table, 12)
+    assert (table.count, table.ids.tolist(), cache.num_free) == (3, pages, 5)
+    assert cache.keep_partial_page(table, tokens) is not None if cached else True
+    cache.release(table)
+    cache.check_integrity()

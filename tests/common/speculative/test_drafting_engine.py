@@ -81,7 +81,8 @@ def expected(checkpoint):
 @pytest.mark.parametrize("options", [
     {}, {"overlap": True}, {"page_size": 1, "chunk": 7}, {"page_size": 16, "overlap": True, "chunk": 7},
     {"max_total_tokens": 128, "chunk": 20}, {"max_total_tokens": 128, "overlap": True, "max_drafts": 9},
-    {"radix": False, "max_running": 3}], ids=str)
+    {"radix": False, "max_running": 3}, {"chunk": 9, "schedule": {"enable_mixed_chunk": True}},
+    {"chunk": 9, "overlap": True, "schedule": {"enable_mixed_chunk": True}}], ids=str)
 def test_tokens_equal_those_without_drafts(checkpoint, expected, options):
     for proposer in (Oracle(expected[0]), RepeatLastTokens(), NgramProposer(SpeculativeArgs())):
         engine, found = answers(checkpoint, proposer=proposer, **options)

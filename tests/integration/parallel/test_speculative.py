@@ -16,6 +16,8 @@ FLAGS = ["--model-path", "tinychat", "--device", "cpu", "--log-level", "warning"
          "--schedule-conservativeness", "0", "--page-size", "4"]
 TOY = ["--speculative-algorithm", "TOY_REPEAT", "--speculative-num-draft-tokens", "3"]
 NGRAM = ["--speculative-algorithm", "NGRAM"]
+DEVICE = ["--speculative-algorithm", "TOY_DEVICE", "--speculative-num-steps", "3", "--tp-size", "2",
+          "--enable-mixed-chunk", "--chunked-prefill-size", "16"]
 PROMPTS = ["Once upon a time there was a cat. The cat said: hello, hello, hello,",
            "one two three one two three one two", "What is the capital of France? The capital of France is",
            "a b a b a b a b", "User: hi"]
@@ -40,8 +42,10 @@ def answers(url: str) -> list[object]:
 def plugin(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("plugin")
     path = install_plugin(folder, "baton.speculative", "TOY_REPEAT", "baton.tests.helpers.toy_proposer_plugin")
+    install_plugin(folder, "baton.speculative", "TOY_DEVICE", "baton.tests.helpers.toy_drafter")
     paths = os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))
-    return {"PYTHONPATH": paths, "TOY_PROPOSER_FILE": str(folder / "counts")}
+    return {"PYTHONPATH": paths, "TOY_PROPOSER_FILE": str(folder / "counts"),
+            "TOY_DRAFTER_FILE": str(folder / "accepted")}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +65,7 @@ def accepted(plugin: dict[str, str]) -> int:
     return count
 
 
-@pytest.mark.parametrize("flags", [TOY, NGRAM], ids=["plug-in", "ngram"])
+@pytest.mark.parametrize("flags", [TOY, NGRAM, DEVICE], ids=["plug-in", "ngram", "device"])
 def test_a_unified_server(tmp_path, plugin, expected, flags):
     argv = ["server", *FLAGS, *flags]
     server = Server("baton.launch", argv, free_ports(1)[0], tmp_path / "server.log", **plugin).start()
@@ -71,7 +75,9 @@ def test_a_unified_server(tmp_path, plugin, expected, flags):
         server.assert_clean()
     finally:
         assert server.stop() == 0
-    assert flags is NGRAM or accepted(plugin) > 10
+    if flags is DEVICE:  # on two ranks
+        assert int(Path(plugin["TOY_DRAFTER_FILE"]).read_text()) > 10
+    assert flags is not TOY or accepted(plugin) > 10
 
 
 def test_a_pair_whose_decode_server_drafts(tmp_path, plugin, expected):

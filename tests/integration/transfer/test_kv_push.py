@@ -96,3 +96,29 @@ def test_pages_behind_the_window_at_the_prompts_end_never_leave(overlap):
     sent.update({group: [] for group in range(3)})
     kv_push.push_retained(req)
     assert sent[0] == list(enumerate(table.ids.tolist())) and len(sent[1]) == len(sent[2]) == 2
+
+
+@pytest.mark.parametrize("overlap", ["layers", "chunk", "prompt"])
+def test_the_drafts_pages_are_pushed_after_its_own_layers(overlap):
+    """They are those of the first cache group, by the model's page ids; the draft's one layer group is the last."""
+    cache = KVCacheManager(40, PAGE, lookahead=1)
+    prompt = np.arange(10, dtype=np.int32)
+    table = cache.match_prefix(prompt, 0)
+    assert cache.allocate_slots(table, 10)
+    req = SimpleNamespace(page_table=table, bootstrap=SimpleNamespace(room=1), num_prompt_tokens=10)
+    sent = []
+    sender = SimpleNamespace(push=lambda room, group, first, ids, ready: sent.append((group, first, len(ids), ready)))
+    kv_push = KVPush(sender, cache, [2], overlap, lambda: "now", draft_groups=1)
+    push = kv_push.callback_for(SimpleNamespace(chunks=[Chunk(req, 0, 10, True)]))
+    counts = []
+    for group in range(3):
+        push(group, f"event {group}")
+        counts.append(len(sent))
+    pages = cache.pages_for(10)
+    if overlap == "layers":
+        assert counts == [1, 2, 3] and sent == [(group, 0, pages, f"event {group}") for group in range(3)]
+    else:
+        assert counts == [0, 0, 3] and sent == [(group, 0, pages, "event 2") for group in range(3)]
+    sent.clear()
+    kv_push.push_retained(req)
+    assert sent == [(group, 0, pages, "now") for group in range(3)]

@@ -54,7 +54,7 @@ def test_each_decode_rank_gets_its_latents_from_one_prefill_rank(p, d, groups):
     prefill, decode = (side(size, 1, cut, "latent") for size, cut in zip((p, d), groups))
     check_plans(prefill, decode, 1)
     for j in range(d):
-        carrying = [i for i in writer_ranks(j, prefill, decode) if make_plan(i, prefill, j, decode).ranges]
+        carrying = [i for i in writer_ranks(j, [prefill], [decode]) if make_plan(i, prefill, j, decode).ranges]
         assert len(carrying) == 1
         assert p != d or carrying == [j]
 
@@ -65,9 +65,9 @@ def check_plans(prefill: RankLayout, decode: RankLayout, heads: int) -> None:
     sources, targets, expected = (pools(prefill, heads, True), pools(decode, heads, False), pools(decode, heads, True))
     met = set()
     for j in range(d):
-        for i in writer_ranks(j, prefill, decode):
+        for i in writer_ranks(j, [prefill], [decode]):
             met.add(i)
-            assert j in reader_ranks(i, prefill, decode)
+            assert j in reader_ranks(i, [prefill], [decode])
             plan = make_plan(i, prefill, j, decode)
             for block_range in plan.ranges:
                 n, m = plan.src_blocks[block_range.src_group], plan.dst_blocks[block_range.dst_group]
@@ -123,7 +123,7 @@ def test_stages_write_their_layers_of_every_decode_rank(p, d, counts, groups, fo
     for stage, count in zip(stages_of(whole, counts), counts):
         assert find_mismatch(stage, decode) is None
         for j in range(d):
-            for i in writer_ranks(j, stage, decode):
+            for i in writer_ranks(j, [stage], [decode]):
                 plan = make_plan(i, stage, j, decode)
                 cuts.add(plan.dst_blocks)
                 mine = np.split(sources[i][0][:, first:first + count], np.cumsum(stage.layout.groups)[:-1], axis=1)

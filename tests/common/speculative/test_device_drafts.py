@@ -1,0 +1,67 @@
+"""A drafter on the device through the whole engine: equal tokens, and no row that it was not shown."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from baton.tests.helpers.hand_driven import Engine, tokens_of
+from baton.tests.helpers.table_drafter import TableDrafter
+
+VOCAB = 24
+REQUESTS = [{}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.8, "seed": 6, "top_p": 0.9, "top_k": 9},
+            {"stop_token_ids": (3, 4)}, {"frequency_penalty": 0.7}, {"logprobs": {"return_logprob": True}},
+            {"max_new_tokens": 1}, {"max_new_tokens": 2}, {"max_new_tokens": 3},
+            {"min_new_tokens": 9, "stop_token_ids": (3, 4, 5)}, {"max_new_tokens": 0},
+            {"temperature": 1.0, "seed": 7, "stop_token_ids": (1, 2, 3)},
+            {"logprobs": {"return_logprob": True, "logprob_start_len": 0}}]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen3")
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, eos_token_id=None,
+        initializer_range=0.3)).save_pretrained(folder)
+    return folder
+
+
+def answers(checkpoint, count=26, **options):
+    """Tokens and finishes of ``count`` requests, some of which share prefixes."""
+    engine = Engine(checkpoint, **options)
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, VOCAB, 40).tolist()
+    for i in range(count):
+        prompt = shared[:int(rng.integers(0, 40)) * (i % 3 == 0)] + rng.integers(0, VOCAB, 1 + i % 23).tolist()
+        engine.start(str(i), prompt, **{"max_new_tokens": 30} | REQUESTS[i % len(REQUESTS)])
+    outputs = engine.run()
+    reasons = {item.rid: item.finish for item in outputs if item.finish is not None}
+    return engine, tokens_of(outputs), reasons
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    return answers(checkpoint)[1:]
+
+
+MIXED = {"schedule": {"enable_mixed_chunk": True}}
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"overlap": True}, {"page_size": 1, "chunk": 7}, {"page_size": 16, "chunk": 7, "overlap": True},
+    {"max_total_tokens": 128, "chunk": 20}, {"max_total_tokens": 96, "page_size": 1, "max_drafts": 9},
+    {"radix": False, "max_running": 3}, {"chunk": 9, **MIXED}, {"chunk": 20, "max_total_tokens": 128, **MIXED},
+    {"max_drafts": 1}, {"shifted": True}, {"shifted": True, "max_total_tokens": 128, "chunk": 9, **MIXED}], ids=str)
+def test_tokens_equal_those_without_drafts(checkpoint, expected, options):
+    options = dict(options)
+    drafter = TableDrafter(expected[0], VOCAB, options.get("page_size", 4), shifted=options.pop("shifted", False))
+    engine, *found = answers(checkpoint, drafter=drafter, **options)
+    assert tuple(found) == expected
+    assert (engine.scheduler.batcher.retraction.num_retracted > 0) == ("max_total_tokens" in options)
+    assert 0 < engine.drafting.num_accepted < engine.drafting.num_drafted <= drafter.num_drafted
+    if "schedule" in options:
+        assert (True, True, True) in drafter.kinds
