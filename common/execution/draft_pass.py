@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -14,7 +13,7 @@ from ..forward.host_copies import upload_joined
 from ..request.step_input import StepInput
 from ..sampling.draft_sampler import CoupledDraftSampler
 from ..speculative.base import Drafter, DraftStep, Features
-from ..speculative.verify import accept
+from .accepted_rows import accepted, accepted_batch, accepted_step
 
 if TYPE_CHECKING:
     from ..forward.forward_batch import ForwardBatch
@@ -29,15 +28,6 @@ class Verified(NamedTuple):
     drafts: dict[int, Drafts]
 
 
-def accepted(step: StepInput, token_ids: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Returns how many tokens each request in ``step.sample_index`` gets of its samples, and all of these."""
-    if not step.drafts:
-        return [1] * len(step.sample_index), list(token_ids)
-    sizes = step.num_samples[step.sample_index].tolist()
-    return accept(token_ids, sizes, {place: step.drafts[index] for place, index in enumerate(step.sample_index)
-                                     if index in step.drafts})
-
-
 class DraftPass:
     """Runs a drafter after steps. The ranks of a tensor-parallel group do so alike."""
 
@@ -50,14 +40,22 @@ class DraftPass:
     @torch.inference_mode()
     def run(self, step: StepInput, batch: ForwardBatch, features: torch.Tensor | None, sample: Sample) -> Verified:
         """Runs it after ``step``, which was computed as ``batch``; waits for its tokens."""
-        counts, tokens = accepted(step, sample.token_ids())
+        samples = sample.token_ids()
+        counts, rows = accepted(step, samples)
         limits = list(step.draft_limits) or [0] * len(step.sample_index)
+        if step.columns.mask is None:
+            following = next_ids(step, batch, sample.tokens)
+        else:
+            step = accepted_step(step, counts, rows)
+            kept = upload_joined([np.array(rows)], torch.int64, sample.tokens.device)
+            batch, following = accepted_batch(step, batch, kept), sample.tokens[kept]
+            features = None if features is None else features[kept]
         found = self._drafter.run(DraftStep(
-            step, batch, features, next_ids(step, batch, sample.tokens), counts, limits,
+            step, batch, features, following, counts, limits,
             CoupledDraftSampler([req.sampling for req in step.reqs], self._tp)))
         assert len(found) == len(step.sample_index)
-        return Verified(counts, tokens, {index: drafts for index, drafts in zip(step.sample_index, found)
-                                         if drafts is not None})
+        return Verified(counts, [samples[row] for row in rows], {
+            index: drafts for index, drafts in zip(step.sample_index, found) if drafts is not None})
 
 
 def next_ids(step: StepInput, batch: ForwardBatch, samples: torch.Tensor) -> torch.Tensor:

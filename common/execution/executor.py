@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..api.errors import InvalidRequest
-from ..forward.forward_batch import AfterGroup, ModelInput, TokenIds
+from ..forward.forward_batch import AfterGroup, ForwardBatch, ModelInput, TokenIds
 from ..grammar.store import GrammarStore
 from ..request.extras import Report, RowState, row_extras
 from ..request.req import Req
@@ -20,7 +20,8 @@ from ..request.step_output import RowOutput, StepOutput
 from ..sampling.extras.embeds import embeds_of
 from ..sampling.extras.hidden_states import HiddenReport, HiddenRows, hidden_rows
 from ..sampling.extras.prompt_logprobs import PromptReport, PromptRow, prompt_rows
-from .draft_pass import DraftPass, Verified, accepted
+from .accepted_rows import accepted, paths_to_move
+from .draft_pass import DraftPass, Verified
 
 if TYPE_CHECKING:
     from ..runner.model_runner import ModelRunner
@@ -48,7 +49,8 @@ class LaunchedStep:
         if self.verified is not None:
             return StepOutput(step.sample_index, self.verified.counts, self.verified.tokens, extras,
                               self.verified.drafts)
-        return StepOutput(step.sample_index, *accepted(step, tokens), extras)
+        counts, rows = accepted(step, tokens)
+        return StepOutput(step.sample_index, counts, [tokens[row] for row in rows] if step.drafts else tokens, extras)
 
     def _add_failures(self, tokens: list[int], extras: dict[int, RowOutput]) -> None:
         for i, (token_id, owner) in enumerate(zip(tokens, self.step.sample_owners)):
@@ -94,12 +96,21 @@ class Executor:
             reports = [*reports, PromptReport(prompt, logits[count:])]
         if states is not None:
             reports = [*reports, HiddenReport(hidden, states)]
+        if step.columns.mask is not None:
+            assert batch is not None
+            self._move_accepted(step, batch, sample)
         verified = None
         if self._draft_pass is not None:
             assert batch is not None
             verified = self._draft_pass.run(step, batch, features, sample)
         self._last = LaunchedStep(step, sample, reports, verified)
         return self._last
+
+    def _move_accepted(self, step: StepInput, batch: ForwardBatch, sample: Sample) -> None:
+        """Moves the keys and values of the accepted drafts of trees to the slots of chains; waits for the tokens."""
+        moved = paths_to_move(step, *accepted(step, sample.token_ids()), batch.input_ids.device)
+        if moved is not None:
+            self._runner.move_slots(batch, *moved)
 
     def forward(self, step: StepInput, after_group: AfterGroup | None = None) -> None:
         """Does as ``launch`` on a pipeline stage before the last one, which has no logits. No token may be pending."""

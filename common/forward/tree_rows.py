@@ -43,7 +43,7 @@ def words_of(parents: Sequence[int]) -> list[int]:
 
 @cache
 def _chain(q_len: int) -> list[int]:
-    return list(accumulate((1 << row for row in range(q_len))))
+    return list(accumulate(1 << row for row in range(q_len)))
 
 
 def num_bits(words: np.ndarray) -> np.ndarray:

@@ -74,8 +74,9 @@ class Drafting:
                               np.array([req.max_tokens - req.length for req in reqs], np.int64), capacities,
                               [row for row, req in enumerate(reqs) if not takes_drafts(req)],
                               sum(chunk.stop - chunk.start for chunk in chunks[:num_prefill]))
-            drafts = {num_prefill + row: found for row, found in plan.drafts.items()}
-            counts[num_prefill:] = plan.counts
+            for row, found in plan.drafts.items():  # prompts have more rows than a tree's mask could have
+                drafts[num_prefill + row] = chain = found.chain()
+                counts[num_prefill + row] = len(chain)
             limits += plan.limits
         if not self.on_device:
             return DraftPlan(drafts, counts)

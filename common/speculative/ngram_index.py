@@ -1,11 +1,10 @@
 """An index of what followed each n-gram, in all requests that a server has run or is running.
 
-For some lengths of n-grams there is a hash table of buckets with a few ways each, in which a token leaves the place
-where it stands, under the n-gram that ends there. The oldest place of a full bucket is overwritten, so that memory is
-bounded. Hashes are compared, not tokens: a wrong draft costs nothing but its verification. Requests of other namespaces
-have other hashes, and their tokens are never read.
+For some lengths of n-grams there is a hash table, whose buckets have the newest places of the n-grams that end there: a
+new place pushes the oldest one out, so that memory is bounded. Hashes are compared, not tokens: a wrong draft costs
+nothing but its verification. Tokens of requests in another namespace are never read.
 
-All is done with arrays for all requests of a step at once. Nothing depends on time or chance: ranks that see the same
+All is done with arrays, for all requests of a step at once. Nothing depends on time or chance: ranks that see the same
 requests in the same order draft the same.
 """
 
@@ -22,11 +21,13 @@ from ..request.req import Req
 from ..request.token_buffer import TokenBuffer
 
 WAYS = 8
-"""Places of a bucket, the newest of one n-gram or of several."""
-_PROMPT_TOKENS = 32
-"""New tokens of a request that is indexed by itself, not with the others."""
-_OFFSET_BITS = 24
-"""Of a place's number: those below are the stream's."""
+"""Places of a bucket: a cache line."""
+_MAX_NEW_TOKENS = 16
+"""A request with more new tokens, those of a prompt, is indexed by itself."""
+_PROMPT_TOKENS = 2048
+"""Tokens of prompts that are indexed at once, in about a millisecond: the others wait for the next steps."""
+_OFFSET_BITS = _STREAM_BITS = 22
+"""Bits of a place: where in a stream, which one, and those of the hash above."""
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -44,8 +45,8 @@ class _Stream(NamedTuple):
     namespace: Namespace
 
 
-class _Fed:
-    """The number of a running request's stream, and its tokens that were seen."""
+class _Running:
+    """The number of a running request's stream, and its tokens that were indexed."""
 
     __slots__ = ("count", "number", "seed")
 
@@ -63,13 +64,11 @@ class NgramIndex:
         self._max_window = max_window
         buckets = 1 << max(0, (capacity // (len(self.windows) * WAYS)).bit_length() - 1)
         self._mask = np.uint64(buckets - 1)
-        self._first_bucket = (np.arange(len(self.windows), dtype=np.int64) * buckets)[:, None, None]
-        self._places = np.zeros((len(self.windows) * buckets, WAYS), np.int64)  # 0: none
-        self._tags = np.zeros((len(self.windows) * buckets, WAYS), np.uint32)
-        self._next_way = np.zeros(len(self.windows) * buckets, np.uint8)
+        self._first_bucket = np.arange(len(self.windows)) * buckets
+        self._table = np.zeros((len(self.windows) * buckets, WAYS), np.uint64)  # 0: none
         self._max_tokens = buckets * WAYS  # of requests that have ended
         self._streams: dict[int, _Stream] = {}
-        self._fed: dict[Req, _Fed] = {}
+        self._running: dict[Req, _Running] = {}
         self._ended: deque[int] = deque()
         self._num_ended_tokens = 0
         self._next_number = 1
@@ -79,62 +78,58 @@ class NgramIndex:
         """Tokens of requests that have ended and are still read."""
         return self._num_ended_tokens
 
-    def match(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[Match | None]:
-        """Adds the tokens of ``reqs`` that are new, and returns what followed their last ones before: up to
-        ``limits[i]`` tokens."""
+    def match(self, reqs: Sequence[Req], limits: Sequence[int], most: int) -> list[Match | None]:
+        """Indexes the tokens of ``reqs`` that are new, and returns what followed their last ones before: ``most``
+        continuations of up to ``limits[i]`` tokens each, or the first that is whole where ``most`` is 1."""
         if not reqs:
             return []
-        feds = [self._fed.get(req) or self._begin(req) for req in reqs]
+        running = [self._running.get(req) or self._begin(req) for req in reqs]
         counts = [req.tokens.count for req in reqs]
-        new = max(1, *(min(_PROMPT_TOKENS, count - fed.count) for fed, count in zip(feds, counts)))
-        for req, fed, count in zip(reqs, feds, counts):
-            if count - fed.count > new:
-                self._add_prompt(req, fed, count - new)
+        self._add_prompts(reqs, running, counts)
+        new = max(1, *(count - of.count for of, count in zip(running, counts) if count - of.count <= _MAX_NEW_TOKENS),
+                  1)
         width = self._max_window + new
         tails = np.full((len(reqs), width), -1, np.int64)
         for row, (req, count) in enumerate(zip(reqs, counts)):
             tail = req.tokens.view(max(0, count - width), count)
             tails[row, width - len(tail):] = tail
-        seeds = np.array([fed.seed for fed in feds], np.uint64)
-        hashes = self._hashes(tails, new + 1, seeds)  # [windows, n, new + 1]: of those that end before, and there
-        ends = np.array(counts, np.int64)[:, None] - 1
-        positions = ends + np.arange(-new, 1)
-        fed_counts = np.array([fed.count for fed in feds], np.int64)[:, None]
-        is_new = (positions >= fed_counts - 1) & (positions < ends) & (positions >= 0)
-        numbers = np.array([fed.number for fed in feds], np.int64)[:, None]
-        self._insert(hashes, (numbers << _OFFSET_BITS) + positions, is_new, positions)
-        for fed, count in zip(feds, counts):
-            fed.count = count
-        return self._look_up(hashes[:, :, -1], ends[:, 0], reqs, limits)
+        hashes = self._hashes(tails, new + 1, [of.seed for of in running])
+        ends = np.array(counts, np.int64) - 1
+        self._insert(hashes[:, :, :-1], ends - new, running, counts)
+        return self._look_up(hashes[:, :, -1], ends, reqs, limits, most)
 
     def end(self, reqs: Sequence[Req]) -> None:
         """Takes note that requests have ended: their tokens are kept until more have ended than there is room for."""
         for req in reqs:
-            fed = self._fed.pop(req, None)
-            if fed is not None:
-                self._ended.append(fed.number)
+            of = self._running.pop(req, None)
+            if of is not None:
+                self._ended.append(of.number)
                 self._num_ended_tokens += req.tokens.count
         while self._num_ended_tokens > self._max_tokens:
             self._num_ended_tokens -= self._streams.pop(self._ended.popleft()).tokens.count
 
-    def _begin(self, req: Req) -> _Fed:
-        fed = self._fed[req] = _Fed(self._next_number, req.namespace.seed or 0)
-        self._streams[fed.number] = _Stream(req.tokens, req.namespace)
-        self._next_number += 1
-        return fed
+    def _begin(self, req: Req) -> _Running:
+        while self._next_number in self._streams or not self._next_number:
+            self._next_number = (self._next_number + 1) % (1 << _STREAM_BITS)
+        of = self._running[req] = _Running(self._next_number, req.namespace.seed or 0)
+        self._streams[of.number] = _Stream(req.tokens, req.namespace)
+        return of
 
-    def _add_prompt(self, req: Req, fed: _Fed, count: int) -> None:
-        """Adds a request's tokens up to ``count``, so many that they are indexed by themselves."""
-        start = max(0, fed.count - self._max_window)
-        tokens = req.tokens.view(start, count).astype(np.int64)
-        padded = np.concatenate((np.full(self._max_window, -1, np.int64), tokens))[None]
-        hashes = self._hashes(padded, len(tokens), np.array([fed.seed], np.uint64))
-        positions = np.arange(start, count)[None]
-        is_new = (positions >= fed.count - 1) & (positions < count - 1)
-        self._insert(hashes, (fed.number << _OFFSET_BITS) + positions, is_new, positions)
-        fed.count = count
+    def _add_prompts(self, reqs: Sequence[Req], running: Sequence[_Running], counts: Sequence[int]) -> None:
+        """Indexes tokens of requests that have many new ones, as many as are allowed at once."""
+        left = _PROMPT_TOKENS
+        for req, of, count in zip(reqs, running, counts):
+            missing = min(left, count - of.count)
+            if count - of.count <= _MAX_NEW_TOKENS or not missing:
+                continue
+            start, stop = max(0, of.count - self._max_window), of.count + missing
+            tokens = req.tokens.view(start, stop)
+            padded = np.concatenate((np.full(self._max_window, -1, np.int64), tokens))[None]
+            hashes = self._hashes(padded, len(tokens), [of.seed])
+            self._insert(hashes[:, :, :-1], np.array([start]), [of], [stop])
+            left -= missing
 
-    def _hashes(self, tails: np.ndarray, ends: int, seeds: np.ndarray) -> np.ndarray:
+    def _hashes(self, tails: np.ndarray, ends: int, seeds: list[int]) -> np.ndarray:
         """Returns hashes [windows, n, ends] uint64 of the n-grams that end at the last ``ends`` tokens of ``tails``
         [n, width]."""
         width = tails.shape[1]
@@ -142,65 +137,81 @@ class NgramIndex:
         found = np.empty((len(self.windows), len(tails), ends), np.uint64)
         total = np.zeros((len(tails), ends), np.uint64)
         column = 0
-        for back in range(self.windows[-1]):
+        for back in range(self._max_window):
             total += tokens[:, width - ends - back:width - back] * self._powers[back]
             if back + 1 == self.windows[column]:
                 found[column] = total
                 column += 1
-        found ^= seeds[:, None]
+        found ^= np.array(seeds, np.uint64)[:, None]
         found ^= found >> np.uint64(31)
         found *= _MULTIPLIER
         found ^= found >> np.uint64(29)
         return found
 
-    def _insert(self, hashes: np.ndarray, places: np.ndarray, is_new: np.ndarray, positions: np.ndarray) -> None:
-        """Adds ``places`` [n, ends] where they are new, under ``hashes`` [windows, n, ends]."""
+    def _insert(self, hashes: np.ndarray, firsts: np.ndarray, running: Sequence[_Running],
+                counts: Sequence[int]) -> None:
+        """Adds the places of tokens that are not indexed yet, of those from ``firsts`` [n] on, whose n-grams have
+        ``hashes`` [windows, n, m]. The last of ``counts`` [n] tokens waits for the next one."""
+        positions = firsts[:, None] + np.arange(hashes.shape[2])
+        done = np.array([of.count for of in running])[:, None] - 1
+        caught_up = np.array([count - of.count <= _MAX_NEW_TOKENS or len(running) == 1
+                              for of, count in zip(running, counts)])[:, None]
+        is_new = (positions >= np.maximum(done, 0)) & caught_up
+        places = (np.array([of.number for of in running])[:, None] << _OFFSET_BITS) + positions
         whole = is_new & (positions >= np.array(self.windows)[:, None, None] - 1)
-        buckets = self._buckets(hashes)[whole]
-        ways = self._next_way[buckets]
-        self._places[buckets, ways] = np.broadcast_to(places, whole.shape)[whole]
-        self._tags[buckets, ways] = (hashes[whole] >> np.uint64(32)).astype(np.uint32)
-        self._next_way[buckets] = (ways + 1) % WAYS
+        window, row, column = np.nonzero(whole)
+        chosen = hashes[window, row, column]
+        buckets = (chosen & self._mask).astype(np.int64) + self._first_bucket[window]
+        entries = (chosen >> np.uint64(_TAG_SHIFT) << np.uint64(_TAG_SHIFT)) | places[row, column].astype(np.uint64)
+        before = self._table[buckets]
+        before[:, 1:] = before[:, :-1]
+        before[:, 0] = entries
+        self._table[buckets] = before
+        for of, count, done_now in zip(running, counts, caught_up[:, 0].tolist()):
+            if done_now:
+                of.count = count
 
-    def _buckets(self, hashes: np.ndarray) -> np.ndarray:
-        return (hashes & self._mask).astype(np.int64) + self._first_bucket[:, :, :hashes.ndim - 2 or None].reshape(
-            (-1,) + (1,) * (hashes.ndim - 1))
-
-    def _look_up(self, hashes: np.ndarray, ends: np.ndarray, reqs: Sequence[Req],
-                 limits: Sequence[int]) -> list[Match | None]:
-        """Returns the matches of the requests whose last n-grams have ``hashes`` [windows, n]."""
-        buckets = self._buckets(hashes)  # [windows, n]
-        tags = (hashes >> np.uint64(32)).astype(np.uint32)
-        whole = ends >= np.array(self.windows)[:, None] - 1
-        found = (self._tags[buckets] == tags[:, :, None]) & (self._places[buckets] > 0) & whole[:, :, None]
-        some = found.any(2)
-        longest = len(self.windows) - 1 - np.argmax(some[::-1], 0)
-        rows = np.flatnonzero(some.any(0))
-        chosen = buckets[longest[rows], rows]
-        ways = (self._next_way[chosen][:, None].astype(np.int64) - 1 - np.arange(WAYS)) % WAYS
-        places = np.take_along_axis(np.where(found[longest[rows], rows], self._places[chosen], 0), ways, 1)
+    def _look_up(self, hashes: np.ndarray, ends: np.ndarray, reqs: Sequence[Req], limits: Sequence[int],
+                 most: int) -> list[Match | None]:
+        """Returns the matches of the requests whose last n-grams, which end at ``ends`` [n], have ``hashes``
+        [windows, n]."""
+        rows = self._table[(hashes & self._mask).astype(np.int64) + self._first_bucket[:, None]]
+        found = ((rows ^ hashes[:, :, None]) >> np.uint64(_TAG_SHIFT) == 0) & (rows != 0)
+        some = found.any(2) & (ends >= np.array(self.windows)[:, None] - 1)
         matches: list[Match | None] = [None] * len(reqs)
-        for row, at, window in zip(rows.tolist(), places.tolist(), longest[rows].tolist()):
-            continuations = self._continuations(at, reqs[row].namespace, limits[row])
+        chosen = np.flatnonzero(some.any(0))
+        longest = len(self.windows) - 1 - np.argmax(some[::-1, chosen], 0)
+        places = np.where(found[longest, chosen], rows[longest, chosen] & np.uint64((1 << _TAG_SHIFT) - 1), 0)
+        for row, of_row, window in zip(chosen.tolist(), places.tolist(), longest.tolist()):
+            continuations = self._continuations(of_row, reqs[row].namespace, limits[row], most)
             if continuations:
                 matches[row] = Match(self.windows[window], continuations)
         return matches
 
-    def _continuations(self, places: list[int], namespace: Namespace, limit: int) -> list[list[int]]:
-        found = []
+    def _continuations(self, places: list[int], namespace: Namespace, limit: int, most: int) -> list[list[int]]:
+        found: list[list[int]] = []
         for place in places:
             stream = self._streams.get(place >> _OFFSET_BITS) if place else None
-            if stream is not None and stream.namespace == namespace:
-                start = (place & ((1 << _OFFSET_BITS) - 1)) + 1
-                tokens: list[int] = stream.tokens.view(start, start + limit).tolist()
-                if tokens:
-                    found.append(tokens)
+            if stream is None or stream.namespace != namespace:
+                continue
+            start = (place & ((1 << _OFFSET_BITS) - 1)) + 1
+            tokens: list[int] = stream.tokens.view(start, start + limit).tolist()
+            if most == 1 and len(tokens) < limit:  # a later one may be longer
+                found = [tokens] if tokens and (not found or len(tokens) > len(found[0])) else found
+                continue
+            if tokens:
+                found = [*found, tokens] if most > 1 else [tokens]
+            if len(found) == most:
+                break
         return found
 
 
+_TAG_SHIFT = _OFFSET_BITS + _STREAM_BITS
+
+
 def _windows(least: int, most: int) -> list[int]:
-    """Returns the lengths of n-grams that are indexed: about 1.5 times the one before."""
+    """Returns the lengths of n-grams that are indexed: each about twice the one before."""
     windows = [least]
     while windows[-1] < most:
-        windows.append(min(most, max(windows[-1] + 1, windows[-1] * 3 // 2)))
+        windows.append(min(most, windows[-1] * 2))
     return windows
