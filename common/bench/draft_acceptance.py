@@ -14,15 +14,18 @@ import numpy as np
 import torch
 
 from ..api.errors import ConfigError
+from ..attention.workspace import AttentionWorkspace
 from ..config.cli import parse
 from ..config.server import ServerConfig
 from ..distributed.parallel import Parallel
 from ..engine.rank import join_groups
 from ..engine.rank_spec import RankSpec
-from ..forward.forward_batch import Row, build_forward_batch
+from ..forward.forward_batch import ForwardBatch, Row, build_forward_batch
+from ..forward.step_context import StepContext
 from ..models.registry import load_model_spec
 from ..runner.model_runner import ModelRunner
-from ..runner.mtp import MTPDraftLayers
+from ..speculative.draft.checkpoint import draft_attention
+from ..speculative.draft.shifted import ShiftedDraftModel
 from ..weights.loader import silent
 from .command import reported
 from .draft_args import BenchDraft
@@ -83,12 +86,46 @@ def _table(config: BenchDraft, found: Acceptance) -> str:
     return "\n".join([*lines, f"tokens a step         {found.tokens_per_step:8.2f}"])
 
 
+class DraftLayers:
+    """A runner's layers of multi-token prediction, each of which reads the true tokens."""
+
+    def __init__(self, runner: ModelRunner):
+        assert isinstance(runner.draft_model, ShiftedDraftModel) and runner.draft_pool is not None
+        self._model = model = runner.draft_model
+        self._attention = draft_attention(model.context, model.spec, runner.draft_pool)
+        self._workspace = AttentionWorkspace(runner.device)
+
+    def __len__(self) -> int:
+        return self._model.network.depth
+
+    @torch.inference_mode()
+    def hidden_states(self, batch: ForwardBatch, hidden: torch.Tensor, next_ids: torch.Tensor) -> list[torch.Tensor]:
+        """Returns each layer's hidden states ``[T, hidden]``, for the head: the first layer's predict the tokens two
+        positions after the batch's tokens, each further layer's those one position later.
+
+        ``hidden`` [T, hidden] are the model's of ``batch``, after its final norm; ``next_ids`` [layers, T] int64 are
+        the tokens one position after the batch's, then two.
+        """
+        step = StepContext(batch, self._attention.plan(batch, self._workspace))
+        states = []
+        for layer, ids in enumerate(next_ids):
+            hidden = self._model.network(layer, ids, hidden, step).hidden
+            states.append(hidden)
+        return states
+
+    @torch.inference_mode()
+    def propose(self, batch: ForwardBatch, hidden: torch.Tensor, next_ids: torch.Tensor) -> torch.Tensor:
+        """Returns draft tokens ``[layers, T]`` int64, the argmax of each layer; see ``hidden_states``."""
+        return torch.stack([self._model.head.table.logits(rows).argmax(-1)
+                            for rows in self.hidden_states(batch, hidden, next_ids)])
+
+
 class Drafting:
     """A model and its MTP layers over one sequence at a time, on pages from 0."""
 
-    def __init__(self, runner: ModelRunner, predictors: MTPDraftLayers, chunk: int):
+    def __init__(self, runner: ModelRunner, layers: DraftLayers, chunk: int):
         self._runner = runner
-        self._predictors = predictors
+        self._layers = layers
         self._chunk = chunk
         self._pages = np.arange(runner.num_pages, dtype=np.int32)
 
@@ -98,12 +135,12 @@ class Drafting:
         spec = load_model_spec(config.model)
         parallel = parallel or join_groups(RankSpec(config, 0, 1, "", "", ""))
         runner = ModelRunner.load(config, spec, parallel, parallel.world.device, silent)
-        return cls(runner, runner.load_draft_layers(silent), config.schedule.largest_prefill(spec.context_length))
+        return cls(runner, DraftLayers(runner), config.schedule.largest_prefill(spec.context_length))
 
     @property
     def depth(self) -> int:
         """Drafts of a step."""
-        return len(self._predictors)
+        return len(self._layers)
 
     def measure(self, turn: Turn) -> Acceptance:
         """Compare drafts with the model's greedy answer of ``turn.output_len`` tokens."""
@@ -144,5 +181,5 @@ class Drafting:
                                         self._runner.device, list(range(len(part))))
             following = np.stack([padded[start + 1 + k:start + 1 + k + len(part)] for k in range(depth)])
             hidden = self._runner.hidden_states(batch)
-            parts.append(self._predictors.propose(batch, hidden, torch.from_numpy(following).to(hidden.device)).cpu())
+            parts.append(self._layers.propose(batch, hidden, torch.from_numpy(following).to(hidden.device)).cpu())
         return torch.cat(parts, dim=1).numpy()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..api.errors import ConfigError
 from ..config.cli import flag
-from ..config.server import CacheArgs, KernelArgs, ModelArgs, ScheduleArgs, ServerConfig
+from ..config.server import CacheArgs, KernelArgs, ModelArgs, ScheduleArgs, ServerConfig, SpeculativeArgs
 from .workloads.dataset_args import DatasetArgs
 
 
@@ -37,4 +37,5 @@ class BenchDraft:
         elif cache.max_total_tokens // cache.page_size < -(-longest // cache.page_size):
             raise ConfigError(f"--max-total-tokens {cache.max_total_tokens} has no room for {longest} tokens of prompt "
                               "and answer.")
-        return ServerConfig(self.model, cache, self.schedule, kernels=self.kernels)
+        return ServerConfig(self.model, cache, self.schedule, kernels=self.kernels,
+                            speculative=SpeculativeArgs(speculative_algorithm="NEXTN"))

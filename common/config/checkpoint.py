@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..api.errors import ConfigError
-from .hub import COMMIT, METADATA_PATTERNS, WEIGHT_PATTERNS, OnProgress, download
+from ..tinychat import packaged_checkpoint
+from .hub import COMMIT, METADATA_PATTERNS, PICKLED_PATTERNS, WEIGHT_PATTERNS, OnProgress, download
 from .load_format import LOAD_FORMATS
 from .server import ModelArgs
 
@@ -24,8 +25,9 @@ def resolve_checkpoint(args: ModelArgs, on_progress: OnProgress | None = None) -
     metadata = download(args.model_path, args.revision, METADATA_PATTERNS)
     if not LOAD_FORMATS.get(args.load_format).reads_checkpoint:
         return metadata
+    weights = PICKLED_PATTERNS if args.load_format == "pt" else WEIGHT_PATTERNS
     return download(args.model_path, metadata.name if COMMIT.fullmatch(metadata.name) else args.revision,
-                    (*METADATA_PATTERNS, *WEIGHT_PATTERNS), on_progress)
+                    (*METADATA_PATTERNS, *weights), on_progress)
 
 
 def resolve_metadata(args: ModelArgs) -> Path:
@@ -44,14 +46,11 @@ def pin_revision(args: ModelArgs) -> ModelArgs:
 def _local(args: ModelArgs) -> Path | None:
     """Returns the checkpoint's folder; None where --model-path names a repository of the hub. Raises ConfigError."""
     name = args.model_path
-    if name == "tinychat":
-        from ..tinychat import CHECKPOINT
-        folder = Path(CHECKPOINT)
-    else:
-        folder = Path(name).expanduser()
+    packaged = packaged_checkpoint(name)
+    folder = packaged or Path(name).expanduser()
     if folder.is_dir():
         return folder
-    if folder.exists() or name == "tinychat" or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name[0] in "./~":
+    if folder.exists() or packaged or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name[0] in "./~":
         raise ConfigError(f"--model-path {name}: there is no checkpoint folder {folder}.")
     return None
 

@@ -15,6 +15,8 @@ from ..api.errors import ConfigError
 METADATA_PATTERNS = ("*.json", "1_Pooling/*.json", "*.jinja", "*.txt", "*.model")
 """Files that describe a model: all but its weights."""
 WEIGHT_PATTERNS = ("*.safetensors",)
+PICKLED_PATTERNS = ("*.bin",)
+"""Weights of repositories that have no others."""
 _IGNORED = ("original/*",)  # gpt-oss's weights a second time
 _LOOK_SECONDS = 0.5
 

@@ -47,8 +47,7 @@ class ModelConfig:
         return stated or self.values["hidden_size"] // self.values["num_attention_heads"]
 
     def spec(self, longest_context: int, family: Any, *, num_kv_heads: int | None = None, head_dim: int | None = None,
-             windows: Windows = (), moe: MoESpec | None = None, mla: MLASpec | None = None,
-             mtp_layers: int = 0) -> ModelSpec:
+             windows: Windows = (), moe: MoESpec | None = None, mla: MLASpec | None = None) -> ModelSpec:
         """Returns the model's specification, with what all families' configurations state under the same names.
 
         ``longest_context`` in tokens is the model's; ``family`` is the family's own specification. The others are
@@ -67,8 +66,9 @@ class ModelConfig:
             dtype=_dtype(config), eos_token_ids=tuple(id for id in self.eos_token_ids if id in has),
             context_length=_context_length(longest_context, self.args), head=head,
             num_labels=_num_labels(config) if head == "classifier" else 0, moe=moe,
-            quantization=choose_quantization(config, self.args.quantization), mla=mla, mtp_layers=mtp_layers,
-            windows=windows, dropped_eos_ids=tuple(id for id in self.eos_token_ids if id not in has), family=family)
+            quantization=choose_quantization(config, self.args.quantization), mla=mla,
+            mtp_layers=config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0, windows=windows,
+            dropped_eos_ids=tuple(id for id in self.eos_token_ids if id not in has), family=family)
 
 
 def check_silu(config: ModelConfig) -> None:

@@ -47,6 +47,7 @@ class UnifiedScheduler:
         self.batcher = batcher
         self.tracker = tracker
         self._drafting = batcher.drafting
+        self._drafts_on_device = batcher.drafting is not None and batcher.drafting.on_device
         self._rate = None if batcher.swap is None else batcher.swap.prefill_rate
         self._pipeline = make_pipeline(batcher, executor, self._process_results, overlap=overlap, rate=self._rate)
 
@@ -91,7 +92,10 @@ class UnifiedScheduler:
 
     def step(self, now: float) -> bool:
         """Launch a batch and process the results of the previous one; False where there was neither."""
-        return self._pipeline.advance(self._next_batch())
+        finishes = self._drafts_on_device and self._pipeline.in_flight is not None
+        if finishes:
+            self.synchronize()  # the drafts that the step ends with are verified next
+        return self._pipeline.advance(self._next_batch()) or finishes
 
     def synchronize(self) -> None:
         """Wait for the step in flight and process its results: afterwards no token is pending."""
@@ -168,7 +172,7 @@ class UnifiedScheduler:
             self._rate.end()
         if output.extras:
             add_prompt_results(step, output)
-        if step.draft_limits:
+        if self._drafts_on_device:
             for index in output.req_index:
                 step.reqs[index].drafts = output.drafts.get(index)
         counts = np.array(output.counts, np.int64) if step.drafts else None

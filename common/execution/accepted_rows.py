@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -14,24 +15,33 @@ from ..request.step_input import StepInput, StepTokens
 from ..speculative.verify import accepted_rows
 
 
-def accepted(step: StepInput, token_ids: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Returns how many tokens each request in ``step.sample_index`` gets of its samples, and the rows [S] of all of
-    these among the samples."""
+class Accepted(NamedTuple):
+    """How many tokens each request in ``sample_index`` gets of a step's samples, and the ``rows`` of all of these among
+    the samples."""
+
+    counts: list[int]
+    rows: list[int]
+
+
+def accept_step(step: StepInput, token_ids: Sequence[int]) -> Accepted:
+    """Returns the accepted rows of a step that has sampled ``token_ids`` [S]."""
     if not step.drafts:
-        return [1] * len(step.sample_index), list(range(len(token_ids)))
+        return Accepted([1] * len(step.sample_index), list(range(len(token_ids))))
+    if len(step.sample_index) == len(step):
+        return Accepted(*accepted_rows(token_ids, step.num_samples.tolist(), step.drafts))
     sizes = step.num_samples[step.sample_index].tolist()
-    return accepted_rows(token_ids, sizes, {place: step.drafts[index] for place, index in enumerate(step.sample_index)
-                                            if index in step.drafts})
+    return Accepted(*accepted_rows(token_ids, sizes, {
+        place: step.drafts[index] for place, index in enumerate(step.sample_index) if index in step.drafts}))
 
 
-def paths_to_move(step: StepInput, counts: Sequence[int], rows: Sequence[int],
+def paths_to_move(step: StepInput, accepted: Accepted,
                   device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Returns ``first_rows`` and ``paths`` of ``move_slots`` for the requests whose accepted rows do not follow each
     other; None where there are none. All rows of the step are sampled."""
     firsts, paths = [], []
     end = 0
-    for count in counts:
-        path = rows[end:end + count]
+    for count in accepted.counts:
+        path = accepted.rows[end:end + count]
         end += count
         if path[-1] - path[0] >= count:
             firsts.append(path[0])
@@ -45,10 +55,10 @@ def paths_to_move(step: StepInput, counts: Sequence[int], rows: Sequence[int],
     return moved[:len(firsts)], moved[len(firsts):].view(padded.shape)
 
 
-def accepted_step(step: StepInput, counts: Sequence[int], rows: Sequence[int]) -> StepInput:
-    """Returns ``step``, all of whose rows are sampled, with its accepted ``rows`` only, as chains in the slots to which
+def accepted_step(step: StepInput, accepted: Accepted) -> StepInput:
+    """Returns ``step``, all of whose rows are sampled, with its ``accepted`` rows only, as chains in the slots to which
     they were moved, in the first cache group."""
-    columns, lengths, kept = step.columns, np.array(counts, np.int64), np.array(rows, np.int64)
+    columns, (lengths, kept) = step.columns, (np.array(column, np.int64) for column in accepted)
     qo_indptr = indptr_of(lengths)
     slots = np.arange(len(kept)) + np.repeat(columns.qo_indptr[:-1] - qo_indptr[:-1], lengths)
     ends, begun = slots[qo_indptr[1:] - 1], np.cumsum(columns.offset_in_page == 0)
@@ -61,7 +71,7 @@ def accepted_step(step: StepInput, counts: Sequence[int], rows: Sequence[int]) -
                           verifies=True)
     return msgspec.structs.replace(
         step, columns=chains, q_lens=lengths, num_samples=lengths, tokens=StepTokens(step.known_tokens[kept]),
-        sampling=[step.sampling[row] for row in rows], drafts={})
+        sampling=[step.sampling[row] for row in accepted.rows], drafts={})
 
 
 def accepted_batch(step: StepInput, batch: ForwardBatch, rows: torch.Tensor) -> ForwardBatch:

@@ -8,24 +8,16 @@ import numpy as np
 import torch
 
 from ..api.drafts import Drafts
+from ..api.sampling import SamplingParams
 from ..distributed.tp import TPGroup
 from ..forward.host_copies import upload_joined
 from ..request.step_input import StepInput
 from ..sampling.draft_sampler import CoupledDraftSampler
 from ..speculative.base import Drafter, DraftStep, Features
-from .accepted_rows import accepted, accepted_batch, accepted_step
+from .accepted_rows import Accepted, accepted_batch, accepted_step
 
 if TYPE_CHECKING:
     from ..forward.forward_batch import ForwardBatch
-    from ..sampling.sampler import Sample
-
-
-class Verified(NamedTuple):
-    """The tokens of a step whose drafts were verified, as StepOutput's, and the drafts after it."""
-
-    counts: list[int]
-    tokens: list[int]
-    drafts: dict[int, Drafts]
 
 
 class DraftPass:
@@ -35,32 +27,49 @@ class DraftPass:
         """``features``: those that the drafter reads."""
         self._drafter = drafter
         self._tp = tp
+        self._params: list[SamplingParams] = []
+        self._sampler = CoupledDraftSampler(self._params, tp)
         self.features = None if features is None else features.layers
 
     @torch.inference_mode()
-    def run(self, step: StepInput, batch: ForwardBatch, features: torch.Tensor | None, sample: Sample) -> Verified:
-        """Runs it after ``step``, which was computed as ``batch``; waits for its tokens."""
-        samples = sample.token_ids()
-        counts, rows = accepted(step, samples)
+    def run(self, computed: ComputedStep, accepted: Accepted) -> dict[int, Drafts]:
+        """Runs it after a step of which these rows are ``accepted``; returns the drafts by the requests' indices."""
+        step, batch, features, samples = computed
         limits = list(step.draft_limits) or [0] * len(step.sample_index)
         if step.columns.mask is None:
-            following = next_ids(step, batch, sample.tokens)
+            following = next_ids(step, batch, samples)
         else:
-            step = accepted_step(step, counts, rows)
-            kept = upload_joined([np.array(rows)], torch.int64, sample.tokens.device)
-            batch, following = accepted_batch(step, batch, kept), sample.tokens[kept]
-            features = None if features is None else features[kept]
+            step = accepted_step(step, accepted)
+            rows = upload_joined([np.array(accepted.rows)], torch.int64, samples.device)
+            batch, following = accepted_batch(step, batch, rows), samples[rows]
+            features = None if features is None else features[rows]
         found = self._drafter.run(DraftStep(
-            step, batch, features, following, counts, limits,
-            CoupledDraftSampler([req.sampling for req in step.reqs], self._tp)))
+            step, batch, features, following, accepted.counts, limits,
+            self._sampler_of([req.sampling for req in step.reqs])))
         assert len(found) == len(step.sample_index)
-        return Verified(counts, [samples[row] for row in rows], {
-            index: drafts for index, drafts in zip(step.sample_index, found) if drafts is not None})
+        return {index: drafts for index, drafts in zip(step.sample_index, found) if drafts is not None}
+
+    def _sampler_of(self, params: list[SamplingParams]) -> CoupledDraftSampler:
+        if params != self._params:  # identity is compared first: an unchanged batch costs microseconds
+            self._params, self._sampler = params, CoupledDraftSampler(params, self._tp)
+        return self._sampler
+
+
+class ComputedStep(NamedTuple):
+    """A step that the model computes as ``batch``, with its ``samples`` [S] int64 and the ``features`` [T, F] that the
+    drafter reads."""
+
+    step: StepInput
+    batch: ForwardBatch
+    features: torch.Tensor | None
+    samples: torch.Tensor
 
 
 def next_ids(step: StepInput, batch: ForwardBatch, samples: torch.Tensor) -> torch.Tensor:
     """Returns the token [T] int64 that follows each row of a step: the prompt's next one, or the sample [S] of the
     row."""
+    if len(samples) == step.num_tokens:
+        return samples
     following = torch.empty_like(batch.input_ids)
     following[:-1] = batch.input_ids[1:]
     ends = batch.qo_indptr[1:].long() - 1

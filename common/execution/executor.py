@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from ..api.drafts import Drafts
 from ..api.errors import InvalidRequest
 from ..forward.forward_batch import AfterGroup, ForwardBatch, ModelInput, TokenIds
 from ..grammar.store import GrammarStore
@@ -20,8 +22,8 @@ from ..request.step_output import RowOutput, StepOutput
 from ..sampling.extras.embeds import embeds_of
 from ..sampling.extras.hidden_states import HiddenReport, HiddenRows, hidden_rows
 from ..sampling.extras.prompt_logprobs import PromptReport, PromptRow, prompt_rows
-from .accepted_rows import accepted, paths_to_move
-from .draft_pass import DraftPass, Verified
+from .accepted_rows import Accepted, accept_step, paths_to_move
+from .draft_pass import ComputedStep, DraftPass
 
 if TYPE_CHECKING:
     from ..runner.model_runner import ModelRunner
@@ -30,27 +32,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step that was launched. Its results stay on the device until ``wait``. ``verified``: where a draft pass, which
-    waits for the tokens, has run."""
+    """A step that was launched. Its results stay on the device until ``wait``.
+
+    ``draft``: where a drafter follows the step, it runs once the host knows which drafts were accepted; it returns its
+    own drafts by the request's index in the step. ``move``, before that: where drafts are trees, it moves the keys and
+    values of accepted ones.
+    """
 
     step: StepInput
     sample: Sample
     reports: Sequence[Report]
-    verified: Verified | None = None
+    draft: Callable[[Accepted], dict[int, Drafts]] | None = None
+    move: Callable[[Accepted], None] | None = None
 
     def wait(self) -> StepOutput:
-        """Waits for the step; changes no request, and may be called in another thread, once."""
+        """Waits for the step; changes no request. To be called once, without ``draft`` and ``move`` possibly
+        in another thread."""
         step, tokens = self.step, self.sample.token_ids()
         extras: dict[int, RowOutput] = {}
         for report in self.reports:
             report.add_to(extras)
         if step.extra_index and FAILED in tokens:
             self._add_failures(tokens, extras)
-        if self.verified is not None:
-            return StepOutput(step.sample_index, self.verified.counts, self.verified.tokens, extras,
-                              self.verified.drafts)
-        counts, rows = accepted(step, tokens)
-        return StepOutput(step.sample_index, counts, [tokens[row] for row in rows] if step.drafts else tokens, extras)
+        accepted = accept_step(step, tokens)
+        if step.drafts:
+            tokens = [tokens[row] for row in accepted.rows]
+        if self.move is not None:
+            self.move(accepted)
+        return StepOutput(step.sample_index, accepted.counts, tokens, extras,
+                          {} if self.draft is None else self.draft(accepted))
 
     def _add_failures(self, tokens: list[int], extras: dict[int, RowOutput]) -> None:
         for i, (token_id, owner) in enumerate(zip(tokens, self.step.sample_owners)):
@@ -96,21 +106,37 @@ class Executor:
             reports = [*reports, PromptReport(prompt, logits[count:])]
         if states is not None:
             reports = [*reports, HiddenReport(hidden, states)]
-        if step.columns.mask is not None:
-            assert batch is not None
-            self._move_accepted(step, batch, sample)
-        verified = None
+        draft = None
         if self._draft_pass is not None:
             assert batch is not None
-            verified = self._draft_pass.run(step, batch, features, sample)
-        self._last = LaunchedStep(step, sample, reports, verified)
+            draft = self._draft(ComputedStep(step, batch, features, sample.tokens), after_group)
+        move = None
+        if step.columns.mask is not None:
+            assert batch is not None
+            move = partial(self._move_accepted, step, batch)
+        self._last = LaunchedStep(step, sample, reports, draft, move)
         return self._last
 
-    def _move_accepted(self, step: StepInput, batch: ForwardBatch, sample: Sample) -> None:
-        """Moves the keys and values of the accepted drafts of trees to the slots of chains; waits for the tokens."""
-        moved = paths_to_move(step, *accepted(step, sample.token_ids()), batch.input_ids.device)
+    def _move_accepted(self, step: StepInput, batch: ForwardBatch, accepted: Accepted) -> None:
+        """Moves the keys and values of the accepted drafts of trees to the slots of chains."""
+        moved = paths_to_move(step, accepted, batch.input_ids.device)
         if moved is not None:
             self._runner.move_slots(batch, *moved)
+
+    def _draft(self, computed: ComputedStep, after_group: AfterGroup | None) -> Callable[[Accepted],
+                                                                                         dict[int, Drafts]]:
+        """Runs the drafter after a step, with ``after_group`` now, as the draft's layer groups follow the model's; else
+        once the returned function is called with the accepted rows."""
+        assert self._draft_pass is not None
+        if after_group is None:
+            return partial(self._draft_pass.run, computed)
+        samples = computed.step.sample_index
+        drafts = self._draft_pass.run(computed, Accepted([1] * len(samples), list(range(len(samples)))))
+        assert not computed.step.drafts and self._runner.draft_pool is not None
+        first = sum(len(pool.layout.groups) for pool in self._runner.pools)
+        for group in range(len(self._runner.draft_pool.groups)):
+            after_group(first + group, self.event())
+        return lambda accepted: drafts
 
     def forward(self, step: StepInput, after_group: AfterGroup | None = None) -> None:
         """Does as ``launch`` on a pipeline stage before the last one, which has no logits. No token may be pending."""

@@ -44,8 +44,9 @@ class Pipeline:
             self._executor.run_idle_batch()
         if before is not None:
             self._process_output(before)
-        if not self._overlap or (step is not None and (step.drafts or step.draft_limits)):
-            # the host must know how many tokens there are, and what follows them
+        # After a step with drafts the host must know how many tokens there are; where a drafter on the device finds the
+        # next ones, before it schedules the next step, which may be later.
+        if not self._overlap or (step is not None and step.drafts and not step.draft_limits):
             self.synchronize()
         return step is not None or before is not None
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from ..weights.lazy import LazyTensor
     from .decoder.blocks import Blocks
     from .decoder.causal_lm import CausalLM
-    from .decoder.mtp import MTPDraftLayer
 
 Version = Literal[2, 3]
 
@@ -46,8 +45,7 @@ def read(config: ModelConfig, *, version: Version) -> ModelSpec:
     bias, mla = bool(values["attention_bias"]), read_latents(values, rope.rope_scaling)
     own = DeepseekSpec(rope, values["rms_norm_eps"], bias, bias, bool(values.get("mlp_bias", False)))
     return config.spec(rope.longest_context, own, num_kv_heads=1, head_dim=mla.qk_dim, mla=mla,
-                       windows=no_window(values), moe=read_experts(values, version=version),
-                       mtp_layers=values.get("num_nextn_predict_layers") or values.get("num_mtp_layers") or 0)
+                       windows=no_window(values), moe=read_experts(values, version=version))
 
 
 def read_latents(values: Mapping[str, Any], scaling: Mapping[str, Any] | None) -> MLASpec:
@@ -95,17 +93,10 @@ def read_experts(values: Mapping[str, Any], *, version: Version) -> MoESpec | No
 def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
     from .decoder.causal_lm import CausalLM
 
-    return CausalLM(spec, parallel, dtype, device, _blocks(spec, parallel))
+    return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
 
 
-def build_draft(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> list[MTPDraftLayer]:
-    """Builds the layers of multi-token prediction, which have the model's own blocks."""
-    from .decoder.mtp import build_mtp_layers
-
-    return build_mtp_layers(spec, parallel, dtype, device, _blocks(spec, parallel))
-
-
-def _blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
+def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
     from .decoder.blocks import Blocks, dense_mlp, rms_norm
     from .decoder.latent_attention import LatentSelfAttention
     from .decoder.moe import mixed_mlp
@@ -138,6 +129,6 @@ _V3 = {
     "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "rope_interleave": True, "eos_token_id": 1}
 
 MODELS.register("DeepseekV2ForCausalLM", "DeepseekV2ForSequenceClassification", "DeepseekV2Model")(
-    ModelFamily(partial(read, version=2), build, build_draft, _V2, tensor_parts))
+    ModelFamily(partial(read, version=2), build, blocks, _V2, tensor_parts))
 MODELS.register("DeepseekV3ForCausalLM", "DeepseekV3ForSequenceClassification", "DeepseekV3Model")(
-    ModelFamily(partial(read, version=3), build, build_draft, _V3, tensor_parts))
+    ModelFamily(partial(read, version=3), build, blocks, _V3, tensor_parts))

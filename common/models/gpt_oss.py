@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from ..distributed.parallel import Parallel
     from ..weights.lazy import LazyTensor
+    from .decoder.blocks import Blocks
     from .decoder.causal_lm import CausalLM
 
 
@@ -55,15 +56,19 @@ def read_experts(values: Mapping[str, Any]) -> MoESpec:
 
 
 def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from .decoder.blocks import Blocks, rms_norm
     from .decoder.causal_lm import CausalLM
+
+    return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
+
+
+def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
+    from .decoder.blocks import Blocks, rms_norm
     from .decoder.moe import mixed_mlp
     from .decoder.self_attention import SelfAttention
 
     own: GptOssSpec = spec.family
     attention = partial(SelfAttention, qkv_bias=own.attention_bias, o_bias=own.o_bias, sinks=own.sinks)
-    return CausalLM(spec, parallel, dtype, device, Blocks(
-        own.rope, rms_norm(own.rms_norm_eps), attention, mixed_mlp(parallel.experts)))
+    return Blocks(own.rope, rms_norm(own.rms_norm_eps), attention, mixed_mlp(parallel.experts))
 
 
 def tensor_parts(name: str, tensor: LazyTensor) -> Iterable[tuple[str, LazyTensor]]:
@@ -82,4 +87,4 @@ _DEFAULTS = {
         "original_max_position_embeddings": 4096}}
 
 MODELS.register("GptOssForCausalLM", "GptOssForSequenceClassification", "GptOssModel")(
-    ModelFamily(read, build, defaults=_DEFAULTS, tensor_parts=tensor_parts))
+    ModelFamily(read, build, blocks, _DEFAULTS, tensor_parts))

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..distributed.parallel import Parallel
+    from .decoder.blocks import Blocks
     from .decoder.causal_lm import CausalLM
 
 
@@ -40,18 +41,22 @@ def read(config: ModelConfig) -> ModelSpec:
 
 
 def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from .decoder.blocks import Blocks, dense_mlp, rms_norm
     from .decoder.causal_lm import CausalLM
+
+    return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
+
+
+def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
+    from .decoder.blocks import Blocks, dense_mlp, rms_norm
     from .decoder.self_attention import SelfAttention
 
     own: LlamaSpec = spec.family
-    return CausalLM(spec, parallel, dtype, device, Blocks(
-        own.rope, rms_norm(own.rms_norm_eps),
-        partial(SelfAttention, qkv_bias=own.attention_bias, o_bias=own.o_bias), dense_mlp(bias=own.mlp_bias)))
+    return Blocks(own.rope, rms_norm(own.rms_norm_eps),
+                  partial(SelfAttention, qkv_bias=own.attention_bias, o_bias=own.o_bias), dense_mlp(bias=own.mlp_bias))
 
 
 _DEFAULTS = {**COMMON, "intermediate_size": 11008, "max_position_embeddings": 2048, "attention_bias": False,
              "mlp_bias": False, "eos_token_id": 2}
 
 MODELS.register("LlamaForCausalLM", "LlamaForSequenceClassification", "LlamaModel")(
-    ModelFamily(read, build, defaults=_DEFAULTS))
+    ModelFamily(read, build, blocks, _DEFAULTS))

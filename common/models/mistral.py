@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..distributed.parallel import Parallel
+    from .decoder.blocks import Blocks
     from .decoder.causal_lm import CausalLM
 
 
@@ -35,17 +36,21 @@ def read(config: ModelConfig) -> ModelSpec:
 
 
 def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from .decoder.blocks import Blocks, dense_mlp, rms_norm
     from .decoder.causal_lm import CausalLM
+
+    return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
+
+
+def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
+    from .decoder.blocks import Blocks, dense_mlp, rms_norm
     from .decoder.self_attention import SelfAttention
 
     own: MistralSpec = spec.family
-    return CausalLM(spec, parallel, dtype, device,
-                    Blocks(own.rope, rms_norm(own.rms_norm_eps), SelfAttention, dense_mlp()))
+    return Blocks(own.rope, rms_norm(own.rms_norm_eps), SelfAttention, dense_mlp())
 
 
 _DEFAULTS = {**COMMON, "num_key_value_heads": 8, "intermediate_size": 14336, "max_position_embeddings": 131072,
              "sliding_window": 4096, "eos_token_id": 2}
 
 MODELS.register("MistralForCausalLM", "MistralForSequenceClassification", "MistralModel")(
-    ModelFamily(read, build, defaults=_DEFAULTS))
+    ModelFamily(read, build, blocks, _DEFAULTS))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from ..distributed.parallel import Parallel
     from ..weights.lazy import LazyTensor
+    from .decoder.blocks import Blocks
     from .decoder.causal_lm import CausalLM
 
 
@@ -41,14 +42,18 @@ def read(config: ModelConfig) -> ModelSpec:
 
 
 def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from .decoder.blocks import Blocks, rms_norm
     from .decoder.causal_lm import CausalLM
+
+    return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
+
+
+def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
+    from .decoder.blocks import Blocks, rms_norm
     from .decoder.moe import mixed_mlp
     from .decoder.self_attention import SelfAttention
 
     own: MixtralSpec = spec.family
-    return CausalLM(spec, parallel, dtype, device, Blocks(
-        own.rope, rms_norm(own.rms_norm_eps), SelfAttention, mixed_mlp(parallel.experts)))
+    return Blocks(own.rope, rms_norm(own.rms_norm_eps), SelfAttention, mixed_mlp(parallel.experts))
 
 
 _PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -69,4 +74,4 @@ _DEFAULTS = {**COMMON, "num_key_value_heads": 8, "intermediate_size": 14336, "ma
              "eos_token_id": 2}
 
 MODELS.register("MixtralForCausalLM", "MixtralForSequenceClassification", "MixtralModel")(
-    ModelFamily(read, build, defaults=_DEFAULTS, tensor_parts=tensor_parts))
+    ModelFamily(read, build, blocks, _DEFAULTS, tensor_parts))

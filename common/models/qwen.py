@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from ..distributed.parallel import Parallel
     from ..weights.lazy import LazyTensor
+    from .decoder.blocks import Blocks
     from .decoder.causal_lm import CausalLM
 
 
@@ -79,16 +80,21 @@ def read_experts(values: Mapping[str, Any]) -> MoESpec | None:
 
 
 def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from .decoder.blocks import Blocks, dense_mlp, rms_norm
     from .decoder.causal_lm import CausalLM
+
+    return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
+
+
+def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
+    from .decoder.blocks import Blocks, dense_mlp, rms_norm
     from .decoder.moe import mixed_mlp
     from .decoder.self_attention import SelfAttention
 
     own: QwenSpec = spec.family
     attention = partial(SelfAttention, qkv_bias=own.attention_bias, o_bias=own.o_bias,
                         head_norm_eps=own.rms_norm_eps if own.qk_norm else None)
-    return CausalLM(spec, parallel, dtype, device, Blocks(
-        own.rope, rms_norm(own.rms_norm_eps), attention, mixed_mlp(parallel.experts, dense_mlp(bias=own.mlp_bias))))
+    return Blocks(own.rope, rms_norm(own.rms_norm_eps), attention,
+                  mixed_mlp(parallel.experts, dense_mlp(bias=own.mlp_bias)))
 
 
 def tensor_parts(name: str, tensor: LazyTensor) -> Iterable[tuple[str, LazyTensor]]:
@@ -123,14 +129,14 @@ _MOE_3 = {**_MOE, "num_attention_heads": 32, "num_key_value_heads": 4, "intermed
           "attention_bias": False, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 
 MODELS.register("Qwen2ForCausalLM", "Qwen2ForSequenceClassification", "Qwen2Model")(
-    ModelFamily(partial(read_qwen2, slides=_from_last_on, has_experts=False), build, defaults=_DENSE,
-                tensor_parts=tensor_parts))
+    ModelFamily(partial(read_qwen2, slides=_from_last_on, has_experts=False), build, blocks, _DENSE,
+                tensor_parts))
 MODELS.register("Qwen3ForCausalLM", "Qwen3ForSequenceClassification", "Qwen3Model")(
-    ModelFamily(partial(read_qwen3, slides=_from_last_on, has_experts=False), build, defaults=_DENSE_3,
-                tensor_parts=tensor_parts))
+    ModelFamily(partial(read_qwen3, slides=_from_last_on, has_experts=False), build, blocks, _DENSE_3,
+                tensor_parts))
 MODELS.register("Qwen2MoeForCausalLM", "Qwen2MoeForSequenceClassification", "Qwen2MoeModel")(
-    ModelFamily(partial(read_qwen2, slides=_every_second_before_last, has_experts=True), build, defaults=_MOE_2,
-                tensor_parts=tensor_parts))
+    ModelFamily(partial(read_qwen2, slides=_every_second_before_last, has_experts=True), build, blocks, _MOE_2,
+                tensor_parts))
 MODELS.register("Qwen3MoeForCausalLM", "Qwen3MoeForSequenceClassification", "Qwen3MoeModel")(
-    ModelFamily(partial(read_qwen3, slides=_every, has_experts=True), build, defaults=_MOE_3,
-                tensor_parts=tensor_parts))
+    ModelFamily(partial(read_qwen3, slides=_every, has_experts=True), build, blocks, _MOE_3,
+                tensor_parts))

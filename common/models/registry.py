@@ -6,6 +6,7 @@ A family's file imports without torch: the API server reads specifications, and 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
 
     from ..distributed.parallel import Parallel
     from ..weights.loader import TensorParts
+    from .decoder.blocks import Blocks
     from .decoder.causal_lm import CausalLM
-    from .decoder.mtp import MTPDraftLayer
 
     Build = Callable[[ModelSpec, Parallel, torch.dtype, torch.device], CausalLM]
-    BuildDraft = Callable[[ModelSpec, Parallel, torch.dtype, torch.device], list[MTPDraftLayer]]
+    MakeBlocks = Callable[[ModelSpec, Parallel], Blocks]
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,15 @@ class ModelFamily:
     """The reader and the builder of checkpoints of some architectures.
 
     ``read(config)`` reads a checkpoint's configuration, which ``defaults`` complete, and must not import torch.
-    ``build(spec, parallel, dtype, device)`` makes the model of one rank, with uninitialised weights, and
-    ``build_draft`` the draft layers of ``spec.mtp_layers``. ``tensor_parts(name, tensor)``, where checkpoints name or
-    stack tensors in another way than the model, returns the model's tensors that one of a checkpoint's holds.
+    ``build(spec, parallel, dtype, device)`` makes the model of one rank, with uninitialised weights;
+    ``blocks(spec, parallel)`` the parts of its layers, of which draft layers are made too. ``tensor_parts(name,
+    tensor)``, where checkpoints name or stack tensors in another way than the model, returns the model's tensors that
+    one of a checkpoint's holds.
     """
 
     read: Callable[[ModelConfig], ModelSpec]
     build: Build
-    build_draft: BuildDraft | None = None
+    blocks: MakeBlocks | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     tensor_parts: TensorParts | None = None
 
@@ -49,15 +51,16 @@ class ModelFamily:
 MODELS: Registry[ModelFamily] = Registry("model architecture", "baton.common.models", group="baton.models")
 """The families by the names that ``architectures`` of a config.json may have."""
 
+_DRAFT_AFFIX = re.compile(r"^Eagle3?(?=[A-Z])|(Eagle3?|NextN)$")
 _COUNTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
 
 
 def register_model(*architectures: str, read: Callable[[ModelConfig], ModelSpec], build: Build,
-                   build_draft: BuildDraft | None = None, defaults: Mapping[str, Any] | None = None,
+                   blocks: MakeBlocks | None = None, defaults: Mapping[str, Any] | None = None,
                    tensor_parts: TensorParts | None = None) -> None:
     """Registers a family from user code; the arguments are ``ModelFamily``'s. Raises ConfigError for a name that is
     taken."""
-    MODELS.register(*architectures)(ModelFamily(read, build, build_draft, defaults or {}, tensor_parts))
+    MODELS.register(*architectures)(ModelFamily(read, build, blocks, defaults or {}, tensor_parts))
 
 
 def family_of(architecture: str) -> ModelFamily:
@@ -69,8 +72,9 @@ def family_of(architecture: str) -> ModelFamily:
     return family
 
 
-def load_model_spec(args: ModelArgs) -> ModelSpec:
-    """Reads ``config.json`` and ``generation_config.json``; raises ConfigError, naming what is unsupported."""
+def load_model_spec(args: ModelArgs, *, draft: bool = False) -> ModelSpec:
+    """Reads ``config.json`` and ``generation_config.json``; raises ConfigError, naming what is unsupported. A ``draft``
+    has the architecture's name with "Eagle", "Eagle3" or "NextN" before or after it."""
     folder = resolve_metadata(args)
     config = read_json(folder / "config.json")
     if config is None:
@@ -84,7 +88,7 @@ def load_model_spec(args: ModelArgs) -> ModelSpec:
             architecture = str((config.get("architectures") or ["none"])[0])
             spec = _read(MODELS.get("transformers"), architecture, config, generation, args)
             return dataclasses.replace(spec, implementation="transformers")
-        architecture = _architecture_of(config)
+        architecture = _architecture_of(config, draft)
         return _read(family_of(architecture), architecture, config, generation, args)
     except KeyError as error:
         raise ConfigError(f"{folder}/config.json lacks {error.args[0]!r}.") from None
@@ -99,8 +103,10 @@ def _read(family: ModelFamily, architecture: str, config: Mapping[str, Any], gen
     return family.read(ModelConfig.complete(architecture, config, generation, family.defaults, args))
 
 
-def _architecture_of(config: Mapping[str, Any]) -> str:
+def _architecture_of(config: Mapping[str, Any], draft: bool) -> str:
     named = config.get("architectures") or ["none"]
+    if draft:
+        named = [_DRAFT_AFFIX.sub("", name) for name in named]
     found: str | None = next((name for name in named if name in MODELS), None)
     if found is None:
         raise ConfigError(f"Architecture {named[0]} is not supported: use a checkpoint of "
@@ -114,14 +120,13 @@ def build_model(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device:
     return family_of(spec.implementation or spec.architecture).build(spec, parallel, dtype, device)
 
 
-def build_draft_layers(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype,
-                       device: torch.device) -> list[MTPDraftLayer]:
-    """Builds the checkpoint's draft layers, the first one next to the model, with uninitialised weights; raises
-    ConfigError for a family that has none."""
-    build_draft = family_of(spec.implementation or spec.architecture).build_draft
-    if build_draft is None or not spec.mtp_layers:
-        raise ConfigError(f"{spec.architecture} has no layers of multi-token prediction.")
-    return build_draft(spec, parallel, dtype, device)
+def blocks_of(spec: ModelSpec, parallel: Parallel) -> Blocks:
+    """Returns the blocks of a model's family; raises ConfigError for one that names none."""
+    blocks = family_of(spec.implementation or spec.architecture).blocks
+    if blocks is None:
+        raise ConfigError(f"{spec.implementation or spec.architecture} has no draft layers: its family names no blocks "
+                          "of which they could be made.")
+    return blocks(spec, parallel)
 
 
 def tensor_parts(spec: ModelSpec) -> TensorParts | None:

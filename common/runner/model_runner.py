@@ -45,7 +45,6 @@ from .eplb import ExpertBalancer, ExpertCounts, ExpertRecord, connect_experts, e
 from .kv_sizing import cache_layouts, count_pages, kv_scales, page_counts, resolve_dtype
 from .layer_group_events import LayerGroupEvents
 from .model_weights import ModelWeights
-from .mtp import MTPDraftLayers
 from .preflight import check_pool, pool_layers, token_bytes
 from .two_batch_overlap import TwoBatchOverlap
 
@@ -245,11 +244,6 @@ class ModelRunner:
     def model(self) -> ModelIdentity:
         """The identity of the weights."""
         return self._weights.identity
-
-    def load_draft_layers(self, progress: Progress) -> MTPDraftLayers:
-        """Loads the checkpoint's MTP draft layers in addition to this model. Raises ConfigError."""
-        return MTPDraftLayers.load(self._config, self.spec, self._parallel, self._model, self.pool.num_pages,
-                                   self._workspace, self.device, progress)
 
     def release(self, kinds: Iterable[MemoryKind]) -> None:
         """Frees device memory. No step is in flight, and none may run until ``resume``."""

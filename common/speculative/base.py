@@ -93,16 +93,20 @@ class Drafter(Protocol):
 
 
 class DraftModel(Protocol):
-    """The loaded weights of a drafter.
+    """The loaded weights of a drafter."""
 
-    ``layout``: that of its KV pool on this rank, whose pages have the ids of those of the model's first cache group.
-    ``shifted``: its keys and values at a position depend on the token after it too. ``features``: None if it reads
-    tokens only.
-    """
+    @property
+    def features(self) -> Features | None:
+        """What it reads of the model; None if it reads tokens only."""
 
-    features: Features | None
-    shifted: bool
-    layout: KVLayout
+    @property
+    def shifted(self) -> bool:
+        """True if its keys and values at a position depend on the token after it too."""
+
+    @property
+    def layout(self) -> KVLayout:
+        """The layout of its KV pool on this rank, whose pages have the ids of those of the model's first cache group.
+        """
 
     def make_drafter(self, pool: KVPool, workspace: AttentionWorkspace) -> Drafter:
         """Makes the drafter over a pool of ``layout``."""

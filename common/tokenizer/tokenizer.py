@@ -11,6 +11,7 @@ from typing import Any
 
 from ..api.errors import ConfigError, InvalidRequest
 from ..api.sampling import SamplingParams
+from ..tinychat import packaged_checkpoint
 from .templates import load_template
 from .text_stream import TextStream
 from .token_bytes import token_decoder
@@ -27,10 +28,7 @@ def load_tokenizer(path: str, revision: str | None = None) -> Tokenizer:
 
     Takes seconds: it imports transformers.
     """
-    if path == "tinychat":
-        from ..tinychat import CHECKPOINT
-        path = str(CHECKPOINT)
-    folder = Path(path).expanduser()
+    folder = packaged_checkpoint(path) or Path(path).expanduser()
     if not folder.is_dir() and (folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1):
         raise ConfigError(f"There is no tokenizer folder {folder}; set --model-path or --tokenizer-path to one that "
                           "holds tokenizer.json.")

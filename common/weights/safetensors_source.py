@@ -19,7 +19,7 @@ from .slots import Slot
 from .source import SourceTensor
 
 
-@LOAD_FORMATS.register("auto", "safetensors")
+@LOAD_FORMATS.register("safetensors")
 class SafetensorsSource:
     """The safetensors files of the checkpoint that ``args`` name."""
 

@@ -25,8 +25,8 @@ class ModelArgs:
         "weights that are loaded at run time have a fingerprint of their own again"))
     served_model_name: str | None = flag(None, help="model name in the API; by default --model-path")
     load_format: str = flag("auto", choices=Choices.of(LOAD_FORMATS), help=(
-        "source of the weights: auto is safetensors, dummy fills them with random values, for benchmarks without a "
-        "checkpoint"))
+        "source of the weights: auto is safetensors, or torch's .bin files (pt) where there are no others; dummy fills "
+        "them with random values, for benchmarks without a checkpoint"))
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = flag(
         "auto", help="type of weights and KV cache; auto is the checkpoint's on a GPU and float32 on a CPU")
     quantization: str | None = flag(None, choices=Choices.of(QUANTIZATIONS), help=(
@@ -59,6 +59,9 @@ class ModelArgs:
              "--model-impl transformers does not quantize: leave --quantization out."),
         Rule(lambda c: c.model.model_impl == "transformers" and c.answers.enable_return_hidden_states,
              "--model-impl transformers returns no hidden states: leave --enable-return-hidden-states out."),
+        Rule(lambda c: c.model.model_impl == "transformers" and c.speculative.is_device,
+             "--model-impl transformers shares no hidden states, embedding or head with a draft model: leave "
+             "--speculative-algorithm {speculative.speculative_algorithm} out, or use NGRAM."),
         Rule(lambda c: c.model.is_embedding and c.parallel.pp_size > 1,
              "--is-embedding does not work across the stages of --pp-size: leave one of them out."),
     )

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 SPECULATIVE_ALGORITHMS: Registry[Algorithm] = Registry("speculative algorithm", "baton.common.speculative",
                                                        group="baton.speculative")
-"""Traits: "device" for algorithms with a draft model, "shifted" where its keys and values depend on the next token."""
+"""Traits: "device" for algorithms with a draft model, "shifted" where its keys and values depend on the next token,
+"draft_path" where it needs a checkpoint of its own, "token_map" where its vocabulary can be restricted."""
 
 _DEFAULT_STEPS = {"NGRAM": 11}
 _OTHER_STEPS = 3
@@ -51,6 +52,16 @@ class SpeculativeArgs:
     speculative_ngram_min_match_window_size: int = flag(1, help=(
         "fewest tokens at the end that must have occurred before for NGRAM to draft"))
     speculative_ngram_max_match_window_size: int = flag(12, help="most tokens at the end that NGRAM looks for")
+    speculative_ngram_min_bfs_breadth: int = flag(1, help=(
+        "tokens that NGRAM drafts for one place after the longest match: 1 drafts a chain"))
+    speculative_ngram_max_bfs_breadth: int = flag(1, help=(
+        "tokens that NGRAM drafts for one place after the shortest match; above 1 drafts are trees"))
+    speculative_ngram_match_type: Literal["BFS", "PROB"] = flag("BFS", help=(
+        "the drafts of NGRAM's trees: level by level, or those that occurred most often"))
+    speculative_ngram_max_trie_depth: int = flag(18, names=("--speculative-ngram-branch-length",), help=(
+        "most drafts of NGRAM that follow each other"))
+    speculative_ngram_capacity: int = flag(10_000_000, help=(
+        "entries of NGRAM's index, of 8 bytes, of the tokens of all requests; 0 looks in the request's own only"))
     speculative_adaptive: bool = flag(False, help=(
         "choose the number of drafts by the batch, the measured cost of a step and the running acceptance"))
     speculative_simulate_acceptance: str | None = flag(None, metavar="LENGTH", help=(
@@ -61,6 +72,21 @@ class SpeculativeArgs:
         Rule(lambda c: not 1 <= c.speculative_ngram_min_match_window_size <= c.speculative_ngram_max_match_window_size,
              "--speculative-ngram-min-match-window-size must be between 1 and "
              "--speculative-ngram-max-match-window-size, not {speculative_ngram_min_match_window_size}."),
+        Rule(lambda c: not 1 <= c.speculative_ngram_min_bfs_breadth <= c.speculative_ngram_max_bfs_breadth,
+             "--speculative-ngram-min-bfs-breadth must be between 1 and --speculative-ngram-max-bfs-breadth, not "
+             "{speculative_ngram_min_bfs_breadth}."),
+        Rule(lambda c: c.speculative_ngram_max_bfs_breadth > 1 and not c.speculative_ngram_capacity,
+             "--speculative-ngram-max-bfs-breadth {speculative_ngram_max_bfs_breadth} needs the index of all requests: "
+             "leave --speculative-ngram-capacity out."),
+        Rule(lambda c: c.has("draft_path") and c.speculative_draft_model_path is None,
+             "--speculative-algorithm {speculative_algorithm} needs the folder or the name of its draft model: set "
+             "--speculative-draft-model-path."),
+        Rule(lambda c: c.speculative_draft_model_path is not None and not c.is_device,
+             "--speculative-draft-model-path is for EAGLE, EAGLE3, NEXTN and STANDALONE: name one of them by "
+             "--speculative-algorithm, or leave it out."),
+        Rule(lambda c: c.speculative_token_map is not None and not c.has("token_map"),
+             "--speculative-token-map restricts the vocabulary of EAGLE, NEXTN and STANDALONE (EAGLE3's heads have one "
+             "of their own): name one of them by --speculative-algorithm, or leave it out."),
         Rule(lambda c: c.speculative_algorithm is None and c.speculative_simulate_acceptance is not None,
              "--speculative-simulate-acceptance needs drafts: set --speculative-algorithm too."),
         Rule(lambda c: c.speculative_algorithm is None and c.speculative_adaptive,
@@ -77,7 +103,8 @@ class SpeculativeArgs:
     )
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "speculative_num_steps", "speculative_eagle_topk")
+        at_least(self, 1, "speculative_num_steps", "speculative_eagle_topk", "speculative_ngram_max_trie_depth")
+        at_least(self, 0, "speculative_ngram_capacity")
         at_least(self, 2, "speculative_num_draft_tokens")
         check_own_rules(self)
         _ = self.simulated_acceptance  # Raises for what it cannot read.
@@ -91,14 +118,16 @@ class SpeculativeArgs:
     @property
     def is_device(self) -> bool:
         """True where a draft model drafts, on the device."""
-        return self.speculative_algorithm is not None and SPECULATIVE_ALGORITHMS.has(self.speculative_algorithm,
-                                                                                     "device")
+        return self.has("device")
 
     @property
     def is_shifted(self) -> bool:
         """True where the draft's keys and values at a position depend on the token after it."""
-        return self.speculative_algorithm is not None and SPECULATIVE_ALGORITHMS.has(self.speculative_algorithm,
-                                                                                     "shifted")
+        return self.has("shifted")
+
+    def has(self, trait: str) -> bool:
+        """Returns True if the algorithm is registered with this trait; imports nothing."""
+        return self.speculative_algorithm is not None and SPECULATIVE_ALGORITHMS.has(self.speculative_algorithm, trait)
 
     @property
     def num_steps(self) -> int:

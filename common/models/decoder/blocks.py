@@ -46,8 +46,12 @@ class LayerAttention(Protocol):
     def slots(self) -> Iterator[Slot]: ...
 
 
-MakeAttention = Callable[[str, int, ModelSpec, TPGroup, Allocate], LayerAttention]
-"""Builds the attention ``(name, KV layer, spec, tp, allocate)`` of a layer, as ``MakeMLP`` its MLP."""
+class MakeAttention(Protocol):
+    """Builds the attention of a layer, as ``MakeMLP`` its MLP. ``in_features``: the width of its input, where that is
+    not the hidden size."""
+
+    def __call__(self, name: str, layer: int, spec: ModelSpec, tp: TPGroup, allocate: Allocate, /, *,
+                 in_features: int | None = None) -> LayerAttention: ...
 
 
 class LayerMLP(Protocol):

@@ -25,22 +25,24 @@ class Queries:
     """Projects hidden states to this rank's queries ``[T, H, N + R]`` and, in the same GEMM, to the token's latent and
     shared key ``[T, L + R]``, which every rank computes."""
 
-    def __init__(self, name: str, spec: ModelSpec, mla: MLASpec, bias: bool, tp: TPGroup, allocate: Allocate):
+    def __init__(self, name: str, spec: ModelSpec, mla: MLASpec, bias: bool, tp: TPGroup, allocate: Allocate,
+                 in_features: int | None = None):
+        in_features = in_features or spec.hidden_size
         size = spec.num_heads * mla.qk_dim
         latent = Columns.whole(f"{name}.kv_a_proj_with_mqa", mla.latent_dim)
         self.width = mla.qk_dim
         self.norm = self.up = self.latent = None
         if mla.q_lora_rank is not None:
             down = Columns.whole(f"{name}.q_a_proj", mla.q_lora_rank)
-            self.first = ColumnLinear(spec.hidden_size, [down, latent], bias, allocate)
+            self.first = ColumnLinear(in_features, [down, latent], bias, allocate)
             self.norm = RMSNorm(f"{name}.q_a_layernorm", mla.q_lora_rank, _LATENT_NORM_EPS, allocate)
             self.up = ColumnLinear(mla.q_lora_rank, [Columns.shard(f"{name}.q_b_proj", size, tp)], False, allocate)
         elif bias:  # q_proj has none even then
-            self.first = ColumnLinear(spec.hidden_size, [Columns.shard(f"{name}.q_proj", size, tp)], False, allocate)
-            self.latent = ColumnLinear(spec.hidden_size, [latent], True, allocate)
+            self.first = ColumnLinear(in_features, [Columns.shard(f"{name}.q_proj", size, tp)], False, allocate)
+            self.latent = ColumnLinear(in_features, [latent], True, allocate)
         else:
             queries = Columns.shard(f"{name}.q_proj", size, tp)
-            self.first = ColumnLinear(spec.hidden_size, [queries, latent], False, allocate)
+            self.first = ColumnLinear(in_features, [queries, latent], False, allocate)
 
     def activation_format(self, rows: int) -> Float8Format | None:
         return self.first.activation_format(rows) if self.latent is None else None
@@ -65,12 +67,12 @@ class LatentSelfAttention:
     """Latent attention as ``spec.mla`` describes it; ``bias`` is that of the projections to latents."""
 
     def __init__(self, name: str, layer: int, spec: ModelSpec, tp: TPGroup, allocate: Allocate, *, bias: bool = False,
-                 o_bias: bool = False):
+                 o_bias: bool = False, in_features: int | None = None):
         assert spec.mla is not None
         self.layer = layer
         self.mla = spec.mla
         heads = spec.num_heads
-        self.queries = Queries(name, spec, self.mla, bias, tp, allocate)
+        self.queries = Queries(name, spec, self.mla, bias, tp, allocate, in_features)
         self.norm = RMSNorm(f"{name}.kv_a_layernorm", self.mla.kv_lora_rank, _LATENT_NORM_EPS, allocate)
         # Attention needs this one as a matrix a head, in the engine's type, whatever the checkpoint's.
         self.up = DenseWeight(Columns.shard(f"{name}.kv_b_proj", heads * (self.mla.nope_dim + self.mla.v_dim), tp),

@@ -22,11 +22,11 @@ class SelfAttention:
 
     def __init__(self, name: str, layer: int, spec: ModelSpec, tp: TPGroup, allocate: Allocate, *,
                  qkv_bias: bool = False, o_bias: bool = False, head_norm_eps: float | None = None,
-                 sinks: bool = False):
+                 sinks: bool = False, in_features: int | None = None):
         self.layer = layer
         self.head_dim = spec.head_dim
         q_size = spec.num_heads * spec.head_dim
-        self.qkv = ColumnLinear(spec.hidden_size, [
+        self.qkv = ColumnLinear(in_features or spec.hidden_size, [
             Columns.shard(f"{name}.q_proj", q_size, tp),
             Columns.kv_shard(f"{name}.k_proj", spec.num_kv_heads, spec.head_dim, tp),
             Columns.kv_shard(f"{name}.v_proj", spec.num_kv_heads, spec.head_dim, tp),

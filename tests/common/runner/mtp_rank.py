@@ -9,13 +9,13 @@ import sys
 import numpy as np
 import torch
 
-from baton.common.config.server import ParallelArgs
+from baton.common.bench.draft_acceptance import DraftLayers
+from baton.common.config.server import ParallelArgs, ServerConfig, SpeculativeArgs
 from baton.common.distributed.expert_parallel import ExpertParallel
 from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.tp import init_tp
 from baton.common.forward.forward_batch import Row, build_forward_batch
 from baton.common.runner.model_runner import ModelRunner
-from baton.common.runner.mtp import MTPDraftLayers
 from baton.tests.helpers.rank_processes import end_rank
 from baton.tests.helpers.small_models import load_runner, scattered_pages, server_config
 
@@ -27,17 +27,18 @@ def main(rank: int, size: int, init_method: str, out: str, checkpoint: str) -> N
     torch.set_num_threads(1)
     world = init_tp(rank, size, init_method, "cpu", timeout=120)
     config = dataclasses.replace(server_config(checkpoint), parallel=ParallelArgs(tp_size=size, ep_size=size))
-    runner = load_runner(config, Parallel(world, experts=ExpertParallel(world, size)))
-    torch.save(rows_by_chunks(runner, load_draft_layers(runner), 38), out)
+    runner = load_runner(with_layers(config), Parallel(world, experts=ExpertParallel(world, size)))
+    torch.save(rows_by_chunks(runner, 38), out)
     end_rank(world)
 
 
-def load_draft_layers(runner: ModelRunner) -> MTPDraftLayers:
-    return runner.load_draft_layers(lambda what, share: None)
+def with_layers(config: ServerConfig) -> ServerConfig:
+    return dataclasses.replace(config, speculative=SpeculativeArgs(speculative_algorithm="NEXTN"))
 
 
-def rows_by_chunks(runner: ModelRunner, predictors: MTPDraftLayers, chunk: int) -> torch.Tensor:
+def rows_by_chunks(runner: ModelRunner, chunk: int) -> torch.Tensor:
     """``[predictors, 38, hidden]``, of all of TOKENS but the last two."""
+    predictors = DraftLayers(runner)
     pages = scattered_pages(runner, 1, len(TOKENS))[0]
     parts = []
     for start in range(0, 38, chunk):

@@ -15,10 +15,8 @@ from baton.common.api.errors import ConfigError
 from baton.common.bench import draft_acceptance
 from baton.common.bench.draft_acceptance import Acceptance, Drafting
 from baton.common.bench.workloads.workload import Prompt, Turn
-from baton.common.distributed.parallel import Parallel
-from baton.common.distributed.tp import TPGroup
 from baton.tests.common.models.test_models_numerics import TOLERANCE
-from baton.tests.common.runner.mtp_rank import TOKENS, load_draft_layers, rows_by_chunks
+from baton.tests.common.runner.mtp_rank import TOKENS, rows_by_chunks, with_layers
 from baton.tests.helpers.deepseek_models import save_deepseek, save_with_predictors
 from baton.tests.helpers.rank_processes import run_ranks
 from baton.tests.helpers.small_models import load_runner, server_config
@@ -36,8 +34,8 @@ def expected_rows(model: Any, *foretell: Any) -> torch.Tensor:
 @pytest.mark.parametrize("chunk", [38, 11])
 def test_rows_equal_transformers(tmp_path, chunk):
     models = save_with_predictors(tmp_path, 2)
-    runner = load_runner(server_config(tmp_path, page_size=4))
-    got = rows_by_chunks(runner, load_draft_layers(runner), chunk)
+    runner = load_runner(with_layers(server_config(tmp_path, page_size=4)))
+    got = rows_by_chunks(runner, chunk)
     torch.testing.assert_close(got, expected_rows(*models), atol=TOLERANCE, rtol=0)
 
 
@@ -51,7 +49,7 @@ def test_ranks_equal_transformers(tmp_path):
 def test_acceptance_of_a_models_own_answer(tmp_path):
     """Counted by hand from transformers' answer and its predictors' guesses."""
     model, first, second = save_with_predictors(tmp_path, 2, echo=3.0)
-    drafting = Drafting.load(server_config(tmp_path))
+    drafting = Drafting.load(with_layers(server_config(tmp_path)))
     prompt, count = TOKENS[:9].tolist(), 30
     with torch.inference_mode():
         ids = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=[-1])[0]
@@ -92,15 +90,7 @@ def test_command(tmp_path, capsys):
 def test_checkpoints_without_predictors_are_refused(tmp_path):
     save_deepseek(tmp_path, 3, num_nextn_predict_layers=0)
     with pytest.raises(ConfigError, match="has no layers of multi-token prediction"):
-        load_draft_layers(load_runner(server_config(tmp_path)))
-
-
-def test_predictors_are_for_one_attention_group(tmp_path):
-    save_with_predictors(tmp_path, 1)
-    runner = load_runner(server_config(tmp_path))
-    runner._parallel = Parallel(TPGroup(0, 2), TPGroup(), TPGroup(0, 2))
-    with pytest.raises(ConfigError, match="leave --enable-dp-attention out"):
-        load_draft_layers(runner)
+        load_runner(with_layers(server_config(tmp_path)))
 
 
 def test_predictors_that_are_not_whole_are_refused(tmp_path):
@@ -110,6 +100,5 @@ def test_predictors_that_are_not_whole_are_refused(tmp_path):
     del tensors["model.layers.3.enorm.weight"]
     file.unlink()
     save_file(tensors, file)
-    runner = load_runner(server_config(tmp_path))
     with pytest.raises(ConfigError, match="lacks model.layers.3.enorm.weight"):
-        load_draft_layers(runner)
+        load_runner(with_layers(server_config(tmp_path)))

@@ -55,7 +55,9 @@ MIXED = {"schedule": {"enable_mixed_chunk": True}}
     {}, {"overlap": True}, {"page_size": 1, "chunk": 7}, {"page_size": 16, "chunk": 7, "overlap": True},
     {"max_total_tokens": 128, "chunk": 20}, {"max_total_tokens": 96, "page_size": 1, "max_drafts": 9},
     {"radix": False, "max_running": 3}, {"chunk": 9, **MIXED}, {"chunk": 20, "max_total_tokens": 128, **MIXED},
-    {"max_drafts": 1}, {"shifted": True}, {"shifted": True, "max_total_tokens": 128, "chunk": 9, **MIXED}], ids=str)
+    {"max_drafts": 1}, {"max_running": 4, "overlap": True}, {"max_running": 4, "shifted": True},
+    {"shifted": True, "max_total_tokens": 128, "overlap": True}, {"chunk": 9, "overlap": True, **MIXED},
+    {"shifted": True}, {"shifted": True, "max_total_tokens": 128, "chunk": 9, **MIXED}], ids=str)
 def test_tokens_equal_those_without_drafts(checkpoint, expected, options):
     options = dict(options)
     drafter = TableDrafter(expected[0], VOCAB, options.get("page_size", 4), shifted=options.pop("shifted", False))

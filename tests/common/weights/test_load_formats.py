@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +22,8 @@ from baton.common.weights.lazy import InMemory
 from baton.common.weights.loader import load_weights, silent
 from baton.common.weights.safetensors_source import SafetensorsSource
 from baton.common.weights.slots import Slot
-from baton.common.weights.source import SourceTensor
+from baton.common.weights.source import SourceTensor, open_weights
+from baton.common.weights.torch_source import TorchSource
 from baton.tests.helpers.small_models import (
     expected_logits,
     forward,
@@ -139,3 +141,47 @@ def test_what_shares_a_finish_is_finished_once_after_all_are_loaded(tmp_path, me
     with pytest.raises(ConfigError, match="lacks d"):
         load_weights(DictSource(ModelArgs("")), [*finishing, Slot("d", torch.zeros(3), (3,))], silent, tied=False)
     assert len(seen) == 1
+
+
+def test_a_checkpoint_of_torchs_own_files(tmp_path):
+    """It loads as one in safetensors does, where there is none of those; files that are no tensors run no code."""
+    save_model(tmp_path, "Llama")
+    want, tensors = logits_of(tmp_path), load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    halves = [dict(list(tensors.items())[part::2]) for part in range(2)]
+    for part, content in enumerate(halves):
+        torch.save(content, tmp_path / f"pytorch_model-{part}.bin")
+    torch.save({"lr": 0.1}, tmp_path / "training_args.bin")
+    assert torch.equal(logits_of(tmp_path), want) and torch.equal(logits_of(tmp_path, load_format="pt"), want)
+    args = ModelArgs(str(tmp_path))
+    found = identify(args, load_model_spec(args))
+    assert torch.equal(open_weights(args).find("model.norm.weight")[:], tensors["model.norm.weight"])
+    with pytest.raises(ConfigError, match="lacks nothing"):
+        open_weights(args).find("nothing")
+    torch.save({**halves[1], "model.norm.weight": tensors["model.norm.weight"] + 1}, tmp_path / "pytorch_model-1.bin")
+    assert identify(args, load_model_spec(args)).fingerprint != found.fingerprint
+    for content, error in (([1], "it is no dictionary of tensors"), ({"a": Path}, "Cannot read")):
+        torch.save(content, tmp_path / "pytorch_model-1.bin")
+        with pytest.raises(ConfigError, match=error):
+            logits_of(tmp_path)
+    for file in tmp_path.glob("*.bin"):
+        file.unlink()
+    with pytest.raises(ConfigError, match="holds no safetensors files"):
+        logits_of(tmp_path)
+    with pytest.raises(ConfigError, match=r"holds no \*.bin files, which --load-format pt reads"):
+        logits_of(tmp_path, load_format="pt")
+
+
+def test_torchs_own_files_of_a_hub_are_downloaded_where_there_are_no_others(monkeypatch, tmp_path):
+    from baton.common.config import checkpoint
+
+    asked = []
+    monkeypatch.setattr(checkpoint, "download",
+                        lambda path, revision, patterns, *rest: asked.append(patterns[-1]) or tmp_path)
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    assert isinstance(LOAD_FORMATS.get("auto")(ModelArgs("org/name")), TorchSource)
+    assert checkpoint.PICKLED_PATTERNS[0] in asked
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    asked.clear()
+    assert isinstance(LOAD_FORMATS.get("auto")(ModelArgs("org/name")), SafetensorsSource)
+    assert checkpoint.PICKLED_PATTERNS[0] not in asked

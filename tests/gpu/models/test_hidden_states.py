@@ -8,7 +8,7 @@ import torch
 
 from baton.common.forward.forward_batch import Row, build_forward_batch
 from baton.common.runner.cuda_graphs.piecewise_graphs import GraphRecorder, GraphSizes
-from baton.tests.common.runner.mtp_rank import load_draft_layers, rows_by_chunks
+from baton.tests.common.runner.mtp_rank import rows_by_chunks, with_layers
 from baton.tests.helpers.deepseek_models import save_with_predictors
 from baton.tests.helpers.small_models import load_runner, save_model, scattered_pages, server_config
 
@@ -17,6 +17,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 def runner_of(folder, device: str, **model):
     return load_runner(server_config(folder, backend="auto", dtype="float32", **model), device=device)
+
+
+def draft_runner_of(folder, device: str):
+    return load_runner(with_layers(server_config(folder, backend="auto", dtype="float32")), device=device)
 
 
 def test_embeddings_equal_the_cpus(tmp_path):
@@ -51,6 +55,6 @@ def test_embeddings_equal_the_cpus(tmp_path):
 @pytest.mark.parametrize("chunk", [38, 11])
 def test_predictors_equal_the_cpus(tmp_path, chunk):
     save_with_predictors(tmp_path, 2)
-    rows = [rows_by_chunks(runner, load_draft_layers(runner), chunk).float().cpu()
-            for runner in (runner_of(tmp_path, device) for device in ("cpu", "cuda:0"))]
+    rows = [rows_by_chunks(runner, chunk).float().cpu()
+            for runner in (draft_runner_of(tmp_path, device) for device in ("cpu", "cuda:0"))]
     torch.testing.assert_close(rows[1], rows[0], atol=1e-3, rtol=1e-3)

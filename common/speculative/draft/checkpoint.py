@@ -1,0 +1,170 @@
+"""A draft model's checkpoint: its specification, whether it fits the model, and what of its weights it has."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...api.errors import ConfigError
+from ...attention.base import AttentionPlanner
+from ...attention.mla.select import select_latent_attention
+from ...attention.select import select_attention
+from ...config.checkpoint import read_json, resolve_metadata
+from ...config.model import ModelSpec
+from ...config.server import ModelArgs, ServerConfig
+from ...distributed.parallel import Parallel
+from ...kvcache.layout import KVLayout
+from ...kvcache.pool import KVPool
+from ...models.registry import load_model_spec
+from ...weights.kv_scales import KV_DTYPES
+from ...weights.loader import TensorParts
+from ...weights.slots import Allocate, allocator
+from ...weights.source import open_weights
+from ..base import DraftContext
+
+
+@dataclass(frozen=True)
+class DraftCheckpoint:
+    """A checkpoint of ``args``, whose config.json has ``values``. ``spec`` has the model's context length."""
+
+    args: ModelArgs
+    values: dict[str, Any]
+    spec: ModelSpec
+
+    @classmethod
+    def of_flags(cls, context: DraftContext) -> DraftCheckpoint:
+        """Reads the checkpoint of --speculative-draft-model-path; raises ConfigError where its vocabulary is not the
+        model's, or where the ranks cannot split it."""
+        args = draft_args(context.config)
+        with naming_draft():
+            values = read_json(resolve_metadata(args) / "config.json") or {}
+            spec = load_model_spec(args, draft=True)
+            spec.check_tp(context.parallel.attn_tp.size)
+        model = context.spec
+        if spec.vocab_size != model.vocab_size:
+            raise ConfigError(f"The draft model {args.model_path} has a vocabulary of {spec.vocab_size} tokens, and "
+                              f"{context.config.model.model_path} one of {model.vocab_size}: use a draft model of the "
+                              "same tokenizer.")
+        return cls(args, values, dataclasses.replace(spec, context_length=model.context_length))
+
+    def check_hidden_size(self, context: DraftContext, size: int) -> None:
+        """Raises ConfigError where the model's hidden size is not ``size``, for which the draft model was made."""
+        if size != context.spec.hidden_size:
+            raise ConfigError(f"The draft model {self.args.model_path} is for a model of hidden size {size}, and "
+                              f"{context.config.model.model_path} has {context.spec.hidden_size}: use a draft model "
+                              "that was trained for it.")
+
+    def tensor_names(self, parts: TensorParts | None) -> set[str]:
+        """Returns the names of the checkpoint's tensors, as ``parts`` give them; none of dummy weights."""
+        with naming_draft():
+            source = open_weights(self.args)
+            return {own for name, tensor, _ in source.tensors([])
+                    for own, _ in (((name, tensor),) if parts is None else parts(name, tensor))}
+
+    @property
+    def is_dummy(self) -> bool:
+        return self.args.load_format == "dummy"
+
+
+def draft_args(config: ServerConfig) -> ModelArgs:
+    """Returns the flags of the draft model, as a model of its own."""
+    path = config.speculative.speculative_draft_model_path
+    assert path is not None
+    return dataclasses.replace(
+        config.model, model_path=path, revision=config.speculative.speculative_draft_model_revision,
+        tokenizer_path=None, model_fingerprint=None, served_model_name=None, quantization=None, model_impl="baton",
+        context_length=None, load_format="dummy" if config.model.load_format == "dummy" else "auto")
+
+
+@contextmanager
+def naming_draft() -> Iterator[None]:
+    """Names the draft model's flag in errors of its checkpoint."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--model-path", "--speculative-draft-model-path")) from None
+
+
+def local_parallel(parallel: Parallel) -> Parallel:
+    """Returns the groups of a draft model: it is split over the ranks of one attention group, its experts too, so that
+    idle data-parallel ranks need not take part."""
+    return Parallel(parallel.attn_tp)
+
+
+def draft_layout(config: ServerConfig, spec: ModelSpec, tp_size: int, dtype: str) -> KVLayout:
+    """Returns the layout of a draft model's pool on one rank: a single layer group, since all layers are computed
+    before any travels. ``dtype`` is the model's."""
+    cache = config.cache
+    return KVLayout(groups=(spec.num_layers,), num_kv_heads=spec.local_kv_heads(tp_size), head_dim=spec.kv_dim,
+                    page_size=cache.page_size, dtype=KV_DTYPES.get(cache.kv_cache_dtype, dtype),
+                    form="heads" if spec.mla is None else "latent", windows=spec.windows)
+
+
+def draft_allocator(context: DraftContext, spec: ModelSpec) -> Allocate:
+    """Returns the allocator of a draft model's parameters, in the model's type."""
+    return allocator(getattr(torch, context.dtype), context.device, spec.quantization)
+
+
+def draft_attention(context: DraftContext, spec: ModelSpec, pool: KVPool) -> AttentionPlanner:
+    """Creates the attention backend of a draft model of ``spec``, which the model's flags choose."""
+    kernels, heads = context.config.kernels, spec.num_heads // context.parallel.attn_tp.size
+    if spec.mla is not None:
+        return select_latent_attention(kernels, context.device, pool, spec.mla, heads, context.dtype)
+    return select_attention(kernels, context.device, pool, heads, context.dtype,
+                            spec.windows_of(range(spec.num_layers)))
+
+
+def check_tokenizer(config: ServerConfig, args: ModelArgs) -> None:
+    """Raises ConfigError where the draft's tokenizer and the model's give tokens other ids; folders without a
+    tokenizer.json are not compared."""
+    with naming_draft():
+        draft = _vocabulary(resolve_metadata(args))
+    model = _vocabulary(resolve_metadata(config.model))
+    if draft and model and (differing := sum(model.get(token) != id for token, id in draft.items())):
+        raise ConfigError(f"The draft model {args.model_path} has another tokenizer than {config.model.model_path}: "
+                          f"{differing} of its {len(draft)} tokens have another id there.")
+
+
+def _vocabulary(folder: Path) -> dict[str, int]:
+    content = read_json(folder / "tokenizer.json") or {}
+    vocabulary = (content.get("model") or {}).get("vocab") or {}
+    if isinstance(vocabulary, list):  # of unigram models: pairs of a token and its score
+        vocabulary = {token: index for index, (token, _) in enumerate(vocabulary)}
+    return {**vocabulary, **{token["content"]: token["id"] for token in content.get("added_tokens") or ()}}
+
+
+def read_token_map(path: str, vocab_size: int) -> torch.Tensor:
+    """Reads the ids [n] int64, ascending, of --speculative-token-map: a tensor or list in a .pt file, a list of a
+    .json file, or a text file with an id in each word. Raises ConfigError."""
+    try:
+        ids = sorted(set(_READERS.get(Path(path).suffix, _text_ids)(Path(path))))
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
+        raise ConfigError(f"Cannot read --speculative-token-map {path}: {error}.") from None
+    except Exception as error:  # torch's own errors of unpickling
+        raise ConfigError(f"Cannot read --speculative-token-map {path}: {type(error).__name__}.") from None
+    if not ids or ids[0] < 0 or ids[-1] >= vocab_size:
+        raise ConfigError(f"--speculative-token-map {path} must have ids from 0 to {vocab_size - 1}, those of the "
+                          "model's tokens.")
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def _torch_ids(path: Path) -> list[int]:
+    return [int(id) for id in torch.load(path, map_location="cpu", weights_only=True)]
+
+
+def _json_ids(path: Path) -> list[int]:
+    return [int(id) for id in json.loads(path.read_text(encoding="utf-8"))]
+
+
+def _text_ids(path: Path) -> list[int]:
+    return [int(word) for word in path.read_text(encoding="utf-8").split()]
+
+
+_READERS: dict[str, Callable[[Path], list[int]]] = {".pt": _torch_ids, ".pth": _torch_ids, ".json": _json_ids}

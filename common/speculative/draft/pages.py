@@ -1,0 +1,47 @@
+"""The batches of a drafter's own: rows at positions that the step's batch does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ...forward.forward_batch import BatchColumns, ForwardBatch, indptr_of, ragged_positions
+from ...kvcache.manager import PageTable
+
+
+class DraftPages:
+    """The pages of some requests up to their last position in a step, read once from their page tables."""
+
+    def __init__(self, tables: Sequence[PageTable], last_positions: np.ndarray, page_size: int, device: torch.device):
+        """``last_positions`` [n] int64: the last one of each request that a pass reaches."""
+        self._page_size = page_size
+        self._device = device
+        counts = last_positions // page_size + 1
+        parts = [table.ids[:count] for table, count in zip(tables, counts.tolist())]
+        assert all(len(part) == count for part, count in zip(parts, counts.tolist())), "drafts have no pages"
+        self._ids = np.concatenate(parts).astype(np.int32)
+        self._indptr = indptr_of(counts)
+
+    def decode_batch(self, requests: np.ndarray, positions: np.ndarray, ids: torch.Tensor) -> ForwardBatch:
+        """Returns a decode batch: one row for each of ``requests`` [m] (indices of the tables), with the token
+        ``ids`` [m] int64 at ``positions`` [m] int64."""
+        return self.batch(requests, positions, np.ones(len(requests), np.int64), ids)
+
+    def batch(self, requests: np.ndarray, starts: np.ndarray, lengths: np.ndarray, ids: torch.Tensor,
+              logits_rows: np.ndarray | None = None) -> ForwardBatch:
+        """Returns a batch of ``lengths`` [m] rows a request, from position ``starts`` [m] on, with tokens ``ids`` [T]
+        int64. ``logits_rows`` are ForwardBatch.from_columns'."""
+        size = self._page_size
+        ends = starts + lengths
+        counts = -(ends // -size)
+        kv_indptr, qo_indptr = indptr_of(counts), indptr_of(lengths)
+        kv_indices = self._ids[np.arange(kv_indptr[-1]) + np.repeat(self._indptr[requests] - kv_indptr[:-1], counts)]
+        positions = ragged_positions(starts, lengths, qo_indptr)
+        in_request, offsets = np.divmod(positions, size)
+        page_of_token = kv_indices[np.repeat(kv_indptr[:-1], lengths) + in_request].astype(np.int64)
+        columns = BatchColumns(positions, page_of_token, offsets, kv_indptr, kv_indices,
+                               (ends - (counts - 1) * size).astype(np.int32), None, qo_indptr,
+                               int(lengths.max(initial=1)))
+        return ForwardBatch.from_columns(columns, ids, self._device, logits_rows)

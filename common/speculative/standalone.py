@@ -1,0 +1,139 @@
+"""STANDALONE: a smaller model of the same vocabulary, which reads tokens only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..api.drafts import Drafts
+from ..attention.base import AttentionPlanner
+from ..attention.workspace import AttentionWorkspace
+from ..config.model import ModelSpec
+from ..config.server.speculative import SPECULATIVE_ALGORITHMS
+from ..forward.forward_batch import ForwardBatch, indptr_of, ragged_positions
+from ..forward.host_copies import upload_joined
+from ..forward.step_context import StepContext
+from ..kvcache.layout import KVLayout
+from ..kvcache.pool import KVPool
+from ..models.decoder.causal_lm import CausalLM
+from ..models.drafts.network import DraftHead
+from ..models.registry import build_model, tensor_parts
+from ..weights.loader import load_weights
+from ..weights.slots import Slot
+from ..weights.source import open_weights
+from .base import Algorithm, DraftContext, Drafter, DraftModel, DraftStep, Features
+from .draft.chains import Chains, StepRows
+from .draft.checkpoint import (
+    DraftCheckpoint,
+    check_tokenizer,
+    draft_allocator,
+    draft_attention,
+    draft_layout,
+    local_parallel,
+    naming_draft,
+)
+from .draft.head import restricted
+from .draft.pages import DraftPages
+
+
+@dataclass(frozen=True)
+class StandaloneDraftModel:
+    """A loaded ``model`` of ``spec``."""
+
+    context: DraftContext
+    spec: ModelSpec
+    model: CausalLM
+    head: DraftHead
+    layout: KVLayout
+
+    features: Features | None = None
+    shifted = False
+
+    def make_drafter(self, pool: KVPool, workspace: AttentionWorkspace) -> Drafter:
+        return StandaloneDrafter(self.model, self.head, draft_attention(self.context, self.spec, pool), workspace,
+                                 pool.layout.page_size, self.context.config.speculative.num_steps)
+
+    def slots(self) -> Iterator[Slot]:
+        yield from self.model.slots()
+
+
+class StandaloneDrafter:
+    """Drafts chains by a model over its pool, which has the keys and values of all right tokens of a step, and of the
+    newest one where drafts follow it."""
+
+    def __init__(self, model: CausalLM, head: DraftHead, attention: AttentionPlanner, workspace: AttentionWorkspace,
+                 page_size: int, num_steps: int):
+        """``num_steps``: most drafts of a request."""
+        self._model = model
+        self._head = head
+        self._attention = attention
+        self._workspace = workspace
+        self._page_size = page_size
+        self._num_steps = num_steps
+
+    @torch.inference_mode()
+    def run(self, step: DraftStep) -> list[Drafts | None]:
+        rows = StepRows(step)
+        rows.limits = np.minimum(rows.limits, self._num_steps)
+        chains = Chains(step, rows, self._head.token_ids)
+        current = np.flatnonzero(rows.limits > 0)
+        pages, batch = self._extended(step, rows)
+        logits = self._logits(batch)
+        if not len(current):
+            return chains.drafts()
+        drafts = chains.sample(logits, current)
+        for ahead in range(1, int(rows.limits.max())):
+            keeps = rows.limits[current] > ahead
+            if not keeps.all():
+                drafts = drafts[upload_joined([np.flatnonzero(keeps)], torch.int64, drafts.device)]
+                current = current[keeps]
+            batch = pages.decode_batch(rows.requests[current], rows.positions[current] + 1 + ahead, drafts)
+            drafts = chains.sample(self._logits(batch), current)
+        return chains.drafts()
+
+    def _extended(self, step: DraftStep, rows: StepRows) -> tuple[DraftPages, ForwardBatch]:
+        """Returns the pages of all requests, and the batch of their right rows, with their newest token behind where
+        drafts follow; the last rows of those get logits."""
+        columns, ids = step.step.columns, step.batch.input_ids
+        starts = step.step.starts
+        kept = np.diff(columns.qo_indptr).astype(np.int64)
+        kept[rows.requests] = rows.last_rows - columns.qo_indptr[rows.requests] + 1
+        lengths = kept.copy()
+        drafting = rows.limits > 0
+        lengths[rows.requests[drafting]] += 1
+        indptr = indptr_of(lengths)
+        # Rows of the step's tokens, then of those that follow them.
+        sources = ragged_positions(columns.qo_indptr[:-1].astype(np.int64), lengths, indptr)
+        newest = indptr[1:][rows.requests[drafting]].astype(np.int64) - 1
+        sources[newest] = len(ids) + rows.last_rows[drafting]
+        tokens = torch.cat([ids, step.next_ids])[upload_joined([sources], torch.int64, ids.device)]
+        last_positions = starts + lengths - 1
+        last_positions[rows.requests] += np.maximum(rows.limits - 1, 0)
+        tables = [req.page_table for req in step.step.reqs if req.page_table is not None]
+        pages = DraftPages(tables, last_positions, self._page_size, ids.device)
+        return pages, pages.batch(np.arange(len(starts)), starts, lengths, tokens, newest)
+
+    def _logits(self, batch: ForwardBatch) -> torch.Tensor:
+        hidden = self._model.hidden_states(StepContext(batch, self._attention.plan(batch, self._workspace)))
+        return self._head.table.logits(hidden)
+
+
+def load(context: DraftContext) -> DraftModel:
+    """Loads the model of --speculative-draft-model-path; raises ConfigError where its tokenizer is another."""
+    checkpoint = DraftCheckpoint.of_flags(context)
+    check_tokenizer(context.config, checkpoint.args)
+    spec, local = checkpoint.spec, local_parallel(context.parallel)
+    with naming_draft():
+        model = build_model(spec, local, getattr(torch, context.dtype), context.device)
+        load_weights(open_weights(checkpoint.args), model.slots(), context.progress, tied=spec.tie_word_embeddings,
+                     unused=spec.unused_names, parts=tensor_parts(spec))
+    assert model.lm_head is not None
+    head = restricted(context, model.lm_head, draft_allocator(context, spec))
+    return StandaloneDraftModel(context, spec, model, head,
+                                draft_layout(context.config, spec, local.attn_tp.size, context.dtype))
+
+
+SPECULATIVE_ALGORITHMS.register("STANDALONE", traits=("device", "draft_path", "token_map"))(Algorithm(load=load))
