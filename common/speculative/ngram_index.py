@@ -24,6 +24,7 @@ WAYS = 8
 """Places of a bucket: a cache line."""
 _MAX_NEW_TOKENS = 16
 """A request with more new tokens, those of a prompt, is indexed by itself."""
+_FEW_TOKENS = 4
 _PROMPT_TOKENS = 2048
 """Tokens of prompts that are indexed at once, in about a millisecond: the others wait for the next steps."""
 _OFFSET_BITS = _STREAM_BITS = 22
@@ -163,10 +164,13 @@ class NgramIndex:
         chosen = hashes[window, row, column]
         buckets = (chosen & self._mask).astype(np.int64) + self._first_bucket[window]
         entries = (chosen >> np.uint64(_TAG_SHIFT) << np.uint64(_TAG_SHIFT)) | places[row, column].astype(np.uint64)
-        before = self._table[buckets]
-        before[:, 1:] = before[:, :-1]
-        before[:, 0] = entries
-        self._table[buckets] = before
+        # Of a few new tokens two in one bucket are rare, and the first of them is then left out.
+        parts = _last_ways(buckets) if hashes.shape[2] > _FEW_TOKENS else [np.arange(len(buckets))]
+        for part in parts:
+            before = self._table[buckets[part]]
+            before[:, 1:] = before[:, :-1]
+            before[:, 0] = entries[part]
+            self._table[buckets[part]] = before
         for of, count, done_now in zip(running, counts, caught_up[:, 0].tolist()):
             if done_now:
                 of.count = count
@@ -207,6 +211,14 @@ class NgramIndex:
 
 
 _TAG_SHIFT = _OFFSET_BITS + _STREAM_BITS
+
+
+def _last_ways(buckets: np.ndarray) -> list[np.ndarray]:
+    """Returns indices of ``buckets`` [n] in parts that name no bucket twice: the last WAYS of each, in order."""
+    order = np.argsort(buckets, kind="stable")
+    ends = np.append(np.flatnonzero(np.diff(buckets[order])) + 1, len(order)) if len(order) else order
+    later = np.repeat(ends, np.diff(ends, prepend=0)) - 1 - np.arange(len(order))
+    return [order[later == rank] for rank in range(min(WAYS, int(later.max(initial=-1)) + 1) - 1, -1, -1)]
 
 
 def _windows(least: int, most: int) -> list[int]:

@@ -125,7 +125,7 @@ def test_numbers_of_streams_come_round(monkeypatch):
 @pytest.mark.parametrize("by_frequency,limit,tokens,parents", [
     (False, 9, (1, 5, 2, 7, 6, 3, 4, 8), (-1, -1, 0, 0, 1, 2, 2, 3)),
     (False, 3, (1, 5, 2), (-1, -1, 0)),
-    (True, 4, (1, 2, 5, 6), (-1, 0, -1, 2)),
+    (True, 5, (1, 2, 5, 7, 3), (-1, 0, -1, 0, 1)),
     (True, 1, (1,), None),
 ])
 def test_trees(by_frequency, limit, tokens, parents):
@@ -144,9 +144,11 @@ def test_flags():
     proposer = make_proposer(SpeculativeArgs(speculative_ngram_max_bfs_breadth=5, speculative_ngram_min_bfs_breadth=2))
     assert isinstance(proposer, NgramProposer)
     assert [proposer._breadth(length) for length in (1, 4, 8, 12)] == [5, 4, 3, 2]
-    asks = Request([1, 2, 9, 1, 3, 9, 1])
+    asks = Request([1, 2, 9, 4, 1, 3, 9, 1])
     (drafts,) = proposer.propose([asks], [6])
-    assert drafts == Drafts((3, 2, 9, 9, 1, 1), (-1, -1, 0, 1, 2, 3))
+    assert drafts == Drafts((3, 2, 9, 9, 1, 4), (-1, -1, 0, 1, 2, 3))
+    most = make_proposer(SpeculativeArgs(speculative_ngram_max_bfs_breadth=2, speculative_ngram_match_type="PROB"))
+    assert most.propose([asks], [3]) == [Drafts((3, 2, 9), (-1, -1, 0))]
     chain = make_proposer(SpeculativeArgs(speculative_ngram_max_trie_depth=2))
     assert chain.propose([asks], [6]) == [Drafts((3, 9))]
     own = make_proposer(SpeculativeArgs(speculative_ngram_capacity=0, speculative_ngram_max_trie_depth=2))

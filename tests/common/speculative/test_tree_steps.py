@@ -10,6 +10,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from baton.common.api.drafts import Drafts
+from baton.common.config.server.speculative import SpeculativeArgs
+from baton.common.speculative.ngram import NgramProposer
 from baton.tests.helpers.deepseek_models import save_deepseek
 from baton.tests.helpers.gpt_oss_models import save_gpt_oss
 from baton.tests.helpers.hand_driven import Engine, tokens_of
@@ -105,6 +107,15 @@ def test_two_ranks_move_their_own_heads(checkpoint, expected, tmp_path):
     _, found = answers(checkpoint, proposer=oracle, max_drafts=9)
     assert [rank["tokens"] for rank in ranks] == [found[0]] * 2
     assert [rank["accepted"] for rank in ranks] == [oracle.accepted] * 2
+
+
+@pytest.mark.parametrize("match_type", ["BFS", "PROB"])
+def test_trees_of_n_grams(checkpoint, expected, match_type):
+    proposer = NgramProposer(SpeculativeArgs(speculative_ngram_max_bfs_breadth=4,
+                                             speculative_ngram_match_type=match_type))
+    engine, found = answers(checkpoint, proposer=proposer, max_drafts=8)
+    assert found == expected
+    assert engine.drafting.num_accepted > 50
 
 
 def test_a_chain_of_first_children():
