@@ -8,6 +8,7 @@ bootstrap room, and requests that were retracted.
 
 from __future__ import annotations
 
+from ..common.api.drafts import Drafts
 from ..common.api.errors import ServingError, TransferFailed
 from ..common.distributed.tp import TPGroup
 from ..common.engine.unified_scheduler import UnifiedScheduler
@@ -178,5 +179,20 @@ class DecodeScheduler:
         self.batcher.cache.commit(req.page_table, req.prompt)
         self.batcher.start_decode(req)
         self.unified.report(req, req.append_token(result.token_id), result.logprobs)
+        if req.finish is None:
+            self._set_drafts(req, transfer.room, result.drafts)
         if self.batcher.paused == "retract":
             self.batcher.pause("retract")  # this request too
+
+    def _set_drafts(self, req: Req, room: int, arrived: Drafts | None) -> None:
+        """Sets the drafts that the request's first step here verifies: those that came with the draft's pages, else
+        those of our own draft model, which has to compute the prompt first."""
+        drafting = self.batcher.drafting
+        if drafting is None or not drafting.on_device:
+            return
+        if self.receiver.with_draft(room):
+            if arrived is not None and arrived.is_valid(self.tracker.vocab_size):
+                req.drafts = arrived
+            return
+        assert req.page_table is not None
+        self.unified.draft_prompt(req, req.page_table.num_cached_pages * self.batcher.cache.page_size)

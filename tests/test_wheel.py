@@ -40,7 +40,8 @@ def test_contents(wheel):
                       "kvtransfer", "prefill", "decode", "router"}
     shipped = {name.removeprefix("baton/common/tinychat/") for name in names if "/tinychat/" in name}
     assert {name for name in shipped if name.endswith(".py")} == {"__init__.py"}, "training code is not for users"
-    assert {"baton/common/tinychat/checkpoint/model.safetensors", "baton/router/monitoring/dashboard.html",
+    assert {*(f"baton/common/tinychat/{name}/{file}" for name in ("checkpoint", "eagle3", "nextn", "draft")
+              for file in ("model.safetensors", "config.json")), "baton/router/monitoring/dashboard.html",
             "baton/common/tokenizer/chat_templates/qwen.jinja"} <= set(names)
     assert {f"baton/{table.relative_to(ROOT)}" for table in (ROOT / "kernels/tuning").rglob("*.json")} <= set(names)
 

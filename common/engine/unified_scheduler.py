@@ -25,7 +25,7 @@ from ..execution.pp_pipeline import make_pipeline
 from ..request.input_batch import InputBatch
 from ..request.req import Req
 from ..request.step_input import StepInput
-from ..request.step_output import StepOutput, add_prompt_results, row_results
+from ..request.step_output import StepOutput, add_prompt_results, picked, row_results
 from ..scheduler.batcher import Batcher
 from ..scheduler.request_tracker import RequestTracker
 from .peers import NoPeers
@@ -49,6 +49,7 @@ class UnifiedScheduler:
         self._drafting = batcher.drafting
         self._drafts_on_device = batcher.drafting is not None and batcher.drafting.on_device
         self._rate = None if batcher.swap is None else batcher.swap.prefill_rate
+        self._executor = executor
         self._pipeline = make_pipeline(batcher, executor, self._process_results, overlap=overlap, rate=self._rate)
 
     @property
@@ -130,6 +131,13 @@ class UnifiedScheduler:
     def close(self) -> None:
         """There is nothing to close: the process's end frees its memory."""
 
+    def draft_prompt(self, req: Req, start: int) -> None:
+        """Compute a running request's prompt from token ``start`` on by the draft model alone, and set its drafts: the
+        model's pages have come from elsewhere. The first token is known."""
+        assert isinstance(self._executor, Executor), "a draft model is not spread over pipeline stages"
+        for step in self.batcher.draft_steps(req, start):
+            req.drafts = self._executor.draft_prompt(step)
+
     def preempt_for(self, req: Req, num_tokens: int, prefix_limit: int) -> None:
         """Retract less urgent requests where ``req`` needs their pages or slots; see PageBudget.reserve."""
         batcher = self.batcher
@@ -200,7 +208,12 @@ class UnifiedScheduler:
                 req.finish = Finish("abort")
                 self.tracker.fail(req, result.error)
             else:
-                self._add_output(req, req.append_pending(*result.token_ids), result.logprobs)
+                token_ids, logprobs = req.append_pending(*result.token_ids), result.logprobs
+                if beyond_end := len(result.token_ids) - max(len(token_ids), 1):
+                    logprobs = logprobs and picked(logprobs, range(len(token_ids)))
+                    if req.hidden is not None:
+                        req.hidden.drop_last(beyond_end)
+                self._add_output(req, token_ids, logprobs)
             if req.finish is not None:
                 ended.append(req)
         return beyond, ended

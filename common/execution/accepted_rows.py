@@ -16,32 +16,34 @@ from ..speculative.verify import accepted_rows
 
 
 class Accepted(NamedTuple):
-    """How many tokens each request in ``sample_index`` gets of a step's samples, and the ``rows`` of all of these among
-    the samples."""
+    """The accepted rows of a step: ``counts`` of the requests in ``step.sample_index``, ``rows``, and their samples
+    ``tokens``."""
 
     counts: list[int]
-    rows: list[int]
+    rows: Sequence[int]
+    tokens: list[int]
 
 
-def accept_step(step: StepInput, token_ids: Sequence[int]) -> Accepted:
-    """Returns the accepted rows of a step that has sampled ``token_ids`` [S]."""
+def accepted(step: StepInput, token_ids: list[int]) -> Accepted:
+    """Returns the rows of a step that are accepted; ``token_ids`` [S] are their samples."""
     if not step.drafts:
-        return Accepted([1] * len(step.sample_index), list(range(len(token_ids))))
-    if len(step.sample_index) == len(step):
-        return Accepted(*accepted_rows(token_ids, step.num_samples.tolist(), step.drafts))
-    sizes = step.num_samples[step.sample_index].tolist()
-    return Accepted(*accepted_rows(token_ids, sizes, {
-        place: step.drafts[index] for place, index in enumerate(step.sample_index) if index in step.drafts}))
+        return Accepted([1] * len(step.sample_index), range(len(token_ids)), token_ids)
+    sizes, drafts = step.num_samples.tolist(), step.drafts
+    if len(step.sample_index) < len(step):
+        sizes = [sizes[index] for index in step.sample_index]
+        drafts = {place: drafts[index] for place, index in enumerate(step.sample_index) if index in drafts}
+    counts, rows = accepted_rows(token_ids, sizes, drafts)
+    return Accepted(counts, rows, [token_ids[row] for row in rows])
 
 
-def paths_to_move(step: StepInput, accepted: Accepted,
+def paths_to_move(step: StepInput, found: Accepted,
                   device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Returns ``first_rows`` and ``paths`` of ``move_slots`` for the requests whose accepted rows do not follow each
     other; None where there are none. All rows of the step are sampled."""
     firsts, paths = [], []
     end = 0
-    for count in accepted.counts:
-        path = accepted.rows[end:end + count]
+    for count in found.counts:
+        path = found.rows[end:end + count]
         end += count
         if path[-1] - path[0] >= count:
             firsts.append(path[0])
@@ -55,10 +57,10 @@ def paths_to_move(step: StepInput, accepted: Accepted,
     return moved[:len(firsts)], moved[len(firsts):].view(padded.shape)
 
 
-def accepted_step(step: StepInput, accepted: Accepted) -> StepInput:
-    """Returns ``step``, all of whose rows are sampled, with its ``accepted`` rows only, as chains in the slots to which
+def accepted_step(step: StepInput, found: Accepted) -> StepInput:
+    """Returns ``step``, all of whose rows are sampled, with the rows ``found`` only, as chains in the slots to which
     they were moved, in the first cache group."""
-    columns, (lengths, kept) = step.columns, (np.array(column, np.int64) for column in accepted)
+    columns, (lengths, kept) = step.columns, (np.array(column, np.int64) for column in (found.counts, found.rows))
     qo_indptr = indptr_of(lengths)
     slots = np.arange(len(kept)) + np.repeat(columns.qo_indptr[:-1] - qo_indptr[:-1], lengths)
     ends, begun = slots[qo_indptr[1:] - 1], np.cumsum(columns.offset_in_page == 0)
@@ -71,7 +73,7 @@ def accepted_step(step: StepInput, accepted: Accepted) -> StepInput:
                           verifies=True)
     return msgspec.structs.replace(
         step, columns=chains, q_lens=lengths, num_samples=lengths, tokens=StepTokens(step.known_tokens[kept]),
-        sampling=[step.sampling[row] for row in accepted.rows], drafts={})
+        sampling=[step.sampling[row] for row in found.rows], drafts={})
 
 
 def accepted_batch(step: StepInput, batch: ForwardBatch, rows: torch.Tensor) -> ForwardBatch:

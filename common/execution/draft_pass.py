@@ -10,6 +10,7 @@ import torch
 from ..api.drafts import Drafts
 from ..api.sampling import SamplingParams
 from ..distributed.tp import TPGroup
+from ..forward.forward_batch import ForwardBatch, TokenIds
 from ..forward.host_copies import upload_joined
 from ..request.step_input import StepInput
 from ..sampling.draft_sampler import CoupledDraftSampler
@@ -32,22 +33,35 @@ class DraftPass:
         self.features = None if features is None else features.layers
 
     @torch.inference_mode()
-    def run(self, computed: ComputedStep, accepted: Accepted) -> dict[int, Drafts]:
-        """Runs it after a step of which these rows are ``accepted``; returns the drafts by the requests' indices."""
+    def run(self, computed: ComputedStep, found: Accepted) -> dict[int, Drafts]:
+        """Runs it after a step of which the rows ``found`` are right; returns the drafts by the requests' indices."""
         step, batch, features, samples = computed
         limits = list(step.draft_limits) or [0] * len(step.sample_index)
         if step.columns.mask is None:
             following = next_ids(step, batch, samples)
         else:
-            step = accepted_step(step, accepted)
-            rows = upload_joined([np.array(accepted.rows)], torch.int64, samples.device)
+            step = accepted_step(step, found)
+            rows = upload_joined([np.array(found.rows)], torch.int64, samples.device)
             batch, following = accepted_batch(step, batch, rows), samples[rows]
             features = None if features is None else features[rows]
-        found = self._drafter.run(DraftStep(
-            step, batch, features, following, accepted.counts, limits,
+        drafted = self._drafter.run(DraftStep(
+            step, batch, features, following, found.counts, limits,
             self._sampler_of([req.sampling for req in step.reqs])))
-        assert len(found) == len(step.sample_index)
-        return {index: drafts for index, drafts in zip(step.sample_index, found) if drafts is not None}
+        assert len(drafted) == len(step.sample_index)
+        return {index: drafts for index, drafts in zip(step.sample_index, drafted) if drafts is not None}
+
+    @torch.inference_mode()
+    def run_prompt(self, step: StepInput, device: torch.device) -> Drafts | None:
+        """Runs it on a chunk of a prompt (``step_input.draft_step``) that the model has not computed here; the drafter
+        reads tokens alone. Returns the drafts after the chunk's last token, where that samples."""
+        assert self.features is None, "the model's hidden states of the prompt are not here"
+        (chunk,) = step.chunks
+        batch = ForwardBatch.from_columns(step.columns, TokenIds(step.known_tokens), device)
+        following = chunk.req.tokens.view(chunk.start + 1, chunk.stop + 1).astype(np.int64)
+        found = self._drafter.run(DraftStep(
+            step, batch, None, upload_joined([following], torch.int64, device), [1] * len(step.sample_index),
+            list(step.draft_limits), CoupledDraftSampler([chunk.req.sampling], self._tp)))
+        return found[0] if found else None
 
     def _sampler_of(self, params: list[SamplingParams]) -> CoupledDraftSampler:
         if params != self._params:  # identity is compared first: an unchanged batch costs microseconds

@@ -15,15 +15,15 @@ from ..api.errors import InvalidRequest
 from ..forward.forward_batch import AfterGroup, ForwardBatch, ModelInput, TokenIds
 from ..grammar.store import GrammarStore
 from ..request.extras import Report, RowState, row_extras
-from ..request.req import Req
-from ..request.sampling_metadata import FAILED, FillAllowed, SamplingMetadata
+from ..request.sampling_metadata import FAILED, SamplingMetadata
 from ..request.step_input import StepInput
-from ..request.step_output import RowOutput, StepOutput
+from ..request.step_output import RowOutput, StepOutput, keep_accepted
 from ..sampling.extras.embeds import embeds_of
 from ..sampling.extras.hidden_states import HiddenReport, HiddenRows, hidden_rows
 from ..sampling.extras.prompt_logprobs import PromptReport, PromptRow, prompt_rows
-from .accepted_rows import Accepted, accept_step, paths_to_move
+from .accepted_rows import Accepted, accepted, paths_to_move
 from .draft_pass import ComputedStep, DraftPass
+from .extra_rows import ExtraRow, extra_rows, fill_masks
 
 if TYPE_CHECKING:
     from ..runner.model_runner import ModelRunner
@@ -48,25 +48,28 @@ class LaunchedStep:
     def wait(self) -> StepOutput:
         """Waits for the step; changes no request. To be called once, without ``draft`` and ``move`` possibly
         in another thread."""
-        step, tokens = self.step, self.sample.token_ids()
+        step = self.step
+        found = accepted(step, self.sample.token_ids())
         extras: dict[int, RowOutput] = {}
         for report in self.reports:
             report.add_to(extras)
-        if step.extra_index and FAILED in tokens:
-            self._add_failures(tokens, extras)
-        accepted = accept_step(step, tokens)
-        if step.drafts:
-            tokens = [tokens[row] for row in accepted.rows]
+        if step.extra_index:
+            if FAILED in found.tokens:
+                self._add_failures(found, extras)
+            if step.drafts:
+                keep_accepted(step, found.counts, found.rows, extras)
         if self.move is not None:
-            self.move(accepted)
-        return StepOutput(step.sample_index, accepted.counts, tokens, extras,
-                          {} if self.draft is None else self.draft(accepted))
+            self.move(found)
+        return StepOutput(step.sample_index, found.counts, found.tokens, extras,
+                          {} if self.draft is None else self.draft(found))
 
-    def _add_failures(self, tokens: list[int], extras: dict[int, RowOutput]) -> None:
-        for i, (token_id, owner) in enumerate(zip(tokens, self.step.sample_owners)):
+    def _add_failures(self, found: Accepted, extras: dict[int, RowOutput]) -> None:
+        """Fails requests whose first row has failed; where it is a draft's row, the next step computes it anew."""
+        owners = self.step.sample_owners
+        for row, token_id in zip(found.rows, found.tokens):
             if token_id == FAILED:
-                error = InvalidRequest(self.sample.failures.get(i, "custom_logit_processor failed."))
-                output = extras.setdefault(owner, RowOutput())
+                error = InvalidRequest(self.sample.failures.get(row, "custom_logit_processor failed."))
+                output = extras.setdefault(owners[row], RowOutput())
                 output.error_code, output.error = error.wire_code, error.message
 
 
@@ -93,8 +96,9 @@ class Executor:
         """Starts computing a step. Pending tokens are read from the step launched before, on the device.
 
         ``after_group(g, event)`` is called once layer group g's keys and values have been enqueued; the pool has them
-        after ``event`` (None on a CPU). Where a request has a grammar, its mask is filled while the device runs the
-        forward pass; that needs its pending token, so that the host then waits for the step before.
+        after ``event`` (None on a CPU). The layer groups of the draft's pool are the last. Where a request has a
+        grammar, its mask is filled while the device runs the forward pass; that needs its pending token, so that the
+        host then waits for the step before.
         """
         prompt, hidden = (prompt_rows(step), hidden_rows(step)) if step.extra_index else ([], [])
         logits, argmax, states, features, batch = self._runner.step(self._model_input(step, prompt, hidden),
@@ -117,9 +121,9 @@ class Executor:
         self._last = LaunchedStep(step, sample, reports, draft, move)
         return self._last
 
-    def _move_accepted(self, step: StepInput, batch: ForwardBatch, accepted: Accepted) -> None:
+    def _move_accepted(self, step: StepInput, batch: ForwardBatch, found: Accepted) -> None:
         """Moves the keys and values of the accepted drafts of trees to the slots of chains."""
-        moved = paths_to_move(step, accepted, batch.input_ids.device)
+        moved = paths_to_move(step, found, batch.input_ids.device)
         if moved is not None:
             self._runner.move_slots(batch, *moved)
 
@@ -131,7 +135,7 @@ class Executor:
         if after_group is None:
             return partial(self._draft_pass.run, computed)
         samples = computed.step.sample_index
-        drafts = self._draft_pass.run(computed, Accepted([1] * len(samples), list(range(len(samples)))))
+        drafts = self._draft_pass.run(computed, Accepted([1] * len(samples), range(len(samples)), []))
         assert not computed.step.drafts and self._runner.draft_pool is not None
         first = sum(len(pool.layout.groups) for pool in self._runner.pools)
         for group in range(len(self._runner.draft_pool.groups)):
@@ -142,6 +146,11 @@ class Executor:
         """Does as ``launch`` on a pipeline stage before the last one, which has no logits. No token may be pending."""
         self._runner.step(ModelInput(step.columns, self._token_ids(step), np.empty(0, np.int64),
                                      embeds=embeds_of(step)), after_group)
+
+    def draft_prompt(self, step: StepInput) -> Drafts | None:
+        """Computes a chunk of a prompt by the draft model alone; see DraftPass.run_prompt."""
+        assert self._draft_pass is not None
+        return self._draft_pass.run_prompt(step, self._runner.device)
 
     def run_idle_batch(self) -> None:
         """Takes part in the computation of other data-parallel ranks, in an iteration without a batch."""
@@ -187,39 +196,26 @@ class Executor:
     def _sample(self, step: StepInput, logits: torch.Tensor, argmax: torch.Tensor | None) -> Sample:
         if not step.extra_index:
             return self._sampler.launch(logits, step.sampling, extra_rows=(), argmax=argmax)
-        with_extras = set(step.extra_index)
-        owners = step.sample_owners
-        extra_rows = [row for row, index in enumerate(owners) if index in with_extras]
-        reqs = {row: step.reqs[owners[row]] for row in extra_rows}
-        pending = self._pending(reqs)
-        allowed = self._fill_masks(reqs, pending)
-        rows = list(step.sampling)
-        stops = step.starts + step.q_lens
-        for row, req in reqs.items():
-            params, position = rows[row].params, int(stops[owners[row]])  # a row with extras has one sample
-            state = RowState(position, pending.get(row), allowed.get(req))
-            rows[row] = SamplingMetadata(params, position, row_extras(req, state))
-        return self._sampler.launch(logits, rows, self._previous, extra_rows=extra_rows, argmax=argmax,
+        rows, owners = extra_rows(step), step.sample_owners
+        pending = self._pending(rows)
+        masks = fill_masks(rows, pending, self._previous_ids, self._grammars)
+        metadata = list(step.sampling)
+        for row, (req, position, path) in rows.items():
+            state = RowState(position, pending.get(row), masks.get(row), path)
+            metadata[row] = SamplingMetadata(metadata[row].params, position, row_extras(req, state))
+        return self._sampler.launch(logits, metadata, self._previous, extra_rows=list(rows), argmax=argmax,
                                     index=owners)
 
-    def _pending(self, reqs: Mapping[int, Req]) -> dict[int, int]:
-        """Returns the index in ``_previous`` of the pending token of each of ``reqs`` that has one, by their rows."""
-        pending = {row: req for row, req in reqs.items() if req.num_pending}
+    def _previous_ids(self) -> list[int]:
+        """Waits for the tokens that the previous step sampled."""
+        assert self._last is not None
+        return self._last.sample.token_ids()
+
+    def _pending(self, rows: Mapping[int, ExtraRow]) -> dict[int, int]:
+        """Returns the index in ``_previous`` of the pending tokens of requests that have one, by their ``rows``."""
+        pending = {row: req for row, (req, _, _) in rows.items() if req.num_pending}
         if not pending:
             return {}
         assert self._last is not None, "a pending token comes from the step before"
         source_of = self._last.step.sample_of
         return {row: source_of[req] for row, req in pending.items()}
-
-    def _fill_masks(self, reqs: Mapping[int, Req], pending: dict[int, int]) -> dict[Req, FillAllowed]:
-        """Fills the masks of requests with a grammar, by their rows."""
-        constrained = [(row, req, req.matcher) for row, req in reqs.items() if req.matcher is not None]
-        if not constrained:
-            return {}
-        assert self._grammars is not None
-        needs_previous = any(row in pending for row, _, _ in constrained)
-        previous = self._last.sample.token_ids() if self._last and needs_previous else []
-        live = [(req, matcher) for row, req, matcher in constrained
-                if matcher.advance(max(previous[pending[row]], 0) if row in pending else None)]
-        filled = self._grammars.fill([matcher for _, matcher in live])
-        return {req: fill for (req, _), fill in zip(live, filled) if fill is not None}

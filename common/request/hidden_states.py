@@ -21,6 +21,10 @@ class HiddenStates:
         """Append ``rows`` [n, hidden] float32 of the next positions."""
         self._new.append(rows)
 
+    def drop_last(self, count: int) -> None:
+        """Drop ``count`` of the rows that were added last, which follow the end of the output."""
+        self._new[-1] = self._new[-1][:-count]
+
     def add_prefilled(self, states: bytes, num_positions: int) -> None:
         """Append the rows of the prompt that a prefill server has sent."""
         self.num_launched = num_positions

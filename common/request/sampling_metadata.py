@@ -23,6 +23,11 @@ FillAllowed = Callable[["torch.Tensor", int], None]
 """
 
 
+def nothing_allowed(bitmask: torch.Tensor, row: int) -> None:
+    """Marks, in place of a FillAllowed, a row that nothing can follow, after drafts that are not accepted: it fails."""
+    bitmask[row] = 0
+
+
 class RequestedLogprobs(NamedTuple):
     """Log-probabilities to report besides that of the sampled token: the top ``num_top``, and those of
     ``token_ids``."""

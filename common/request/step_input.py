@@ -12,6 +12,7 @@ import numpy as np
 
 from ..api.drafts import Drafts
 from ..forward.forward_batch import BatchColumns, indptr_of, ragged_positions
+from ..kvcache.manager import PageTable
 from ..kvcache.page_columns import PageColumns
 from .req import Req
 from .sampling_metadata import SamplingMetadata
@@ -173,6 +174,22 @@ def chunk_step(chunks: Sequence[Chunk], num_prefill: int, page_size: int, last: 
          for position in range(chunks[index].stop, int(stops[index]) + 1)], extra_index,
         all(reqs[index].sampling.greedy or reqs[index].extras for index in sample_index), num_prefill, drafts,
         () if plan is None else plan.limits)
+
+
+def draft_step(chunk: Chunk, page_size: int, limits: Sequence[int]) -> StepInput:
+    """Builds a step that a draft model computes alone: the tokens of one chunk, whose pages of the first cache group
+    have the model's keys and values already. ``limits`` as in DraftPlan."""
+    req, start, stop, samples = chunk
+    assert req.page_table is not None
+    positions = np.arange(start, stop, dtype=np.int64)
+    one = np.ones(1, np.int64)
+    pages = PageColumns([PageTable(req.page_table.ids, None)], page_size)
+    slots = pages.ragged_slots(one * (stop - 1), one * (stop - start), positions)
+    qo_indptr = indptr_of(one * (stop - start))
+    return StepInput(
+        [req], BatchColumns(positions, *slots[:-1], qo_indptr, stop - start), one * start, one * (stop - start),
+        one * samples, StepTokens(req.tokens.view(start, stop).astype(np.int64)), [0] if samples else [],
+        [SamplingMetadata(req.sampling, stop)] if samples else [], num_prefill=1, draft_limits=limits)
 
 
 def _chunk_tokens(chunks: Sequence[Chunk], qo_indptr: np.ndarray, last: StepInput | None,

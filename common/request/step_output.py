@@ -52,15 +52,45 @@ class RowResult(NamedTuple):
     drafts: Drafts | None = None
 
 
+def keep_accepted(step: StepInput, counts: Sequence[int], rows: Sequence[int], extras: dict[int, RowOutput]) -> None:
+    """Removes from ``extras`` what belongs to rows of drafts that were not accepted. ``counts`` of the requests in
+    ``step.sample_index`` and ``rows`` say which were, by their samples."""
+    ends = step.num_samples.cumsum()
+    begin = 0
+    for index, count in zip(step.sample_index, counts):
+        own, begin = rows[begin:begin + count], begin + count
+        output = extras.get(index)
+        if output is None or index not in step.drafts:
+            continue
+        num_samples = int(step.num_samples[index])
+        places = [row - int(ends[index]) + num_samples for row in own]
+        if output.logprobs is not None:
+            output.logprobs = picked(output.logprobs, places)
+        if output.hidden_states is not None:
+            states = np.frombuffer(output.hidden_states, "<f4").reshape(num_samples, -1)
+            output.hidden_states = states[places].tobytes()
+
+
+def picked(logprobs: Logprobs, places: Sequence[int]) -> Logprobs:
+    """Returns the log-probabilities at ``places``."""
+    return Logprobs([logprobs.token_ids[i] for i in places], [logprobs.values[i] for i in places],
+                    [logprobs.top[i] for i in places], [logprobs.of_ids[i] for i in places])
+
+
 def add_prompt_results(step: StepInput, output: StepOutput) -> None:
     """Appends prompt log-probabilities and hidden states to their requests."""
+    counts = dict(zip(output.req_index, output.counts)) if step.drafts else {}
     for index, extra in output.extras.items():
         req = step.reqs[index]
         if extra.prompt_logprobs is not None:
             req.add_prompt_logprobs(extra.prompt_logprobs)
         if extra.hidden_states is not None:
             assert req.hidden is not None
-            req.hidden.add(np.frombuffer(extra.hidden_states, "<f4"))
+            states = np.frombuffer(extra.hidden_states, "<f4")
+            if index in step.drafts:
+                states = states.reshape(counts[index], -1)
+                req.hidden.num_launched += counts[index] - 1
+            req.hidden.add(states)
 
 
 def row_results(step: StepInput, output: StepOutput, chosen: Sequence[int] | None = None) -> Iterator[RowResult]:

@@ -56,7 +56,7 @@ class CoupledDraftSampler:
 
     def _scores(self, logits: torch.Tensor, requests: Sequence[int], positions: Sequence[int],
                 token_ids: torch.Tensor | None) -> torch.Tensor:
-        table = self._table[:, list(requests)]
+        table = self._table[:, np.asarray(requests)]
         table[0] = np.arange(len(requests))
         table[2] = positions
         params = upload_joined([table.ravel()], torch.int64, logits.device).view(table.shape)

@@ -18,7 +18,7 @@ from ..config.server.schedule import SCHEDULE_POLICIES
 from ..kvcache.manager import KVCacheManager
 from ..request.input_batch import InputBatch
 from ..request.req import Req
-from ..request.step_input import Chunk, StepInput, chunk_step
+from ..request.step_input import Chunk, StepInput, chunk_step, draft_step
 from .drafting import Drafting
 from .new_token_ratio import NewTokenRatio, remaining_decrease, remaining_output
 from .page_budget import PageBudget
@@ -115,6 +115,15 @@ class Batcher:
     def _chunk_step(self, chunks: Sequence[Chunk], num_prefill: int, drafts: bool = True) -> StepInput:
         plan = None if self.drafting is None or not drafts else self.drafting.plan_chunks(chunks, num_prefill)
         return chunk_step(chunks, num_prefill, self.cache.page_size, self._last, plan)
+
+    def draft_steps(self, req: Req, start: int) -> Iterator[StepInput]:
+        """Yields the steps by which a draft model computes the prompt of ``req`` from token ``start`` on, and drafts
+        after its first token; the model's pages of it are there."""
+        assert self.drafting is not None
+        size, stop = self.args.largest_prefill(req.num_prompt_tokens), req.num_prompt_tokens
+        for begin in range(start, stop, size):
+            chunk = Chunk(req, begin, min(begin + size, stop), begin + size >= stop)
+            yield draft_step(chunk, self.cache.page_size, self.drafting.plan_chunks([chunk], 1).limits)
 
     def next_mixed(self, *, drafts: bool = False) -> StepInput | None:
         """A mixed chunk: the next chunks of prompts and ``next_decode``; the latter alone where no prompt waits."""

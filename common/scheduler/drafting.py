@@ -16,11 +16,6 @@ from ..speculative.base import Proposer
 from .prefill_budget import LOGPROB_CHUNK_TOKENS
 
 
-def takes_drafts(req: Req) -> bool:
-    """True where steps may verify drafts of a request. Logits of rows with extras depend on the tokens before."""
-    return not req.extras
-
-
 class Drafting:
     """Plans the drafts of steps: those that a proposer finds on the host, or those that a drafter on the device has
     left with the requests. They get pages where there are any, and no request is retracted for them.
@@ -29,15 +24,18 @@ class Drafting:
     """
 
     def __init__(self, proposer: Proposer | None, cache: KVCacheManager, max_drafts: int,
-                 max_step_tokens: int = LOGPROB_CHUNK_TOKENS, max_request_tokens: int = 1 << 40):
+                 max_step_tokens: int = LOGPROB_CHUNK_TOKENS, max_request_tokens: int = 1 << 40,
+                 all_ranks_match: bool = True):
         """``proposer``: None where a drafter on the device drafts, which needs slots for the drafts to come. ``max_``:
         tokens that are drafted for one request in one step; all tokens of a step with drafts; tokens of a request, for
-        which there are positions."""
+        which there are positions. ``all_ranks_match``: the ranks that plan the same steps all have the matchers of
+        grammars, so that these may cut drafts; otherwise forbidden drafts are verified in vain."""
         self._proposer = proposer
         self._cache = cache
         self._max_drafts = max_drafts
         self._max_step_tokens = max_step_tokens
         self._max_request_tokens = max_request_tokens
+        self._all_ranks_match = all_ranks_match
         self.num_steps = 0
         self.num_drafted = 0
         self.num_accepted = 0
@@ -52,13 +50,12 @@ class Drafting:
         get some once that token is known."""
         if self._proposer is None:
             return True
-        chosen = [req for req in reqs if takes_drafts(req) and not req.complete]
+        chosen = [req for req in reqs if not req.complete]
         return any(self._proposer.propose(chosen, [self._max_drafts] * len(chosen)))
 
     def plan_decode(self, batch: InputBatch) -> DraftPlan:
         """Plans the drafts of the next step of ``batch``. No token may be pending."""
-        excluded = [row for row in batch.extra_index if not takes_drafts(batch.reqs[row])]
-        return self._plan(batch.reqs, batch.positions, batch.remaining, batch.pages.capacities, excluded)
+        return self._plan(batch.reqs, batch.positions, batch.remaining, batch.pages.capacities)
 
     def plan_chunks(self, chunks: Sequence[Chunk], num_prefill: int) -> DraftPlan:
         """Plans the drafts of a step of ``chunks``, of which the first ``num_prefill`` are prompts. No token of the
@@ -72,7 +69,6 @@ class Drafting:
             capacities = np.array([self._capacity(req) for req in reqs], np.int64)
             plan = self._plan(reqs, np.array([chunk.start for chunk in decoding], np.int64),
                               np.array([req.max_tokens - req.length for req in reqs], np.int64), capacities,
-                              [row for row, req in enumerate(reqs) if not takes_drafts(req)],
                               sum(chunk.stop - chunk.start for chunk in chunks[:num_prefill]))
             for row, found in plan.drafts.items():  # prompts have more rows than a tree's mask could have
                 drafts[num_prefill + row] = chain = found.chain()
@@ -83,17 +79,14 @@ class Drafting:
         return DraftPlan(drafts, counts, [limit for chunk, limit in zip(chunks, limits) if chunk.samples])
 
     def _plan(self, reqs: Sequence[Req], positions: np.ndarray, remaining: np.ndarray, capacities: np.ndarray,
-              excluded: Sequence[int], other_tokens: int = 0) -> DraftPlan:
+              other_tokens: int = 0) -> DraftPlan:
         """Plans drafts of ``reqs``, whose newest tokens are at ``positions`` [B]; ``remaining`` [B]: tokens until each
-        has all; ``capacities`` [B]: tokens that its pages hold, which is updated. Those ``excluded`` get no drafts."""
+        has all; ``capacities`` [B]: tokens that its pages hold, which is updated."""
         most = np.clip(remaining - 1, 0, self._max_drafts)
-        most[excluded] = 0
-        found = self._found(reqs, most)
+        found = [drafts and self._usable(req, drafts) for req, drafts in zip(reqs, self._found(reqs, most))]
         counts = np.minimum([0 if drafts is None else len(drafts.tokens) for drafts in found], most)
         left = max(0, min(LOGPROB_CHUNK_TOKENS, self._max_step_tokens - len(reqs) - other_tokens))
-        ends = np.cumsum(counts)
-        if ends[-1] > left:
-            counts = np.clip(left - (ends - counts), 0, counts)
+        counts = _within(counts, left)
         verified = positions + 1 + counts
         after = np.zeros_like(counts)
         if self.on_device:
@@ -117,6 +110,19 @@ class Drafting:
             found[row] = drafts
         return found
 
+    def _usable(self, req: Req, drafts: Drafts) -> Drafts | None:
+        """Returns those of the drafts that may become tokens: not those that end the request, which nothing follows,
+        nor those that its grammar forbids."""
+        if not req.stop_ids.isdisjoint(drafts.tokens):
+            found = drafts.only([token not in req.stop_ids for token in drafts.tokens])
+            if found is None:
+                return None
+            drafts = found
+        if req.matcher is None or not self._all_ranks_match:
+            return drafts
+        req.matcher.advance()
+        return req.matcher.allowed(drafts)
+
     def _grow(self, req: Req, position: int, verified: int, after: int, num_reqs: int) -> int:
         """Allocates pages for ``verified`` tokens of a request, whose newest is at ``position``, and for the ``after``
         ones that are drafted next, or for fewer, but leaves a page for the next token of each of ``num_reqs`` requests;
@@ -135,7 +141,7 @@ class Drafting:
         req, table = chunk.req, chunk.req.page_table
         assert table is not None
         limit = min(self._max_drafts, req.max_tokens - chunk.stop - 2, self._max_request_tokens - chunk.stop)
-        if not self.on_device or limit <= 0 or not takes_drafts(req):
+        if not self.on_device or limit <= 0:
             return 0
         missing = self._cache.pages_for(chunk.stop + limit) - table.count
         # The step still reads pages of further groups that a decode step would not: no page is allocated there.
@@ -162,3 +168,16 @@ class Drafting:
         """Tell the proposer that requests have ended."""
         if self._proposer is not None:
             self._proposer.on_end(reqs)
+
+
+def _within(counts: np.ndarray, total: int) -> np.ndarray:
+    """Returns ``counts`` [n] or less, ``total`` in all: the largest are cut to one size, the first of them to one
+    more."""
+    if counts.sum() <= total:
+        return counts
+    size = int(counts.max())
+    while np.minimum(counts, size).sum() > total:
+        size -= 1
+    cut: np.ndarray = np.minimum(counts, size)
+    cut[np.flatnonzero(counts > size)[:total - int(cut.sum())]] += 1
+    return cut

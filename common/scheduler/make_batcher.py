@@ -48,17 +48,17 @@ def make_batcher(config: ServerConfig, runner: ModelRunner, cache: KVCacheManage
                            or max(1, config.schedule.max_running_requests // pp_size))
     return Batcher(cache, config.schedule, decodes=config.role.decodes, seed=config.model.random_seed, swap=swap,
                    loads=loads, pp_size=pp_size, max_micro_batch=max_micro_batch,
-                   drafting=make_drafting(config, cache, runner.spec.context_length))
+                   drafting=make_drafting(config, cache, runner.spec.context_length, group))
 
 
-def make_drafting(config: ServerConfig, cache: KVCacheManager, context_length: int) -> Drafting | None:
-    """Builds the drafting of a rank; None without an algorithm."""
+def make_drafting(config: ServerConfig, cache: KVCacheManager, context_length: int, group: TPGroup) -> Drafting | None:
+    """Builds the drafting of a rank of ``group``; None without an algorithm."""
     args = config.speculative
     if args.speculative_algorithm is None:
         return None
     make = SPECULATIVE_ALGORITHMS.get(args.speculative_algorithm).make_proposer
     return Drafting(None if make is None else make(args), cache, args.num_drafts,
-                    config.schedule.largest_prefill(context_length), context_length)
+                    config.schedule.largest_prefill(context_length), context_length, group.size == 1)
 
 
 def _host_tiers(pools: Sequence[KVPool], draft_pool: KVPool | None, num_bytes: int) -> list[HostTier]:

@@ -16,6 +16,7 @@ from baton.common.config.server import (
     ScheduleArgs,
     ServerConfig,
 )
+from baton.common.config.server.speculative import SpeculativeArgs
 from baton.common.distributed.parallel import Parallel
 from baton.common.engine.unified_scheduler import UnifiedScheduler
 from baton.common.execution.draft_pass import DraftPass
@@ -40,12 +41,11 @@ class Engine:
                  policy="fcfs", overlap=False, device="cpu", kernels=None, dtype="float32",
                  load_format="auto", schedule=None, parallel=None, vocabulary=None, quantization=None,
                  kv_cache_dtype="auto", line=None, parts=None, groups=None, cache=None, proposer=None, max_drafts=4,
-                 drafter=None, features=None,
-                 model_impl="baton"):
+                 drafter=None, features=None, speculative=None, model_impl="baton"):
         """``schedule``: further fields of ScheduleArgs; by default nothing is reserved for output, so that small pools
         see retractions. ``vocabulary``: of grammars. ``line``: between the pipeline stages of ``parts`` (ParallelArgs).
         ``groups``: DataParallelArgs. ``cache``: further fields of CacheArgs. ``drafter`` on the device, which reads
-        ``features``."""
+        ``features``; ``speculative`` (SpeculativeArgs) names one that the runner loads."""
         cache_args = CacheArgs(page_size=page_size, max_total_tokens=max_total_tokens, disable_radix_cache=not radix,
                                kv_cache_dtype=kv_cache_dtype, **(cache or {}))
         schedule = ScheduleArgs(**{"schedule_conservativeness": 0.0} | dict(schedule or {}), chunked_prefill_size=chunk,
@@ -53,7 +53,8 @@ class Engine:
         model = ModelArgs(model_path=str(folder), dtype=dtype, load_format=load_format, quantization=quantization,
                           model_impl=model_impl)
         config = ServerConfig(model, cache_args, schedule, parts or ParallelArgs(), kernels or KernelArgs(),
-                              DisaggregationArgs(), HttpArgs(), data_parallel=groups or DataParallelArgs())
+                              DisaggregationArgs(), HttpArgs(), data_parallel=groups or DataParallelArgs(),
+                              speculative=speculative or SpeculativeArgs())
         spec = load_model_spec(config.model)
         self.config, self.parallel = config, parallel or Parallel()
         runner = self.runner = ModelRunner.load(config, spec, self.parallel, device, lambda what, share: None)

@@ -12,7 +12,7 @@ import torch
 from baton.common.api.drafts import Drafts
 from baton.common.config.server.speculative import SPECULATIVE_ALGORITHMS
 from baton.common.kvcache.layout import KVLayout
-from baton.common.speculative.base import Algorithm
+from baton.common.speculative.base import Algorithm, Features
 
 KV_HEADS = 2
 GARBAGE = -7.0
@@ -25,21 +25,23 @@ def hashes(tokens, following, positions, head, layer):
 
 class HashDrafter:
     """``answers`` has what requests will say, by request id; every fourth draft is wrong. ``checked`` counts the slots
-    that were compared, ``first_drafts`` the drafts of each request's first step here."""
+    that were compared, ``prompts`` are the chunks of prompts that were computed: request id, first token and end."""
 
     answers: dict[str, list[int]] = {}  # noqa: RUF012 (shared by both servers of a pair)
 
     def __init__(self, model, pool):
         self.model, self.pool = model, pool
         self.checked = self.calls = 0
+        self.errs = True
         self.prompts = []
 
     def run(self, step):
+        assert (step.features is None) == (self.model.features is None)
         rows = step.batch
         tokens, following = rows.input_ids.numpy(), step.next_ids.numpy()
         positions, pages, offsets = rows.positions.numpy(), rows.page_of_token.numpy(), rows.offset_in_page.numpy()
         self.write(tokens, following, positions, pages, offsets)
-        self.prompts += [chunk.req.rid for chunk in step.step.prefill_chunks]
+        self.prompts += [(chunk.req.rid, chunk.start, chunk.stop) for chunk in step.step.prefill_chunks]
         counts, limits = (dict(zip(step.step.sample_index, each)) for each in (step.counts, step.limits))
         found = []
         for index, req in enumerate(step.step.reqs):
@@ -87,15 +89,16 @@ class HashDrafter:
         known = len(ids) - req.num_prompt_tokens
         drafts = (self.answers.get(req.rid, [])[known:] + [1] * limit)[:limit]
         self.calls += 1
-        if self.calls % 4 == 0:
-            drafts[self.calls % limit] += 1
+        if self.errs and self.calls % 4 == 0:
+            drafts[self.calls % limit] = int(drafts[self.calls % limit] == 0)
         return Drafts(tuple(drafts))
 
 
 class HashDraftModel:
-    features = None
+    """The shifted one asks for hidden states, as EAGLE does, so that only a server with the model can run it."""
 
     def __init__(self, context, shifted):
+        self.features = Features() if shifted else None
         heads, rank = max(1, KV_HEADS // context.parallel.attn_tp.size), context.parallel.attn_tp.rank
         self.shifted = shifted
         self.first_head = rank * KV_HEADS // context.parallel.attn_tp.size

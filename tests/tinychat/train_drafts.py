@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from baton.common.tinychat import CHECKPOINT
 
 from .batches import Packer
 from .draft_batches import Batch, Dialogues, Rows, TargetStates, batches, feature_layers
+from .draft_card import write_card
 from .draft_models import DraftLayer, Eagle3Head, LayerShape, MtpLayer
 from .tasks import examples
 from .train import MasterWeights
@@ -57,6 +59,7 @@ class Settings:
     learning_rate: float
     seed: int
     save_every: float
+    eval_count: int
     device: torch.device
 
 
@@ -306,6 +309,7 @@ def parse(argv: list[str] | None = None) -> Settings:
     parser.add_argument("--passes", type=int, default=3, help="unrolled passes (default: 3)")
     parser.add_argument("--learning-rate", type=float, default=1.5e-3, help="peak learning rate (default: 1.5e-3)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--eval-count", type=int, default=8, help="held-out examples of each task (default: 8)")
     parser.add_argument("--save-every", type=float, default=180, help="seconds (default: 180)")
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
     values = vars(parser.parse_args(argv))
@@ -314,7 +318,17 @@ def parse(argv: list[str] | None = None) -> Settings:
 
 def main() -> None:
     settings = parse()
-    print(f"{train(settings)} steps", flush=True)
+    steps = train(settings)
+    where = torch.cuda.get_device_name() if settings.device.type == "cuda" else "a CPU"
+    for name in settings.heads:
+        write_card(settings.out / name, (
+            f"- Trained on {datetime.now(timezone.utc):%Y-%m-%d} on {where} in {steps:,} steps, on dialogues that the "
+            f"script\n  generates while it trains. No other data.\n"
+            f"- Command: `python -m baton.tests.tinychat.train_drafts --heads {' '.join(settings.heads)} --seconds "
+            f"{settings.seconds:g}\n  --replays {settings.replays} --passes {settings.passes} --learning-rate "
+            f"{settings.learning_rate:g} --seed {settings.seed} --out DIR`\n"
+            f"- torch {torch.__version__}; a time budget, so another machine takes another number of steps."),
+            settings.eval_count)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ class HiddenRows(NamedTuple):
 
 
 def hidden_rows(step: StepInput) -> list[HiddenRows]:
-    """Returns the rows whose hidden states are requested; counts them as launched."""
+    """Returns the rows whose hidden states are requested; counts them as launched, but for drafts, which may not be
+    accepted."""
     rows = []
     for index in step.extra_index:
         states = step.reqs[index].hidden
@@ -34,7 +35,7 @@ def hidden_rows(step: StepInput) -> list[HiddenRows]:
             start = max(begin, states.num_launched)
             assert start == states.num_launched, "positions were left out"
             rows.append(HiddenRows(index, first + start - begin, first + stop - begin))
-            states.num_launched = stop
+            states.num_launched = stop if index not in step.drafts else stop - len(step.drafts[index])
     return rows
 
 

@@ -1,5 +1,5 @@
-"""One rank of test_draft_models.py: ``draft_rank.py RANK SIZE INIT_METHOD OUT FOLDER``; writes the logits of its drafts
-to OUT."""
+"""One rank of test_draft_models.py: ``draft_rank.py RANK SIZE INIT_METHOD OUT FOLDER DP_SIZE``; writes the logits of
+its drafts to OUT."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from pathlib import Path
 
 import torch
 
-from baton.common.distributed.parallel import Parallel
-from baton.common.distributed.tp import init_tp
+from baton.common.distributed.parallel import init_parallel
 from baton.tests.common.speculative.test_draft_models import draft_by_each
 from baton.tests.helpers.rank_processes import end_rank
 
 
-def main(rank: int, size: int, init_method: str, out: str, folder: str) -> None:
+def main(rank: int, size: int, init_method: str, out: str, folder: str, dp_size: str) -> None:
     torch.set_num_threads(1)
-    world = init_tp(rank, size, init_method, "cpu", timeout=120)
-    torch.save(draft_by_each(Path(folder), size, Parallel(world)), out)
-    end_rank(world)
+    parallel = init_parallel(rank, size, int(dp_size), init_method, "cpu", timeout=120)
+    torch.save(draft_by_each(Path(folder), size, parallel), out)
+    end_rank(parallel.world)
 
 
 if __name__ == "__main__":

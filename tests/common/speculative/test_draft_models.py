@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.common.api.errors import ConfigError
-from baton.common.config.server import ParallelArgs, SpeculativeArgs
+from baton.common.config.server import DataParallelArgs, ParallelArgs, SpeculativeArgs
 from baton.common.forward.forward_batch import ForwardBatch, Row, model_input
+from baton.common.runner.dp_sync import DPStepInfo
 from baton.common.speculative.base import DraftStep
 from baton.tests.helpers.deepseek_models import save_with_predictors
 from baton.tests.helpers.draft_models import add_nextn, reference_chain, save_eagle, save_eagle3, save_nextn
@@ -62,7 +63,9 @@ def draft(runner, parts: list[dict[str, Any]]) -> tuple[Any, Greedy]:
     if runner.draft_model.features is not None:
         with torch.inference_mode():
             layers = runner.draft_model.features.layers
-            features = runner._model.hidden_states_and_features(runner.plan(batch), layers)[1]
+            groups = runner._parallel.dp_size
+            info = DPStepInfo([batch.num_tokens] * groups, [batch.num_tokens] * groups, all_decode=False)
+            features = runner._model.hidden_states_and_features(runner.plan(batch, info), layers)[1]
     following = []
     for part in parts:
         rows = [*part["ids"][1:], part["tokens"][min(part["start"] + len(part["ids"]), len(part["tokens"]) - 1)]]
@@ -413,7 +416,10 @@ def draft_by_each(folder: Path, size: int, parallel: Any) -> dict[str, torch.Ten
     for name in ("EAGLE3", "EAGLE", "NEXTN", "STANDALONE"):
         flags = {"speculative_token_map": str(folder / "map.txt")} if name == "EAGLE" else {}
         config = drafting_config(folder / "model", folder / name, name, **flags)
-        runner = load_runner(dataclasses.replace(config, parallel=ParallelArgs(tp_size=size)), parallel)
+        groups = 1 if parallel is None else parallel.dp_size
+        config = dataclasses.replace(config, parallel=ParallelArgs(tp_size=size),
+                                     data_parallel=DataParallelArgs(groups > 1, groups))
+        runner = load_runner(config, parallel)
         tokens, pages = np.random.default_rng(7).integers(0, 131, 21), scattered_pages(runner, 1, 48)[0]
         _, sampler = draft(runner, [{"tokens": tokens[:20], "pages": pages, "ids": tokens[:20].tolist(), "start": 0,
                                      "next": tokens[20], "count": 1, "limit": 4}])
@@ -421,8 +427,9 @@ def draft_by_each(folder: Path, size: int, parallel: Any) -> dict[str, torch.Ten
     return found
 
 
-def test_ranks_draft_alike(tmp_path):
-    """Two ranks, EAGLE3 and EAGLE with a token map: the drafts of one."""
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_ranks_draft_alike(tmp_path, dp_size):
+    """Two ranks, of one attention group or of two: the drafts of one rank, with a map of tokens too."""
     target = save_model(tmp_path / "model", "Llama")
     save_eagle3(tmp_path / "EAGLE3", target)
     save_eagle(tmp_path / "EAGLE", target)
@@ -430,6 +437,6 @@ def test_ranks_draft_alike(tmp_path):
     save_model(tmp_path / "STANDALONE", "Qwen2")
     (tmp_path / "map.txt").write_text(" ".join(map(str, range(0, 131, 2))))
     want = draft_by_each(tmp_path, 1, None)
-    for found in run_ranks(Path(__file__).with_name("draft_rank.py"), 2, tmp_path, str(tmp_path)):
+    for found in run_ranks(Path(__file__).with_name("draft_rank.py"), 2, tmp_path, str(tmp_path), str(dp_size)):
         for name, logits in want.items():
             torch.testing.assert_close(found[name], logits, atol=TOLERANCE, rtol=0)

@@ -11,6 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from baton.common.api.drafts import Drafts
 from baton.common.config.server.speculative import SpeculativeArgs
+from baton.common.scheduler.drafting import _within
 from baton.common.speculative.ngram import NgramProposer
 from baton.tests.helpers.hand_driven import Engine, tokens_of
 from baton.tests.helpers.toy_proposer import RepeatLastTokens
@@ -137,3 +138,11 @@ def test_a_step_has_a_limit_of_tokens(checkpoint, expected):
     engine.run()
     decoded = [(tokens, rows) for tokens, rows, prompts in sizes if not prompts]
     assert (13, 8) in decoded and max(tokens for tokens, _ in decoded) == 13
+
+
+def test_too_many_drafts_are_cut_alike():
+    for total in range(20):
+        cut = _within(np.array([3, 0, 5, 5, 1]), total)
+        assert cut.sum() == min(total, 14) and (cut <= [3, 0, 5, 5, 1]).all()
+    assert _within(np.array([3, 0, 5, 5, 1]), 10).tolist() == [3, 0, 3, 3, 1]
+    assert _within(np.array([3, 0, 5, 5, 1]), 8).tolist() == [3, 0, 2, 2, 1]

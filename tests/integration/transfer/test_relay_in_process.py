@@ -24,9 +24,11 @@ from baton.common.config.server import (
     ScheduleArgs,
     ServerConfig,
 )
+from baton.common.config.server.speculative import SpeculativeArgs
 from baton.common.distributed.parallel import Parallel
 from baton.common.engine.rank import EngineParts
 from baton.common.engine.unified_scheduler import UnifiedScheduler
+from baton.common.execution.draft_pass import DraftPass
 from baton.common.execution.executor import Executor
 from baton.common.kvcache.manager import KVCacheManager
 from baton.common.models.registry import load_model_spec
@@ -81,24 +83,29 @@ class Side:
     """One server's engine, stepped by hand."""
 
     def __init__(self, folder, make, mode, port, backend, *, chunk=8192, max_total_tokens=2048, groups=2,
-                 overlap=False, cache=None, schedule=None):
-        """``cache``, ``schedule``: further fields of CacheArgs and ScheduleArgs."""
+                 overlap=False, cache=None, schedule=None, speculative=None, page_size=4):
+        """``cache``, ``schedule``: further fields of CacheArgs and ScheduleArgs. ``speculative``: an algorithm."""
         config = ServerConfig(
             ModelArgs(model_path=str(folder)),
-            CacheArgs(page_size=4, max_total_tokens=max_total_tokens, num_layer_groups=groups, **(cache or {})),
+            CacheArgs(page_size=page_size, max_total_tokens=max_total_tokens, num_layer_groups=groups, **(cache or {})),
             ScheduleArgs(**{"chunked_prefill_size": chunk, "schedule_conservativeness": 0.0} | (schedule or {})),
             ParallelArgs(), KernelArgs(),
             DisaggregationArgs(disaggregation_mode=mode, disaggregation_transfer_backend=backend,
-                               disaggregation_bootstrap_port=port), HttpArgs())
+                               disaggregation_bootstrap_port=port), HttpArgs(),
+            speculative=SpeculativeArgs(speculative))
         spec = load_model_spec(config.model)
         runner = ModelRunner.load(config, spec, Parallel(), "cpu", lambda what, share: None)
-        self.cache = KVCacheManager(runner.num_pages, 4, groups=runner.new_cache_groups(), lookahead=runner.lookahead)
+        self.cache = KVCacheManager(runner.num_pages, page_size, groups=runner.new_cache_groups(),
+                                    lookahead=runner.lookahead)
         self.sent = []
         self.tracker = RequestTracker(self.sent.append, eos_ids=frozenset(), vocab_size=spec.vocab_size,
                                       max_request_tokens=max_total_tokens, max_requests=512, timeout=1e9,
                                       reserves_output=mode != "prefill")
         batcher = make_batcher(config, runner, self.cache, Parallel().attn_tp)
-        executor = Executor(runner, Sampler(spec.vocab_size, "cpu", 0))
+        self.drafter, draft_pass = runner.drafter, None
+        if runner.drafter is not None:
+            draft_pass = DraftPass(runner.drafter, runner.draft_model.features, Parallel().attn_tp)
+        executor = Executor(runner, Sampler(spec.vocab_size, "cpu", 0), draft_pass=draft_pass)
         parts = EngineParts(config, Parallel(), runner, batcher, executor, self.tracker)
         if overlap:  # what a GPU would choose; here the step is over when it was launched, but its results come late
             parts = OverlappedParts(**vars(parts))

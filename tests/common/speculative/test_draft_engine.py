@@ -1,0 +1,57 @@
+"""Draft models through the whole engine: tokens are those without them."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.common.config.server import SpeculativeArgs
+from baton.tests.common.speculative.test_drafting_engine import answers
+from baton.tests.helpers.deepseek_models import save_with_predictors
+from baton.tests.helpers.draft_models import save_eagle, save_eagle3, save_nextn
+from baton.tests.helpers.small_models import save_model
+
+SAVE = {"EAGLE3": save_eagle3, "EAGLE": save_eagle, "NEXTN": save_nextn,
+        "STANDALONE": lambda folder, target: save_model(folder, "Qwen2", num_hidden_layers=1)}
+
+
+def drafting(folder, algorithm: str, **flags) -> SpeculativeArgs:
+    return SpeculativeArgs(speculative_algorithm=algorithm, speculative_draft_model_path=folder and str(folder),
+                           speculative_num_steps=4, **flags)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model and a draft model of random weights for each algorithm."""
+    folder = tmp_path_factory.mktemp("drafts")
+    target = save_model(folder / "model", "Qwen3", eos_token_id=None)
+    for algorithm, save in SAVE.items():
+        save(folder / algorithm, target)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    return answers(folder / "model")[1]
+
+
+OPTIONS = [{}, {"overlap": True}, {"page_size": 1, "chunk": 7}, {"max_total_tokens": 128, "chunk": 20},
+           {"page_size": 16, "chunk": 9, "schedule": {"enable_mixed_chunk": True}}]
+
+
+@pytest.mark.parametrize(("algorithm", "options"), [
+    *(("EAGLE3", options) for options in OPTIONS), *(("STANDALONE", options) for options in OPTIONS),
+    ("EAGLE", OPTIONS[2]), ("NEXTN", OPTIONS[3])], ids=str)
+def test_tokens_equal_those_without_drafts(folder, expected, algorithm, options):
+    engine, found = answers(folder / "model", speculative=drafting(folder / algorithm, algorithm), **options)
+    assert found == expected
+    assert engine.drafting.num_drafted > 100
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_latent_layers_with_experts(tmp_path, depth):
+    """DeepSeek's own layers: the first repeats tokens, so that some drafts are accepted."""
+    save_with_predictors(tmp_path, depth, echo=3.0, eos_token_id=None)
+    expected = answers(tmp_path)[1]
+    for options in ({}, {"chunk": 7, "page_size": 1}):
+        engine, found = answers(tmp_path, speculative=drafting(None, "NEXTN"), **options)
+        assert found == expected and engine.drafting.num_accepted > 0

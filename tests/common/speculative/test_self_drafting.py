@@ -1,0 +1,53 @@
+"""A model that drafts for itself: whatever the engine does meanwhile, all its drafts are right, greedy or sampled."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from baton.common.config.server.speculative import SpeculativeArgs
+from baton.tests.helpers.hand_driven import Engine, tokens_of
+
+VOCAB = 24
+REQUESTS = [{}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.8, "seed": 6, "top_p": 0.9, "top_k": 9},
+            {"max_new_tokens": 3}, {"temperature": 1.0, "seed": 7, "stop_token_ids": (1, 2)}]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen3")
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, eos_token_id=None,
+        initializer_range=0.3)).save_pretrained(folder)
+    return folder
+
+
+def answers(checkpoint, **options):
+    engine = Engine(checkpoint, **options)
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, VOCAB, 40).tolist()
+    for i in range(20):
+        prompt = shared[:int(rng.integers(0, 40)) * (i % 3 == 0)] + rng.integers(0, VOCAB, 1 + i % 23).tolist()
+        engine.start(str(i), prompt, **{"max_new_tokens": 30} | REQUESTS[i % len(REQUESTS)])
+    return engine, tokens_of(engine.run())
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    return answers(checkpoint)[1]
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"page_size": 1, "chunk": 7, "overlap": True}, {"page_size": 16, "chunk": 20, "max_running": 4},
+    {"max_total_tokens": 160, "chunk": 20, "overlap": True},
+    {"chunk": 9, "max_total_tokens": 160, "schedule": {"enable_mixed_chunk": True}}], ids=str)
+def test_all_drafts_are_accepted(checkpoint, expected, options):
+    args = SpeculativeArgs(speculative_algorithm="STANDALONE", speculative_draft_model_path=str(checkpoint))
+    engine, found = answers(checkpoint, speculative=args, **options)
+    assert found == expected
+    assert (engine.scheduler.batcher.retraction.num_retracted > 0) == ("max_total_tokens" in options)
+    assert engine.drafting.num_accepted == engine.drafting.num_drafted > 100

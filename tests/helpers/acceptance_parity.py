@@ -1,0 +1,334 @@
+"""Acceptance parity: a verify step accepts what it would have accepted wherever else the tokens before it had been
+computed. What a step should accept is computed beforehand, after each token of the answers, without any engine."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from baton.common.api.sampling import SamplingParams
+from baton.common.config.server.speculative import SpeculativeArgs
+from baton.common.speculative.ngram import NgramProposer
+from baton.common.tinychat import CHECKPOINT, DRAFT_MODELS
+from baton.tests.helpers import speculative_reference as reference
+from baton.tests.helpers.flag_engine import Answer, FlagEngine, FlagPair, Question, Ran, bootstrap_server, run
+from baton.tests.helpers.grammar_engine import schema_spec
+from baton.tests.helpers.rank_processes import run_ranks
+from baton.tests.tinychat.tasks import Example, held_out
+from baton.tests.tinychat.tokenizer import render
+
+ALGORITHMS = ("EAGLE3", "NEXTN", "NGRAM", "STANDALONE")
+_DRAFT_MODELS = {"EAGLE3": "tinychat-eagle3", "NEXTN": "tinychat-nextn", "STANDALONE": "tinychat-draft"}
+TASKS = ("count", "reverse", "spell", "repeat", "recall", "json", "tools", "smalltalk", "mixed")
+MAX_NEW_TOKENS = 48
+PAGE_SIZE = 8
+BASE = ("--page-size", str(PAGE_SIZE), "--schedule-conservativeness", "0", "--random-seed", "3")
+ROOMY = ("--max-total-tokens", "16384")
+CHUNKS = ("--chunked-prefill-size", "52", "--max-running-requests", "4")
+"""Chunks of prompts, and so few requests at once that a step has room for all their drafts."""
+
+SCHEMAS = ({"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+            "required": ["name", "age"], "additionalProperties": False},
+           {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 5})
+
+
+def algorithm_flags(algorithm: str) -> tuple[str, ...]:
+    """The flags of an algorithm with tinychat's own draft model."""
+    path = ("--speculative-draft-model-path", _DRAFT_MODELS[algorithm]) if algorithm in _DRAFT_MODELS else ()
+    return "--speculative-algorithm", algorithm, *path
+
+
+def num_drafts(algorithm: str) -> int:
+    return SpeculativeArgs(speculative_algorithm=algorithm,
+                           speculative_draft_model_path=_DRAFT_MODELS.get(algorithm)).num_drafts
+
+
+class Prompts:
+    """tinychat's held-out questions as token ids."""
+
+    def __init__(self) -> None:
+        from transformers import AutoTokenizer
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(CHECKPOINT)
+
+    def ids(self, example: Example) -> list[int]:
+        ids: list[int] = self._tokenizer.backend_tokenizer.encode(
+            render(self._tokenizer, example, answered=False)).ids
+        return ids
+
+
+def questions(count: int, grammars: bool = False) -> list[Question]:
+    """``count`` held-out questions whose answers are more than a few tokens; with ``grammars`` each must be answered by
+    one of ``SCHEMAS``."""
+    prompts = Prompts()
+    ids = [prompts.ids(example) for example in held_out(count, seed=3, tasks=TASKS)]
+    plain = SamplingParams(temperature=0.0, max_new_tokens=MAX_NEW_TOKENS)
+    if not grammars:
+        return [Question(prompt, plain) for prompt in ids]
+    specs = [schema_spec(schema) for schema in SCHEMAS]
+    return [Question(prompt, replace_sampling(plain, grammar=specs[i % len(specs)])) for i, prompt in enumerate(ids)]
+
+
+def replace_sampling(params: SamplingParams, **fields: object) -> SamplingParams:
+    return msgspec.structs.replace(params, **fields)
+
+
+# ---- what a step should accept
+
+@cache
+def _target() -> reference.Target:
+    return reference.Target(CHECKPOINT, torch.float32)
+
+
+@cache
+def _drafter(algorithm: str) -> reference.Drafter:
+    return reference.load_drafter(DRAFT_MODELS[_DRAFT_MODELS[algorithm]], _target())
+
+
+@cache
+def step_lengths(algorithm: str, prompt: tuple[int, ...], output: tuple[int, ...]) -> list[int]:
+    """See ``speculative_reference.step_lengths``; NGRAM's are those of its proposer alone."""
+    drafts = num_drafts(algorithm)
+    if algorithm in _DRAFT_MODELS:
+        return reference.step_lengths(_target(), _drafter(algorithm), prompt, output, drafts)
+    return _ngram_lengths(prompt, output, drafts)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """As much of a request as a proposer reads."""
+
+    tokens: Any
+    rid: str = "known"
+
+
+@dataclass(frozen=True)
+class _View:
+    values: np.ndarray
+
+    def view(self) -> np.ndarray:
+        return self.values
+
+
+def _ngram_lengths(prompt: Sequence[int], output: Sequence[int], drafts: int) -> list[int]:
+    proposer = NgramProposer(SpeculativeArgs(speculative_algorithm="NGRAM"))
+    tokens, lengths = np.array([*prompt, *output]), []
+    for known in range(len(prompt) + 1, len(tokens)):
+        limit = min(drafts, len(prompt) + MAX_NEW_TOKENS - known - 1)
+        req: Any = _Known(_View(tokens[:known]))
+        [found] = proposer.propose([req], [limit])
+        proposed, length = () if found is None else found.tokens, 1
+        while length <= len(proposed) and list(tokens[known + length - 1:known + length]) == [proposed[length - 1]]:
+            length += 1
+        lengths.append(min(length, len(tokens) - known))
+    return lengths
+
+
+# ---- scenarios: how an engine comes to answer
+
+Scenario = Callable[[Sequence[str], Sequence[Question]], list[Answer]]
+"""Answers questions with the flags of an algorithm; also with none, which is plain decoding."""
+
+
+def unified(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
+    return FlagEngine(*BASE, *ROOMY, *flags).answers(asked)
+
+
+def chunked(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
+    return FlagEngine(*BASE, *ROOMY, *CHUNKS, *flags).answers(asked)
+
+
+def mixed_chunk(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
+    return FlagEngine(*BASE, *ROOMY, *CHUNKS, "--enable-mixed-chunk", *flags).answers(asked)
+
+
+def cached_prefix(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
+    """All prompts are in the prefix cache."""
+    engine = FlagEngine(*BASE, *ROOMY, *flags)
+    engine.answers(asked)
+    return engine.answers(asked)
+
+
+def after_retraction(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
+    """Requests are retracted for want of pages, and their prompts and outputs computed again."""
+    engine = FlagEngine(*BASE, "--max-total-tokens", str(_small_pool(asked)), *flags)
+    answers = engine.answers(asked)
+    assert engine.parts.batcher.retraction.num_retracted > 0, "no request was retracted"
+    return answers
+
+
+def after_swap(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
+    """Requests are retracted, and their pages kept in host memory."""
+    engine = FlagEngine(*BASE, "--max-total-tokens", str(_small_pool(asked)), "--retract-host-memory-gb", "0.05",
+                        *flags)
+    swap = engine.parts.batcher.swap
+    assert swap is not None
+    swap._link_bandwidth = 1e18  # pretend that copies cost nothing, so that each retraction is one
+    answers = engine.answers(asked)
+    assert swap.num_swapped_out > 0, "no request was swapped out"
+    return answers
+
+
+def _small_pool(asked: Sequence[Question]) -> int:
+    """Room for the longest question, and less than the others need."""
+    lengths = sorted(len(question.prompt) + MAX_NEW_TOKENS + 2 * PAGE_SIZE for question in asked)
+    return max(lengths[-1], sum(lengths) // 8) // PAGE_SIZE * PAGE_SIZE
+
+
+def continued(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
+    """Another server has sent the first third of each answer."""
+    return _continued(FlagEngine(*BASE, *ROOMY, *flags).answers, asked)
+
+
+def _continued(answers: Callable[[Sequence[Question]], list[Answer]], asked: Sequence[Question]) -> list[Answer]:
+    begun = [answer.tokens[:len(answer.tokens) // 3] for answer in plain_answers(unified, asked)]
+    rest = [replace(question, answered=tokens, sampling=replace_sampling(
+        question.sampling, max_new_tokens=MAX_NEW_TOKENS - len(tokens))) for question, tokens in zip(asked, begun)]
+    return [replace(answer, tokens=[*tokens, *answer.tokens]) for tokens, answer in zip(begun, answers(rest))]
+
+
+def tensor_parallel(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
+    """Two ranks, each a process of its own; both decide the same."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "asked"
+        path.write_bytes(pickle.dumps(([*BASE, *ROOMY, *flags], asked)))
+        found = run_ranks(Path(__file__).with_name("parity_rank.py"), 2, Path(folder), str(path))
+    assert found[0] == found[1]
+    return [Answer(**{**answer, "steps": [Ran(**step) for step in answer["steps"]]}) for answer in found[0]]
+
+
+@contextmanager
+def _pair(flags: Sequence[str], **options: Sequence[str]) -> Iterator[FlagPair]:
+    """``flags`` of an algorithm without a draft model are decode's alone."""
+    if "NGRAM" in flags:
+        flags, options = (), {**options, "decode_flags": flags}
+    with bootstrap_server() as port:
+        pair = FlagPair(port, [*BASE, *ROOMY, *flags], **options)
+        try:
+            yield pair
+        finally:
+            pair.close()
+
+
+def pair(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
+    with _pair(flags) as engines:
+        return engines.answers(asked)
+
+
+def pair_of_chunks(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
+    with _pair(flags, prefill_flags=CHUNKS) as engines:
+        return engines.answers(asked)
+
+
+def pair_with_delta(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
+    """Decode has most of each prompt already, and receives the rest."""
+    with _pair(flags) as engines:
+        engines.answers([replace(question, prompt=question.prompt[:len(question.prompt) * 2 // 3])
+                         for question in asked])
+        return engines.answers(asked)
+
+
+def pair_continued(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
+    with _pair(flags) as engines:
+        return _continued(engines.answers, asked)
+
+
+def after_failover(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
+    """The decode engine is lost once all pages are there, and another one gets them from the same prefill engine."""
+    with _pair(flags) as engines:
+        engines.connect()
+        begun = [engines.start(str(number), question) for number, question in enumerate(asked)]
+        run(engines.decode, until=lambda: engines.decode.scheduler.num_transferring == len(asked))
+        run(engines.prefill, until=lambda: all(half.finish is not None for half, _ in begun)
+            and engines.prefill.scheduler.idle)
+        engines.prefill.take()
+        engines.decode.scheduler.receiver.close()
+        engines.new_decode()
+        steps = engines.prefill.num_launched
+        for number, question in enumerate(asked):
+            engines.start(str(number), question, previous=begun[number][1])
+        answers = engines.finish(len(asked))
+        assert engines.prefill.num_launched == steps, "a prompt was computed again"
+        return answers
+
+
+SCENARIOS: Mapping[str, Scenario] = {
+    "unified": unified, "chunked": chunked, "mixed chunk": mixed_chunk, "prefix hit": cached_prefix,
+    "retraction": after_retraction, "retraction to host": after_swap, "continuation": continued,
+    "TP 2": tensor_parallel,
+    "PD": pair, "PD, chunked": pair_of_chunks, "PD, prefix delta": pair_with_delta, "PD, failover": after_failover,
+    "PD, continuation": pair_continued}
+"""By name; in each the questions may be of grammars, too."""
+
+FEWER_DRAFTS = frozenset({after_retraction, after_swap, mixed_chunk})
+"""Scenarios without room for all drafts at times."""
+
+
+# ---- comparison
+
+_PLAIN: dict[tuple[Scenario, int, bool], list[Answer]] = {}
+
+
+def plain_answers(scenario: Scenario, asked: Sequence[Question]) -> list[Answer]:
+    """Those of plain decoding, computed once for the same questions."""
+    key = (scenario, len(asked), asked[0].sampling.grammar is not None)
+    if key not in _PLAIN:
+        _PLAIN[key] = scenario((), asked)
+    return _PLAIN[key]
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Results of a scenario: ``accepted`` tokens of ``steps`` verify steps, where ``expected`` would be right, and the
+    same of each request's ``first`` verify step; the ``drafts`` of all steps; answers that are ``different`` from plain
+    decoding's; and the most that ``cached_tokens`` are fewer than there."""
+
+    steps: int
+    accepted: int
+    expected: int
+    first: tuple[int, int]
+    drafts: int
+    different: int
+    fewer_cached: int
+    seconds: float
+
+    @property
+    def acceptance_length(self) -> float:
+        return self.accepted / max(1, self.steps)
+
+    def check(self) -> None:
+        """Raises AssertionError where acceptance is not what it should be."""
+        assert not self.different, f"{self.different} answers differ from plain decoding's"
+        assert self.fewer_cached <= PAGE_SIZE, f"{self.fewer_cached} tokens fewer were cached"
+        assert abs(self.accepted - self.expected) <= 0.01 * self.expected, (self.accepted, self.expected)
+        assert abs(self.first[0] - self.first[1]) <= 0.02 * self.first[1], self.first
+
+
+def measure(algorithm: str, scenario: Scenario, asked: Sequence[Question]) -> Parity:
+    """Runs a scenario with an algorithm."""
+    begun = time.monotonic()
+    answers = scenario(algorithm_flags(algorithm), asked)
+    seconds = time.monotonic() - begun
+    steps = accepted = expected = drafts = 0
+    first = [0, 0]
+    plain = plain_answers(scenario, asked)
+    for question, answer in zip(asked, answers):
+        lengths = step_lengths(algorithm, tuple(question.prompt), tuple(answer.tokens))
+        for place, (known, verified, length) in enumerate(answer.verified):
+            wanted = lengths[known - 1] if scenario not in FEWER_DRAFTS else min(lengths[known - 1], verified + 1)
+            steps, accepted, expected, drafts = steps + 1, accepted + length, expected + wanted, drafts + verified
+            if place == 0:
+                first = [first[0] + length, first[1] + wanted]
+    return Parity(steps, accepted, expected, (first[0], first[1]), drafts,
+                  sum(one.tokens != other.tokens for one, other in zip(answers, plain)),
+                  max(other.cached_tokens - one.cached_tokens for one, other in zip(answers, plain)), seconds)
