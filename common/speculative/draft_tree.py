@@ -19,7 +19,7 @@ _LEAST_COST = 1e-4
 
 class Frontier(NamedTuple):
     """The candidates that the next pass computes, ``topk`` of each of m requests: their ``tokens`` [m, topk] int64,
-    which of the pass's rows they continue, ``parents`` [m, topk] int64 (0 to topk - 1), and their RowMask's ``words``
+    which of the request's rows in the pass they continue, ``parents`` [m, topk] int64, and their RowMask's ``words``
     [m, topk] int64, with a bit for each row that passes compute."""
 
     tokens: torch.Tensor
