@@ -34,6 +34,13 @@ def bench_draft_acceptance(argv: Sequence[str] | None = None) -> None:
     draft_acceptance.main(argv)
 
 
+@command("bench_deterministic")
+def bench_deterministic(argv: Sequence[str] | None = None) -> None:
+    from .common.bench import deterministic
+
+    deterministic.main(argv)
+
+
 @command("bench_kvtransfer")
 def bench_kvtransfer(argv: Sequence[str] | None = None) -> None:
     from .kvtransfer.bench import run

@@ -60,7 +60,8 @@ class DecodeScheduler:
     def gauges(self) -> dict[str, float]:
         receiving = [transfer for transfer in self.transfers if transfer.status is TransferStatus.RECEIVING]
         bootstrapping = sum(self.receiver.phase(transfer.room) is Phase.RESERVING for transfer in receiving)
-        return {"kv_transfers_bootstrapping": bootstrapping, "kv_transfers_in_flight": len(receiving) - bootstrapping,
+        return {**self.unified.gauges,
+                "kv_transfers_bootstrapping": bootstrapping, "kv_transfers_in_flight": len(receiving) - bootstrapping,
                 "kv_transfers_draining": self.transfers.count(TransferStatus.DRAINING)}
 
     def add(self, req: Req) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from baton.common.api.messages import State
+from baton.common.bench.deterministic_args import DeterministicArgs
 from baton.common.bench.draft_args import BenchDraft
 from baton.common.bench.offline_args import BenchOffline
 from baton.common.bench.one_batch_args import BenchOneBatch
@@ -62,6 +63,8 @@ COMMANDS = (
     Command("bench_serving", BenchServing, "A load on any server: [benchmarks](benchmarks.md)."),
     Command("bench_one_batch", BenchOneBatch, "Prefill and decode steps of one batch, without a server."),
     Command("bench_offline_throughput", BenchOffline, "`baton.Engine` over a data set."),
+    Command("bench_deterministic", DeterministicArgs, "Whether a server's answers depend on what it computes beside "
+            "them: [deterministic inference](deterministic.md)."),
     Command("bench_draft_acceptance", BenchDraft, "How many draft tokens a model's MTP layers would get accepted."),
     Command("bench_kvtransfer", BenchArgs, "KV transfers between processes: [KV transfer](transfer.md#measure)."),
 )
@@ -141,7 +144,9 @@ def metrics_page() -> str:
              "[observability](observability.md#metrics). Each process also exports `process_*`, `python_gc_*` and "
              "`baton_build_info` (versions as labels).", "", "## Servers", "",
              "All have the labels `model_name` and `mode` (`null` for a unified server, `prefill`, `decode`). Counters "
-             "are there from the start; the engine's gauges appear once weights are loaded.", "",
+             "are there from the start; the engine's gauges appear once weights are loaded. Those of `spec_` are there "
+             "with `--speculative-algorithm`, and with `--speculative-simulate-acceptance` all metrics have the label "
+             "`simulated=\"true\"`.", "",
              "| metric | type | servers | further labels | meaning | SGLang's name |", "|---|---|---|---|---|---|"]
     lines += server_rows()
     lines += ["", "## Router", "", "| metric | type | labels | meaning |", "|---|---|---|---|", *router_rows(), ""]
@@ -163,7 +168,7 @@ def server_rows() -> Iterator[str]:
 def server_families(mode: str) -> Iterable[Any]:
     """The metrics of a server whose engine has reported once."""
     role = ROLES.get(mode)
-    metrics = ServerMetrics("m", mode)
+    metrics = ServerMetrics("m", mode, speculates=role.decodes)
     metrics.count_outcome("stop")
     gauges = {name: 0.0 for name, gauge in GAUGES.items() if gauge.exported_by(role)}
     counters = {name: 0.0 for name, counter in COUNTERS.items() if counter.exported_by(role) and counter.label is None}

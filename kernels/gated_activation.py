@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ._triton import tl, triton
+from .elementwise import by_element
 
 ALPHA = 1.702
 """Slope of the clamped gate: x * sigmoid(1.702 * x) is close to a GELU (arXiv:1606.08415)."""
@@ -27,4 +28,4 @@ def clamped_gate(x: torch.Tensor, limit: float) -> torch.Tensor:
     gate, at most ``limit``, and u is up, between ``-limit`` and ``limit``."""
     gate, up = x.float().chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return (gate * torch.sigmoid(ALPHA * gate) * (up + 1)).to(x.dtype)
+    return (gate * by_element(torch.sigmoid, ALPHA * gate) * (up + 1)).to(x.dtype)

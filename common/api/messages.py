@@ -168,9 +168,21 @@ class PromptUsage(msgspec.Struct, frozen=True, array_like=True):
     num_cached_tokens: int
 
 
+class Speculation(msgspec.Struct, frozen=True, array_like=True):
+    """Speculative decoding of a request on a server: its decode steps, with drafts or without; the drafts that they
+    verified, and those that were accepted. ``histogram``: steps with drafts, by the number of accepted ones.
+    ``simulated``: acceptance was drawn, see --speculative-simulate-acceptance."""
+
+    num_steps: int
+    num_drafts: int
+    num_accepted: int
+    histogram: list[int]
+    simulated: bool = False
+
+
 class OutputExtras(msgspec.Struct, omit_defaults=True):
     """A request's report of a step, apart from new tokens. ``usage`` and ``prompt_logprobs`` are in its first report
-    only; ``finish`` is in its last."""
+    only; ``finish`` is in its last, and ``speculation`` where the server speculates."""
 
     usage: PromptUsage | None = None
     finish: Finish | None = None
@@ -178,6 +190,7 @@ class OutputExtras(msgspec.Struct, omit_defaults=True):
     prompt_logprobs: Logprobs | None = None
     embedding: bytes | None = None  # float32, of a request with ``pooling``; class scores of a classifier
     hidden_states: bytes | None = None  # float32 rows of the positions after those sent before
+    speculation: Speculation | None = None
     spans: list[LatencySpan] = []  # those that ended since the last report, of traced requests
 
 

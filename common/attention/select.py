@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import torch
 
+from ...kernels.tuning.policy import policy_of
 from ..api.errors import ConfigError
 from ..config.server import KernelArgs
 from ..config.server.kernels import ATTENTION_BACKENDS
@@ -22,13 +23,19 @@ _BY_PREFERENCE = ("flashinfer", "triton")
 def choose_backend(name: str, device: torch.device, dtype: str, head_dim: int) -> str:
     """Resolve ``auto``: flashinfer on a GPU where it is installed and fits the model, else triton; torch on a CPU.
 
+    Under a batch-invariant policy it is never flashinfer, whose sums have another order in batches of another size.
     Raises ConfigError where the named backend cannot run.
     """
     facts = AttentionFacts(device, dtype, head_dim)
+    invariant = policy_of(device).batch_invariant
     if name == "auto":
         tried = _BY_PREFERENCE if device.type == "cuda" else ()
-        return next((each for each in tried if _runs(each, facts)), "torch")
+        return next((each for each in tried if _runs(each, facts) and not (invariant and each == "flashinfer")),
+                    "torch")
     _check(name, facts)
+    if invariant and name == "torch" and device.type == "cuda":
+        raise ConfigError("--enable-deterministic-inference on a GPU needs the attention backend triton: leave "
+                          "--attention-backend and --decode-attention-backend at auto.")
     return name
 
 

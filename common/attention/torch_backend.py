@@ -17,10 +17,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ...kernels.arguments import HeadNorms, RowMask
 from ...kernels.reference import visible_by_words
+from ...kernels.tuning.policy import policy_of
 from ..config.server.kernels import ATTENTION_BACKENDS
 from ..forward.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 from .base import AttentionBackend, AttentionFacts, store
+from .invariant_torch_backend import InvariantTorchBackend
 from .workspace import AttentionWorkspace
 
 QUERY_BLOCK = 1024
@@ -48,6 +50,8 @@ class TorchBackend:
 
     @staticmethod
     def make(pool: KVPool, num_heads: int, dtype: torch.dtype, window: int | None) -> AttentionBackend:
+        if policy_of(pool.groups[0].device).batch_invariant:
+            return InvariantTorchBackend(pool, num_heads, window)
         return TorchBackend(pool, window)
 
     def __init__(self, pool: KVPool, window: int | None = None):

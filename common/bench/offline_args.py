@@ -14,6 +14,7 @@ from ..config.server import (
     ModelArgs,
     ParallelArgs,
     ScheduleArgs,
+    SpeculativeArgs,
 )
 from .profile_args import ProfileArgs
 from .workloads.dataset_args import DatasetArgs
@@ -49,11 +50,13 @@ class BenchOffline:
     parallel: ParallelArgs
     kernels: KernelArgs
     data_parallel: DataParallelArgs
+    speculative: SpeculativeArgs
 
     @property
     def engine_flags(self) -> dict[str, Any]:
         """``baton.Engine``'s keywords: what differs from the defaults."""
-        sections = (self.model, self.cache, self.schedule, self.parallel, self.kernels, self.data_parallel)
+        sections = (self.model, self.cache, self.schedule, self.parallel, self.kernels, self.data_parallel,
+                    self.speculative)
         return {field.name: value for section in sections for field in fields(section)
                 if (value := getattr(section, field.name)) != field.default} | {"log_level": "warning"}
 

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..models.registry import load_model_spec
 from .client.stepped_engine import SteppedEngine
 from .command import reported
 from .one_batch_args import BenchOneBatch
+from .report.draft_figures import DraftFigures
 from .report.progress import Progress
 from .report.report import append_line, check_writable
 from .report.spread import Spread
@@ -38,6 +39,7 @@ class Figure:
 
     ``host_ms``: of a decode step, what the host spends outside of waiting for the device (on a CPU, outside of the
     model and the sampler; None where parts were not asked for). ``parts``: a step's milliseconds by part.
+    With drafts, ``draft_parts`` has those of drafting, verifying and accepting, and a request gets ``tokens_a_step``.
     """
 
     batch: int
@@ -49,6 +51,9 @@ class Figure:
     host_ms: float | None
     prefill_parts: dict[str, float]
     decode_parts: dict[str, float]
+    drafted: DraftFigures | None = None
+    draft_parts: dict[str, float] = field(default_factory=dict)
+    tokens_a_step: float = 1.0
 
     @property
     def prefill_rate(self) -> float:
@@ -58,7 +63,7 @@ class Figure:
     @property
     def decode_rate(self) -> float:
         """Output tokens a second."""
-        return 1e3 * self.batch / self.decode.p50
+        return 1e3 * self.tokens_a_step * self.batch / self.decode.p50
 
     @property
     def overall_rate(self) -> float:
@@ -72,6 +77,8 @@ class Run:
     prefill: float
     steps: list[float]
     waits: list[float]
+    tokens: int = 0
+    """Those of the steps."""
 
     @property
     def host(self) -> list[float]:
@@ -133,7 +140,24 @@ def measure(engine: SteppedEngine, case: tuple[int, int, int], config: BenchOneB
     host = decode_parts.get("host")
     if engine.asynchronous and middle.steps:
         host = 1e3 * statistics.mean(middle.host)
-    return Figure(*case, prefill_ms, decode, middle.total, host, prefill_parts, decode_parts)
+    figure = Figure(*case, prefill_ms, decode, middle.total, host, prefill_parts, decode_parts)
+    return figure if engine.drafted is None else _with_drafts(engine, figure, runs)
+
+
+def _with_drafts(engine: SteppedEngine, figure: Figure, runs: Sequence[Run]) -> Figure:
+    """Adds the acceptance of all runs, and the parts of a step by one more run."""
+    num_steps = sum(len(run.steps) for run in runs)
+    engine.start(figure.batch, figure.input_len, figure.output_len)
+    _prefill(engine)
+    engine.synchronize()
+    steps = 0
+    with engine.draft_times() as timer:
+        while engine.step():
+            steps += 1
+    engine.finish()
+    parts = {part: 1e3 * seconds / max(steps, 1) for part, seconds in timer.seconds.items()}
+    per_request = sum(run.tokens for run in runs) / max(num_steps, 1) / figure.batch
+    return replace(figure, drafted=engine.drafted, draft_parts=parts, tokens_a_step=per_request)
 
 
 def once(engine: SteppedEngine, batch: int, input_len: int, output_len: int) -> Run:
@@ -144,7 +168,7 @@ def once(engine: SteppedEngine, batch: int, input_len: int, output_len: int) -> 
     _prefill(engine)
     engine.synchronize()
     prefill = time.perf_counter() - begin
-    steps, waits = [], []
+    steps, waits, generated = [], [], engine.num_generated
     if output_len > 1 and engine.num_decoding < batch:
         raise ConfigError(f"The KV pool has no room for a batch of {batch}: raise --max-total-tokens.")
     while True:
@@ -154,7 +178,7 @@ def once(engine: SteppedEngine, batch: int, input_len: int, output_len: int) -> 
         steps.append(time.perf_counter() - begin)
         waits.append(engine.waited - waited)
     engine.finish()
-    return Run(prefill, steps, waits)
+    return Run(prefill, steps, waits, engine.num_generated - generated)
 
 
 def _prefill(engine: SteppedEngine) -> None:
@@ -212,6 +236,9 @@ def _row(figure: Figure) -> str:
             total = sum(parts.values()) or 1.0
             shares = ", ".join(f"{part} {ms:.2f} ({ms / total:.0%})" for part, ms in parts.items())
             lines.append(f"{'':6}{name:<8} ms: {shares}")
+    if figure.drafted is not None:
+        shares = ", ".join(f"{part} {ms:.2f}" for part, ms in figure.draft_parts.items())
+        lines.append(f"{'':6}drafts     : {figure.drafted}; ms a step, one after the other: {shares}")
     return "\n".join(lines)
 
 
@@ -226,6 +253,8 @@ def _record(config: BenchOneBatch, engine: SteppedEngine, figure: Figure) -> dic
         "total_latency": figure.total_s, "overall_throughput": figure.overall_rate,
         "decode_step_ms": asdict(figure.decode), "host_ms": figure.host_ms,
         "prefill_parts_ms": figure.prefill_parts, "decode_parts_ms": figure.decode_parts,
+        **({} if figure.drafted is None else {
+            **figure.drafted.keyed(), "draft_parts_ms": figure.draft_parts, "tokens_a_step": figure.tokens_a_step}),
     }
 
 

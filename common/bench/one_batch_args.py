@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..api.errors import ConfigError
 from ..config.cli import flag
-from ..config.server import CacheArgs, KernelArgs, ModelArgs, ScheduleArgs, ServerConfig
+from ..config.server import CacheArgs, KernelArgs, ModelArgs, ScheduleArgs, ServerConfig, SpeculativeArgs
 from .profile_args import ProfileArgs
 
 
@@ -45,6 +45,7 @@ class BenchOneBatch:
     cache: CacheArgs
     schedule: ScheduleArgs
     kernels: KernelArgs
+    speculative: SpeculativeArgs
 
     @property
     def server(self) -> ServerConfig:
@@ -52,9 +53,11 @@ class BenchOneBatch:
         cache, largest = self.cache, max(self.batches.batch_size)
         if cache.max_total_tokens is None:
             longest = max(given + made for _, given, made in self.batches.cases)
+            if self.speculative.speculative_algorithm is not None:
+                longest += 2 * self.speculative.num_drafts
             pages = largest * (-(-longest // cache.page_size) + 2)
             cache = dataclasses.replace(cache, max_total_tokens=pages * cache.page_size)
         schedule = self.schedule
         if schedule.max_running_requests < largest:
             schedule = dataclasses.replace(schedule, max_running_requests=largest)
-        return ServerConfig(self.model, cache, schedule, kernels=self.kernels)
+        return ServerConfig(self.model, cache, schedule, kernels=self.kernels, speculative=self.speculative)

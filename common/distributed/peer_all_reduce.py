@@ -61,12 +61,14 @@ class PeerAllReduce:
                                          torch.zeros(slots, dtype=torch.int32, device=buffers.device))
 
     def can_all_reduce(self, tensor: torch.Tensor) -> bool:
-        """Decides by what is equal on all ranks, so that they decide alike."""
+        """Decides by what is equal on all ranks, so that they decide alike. Under a batch-invariant policy, too: sums
+        are in the ranks' order, in float32, as TPGroup's are then, so that the choice by size changes no bit. The
+        fused norm does not add as the norm by itself."""
         return self._fits(tensor, tensor.nbytes)
 
     def _fits(self, tensor: torch.Tensor, sent_bytes: int) -> bool:
         return (tensor.is_cuda and tensor.dtype in _DTYPES and 0 < sent_bytes <= self._max_bytes
-                and tensor.is_contiguous() and not policy_of(tensor.device).batch_invariant)
+                and tensor.is_contiguous())
 
     def all_reduce(self, tensor: torch.Tensor, max_polls: int = kernel.POLL_FOREVER) -> None:
         """Sums ``tensor`` over the ranks, in place."""
@@ -74,7 +76,8 @@ class PeerAllReduce:
 
     def can_all_reduce_norm(self, rows: torch.Tensor) -> bool:
         count, width = rows.shape
-        return self.can_all_reduce(rows) and kernel.rows_per_program(count, width, self.shared.slots) is not None
+        return (self.can_all_reduce(rows) and kernel.rows_per_program(count, width, self.shared.slots) is not None
+                and not policy_of(rows.device).batch_invariant)
 
     def all_reduce_norm(self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
                         max_polls: int = kernel.POLL_FOREVER) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,7 +98,8 @@ class PeerAllReduce:
                 self.all_reduce_norm(x, x, weight, 1e-5)
 
     def can_reduce_scatter(self, rows: torch.Tensor) -> bool:
-        return self._fits(rows, rows.nbytes // self._size * (self._size - 1))
+        return (self._fits(rows, rows.nbytes // self._size * (self._size - 1))
+                and not policy_of(rows.device).batch_invariant)
 
     def reduce_scatter(self, rows: torch.Tensor, max_polls: int = kernel.POLL_FOREVER) -> torch.Tensor:
         """Returns this rank's part of the sum of ``rows`` [ranks * n, ...]."""

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ...kernels.tuning.policy import policy_of
+
 DistBackend = Literal["nccl", "gloo"]
 """The transport of tensors on GPUs; gloo copies them through host memory."""
 _INLINE_BYTES = 4096
@@ -97,6 +99,7 @@ class TPGroup:
         self.device = torch.device(device)
         self._device_group = device_group
         self._host_group = host_group
+        self._adds_in_order = size > 1 and policy_of(self.device).batch_invariant
         self.symm_comm: SmallAllReduce | None = None
 
     @contextmanager
@@ -124,9 +127,23 @@ class TPGroup:
             self.symm_comm.all_reduce(tensor)
         elif self.through_host and tensor.is_cuda:
             tensor.copy_(self.all_reduce(tensor.cpu()))
+        elif self._adds_in_order:
+            self._add_in_order(tensor)
         elif self.size > 1:
             dist.all_reduce(tensor, group=self._group_of(tensor))
         return tensor
+
+    def _add_in_order(self, tensor: torch.Tensor) -> None:
+        """Sums ``tensor`` over the ranks, in place: in their order and in float32, as ``symm_comm`` does. A library's
+        order depends on the size of the tensor. Each rank adds up a share: it moves as many bytes as a ring."""
+        flat = tensor.flatten()
+        share = -(-len(flat) // self.size)
+        parts = torch.nn.functional.pad(flat, (0, share * self.size - len(flat))).view(self.size, share)
+        ones = [1] * self.size
+        total = torch.zeros(share, dtype=torch.float32, device=tensor.device)
+        for part in self.all_to_all_rows(parts, ones, ones):
+            total += part.float()
+        tensor.copy_(self.all_gather_last_dim(total.to(tensor.dtype))[:len(flat)].view(tensor.shape))
 
     def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
         """Gathers ``[..., n]`` on each rank to ``[..., size * n]``, in rank order."""

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from ...kernels.tuning.policy import set_batch_invariant
 from ..api.errors import ConfigError
 from ..api.messages import FromEngine, Loading, Ready, StartFailed
 from ..config.checkpoint import resolve_checkpoint
@@ -25,6 +26,7 @@ from ..execution.draft_pass import DraftPass
 from ..execution.executor import Executor
 from ..execution.pp_channel import PPChannel
 from ..execution.pp_executor import PPExecutor
+from ..execution.simulated_samples import SimulatedSamples
 from ..grammar.store import GrammarStore
 from ..kvcache.manager import KVCacheManager
 from ..models.registry import load_model_spec
@@ -35,6 +37,7 @@ from ..sampling.sampler import Sampler
 from ..scheduler.batcher import Batcher
 from ..scheduler.make_batcher import make_batcher
 from ..scheduler.request_tracker import RequestTracker
+from ..speculative.simulated import SimulatedAcceptance
 from .control import Control
 from .cuda_stack import warn_of_stack
 from .embedding_scheduler import EmbeddingScheduler
@@ -106,6 +109,7 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     def progress(stage: str, share: float) -> None:
         channel.send(Loading(stage, share))
 
+    set_batch_invariant(spec.config.kernels.enable_deterministic_inference)
     try:
         resolve_checkpoint(spec.config.model, lambda share: progress("downloading", share))
         parallel = join_groups(spec)
@@ -190,10 +194,13 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
         timeout=config.schedule.request_timeout,
         reserves_output=config.role.decodes,
         random_seed=None if config.speculative.speculative_algorithm is None else config.model.random_seed,
+        speculates=config.speculative.speculative_algorithm is not None and config.role.decodes,
+        simulated=config.speculative.simulated_acceptance is not None,
     )
     sampler = Sampler(model.vocab_size, runner.device, config.model.random_seed + parallel.dp_rank, parallel.attn_tp,
                       original_logprobs=config.model.return_original_logprob, backend=config.kernels.sampling_backend,
-                      dtype=getattr(torch, resolve_dtype(config, model, runner.device)))
+                      dtype=getattr(torch, resolve_dtype(config, model, runner.device)),
+                      accept_thresholds=config.speculative.accept_thresholds)
     grammars = None
     if parallel.attn_tp.rank == 0 and (parallel.pp.is_first or parallel.pp.is_last):
         grammars = GrammarStore(config.grammar.whitespace, model.vocab_size, tracker.eos_ids,
@@ -201,12 +208,21 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
     draft_pass = None
     if runner.drafter is not None and runner.draft_model is not None:
         draft_pass = DraftPass(runner.drafter, runner.draft_model.features, parallel.attn_tp)
-    here = Executor(runner, sampler, grammars, draft_pass)
+    here = Executor(runner, sampler, grammars, draft_pass, _simulated_samples(config))
     executor: Executor | PPExecutor = here
     if pp_channel is not None:
         executor = PPExecutor(here, pp_channel, parallel, one_step=config.schedule.disable_overlap_schedule)
     batcher = make_batcher(config, runner, cache, parallel.attn_tp)
     return EngineParts(config, parallel, runner, batcher, executor, tracker, grammars, pp_channel)
+
+
+def _simulated_samples(config: ServerConfig) -> SimulatedSamples | None:
+    shares = config.speculative.simulated_acceptance
+    if shares is None or not config.role.decodes:
+        return None
+    log.warning("SIMULATED ACCEPTANCE of drafts, %.2f tokens a step: answers are not the model's own",
+                1 + sum(shares))
+    return SimulatedSamples(SimulatedAcceptance(shares, config.model.random_seed))
 
 
 def join_groups(spec: RankSpec) -> Parallel:
@@ -215,14 +231,21 @@ def join_groups(spec: RankSpec) -> Parallel:
     if spec.local_rank == 0:
         warn_of_stack(device)
     if device.type == "cpu":
-        threads = max(1, (os.cpu_count() or 1) // (2 * spec.world_size))
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", threads)))
+        torch.set_num_threads(_num_threads(spec))
     return init_parallel(spec.rank, spec.world_size, spec.config.dp_size, spec.dist_init, device,
                          experts=partial(ExpertParallel.from_args, spec.config.parallel),
                          dp_head=spec.config.data_parallel.enable_dp_lm_head, pp_size=spec.config.parallel.pp_size,
                          pp_partition=spec.config.parallel.pp_layer_partition,
                          overlap=spec.config.data_parallel.enable_two_batch_overlap,
                          backend=spec.config.parallel.dist_backend)
+
+
+def _num_threads(spec: RankSpec) -> int:
+    """Returns the rank's threads on a CPU. Several cut a tensor by its size, and compute the last elements of each part
+    by other code than the others."""
+    if spec.config.kernels.enable_deterministic_inference:
+        return 1
+    return int(os.environ.get("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // (2 * spec.world_size))))
 
 
 def device_of(spec: RankSpec) -> torch.device:

@@ -73,14 +73,15 @@ class UnifiedScheduler:
 
     @property
     def gauges(self) -> dict[str, float]:
-        return {}
+        return {} if self._drafting is None else self._drafting.stats.gauges
 
     @property
     def counters(self) -> dict[str, float]:
         batcher = self.batcher
         return {"retracted_requests": batcher.retraction.num_retracted,
                 "preempted_requests": batcher.retraction.num_preempted,
-                "swapped_out_requests": 0 if batcher.swap is None else batcher.swap.num_swapped_out}
+                "swapped_out_requests": 0 if batcher.swap is None else batcher.swap.num_swapped_out,
+                **({} if self._drafting is None else self._drafting.stats.counters)}
 
     def add(self, req: Req) -> None:
         self.batcher.waiting.append(req)
@@ -183,7 +184,11 @@ class UnifiedScheduler:
         if self._drafts_on_device:
             for index in output.req_index:
                 step.reqs[index].drafts = output.drafts.get(index)
-        counts = np.array(output.counts, np.int64) if step.drafts else None
+        counts = None
+        if step.drafts:
+            counts = np.array(output.counts, np.int64)
+            if self._drafting is not None:
+                self._drafting.count(step, output)
         to_check = self._report_continuing(step, output, counts)
         beyond, ended = self._report_others(step, output, to_check) if to_check is None or to_check else ([], [])
         if counts is not None:

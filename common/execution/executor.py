@@ -21,9 +21,11 @@ from ..request.step_output import RowOutput, StepOutput, keep_accepted
 from ..sampling.extras.embeds import embeds_of
 from ..sampling.extras.hidden_states import HiddenReport, HiddenRows, hidden_rows
 from ..sampling.extras.prompt_logprobs import PromptReport, PromptRow, prompt_rows
+from ..sampling.loose_acceptance import drafts_after
 from .accepted_rows import Accepted, accepted, paths_to_move
 from .draft_pass import ComputedStep, DraftPass
 from .extra_rows import ExtraRow, extra_rows, fill_masks
+from .simulated_samples import SimulatedSamples
 
 if TYPE_CHECKING:
     from ..runner.model_runner import ModelRunner
@@ -78,13 +80,15 @@ class Executor:
     before."""
 
     def __init__(self, runner: ModelRunner, sampler: Sampler, grammars: GrammarStore | None = None,
-                 draft_pass: DraftPass | None = None):
+                 draft_pass: DraftPass | None = None, simulated: SimulatedSamples | None = None):
         """``grammars``: those of requests with a matcher, on the rank that samples. ``draft_pass`` follows each step
-        that samples or computes prompts, where a drafter drafts on the device."""
+        that samples or computes prompts, where a drafter drafts on the device. ``simulated``: which drafts are
+        accepted is drawn."""
         self._runner = runner
         self._sampler = sampler
         self._grammars = grammars
         self._draft_pass = draft_pass
+        self._simulated = simulated
         self._last: LaunchedStep | None = None
 
     @property
@@ -105,6 +109,8 @@ class Executor:
                                                                     after_group)
         count = len(step.sampling)
         sample = self._sample(step, logits[:count] if prompt else logits, argmax if step.all_greedy else None)
+        if self._simulated is not None and step.drafts:
+            sample = self._simulated.replace(step, sample)
         reports = sample.reports
         if prompt:
             reports = [*reports, PromptReport(prompt, logits[count:])]
@@ -194,15 +200,19 @@ class Executor:
         return previous if known is None else TokenIds(known, rows, sources, previous)
 
     def _sample(self, step: StepInput, logits: torch.Tensor, argmax: torch.Tensor | None) -> Sample:
+        sampling = step.sampling
+        if step.drafts and self._sampler.accepts_loosely:
+            sampling = drafts_after(sampling, step.num_samples.tolist(), step.drafts)
         if not step.extra_index:
-            return self._sampler.launch(logits, step.sampling, extra_rows=(), argmax=argmax)
+            return self._sampler.launch(logits, sampling, extra_rows=(), argmax=argmax)
+        metadata = list(sampling)
         rows, owners = extra_rows(step), step.sample_owners
         pending = self._pending(rows)
         masks = fill_masks(rows, pending, self._previous_ids, self._grammars)
-        metadata = list(step.sampling)
         for row, (req, position, path) in rows.items():
             state = RowState(position, pending.get(row), masks.get(row), path)
-            metadata[row] = SamplingMetadata(metadata[row].params, position, row_extras(req, state))
+            metadata[row] = SamplingMetadata(metadata[row].params, position, row_extras(req, state),
+                                             metadata[row].drafts)
         return self._sampler.launch(logits, metadata, self._previous, extra_rows=list(rows), argmax=argmax,
                                     index=owners)
 

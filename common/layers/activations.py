@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.nn.functional import gelu, relu, silu
 
+from ...kernels.elementwise import by_element
 from ..api.errors import ConfigError
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -35,7 +37,7 @@ def activation_of(name: str, *, gated: bool) -> Activation:
     if name not in ACTIVATIONS:
         raise ConfigError(f"Activation {name!r} is not supported: use a checkpoint with hidden_act "
                           f"{', '.join(map(repr, ACTIVATIONS))}.")
-    activate = ACTIVATIONS[name]
+    activate = partial(by_element, ACTIVATIONS[name])
     if not gated:
         return activate
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch.nn.functional import linear
 
+from ...kernels.gemm.dense_matmul import library_matmul
 from ..weights.slots import Allocate, Slot
 
 
@@ -19,7 +19,7 @@ class ClassifierHead:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns float32 scores of hidden states of any float type."""
-        return linear(hidden.to(self.weight.dtype), self.weight).float()
+        return library_matmul(hidden.to(self.weight.dtype), self.weight).float()
 
     def slots(self) -> Iterator[Slot]:
         yield Slot(f"{self.name}.weight", self.weight, tuple(self.weight.shape))

@@ -23,12 +23,14 @@ BREAKAGES = ("silent", "connection_lost", "ended", "write_failed", "damaged", "m
 
 class EngineMetric(NamedTuple):
     """``exported_by``: true for the roles whose servers have it. ``label``: its values are appended to the name in the
-    engine's report (``kv_transfers_broken_silent``); ``values`` are those that are exported as 0 before they occur."""
+    engine's report (``kv_transfers_broken_silent``); ``values`` are those that are exported as 0 before they occur.
+    ``speculative``: only servers that draft have it."""
 
     help: str
     exported_by: Callable[[Role], bool] = lambda role: True
     label: str | None = None
     values: tuple[str, ...] = ()
+    speculative: bool = False
 
 
 COUNTERS: dict[str, EngineMetric] = {
@@ -53,10 +55,22 @@ COUNTERS: dict[str, EngineMetric] = {
     "kv_messages_dropped": EngineMetric("Stale messages: of peers that restarted, or that came too late", TRANSFERS),
     "kv_transfers_failed": EngineMetric("KV transfers that failed, by the error's code", TRANSFERS, "code",
                                         ERROR_CODES),
+    "spec_verified_drafts": EngineMetric("Times that drafts of a request were verified", DECODES, speculative=True),
+    "spec_draft_tokens": EngineMetric("Drafted tokens that were verified", DECODES, speculative=True),
+    "spec_accepted_tokens": EngineMetric("Of the drafted tokens those that were accepted", DECODES, speculative=True),
+    "spec_accepted_tokens_at": EngineMetric("Accepted drafted tokens by their position, from 1", DECODES,
+                                            "position", ("1",), speculative=True),
     "kv_transfers_broken": EngineMetric("Of the failed KV transfers those that broke, by cause; peer: the other "
                                         "server counts the cause itself", TRANSFERS, "cause", BREAKAGES),
 }
 GAUGES: dict[str, EngineMetric] = {
+    "spec_accept_length": EngineMetric("Tokens that a step with drafts yields a request, over the last steps", DECODES,
+                                       speculative=True),
+    "spec_accept_rate": EngineMetric("Share of drafted tokens that are accepted, over the last steps", DECODES,
+                                     speculative=True),
+    "spec_num_steps": EngineMetric("Passes of the drafter in a step, at most", DECODES, speculative=True),
+    "spec_num_draft_tokens": EngineMetric("Rows of a request in a step at present: its newest token and its drafts",
+                                          DECODES, speculative=True),
     "token_usage": EngineMetric("Share of the KV pool that is in use by running requests, 0 to 1"),
     "swa_token_usage": EngineMetric("As token_usage, of the KV pool of layers with a sliding window"),
     "swa_kv_pages_free": EngineMetric("Free KV pages of layers with a sliding window"),

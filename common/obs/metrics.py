@@ -39,9 +39,10 @@ _STATE_GAUGES = {
 class EngineCollector(Collector):
     """Exports the latest ``State`` of the engine; before the first one, its counters at 0."""
 
-    def __init__(self, labels: dict[str, str], role: Role):
+    def __init__(self, labels: dict[str, str], role: Role, *, speculates: bool):
         self._labels = labels
-        self._role = role
+        self._names = [name for name, metric in COUNTERS.items()
+                       if metric.exported_by(role) and (speculates or not metric.speculative)]
         self.state: State | None = None
         self.throughput = Throughput()
 
@@ -62,8 +63,7 @@ class EngineCollector(Collector):
             yield gauge
 
     def _counters(self, counts: Mapping[str, float]) -> Iterator[Metric]:
-        values = {(name, value): 0.0 for name, metric in COUNTERS.items() if metric.exported_by(self._role)
-                  for value in metric.values or (None,)}
+        values = {(name, value): 0.0 for name in self._names for value in COUNTERS[name].values or (None,)}
         values.update({family_of(name): count for name, count in counts.items() if name not in COUNTED_BY_API_SERVER})
         families: dict[str, CounterMetricFamily] = {}
         for (name, value), count in values.items():
@@ -85,11 +85,13 @@ class TokenTotals(NamedTuple):
 class ServerMetrics:
     """Counters and histograms of one server; each server has its own registry, so that several fit one process."""
 
-    def __init__(self, model_name: str, mode: str, *, sglang_names: bool = True):
-        """``sglang_names``: export metrics that SGLang has, too, a second time under its names."""
-        labels = {"model_name": model_name, "mode": mode}
+    def __init__(self, model_name: str, mode: str, *, sglang_names: bool = True, speculates: bool = False,
+                 simulated: bool = False):
+        """``sglang_names``: export metrics that SGLang has, too, a second time under its names. ``speculates``: the
+        server drafts; ``simulated``: its acceptance is drawn, which all metrics say by a label."""
+        labels = {"model_name": model_name, "mode": mode, **({"simulated": "true"} if simulated else {})}
         self.registry = CollectorRegistry()
-        self.engine = EngineCollector(labels, ROLES.get(mode))
+        self.engine = EngineCollector(labels, ROLES.get(mode), speculates=speculates)
         self.registry.register(self.engine)
 
         def counter(name: str, help: str) -> Counter:
@@ -111,6 +113,8 @@ class ServerMetrics:
                                         "second: all streams wait for it", _LOOP_LAG_BUCKETS)
         self._requests = Counter("baton:num_requests", "Requests by outcome: a finish reason, an error code, or "
                                  "'disconnected'", [*labels, "outcome"], registry=self.registry)
+        self.spec_verify_calls = None if not speculates else counter(
+            "spec_verify_calls", "Decode steps of the requests that ended, with drafts or without")
         self._labels = labels
         for outcome in (*FINISH_REASONS, *ERROR_CODES, "disconnected"):
             self._requests.labels(**labels, outcome=outcome)

@@ -25,6 +25,11 @@ SGLANG_NAMES: Mapping[str, str] = {
     "baton:token_usage": "sglang:token_usage",
     "baton:cache_hit_rate": "sglang:cache_hit_rate",
     "baton:gen_throughput": "sglang:gen_throughput",
+    "baton:spec_accept_length": "sglang:spec_accept_length",
+    "baton:spec_accept_rate": "sglang:spec_accept_rate",
+    "baton:spec_num_steps": "sglang:spec_num_steps",
+    "baton:spec_num_draft_tokens": "sglang:spec_num_draft_tokens",
+    "baton:spec_verify_calls": "sglang:spec_verify_calls",
 }
 """SGLang's name of each family that it has, too."""
 

@@ -25,6 +25,7 @@ from ..api.namespace import SHARED, Namespace
 from ..api.sampling import SamplingParams
 from ..kvcache.manager import PageTable
 from ..kvcache.page_keys import PageKey
+from .draft_counts import DraftCounts
 from .extras import Extra, extras_of
 from .hidden_states import HiddenStates
 from .logit_bias import LogitBias
@@ -78,6 +79,7 @@ class Req:
     num_pending: int = 0
     num_retractions: int = 0
     drafts: Drafts | None = None  # what its next step verifies
+    draft_counts: DraftCounts | None = None  # on a server that speculates
     swapped_out: SwappedOut | None = None  # while it waits after a retraction
     finish: Finish | None = None
     prompt_logprobs: Logprobs | None = None
@@ -247,7 +249,9 @@ class Req:
             return None
         first, self.reported = not self.reported, True
         spans, self.spans = self.spans or [], None if self.spans is None else []
+        counts = self.draft_counts if self.finish is not None else None
         return OutputExtras(
             usage=PromptUsage(self.num_prompt_tokens, self.num_cached_tokens) if first else None, finish=self.finish,
             logprobs=logprobs, prompt_logprobs=self.prompt_logprobs if first else None, embedding=self.embedding,
-            hidden_states=None if self.hidden is None else self.hidden.take(), spans=spans)
+            hidden_states=None if self.hidden is None else self.hidden.take(),
+            speculation=None if counts is None else counts.report(self.num_output_tokens), spans=spans)

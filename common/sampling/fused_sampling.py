@@ -11,6 +11,7 @@ import torch
 from ...kernels._triton import AVAILABLE, INTERPRETED
 from ...kernels.sampling import sample as kernel
 from ...kernels.sampling.argmax import argmax
+from ...kernels.tuning.policy import policy_of
 from ..api.errors import ConfigError
 from ..api.sampling import SamplingParams
 from ..config.server.kernels import SAMPLING_BACKENDS
@@ -31,6 +32,8 @@ class FusedSampling:
 
     def __init__(self, device: torch.device, seed: int):
         self._device = device
+        # Else a row would be sampled by another kernel where another row of its batch truncates.
+        self._always_truncates = policy_of(device).batch_invariant
         self._generator = np.random.default_rng(seed & (2**64 - 1))
         self._tables: list[tuple[list[SamplingParams], _Table]] = []  # of the last batches: plain rows, and others
 
@@ -42,7 +45,7 @@ class FusedSampling:
         filled = table.filled([row.position for row in rows], self._generator)
         on_device = upload_joined([filled.ravel()], torch.int64, self._device).view(filled.shape)
         peaks, tokens = argmax(logits)
-        sampled = kernel.sample(logits, peaks, on_device, table.truncates)
+        sampled = kernel.sample(logits, peaks, on_device, table.truncates or self._always_truncates)
         if len(table.random_rows) == len(rows):
             return sampled
         tokens[on_device[0]] = sampled

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ...kernels.elementwise import by_element
+
 MIN_NOISE = 2.0**-24
 """Noise of 0 would sample a token however small its probability; a generator may return 0 once in 2**24 values."""
 
@@ -20,7 +22,7 @@ def seeded_exponential(seeds: torch.Tensor, positions: torch.Tensor, vocab_size:
     tokens = torch.arange(vocab_size, device=seeds.device) if token_ids is None else token_ids
     bits = _mix(keys[:, None] + tokens * _GOLDEN)
     uniform = ((bits >> 41) & 0x7FFFFF).to(torch.float32).add_(0.5).mul_(2.0**-23)
-    return uniform.log_().neg_()
+    return by_element(torch.log, uniform).neg_()
 
 
 def _signed(value: int) -> int:

@@ -13,6 +13,7 @@ from ..request.req import Req
 from ..request.step_input import Chunk, DraftPlan, StepInput
 from ..request.step_output import StepOutput
 from ..speculative.base import Proposer
+from .draft_stats import DraftStats
 from .prefill_budget import LOGPROB_CHUNK_TOKENS
 
 
@@ -25,12 +26,13 @@ class Drafting:
 
     def __init__(self, proposer: Proposer | None, cache: KVCacheManager, max_drafts: int,
                  max_step_tokens: int = LOGPROB_CHUNK_TOKENS, max_request_tokens: int = 1 << 40,
-                 all_ranks_match: bool = True, room: int | None = None):
+                 all_ranks_match: bool = True, num_passes: int | None = None, room: int | None = None):
         """``proposer``: None where a drafter on the device drafts, which needs slots for the drafts to come. ``max_``:
         tokens that are drafted for one request in one step; all tokens of a step with drafts; tokens of a request, for
         which there are positions. ``all_ranks_match``: the ranks that plan the same steps all have the matchers of
-        grammars, so that these may cut drafts; otherwise forbidden drafts are verified in vain. ``room``: slots in
-        which a drafter on the device drafts for a request; by default as many as drafts."""
+        grammars, so that these may cut drafts; otherwise forbidden drafts are verified in vain. ``num_passes``: those
+        of the drafter in a step, ``room``: slots in which it drafts for a request; both as many as drafts by default.
+        """
         self._proposer = proposer
         self._cache = cache
         self._max_drafts = max_drafts
@@ -38,9 +40,7 @@ class Drafting:
         self._max_step_tokens = max_step_tokens
         self._max_request_tokens = max_request_tokens
         self._all_ranks_match = all_ranks_match
-        self.num_steps = 0
-        self.num_drafted = 0
-        self.num_accepted = 0
+        self.stats = DraftStats(max_drafts if num_passes is None else num_passes, max_drafts)
 
     @property
     def on_device(self) -> bool:
@@ -54,6 +54,13 @@ class Drafting:
             return True
         chosen = [req for req in reqs if not req.complete]
         return any(self._proposer.propose(chosen, [self._max_drafts] * len(chosen)))
+
+    def expected_drafts(self, reqs: Sequence[Req]) -> int:
+        """Returns how many tokens of a step prompts had better leave for drafts of ``reqs``: those that a drafter has
+        left, or the most that a proposer may find; at most half of a step's."""
+        found = (len(reqs) * self._max_drafts if self._proposer is not None
+                 else sum(len(req.drafts.tokens) for req in reqs if req.drafts is not None))
+        return min(found, self._max_step_tokens // 2)
 
     def plan_decode(self, batch: InputBatch) -> DraftPlan:
         """Plans the drafts of the next step of ``batch``. No token may be pending."""
@@ -157,15 +164,39 @@ class Drafting:
         assert req.page_table is not None
         return req.page_table.count * self._cache.page_size
 
-    def on_verified(self, step: StepInput, output: StepOutput) -> None:
-        """Tell the proposer which drafts were accepted; the requests have their tokens."""
-        self.num_steps += 1
+    @property
+    def num_steps(self) -> int:
+        """Steps with drafts so far."""
+        return self.stats.num_steps
+
+    @property
+    def num_drafted(self) -> int:
+        return self.stats.num_drafted
+
+    @property
+    def num_accepted(self) -> int:
+        return self.stats.num_accepted
+
+    def count(self, step: StepInput, output: StepOutput) -> None:
+        """Count the drafts of a step, before its requests have their tokens."""
+        drafted: list[int] = []
+        accepted: list[int] = []
         for index, count in zip(output.req_index, output.counts):
             if (drafts := step.drafts.get(index)) is not None:
-                self.num_drafted += len(drafts.tokens)
-                self.num_accepted += count - 1
-                if self._proposer is not None:
-                    self._proposer.on_verified(step.reqs[index], drafts, count - 1)
+                num_drafts, req = len(drafts.tokens), step.reqs[index]
+                drafted.append(num_drafts)
+                accepted.append(count - 1)
+                if req.draft_counts is not None:
+                    req.draft_counts.add(num_drafts, count - 1, req.num_output_tokens)
+        self.stats.add(np.array(drafted, np.int64), np.array(accepted, np.int64))
+
+    def on_verified(self, step: StepInput, output: StepOutput) -> None:
+        """Tell the proposer which drafts were accepted; the requests have their tokens."""
+        if self._proposer is None:
+            return
+        for index, count in zip(output.req_index, output.counts):
+            if (drafts := step.drafts.get(index)) is not None:
+                self._proposer.on_verified(step.reqs[index], drafts, count - 1)
 
     def on_end(self, reqs: Sequence[Req]) -> None:
         """Tell the proposer that requests have ended."""

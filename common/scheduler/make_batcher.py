@@ -72,7 +72,7 @@ def make_drafting(config: ServerConfig, cache: KVCacheManager, spec: ModelSpec, 
                     args.num_drafts + 1)
     make = SPECULATIVE_ALGORITHMS.get(args.speculative_algorithm).make_proposer
     return Drafting(None if make is None else make(args), cache, args.num_drafts,
-                    config.schedule.largest_prefill(context_length), context_length, group.size == 1,
+                    config.schedule.largest_prefill(context_length), context_length, group.size == 1, args.num_steps,
                     args.room_for_drafts)
 
 

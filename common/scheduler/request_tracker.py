@@ -7,6 +7,7 @@ from collections.abc import Callable
 from ..api.errors import AbortRequested, Conflict, InvalidRequest, Overloaded, ServingError
 from ..api.messages import Failed, Finish, FromEngine, Generate, Logprobs, OutputBatch
 from ..api.token_ids import check_request_ids
+from ..request.draft_counts import DraftCounts
 from ..request.req import Req
 from ..request.seeds import seeded
 
@@ -19,9 +20,10 @@ class RequestTracker:
 
     def __init__(self, send: Callable[[FromEngine], None], *, eos_ids: frozenset[int], vocab_size: int,
                  max_request_tokens: int, max_requests: int, timeout: float, reserves_output: bool = True,
-                 random_seed: int | None = None):
+                 random_seed: int | None = None, speculates: bool = False, simulated: bool = False):
         """``reserves_output``: this engine also decodes, so that prompt and output must both fit. ``random_seed``:
-        requests without a seed get one, see ``seeded``; None leaves them without."""
+        requests without a seed get one, see ``seeded``; None leaves them without. ``speculates``: drafts are verified
+        here, and counted; ``simulated``: their acceptance is drawn."""
         self._send = send
         self.eos_ids = eos_ids
         self.vocab_size = vocab_size
@@ -30,6 +32,8 @@ class RequestTracker:
         self._timeout = timeout
         self._reserves_output = reserves_output
         self._random_seed = random_seed
+        self._speculates = speculates
+        self._simulated = simulated
         self._outputs = OutputBatch([], [])
         self.live: dict[str, Req] = {}
         self.counters: dict[str, float] = dict.fromkeys(
@@ -45,6 +49,8 @@ class RequestTracker:
             return None
         if self._random_seed is not None:
             req.sampling = seeded(message, self._random_seed)
+        if self._speculates:
+            req.draft_counts = DraftCounts(simulated=self._simulated)
         self.live[req.rid] = req
         return req
 

@@ -13,10 +13,11 @@ from types import ModuleType
 import torch
 from torch.nn.functional import linear
 
+from .. import reference
 from ..rowwise.rmsnorm import rmsnorm
 from ..rowwise.silu_and_mul import silu_and_mul
 from ..rowwise.split_k_rmsnorm import split_k_rmsnorm
-from ..tuning.gemm import BatchedSplits, SplitKTile, WarpSpecializedTile
+from ..tuning.gemm import BatchedSplits, InvariantTile, SplitKTile, WarpSpecializedTile
 from ..tuning.policy import policy_of
 from .batch_invariant_matmul import batch_invariant_matmul
 from .small_m_matmul import small_m_matmul
@@ -28,8 +29,8 @@ def dense_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     ``[T, out / 2]``, where it is ``gated``."""
     policy, rows = policy_of(weight.device).gemm, len(x)
     out, width = weight.shape
-    if (one := policy.invariant(weight.itemsize)) is not None:
-        y = batch_invariant_matmul(x if x.stride(-1) == 1 else x.contiguous(), weight, bias, one)
+    if policy.batch_invariant:
+        y = _invariant_product(x, weight, bias, policy.invariant(weight.itemsize))
         return silu_and_mul(y) if gated else y
     if rows <= policy.small_m_max_rows(out, width, weight.itemsize) and x.stride(-1) == 1:
         return small_m_matmul(x, weight, bias, gated=gated)
@@ -42,6 +43,22 @@ def dense_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
             return _activated(x, weight, fused)
     y = linear(x, weight, bias)
     return silu_and_mul(y) if gated else y
+
+
+def library_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``dense_matmul`` by the library alone, for small weights: routers', classifiers', gates'."""
+    policy = policy_of(weight.device).gemm
+    if policy.batch_invariant:
+        return _invariant_product(x, weight, bias, policy.invariant(weight.itemsize))
+    return linear(x, weight, bias)
+
+
+def _invariant_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+                       tile: InvariantTile | None) -> torch.Tensor:
+    """Multiplies by one ``tile``; None: by the twin."""
+    if tile is None:
+        return reference.batch_invariant_matmul(x, weight, bias)
+    return batch_invariant_matmul(x if x.stride(-1) == 1 else x.contiguous(), weight.contiguous(), bias, tile)
 
 
 def _has_aligned_rows(x: torch.Tensor) -> bool:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 
 from ..arguments import Choice, ExpertBiases, Scales
+from ..elementwise import by_element
 from ..gated_activation import clamped_gate
 from .float8 import quantize_groups
 from .gemm import block_matmul, scaled_matmul
+from .gemm import product as unscaled_product
 from .rows import silu_and_mul
 
 
@@ -17,7 +19,7 @@ def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, topk
     """Twin of ``moe.moe_experts.moe_experts``: computes expert by expert of those that have a token."""
     def product(rows: torch.Tensor, matrix: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         if scale is None:
-            return torch.nn.functional.linear(rows, matrix)
+            return unscaled_product(rows, matrix)
         if scale.ndim == 1:
             return scaled_matmul(*quantize_groups(rows, rows.shape[1]), matrix, scale, rows.dtype)
         return block_matmul(*quantize_groups(rows, 128), matrix, scale, (128, 128), rows.dtype)
@@ -68,7 +70,7 @@ def moe_spans(expert_of_block: torch.Tensor, max_blocks: int) -> torch.Tensor:
 def moe_topk(logits: torch.Tensor, bias: torch.Tensor | None, how: Choice,
              live: torch.Tensor | None = None, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Twin of ``moe.moe_topk.moe_topk``."""
-    scores = logits.float().softmax(-1) if how.scoring == "softmax" else logits.float().sigmoid()
+    scores = logits.float().softmax(-1) if how.scoring == "softmax" else by_element(torch.sigmoid, logits.float())
     choice = limit_to_groups(scores if bias is None else scores + bias, how)
     ids = choice.topk(how.top_k, dim=-1).indices
     weights = scores.gather(1, ids)

@@ -102,7 +102,8 @@ class RankInfo(msgspec.Struct, frozen=True):
     ``layout`` is that of the first cache group, ``further_layouts`` are those of the others, if there are any.
     ``rank`` of ``tp_size`` is its rank in its attention group, which is data-parallel rank ``dp_rank`` of ``dp_size``,
     or pipeline stage ``pp_rank`` of ``pp_size``, whose layers are in ``layout``. ``model`` is None for a peer that does
-    not send it; ``server`` is its name in logs.
+    not send it; ``server`` is its name in logs. ``deterministic``: its rows do not depend on
+    their batch.
     """
 
     instance: str
@@ -120,6 +121,7 @@ class RankInfo(msgspec.Struct, frozen=True):
     server: str = ""
     further_layouts: tuple[KVLayout, ...] = ()
     draft: DraftInfo | None = None
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         ranks = ((self.rank, self.tp_size), (self.dp_rank, self.dp_size), (self.pp_rank, self.pp_size))
@@ -138,6 +140,9 @@ class RankInfo(msgspec.Struct, frozen=True):
         mine, its = self.model, peer.model
         if mine is not None and its is not None and mine.fingerprint != its.fingerprint:
             return f"the model is {mine} here and {its} there"
+        if self.deterministic != peer.deterministic:
+            ours, theirs = ("on" if one.deterministic else "off" for one in (self, peer))
+            return f"--enable-deterministic-inference is {ours} here and {theirs} there"
         if (why := find_group_mismatch(peer.group_layouts, self.group_layouts)) is not None:
             return why
         return self._draft_mismatch(peer) if self.draft is not None and self.draft.required else None

@@ -11,7 +11,6 @@ from itertools import islice
 import numpy as np
 import zmq
 import zmq.utils.monitor
-from msgspec.structs import replace
 
 from ...common.api.errors import ServingError
 from ...common.api.identity import ModelIdentity
@@ -22,7 +21,16 @@ from ..backends.base import Backend
 from ..bootstrap import NotRegistered, SecretMismatch, fetch_ranks
 from ..checksum import block_positions, make_checksum, resolve_extent
 from ..driver import Driver
-from ..endpoint import FurtherGroup, PairKey, control_socket, pool_groups, rank_info, receive_all, register_pool
+from ..endpoint import (
+    FurtherGroup,
+    PairKey,
+    control_socket,
+    pool_groups,
+    rank_info,
+    receive_all,
+    register_pool,
+    with_weights,
+)
 from ..notices import Warn
 from ..protocol.authentication import SECRET_MISMATCH, TO_SENDER, AuthError, Channel, make_secret
 from ..protocol.messages import (
@@ -56,7 +64,8 @@ class KVReceiver:
     def __init__(self, *, args: DisaggregationArgs, host: str, rank: int, tp_size: int, layout: KVLayout,
                  num_pages: int, regions: list[tuple[int, int, int]], backend: Backend, dp_rank: int = 0,
                  dp_size: int = 1, model: ModelIdentity | None = None, server: str = "",
-                 spare_page: int | None = None, further: Sequence[FurtherGroup] = (), draft: DraftInfo | None = None):
+                 spare_page: int | None = None, further: Sequence[FurtherGroup] = (), draft: DraftInfo | None = None,
+                 deterministic: bool = False):
         pool = register_pool(backend, pool_groups(FurtherGroup(layout, num_pages, spare_page), further, draft), regions)
         self._checksum = make_checksum(pool.regions, pool.num_pages)
         self._extent = resolve_extent(args.kv_checksum, pool.regions)
@@ -67,7 +76,7 @@ class KVReceiver:
         self._timing = Timing.of(args)
         self.info: RankInfo = rank_info(endpoint="", rank=rank, tp_size=tp_size, layout=layout, backend=backend,
                                         dp_rank=dp_rank, dp_size=dp_size, model=model, server=server,
-                                        further=further, draft=draft)
+                                        further=further, draft=draft, deterministic=deterministic)
         self._pair_key = PairKey(args.cluster_secret, backend, regions)
         self._core = ReceiverCore(self.info, self._timing, num_pages, backend.local_metadata(), self._extent,
                                   backend.quarantine_seconds, spare_page,
@@ -154,9 +163,9 @@ class KVReceiver:
         with self._driver as core:
             core.leave(time.monotonic())
 
-    def join(self, model: ModelIdentity) -> None:
+    def join(self, model: ModelIdentity, draft: ModelIdentity | None = None) -> None:
         """Introduces ourselves with the new weights from now on."""
-        self.info = replace(self.info, model=model)
+        self.info = with_weights(self.info, model, draft)
         with self._driver as core:
             core.join(self.info)
 

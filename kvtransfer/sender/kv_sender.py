@@ -30,6 +30,7 @@ from ..endpoint import (
     rank_info,
     receive_all,
     register_pool,
+    with_weights,
 )
 from ..io_thread import BUSY_INTERVAL
 from ..notices import Warn
@@ -67,7 +68,7 @@ class KVSender:
                  num_pages: int, regions: list[tuple[int, int, int]], backend: Backend, dp_rank: int = 0,
                  dp_size: int = 1, pp_rank: int = 0, pp_size: int = 1, model: ModelIdentity | None = None,
                  server: str = "", spare_page: int | None = None, further: Sequence[FurtherGroup] = (),
-                 draft: DraftInfo | None = None):
+                 draft: DraftInfo | None = None, deterministic: bool = False):
         groups = pool_groups(FurtherGroup(layout, num_pages, spare_page), further, draft)
         pool = register_pool(backend, groups, regions)
         self._checksum = make_checksum(pool.regions, pool.num_pages)
@@ -77,7 +78,7 @@ class KVSender:
         self.info: RankInfo = rank_info(endpoint=bind_control(self._router, host), rank=rank, tp_size=tp_size,
                                         layout=layout, backend=backend, dp_rank=dp_rank, dp_size=dp_size,
                                         pp_rank=pp_rank, pp_size=pp_size, model=model, server=server,
-                                        further=further, draft=draft)
+                                        further=further, draft=draft, deterministic=deterministic)
         self._pair_key = PairKey(args.cluster_secret, backend, regions)
         self._channels = Channels(make_secret(args.cluster_secret))
         self._timing = Timing.of(args)
@@ -157,9 +158,9 @@ class KVSender:
         with self._driver as core:
             core.leave(time.monotonic())
 
-    def join(self, model: ModelIdentity) -> None:
+    def join(self, model: ModelIdentity, draft: ModelIdentity | None = None) -> None:
         """Admits receivers again, for the new weights: they find another instance once its ``info`` is registered."""
-        self.info = replace(self.info, instance=secrets.token_hex(8), model=model)
+        self.info = replace(with_weights(self.info, model, draft), instance=secrets.token_hex(8))
         with self._driver as core:
             core.join(self.info)
 

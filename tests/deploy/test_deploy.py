@@ -20,6 +20,7 @@ from baton.common.config.server import HttpArgs, ServerConfig
 from baton.common.kvcache.cache_group import CacheGroup, SlidingWindow
 from baton.common.kvcache.manager import KVCacheManager
 from baton.common.obs.metrics import ServerMetrics
+from baton.common.scheduler.draft_stats import DraftStats
 from baton.common.scheduler.request_tracker import RequestTracker
 from baton.common.serving import host
 from baton.kvtransfer.receiver.receiver_core import ReceiverCore
@@ -239,14 +240,15 @@ def server_families() -> dict[str, set[str]]:
     sender: Any = SimpleNamespace(counters={}, writes_waiting=(0, 0))
     prefill = PrefillScheduler(SimpleNamespace(cache=None), None, None, sender, None, [1], register=None,  # type: ignore
                                overlap=False, kv_retain_seconds=0.0)
-    counters |= prefill.counters
+    drafts = DraftStats(3, 3)
+    counters |= {**prefill.counters, **drafts.counters}
     windowed = KVCacheManager(1, 16, groups=[CacheGroup(SlidingWindow(8), 3, 16)])
-    metrics = ServerMetrics("m", "decode")
+    metrics = ServerMetrics("m", "decode", speculates=True)
     metrics.count_outcome("stop")
     metrics.engine.state = State(
         seq=0, total_pages=1, free_pages=1, held_pages=0, cached_pages=0, page_size=1, num_running=0, num_waiting=0,
         num_transferring=0, counters={**counters, "retracted_requests": 1.0},
-        gauges={"token_usage": 0.0, **windowed.group_gauges, **prefill.gauges})
+        gauges={"token_usage": 0.0, **windowed.group_gauges, **prefill.gauges, **drafts.gauges})
     return families(metrics.registry.collect())
 
 

@@ -22,6 +22,7 @@ from baton.common.engine.unified_scheduler import UnifiedScheduler
 from baton.common.execution.draft_pass import DraftPass
 from baton.common.execution.executor import Executor
 from baton.common.execution.pp_executor import PPExecutor
+from baton.common.execution.simulated_samples import SimulatedSamples
 from baton.common.grammar.store import GrammarStore
 from baton.common.kvcache.manager import KVCacheManager
 from baton.common.models.registry import load_model_spec
@@ -30,6 +31,7 @@ from baton.common.sampling.sampler import Sampler
 from baton.common.scheduler.drafting import Drafting
 from baton.common.scheduler.make_batcher import make_batcher
 from baton.common.scheduler.request_tracker import RequestTracker
+from baton.common.speculative.simulated import SimulatedAcceptance
 
 from .outputs import outputs_of
 
@@ -41,11 +43,12 @@ class Engine:
                  policy="fcfs", overlap=False, device="cpu", kernels=None, dtype="float32",
                  load_format="auto", schedule=None, parallel=None, vocabulary=None, quantization=None,
                  kv_cache_dtype="auto", line=None, parts=None, groups=None, cache=None, proposer=None, max_drafts=4,
-                 drafter=None, features=None, speculative=None, model_impl="baton"):
+                 drafter=None, features=None, speculative=None, simulated=None, model_impl="baton"):
         """``schedule``: further fields of ScheduleArgs; by default nothing is reserved for output, so that small pools
         see retractions. ``vocabulary``: of grammars. ``line``: between the pipeline stages of ``parts`` (ParallelArgs).
         ``groups``: DataParallelArgs. ``cache``: further fields of CacheArgs. ``drafter`` on the device, which reads
-        ``features``; ``speculative`` (SpeculativeArgs) names one that the runner loads."""
+        ``features``; ``speculative`` (SpeculativeArgs) names one that the runner loads. ``simulated``: shares of
+        accepted drafts, by position."""
         cache_args = CacheArgs(page_size=page_size, max_total_tokens=max_total_tokens, disable_radix_cache=not radix,
                                kv_cache_dtype=kv_cache_dtype, **(cache or {}))
         schedule = ScheduleArgs(**{"schedule_conservativeness": 0.0} | dict(schedule or {}), chunked_prefill_size=chunk,
@@ -63,7 +66,8 @@ class Engine:
         self.sent = []
         self.tracker = RequestTracker(self.sent.append, eos_ids=frozenset(spec.eos_token_ids),
                                       vocab_size=spec.vocab_size, max_request_tokens=max_total_tokens,
-                                      max_requests=512, timeout=1e9)
+                                      max_requests=512, timeout=1e9, speculates=bool(proposer or drafter),
+                                      simulated=simulated is not None)
         self.grammars = None
         if vocabulary is not None:
             self.grammars = GrammarStore(None, spec.vocab_size, self.tracker.eos_ids)
@@ -71,7 +75,8 @@ class Engine:
         if drafter is None and runner.drafter is not None:
             drafter, features = runner.drafter, runner.draft_model.features
         executor = Executor(runner, Sampler(spec.vocab_size, device, 0, self.parallel.attn_tp), self.grammars,
-                            drafter and DraftPass(drafter, features, self.parallel.attn_tp))
+                            drafter and DraftPass(drafter, features, self.parallel.attn_tp),
+                            simulated and SimulatedSamples(SimulatedAcceptance(simulated, 0)))
         self.executor = executor if line is None else PPExecutor(executor, line, self.parallel)
         batcher = make_batcher(config, runner, self.cache, self.parallel.attn_tp)
         self.drafting = batcher.drafting

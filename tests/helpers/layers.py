@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[2]
 
 FLOORS: dict[str, list[list[str]]] = {
     "": [["kernels"], ["common"], ["kvtransfer", "router"], ["prefill", "decode"], ["launch", "offline"], ["bench"]],
-    "kernels": [["device", "arguments"], ["_triton"], ["_gluon", "tuning"], ["gated_activation"], ["reference"],
+    "kernels": [["device", "arguments"], ["_triton"], ["_gluon", "tuning"], ["elementwise"], ["gated_activation"],
+                ["reference"],
                 ["rowwise"], ["comm", "sampling", "gemm"], ["float8", "attention"], ["moe"]],
     "common": [["version", "process", "tinychat"], ["api"], ["registry"], ["parsers"], ["config"], ["obs", "commands"],
                ["tokenizer"], ["weights", "distributed", "kvcache"], ["forward"], ["quantization"],

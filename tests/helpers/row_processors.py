@@ -44,3 +44,28 @@ class NeedsArguments:
 
 
 number = torch.tensor(3)
+
+
+class Alternates:
+    """Forbids, by turns of its own count, even and odd tokens, and the newest token; keeps all in its parameters."""
+
+    def __call__(self, logits, params):
+        for row, given in enumerate(params):
+            state = given.setdefault("state", {"turn": 0, "seen": []})
+            logits[row, state["turn"] % 2::2] = float("-inf")
+            output = given["__req__"].output_ids
+            assert len(output) >= len(state["seen"]) and output[:len(state["seen"])] == state["seen"]
+            state["seen"] = output
+            if output:
+                logits[row, output[-1]] -= 3.0
+            state["turn"] += 1 + (len(output) > 4)
+        return logits
+
+
+class FailsAtLength:
+    """Raises for outputs of ``length`` tokens."""
+
+    def __call__(self, logits, params):
+        if any(len(given["__req__"].output_ids) == given["length"] for given in params):
+            raise RuntimeError("as asked")
+        return logits

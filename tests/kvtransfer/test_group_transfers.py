@@ -177,6 +177,8 @@ def test_servers_whose_groups_differ_are_refused():
     assert info_of(hybrid).mismatch(info_of(whole)) == (
         "the KV cache has 2 groups of layers here and 1 there: give --disable-hybrid-swa-memory to both servers or to "
         "neither, and the same --context-length")
+    assert info_of(hybrid, deterministic=True).mismatch(info_of(hybrid)) == (
+        "--enable-deterministic-inference is on here and off there")
     swapped = [msgspec.structs.replace(layout, layers=other.layers) for layout, other in zip(hybrid, hybrid[::-1])]
     assert info_of(hybrid).mismatch(info_of(swapped)) == "layer 1 is here in the cache group of layer 0 there"
     wider = [hybrid[0], msgspec.structs.replace(hybrid[1], windows=(256,) * 12)]

@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from ....kernels.reference import visible_by_words
+from ....kernels.tuning.policy import policy_of
 from ...config.mla import MLASpec
 from ...config.server.kernels import LATENT_BACKENDS
 from ...forward.forward_batch import ForwardBatch
@@ -22,6 +23,7 @@ from ...kvcache.pool import KVPool
 from ..torch_backend import QUERY_BLOCK, similar
 from ..workspace import AttentionWorkspace
 from .base import LatentBackend, absorb, gather, store, values_of
+from .invariant_torch_backend import InvariantMLATorchBackend
 
 
 @dataclass
@@ -51,6 +53,8 @@ class MLATorchBackend:
 
     @staticmethod
     def make(pool: KVPool, mla: MLASpec, num_heads: int, dtype: torch.dtype) -> LatentBackend:
+        if policy_of(pool.groups[0].device).batch_invariant:
+            return InvariantMLATorchBackend(pool, mla, num_heads)
         return MLATorchBackend(pool, mla)
 
     def __init__(self, pool: KVPool, mla: MLASpec):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..workloads.workload import Prompt
 
@@ -15,6 +16,27 @@ class Failure(Exception):
         super().__init__(message)
         self.kind = kind
         self.message = message
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """Speculative decoding of an answer: decode steps, the drafts that they verified, and the accepted ones.
+    ``histogram``: steps with drafts, by the number of accepted ones; ``simulated``: their number was drawn."""
+
+    num_steps: int
+    num_drafts: int
+    num_accepted: int
+    histogram: Sequence[int] = ()
+    simulated: bool = False
+
+    @classmethod
+    def of_meta(cls, meta: Mapping[str, Any]) -> Drafted | None:
+        """Reads an answer's ``meta_info``; None of an engine that does not draft."""
+        steps = meta.get("spec_verify_ct")
+        if not steps:
+            return None
+        return cls(steps, meta.get("spec_draft_token_num", 0), meta.get("spec_accept_token_num", 0),
+                   meta.get("spec_accept_histogram", ()), meta.get("spec_acceptance_simulated", False))
 
 
 @dataclass
@@ -35,6 +57,7 @@ class Answer:
     num_prompt: int | None = None
     num_output: int | None = None
     num_cached: int | None = None
+    drafted: Drafted | None = None
     text: str = ""
     ids: Sequence[int] = ()
     failure: Failure | None = None

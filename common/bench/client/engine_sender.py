@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from ...api.errors import ServingError
 from ..workloads.workload import Conversation
-from .answer import Answer, Failure
+from .answer import Answer, Drafted, Failure
 from .apis import APIS, RequestOptions
 from .load import History
 
@@ -48,4 +48,4 @@ class EngineSender:
         meta = found["meta_info"]
         answer.text, answer.ids = found["text"], found["output_ids"]
         answer.num_prompt, answer.num_output = meta["prompt_tokens"], meta["completion_tokens"]
-        answer.num_cached = meta["cached_tokens"]
+        answer.num_cached, answer.drafted = meta["cached_tokens"], Drafted.of_meta(meta)

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from .answer import Answer, Failure
+from .answer import Answer, Drafted, Failure
 
 _NULL = msgspec.Raw(b"null")
 
@@ -72,15 +72,32 @@ class _Usage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
+    completion_tokens_details: _OutputDetails | None = None
 
     def copy_to(self, answer: Answer) -> None:
         answer.num_prompt, answer.num_output = self.prompt_tokens, self.completion_tokens
         if self.prompt_tokens_details is not None:
             answer.num_cached = self.prompt_tokens_details.cached_tokens
+        if self.completion_tokens_details is not None and self.completion_tokens is not None:
+            answer.drafted = self.completion_tokens_details.drafted(self.completion_tokens)
 
 
 class _Details(msgspec.Struct):
     cached_tokens: int | None = None
+
+
+class _OutputDetails(msgspec.Struct):
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
+    simulated_acceptance: bool = False
+
+    def drafted(self, num_output: int) -> Drafted | None:
+        """Of one choice with ``num_output`` tokens, of which the first is its prompt's; None without drafts."""
+        accepted, rejected = self.accepted_prediction_tokens, self.rejected_prediction_tokens
+        if accepted is None or rejected is None or accepted + rejected == 0:
+            return None
+        return Drafted(max(1, num_output - 1 - accepted), accepted + rejected, accepted,
+                       simulated=self.simulated_acceptance)
 
 
 def _refuse(error: _Error | str | None) -> None:
@@ -96,6 +113,11 @@ class _Meta(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
+    spec_verify_ct: int | None = None
+    spec_draft_token_num: int | None = None
+    spec_accept_token_num: int | None = None
+    spec_accept_histogram: list[int] = []
+    spec_acceptance_simulated: bool = False
     finish_reason: msgspec.Raw = _NULL
 
 
@@ -124,6 +146,9 @@ def read_generate(answer: Answer, data: bytes, now: float | None) -> None:
     if isinstance(reason, dict) and reason.get("type") == "abort":
         raise Failure("aborted", str(reason.get("message", "The server aborted the request.")))
     answer.num_prompt, answer.num_cached = meta.prompt_tokens, meta.cached_tokens
+    if meta.spec_verify_ct:
+        answer.drafted = Drafted(meta.spec_verify_ct, meta.spec_draft_token_num or 0, meta.spec_accept_token_num or 0,
+                                 meta.spec_accept_histogram, meta.spec_acceptance_simulated)
     answer.text = msgspec.json.decode(event.text) or ""
     answer.ids = msgspec.json.decode(event.output_ids) or ()
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,8 @@ from ...engine.rank_spec import RankSpec
 from ...engine.unified_scheduler import UnifiedScheduler
 from ...execution.executor import Executor
 from ...runner.cuda_graphs.piecewise_graphs import GraphSizes
+from ..report.draft_figures import DraftFigures
+from .draft_timer import DraftTimer
 
 
 class SteppedEngine:
@@ -101,6 +104,29 @@ class SteppedEngine:
             pass
         assert self._scheduler.idle and not self._parts.tracker.live
         self._parts.batcher.cache.flush()
+
+    @property
+    def drafted(self) -> DraftFigures | None:
+        """Of all steps so far; None without drafts."""
+        drafting = self._scheduler.batcher.drafting
+        if drafting is None:
+            return None
+        stats = drafting.stats
+        return DraftFigures(stats.num_verified + stats.num_accepted, stats.num_verified, stats.num_drafted,
+                            stats.num_accepted, stats.histogram,
+                            self._parts.config.speculative.simulated_acceptance is not None)
+
+    @property
+    def num_generated(self) -> int:
+        """Output tokens so far."""
+        return int(self._parts.tracker.counters["generation_tokens"])
+
+    @contextlib.contextmanager
+    def draft_times(self) -> Iterator[DraftTimer]:
+        """Times the parts of the steps with drafts that run while it is open."""
+        timer = DraftTimer(self.synchronize)
+        with timer.timing(self._parts.runner, self._timed_executor, self._scheduler.batcher.drafting):
+            yield timer
 
     def synchronize(self) -> None:
         """Wait for the device."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..client.answer import Answer
+from .draft_figures import DraftFigures
 from .goodput import Slo
 from .spread import Spread
 
@@ -21,6 +22,7 @@ class Figures:
     ``cached``: prompt tokens from a prefix cache; None where the server does not report them.
     ``short``: answers with fewer tokens than asked for. ``late``: seconds from a request's arrival time to its sending,
     because of the concurrency limit or the client's own delays; only of runs whose requests have arrival times.
+    ``drafted``: of a server that drafts.
     """
 
     duration: float
@@ -38,6 +40,7 @@ class Figures:
     itl: Spread
     e2e: Spread
     late: Spread
+    drafted: DraftFigures | None = None
 
     @property
     def num_failed(self) -> int:
@@ -64,7 +67,7 @@ class Figures:
             "failed": self.failed, "interrupted": self.interrupted, "short_answers": self.short,
             "total_cached_tokens": self.cached, "cache_hit_rate": self.hit_rate,
             "request_goodput": None if self.good is None else self.rate(self.good),
-            **self.late.keyed("send_lag_ms"),
+            **self.late.keyed("send_lag_ms"), **({} if self.drafted is None else self.drafted.keyed()),
         }
 
 
@@ -86,7 +89,8 @@ def figures(answers: Sequence[Answer], duration: float, *, interrupted: int = 0,
         good=None if slo is None else sum(map(slo.kept_by, answers)),
         ttft=_ms([answer.ttft for answer in done]), tpot=_ms([answer.tpot for answer in done]),
         itl=_ms([gap for answer in done for gap in answer.gaps]), e2e=_ms(e2e),
-        late=_ms([answer.sent - answer.due for answer in answers if timed and answer.sent]))
+        late=_ms([answer.sent - answer.due for answer in answers if timed and answer.sent]),
+        drafted=DraftFigures.of((answer.drafted, answer.num_output_tokens) for answer in done))
 
 
 def _ms(seconds: Sequence[float | None]) -> Spread:

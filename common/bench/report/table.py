@@ -28,6 +28,8 @@ def _counts(figures: Figures, slo: Slo | None) -> list[str]:
         lines.append(_line("sent late", f"by {figures.late.p50:,.2f} ms at p50, {figures.late.p99:,.2f} ms at p99"))
     if figures.cached is not None:
         lines.append(_line("cache hits", f"{figures.cached:,} prompt tokens ({figures.hit_rate or 0:.1%})"))
+    if figures.drafted is not None:
+        lines.append(_line("drafts", str(figures.drafted)))
     if slo is not None and figures.good is not None:
         lines.append(_line("goodput", f"{figures.rate(figures.good):,.2f} req/s, {figures.good:,} of {total:,} "
                                       f"within {slo}"))

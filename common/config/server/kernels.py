@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ...api.errors import ConfigError
 from ...registry import Choices, Registry
 from ..cli import flag
+from ..rules import Rule, ServerRule
 
 if TYPE_CHECKING:
     from ...attention.base import AttentionFactory
@@ -20,6 +21,7 @@ LATENT_BACKENDS: Registry[LatentFactory] = Registry("backend of multi-head laten
 SAMPLING_BACKENDS: Registry[SamplingFactory] = Registry("sampling backend", "baton.common.sampling")
 ATTENTION_CHOICES = Choices.of(ATTENTION_BACKENDS, LATENT_BACKENDS, others=("auto",))
 SAMPLING_CHOICES = Choices.of(SAMPLING_BACKENDS, others=("auto",))
+_FIXED_ORDER = ("auto", "triton", "torch")
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,42 @@ class KernelArgs:
         "sizes in tokens to capture, instead of those at which a trial finds that the device waits for the host"))
     cuda_graph_bs: tuple[int, ...] = flag((), help=(
         "decode batch sizes to capture, instead of a list up to --cuda-graph-max-bs"))
+    enable_deterministic_inference: bool = flag(False, help=(
+        "give a request the same tokens and log-probabilities, bit by bit, whatever else is computed with it, in "
+        "chunks of any size, from the prefix cache or not; slower. Requests without a seed have the seed 42"))
+
+    flag_rules: ClassVar[tuple[ServerRule, ...]] = (
+        Rule(lambda c: c.kernels.enable_deterministic_inference and c.model.is_embedding,
+             "--enable-deterministic-inference is for servers that generate: leave it out with --is-embedding."),
+        Rule(lambda c: c.kernels.enable_deterministic_inference and c.model.model_impl == "transformers",
+             "--enable-deterministic-inference fixes the order of Baton's own layers: leave --model-impl transformers "
+             "out."),
+        Rule(lambda c: c.kernels.enable_deterministic_inference and not {
+            c.kernels.attention_backend, c.kernels.decode_attention_backend} <= set(_FIXED_ORDER),
+            "--enable-deterministic-inference needs attention that adds up in a fixed order: leave "
+            "--attention-backend and --decode-attention-backend at auto, or set them to triton."),
+        Rule(lambda c: c.kernels.enable_deterministic_inference and c.dp_size > 1,
+             "--enable-deterministic-inference does not hold between attention groups, which exchange rows by the size "
+             "of a step: leave --enable-dp-attention out, and start several servers behind the router."),
+        Rule(lambda c: c.kernels.enable_deterministic_inference and c.parallel.moe_a2a_backend != "none",
+             "--enable-deterministic-inference adds up experts in the order of ranks: leave --moe-a2a-backend at "
+             "none."),
+        Rule(lambda c: c.kernels.enable_deterministic_inference and (
+            c.parallel.enable_eplb or c.parallel.ep_num_redundant_experts),
+            "--enable-deterministic-inference needs experts that stay on their ranks: leave --enable-eplb and "
+            "--ep-num-redundant-experts out."),
+        Rule(lambda c: c.kernels.enable_deterministic_inference and min(
+            c.speculative.speculative_accept_threshold_single, c.speculative.speculative_accept_threshold_acc) < 1,
+            "--enable-deterministic-inference gives the tokens of plain decoding: leave "
+            "--speculative-accept-threshold-single and --speculative-accept-threshold-acc at 1."),
+        Rule(lambda c: c.kernels.enable_deterministic_inference
+             and c.speculative.speculative_simulate_acceptance is not None,
+             "--enable-deterministic-inference gives the tokens of plain decoding: leave "
+             "--speculative-simulate-acceptance out."),
+        Rule(lambda c: c.kernels.enable_deterministic_inference and c.speculative.topk > 1,
+             "--enable-deterministic-inference verifies chains, whose keys lie in the order of positions: leave "
+             "--speculative-eagle-topk at 1."),
+    )
 
     def __post_init__(self) -> None:
         for name in ("cuda_graph_bs", "piecewise_cuda_graph_tokens"):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch.nn.functional import linear
 
+from ....kernels.gemm.dense_matmul import library_matmul
 from ....kernels.moe.moe_topk import moe_topk
 from ...config.moe import MoESpec
 from ...weights.slots import Allocate, Slot
@@ -32,8 +32,8 @@ class Router:
         """Computes router logits ``[T, num_experts]``. Sigmoid scores of many experts lie close together, so that
         DeepSeek-V3 needs float32 in the GEMM too; softmax models were trained with it in the model's type."""
         if self.spec.scoring == "sigmoid":
-            return linear(x.float(), self.weight.float())
-        return linear(x, self.weight, self.offset)
+            return library_matmul(x.float(), self.weight.float())
+        return library_matmul(x, self.weight, self.offset)
 
     def slots(self) -> Iterator[Slot]:
         yield Slot(f"{self.name}.weight", self.weight, tuple(self.weight.shape))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch.nn.functional import linear
 
+from ....kernels.elementwise import by_element
+from ....kernels.gemm.dense_matmul import library_matmul
 from ...config.moe import MoESpec
 from ...distributed.tp import TPGroup
 from ...weights.slots import Allocate, Slot
@@ -24,7 +25,7 @@ class SharedExpert:
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """Returns this rank's summand of ``[T, hidden]``."""
         y = self.mlp.partial(x)
-        return y if self.gate is None else linear(x, self.gate).sigmoid() * y
+        return y if self.gate is None else by_element(torch.sigmoid, library_matmul(x, self.gate)) * y
 
     def slots(self) -> Iterator[Slot]:
         yield from self.mlp.slots()

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ....kernels.tuning.policy import policy_of
 from ...api.messages import Logprobs
 from ...forward.host_copies import Download, upload
 from ...request.extras import EXTRAS, Extra
@@ -37,7 +38,7 @@ class LogprobReport:
         self._requested = requested
         logprobs = logits.log_softmax(-1)
         num_top = min(max(one.num_top for one in requested), logits.shape[-1])
-        values, ids = logprobs.topk(num_top, dim=-1)
+        values, ids = _top(logprobs, num_top)
         tensors = [tokens, logprobs.gather(-1, tokens[:, None])[:, 0], values, ids]
         pairs = [(i, token) for i, one in enumerate(requested) for token in one.token_ids]
         if pairs:
@@ -51,6 +52,20 @@ class LogprobReport:
         listed = iter(rest[0] if rest else ())
         return [(tokens[i], TokenLogprob(values[i], list(zip(top_ids[i], top_values[i]))[:one.num_top],
                                          _pairs(one, listed))) for i, one in enumerate(self._requested)]
+
+
+def _top(logprobs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the largest values of each row, [R, count], and their ids. Which of equal ones are the largest depends on
+    ``count``, the most that a row of the batch asks for; under a batch-invariant policy those of the smallest ids are.
+    """
+    if not policy_of(logprobs.device).batch_invariant:
+        values, ids = logprobs.topk(count, dim=-1)
+        return values, ids
+    # No value is above 0: the larger the bits of a negative number, the smaller it is.
+    order = -logprobs.view(torch.int32).to(torch.int64).bitwise_and_(0x7FFFFFFF)
+    keys = (order << 32) - torch.arange(logprobs.shape[-1], device=logprobs.device)
+    ids = keys.topk(count, dim=-1).indices
+    return logprobs.gather(-1, ids), ids
 
 
 class SampledLogprobs:

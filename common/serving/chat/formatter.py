@@ -146,7 +146,9 @@ class ChatFormatter:
         if self._output_format.reasoning is not None:
             usage.reasoning_tokens = sum(self._reasoning_tokens(choice, parser)
                                          for choice, parser in zip(choices, parsers))
-            usage.completion_tokens_details = CompletionTokensDetails(usage.reasoning_tokens)
+            details = usage.completion_tokens_details or CompletionTokensDetails()
+            details.reasoning_tokens = usage.reasoning_tokens
+            usage.completion_tokens_details = details
         return usage
 
     def _reasoning_tokens(self, choice: Choice, parser: OutputParser) -> int:

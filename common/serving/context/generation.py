@@ -8,15 +8,17 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from msgspec import UNSET
+
 from ...api.errors import AbortRequested, ServingError
-from ...api.messages import Generate, LatencySpan, Logprobs, Output, OutputExtras, PromptUsage
+from ...api.messages import Generate, LatencySpan, Logprobs, Output, OutputExtras, PromptUsage, Speculation
 from ...engine_client.client import EngineClient
 from ...engine_client.output_stream import OutputStream
 from ...obs.metrics import ServerMetrics
 from ...tokenizer.text_stream import TextStream
 from ...tokenizer.tokenizer import Tokenizer
 from ..protocol.logprobs import joined
-from ..protocol.usage import Usage
+from ..protocol.usage import CompletionTokensDetails, Usage
 from .request_log import RequestLog
 from .traces import Traces
 
@@ -54,6 +56,7 @@ class Choice:
         self.num_output_tokens = 0
         self.prompt_logprobs: Logprobs | None = None
         self.stages: list[LatencySpan] = []
+        self.speculation: Speculation | None = None
         self.embedding: bytes | None = None
         self.hidden_states: list[bytes] = []
         self._total = Delta()
@@ -145,7 +148,14 @@ class Choice:
             self._count_prompt()
         if extras.hidden_states:
             self.hidden_states.append(extras.hidden_states)
+        if extras.speculation is not None:
+            self._take_speculation(extras.speculation)
         self.stages += extras.spans
+
+    def _take_speculation(self, speculation: Speculation) -> None:
+        self.speculation = speculation
+        if (calls := self._metrics.spec_verify_calls) is not None:
+            calls.inc(speculation.num_steps)
 
     def _measure(self, count: int) -> None:
         """Observes the latency of ``count`` new tokens."""
@@ -280,7 +290,14 @@ def _outcome(error: BaseException | None) -> str:
 def usage_of(choices: Sequence[Choice], n: int, *, report_cached: bool) -> Usage:
     """A prompt counts once for its ``n`` choices, with the cached tokens of the first; see --enable-cache-report."""
     firsts = choices[::n]
-    return Usage.of(
+    usage = Usage.of(
         prompt_tokens=sum(choice.num_prompt_tokens for choice in firsts),
         cached_tokens=sum(choice.num_cached_tokens for choice in firsts) if report_cached else None,
         completion_tokens=sum(choice.num_output_tokens for choice in choices))
+    if reports := [choice.speculation for choice in choices if choice.speculation is not None]:
+        accepted = sum(report.num_accepted for report in reports)
+        usage.completion_tokens_details = CompletionTokensDetails(
+            accepted_prediction_tokens=accepted,
+            rejected_prediction_tokens=sum(report.num_drafts for report in reports) - accepted,
+            simulated_acceptance=True if any(report.simulated for report in reports) else UNSET)
+    return usage

@@ -27,6 +27,8 @@ from ..protocol.prompts import Prompts
 from .served_model import ServedModel
 from .server_status import ServerStatus
 
+DEFAULT_SEED = 42
+"""The seed of requests without one to a deterministic server, as in SGLang."""
 CLIENT: ContextVar[Callable[[], str]] = ContextVar("client", default=str)
 """Names the client of the current request: the hash of its API key, or the address that it came from."""
 
@@ -92,9 +94,15 @@ class RequestPlanner:
         """The engine's requests, ``n`` for each prompt, and the output that another server answered (empty for a
         request that begins here). ``body`` has BootstrapFields. Raises InvalidRequest."""
         assert isinstance(body, BootstrapFields)
-        requests = engine_requests(ids, samplings, n, body.rid, self.placements(body, len(ids), n),
+        requests = engine_requests(ids, self.seeded(samplings), n, body.rid, self.placements(body, len(ids), n),
                                    [logprobs] * len(ids), body.priority, namespaces_of(body, len(ids)))
         return requests, await self.resume(body.continuation, requests, grammar_param)
+
+    def seeded(self, samplings: list[SamplingParams]) -> list[SamplingParams]:
+        """Returns the parameters with a seed in each, where the server is deterministic."""
+        if not self._config.kernels.enable_deterministic_inference:
+            return samplings
+        return [msgspec.structs.replace(one, seed=DEFAULT_SEED) if one.seed is None else one for one in samplings]
 
     async def resume(self, continuation: Continuation | None, requests: list[Generate],
                      grammar_param: str | None) -> Sequence[int]:

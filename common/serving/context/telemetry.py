@@ -16,7 +16,11 @@ class Telemetry:
     """The metrics, the request log and the traces of one server; ``traces`` is set where they are exported."""
 
     def __init__(self, config: ServerConfig):
-        self.metrics = ServerMetrics(config.model_name, config.mode, sglang_names=config.observe.sglang_metrics)
+        speculative = config.speculative
+        self.metrics = ServerMetrics(
+            config.model_name, config.mode, sglang_names=config.observe.sglang_metrics,
+            speculates=speculative.speculative_algorithm is not None and config.role.decodes,
+            simulated=speculative.simulated_acceptance is not None)
         self.request_log = RequestLog(config.observe.log_level_of_requests, config.observe.dump_folder)
         self.traces: Traces | None = None
 

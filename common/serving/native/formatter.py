@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...api.messages import Logprobs
+from ...api.messages import Logprobs, Speculation
 from ..context.generation import Choice
 from ..context.sessions import SessionTurn
 from ..protocol.logprobs import TokenBytes, native_lists, native_logprobs
@@ -54,6 +54,8 @@ def _meta_info(choice: Choice, token_bytes: TokenBytes | None) -> dict[str, Any]
     }
     if choice.finish is not None:
         info["e2e_latency"] = choice.latency
+    if choice.speculation is not None:
+        info |= _speculation(choice.speculation, choice.num_output_tokens)
     for side, logprobs in (("input", choice.prompt_logprobs), ("output", choice.logprobs)):
         if choice.request.return_logprob:
             logprobs = logprobs or Logprobs([], [])
@@ -63,6 +65,17 @@ def _meta_info(choice: Choice, token_bytes: TokenBytes | None) -> dict[str, Any]
             if choice.request.token_ids_logprob:
                 info[f"{side}_token_ids_logprobs"] = native_lists(logprobs.of_ids, token_bytes)
     return info
+
+
+def _speculation(counts: Speculation, num_output: int) -> dict[str, Any]:
+    """SGLang's fields; ``spec_acceptance_simulated`` is ours."""
+    info = {
+        "spec_verify_ct": counts.num_steps, "spec_draft_token_num": counts.num_drafts,
+        "spec_accept_token_num": counts.num_accepted,
+        "spec_accept_length": num_output / counts.num_steps if counts.num_steps else 0.0,
+        "spec_accept_rate": counts.num_accepted / counts.num_drafts if counts.num_drafts else 0.0,
+        "spec_accept_histogram": counts.histogram}
+    return info | {"spec_acceptance_simulated": True} if counts.simulated else info
 
 
 def _finish_reason(choice: Choice) -> dict[str, Any] | None:

@@ -59,7 +59,7 @@ async def _plan(context: ServingContext, body: GenerateRequest) -> tuple[list[Ge
         raise InvalidRequest("A session's request has one answer: n must be 1.", param="sampling_params.n")
     placements = context.planner.placements(body, len(ids), n)
     options = logprob_options(body, [len(prompt) for prompt in ids], context.model.spec.vocab_size)
-    requests = engine_requests(ids, samplings, n, body.rid, placements, options, body.priority,
+    requests = engine_requests(ids, context.planner.seeded(samplings), n, body.rid, placements, options, body.priority,
                                namespaces_of(body, len(ids)))
     _add_extras(context, body, requests, given, embeds)
     return requests, batched or n > 1, session

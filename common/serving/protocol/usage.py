@@ -15,7 +15,13 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    reasoning_tokens: int
+    """Drafts of speculative decoding are OpenAI's predictions. ``simulated_acceptance``: how many are accepted is
+    drawn, for measurements."""
+
+    reasoning_tokens: int | UnsetType = UNSET
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
+    simulated_acceptance: bool | UnsetType = UNSET
 
 
 class Usage(msgspec.Struct):

@@ -177,7 +177,7 @@ def _usage(usage: Usage | None) -> ResponseUsage | None:
     if usage is None:
         return None
     details = usage.completion_tokens_details
-    reasoning = details.reasoning_tokens if details else 0
+    reasoning = details.reasoning_tokens or 0 if details else 0
     cached = InputTokensDetails(usage.cached_tokens) if usage.prompt_tokens_details else UNSET
     return ResponseUsage(usage.prompt_tokens, usage.completion_tokens, OutputTokensDetails(reasoning),
                          usage.total_tokens, usage.prompt_tokens, usage.completion_tokens, cached)

@@ -10,7 +10,7 @@ import json
 import pytest
 
 from baton.common.api.errors import ConfigError
-from baton.common.bench.client.answer import Answer, Failure
+from baton.common.bench.client.answer import Answer, Drafted, Failure
 from baton.common.bench.client.apis import APIS, RequestOptions
 from baton.common.bench.client.client import Client
 from baton.common.bench.client.control import Control
@@ -249,6 +249,36 @@ def test_whole_answers_have_no_first_token(read, body):
     reader.end()
     assert answer.text == "abc" and answer.ttft is None and answer.tpot is None and answer.e2e == 2.0
     assert answer.num_output == (2 if read is read_generate else 4)
+
+
+SPEC = {"spec_verify_ct": 4, "spec_draft_token_num": 12, "spec_accept_token_num": 6,
+        "spec_accept_histogram": [1, 1, 1, 1]}
+
+
+def test_drafts_of_our_servers_and_of_sglang_s():
+    def generated(**more):
+        return {"text": "a", "output_ids": [1], "meta_info": {
+            "completion_tokens": 11, "finish_reason": {"type": "stop"}, **more}}
+
+    assert read_all(read_generate, event(**generated())).drafted is None
+    assert read_all(read_generate, event(**generated(**SPEC))).drafted == Drafted(4, 12, 6, [1, 1, 1, 1])
+    found = read_all(read_generate, event(**generated(**SPEC, spec_acceptance_simulated=True))).drafted
+    assert found.simulated and found == Drafted.of_meta({**SPEC, "spec_acceptance_simulated": True})
+    assert Drafted.of_meta({"spec_verify_ct": 3}) == Drafted(3, 0, 0)  # an older SGLang's
+    assert Drafted.of_meta({"completion_tokens": 3}) is None
+
+
+@pytest.mark.parametrize("read", [read_completion, read_chat])
+def test_drafts_of_openai_s_usage(read):
+    details = {"accepted_prediction_tokens": 6, "rejected_prediction_tokens": 6}
+    for usage, want in (({}, None), ({"completion_tokens_details": {"reasoning_tokens": 3}}, None),
+                        ({"completion_tokens_details": {**details, "rejected_prediction_tokens": 0,
+                                                        "accepted_prediction_tokens": 0}}, None),
+                        ({"completion_tokens_details": details}, Drafted(4, 12, 6)),
+                        ({"completion_tokens_details": {**details, "simulated_acceptance": True}},
+                         Drafted(4, 12, 6, simulated=True))):
+        answer = read_all(read, event(choices=[], usage={"prompt_tokens": 3, "completion_tokens": 11, **usage}))
+        assert answer.drafted == want
 
 
 SAID = [(Prompt(1, text="Hi"), Answer(Prompt(1, text="Hi"), 1, 0.0, text=" there"))]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from baton.common.api.errors import ConfigError
-from baton.common.bench.client.answer import Answer, Failure
+from baton.common.bench.client.answer import Answer, Drafted, Failure
 from baton.common.bench.report.figures import figures
 from baton.common.bench.report.goodput import Slo
 from baton.common.bench.report.plot import draw, open_requests, tokens_a_second
@@ -86,6 +86,23 @@ def test_a_run_without_answers_has_figures_too(tmp_path):
     append_line(str(tmp_path / "out.jsonl"), found.keyed())
     assert json.loads((tmp_path / "out.jsonl").read_text())["p99_ttft_ms"] is None
     xml.etree.ElementTree.fromstring(draw("nothing", [], 0.0, 1.0))
+
+
+def test_drafts_are_summed_and_marked_where_simulated():
+    first, second, plain = answered(num_output=9), answered(num_output=6), answered()
+    first.drafted = Drafted(4, 12, 4, [1, 2, 1])
+    second.drafted = Drafted(2, 6, 3, [0, 1, 1, 0], simulated=True)
+    found = figures([first, second, plain], 1.0)
+    assert found.drafted.keyed() == {
+        "accept_length": 15 / 6, "accept_rate": 7 / 18, "accept_by_position": [5 / 6, 2 / 6, 0.0],
+        "accept_histogram": [1, 3, 2, 0], "verify_steps": 6, "acceptance_simulated": True}
+    assert found.keyed()["accept_length"] == 2.5
+    assert "drafts      SIMULATED: 2.50 tokens a step (38.9% of 18 drafts; by position 83%, 33%, 0%)" in table(found)
+    second.drafted = None
+    first.drafted = Drafted(4, 12, 4)
+    assert "drafts      2.25 tokens a step (33.3% of 12 drafts)" in table(figures([first, second], 1.0))
+    without = figures([plain], 1.0)
+    assert "drafts" not in table(without) and "accept_length" not in without.keyed()
 
 
 def test_lateness_is_told_of_runs_with_times():

@@ -20,9 +20,19 @@ PREFILL, DECODE = {"disaggregation_mode": "prefill"}, {"disaggregation_mode": "d
 TREES = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "x", "speculative_eagle_topk": 2}
 NGRAM = {"speculative_algorithm": "NGRAM"}
 TRANSFORMERS = {"model_impl": "transformers"}
+FIXED = {"enable_deterministic_inference": True}
 SERVERS: list[tuple[dict[str, Any], str]] = [
     (PP | {"enable_return_hidden_states": True}, "--enable-return-hidden-states does not work across the stages"),
     ({"constrained_json_whitespace_pattern": " ", "constrained_json_disable_any_whitespace": True}, "exclude each"),
+    (FIXED | {"is_embedding": True}, "--enable-deterministic-inference is for servers that generate: leave it out"),
+    (FIXED | TRANSFORMERS, "--enable-deterministic-inference fixes the order of Baton's own layers: leave --model-im"),
+    (FIXED | {"decode_attention_backend": "flashinfer"}, "--enable-deterministic-inference needs attention that adds"),
+    (FIXED | DP, "--enable-deterministic-inference does not hold between attention groups, which exchange rows"),
+    (FIXED | {"moe_a2a_backend": "alltoall"}, "--enable-deterministic-inference adds up experts in the order of ranks"),
+    (FIXED | {"enable_eplb": True, "tp_size": 2, "ep_size": 2}, "--enable-deterministic-inference needs experts that"),
+    (FIXED | {"speculative_accept_threshold_acc": 0.9}, "leave --speculative-accept-threshold-single and"),
+    (FIXED | NGRAM | {"speculative_simulate_acceptance": "2"}, "plain decoding: leave --speculative-simulate-"),
+    (FIXED | NGRAM | {"speculative_eagle_topk": 2}, "--enable-deterministic-inference verifies chains, whose keys"),
     ({"quantization_param_path": "scales.json"}, "--quantization-param-path is for a KV cache in float8: set --kv-"),
     ({"kv_tier": "host", "disable_radix_cache": True}, "--kv-tier keeps pages of the prefix cache; drop --disable-rad"),
     (PP | {"kv_tier": "host"}, "--kv-tier does not work across the stages of --pp-size: leave one of them out."),
@@ -60,6 +70,7 @@ SERVERS: list[tuple[dict[str, Any], str]] = [
     ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap overlaps the exchange of attention groups: it"),
     (DP | {"enable_two_batch_overlap": True, "moe_a2a_backend": "peer", "ep_size": 2}, "--moe-a2a-backend peer: leave"),
     (DP | {"enable_two_batch_overlap": True}, "--two-batch-min-tokens 16384 or more, and no step has as many: raise"),
+    ({"speculative_accept_threshold_acc": 0.0}, "--speculative-accept-threshold-acc must be above 0 and at most 1."),
     (NGRAM | {"speculative_ngram_min_match_window_size": 13}, "--speculative-ngram-min-match-window-size must be betw"),
     ({"speculative_algorithm": "EAGLE3"}, "--speculative-algorithm EAGLE3 needs the folder or the name of its draft "),
     ({"speculative_draft_model_path": "x"}, "--speculative-draft-model-path is for EAGLE, EAGLE3, NEXTN and STAND"),

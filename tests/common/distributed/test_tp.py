@@ -13,6 +13,8 @@ from baton.common.api.errors import ConfigError
 from baton.common.distributed.tp import TPGroup
 from baton.common.models.registry import load_model_spec
 from baton.common.request.sampling_metadata import FAILED
+from baton.kernels import reference
+from baton.tests.common.distributed.tp_rank import parts_of
 from baton.tests.helpers.nemotron_models import save_nemotron
 from baton.tests.helpers.rank_processes import run_ranks
 from baton.tests.helpers.small_models import (
@@ -52,6 +54,17 @@ def test_two_ranks_equal_one(tmp_path, family, changes):
         assert [token == FAILED for token in rank["failed"]] == [i % 2 == 1 for i in range(30)]
     assert list(ranks[0]["reasons"]) == list(range(1, 30, 2)) and not ranks[1]["reasons"]
     assert ranks[0]["failed"] == ranks[1]["failed"] and "ValueError: as asked" in ranks[0]["reasons"][1]
+
+
+def test_deterministic_ranks_add_in_their_order(tmp_path):
+    """Three ranks: two would add a and b in any order alike."""
+    save_model(tmp_path / "model", "Qwen3", num_attention_heads=6, num_key_value_heads=3, intermediate_size=96)
+    ranks = run_ranks(TP_RANK, 3, tmp_path, str(tmp_path / "model"))
+    for dtype in (torch.float32, torch.bfloat16):
+        parts = zip(*(parts_of(rank, dtype) for rank in range(3)))
+        for index, part in enumerate(parts):
+            want = reference.all_reduce(list(part))
+            assert all(torch.equal(rank["ordered"][dtype][index], want) for rank in ranks)
 
 
 def test_sizes_that_do_not_fit_are_refused(tmp_path):

@@ -9,11 +9,12 @@ import torch
 
 from baton.common.api.sampling import SamplingParams
 from baton.common.distributed.parallel import Parallel
-from baton.common.distributed.tp import init_tp
+from baton.common.distributed.tp import TPGroup, init_tp
 from baton.common.request.logit_processors import RequestTokens, RowProcessor
 from baton.common.request.sampling_metadata import RequestedLogprobs
 from baton.common.request.token_buffer import TokenBuffer
 from baton.common.sampling.sampler import Sampler
+from baton.kernels.tuning.policy import set_batch_invariant
 from baton.tests.helpers import nemotron_family
 from baton.tests.helpers.rank_processes import end_rank
 from baton.tests.helpers.replayed_prompts import record_again
@@ -46,10 +47,25 @@ def main(rank: int, size: int, init_method: str, out: str, checkpoint: str) -> N
     sampled = sampler.sample(results["dummy"].clone(), rows)
     rows = [sampling_row(SamplingParams(), i, processor=failing(rank, i % 2 == 1)) for i in range(30)]
     failed = sampler.sample(results["dummy"].clone(), rows)
-    torch.save({"pieces": again, "replayed": replayed, "failed": failed.token_ids, "reasons": dict(failed.failures),
+    torch.save({"ordered": sums_in_order(tp), "pieces": again, "replayed": replayed, "failed": failed.token_ids,
+                "reasons": dict(failed.failures),
                 "logits": results, "heads": runner.layout.num_kv_heads, "bytes_equal": received == messages,
                 "least": least.tolist(), "tokens": sampled.token_ids}, out)
     end_rank(tp)
+
+
+def sums_in_order(tp: TPGroup) -> dict[torch.dtype, tuple[torch.Tensor, ...]]:
+    """Of three tensors that differ from rank to rank, as a group of deterministic ranks adds them."""
+    set_batch_invariant(True)
+    group = TPGroup(tp.rank, tp.size, host_group=tp._host_group)
+    set_batch_invariant(False)
+    return {dtype: tuple(group.all_reduce(part) for part in parts_of(tp.rank, dtype))
+            for dtype in (torch.float32, torch.bfloat16)}
+
+
+def parts_of(rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(rank)
+    return [torch.randn(shape, generator=draw).to(dtype) for shape in ((1, 5), (3, 7), (40, 64))]
 
 
 assert nemotron_family  # registers a family that a test uses

@@ -8,8 +8,10 @@ from msgspec.structs import replace
 
 from baton.common.api.sampling import SamplingParams
 from baton.common.request.sampling_metadata import RequestedLogprobs
+from baton.common.sampling.extras.logprobs import LogprobReport
 from baton.common.sampling.gumbel_noise import seeded_exponential
 from baton.common.sampling.sampler import Sampler
+from baton.kernels.tuning.policy import set_batch_invariant
 from baton.tests.helpers.sampling_rows import sampling_row
 
 VOCAB = 40
@@ -162,3 +164,17 @@ def test_logprobs_are_told_after_temperature_or_before(logits, original):
         assert found == [(token, pytest.approx(float(warm[token]), abs=1e-4)) for token in tokens]
     assert sampled.logprobs[2] is None
     assert sampled.logprobs[3].top == [(best, pytest.approx(float(plain[best]) if original else 0.0, abs=1e-5))]
+
+
+def test_equal_log_probabilities_do_not_depend_on_the_most_that_are_asked_for():
+    """Under a batch-invariant policy the smallest ids come first, as many as a row asks for."""
+    logits = torch.tensor([[1.0, 2.0, 1.0, 2.0, 2.0, -1.0, float("-inf")]] * 2)
+    set_batch_invariant(True)
+    try:
+        reports = [LogprobReport(logits[:len(counts)].clone(), torch.zeros(len(counts), dtype=torch.int64),
+                                 [RequestedLogprobs(count) for count in counts]).wait() for counts in ((2,), (2, 7))]
+    finally:
+        set_batch_invariant(False)
+    (_, alone), (_, first), (_, second) = (entry for report in reports for entry in report)
+    assert alone == first and [token for token, _ in second.top] == [1, 3, 4, 0, 2, 5, 6]
+    assert [value for _, value in second.top] == logits[0].log_softmax(-1).sort(descending=True).values.tolist()

@@ -122,4 +122,4 @@ def alone(model, tokens):
     engine = Engine(model)
     engine.start("0", tokens, max_new_tokens=1, logprobs={"return_logprob": True, "top_logprobs_num": 20})
     (output,) = [item for item in engine.run() if item.logprobs]
-    return {token: value for token, value in output.logprobs.top[0]}
+    return dict(output.logprobs.top[0])
