@@ -32,7 +32,7 @@ SERVERS: list[tuple[dict[str, Any], str]] = [
     (FIXED | {"enable_eplb": True, "tp_size": 2, "ep_size": 2}, "--enable-deterministic-inference needs experts that"),
     (FIXED | {"speculative_accept_threshold_acc": 0.9}, "leave --speculative-accept-threshold-single and"),
     (FIXED | NGRAM | {"speculative_simulate_acceptance": "2"}, "plain decoding: leave --speculative-simulate-"),
-    (FIXED | NGRAM | {"speculative_eagle_topk": 2}, "--enable-deterministic-inference verifies chains, whose keys"),
+    (FIXED | TREES, "--enable-deterministic-inference verifies chains, whose keys"),
     ({"quantization_param_path": "scales.json"}, "--quantization-param-path is for a KV cache in float8: set --kv-"),
     ({"kv_tier": "host", "disable_radix_cache": True}, "--kv-tier keeps pages of the prefix cache; drop --disable-rad"),
     (PP | {"kv_tier": "host"}, "--kv-tier does not work across the stages of --pp-size: leave one of them out."),
