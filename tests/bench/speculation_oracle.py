@@ -54,8 +54,8 @@ class Tally:
         for place in differences(plain, found, bitwise):
             self.different[name] += 1
             if self.different[name] <= 5:
-                print(f"differs: {name}, request {count + place}: {asked[place].kind}: {difference(plain[place], "
-                      f"found[place])}", flush=True)
+                print(f"differs: {name}, request {count + place}, {asked[place].kind}:",
+                      difference(plain[place], found[place]), flush=True)
 
     def report(self, count: int) -> str:
         return "\n".join(f"{name}: {self.different[name]} of {count} differ, acceptance length "
