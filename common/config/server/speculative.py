@@ -82,8 +82,8 @@ class SpeculativeArgs:
              "--speculative-adaptive chooses the length of chains: drop --speculative-eagle-topk."),
     )
     flag_rules: ClassVar[tuple[ServerRule, ...]] = (
-        Rule(lambda c: c.speculative.speculative_algorithm and not c.speculative.is_device and (
-            not c.role.decodes or c.model.is_embedding),
+        Rule(lambda c: c.speculative.speculative_algorithm and (
+            c.model.is_embedding or not (c.role.decodes or c.speculative.is_device)),
             "--speculative-algorithm is for servers that decode; leave it out here."),
         Rule(lambda c: c.speculative.speculative_algorithm and c.parallel.pp_size > 1,
              "--speculative-algorithm does not work across the stages of --pp-size: leave one of them out."),
