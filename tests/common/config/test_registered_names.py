@@ -34,9 +34,10 @@ from baton.tests.helpers.layers import ROOT
 
 FILES: dict[str, tuple[Registry, set[str]]] = {
     "common/attention": (ATTENTION_BACKENDS, {
-        "base", "fixed_tiles", "invariant_torch_backend", "select", "per_layer_backend", "prefill_decode_backend",
-        "workspace"}),
-    "common/attention/mla": (LATENT_BACKENDS, {"base", "invariant_torch_backend", "select"}),
+        "base", "fixed_tiles", "invariant_torch_backend", "invariant_triton_backend", "select", "per_layer_backend",
+        "prefill_decode_backend", "workspace"}),
+    "common/attention/mla": (LATENT_BACKENDS, {
+        "base", "invariant_torch_backend", "invariant_triton_backend", "select"}),
     "common/commands": (COMMANDS, {"base", "methods", "registry"}),
     "common/sampling": (SAMPLING_BACKENDS, {
         "builtin_processors", "draft_sampler", "gumbel_noise", "loose_acceptance", "sampled_tokens", "sampler",
