@@ -43,7 +43,8 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
         "builtin_processors", "draft_sampler", "gumbel_noise", "loose_acceptance", "sampled_tokens", "sampler",
         "sampling_backend"}),
     "common/sampling/extras": (EXTRAS, set()),
-    "common/speculative": (SPECULATIVE_ALGORITHMS, {"base", "draft_length", "simulated", "verify"}),
+    "common/speculative": (SPECULATIVE_ALGORITHMS, {
+        "base", "draft_length", "draft_tree", "ngram_index", "ngram_tree", "simulated", "verify"}),
     "common/grammar": (GRAMMAR_BACKENDS, {
         "backend", "compiler", "fair_slots", "masks", "matcher", "patterns", "service", "store", "trial"}),
     "common/scheduler/policies": (SCHEDULE_POLICIES, {"order", "priority"}),
