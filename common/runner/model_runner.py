@@ -371,7 +371,10 @@ class ModelRunner:
         info = self.sync_dp(step.columns.num_tokens, step.num_logits, can_decode=can_replay)
         if can_replay and (replayed := self._replay(step, info)) is not None:
             return replayed
-        batch = ForwardBatch.from_columns(step.columns, step.token_ids, self.device, step.logits_rows, step.embeds)
+        columns = step.columns
+        if self._config.speculative.speculative_attention_mode == "prefill":
+            columns = columns._replace(verifies=False)
+        batch = ForwardBatch.from_columns(columns, step.token_ids, self.device, step.logits_rows, step.embeds)
         self._rebalance_experts()
         context = self.plan(batch, info, after_group)
         if not step.num_hidden and step.features is None:

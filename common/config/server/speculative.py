@@ -51,8 +51,9 @@ class SpeculativeArgs:
         "is not the model's own any more"))
     speculative_token_map: str | None = flag(None, help=(
         "a file of token ids, to which the draft model's vocabulary is restricted (FR-Spec)"))
-    speculative_attention_mode: Literal["prefill", "decode"] = flag("prefill", help=(
-        "the kernels that verify drafts: those of prompts, or those of decode steps"))
+    speculative_attention_mode: Literal["prefill", "decode"] = flag("decode", help=(
+        "the attention kernels that verify drafts: those of decode steps for a few rows of each request, or those of "
+        "prompts, which trees do not use"))
     speculative_ngram_min_match_window_size: int = flag(1, help=(
         "fewest tokens at the end that must have occurred before for NGRAM to draft"))
     speculative_ngram_max_match_window_size: int = flag(12, help="most tokens at the end that NGRAM looks for")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 
 from baton.common.api.errors import ConfigError
 from baton.common.config.server import CacheArgs
+from baton.common.config.server.speculative import SpeculativeArgs
+from baton.common.forward.forward_batch import Row, model_input
 from baton.common.models.registry import load_model_spec
 from baton.common.runner.kv_sizing import kv_layout
 from baton.tests.helpers.small_models import load_runner, save_model, server_config
@@ -67,3 +72,12 @@ def test_a_pool_on_a_cpu_holds_a_few_contexts(tmp_path, context, tokens):
     save_model(tmp_path, "Llama", max_position_embeddings=context)
     runner = load_runner(server_config(tmp_path, max_total_tokens=None))
     assert runner.num_pages == tokens // 16
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_the_kernels_of_prompts_may_verify_drafts(checkpoint, mode):
+    config = dataclasses.replace(server_config(checkpoint), speculative=SpeculativeArgs(speculative_attention_mode=mode))
+    runner = load_runner(config)
+    step = model_input([Row([1, 2, 3], 0, np.array([0]))], 16)
+    found = runner.step(step._replace(columns=step.columns._replace(verifies=True)))
+    assert found.batch is not None and found.batch.verifies is (mode == "decode")
