@@ -12,7 +12,7 @@ from baton.tests.helpers.harness import Cluster, Server, post_json
 from baton.tests.helpers.plugins import install_plugin
 from baton.tests.helpers.ports import free_ports
 
-FLAGS = ["--model-path", "tinychat", "--device", "cpu", "--log-level", "warning", "--max-total-tokens", "700",
+FLAGS = ["--model-path", "tinychat", "--device", "cpu", "--log-level", "warning", "--max-total-tokens", "400",
          "--schedule-conservativeness", "0", "--page-size", "4"]
 TOY = ["--speculative-algorithm", "TOY_REPEAT", "--speculative-num-draft-tokens", "3"]
 NGRAM = ["--speculative-algorithm", "NGRAM"]
