@@ -79,6 +79,8 @@ class SpeculativeArgs:
              "--speculative-adaptive chooses the length of chains: drop --speculative-eagle-topk."),
     )
     flag_rules: ClassVar[tuple[ServerRule, ...]] = (
+        Rule(lambda c: c.speculative.speculative_adaptive and c.data_parallel.enable_dp_attention,
+             "--speculative-adaptive measures steps of one attention group: leave it out with --enable-dp-attention."),
         Rule(lambda c: c.speculative.speculative_algorithm and not c.speculative.is_device and (
             not c.role.decodes or c.model.is_embedding),
             "--speculative-algorithm is for servers that decode; leave it out here."),
