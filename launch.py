@@ -155,7 +155,7 @@ def _plan_server(config: ClusterConfig, index: int, *, gpu: int, sharing: int, e
         "model": replace(sections.model, base_gpu_id=sections.model.base_gpu_id + gpu),
         "cache": replace(sections.cache, mem_fraction_static=sections.cache.mem_fraction_static / sharing),
         "schedule": sections.schedule if role.decodes else sections.schedule.without_decoding,
-        "speculative": sections.speculative if role.decodes else SpeculativeArgs(),
+        "speculative": sections.speculative if role.decodes or sections.speculative.is_device else SpeculativeArgs(),
         "parallel": sections.parallel if role.computes_prompts else sections.parallel.without_stages,
         "data_parallel": data_parallel,
         "disaggregation": replace(

@@ -116,7 +116,10 @@ class Registry(Generic[T]):
         return self._options(name).needs
 
     def has(self, name: str, trait: str) -> bool:
-        """Returns True if the entry was registered with this trait; imports nothing."""
+        """Returns True if the entry was registered with this trait; imports nothing but a plug-in. Raises ConfigError
+        for one that does not load."""
+        if name in self._plugins and name not in self._given:
+            self.get(name)
         return trait in self._options(name).traits
 
     def entries(self) -> dict[str, T]:

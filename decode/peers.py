@@ -40,8 +40,8 @@ class PrefillPeers:
     def leave(self) -> None:
         self._receiver.leave()
 
-    def join(self, model: ModelIdentity) -> None:
-        self._receiver.join(model)
+    def join(self, model: ModelIdentity, draft: ModelIdentity | None = None) -> None:
+        self._receiver.join(model, draft)
 
 
 def _done(seq: int, error: ServingError | None) -> Done:

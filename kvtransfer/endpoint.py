@@ -13,16 +13,14 @@ import zmq
 
 from ..common.api.errors import ConfigError
 from ..common.api.identity import ModelIdentity
-from ..common.config.server import ServerConfig
 from ..common.kvcache.layout import KVLayout
-from ..common.weights.fingerprint import identify_draft
 from .backends import make_backend
 from .backends.base import Backend, Region
 from .protocol.messages import MAX_MESSAGE_BYTES, DraftInfo, RankInfo
 
 if TYPE_CHECKING:
     from ..common.engine.rank import EngineParts
-    from ..common.speculative.base import DraftModel
+    from ..common.runner.model_runner import ModelRunner
 
 
 class FurtherGroup(NamedTuple):
@@ -46,16 +44,23 @@ def transport_arguments(parts: EngineParts) -> dict[str, Any]:
         "num_pages": runner.pool.num_pages, "spare_page": runner.scratch_page,
         "regions": [region for one in pools for region in one.regions()],
         "further": [FurtherGroup(one.layout, one.num_pages, one.num_pages - 1) for one in runner.pools[1:]],
-        "draft": draft_info(config, runner.draft_model),
-        "deterministic": config.kernels.enable_deterministic_inference}
+        "draft": draft_info(runner), "deterministic": config.kernels.enable_deterministic_inference}
 
 
-def draft_info(config: ServerConfig, model: DraftModel | None) -> DraftInfo | None:
+def draft_info(runner: ModelRunner) -> DraftInfo | None:
     """Returns the description of an engine's draft model, where it has one."""
-    algorithm = config.speculative.speculative_algorithm
-    if model is None or algorithm is None:
+    model, identity, algorithm = runner.draft_model, runner.draft_identity, runner.draft_algorithm
+    if model is None or identity is None or algorithm is None:
         return None
-    return DraftInfo(algorithm, identify_draft(config), model.layout, required=model.features is not None)
+    return DraftInfo(algorithm, identity, model.layout, required=model.features is not None)
+
+
+def with_weights(info: RankInfo, model: ModelIdentity, draft: ModelIdentity | None) -> RankInfo:
+    """Returns a rank's description with other weights of its model, and of its draft model where it has one."""
+    own = info.draft
+    if own is not None and draft is not None:
+        own = msgspec.structs.replace(own, model=draft)
+    return msgspec.structs.replace(info, model=model, draft=own)
 
 
 def pool_groups(first: FurtherGroup, further: Sequence[FurtherGroup], draft: DraftInfo | None) -> list[FurtherGroup]:

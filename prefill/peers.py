@@ -36,6 +36,6 @@ class DecodePeers:
         self._sender.leave()
         self._retained.clear()
 
-    def join(self, model: ModelIdentity) -> None:
-        self._sender.join(model)
+    def join(self, model: ModelIdentity, draft: ModelIdentity | None = None) -> None:
+        self._sender.join(model, draft)
         self._register(self._sender.info)

@@ -42,7 +42,7 @@ def run(rank: Rank, command: UpdateWeights) -> str:
     rank.runner.update_weights(command.model_path, command.revision)
     rank.batcher.cache.flush()
     rank.tp.barrier()
-    rank.peers.join(rank.runner.model)
+    rank.peers.join(rank.runner.model, rank.runner.draft_identity)
     rank.tp.barrier()  # a command after the reply finds all ranks updated
     return f"The weights are those of {command.model_path}."
 

@@ -31,8 +31,8 @@ class Peers(Protocol):
     def leave(self) -> None:
         """End all sessions, drop retained prompts and accept no peer, because the weights are about to change."""
 
-    def join(self, model: ModelIdentity) -> None:
-        """Accept peers again, as another instance, with the weights that all ranks have now."""
+    def join(self, model: ModelIdentity, draft: ModelIdentity | None = None) -> None:
+        """Accept peers again, as another instance, with the weights that all ranks have now, the draft model's too."""
 
 
 class NoPeers:
@@ -50,5 +50,5 @@ class NoPeers:
     def leave(self) -> None:
         pass
 
-    def join(self, model: ModelIdentity) -> None:
+    def join(self, model: ModelIdentity, draft: ModelIdentity | None = None) -> None:
         pass

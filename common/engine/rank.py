@@ -202,7 +202,8 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
     )
     sampler = Sampler(model.vocab_size, runner.device, config.model.random_seed + parallel.dp_rank, parallel.attn_tp,
                       original_logprobs=config.model.return_original_logprob, backend=config.kernels.sampling_backend,
-                      dtype=getattr(torch, resolve_dtype(config, model, runner.device)))
+                      dtype=getattr(torch, resolve_dtype(config, model, runner.device)),
+                      accept_thresholds=config.speculative.accept_thresholds)
     grammars = None
     if parallel.attn_tp.rank == 0 and (parallel.pp.is_first or parallel.pp.is_last):
         grammars = GrammarStore(config.grammar.whitespace, model.vocab_size, tracker.eos_ids,

@@ -21,6 +21,7 @@ from ..request.step_output import RowOutput, StepOutput, keep_accepted
 from ..sampling.extras.embeds import embeds_of
 from ..sampling.extras.hidden_states import HiddenReport, HiddenRows, hidden_rows
 from ..sampling.extras.prompt_logprobs import PromptReport, PromptRow, prompt_rows
+from ..sampling.loose_acceptance import drafts_after
 from .draft_pass import Accepted, ComputedStep, DraftPass, accepted
 from .extra_rows import ExtraRow, extra_rows, fill_masks
 from .simulated_samples import SimulatedSamples
@@ -181,15 +182,19 @@ class Executor:
         return previous if known is None else TokenIds(known, rows, sources, previous)
 
     def _sample(self, step: StepInput, logits: torch.Tensor, argmax: torch.Tensor | None) -> Sample:
+        sampling = step.sampling
+        if step.drafts and self._sampler.accepts_loosely:
+            sampling = drafts_after(sampling, step.num_samples.tolist(), step.drafts)
         if not step.extra_index:
-            return self._sampler.launch(logits, step.sampling, extra_rows=(), argmax=argmax)
+            return self._sampler.launch(logits, sampling, extra_rows=(), argmax=argmax)
+        metadata = list(sampling)
         rows, owners = extra_rows(step), step.sample_owners
         pending = self._pending(rows)
         masks = fill_masks(rows, pending, self._previous_ids, self._grammars)
-        metadata = list(step.sampling)
         for row, (req, position, path) in rows.items():
             state = RowState(position, pending.get(row), masks.get(row), path)
-            metadata[row] = SamplingMetadata(metadata[row].params, position, row_extras(req, state))
+            metadata[row] = SamplingMetadata(metadata[row].params, position, row_extras(req, state),
+                                             metadata[row].drafts)
         return self._sampler.launch(logits, metadata, self._previous, extra_rows=list(rows), argmax=argmax,
                                     index=owners)
 

@@ -41,9 +41,11 @@ class SamplingMetadata(msgspec.Struct, frozen=True, gc=False):
 
     Its ``extras`` change the row's logits or report them, in their order: masks of a grammar before all else, penalties
     and bias, suppressed tokens, processors. Then come temperature, truncation and Gumbel noise of ``params``.
-    ``position`` counts the tokens before the sampled one: the noise of a seeded row depends on it.
+    ``position`` counts the tokens before the sampled one: the noise of a seeded row depends on it. ``drafts``: tokens
+    that may be taken in place of the sample, where drafts are accepted loosely.
     """
 
     params: SamplingParams
     position: int
     extras: tuple[RowExtra, ...] = ()
+    drafts: tuple[int, ...] = ()

@@ -40,6 +40,7 @@ from .cuda_graphs.decode_graphs import DecodeGraphs, GraphPages, sizes_to_captur
 from .cuda_graphs.prefill_graph_selection import PrefillGraphSelection
 from .device_memory import DeviceMemory
 from .dp_sync import DPStepInfo, DPSync
+from .draft_weights import DraftWeights
 from .eplb import ExpertBalancer, ExpertCounts, ExpertRecord, connect_experts, expert_layers
 from .kv_sizing import cache_layouts, count_pages, kv_scales, page_counts, resolve_dtype
 from .layer_group_events import LayerGroupEvents
@@ -102,11 +103,13 @@ class ModelRunner:
         self.draft_pool: KVPool | None = None
         self.drafter: Drafter | None = None
         self.lookahead = 0
+        self._draft_weights: DraftWeights | None = None
         slots, groups = list(model.slots()), [group for pool in pools for group in pool.groups]
         if draft is not None:
             self.draft_model, self.draft_pool = draft
             self.drafter = self.draft_model.make_drafter(self.draft_pool, self._workspace)
             self.lookahead = int(self.draft_model.shifted)
+            self._draft_weights = DraftWeights(config, weights.spec, self.draft_model)
             slots += self.draft_model.slots()
             groups += self.draft_pool.groups
         self._memory: dict[MemoryKind, DeviceMemory] = {
@@ -212,10 +215,14 @@ class ModelRunner:
     def check_weights(self, model_path: str, revision: str | None) -> None:
         """Raises ConfigError where ``update_weights`` could not load this checkpoint; changes nothing."""
         self._weights.check(model_path, revision, self._scales)
+        if self._draft_weights is not None:
+            self._draft_weights.check(self._weights.args_of(model_path, revision))
 
     def update_weights(self, model_path: str, revision: str | None) -> None:
         """Loads another checkpoint, which ``check_weights`` accepted, over the weights. No step is in flight."""
         self._weights.update(model_path, revision)
+        if self._draft_weights is not None:
+            self._draft_weights.update(self._weights.args_of(model_path, revision))
 
     @property
     def scratch_page(self) -> int:
@@ -243,6 +250,16 @@ class ModelRunner:
     def model(self) -> ModelIdentity:
         """The identity of the weights."""
         return self._weights.identity
+
+    @property
+    def draft_algorithm(self) -> str | None:
+        """The name of the algorithm that the draft model is of."""
+        return None if self.draft_model is None else self._config.speculative.speculative_algorithm
+
+    @property
+    def draft_identity(self) -> ModelIdentity | None:
+        """The identity of the draft model's weights; reads its checkpoint."""
+        return None if self._draft_weights is None else self._draft_weights.identity
 
     def release(self, kinds: Iterable[MemoryKind]) -> None:
         """Frees device memory. No step is in flight, and none may run until ``resume``."""

@@ -48,7 +48,7 @@ class ModelWeights:
     def check(self, model_path: str, revision: str | None, current_scales: Scales) -> None:
         """Raises ConfigError where ``update`` could not load this checkpoint; changes nothing. ``current_scales``:
         those of the rank's KV cache."""
-        args = self._args_of(model_path, revision)
+        args = self.args_of(model_path, revision)
         spec = load_model_spec(args)
         stated, current = spec.facts(), self.spec.facts()
         differing = [name for name in {**stated, **current} if stated.get(name) != current.get(name)
@@ -63,11 +63,12 @@ class ModelWeights:
     @torch.no_grad()
     def update(self, model_path: str, revision: str | None) -> None:
         """Loads another checkpoint, which ``check`` accepted, over the weights. No step is in flight."""
-        args = self._args_of(model_path, revision)
+        args = self.args_of(model_path, revision)
         self._read(args, silent)
         self.identity = identify(args, self.spec, self.identity.updates + 1)
 
-    def _args_of(self, model_path: str, revision: str | None) -> ModelArgs:
+    def args_of(self, model_path: str, revision: str | None) -> ModelArgs:
+        """Returns the flags of the server with another checkpoint."""
         return dataclasses.replace(self._config.model, model_path=model_path, revision=revision, load_format="auto",
                                    model_fingerprint=None)
 

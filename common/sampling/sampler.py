@@ -14,9 +14,10 @@ from ..request.extras import Extra, Report
 from ..request.sampling_metadata import FAILED, SamplingMetadata
 from ..request.step_output import RowOutput
 from .extras.logprobs import LOGPROBS, LogprobReport, SampledLogprobs, TokenLogprob
+from .loose_acceptance import LooseSampling
 from .sampled_tokens import SampledTokenBuffers, SampledTokens
-from .sampling_backend import select_sampling_backend
-from .torch_sampling import scaled_logits
+from .sampling_backend import SamplingKernels, select_sampling_backend
+from .torch_sampling import TorchSampling, scaled_logits
 
 _NO_FAILURES: Mapping[int, str] = {}
 
@@ -54,16 +55,20 @@ class Sampler:
     """Samples tokens. Under tensor parallelism rank 0 samples, and the others receive its tokens only."""
 
     def __init__(self, vocab_size: int, device: torch.device | str, seed: int, tp: TPGroup | None = None, *,
-                 original_logprobs: bool = False, backend: str = "auto",
-                 dtype: torch.dtype = torch.float32):
+                 original_logprobs: bool = False, backend: str = "auto", dtype: torch.dtype = torch.float32,
+                 accept_thresholds: tuple[float, float] = (1.0, 1.0)):
         """``original_logprobs``: log-probabilities are those before temperature. ``dtype`` is that of the logits.
-        Raises ConfigError where ``backend`` cannot run."""
+        ``accept_thresholds``: those of LooseSampling. Raises ConfigError where ``backend`` cannot run."""
         self._vocab_size = vocab_size
         self._device = torch.device(device)
         self._tp = tp or TPGroup()
         self._original_logprobs = original_logprobs
-        self._backend = select_sampling_backend(backend if self._tp.rank == 0 else "torch", vocab_size, self._device,
-                                                seed, dtype)
+        own_backend = backend if self._tp.rank == 0 else "torch"
+        self._backend: SamplingKernels = select_sampling_backend(own_backend, vocab_size, self._device, seed, dtype)
+        self.accepts_loosely = accept_thresholds != (1.0, 1.0)
+        if self.accepts_loosely:
+            reference = TorchSampling(vocab_size, self._device, seed)
+            self._backend = LooseSampling(self._backend, reference, *accept_thresholds)
         self._buffers = SampledTokenBuffers()
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingMetadata],

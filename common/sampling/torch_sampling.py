@@ -35,10 +35,14 @@ class TorchSampling:
             return tokens
         index = self._tensor(random_rows)
         subset = [rows[i].params for i in random_rows]
-        probabilities = self._truncate(scaled_logits(logits[index].float(), subset), subset).softmax(-1)
+        probabilities = self.probabilities(logits[index].float(), subset)
         noise = self._noise(subset, [rows[i].position for i in random_rows])
         tokens[index] = (probabilities / noise).argmax(-1)
         return tokens
+
+    def probabilities(self, logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+        """Returns the distribution [n, vocab] of rows that are not greedy."""
+        return self._truncate(scaled_logits(logits, params), params).softmax(-1)
 
     def _truncate(self, scaled: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
         """Sets to -inf what top-k, then top-p of the rest, then min-p rule out; sorts only the rows that need it."""

@@ -127,8 +127,9 @@ class Batcher:
 
     def next_mixed(self, *, drafts: bool = False) -> StepInput | None:
         """A mixed chunk: the next chunks of prompts and ``next_decode``; the latter alone where no prompt waits."""
-        num_decode_rows = sum(not req.complete for req in self.running)
-        chunks = self._prefill_chunks(PrefillBudget(self.args, num_decode_rows))
+        decoding = [req for req in self.running if not req.complete]
+        num_drafts = self.drafting.expected_drafts(decoding) if drafts and self.drafting is not None else 0
+        chunks = self._prefill_chunks(PrefillBudget(self.args, len(decoding) + num_drafts))
         if not chunks:
             return self.next_decode(drafts=drafts)
         return self._chunk_step([*chunks, *self._next_share()], len(chunks), drafts)

@@ -77,6 +77,13 @@ class Drafting:
         self._num_outlooks += 1
         return bool(self._lengths.num_drafts) or changed or self._num_outlooks % _STEPS_OF_OUTLOOK == 0
 
+    def expected_drafts(self, reqs: Sequence[Req]) -> int:
+        """Returns how many tokens of a step prompts had better leave for drafts of ``reqs``: those that a drafter has
+        left, or the most that a proposer may find; at most half of a step's."""
+        found = (len(reqs) * self._max_drafts if self._proposer is not None
+                 else sum(len(req.drafts.tokens) for req in reqs if req.drafts is not None))
+        return min(found, self._max_step_tokens // 2)
+
     def plan_decode(self, batch: InputBatch) -> DraftPlan:
         """Plans the drafts of the next step of ``batch``. No token may be pending."""
         plan = self._plan(batch.reqs, batch.positions, batch.remaining, batch.pages.capacities)

@@ -90,4 +90,3 @@ class PageBudget:
         for req in reqs:
             req.page_table = None
             req.num_computed_tokens = 0
-            req.drafts = None

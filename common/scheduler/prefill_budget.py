@@ -17,8 +17,8 @@ class PrefillBudget:
     """
 
     def __init__(self, args: ScheduleArgs, num_decode_rows: int = 0, max_batch_tokens: int | None = None):
-        """``num_decode_rows`` are computed in the same step and count as tokens. ``max_batch_tokens`` bounds a step of
-        several prompts, as ``max_prefill_tokens`` does."""
+        """``num_decode_rows``, those of drafts among them, are computed in the same step and count as tokens.
+        ``max_batch_tokens`` bounds a step of several prompts, as ``max_prefill_tokens`` does."""
         limit = args.max_prefill_tokens
         self._unchunked = args.chunked_prefill_size < 0
         self._max_batch_tokens = limit if max_batch_tokens is None else min(limit, max_batch_tokens)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
 import signal
@@ -16,8 +15,8 @@ from typing import Any
 
 from ..api.errors import ConfigError
 from ..api.messages import Loading, Ready, StartFailed
-from ..config.checkpoint import pin_revision
 from ..config.command import describe_error
+from ..config.draft_model import pin_revisions
 from ..config.model import ModelSpec
 from ..config.server import ServerConfig
 from ..engine_client.client import EngineClient
@@ -54,7 +53,7 @@ class EngineHost:
         """``without_torch``: keep torch out of this process, which must then not import it for anything else. Raises
         ConfigError for mistakes that can be known at once, for which all files of a hub's model but the weights are
         downloaded."""
-        self.config = config = dataclasses.replace(config, model=pin_revision(config.model))
+        self.config = config = pin_revisions(config)
         self._model = load_model_spec(config.model)
         preflight(config, self._model)
         self._rank_target = rank_target

@@ -6,6 +6,7 @@ As in SGLang, the name also stands for layers of multi-token prediction, where t
 from __future__ import annotations
 
 from ..config.checkpoint import read_json, resolve_metadata
+from ..config.draft_model import draft_args, naming_draft
 from ..config.server.speculative import SPECULATIVE_ALGORITHMS
 from ..layers.rotary import rotary_table
 from ..layers.vocab import VocabTable
@@ -15,7 +16,7 @@ from ..weights.loader import load_weights
 from ..weights.source import open_weights
 from . import nextn
 from .base import Algorithm, DraftContext, DraftModel, Features
-from .draft.checkpoint import DraftCheckpoint, draft_allocator, draft_args, draft_layout, local_parallel, naming_draft
+from .draft.checkpoint import DraftCheckpoint, draft_allocator, draft_layout, local_parallel
 from .draft.head import model_head
 from .draft.shifted import ShiftedDraftModel
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..api.errors import ConfigError
+from ..config.draft_model import naming_draft
 from ..config.model import ModelSpec
 from ..config.server.speculative import SPECULATIVE_ALGORITHMS
 from ..layers.rotary import rotary_table
@@ -19,7 +20,7 @@ from ..weights.loader import load_weights
 from ..weights.slots import Slot, TensorKind
 from ..weights.source import open_weights
 from .base import Algorithm, DraftContext, DraftModel, Features
-from .draft.checkpoint import DraftCheckpoint, draft_allocator, draft_layout, local_parallel, naming_draft
+from .draft.checkpoint import DraftCheckpoint, draft_allocator, draft_layout, local_parallel
 from .draft.head import model_head
 from .draft.shifted import ShiftedDraftModel
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 from ..api.errors import ConfigError
+from ..config.draft_model import naming_draft
 from ..config.model import ModelSpec
 from ..config.server.speculative import SPECULATIVE_ALGORITHMS
 from ..distributed.parallel import Parallel
@@ -18,7 +19,7 @@ from ..models.registry import blocks_of, tensor_parts
 from ..weights.loader import OnOtherStage, load_weights
 from ..weights.source import open_weights
 from .base import Algorithm, DraftContext, DraftModel, Features
-from .draft.checkpoint import DraftCheckpoint, draft_allocator, draft_layout, local_parallel, naming_draft
+from .draft.checkpoint import DraftCheckpoint, draft_allocator, draft_layout, local_parallel
 from .draft.head import model_head
 from .draft.shifted import ShiftedDraftModel
 

@@ -11,6 +11,7 @@ import torch
 from ..api.drafts import Drafts
 from ..attention.base import AttentionPlanner
 from ..attention.workspace import AttentionWorkspace
+from ..config.draft_model import naming_draft
 from ..config.model import ModelSpec
 from ..config.server.speculative import SPECULATIVE_ALGORITHMS
 from ..forward.forward_batch import ForwardBatch, indptr_of, ragged_positions
@@ -33,7 +34,6 @@ from .draft.checkpoint import (
     draft_attention,
     draft_layout,
     local_parallel,
-    naming_draft,
 )
 from .draft.head import restricted
 from .draft.pages import DraftPages

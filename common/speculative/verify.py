@@ -35,21 +35,30 @@ def accepted_rows(samples: Sequence[int], sizes: Sequence[int],
     end = 0
     for request, size in enumerate(sizes):
         begin, end = end, end + size
-        rows.append(begin)
-        counts.append(1)
         found = drafts.get(request)
-        if found is None:
+        if found is not None and found.parents is not None:
+            path = _path(found.tokens, found.parents, samples[begin:end])
+            rows += [begin + row for row in path]
+            counts.append(len(path))
             continue
-        last = 0
-        for index, token in enumerate(found.tokens, 1):
-            parent = index - 1 if found.parents is None else found.parents[index - 1] + 1
-            if parent == last and token == samples[begin + last] and samples[begin + index] >= 0:
-                rows.append(begin + index)
-                counts[-1] += 1
-                last = index
-            elif found.parents is None:
+        stop = begin + 1
+        for token, sample, following in zip(found.tokens if found is not None else (), samples[begin:end],
+                                            samples[stop:end]):
+            if token != sample or following < 0:
                 break
+            stop += 1
+        rows += range(begin, stop)
+        counts.append(stop - begin)
     return counts, rows
+
+
+def _path(tokens: Sequence[int], parents: Sequence[int], samples: Sequence[int]) -> list[int]:
+    """Returns the accepted rows of a request whose drafts are a tree."""
+    path = [0]
+    for row, (token, parent) in enumerate(zip(tokens, parents), 1):
+        if parent + 1 == path[-1] and token == samples[path[-1]] and samples[row] >= 0:
+            path.append(row)
+    return path
 
 
 def row_parents(sizes: Sequence[int] | np.ndarray, drafts: Mapping[int, Drafts]) -> np.ndarray:

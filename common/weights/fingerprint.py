@@ -17,7 +17,7 @@ from functools import partial
 from ..api.identity import ModelIdentity
 from ..config.load_format import LOAD_FORMATS
 from ..config.model import ModelSpec
-from ..config.server import ModelArgs, ServerConfig
+from ..config.server import ModelArgs
 from .kv_scales import is_kv_scale
 
 _SERVER_FIELDS = ("dtype", "eos_token_ids", "context_length", "quantization")
@@ -41,13 +41,9 @@ def identify(args: ModelArgs, spec: ModelSpec, updates: int = 0) -> ModelIdentit
     return ModelIdentity(digest.hexdigest()[:16], source, updates)
 
 
-def identify_draft(config: ServerConfig) -> ModelIdentity:
-    """Computes the identity of a draft model's weights: those of its own checkpoint, or of the model's, which has its
-    layers. Raises ConfigError for files that cannot be read."""
-    args, speculative = config.model, config.speculative
-    path = speculative.speculative_draft_model_path
-    if path is not None:
-        args = dataclasses.replace(args, model_path=path, revision=speculative.speculative_draft_model_revision)
+def identify_draft(args: ModelArgs) -> ModelIdentity:
+    """Computes the identity of a draft model's weights, by all tensors of the checkpoint that ``args`` names: its own,
+    or the model's, which has its layers. Raises ConfigError for files that cannot be read."""
     source = args.model_path if args.revision is None else f"{args.model_path}@{args.revision}"
     weights = LOAD_FORMATS.get(args.load_format)(args)
     digest = hashlib.sha256(weights.identity(lambda name: name.endswith("rotary_emb.inv_freq") or is_kv_scale(name)))

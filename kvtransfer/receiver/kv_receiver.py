@@ -11,7 +11,6 @@ from itertools import islice
 import numpy as np
 import zmq
 import zmq.utils.monitor
-from msgspec.structs import replace
 
 from ...common.api.errors import ServingError
 from ...common.api.identity import ModelIdentity
@@ -22,7 +21,16 @@ from ..backends.base import Backend
 from ..bootstrap import NotRegistered, SecretMismatch, fetch_ranks
 from ..checksum import block_positions, make_checksum, resolve_extent
 from ..driver import Driver
-from ..endpoint import FurtherGroup, PairKey, control_socket, pool_groups, rank_info, receive_all, register_pool
+from ..endpoint import (
+    FurtherGroup,
+    PairKey,
+    control_socket,
+    pool_groups,
+    rank_info,
+    receive_all,
+    register_pool,
+    with_weights,
+)
 from ..notices import Warn
 from ..protocol.authentication import SECRET_MISMATCH, TO_SENDER, AuthError, Channel, make_secret
 from ..protocol.messages import (
@@ -155,9 +163,9 @@ class KVReceiver:
         with self._driver as core:
             core.leave(time.monotonic())
 
-    def join(self, model: ModelIdentity) -> None:
+    def join(self, model: ModelIdentity, draft: ModelIdentity | None = None) -> None:
         """Introduces ourselves with the new weights from now on."""
-        self.info = replace(self.info, model=model)
+        self.info = with_weights(self.info, model, draft)
         with self._driver as core:
             core.join(self.info)
 

@@ -30,6 +30,7 @@ from ..endpoint import (
     rank_info,
     receive_all,
     register_pool,
+    with_weights,
 )
 from ..io_thread import BUSY_INTERVAL
 from ..notices import Warn
@@ -157,9 +158,9 @@ class KVSender:
         with self._driver as core:
             core.leave(time.monotonic())
 
-    def join(self, model: ModelIdentity) -> None:
+    def join(self, model: ModelIdentity, draft: ModelIdentity | None = None) -> None:
         """Admits receivers again, for the new weights: they find another instance once its ``info`` is registered."""
-        self.info = replace(self.info, instance=secrets.token_hex(8), model=model)
+        self.info = replace(with_weights(self.info, model, draft), instance=secrets.token_hex(8))
         with self._driver as core:
             core.join(self.info)
 

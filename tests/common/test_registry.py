@@ -109,10 +109,11 @@ def test_a_plug_in_may_be_a_module_that_registers(monkeypatch):
         name = "len"
 
         def load(self) -> object:
-            toys.register("len")(len)
+            toys.register("len", traits=("long",))(len)
             return importlib
 
     monkeypatch.setattr(module.importlib.metadata, "entry_points", lambda group: [Point()])
+    assert toys.has("len", "long") and not toys.has("len", "short")
     assert toys.get("len") is len
 
 

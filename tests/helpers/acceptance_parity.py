@@ -19,6 +19,7 @@ import torch
 
 from baton.common.api.sampling import SamplingParams
 from baton.common.config.server.speculative import SpeculativeArgs
+from baton.common.request.req import Req
 from baton.common.speculative.ngram import NgramProposer
 from baton.common.tinychat import CHECKPOINT, DRAFT_MODELS
 from baton.tests.helpers import speculative_reference as reference
@@ -160,22 +161,41 @@ def cached_prefix(flags: Sequence[str], asked: Sequence[Question]) -> list[Answe
 
 
 def after_retraction(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
-    """Requests are retracted for want of pages, and their prompts and outputs computed again."""
-    engine = FlagEngine(*BASE, "--max-total-tokens", str(_small_pool(asked)), *flags)
-    answers = engine.answers(asked)
-    assert engine.parts.batcher.retraction.num_retracted > 0, "no request was retracted"
-    return answers
+    """All requests are retracted in the midst of their answers, and computed again."""
+    engine = FlagEngine(*BASE, *ROOMY, *flags)
+    _retract(engine, [engine.start(str(number), question) for number, question in enumerate(asked)])
+    return engine.finish(len(asked))
 
 
 def after_swap(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
-    """Requests are retracted, and their pages kept in host memory."""
-    engine = FlagEngine(*BASE, "--max-total-tokens", str(_small_pool(asked)), "--retract-host-memory-gb", "0.05",
-                        *flags)
+    """All requests are retracted in the midst of their answers, and their pages kept in host memory."""
+    engine = FlagEngine(*BASE, *ROOMY, "--retract-host-memory-gb", "0.05", *flags)
     swap = engine.parts.batcher.swap
     assert swap is not None
     swap._link_bandwidth = 1e18  # pretend that copies cost nothing, so that each retraction is one
-    answers = engine.answers(asked)
+    reqs = [engine.start(str(number), question) for number, question in enumerate(asked)]
+    run(engine, until=lambda: max(req.num_output_tokens for req in reqs) > MAX_NEW_TOKENS // 8)
+    engine.scheduler.synchronize()
+    for req in reversed(engine.parts.batcher.running.copy()):
+        engine.parts.batcher.retraction._retract(req)
     assert swap.num_swapped_out > 0, "no request was swapped out"
+    return engine.finish(len(asked))
+
+
+def _retract(engine: FlagEngine, reqs: Sequence[Req], *others: FlagEngine) -> None:
+    """Runs until one of ``reqs`` has several output tokens, then retracts all."""
+    run(engine, *others, until=lambda: max(req.num_output_tokens for req in reqs) > MAX_NEW_TOKENS // 8)
+    engine.scheduler.synchronize()
+    engine.parts.batcher.pause("retract")
+    engine.parts.batcher.paused = None
+    assert any(req.num_retractions and req.num_output_tokens > 1 for req in reqs), "no request was retracted"
+
+
+def small_pool(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
+    """Requests are retracted for want of pages."""
+    engine = FlagEngine(*BASE, "--max-total-tokens", str(_small_pool(asked)), *flags)
+    answers = engine.answers(asked)
+    assert engine.parts.batcher.retraction.num_retracted > 0, "no request was retracted"
     return answers
 
 
@@ -243,6 +263,15 @@ def pair_continued(flags: Sequence[str], asked: Sequence[Question]) -> list[Answ
         return _continued(engines.answers, asked)
 
 
+def pair_retracted(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
+    """Decode retracts all requests in the midst of their answers, and computes them again itself."""
+    with _pair(flags) as engines:
+        halves = [engines.start(str(number), question) for number, question in enumerate(asked)]
+        assert len(halves) == len(asked)
+        _retract(engines.decode, list(engines.decode.tracker.live.values()), engines.prefill)
+        return engines.finish(len(asked))
+
+
 def after_failover(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
     """The decode engine is lost once all pages are there, and another one gets them from the same prefill engine."""
     with _pair(flags) as engines:
@@ -264,14 +293,14 @@ def after_failover(flags: Sequence[str], asked: Sequence[Question]) -> list[Answ
 
 SCENARIOS: Mapping[str, Scenario] = {
     "unified": unified, "chunked": chunked, "mixed chunk": mixed_chunk, "prefix hit": cached_prefix,
-    "retraction": after_retraction, "retraction to host": after_swap, "continuation": continued,
-    "TP 2": tensor_parallel,
+    "retraction": after_retraction, "small pool": small_pool, "retraction to host": after_swap,
+    "continuation": continued, "TP 2": tensor_parallel,
     "PD": pair, "PD, chunked": pair_of_chunks, "PD, prefix delta": pair_with_delta, "PD, failover": after_failover,
-    "PD, continuation": pair_continued}
+    "PD, continuation": pair_continued, "PD, retraction": pair_retracted}
 """By name; in each the questions may be of grammars, too."""
 
-FEWER_DRAFTS = frozenset({after_retraction, after_swap, mixed_chunk})
-"""Scenarios without room for all drafts at times."""
+FEWER_DRAFTS = frozenset({small_pool})
+"""Scenarios that have no pages for all drafts at times."""
 
 
 # ---- comparison

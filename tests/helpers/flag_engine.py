@@ -152,10 +152,14 @@ class FlagEngine:
         """Asks all questions at once."""
         for number, question in enumerate(questions):
             self.start(str(number), question)
+        return self.finish(len(questions))
+
+    def finish(self, count: int) -> list[Answer]:
+        """Runs until the engine is idle; returns the answers of requests 0 to ``count`` - 1."""
         run(self)
         found = self.take()
         self.assert_clean()
-        return [found[str(number)] for number in range(len(questions))]
+        return [found[str(number)] for number in range(count)]
 
 
 def _add(answer: Answer, output: SentOutput) -> None:

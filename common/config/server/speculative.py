@@ -41,9 +41,9 @@ class SpeculativeArgs:
         "most rows of a request in a step: its newest token and its drafts (default: one more than the passes, "
         "12 for NGRAM)"))
     speculative_accept_threshold_single: float = flag(1.0, help=(
-        "accept a draft whose probability is at least this; below 1 the output is not the model's own any more"))
+        "accept a draft whose probability is at least this; below 1 sampled output is not the model's own any more"))
     speculative_accept_threshold_acc: float = flag(1.0, help=(
-        "accept drafts until their probabilities add up to this share of a random number's range; below 1 the output "
+        "accept some draft after a token with the sum of their probabilities divided by this; below 1 sampled output "
         "is not the model's own any more"))
     speculative_token_map: str | None = flag(None, help=(
         "a file of token ids, to which the draft model's vocabulary is restricted (FR-Spec)"))
@@ -59,6 +59,9 @@ class SpeculativeArgs:
         "weights; or the share of accepted drafts by position, 0.83,0.6,0.45"))
 
     own_flag_rules: ClassVar[tuple[Rule[SpeculativeArgs], ...]] = (
+        Rule(lambda c: not all(0 < threshold <= 1 for threshold in c.accept_thresholds),
+             "--speculative-accept-threshold-single and --speculative-accept-threshold-acc must be above 0 and at most "
+             "1."),
         Rule(lambda c: not 1 <= c.speculative_ngram_min_match_window_size <= c.speculative_ngram_max_match_window_size,
              "--speculative-ngram-min-match-window-size must be between 1 and "
              "--speculative-ngram-max-match-window-size, not {speculative_ngram_min_match_window_size}."),
@@ -99,6 +102,10 @@ class SpeculativeArgs:
         """The share of accepted drafts by position where acceptance is simulated, None where it is real."""
         given = self.speculative_simulate_acceptance
         return None if given is None else parse_shares(given, self.num_drafts)
+
+    @property
+    def accept_thresholds(self) -> tuple[float, float]:
+        return self.speculative_accept_threshold_single, self.speculative_accept_threshold_acc
 
     @property
     def is_device(self) -> bool:

@@ -61,10 +61,10 @@ class Chains:
 
     def drafts(self) -> list[Drafts | None]:
         """Returns the drafts of each request, at most as many as its limit; waits for the device."""
-        found: list[list[int]] = [tokens.tolist() for _, tokens in self._columns]
         chains: list[list[int]] = [[] for _ in self._rows.requests]
-        for (chosen, _), tokens in zip(self._columns, found):
-            for index, token in zip(chosen.tolist(), tokens):
+        if self._columns:
+            tokens = torch.cat([tokens for _, tokens in self._columns])  # one copy from the device
+            for index, token in zip(np.concatenate([chosen for chosen, _ in self._columns]).tolist(), tokens.tolist()):
                 chains[index].append(token)
         return [Drafts(tuple(chain[:limit])) if chain and limit else None
                 for chain, limit in zip(chains, self._rows.limits.tolist())]

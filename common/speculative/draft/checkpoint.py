@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from ...attention.base import AttentionPlanner
 from ...attention.mla.select import select_latent_attention
 from ...attention.select import select_attention
 from ...config.checkpoint import read_json, resolve_metadata
+from ...config.draft_model import draft_args, naming_draft
 from ...config.model import ModelSpec
 from ...config.server import ModelArgs, ServerConfig
 from ...distributed.parallel import Parallel
@@ -41,12 +41,14 @@ class DraftCheckpoint:
     @classmethod
     def of_flags(cls, context: DraftContext) -> DraftCheckpoint:
         """Reads the checkpoint of --speculative-draft-model-path; raises ConfigError where its vocabulary is not the
-        model's, or where the ranks cannot split it."""
+        model's, or where the ranks cannot split it or the device not compute it."""
         args = draft_args(context.config)
         with naming_draft():
             values = read_json(resolve_metadata(args) / "config.json") or {}
             spec = load_model_spec(args, draft=True)
             spec.check_tp(context.parallel.attn_tp.size)
+            if spec.quantization is not None:
+                spec.quantization.check_device(context.dtype, context.device)
         model = context.spec
         if spec.vocab_size != model.vocab_size:
             raise ConfigError(f"The draft model {args.model_path} has a vocabulary of {spec.vocab_size} tokens, and "
@@ -71,25 +73,6 @@ class DraftCheckpoint:
     @property
     def is_dummy(self) -> bool:
         return self.args.load_format == "dummy"
-
-
-def draft_args(config: ServerConfig) -> ModelArgs:
-    """Returns the flags of the draft model, as a model of its own."""
-    path = config.speculative.speculative_draft_model_path
-    assert path is not None
-    return dataclasses.replace(
-        config.model, model_path=path, revision=config.speculative.speculative_draft_model_revision,
-        tokenizer_path=None, model_fingerprint=None, served_model_name=None, quantization=None, model_impl="baton",
-        context_length=None, load_format="dummy" if config.model.load_format == "dummy" else "auto")
-
-
-@contextmanager
-def naming_draft() -> Iterator[None]:
-    """Names the draft model's flag in errors of its checkpoint."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("--model-path", "--speculative-draft-model-path")) from None
 
 
 def local_parallel(parallel: Parallel) -> Parallel:

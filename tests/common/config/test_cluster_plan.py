@@ -40,6 +40,14 @@ def test_what_is_for_servers_that_decode_goes_to_them_alone(tmp_path):
         parse(ServerConfig, [*part.argv[at:], *mode], prog="x", description="")
 
 
+@pytest.mark.parametrize("flags, prefill_too", [
+    (("EAGLE3", "--speculative-draft-model-path", "tinychat-eagle3"), True), (("NGRAM",), False)])
+def test_draft_models_are_for_both_halves_of_a_pair(tmp_path, flags, prefill_too):
+    """Prefill computes the draft's keys and values too; what drafts from tokens alone has nothing to do there."""
+    servers, _ = plan(tmp_path, "--speculative-algorithm", *flags)
+    assert ["--speculative-algorithm" in part.argv for part in servers] == [prefill_too, True]
+
+
 def test_stages_are_the_prefill_servers(tmp_path):
     servers, _ = plan(tmp_path, "--pp-size", "2", "--pp-layer-partition", "3", "4", num_gpus=4)
     assert [["--pp-size" in part.argv, "--pp-layer-partition" in part.argv] for part in servers] \

@@ -69,6 +69,7 @@ SERVERS: list[tuple[dict[str, Any], str]] = [
     ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap overlaps the exchange of attention groups: it"),
     (DP | {"enable_two_batch_overlap": True, "moe_a2a_backend": "peer", "ep_size": 2}, "--moe-a2a-backend peer: leave"),
     (DP | {"enable_two_batch_overlap": True}, "--two-batch-min-tokens 16384 or more, and no step has as many: raise"),
+    ({"speculative_accept_threshold_acc": 0.0}, "--speculative-accept-threshold-acc must be above 0 and at most 1."),
     (NGRAM | {"speculative_ngram_min_match_window_size": 13}, "--speculative-ngram-min-match-window-size must be betw"),
     ({"speculative_algorithm": "EAGLE3"}, "--speculative-algorithm EAGLE3 needs the folder or the name of its draft "),
     ({"speculative_draft_model_path": "x"}, "--speculative-draft-model-path is for EAGLE, EAGLE3, NEXTN and STAND"),

@@ -7,15 +7,21 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from baton.common.api.errors import ConfigError
 from baton.common.config.server import CacheArgs
 from baton.common.config.server.speculative import SpeculativeArgs
 from baton.common.kvcache.layout import KVLayout
 from baton.common.kvcache.pool import KVPool
 from baton.common.kvcache.tiers.base import TierContext
 from baton.common.kvcache.tiers.host import HostTier
+from baton.common.models.registry import load_model_spec
+from baton.common.runner.draft_weights import DraftWeights
 from baton.common.runner.kv_sizing import _pages_within
 from baton.common.scheduler.make_batcher import _host_tiers
+from baton.common.weights.fingerprint import identify_draft
+from baton.common.weights.slots import Slot
 from baton.tests.helpers import hash_drafter
 from baton.tests.helpers.dict_tier import DictTier
 from baton.tests.helpers.small_models import load_runner, save_model, server_config
@@ -91,3 +97,36 @@ def test_host_memory_of_retracted_requests_is_shared_out_with_the_draft():
     assert first.page_bytes == model.layout.page_bytes + draft.layout.page_bytes
     assert second.page_bytes == model.layout.page_bytes
     assert abs(first.capacity - second.capacity) <= 1
+
+
+def test_layers_of_the_models_checkpoint_are_updated_with_it(checkpoint, tmp_path):
+    """Layers of multi-token prediction; a draft model of its own keeps its weights."""
+    class Draft:
+        def __init__(self):
+            self.target = torch.zeros(2, 3)
+
+        def slots(self):
+            return [Slot("model.layers.3.eh_proj.weight", self.target, (2, 3))]
+
+    path = tmp_path / "with-layers"
+    path.mkdir()
+    save_file({"model.layers.3.eh_proj.weight": torch.full((2, 3), 5.0), "model.norm.weight": torch.ones(4)},
+              path / "model.safetensors")
+    config = server_config(checkpoint)
+    spec = load_model_spec(config.model)
+    args = dataclasses.replace(config.model, model_path=str(path))
+    draft = Draft()
+    weights = DraftWeights(config, spec, draft)
+    before = weights.identity
+    weights.check(args)
+    assert not draft.target.any() and before == weights.identity == identify_draft(config.model)
+    weights.update(args)
+    assert (draft.target == 5).all() and weights.identity == identify_draft(args) != before
+    with pytest.raises(ConfigError, match="lacks"):
+        weights.check(config.model)
+    own = Draft()
+    apart = DraftWeights(dataclasses.replace(config, speculative=SpeculativeArgs(
+        "HASH", speculative_draft_model_path=str(path))), spec, own)
+    apart.check(config.model)
+    apart.update(config.model)
+    assert not own.target.any() and apart.identity == weights.identity

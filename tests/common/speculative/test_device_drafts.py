@@ -67,3 +67,33 @@ def test_tokens_equal_those_without_drafts(checkpoint, expected, options):
     assert 0 < engine.drafting.num_accepted < engine.drafting.num_drafted <= drafter.num_drafted
     if "schedule" in options:
         assert (True, True, True) in drafter.kinds
+
+
+def test_pauses_and_aborts(checkpoint, expected):
+    """Requests whose pages are freed between steps lose their drafts; the others' are right."""
+    drafter = TableDrafter(expected[0], VOCAB, 4)
+    engine = Engine(checkpoint, drafter=drafter, overlap=True)
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, VOCAB, 40).tolist()
+    reqs = []
+    for i in range(4):
+        prompt = shared[:int(rng.integers(0, 40)) * (i % 3 == 0)] + rng.integers(0, VOCAB, 1 + i % 23).tolist()
+        reqs.append(engine.start(str(i), prompt, **{"max_new_tokens": 30} | REQUESTS[i]))
+    scheduler, batcher = engine.scheduler, engine.scheduler.batcher
+    for _ in range(4):
+        scheduler.step(0.0)
+    assert scheduler._pipeline.in_flight is not None
+    scheduler.synchronize()
+    assert any(req.drafts for req in reqs)
+    batcher.pause("retract")
+    assert not any(req.drafts for req in reqs) and engine.cache.num_allocated == 0
+    assert not scheduler.step(0.0)
+    batcher.paused = None
+    for _ in range(4):
+        scheduler.step(0.0)
+    scheduler.synchronize()
+    engine.tracker.drop(reqs[1])
+    scheduler.abort(reqs[1], None)
+    found = tokens_of(engine.run())
+    assert {rid: found[rid] for rid in "023"} == {rid: expected[0][rid] for rid in "023"}
+    assert found["1"] == expected[0]["1"][:len(found["1"])]

@@ -15,8 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.common.api.errors import ConfigError
+from baton.common.config import checkpoint
+from baton.common.config.draft_model import pin_revisions
 from baton.common.config.server import DataParallelArgs, ParallelArgs, SpeculativeArgs
 from baton.common.forward.forward_batch import ForwardBatch, Row, model_input
+from baton.common.models.registry import MODELS, family_of
 from baton.common.runner.dp_sync import DPStepInfo
 from baton.common.speculative.base import DraftStep
 from baton.tests.helpers.deepseek_models import save_with_predictors
@@ -440,3 +443,31 @@ def test_ranks_draft_alike(tmp_path, dp_size):
     for found in run_ranks(Path(__file__).with_name("draft_rank.py"), 2, tmp_path, str(tmp_path), str(dp_size)):
         for name, logits in want.items():
             torch.testing.assert_close(found[name], logits, atol=TOLERANCE, rtol=0)
+
+
+def test_families_without_blocks_have_no_draft_layers(tmp_path, monkeypatch):
+    target = save_model(tmp_path / "model", "Llama")
+    save_nextn(tmp_path / "draft", target)
+    monkeypatch.setitem(MODELS._entries, "LlamaForCausalLM", dataclasses.replace(family_of("LlamaForCausalLM"),
+                                                                                 blocks=None))
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has no draft layers: its family names no blocks"):
+        load_runner(drafting_config(tmp_path / "model", tmp_path / "draft", "NEXTN"))
+
+
+def test_revisions_are_pinned(tmp_path, monkeypatch):
+    """All processes load the hub's commit of the draft model, too."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    asked = []
+
+    def download(name, revision, patterns, on_progress=None):
+        asked.append((name, revision))
+        if name == "org/missing":
+            raise ConfigError(f"--model-path {name}: neither a local folder nor a readable hub repository.")
+        return tmp_path / commit
+
+    monkeypatch.setattr(checkpoint, "download", download)
+    config = drafting_config(tmp_path, "org/draft", "EAGLE3", speculative_draft_model_revision="main")
+    assert pin_revisions(config).speculative.speculative_draft_model_revision == commit
+    assert asked == [("org/draft", "main")] and pin_revisions(server_config(tmp_path)) == server_config(tmp_path)
+    with pytest.raises(ConfigError, match="^--speculative-draft-model-path org/missing: neither"):
+        pin_revisions(drafting_config(tmp_path, "org/missing", "EAGLE3"))

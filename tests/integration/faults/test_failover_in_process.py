@@ -24,9 +24,11 @@ LENGTHS = (3, 4, 30, 64, 70)  # within a page, a full one, several with and with
 class Fleet:
     """A prefill server and as many decode servers as a test uses up."""
 
-    def __init__(self, folder, port):
+    def __init__(self, folder, port, speculative=None):
         self.folder, self.port, self.transfers = folder, port, iter(range(1, 1000))
-        self.prefill = Side(folder, make_prefill, "prefill", port, "fake", chunk=23, max_total_tokens=512)
+        self.speculative = speculative
+        self.prefill = Side(folder, make_prefill, "prefill", port, "fake", chunk=23, max_total_tokens=512,
+                            speculative=speculative)
         self.decodes = []
         self.launches = 0
         launch = self.prefill.scheduler.executor.launch
@@ -38,7 +40,8 @@ class Fleet:
         self.prefill.scheduler.executor.launch = counted
 
     def decode(self):
-        self.decodes.append(Side(self.folder, make_decode, "decode", self.port, "fake", max_total_tokens=640))
+        self.decodes.append(Side(self.folder, make_decode, "decode", self.port, "fake", max_total_tokens=640,
+                                 speculative=self.speculative))
         return self.decodes[-1]
 
     def connect(self, decode):

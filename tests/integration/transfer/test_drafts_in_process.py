@@ -198,3 +198,31 @@ def test_a_continued_stream_goes_on_with_right_slots(make_pair, prompts, expecte
         outputs, _ = ask(pair, {name: prompt + answered}, bootstrap_port, max_new_tokens=7,
                          fields={"num_answered": len(answered)})
         assert tokens_of(outputs)[name] == expected[name][5:]
+
+
+def test_prefill_without_pages_for_drafts_sends_fewer(make_pair, prompts, expected, bootstrap_port):  # noqa: F811
+    """Its pool is as large as the longest prompt: drafts have no pages of their own, and nothing waits for any."""
+    longest = -(-max(map(len, prompts)) // 4) * 4
+    pair = prefill, _ = make_pair(prefill={"max_total_tokens": longest}, speculative="HASH")
+    assert tokens_of(ask(pair, numbered(prompts), bootstrap_port)[0]) == expected
+    assert prefill.cache.num_pages == longest // 4
+
+
+def test_urgent_requests_preempt_those_with_drafts(make_pair, prompts, expected, bootstrap_port):  # noqa: F811
+    decoding = {"max_total_tokens": 240, "schedule": {"enable_priority_scheduling": True,
+                                                      "retract_host_memory_gb": 0.01}}
+    pair = prefill, decode = make_pair(speculative="HASH", schedule={"enable_priority_scheduling": True},
+                                       decode=decoding)
+    for name, prompt in numbered(prompts).items():
+        room = next(rooms)
+        for side in pair:
+            side.start(name, prompt, room=room, port=bootstrap_port, fields={"priority": int(name) * 10})
+        for side in pair:
+            side.scheduler.step(0.0)
+    run(*pair)
+    outputs, failures = decode.take()
+    assert not failures and tokens_of(outputs) == expected
+    assert decode.scheduler.batcher.retraction.num_retracted > 0
+    prefill.take()
+    for side in pair:
+        side.assert_clean()

@@ -1,0 +1,41 @@
+"""The flags of a draft model, as of a model of its own. It imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from ..api.errors import ConfigError
+from .checkpoint import pin_revision
+from .server import ModelArgs, ServerConfig
+
+
+def draft_args(config: ServerConfig) -> ModelArgs:
+    """Returns the flags of the draft model that --speculative-draft-model-path names, as a model's."""
+    path = config.speculative.speculative_draft_model_path
+    assert path is not None
+    return replace(
+        config.model, model_path=path, revision=config.speculative.speculative_draft_model_revision,
+        tokenizer_path=None, model_fingerprint=None, served_model_name=None, quantization=None, model_impl="baton",
+        context_length=None, load_format="dummy" if config.model.load_format == "dummy" else "auto")
+
+
+def pin_revisions(config: ServerConfig) -> ServerConfig:
+    """Sets the revisions of the model and of the draft model to the hub's commits, so that all processes load the same
+    ones. Raises ConfigError."""
+    config = replace(config, model=pin_revision(config.model))
+    if config.speculative.speculative_draft_model_path is None:
+        return config
+    with naming_draft():
+        revision = pin_revision(draft_args(config)).revision
+    return replace(config, speculative=replace(config.speculative, speculative_draft_model_revision=revision))
+
+
+@contextmanager
+def naming_draft() -> Iterator[None]:
+    """Names the draft model's flag in errors of its checkpoint."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--model-path", "--speculative-draft-model-path")) from None

@@ -1,0 +1,48 @@
+"""A draft model's weights, and the checkpoint that has them: its own, or the model's."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from ..api.identity import ModelIdentity
+from ..config.model import ModelSpec
+from ..config.server import ModelArgs, ServerConfig
+from ..models.registry import tensor_parts
+from ..speculative.base import DraftModel
+from ..weights.fingerprint import identify_draft
+from ..weights.loader import check_weights, load_weights, silent
+from ..weights.source import open_weights
+
+
+class DraftWeights:
+    """Loads a draft model's weights again where they are the model checkpoint's (layers of multi-token prediction);
+    those of a checkpoint of its own stay."""
+
+    def __init__(self, config: ServerConfig, spec: ModelSpec, model: DraftModel):
+        """``spec`` is that of the model which ``model`` drafts for."""
+        speculative = config.speculative
+        path = speculative.speculative_draft_model_path
+        self._spec, self._model = spec, model
+        self._in_checkpoint = path is None or path == config.model.model_path
+        self._args = config.model if path is None else dataclasses.replace(
+            config.model, model_path=path, revision=speculative.speculative_draft_model_revision)
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """Reads the checkpoint; raises ConfigError for files that cannot be read."""
+        return identify_draft(self._args)
+
+    def check(self, args: ModelArgs) -> None:
+        """Raises ConfigError where ``update`` could not load the model's new checkpoint; changes nothing."""
+        if self._in_checkpoint:
+            check_weights(open_weights(args), self._model.slots(), parts=tensor_parts(self._spec))
+
+    @torch.no_grad()
+    def update(self, args: ModelArgs) -> None:
+        """Loads the weights from the model's new checkpoint, where they were in the last one's."""
+        if self._in_checkpoint:
+            load_weights(open_weights(args), self._model.slots(), silent, tied=False, on_other_stage=lambda name: True,
+                         parts=tensor_parts(self._spec))
+            self._args = args
