@@ -212,11 +212,13 @@ class Drafting:
 
     def count(self, step: StepInput, output: StepOutput) -> None:
         """Count the drafts of a step, before its requests have their tokens."""
+        reqs: list[Req] = []
         drafted: list[int] = []
         accepted: list[int] = []
         for index, count in zip(output.req_index, output.counts):
             if (drafts := step.drafts.get(index)) is not None:
                 num_drafts, req = len(drafts.tokens), step.reqs[index]
+                reqs.append(req)
                 drafted.append(num_drafts)
                 accepted.append(count - 1)
                 if req.draft_counts is not None:
@@ -224,7 +226,7 @@ class Drafting:
         counts = np.array(drafted, np.int64), np.array(accepted, np.int64)
         self.stats.add(*counts)
         if self._lengths is not None:
-            self._lengths.acceptance.observe([step.reqs[index] for index in step.drafts], *counts)
+            self._lengths.acceptance.observe(reqs, *counts)
 
     def on_verified(self, step: StepInput, output: StepOutput) -> None:
         """Tell the proposer which drafts were accepted; the requests have their tokens."""
