@@ -36,24 +36,26 @@ def accepted_rows(samples: Sequence[int], sizes: Sequence[int],
     for request, size in enumerate(sizes):
         begin, end = end, end + size
         found = drafts.get(request)
-        if found is not None and found.parents is not None:
-            path = _path(found.tokens, found.parents, samples[begin:end])
+        if found is None:
+            rows.append(begin)
+            counts.append(1)
+        elif found.parents is None:
+            count = 1
+            for token, sample, own in zip(found.tokens, samples[begin:end], samples[begin + 1:end]):
+                if token != sample or own < 0:
+                    break
+                count += 1
+            rows += range(begin, begin + count)
+            counts.append(count)
+        else:
+            path = _walk(samples[begin:end], found.tokens, found.parents)
             rows += [begin + row for row in path]
             counts.append(len(path))
-            continue
-        stop = begin + 1
-        for token, sample, following in zip(found.tokens if found is not None else (), samples[begin:end],
-                                            samples[stop:end]):
-            if token != sample or following < 0:
-                break
-            stop += 1
-        rows += range(begin, stop)
-        counts.append(stop - begin)
     return counts, rows
 
 
-def _path(tokens: Sequence[int], parents: Sequence[int], samples: Sequence[int]) -> list[int]:
-    """Returns the accepted rows of a request whose drafts are a tree."""
+def _walk(samples: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """Returns the accepted rows of a tree, whose drafts come after their parents."""
     path = [0]
     for row, (token, parent) in enumerate(zip(tokens, parents), 1):
         if parent + 1 == path[-1] and token == samples[path[-1]] and samples[row] >= 0:

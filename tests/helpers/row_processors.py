@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 
@@ -68,4 +70,13 @@ class FailsAtLength:
     def __call__(self, logits, params):
         if any(len(given["__req__"].output_ids) == given["length"] for given in params):
             raise RuntimeError("as asked")
+        return logits
+
+
+class KeepsLock:
+    """Keeps a lock in its parameters, which cannot be copied."""
+
+    def __call__(self, logits, params):
+        for given in params:
+            given["lock"] = threading.Lock()
         return logits

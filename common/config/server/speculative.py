@@ -84,8 +84,8 @@ class SpeculativeArgs:
     flag_rules: ClassVar[tuple[ServerRule, ...]] = (
         Rule(lambda c: c.speculative.speculative_adaptive and c.data_parallel.enable_dp_attention,
              "--speculative-adaptive measures steps of one attention group: leave it out with --enable-dp-attention."),
-        Rule(lambda c: c.speculative.speculative_algorithm and not c.speculative.is_device and (
-            not c.role.decodes or c.model.is_embedding),
+        Rule(lambda c: c.speculative.speculative_algorithm and (
+            c.model.is_embedding or not (c.role.decodes or c.speculative.is_device)),
             "--speculative-algorithm is for servers that decode; leave it out here."),
         Rule(lambda c: c.speculative.speculative_algorithm and c.parallel.pp_size > 1,
              "--speculative-algorithm does not work across the stages of --pp-size: leave one of them out."),

@@ -20,9 +20,9 @@ class DraftPages:
         self._device = device
         counts = last_positions // page_size + 1
         parts = [table.ids[:count] for table, count in zip(tables, counts.tolist())]
-        assert all(len(part) == count for part, count in zip(parts, counts.tolist())), "drafts have no pages"
         self._ids = np.concatenate(parts).astype(np.int32)
         self._indptr = indptr_of(counts)
+        assert len(self._ids) == self._indptr[-1], "drafts have no pages"
 
     def decode_batch(self, requests: np.ndarray, positions: np.ndarray, ids: torch.Tensor) -> ForwardBatch:
         """Returns a decode batch: one row for each of ``requests`` [m] (indices of the tables), with the token

@@ -39,7 +39,8 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
     "common/attention/mla": (LATENT_BACKENDS, {"base", "invariant_torch_backend", "select"}),
     "common/commands": (COMMANDS, {"base", "methods", "registry"}),
     "common/sampling": (SAMPLING_BACKENDS, {
-        "builtin_processors", "draft_sampler", "gumbel_noise", "sampled_tokens", "sampler", "sampling_backend"}),
+        "builtin_processors", "draft_sampler", "gumbel_noise", "loose_acceptance", "sampled_tokens", "sampler",
+        "sampling_backend"}),
     "common/sampling/extras": (EXTRAS, set()),
     "common/speculative": (SPECULATIVE_ALGORITHMS, {"base", "draft_length", "simulated", "verify"}),
     "common/grammar": (GRAMMAR_BACKENDS, {

@@ -47,6 +47,14 @@ def test_tokens_equal_those_without_drafts(folder, expected, algorithm, options)
     assert engine.drafting.num_drafted > 100
 
 
+def test_the_drafts_cache_is_of_the_models_type(folder):
+    float8 = {"kv_cache_dtype": "fp8_e4m3"}
+    expected = answers(folder / "model", **float8)[1]
+    for algorithm in ("EAGLE3", "STANDALONE"):
+        engine, found = answers(folder / "model", speculative=drafting(folder / algorithm, algorithm), **float8)
+        assert found == expected and engine.runner.draft_pool.layout.dtype == "float8_e4m3fn"
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_latent_layers_with_experts(tmp_path, depth):
     """DeepSeek's own layers: the first repeats tokens, so that some drafts are accepted."""

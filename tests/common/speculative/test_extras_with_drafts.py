@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from baton.common.api.grammar import GrammarSpec, Vocabulary
 from baton.common.api.messages import CustomProcessor, Failed
-from baton.tests.helpers.hand_driven import Engine
+from baton.tests.helpers.hand_driven import Engine, tokens_of
 from baton.tests.helpers.oracle import Oracle
 from baton.tests.helpers.outputs import outputs_of
 
@@ -79,8 +79,10 @@ class Answer:
         self.failure: str | None = None
 
 
-def answers(checkpoint, **options) -> tuple[Engine, dict[str, Answer]]:
+def answers(checkpoint, all_ranks_match=True, **options) -> tuple[Engine, dict[str, Answer]]:
     engine = Engine(checkpoint, vocabulary=Vocabulary(PIECES, [EOS], [EOS]), **options)
+    if not all_ranks_match:
+        engine.drafting._all_ranks_match = False
     rng = np.random.default_rng(5)
     for number in range(NUM_REQUESTS):
         prompt = rng.integers(1, VOCAB, int(rng.integers(1, 30))).tolist()
@@ -144,12 +146,28 @@ def assert_equal(found: Answer, wanted: Answer) -> None:
             assert [pair[1] for pair in pairs] == pytest.approx([pair[1] for pair in other_pairs], abs=1e-3)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_drafts": 7, "max_total_tokens": 512, "chunk": 20, "overlap": True}],
-                         ids=str)
+@pytest.mark.parametrize("options", [{}, {"max_drafts": 7, "max_total_tokens": 512, "chunk": 20, "overlap": True},
+                                     {"all_ranks_match": False}], ids=str)
 def test_extras_equal_those_without_drafts(checkpoint, expected, options):
+    """Without ``all_ranks_match``, as under tensor parallelism, forbidden drafts are computed, and rejected."""
     oracle = Oracle({rid: answer.tokens for rid, answer in expected.items()}, VOCAB)
     engine, found = answers(checkpoint, proposer=oracle, **options)
     for rid, wanted in expected.items():
         assert_equal(found[rid], wanted)
     assert ("max_total_tokens" in options) == (engine.scheduler.batcher.retraction.num_retracted > 0)
     assert engine.drafting.num_accepted > 0.4 * engine.drafting.num_drafted and set(oracle.accepted) >= {0, 1, 2, 3}
+
+
+def test_parameters_that_cannot_be_copied_get_no_drafts_accepted(checkpoint):
+    """Their requests go on token by token; requests beside them are not affected."""
+    def tokens(**options):
+        engine = Engine(checkpoint, **options)
+        for rid, fields in (("locks", {"processor": CustomProcessor(f"{HELPERS}:KeepsLock")}), ("plain", {})):
+            engine.start(rid, [3, 4, 5], max_new_tokens=12, ignore_eos=True, fields=fields)
+        return tokens_of(engine.run()), engine
+
+    expected, _ = tokens()
+    oracle = Oracle(expected, VOCAB, right=1.0)
+    found, engine = tokens(proposer=oracle)
+    assert found == expected and len(found["locks"]) == 12
+    assert engine.drafting.num_accepted == sum(oracle.accepted) > 0 and oracle.accepted.count(0) > 5

@@ -18,14 +18,15 @@ PROMPTS = ["Once upon a time there was a cat. The cat said: hello, hello, hello,
 SAMPLING = [{"temperature": 0}, {"temperature": 0.8, "sampling_seed": 11}, {"temperature": 0, "stop": ["t"]}]
 
 
-def answers(url: str) -> list[object]:
-    """Texts and tokens of all requests, sent together."""
+def answers(url: str) -> tuple[list[object], int]:
+    """Texts and tokens of all requests, sent together, and the drafts of these that were accepted."""
     bodies = [{"text": prompt, "sampling_params": {"max_new_tokens": 40, **sampling}}
               for prompt in PROMPTS for sampling in SAMPLING]
     with ThreadPoolExecutor(6) as threads:
         replies = list(threads.map(lambda body: post_json(f"{url}/generate", body), bodies))
     assert all(status == 200 for status, _ in replies), replies
-    return [(reply["text"], reply["output_ids"]) for _, reply in replies]
+    accepted = sum(reply["meta_info"].get("spec_accept_token_num", 0) for _, reply in replies)
+    return [(reply["text"], reply["output_ids"]) for _, reply in replies], accepted
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def expected(tmp_path_factory) -> list[object]:
     argv = ["server", "--model-path", "tinychat", "--device", "cpu", *FLAGS]
     server = Server("baton.launch", argv, free_ports(1)[0], log).start()
     try:
-        return answers(server.wait_ready().url)
+        return answers(server.wait_ready().url)[0]
     finally:
         assert server.stop() == 0
 
@@ -43,6 +44,7 @@ def expected(tmp_path_factory) -> list[object]:
 def test_a_pair_with_a_draft_model(tmp_path, expected, flags, decode_flags):
     with Cluster(tmp_path, flags=[*FLAGS, *flags], decode_flags=decode_flags) as cluster:
         for _ in range(2):  # the second time over the prefix caches
-            assert answers(cluster.url) == expected
+            found, accepted = answers(cluster.url)
+            assert found == expected and accepted > 50
         for server in cluster.workers:
             server.assert_clean()
