@@ -52,6 +52,18 @@ class Drafts(msgspec.Struct, frozen=True, array_like=True):
             return Drafts(tokens)
         return Drafts(tokens, tuple(index.get(self.parents[old], -1) for old in index))
 
+    def chain(self) -> Drafts:
+        """Returns the path that begins with the first draft and goes on to first children, as a chain."""
+        if self.parents is None:
+            return self
+        path: list[int] = []
+        last = -1
+        for index, parent in enumerate(self.parents):
+            if parent == last:
+                path.append(self.tokens[index])
+                last = index
+        return Drafts(tuple(path))
+
     def first(self, count: int) -> Drafts | None:
         """Returns the first ``count`` of them, in which no parent is missing; None for none."""
         if count >= len(self.tokens):

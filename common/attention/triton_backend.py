@@ -22,6 +22,7 @@ from ..config.server.kernels import ATTENTION_BACKENDS
 from ..forward.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 from .base import ANY_LENGTH, AttentionBackend, AttentionFacts, check_gpu, store
+from .invariant_triton_backend import InvariantTritonBackend
 from .workspace import AttentionWorkspace
 
 
@@ -37,6 +38,8 @@ class TritonBackend:
 
     @staticmethod
     def make(pool: KVPool, num_heads: int, dtype: torch.dtype, window: int | None) -> AttentionBackend:
+        if policy_of(pool.groups[0].device).batch_invariant:
+            return InvariantTritonBackend(pool, num_heads, dtype, window)
         return TritonBackend(pool, num_heads, window)
 
     def __init__(self, pool: KVPool, num_heads: int, window: int | None = None):

@@ -133,7 +133,7 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
         channel.send(_ready(parts, scheduler))
     log.info("ready: %d KV pages of %d tokens", cache.num_pages, cache.page_size)
     if (draft_pool := parts.runner.draft_pool) is not None:
-        log.info("and as many KV pages of the draft model, %d bytes each beside %d of the model's",
+        log.info("and as many KV pages of the draft model: %d bytes each, the model's %d",
                  draft_pool.layout.page_bytes, parts.runner.layout.page_bytes)
     for group in cache.groups:
         log.info("and %d KV pages for layers with %s", group.num_pages, group.rule)

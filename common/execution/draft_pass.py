@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -16,28 +15,10 @@ from ..forward.host_copies import upload_joined
 from ..request.step_input import StepInput
 from ..sampling.draft_sampler import CoupledDraftSampler
 from ..speculative.base import Drafter, DraftStep, Features
-from ..speculative.verify import accepted_rows
+from .accepted_rows import Accepted, accepted_batch, accepted_step
 
-
-class Accepted(NamedTuple):
-    """The accepted rows of a step: ``counts`` of the requests in ``step.sample_index``, ``rows``, and their samples
-    ``tokens``."""
-
-    counts: list[int]
-    rows: Sequence[int]
-    tokens: list[int]
-
-
-def accepted(step: StepInput, token_ids: list[int]) -> Accepted:
-    """Returns the rows of a step that are accepted; ``token_ids`` [S] are their samples."""
-    if not step.drafts:
-        return Accepted([1] * len(step.sample_index), range(len(token_ids)), token_ids)
-    sizes, drafts = step.num_samples.tolist(), step.drafts
-    if len(step.sample_index) < len(step):
-        sizes = [sizes[index] for index in step.sample_index]
-        drafts = {place: drafts[index] for place, index in enumerate(step.sample_index) if index in drafts}
-    counts, rows = accepted_rows(token_ids, sizes, drafts)
-    return Accepted(counts, rows, [token_ids[row] for row in rows])
+if TYPE_CHECKING:
+    from ..forward.forward_batch import ForwardBatch
 
 
 class DraftPass:
@@ -52,15 +33,22 @@ class DraftPass:
         self.features = None if features is None else features.layers
 
     @torch.inference_mode()
-    def run(self, computed: ComputedStep, counts: list[int]) -> dict[int, Drafts]:
-        """Runs it after a step whose requests got ``counts`` tokens; returns the drafts by the requests' indices."""
-        step, batch = computed.step, computed.batch
+    def run(self, computed: ComputedStep, found: Accepted) -> dict[int, Drafts]:
+        """Runs it after a step of which the rows ``found`` are right; returns the drafts by the requests' indices."""
+        step, batch, features, samples = computed
         limits = list(step.draft_limits) or [0] * len(step.sample_index)
-        found = self._drafter.run(DraftStep(
-            step, batch, computed.features, next_ids(step, batch, computed.samples), counts, limits,
+        if step.columns.mask is None:
+            following = next_ids(step, batch, samples)
+        else:
+            step = accepted_step(step, found)
+            rows = upload_joined([np.array(found.rows)], torch.int64, samples.device)
+            batch, following = accepted_batch(step, batch, rows), samples[rows]
+            features = None if features is None else features[rows]
+        drafted = self._drafter.run(DraftStep(
+            step, batch, features, following, found.counts, limits,
             self._sampler_of([req.sampling for req in step.reqs])))
-        assert len(found) == len(step.sample_index)
-        return {index: drafts for index, drafts in zip(step.sample_index, found) if drafts is not None}
+        assert len(drafted) == len(step.sample_index)
+        return {index: drafts for index, drafts in zip(step.sample_index, drafted) if drafts is not None}
 
     @torch.inference_mode()
     def run_prompt(self, step: StepInput, device: torch.device) -> Drafts | None:

@@ -12,7 +12,7 @@ import torch
 
 from ..api.drafts import Drafts
 from ..api.errors import InvalidRequest
-from ..forward.forward_batch import AfterGroup, ModelInput, TokenIds
+from ..forward.forward_batch import AfterGroup, ForwardBatch, ModelInput, TokenIds
 from ..grammar.store import GrammarStore
 from ..request.extras import Report, RowState, row_extras
 from ..request.sampling_metadata import FAILED, SamplingMetadata
@@ -22,7 +22,8 @@ from ..sampling.extras.embeds import embeds_of
 from ..sampling.extras.hidden_states import HiddenReport, HiddenRows, hidden_rows
 from ..sampling.extras.prompt_logprobs import PromptReport, PromptRow, prompt_rows
 from ..sampling.loose_acceptance import drafts_after
-from .draft_pass import Accepted, ComputedStep, DraftPass, accepted
+from .accepted_rows import Accepted, accepted, paths_to_move
+from .draft_pass import ComputedStep, DraftPass
 from .extra_rows import ExtraRow, extra_rows, fill_masks
 from .simulated_samples import SimulatedSamples
 
@@ -35,17 +36,20 @@ if TYPE_CHECKING:
 class LaunchedStep:
     """A step that was launched. Its results stay on the device until ``wait``.
 
-    ``draft``: where a drafter follows the step, it runs once the host knows how many drafts were accepted; it returns
-    its own drafts by the request's index in the step.
+    ``draft``: where a drafter follows the step, it runs once the host knows which drafts were accepted; it returns its
+    own drafts by the request's index in the step. ``move``, before that: where drafts are trees, it moves the keys and
+    values of accepted ones.
     """
 
     step: StepInput
     sample: Sample
     reports: Sequence[Report]
-    draft: Callable[[list[int]], dict[int, Drafts]] | None = None
+    draft: Callable[[Accepted], dict[int, Drafts]] | None = None
+    move: Callable[[Accepted], None] | None = None
 
     def wait(self) -> StepOutput:
-        """Waits for the step; changes no request. To be called once, without ``draft`` possibly in another thread."""
+        """Waits for the step; changes no request. To be called once, without ``draft`` and ``move`` possibly
+        in another thread."""
         step = self.step
         found = accepted(step, self.sample.token_ids())
         extras: dict[int, RowOutput] = {}
@@ -56,8 +60,10 @@ class LaunchedStep:
                 self._add_failures(found, extras)
             if step.drafts:
                 keep_accepted(step, found.counts, found.rows, extras)
+        if self.move is not None:
+            self.move(found)
         return StepOutput(step.sample_index, found.counts, found.tokens, extras,
-                          {} if self.draft is None else self.draft(found.counts))
+                          {} if self.draft is None else self.draft(found))
 
     def _add_failures(self, found: Accepted, extras: dict[int, RowOutput]) -> None:
         """Fails requests whose first row has failed; where it is a draft's row, the next step computes it anew."""
@@ -113,22 +119,33 @@ class Executor:
         draft = None
         if self._draft_pass is not None and batch is not None and _is_drafted(step):
             draft = self._draft(ComputedStep(step, batch, features, sample.tokens), after_group)
-        self._last = LaunchedStep(step, sample, reports, draft)
+        move = None
+        if step.columns.mask is not None:
+            assert batch is not None
+            move = partial(self._move_accepted, step, batch)
+        self._last = LaunchedStep(step, sample, reports, draft, move)
         return self._last
 
-    def _draft(self, computed: ComputedStep, after_group: AfterGroup | None) -> Callable[[list[int]],
+    def _move_accepted(self, step: StepInput, batch: ForwardBatch, found: Accepted) -> None:
+        """Moves the keys and values of the accepted drafts of trees to the slots of chains."""
+        moved = paths_to_move(step, found, batch.input_ids.device)
+        if moved is not None:
+            self._runner.move_slots(batch, *moved)
+
+    def _draft(self, computed: ComputedStep, after_group: AfterGroup | None) -> Callable[[Accepted],
                                                                                          dict[int, Drafts]]:
         """Runs the drafter after a step, with ``after_group`` now, as the draft's layer groups follow the model's; else
-        once the returned function is called with the tokens that each request got."""
+        once the returned function is called with the accepted rows."""
         assert self._draft_pass is not None
         if after_group is None:
             return partial(self._draft_pass.run, computed)
-        drafts = self._draft_pass.run(computed, [1] * len(computed.step.sample_index))
+        samples = computed.step.sample_index
+        drafts = self._draft_pass.run(computed, Accepted([1] * len(samples), range(len(samples)), []))
         assert not computed.step.drafts and self._runner.draft_pool is not None
         first = sum(len(pool.layout.groups) for pool in self._runner.pools)
         for group in range(len(self._runner.draft_pool.groups)):
             after_group(first + group, self.event())
-        return lambda counts: drafts
+        return lambda accepted: drafts
 
     def forward(self, step: StepInput, after_group: AfterGroup | None = None) -> None:
         """Does as ``launch`` on a pipeline stage before the last one, which has no logits. No token may be pending."""

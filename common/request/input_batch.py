@@ -13,6 +13,7 @@ from operator import attrgetter
 import numpy as np
 
 from ..forward.forward_batch import BatchColumns, indptr_of, ragged_positions
+from ..forward.tree_rows import tree_rows
 from ..kvcache.manager import PageTable
 from ..kvcache.page_columns import PageColumns
 from .req import Req
@@ -143,7 +144,10 @@ class InputBatch:
                 known += drafts[row].tokens
         positions = ragged_positions(self.positions, q_lens, qo_indptr)
         slots = self.pages.ragged_slots(self.positions + plan.counts, q_lens, positions)
-        columns = BatchColumns(positions, *slots[:-1], qo_indptr, int(q_lens.max()), slots.further)
+        tree = tree_rows(drafts, self.positions, q_lens)
+        positions, mask = tree or (positions, None)
+        columns = BatchColumns(positions, *slots[:-1], qo_indptr, int(q_lens.max()), slots.further,
+                               verifies=bool(drafts), mask=mask)
         return StepInput(self.reqs, columns, self.positions, q_lens, q_lens, StepTokens(np.array(known, np.int64)),
                          self._index, self._draft_metadata(q_lens, positions), self.extra_index, self.all_greedy,
                          drafts=drafts, draft_limits=plan.limits, input_batch=self,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ...kernels.attention.move_slots import move_slots
 from ..api.errors import ConfigError
 from ..api.identity import ModelIdentity
 from ..attention.base import AttentionPlanner
@@ -383,6 +384,13 @@ class ModelRunner:
         logits = self._model.compute_logits(states[:step.num_logits], context.logits)
         hidden = states[step.num_logits:] if step.num_hidden else None
         return StepLogits(logits, None, hidden, features, batch)
+
+    def move_slots(self, batch: ForwardBatch, first_rows: torch.Tensor, paths: torch.Tensor) -> None:
+        """Copies the keys and values of rows of ``batch`` to the slots of others, in all pools; see the kernel."""
+        for index, pool in enumerate(self.pools):
+            own = batch.in_group(index)
+            for group in pool.groups:
+                move_slots(group, own.page_of_token, own.offset_in_page, first_rows, paths)
 
     def _replay(self, step: ModelInput, info: DPStepInfo | None) -> StepLogits | None:
         """Computes a plain decode step on a graph; returns None where there is none of its size."""

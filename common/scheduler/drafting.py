@@ -30,15 +30,17 @@ class Drafting:
 
     def __init__(self, proposer: Proposer | None, cache: KVCacheManager, max_drafts: int,
                  max_step_tokens: int = LOGPROB_CHUNK_TOKENS, max_request_tokens: int = 1 << 40,
-                 all_ranks_match: bool = True, num_passes: int | None = None):
+                 all_ranks_match: bool = True, num_passes: int | None = None, room: int | None = None):
         """``proposer``: None where a drafter on the device drafts, which needs slots for the drafts to come. ``max_``:
         tokens that are drafted for one request in one step; all tokens of a step with drafts; tokens of a request, for
         which there are positions. ``all_ranks_match``: the ranks that plan the same steps all have the matchers of
         grammars, so that these may cut drafts; otherwise forbidden drafts are verified in vain. ``num_passes``: those
-        of the drafter in a step, as many as drafts by default."""
+        of the drafter in a step, ``room``: slots in which it drafts for a request; both as many as drafts by default.
+        """
         self._proposer = proposer
         self._cache = cache
         self._max_drafts = max_drafts
+        self._room = max_drafts if room is None else room
         self._max_step_tokens = max_step_tokens
         self._max_request_tokens = max_request_tokens
         self._all_ranks_match = all_ranks_match
@@ -105,8 +107,9 @@ class Drafting:
             plan = self._plan(reqs, np.array([chunk.start for chunk in decoding], np.int64),
                               np.array([req.max_tokens - req.length for req in reqs], np.int64), capacities,
                               sum(chunk.stop - chunk.start for chunk in chunks[:num_prefill]))
-            drafts = {num_prefill + row: found for row, found in plan.drafts.items()}
-            counts[num_prefill:] = plan.counts
+            for row, found in plan.drafts.items():  # prompts have more rows than a tree's mask could have
+                drafts[num_prefill + row] = chain = found.chain()
+                counts[num_prefill + row] = len(chain)
             limits += plan.limits
         if not self.on_device:
             return DraftPlan(drafts, counts)
@@ -131,7 +134,8 @@ class Drafting:
         verified = positions + 1 + counts
         after = np.zeros_like(counts)
         if self.on_device:
-            after = np.clip(np.minimum(most, remaining - 2), 0, np.maximum(self._max_request_tokens - verified, 0))
+            after = np.clip(np.minimum(remaining - 2, self._room), 0,
+                            np.maximum(self._max_request_tokens - verified, 0))
         for row in np.flatnonzero(capacities < verified + after).tolist():
             capacities[row] = self._grow(reqs[row], int(positions[row]), int(verified[row]), int(after[row]), len(reqs))
         room = capacities - positions - 1
@@ -181,7 +185,7 @@ class Drafting:
         """Finds room for the drafts after the first token of a prompt; returns the most that there may be."""
         req, table = chunk.req, chunk.req.page_table
         assert table is not None
-        limit = min(self._max_drafts, req.max_tokens - chunk.stop - 2, self._max_request_tokens - chunk.stop)
+        limit = min(self._room, req.max_tokens - chunk.stop - 2, self._max_request_tokens - chunk.stop)
         if self._lengths is not None:
             limit = min(limit, self._lengths.num_drafts)
         if not self.on_device or limit <= 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,11 @@ from .preemption.swap_space import SwapSpace
 from .tier_loads import TierLoads
 
 if TYPE_CHECKING:
+    from ..config.model import ModelSpec
     from ..runner.model_runner import ModelRunner
+
+
+logger = logging.getLogger(__name__)
 
 
 def make_batcher(config: ServerConfig, runner: ModelRunner, cache: KVCacheManager, group: TPGroup) -> Batcher:
@@ -48,17 +53,27 @@ def make_batcher(config: ServerConfig, runner: ModelRunner, cache: KVCacheManage
                            or max(1, config.schedule.max_running_requests // pp_size))
     return Batcher(cache, config.schedule, decodes=config.role.decodes, seed=config.model.random_seed, swap=swap,
                    loads=loads, pp_size=pp_size, max_micro_batch=max_micro_batch,
-                   drafting=make_drafting(config, cache, runner.spec.context_length, group))
+                   drafting=make_drafting(config, cache, runner.spec, group))
 
 
-def make_drafting(config: ServerConfig, cache: KVCacheManager, context_length: int, group: TPGroup) -> Drafting | None:
-    """Builds the drafting of a rank of ``group``; None without an algorithm."""
-    args = config.speculative
+def make_drafting(config: ServerConfig, cache: KVCacheManager, spec: ModelSpec, group: TPGroup) -> Drafting | None:
+    """Builds the drafting of a rank of ``group``; None without an algorithm. Raises ConfigError where a path of a tree
+    is longer than a sliding window of the model."""
+    args, context_length = config.speculative, spec.context_length
     if args.speculative_algorithm is None:
         return None
+    windows = [window for window in spec.windows if window is not None]
+    if args.drafts_trees and windows and min(windows) <= args.max_depth:
+        raise ConfigError(f"The model has a sliding window of {min(windows)} tokens: lower --speculative-num-steps or "
+                          f"--speculative-num-draft-tokens, so that paths of trees have fewer than {min(windows)} "
+                          "drafts.")
+    if (rows := args.speculative_num_draft_tokens) not in (None, args.num_drafts + 1):
+        logger.info("--speculative-num-draft-tokens %s: a chain of %s passes has %s rows.", rows, args.num_steps,
+                    args.num_drafts + 1)
     make = SPECULATIVE_ALGORITHMS.get(args.speculative_algorithm).make_proposer
     return Drafting(None if make is None else make(args), cache, args.num_drafts,
-                    config.schedule.largest_prefill(context_length), context_length, group.size == 1, args.num_steps)
+                    config.schedule.largest_prefill(context_length), context_length, group.size == 1, args.num_steps,
+                    args.room_for_drafts)
 
 
 def _host_tiers(pools: Sequence[KVPool], draft_pool: KVPool | None, num_bytes: int) -> list[HostTier]:

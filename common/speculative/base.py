@@ -97,7 +97,7 @@ class DraftModel(Protocol):
 
     @property
     def features(self) -> Features | None:
-        """What it reads of the model; None if it reads tokens only."""
+        """The hidden states of the model that it reads; None if it reads tokens only."""
 
     @property
     def shifted(self) -> bool:
@@ -117,7 +117,7 @@ class DraftModel(Protocol):
 
 @dataclass(frozen=True)
 class DraftContext:
-    """What a draft model is loaded for: the rank's ``model`` of ``spec``, in ``dtype``."""
+    """The model for which a draft model is loaded: the rank's ``model`` of ``spec``, in ``dtype``."""
 
     config: ServerConfig
     spec: ModelSpec

@@ -20,7 +20,7 @@ from .draft.checkpoint import DraftCheckpoint, draft_allocator, draft_layout, lo
 from .draft.head import model_head
 from .draft.shifted import ShiftedDraftModel
 
-_UNUSED = ("model.embed_tokens.", "model.lm_head.", "embed_tokens.", "lm_head.")
+_UNUSED = ("embed_tokens.", "lm_head.")
 
 
 def load(context: DraftContext) -> DraftModel:
@@ -43,7 +43,8 @@ def load(context: DraftContext) -> DraftModel:
     bias = bool(checkpoint.values.get("bias", True)) if checkpoint.is_dummy else "fc.bias" in names
     network = EagleNetwork(spec, local, allocate, blocks, embed, cos_sin, own_embed=own_embed, bias=bias)
     with naming_draft():
-        load_weights(open_weights(checkpoint.args), network.slots(), context.progress, tied=False, unused=_UNUSED,
+        load_weights(open_weights(checkpoint.args), network.slots(), context.progress, tied=False,
+                     on_other_stage=lambda name: name.removeprefix("model.").startswith(_UNUSED),
                      parts=tensor_parts(spec))
     return ShiftedDraftModel(context, spec, network, model_head(context, local, allocate), Features(),
                              draft_layout(context.config, spec, local.attn_tp.size, context.dtype))

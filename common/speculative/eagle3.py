@@ -62,8 +62,8 @@ def load(context: DraftContext) -> DraftModel:
     else:
         table = model_head(context, local, allocate).table
     with naming_draft():
-        load_weights(open_weights(checkpoint.args), slots, context.progress, tied=False, unused=_UNUSED,
-                     parts=tensor_parts)
+        load_weights(open_weights(checkpoint.args), slots, context.progress, tied=False,
+                     on_other_stage=lambda name: name.startswith(_UNUSED), parts=tensor_parts)
     head = DraftHead(table, _token_ids(checkpoint, offsets) if draft_vocab != spec.vocab_size or has_map else None)
     return ShiftedDraftModel(context, spec, network, head, Features(layers),
                              draft_layout(context.config, spec, local.attn_tp.size, context.dtype))

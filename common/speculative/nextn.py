@@ -40,6 +40,9 @@ def load(context: DraftContext) -> DraftModel:
         spec, args = checkpoint.spec, checkpoint.args
         checkpoint.check_hidden_size(context, spec.hidden_size)
         first, depth = _numbers(checkpoint)
+    if depth > 1 and context.config.speculative.topk > 1:
+        raise ConfigError(f"The {depth} layers of multi-token prediction draft one token each, as chains: leave "
+                          "--speculative-eagle-topk out.")
     if not depth:
         raise ConfigError(f"{args.model_path} has no layers of multi-token prediction: num_nextn_predict_layers of its "
                           "config.json is not there, or 0; name others by --speculative-draft-model-path.")

@@ -1,6 +1,7 @@
-"""Prompt lookup: the longest n-gram at the end that has occurred before is followed by what followed it then.
+"""NGRAM: what followed the last tokens where they occurred before is drafted again. It needs no draft model.
 
-The method is Saxena's (https://github.com/apoorvumang/prompt-lookup-decoding, 2023); it needs no draft model.
+By default it looks in all requests that the server has run or is running. Prompt lookup, in the request's own tokens
+alone, is Saxena's method (https://github.com/apoorvumang/prompt-lookup-decoding, 2023).
 """
 
 from __future__ import annotations
@@ -12,18 +13,21 @@ import numpy as np
 from ..api.drafts import Drafts
 from ..config.server.speculative import SPECULATIVE_ALGORITHMS, SpeculativeArgs
 from ..request.req import Req
-from .base import Algorithm
+from .base import Algorithm, Proposer
+from .ngram_index import WAYS, Match, NgramIndex
+from .ngram_tree import tree_of
 
 
-class NgramProposer:
-    """Looks n-grams of ``min_window`` to ``max_window`` tokens up in prompt and output."""
+class OwnNgramProposer:
+    """Looks n-grams of ``min_window`` to ``max_window`` tokens up in a request's prompt and output."""
 
     def __init__(self, args: SpeculativeArgs):
         self._min_window = args.speculative_ngram_min_match_window_size
         self._max_window = args.speculative_ngram_max_match_window_size
+        self._max_depth = args.speculative_ngram_max_trie_depth
 
     def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[Drafts | None]:
-        found = [continuation(req.tokens.view(), self._min_window, self._max_window, limit)
+        found = [continuation(req.tokens.view(), self._min_window, self._max_window, min(limit, self._max_depth))
                  for req, limit in zip(reqs, limits)]
         return [Drafts(tuple(tokens)) if tokens else None for tokens in found]
 
@@ -32,6 +36,46 @@ class NgramProposer:
 
     def on_end(self, reqs: Sequence[Req]) -> None:
         """Does nothing."""
+
+
+class NgramProposer:
+    """Looks n-grams up in the tokens of all requests of the same namespace."""
+
+    def __init__(self, args: SpeculativeArgs):
+        self._args = args
+        self._most = min(WAYS, args.speculative_ngram_max_bfs_breadth)
+        self._index = NgramIndex(args.speculative_ngram_min_match_window_size,
+                                 args.speculative_ngram_max_match_window_size, args.speculative_ngram_capacity)
+
+    def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[Drafts | None]:
+        depths = [min(limit, self._args.speculative_ngram_max_trie_depth) for limit in limits]
+        matches = self._index.match(reqs, depths, WAYS if self._most > 1 else 1)
+        return [None if match is None else self._drafts(match, limit) for match, limit in zip(matches, limits)]
+
+    def _drafts(self, match: Match, limit: int) -> Drafts | None:
+        if self._most == 1:
+            return Drafts(tuple(match.continuations[0]))
+        return tree_of(match.continuations, self._breadth(match.length), limit,
+                       by_frequency=self._args.speculative_ngram_match_type == "PROB")
+
+    def _breadth(self, length: int) -> int:
+        """Returns how many tokens are drafted for a place after a match: the fewer, the longer it is."""
+        args = self._args
+        shortest, longest = args.speculative_ngram_min_match_window_size, args.speculative_ngram_max_match_window_size
+        share = (length - shortest) / max(1, longest - shortest)
+        fewest, most = args.speculative_ngram_min_bfs_breadth, args.speculative_ngram_max_bfs_breadth
+        return round(most - (most - fewest) * share)
+
+    def on_verified(self, req: Req, drafts: Drafts, num_accepted: int) -> None:
+        """Does nothing: the tokens themselves are the only state."""
+
+    def on_end(self, reqs: Sequence[Req]) -> None:
+        self._index.end(reqs)
+
+
+def make_proposer(args: SpeculativeArgs) -> Proposer:
+    """Makes the proposer that the flags ask for."""
+    return NgramProposer(args) if args.speculative_ngram_capacity else OwnNgramProposer(args)
 
 
 def continuation(tokens: np.ndarray, min_window: int, max_window: int, limit: int) -> list[int]:
@@ -54,4 +98,4 @@ def continuation(tokens: np.ndarray, min_window: int, max_window: int, limit: in
     return found
 
 
-SPECULATIVE_ALGORITHMS.register("NGRAM")(Algorithm(make_proposer=NgramProposer))
+SPECULATIVE_ALGORITHMS.register("NGRAM")(Algorithm(make_proposer=make_proposer))

@@ -37,6 +37,7 @@ from .draft.checkpoint import (
 )
 from .draft.head import restricted
 from .draft.pages import DraftPages
+from .draft.trees import TreeShape, grow_trees, tree_shape
 
 
 @dataclass(frozen=True)
@@ -54,34 +55,38 @@ class StandaloneDraftModel:
 
     def make_drafter(self, pool: KVPool, workspace: AttentionWorkspace) -> Drafter:
         return StandaloneDrafter(self.model, self.head, draft_attention(self.context, self.spec, pool), workspace,
-                                 pool.layout.page_size, self.context.config.speculative.num_steps)
+                                 pool.layout.page_size, tree_shape(self.context.config.speculative))
 
     def slots(self) -> Iterator[Slot]:
         yield from self.model.slots()
 
 
 class StandaloneDrafter:
-    """Drafts chains by a model over its pool, which has the keys and values of all right tokens of a step, and of the
-    newest one where drafts follow it."""
+    """Drafts chains or trees by a model over its pool, which has the keys and values of all right tokens of a step, and
+    of the newest one where drafts follow it."""
 
     def __init__(self, model: CausalLM, head: DraftHead, attention: AttentionPlanner, workspace: AttentionWorkspace,
-                 page_size: int, num_steps: int):
-        """``num_steps``: most drafts of a request."""
+                 page_size: int, shape: TreeShape):
+        """``shape``: of a chain, where one candidate is expanded at a time."""
         self._model = model
         self._head = head
         self._attention = attention
         self._workspace = workspace
         self._page_size = page_size
-        self._num_steps = num_steps
+        self._shape = shape
 
     @torch.inference_mode()
     def run(self, step: DraftStep) -> list[Drafts | None]:
         rows = StepRows(step)
-        rows.limits = np.minimum(rows.limits, self._num_steps)
-        chains = Chains(step, rows, self._head.token_ids)
-        current = np.flatnonzero(rows.limits > 0)
+        if self._shape.topk == 1:
+            rows.limits = np.minimum(rows.limits, self._shape.num_steps)
         pages, batch = self._extended(step, rows)
         logits = self._logits(batch)
+        if self._shape.topk > 1:
+            return grow_trees(step, rows, self._shape, self._head.token_ids, logits, rows.positions + 2,
+                              self._page_size, lambda batch, ids, parents: self._logits(batch))
+        chains = Chains(step, rows, self._head.token_ids)
+        current = np.flatnonzero(rows.limits > 0)
         if not len(current):
             return chains.drafts()
         drafts = chains.sample(logits, current)

@@ -65,7 +65,8 @@ def load_weights(source: WeightSource, slots: Iterable[Slot], progress: Progress
         done += slot.target.numel()
         progress("loading weights", min(done / max(total, 1), 1.0))
     if num_unused:
-        log.info("%d tensors of %s are not loaded: multi-token prediction is not used", num_unused, ", ".join(unused))
+        log.info("%d tensors of %s are layers of multi-token prediction, which --speculative-algorithm NEXTN loads",
+                 num_unused, ", ".join(unused))
     if missing:
         raise ConfigError(f"The checkpoint {source.name} lacks {first_names(missing)}.")
     finish_loading(slots_by_name.values())

@@ -10,6 +10,7 @@ import torch
 
 from .. import reference
 from .._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
+from ..gemm.dense_matmul import dense_matmul
 from ..tuning.policy import policy_of
 
 _BLOCK_VALUES = 16384
@@ -42,6 +43,8 @@ def per_head_matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     columns = w.shape[2]
     block_depth = max(16, triton.next_power_of_2(depth)) if runs_triton(x) else 0
     block_rows = policy_of(x.device).attention.per_head_rows(rows)
+    if runs_triton(x) and x.element_size() > 2 and policy_of(x.device).batch_invariant:
+        return torch.stack([dense_matmul(x[:, head], w[head].T) for head in range(heads)], 1)
     if not runs_triton(x) or block_rows is None or x.element_size() != 2 or block_depth > 1024:
         return reference.per_head_matmul(x, w)
     y = torch.empty((rows, heads, columns), dtype=x.dtype, device=x.device)

@@ -6,6 +6,7 @@ Arithmetic is in float32 and rounded to the input's type once, at the end, as in
 from .attention import (
     block_lengths,
     dequantize_pages,
+    move_slots,
     paged_attention,
     plan_decode,
     rope_and_store,
@@ -31,8 +32,8 @@ from .rows import argmax, copy_blocks, rmsnorm, silu_and_mul
 __all__ = [
     "FP8_LARGEST", "FP8_LEAST", "all_reduce", "all_reduce_rmsnorm", "all_to_all_combine", "all_to_all_dispatch",
     "argmax", "batch_invariant_matmul", "block_lengths", "block_matmul", "copy_blocks", "dequantize_pages",
-    "group_scores", "limit_to_groups", "mla_attention",
-    "mla_prefill", "mla_rope_and_store", "moe_align", "moe_experts", "moe_spans", "moe_topk", "paged_attention",
+    "group_scores", "limit_to_groups", "mla_attention", "mla_prefill", "mla_rope_and_store", "moe_align",
+    "moe_experts", "moe_spans", "moe_topk", "move_slots", "paged_attention",
     "per_head_matmul", "plan_decode", "quantize_by", "quantize_groups", "reduce_scatter_rmsnorm", "rmsnorm",
     "rmsnorm_all_gather", "rope_and_store", "rotate", "scale_by_sinks", "scaled_matmul", "silu_and_mul",
     "small_m_matmul", "visible_by_words",

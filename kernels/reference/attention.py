@@ -105,6 +105,17 @@ def block_lengths(qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_last_page
     length_indptr[1:] = seen.masked_fill(first_rows >= counts[:, None], 0).flatten().cumsum(0)
 
 
+def move_slots(memory: torch.Tensor, page_of_row: torch.Tensor, offset_in_page: torch.Tensor, first_rows: torch.Tensor,
+               paths: torch.Tensor) -> None:
+    """Twin of ``attention.move_slots.move_slots``."""
+    targets = first_rows[:, None] + torch.arange(paths.shape[1], device=paths.device)
+    moved = (paths < len(page_of_row)) & (paths != targets)
+    rows, targets = paths[moved], targets[moved]
+    values = memory if memory.itemsize > 1 else memory.view(torch.uint8)  # not every device indexes float8
+    values[page_of_row[targets], :, :, :, offset_in_page[targets]] = values[page_of_row[rows], :, :, :,
+                                                                           offset_in_page[rows]]
+
+
 def scale_by_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
     """Twin of ``attention.scale_by_sinks.scale_by_sinks``."""
     share = torch.sigmoid(lse * math.log(2) - sinks)

@@ -30,7 +30,7 @@ def batch_invariant_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Te
     if len(wide) < _LEAST_OUT:
         wide = pad(wide, (0, 0, 0, _LEAST_OUT - len(wide)))
     (rows, width), out = x.shape, len(wide)
-    y = torch.empty((rows, out))
+    y = wide.new_empty((rows, out))
     sizes = _linear_sizes(min(out, _TRIED_OUT + out % _TRIED_OUT), width, wide.is_contiguous())
     for start, stop, size in calls(rows, sizes):
         # A new tensor, whatever its size: it begins at an aligned address.

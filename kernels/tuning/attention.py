@@ -51,6 +51,15 @@ class DecodeSplits(NamedTuple):
     max_rounds: int = 1
 
 
+class FixedSplitTile(NamedTuple):
+    """The tile of fixed_split_attention.py: ``rows`` (tokens and heads of a group) by ``tokens`` of keys."""
+
+    rows: int
+    tokens: int
+    warps: int
+    stages: int = 2
+
+
 INVARIANT_SPLITS = DecodeSplits(8, 256, 0)
 """Without rounds each request is cut by its own length alone, into ``programs_per_sm`` splits at most."""
 
@@ -126,6 +135,12 @@ class AttentionPolicy:
     def decode_warp_specialized(self, kv_heads: int) -> bool:
         """Says whether the warp-specialized kernel is faster for ``kv_heads`` of all requests."""
         return not self.batch_invariant and self.facts.runs_gluon and kv_heads > self.numbers.few_kv_heads
+
+    def fixed_split(self, dim: int, itemsize: int) -> FixedSplitTile:
+        """The one tile of all rows, few or many: 64 rows are what the tensor cores of a Hopper GPU multiply at once."""
+        if itemsize > 2:
+            return FixedSplitTile(16, 32, 4)
+        return FixedSplitTile(64, 64, 4) if dim <= 128 else FixedSplitTile(64, 32, 8)
 
     def verifies(self, max_q_len: int) -> bool:
         """Says whether verify_attention.py's kernel computes a step of up to ``max_q_len`` causal rows a request."""

@@ -228,12 +228,12 @@ def tensor_parallel(flags: Sequence[str], asked: Sequence[Question]) -> list[Ans
 
 
 @contextmanager
-def _pair(flags: Sequence[str], **options: Sequence[str]) -> Iterator[FlagPair]:
-    """``flags`` of an algorithm without a draft model are decode's alone."""
-    if "NGRAM" in flags:
-        flags, options = (), {**options, "decode_flags": flags}
+def started_pair(flags: Sequence[str], algorithm: Sequence[str], **options: Sequence[str]) -> Iterator[FlagPair]:
+    """A pair with ``flags`` and those of an algorithm, which without a draft model are decode's alone."""
+    decode = list(algorithm) if "NGRAM" in algorithm else []
     with bootstrap_server() as port:
-        pair = FlagPair(port, [*BASE, *ROOMY, *flags], **options)
+        pair = FlagPair(port, [*BASE, *ROOMY, *flags, *(algorithm if not decode else ())], decode_flags=decode,
+                        **options)
         try:
             yield pair
         finally:
@@ -241,31 +241,31 @@ def _pair(flags: Sequence[str], **options: Sequence[str]) -> Iterator[FlagPair]:
 
 
 def pair(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
-    with _pair(flags) as engines:
+    with started_pair((), flags) as engines:
         return engines.answers(asked)
 
 
 def pair_of_chunks(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
-    with _pair(flags, prefill_flags=CHUNKS) as engines:
+    with started_pair((), flags, prefill_flags=CHUNKS) as engines:
         return engines.answers(asked)
 
 
 def pair_with_delta(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
     """Decode has most of each prompt already, and receives the rest."""
-    with _pair(flags) as engines:
+    with started_pair((), flags) as engines:
         engines.answers([replace(question, prompt=question.prompt[:len(question.prompt) * 2 // 3])
                          for question in asked])
         return engines.answers(asked)
 
 
 def pair_continued(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
-    with _pair(flags) as engines:
+    with started_pair((), flags) as engines:
         return _continued(engines.answers, asked)
 
 
 def pair_retracted(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
     """Decode retracts all requests in the midst of their answers, and computes them again itself."""
-    with _pair(flags) as engines:
+    with started_pair((), flags) as engines:
         halves = [engines.start(str(number), question) for number, question in enumerate(asked)]
         assert len(halves) == len(asked)
         _retract(engines.decode, list(engines.decode.tracker.live.values()), engines.prefill)
@@ -274,7 +274,7 @@ def pair_retracted(flags: Sequence[str], asked: Sequence[Question]) -> list[Answ
 
 def after_failover(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
     """The decode engine is lost once all pages are there, and another one gets them from the same prefill engine."""
-    with _pair(flags) as engines:
+    with started_pair((), flags) as engines:
         engines.connect()
         begun = [engines.start(str(number), question) for number, question in enumerate(asked)]
         run(engines.decode, until=lambda: engines.decode.scheduler.num_transferring == len(asked))

@@ -82,7 +82,8 @@ class Engine:
         self.drafting = batcher.drafting
         if proposer or drafter:
             self.drafting = batcher.drafting = Drafting(proposer, self.cache, max_drafts,
-                                                        max_request_tokens=spec.context_length)
+                                                        max_request_tokens=spec.context_length,
+                                                        room=max(max_drafts, config.speculative.room_for_drafts))
         self.scheduler = UnifiedScheduler(batcher, self.executor, self.tracker, overlap=overlap)
 
     def start(self, rid, prompt, **sampling):

@@ -22,6 +22,7 @@ from baton.kernels.attention.dequantize_pages import dequantize_pages
 from baton.kernels.attention.mla_decode import mla_decode
 from baton.kernels.attention.mla_prefill import mla_prefill, plan_mla_prefill
 from baton.kernels.attention.mla_rope_and_store import mla_rope_and_store
+from baton.kernels.attention.move_slots import move_slots
 from baton.kernels.attention.paged_decode import paged_decode
 from baton.kernels.attention.paged_prefill import paged_prefill, plan_prefill
 from baton.kernels.attention.per_head_matmul import per_head_matmul
@@ -326,6 +327,8 @@ CASES: dict[str, Callable[[], object]] = {
     "verify_attention float32": lambda: verify_heads(7, 4, 32, 8, 128, FP32),
     "verify_attention gpt-oss, window": lambda: verify_heads(7, 4, 64, 8, 64, BF16, window=128, sinks=True),
     "verify_attention gpt-oss, window, tree": lambda: verify_heads(7, 8, 64, 8, 64, BF16, None, True, 128, True),
+    "move_slots Llama": lambda: move_slots(of(64, 16, 2, 8, 64, 128), int64(7), int64(7), int64(3), int64(3, 4)),
+    "move_slots odd": lambda: move_slots(of(64, 3, 1, 1, 16, 27, dtype=FP8), int64(7), int64(7), int64(3), int64(3, 4)),
     "scale_by_sinks": lambda: scale_by_sinks(of(7, 64, 64), fp32(7, 64), fp32(64)),
     "moe_experts gpt-oss, 7 tokens": lambda: experts(7, 32, 2880, 2880, 4, clamped=True),
     "moe_experts gpt-oss, 8192 tokens": lambda: experts(8192, 32, 2880, 2880, 4, clamped=True),
@@ -470,6 +473,7 @@ CASES: dict[str, Callable[[], object]] = {
 FEW = ["rmsnorm 4096, residual", "scale_by_sinks", "fp8_rmsnorm 4096, a scale a group", "silu_and_mul 14336",
        "rope_and_store Qwen3, float8", "paged_decode Qwen3", "paged_prefill Llama", "mla_rope_and_store V2-Lite",
        "paged_decode Llama, many requests", "verify_attention Llama, 8 rows",
+       "move_slots Llama",
        "mla_decode V2-Lite", "mla_decode V3", "per_head_matmul V2-Lite, absorbed", "mla_prefill V2-Lite, merges",
        "moe_topk Qwen3", "moe_experts Qwen3, by warp groups", "warp_specialized_matmul Llama, gated",
        "moe_experts Qwen3, 7 tokens", "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows",
@@ -486,6 +490,8 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "scale_by_sinks": lambda n: scale_by_sinks(of(n, 64, 64), fp32(n, 64), fp32(64)),
     "paged_decode gpt-oss, window": lambda n: decode_heads(n, 64, 8, 64, BF16, window=128, sinks=True),
     "paged_prefill gpt-oss, window": lambda n: prefill_heads(n * 32, 64, 8, 64, BF16, window=128, sinks=True),
+    "move_slots Llama": lambda n: move_slots(of(64, 16, 2, 8, 64, 128), int64(4 * n), int64(4 * n), int64(n),
+                                             int64(n, 4)),
     "verify_attention Llama, 8 rows": lambda n: verify_heads(n, 8, 32, 8, 128, BF16),
     "rmsnorm 4096, residual": lambda n: rmsnorm(of(n, 4096), of(4096), 1e-5, of(n, 4096)),
     "fp8_rmsnorm 4096, a scale a group": lambda n: float8_norm(n, 4096, Float8Format(128)),

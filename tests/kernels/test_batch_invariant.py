@@ -43,6 +43,8 @@ ASKED: dict[str, Chooser] = {
     "attention.verifies": lambda p, rows: p.attention.verifies(8),
     "attention.verify": lambda p, rows: tuple(p.attention.verify(4, dim, 2, 2) for dim in (64, 128, 256)),
     "attention.verify_splits": lambda p, rows: p.attention.verify_splits(128, 2, 2),
+    "attention.fixed_split": lambda p, rows: tuple(p.attention.fixed_split(dim, size) for dim in (64, 256)
+                                                   for size in (2, 4)),
     "attention.per_head_rows": lambda p, rows: p.attention.per_head_rows(rows),
     "attention.prefill": lambda p, rows: p.attention.prefill(256, 2),
     "attention.mla_prefill": lambda p, rows: p.attention.mla_prefill(2),
@@ -53,7 +55,7 @@ ASKED: dict[str, Chooser] = {
     "moe.tiles": lambda p, rows: tuple(p.moe.tiles(rows, 128, 2048, 768, 8, BF16, warp) for warp in (False, True)),
 }
 INDEPENDENT = {"attention.verifies", "attention.verify", "attention.verify_splits", "gemm.invariant",
-               "gemm.is_persistent", "gemm.fuses_activation", "attention.prefill",
+               "gemm.is_persistent", "gemm.fuses_activation", "attention.prefill", "attention.fixed_split",
                "attention.mla_prefill", "attention.mla_head_block", "attention.mla_decode", "attention.mla_is_narrow",
                "attention.mla_splits"}
 """Choices that take no number of rows; listed so that none is forgotten."""

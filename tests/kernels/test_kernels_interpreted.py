@@ -74,3 +74,7 @@ def test_model_over_the_triton_backend():
 
 def test_rows_do_not_depend_on_their_batch():
     run_interpreted("batch_invariant_cases.py")
+
+
+def test_decoded_rows_equal_prompt_rows():
+    run_interpreted("fixed_split_cases.py")

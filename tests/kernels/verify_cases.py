@@ -19,6 +19,7 @@ from baton.common.kvcache.pool import KVPool
 from baton.kernels import reference
 from baton.kernels.arguments import RowMask
 from baton.kernels.attention.decode_plan import plan_decode
+from baton.kernels.attention.move_slots import move_slots
 from baton.kernels.attention.paged_decode import paged_decode
 from baton.kernels.attention.verify_attention import VerifyPlan, plan_verify, verify_attention, verify_tile
 from baton.kernels.tuning.attention import INVARIANT_SPLITS, DecodeSplits, DecodeTile, VerifyTile
@@ -171,3 +172,22 @@ def test_backends(form, masked, window):
                 results.append(plan.run(layer, q.clone().unflatten(1, (3, 10)), latent, rope, up, table))
     for want, got in zip(results[:3], results[3:]):
         torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.uint8])
+@pytest.mark.parametrize("heads,page_size,dim", [(3, 4, 6), (1, 1, 5), (9, 16, 8)])
+def test_move_slots(heads, page_size, dim, dtype):
+    """Paths whose targets are sources of later moves, one that stays, one of the first row alone."""
+    pages = -(-20 // page_size)
+    memory = random(pages, 2, 2, heads, page_size, dim, dtype=torch.float32).mul(9).to(dtype)
+    slots = torch.randperm(pages * page_size, generator=torch.Generator().manual_seed(1))[:20].to(DEVICE)
+    table = slots // page_size, slots % page_size
+    first_rows = torch.tensor([0, 6, 10, 11], device=DEVICE)
+    paths = torch.tensor([[0, 2, 3, 5], [6, 7, 8, 20], [10, 20, 20, 20], [11, 14, 19, 99]], device=DEVICE)
+    want = memory.clone()
+    for target, source in [(1, 2), (2, 3), (3, 5), (12, 14), (13, 19)]:
+        want[table[0][target], :, :, :, table[1][target]] = memory[table[0][source], :, :, :, table[1][source]]
+    twin = memory.clone()
+    move_slots(memory, *table, first_rows, paths)
+    reference.move_slots(twin, *table, first_rows, paths)
+    assert torch.equal(memory, want) and torch.equal(twin, want)

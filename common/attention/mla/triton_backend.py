@@ -24,6 +24,7 @@ from ...kvcache.pool import KVPool
 from ..base import ANY_LENGTH, check_gpu
 from ..workspace import AttentionWorkspace
 from .base import LatentBackend, absorb, gather, store, values_of
+from .invariant_triton_backend import InvariantMLATritonBackend
 
 _EXPANDED_BYTES = 256 << 20
 """The most memory of a context's keys and values at once: 32,768 tokens of 16 heads in bfloat16."""
@@ -46,7 +47,10 @@ class MLATritonBackend:
 
     @staticmethod
     def make(pool: KVPool, mla: MLASpec, num_heads: int, dtype: torch.dtype) -> LatentBackend:
-        return MLATritonBackend(pool, mla, num_heads, dtype)
+        decode = MLATritonBackend(pool, mla, num_heads, dtype)
+        if policy_of(pool.groups[0].device).batch_invariant:
+            return InvariantMLATritonBackend(pool, mla, decode)
+        return decode
 
     def __init__(self, pool: KVPool, mla: MLASpec, num_heads: int, dtype: torch.dtype):
         """``num_heads`` counts this rank's heads; ``dtype`` is the model's."""

@@ -75,9 +75,9 @@ class KernelArgs:
              and c.speculative.speculative_simulate_acceptance is not None,
              "--enable-deterministic-inference gives the tokens of plain decoding: leave "
              "--speculative-simulate-acceptance out."),
-        Rule(lambda c: c.kernels.enable_deterministic_inference and c.speculative.topk > 1,
+        Rule(lambda c: c.kernels.enable_deterministic_inference and c.speculative.drafts_trees,
              "--enable-deterministic-inference verifies chains, whose keys lie in the order of positions: leave "
-             "--speculative-eagle-topk at 1."),
+             "--speculative-eagle-topk and --speculative-ngram-max-bfs-breadth at 1."),
     )
 
     def __post_init__(self) -> None:

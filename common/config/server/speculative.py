@@ -20,6 +20,9 @@ SPECULATIVE_ALGORITHMS: Registry[Algorithm] = Registry("speculative algorithm", 
 
 _DEFAULT_STEPS = {"NGRAM": 11}
 _OTHER_STEPS = 3
+_TREE_DRAFTS = 7
+_MAX_TREE_ROWS = 63
+"""Bits of the words by which rows of a tree say what they see."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,13 @@ class SpeculativeArgs:
         "the draft model's folder or name; NEXTN takes its layers from the model's own checkpoint by default"))
     speculative_draft_model_revision: str | None = flag(None, help="its revision, of a name on the Hugging Face hub")
     speculative_num_steps: int | None = flag(None, help=(
-        "passes of the draft model in a step, each of which drafts the next token of a request (default: 3)"))
+        "passes of the draft model in a step, each of which drafts the next token of a request (default: 3, or one "
+        "less than the rows)"))
     speculative_eagle_topk: int | None = flag(None, help=(
         "tokens that each pass of the draft model proposes for a place; above 1 drafts are trees (default: 1)"))
     speculative_num_draft_tokens: int | None = flag(None, help=(
-        "most rows of a request in a step: its newest token and its drafts (default: one more than the passes, "
-        "12 for NGRAM)"))
+        "most rows of a request in a step: its newest token and its drafts (default: one more than the passes, which "
+        "is what chains of a draft model always have; 8 for trees, 12 for NGRAM)"))
     speculative_accept_threshold_single: float = flag(1.0, help=(
         "accept a draft whose probability is at least this; below 1 sampled output is not the model's own any more"))
     speculative_accept_threshold_acc: float = flag(1.0, help=(
@@ -52,6 +56,16 @@ class SpeculativeArgs:
     speculative_ngram_min_match_window_size: int = flag(1, help=(
         "fewest tokens at the end that must have occurred before for NGRAM to draft"))
     speculative_ngram_max_match_window_size: int = flag(12, help="most tokens at the end that NGRAM looks for")
+    speculative_ngram_min_bfs_breadth: int = flag(1, help=(
+        "tokens that NGRAM drafts for one place after the longest match: 1 drafts a chain"))
+    speculative_ngram_max_bfs_breadth: int = flag(1, help=(
+        "tokens that NGRAM drafts for one place after the shortest match; above 1 drafts are trees"))
+    speculative_ngram_match_type: Literal["BFS", "PROB"] = flag("BFS", help=(
+        "the drafts of NGRAM's trees: level by level, or those that occurred most often"))
+    speculative_ngram_max_trie_depth: int = flag(18, names=("--speculative-ngram-branch-length",), help=(
+        "most drafts of NGRAM that follow each other"))
+    speculative_ngram_capacity: int = flag(10_000_000, help=(
+        "entries of NGRAM's index, of 8 bytes, of the tokens of all requests; 0 looks in the request's own only"))
     speculative_adaptive: bool = flag(False, help=(
         "choose the number of drafts by the batch, the measured cost of a step and the running acceptance"))
     speculative_simulate_acceptance: str | None = flag(None, metavar="LENGTH", help=(
@@ -65,6 +79,12 @@ class SpeculativeArgs:
         Rule(lambda c: not 1 <= c.speculative_ngram_min_match_window_size <= c.speculative_ngram_max_match_window_size,
              "--speculative-ngram-min-match-window-size must be between 1 and "
              "--speculative-ngram-max-match-window-size, not {speculative_ngram_min_match_window_size}."),
+        Rule(lambda c: not 1 <= c.speculative_ngram_min_bfs_breadth <= c.speculative_ngram_max_bfs_breadth,
+             "--speculative-ngram-min-bfs-breadth must be between 1 and --speculative-ngram-max-bfs-breadth, not "
+             "{speculative_ngram_min_bfs_breadth}."),
+        Rule(lambda c: c.speculative_ngram_max_bfs_breadth > 1 and not c.speculative_ngram_capacity,
+             "--speculative-ngram-max-bfs-breadth {speculative_ngram_max_bfs_breadth} needs the index of all requests: "
+             "leave --speculative-ngram-capacity out."),
         Rule(lambda c: c.has("draft_path") and c.speculative_draft_model_path is None,
              "--speculative-algorithm {speculative_algorithm} needs the folder or the name of its draft model: set "
              "--speculative-draft-model-path."),
@@ -80,6 +100,15 @@ class SpeculativeArgs:
              "--speculative-adaptive needs drafts: set --speculative-algorithm too."),
         Rule(lambda c: c.topk > 1 and c.speculative_adaptive,
              "--speculative-adaptive chooses the length of chains: drop --speculative-eagle-topk."),
+        Rule(lambda c: c.topk > 1 and not c.is_device,
+             "--speculative-eagle-topk is for EAGLE, EAGLE3, NEXTN and STANDALONE: name one of them by "
+             "--speculative-algorithm, or leave it out; NGRAM's trees are --speculative-ngram-max-bfs-breadth's."),
+        Rule(lambda c: c.topk > 1 and c.num_drafts > c.topk + (c.num_steps - 1) * c.topk**2,
+             "--speculative-num-draft-tokens {speculative_num_draft_tokens} are more rows than --speculative-num-steps "
+             "passes of --speculative-eagle-topk {speculative_eagle_topk} propose: lower it, or raise the others."),
+        Rule(lambda c: c.drafts_trees and max(c.num_drafts + 1, c.room_for_drafts) > _MAX_TREE_ROWS,
+             "Trees of drafts have at most 63 rows, and at most 63 that are expanded: lower "
+             "--speculative-num-draft-tokens, --speculative-num-steps or --speculative-eagle-topk."),
     )
     flag_rules: ClassVar[tuple[ServerRule, ...]] = (
         Rule(lambda c: c.speculative.speculative_adaptive and c.data_parallel.enable_dp_attention,
@@ -89,10 +118,14 @@ class SpeculativeArgs:
             "--speculative-algorithm is for servers that decode; leave it out here."),
         Rule(lambda c: c.speculative.speculative_algorithm and c.parallel.pp_size > 1,
              "--speculative-algorithm does not work across the stages of --pp-size: leave one of them out."),
+        Rule(lambda c: c.speculative.drafts_trees and c.data_parallel.enable_two_batch_overlap,
+             "--enable-two-batch-overlap does not cut trees of drafts: drop it, or --speculative-eagle-topk and "
+             "--speculative-ngram-max-bfs-breadth."),
     )
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "speculative_num_steps", "speculative_eagle_topk")
+        at_least(self, 1, "speculative_num_steps", "speculative_eagle_topk", "speculative_ngram_max_trie_depth")
+        at_least(self, 0, "speculative_ngram_capacity")
         at_least(self, 2, "speculative_num_draft_tokens")
         check_own_rules(self)
         _ = self.simulated_acceptance  # Raises for what it cannot read.
@@ -126,6 +159,8 @@ class SpeculativeArgs:
         """Passes of the draft model, or the most tokens in a chain."""
         if self.speculative_num_steps is not None:
             return self.speculative_num_steps
+        if self.speculative_num_draft_tokens is not None and self.topk == 1:
+            return self.speculative_num_draft_tokens - 1
         return _DEFAULT_STEPS.get(self.speculative_algorithm or "", _OTHER_STEPS)
 
     @property
@@ -134,6 +169,29 @@ class SpeculativeArgs:
 
     @property
     def num_drafts(self) -> int:
-        """Most drafts of a request in a step."""
+        """Most drafts of a request in a step: a draft model's chain has one of each pass."""
         rows = self.speculative_num_draft_tokens
-        return self.num_steps if rows is None else rows - 1
+        if self.topk > 1 and rows is None:
+            return min(_TREE_DRAFTS, self.topk + (self.num_steps - 1) * self.topk**2)
+        if rows is None or (self.is_device and self.topk == 1):
+            return self.num_steps
+        return rows - 1
+
+    @property
+    def drafts_trees(self) -> bool:
+        """True where drafts may be trees."""
+        if self.is_device:
+            return self.topk > 1
+        return self.speculative_algorithm == "NGRAM" and self.speculative_ngram_max_bfs_breadth > 1
+
+    @property
+    def max_depth(self) -> int:
+        """Most drafts that follow each other."""
+        if self.speculative_algorithm == "NGRAM":
+            return min(self.num_drafts, self.speculative_ngram_max_trie_depth)
+        return min(self.num_drafts, self.num_steps)
+
+    @property
+    def room_for_drafts(self) -> int:
+        """Slots in which the passes of a draft model store a request's newest token and what they expand."""
+        return self.num_drafts if self.topk == 1 else max(self.num_drafts, self.topk * (self.num_steps - 1) + 1)

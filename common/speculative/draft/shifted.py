@@ -16,6 +16,7 @@ from ...api.drafts import Drafts
 from ...attention.base import AttentionPlanner
 from ...attention.workspace import AttentionWorkspace
 from ...config.model import ModelSpec
+from ...forward.forward_batch import ForwardBatch
 from ...forward.host_copies import upload_joined
 from ...forward.step_context import StepContext
 from ...kvcache.layout import KVLayout
@@ -26,6 +27,7 @@ from ..base import DraftContext, Drafter, DraftStep, Features
 from .chains import Chains, StepRows
 from .checkpoint import draft_attention
 from .pages import DraftPages
+from .trees import TreeShape, grow_trees, tree_shape
 
 
 @dataclass(frozen=True)
@@ -43,29 +45,31 @@ class ShiftedDraftModel:
 
     def make_drafter(self, pool: KVPool, workspace: AttentionWorkspace) -> Drafter:
         return ShiftedDrafter(self.network, self.head, draft_attention(self.context, self.spec, pool), workspace,
-                              pool.layout.page_size, self.context.config.speculative.num_steps)
+                              pool.layout.page_size, tree_shape(self.context.config.speculative))
 
     def slots(self) -> Iterator[Slot]:
         yield from self.network.slots()
 
 
 class ShiftedDrafter:
-    """Drafts chains by a network over its pool."""
+    """Drafts chains or trees by a network over its pool."""
 
     def __init__(self, network: DraftNetwork, head: DraftHead, attention: AttentionPlanner,
-                 workspace: AttentionWorkspace, page_size: int, num_steps: int):
-        """``num_steps``: most drafts of a request."""
+                 workspace: AttentionWorkspace, page_size: int, shape: TreeShape):
+        """``shape``: of a chain, where one candidate is expanded at a time. Networks with a depth draft chains."""
         self._network = network
         self._head = head
         self._attention = attention
         self._workspace = workspace
         self._page_size = page_size
-        self._num_steps = num_steps
+        self._shape = shape
 
     @torch.inference_mode()
     def run(self, step: DraftStep) -> list[Drafts | None]:
         rows = StepRows(step)
-        rows.limits = np.minimum(rows.limits, self._num_steps)
+        if self._shape.topk > 1:
+            return self._grow(step, rows)
+        rows.limits = np.minimum(rows.limits, self._shape.num_steps)
         chains = Chains(step, rows, self._head.token_ids)
         # Layers after the first read drafts where tokens are not known yet, of all requests.
         chosen = np.flatnonzero(rows.limits > 0) if self._network.depth == 1 else np.arange(len(rows.requests))
@@ -73,6 +77,26 @@ class ShiftedDrafter:
         if states is not None and rows.limits.max() > self._network.depth:
             self._continue(step, rows, chains, chosen, states)
         return chains.drafts()
+
+    def _grow(self, step: DraftStep, rows: StepRows) -> list[Drafts | None]:
+        """Computes all rows, and drafts trees after the last rows of requests with a limit."""
+        assert step.features is not None
+        context = StepContext(step.batch, self._attention.plan(step.batch, self._workspace))
+        states = self._network(0, step.next_ids, self._network.combine(step.features), context)
+        chosen, hidden, logits = np.flatnonzero(rows.limits > 0), states.hidden, None
+        if len(chosen):
+            last = upload_joined([rows.last_rows[chosen]], torch.int64, step.next_ids.device)
+            hidden, logits = hidden[last], self._logits(states.output[last])
+
+        def compute(batch: ForwardBatch, ids: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+            nonlocal hidden
+            states = self._network(0, ids, hidden[parents],
+                                   StepContext(batch, self._attention.plan(batch, self._workspace)))
+            hidden = states.hidden
+            return self._logits(states.output)
+
+        return grow_trees(step, rows, self._shape, self._head.token_ids, logits, rows.positions + 1, self._page_size,
+                          compute)
 
     def _extend(self, step: DraftStep, rows: StepRows, chains: Chains, chosen: np.ndarray) -> torch.Tensor | None:
         """Computes all rows by every layer, each of which drafts one token of the ``chosen`` requests; returns the

@@ -34,15 +34,17 @@ from baton.tests.helpers.layers import ROOT
 
 FILES: dict[str, tuple[Registry, set[str]]] = {
     "common/attention": (ATTENTION_BACKENDS, {
-        "base", "fixed_tiles", "invariant_torch_backend", "select", "per_layer_backend", "prefill_decode_backend",
-        "workspace"}),
-    "common/attention/mla": (LATENT_BACKENDS, {"base", "invariant_torch_backend", "select"}),
+        "base", "fixed_tiles", "invariant_torch_backend", "invariant_triton_backend", "select", "per_layer_backend",
+        "prefill_decode_backend", "workspace"}),
+    "common/attention/mla": (LATENT_BACKENDS, {
+        "base", "invariant_torch_backend", "invariant_triton_backend", "select"}),
     "common/commands": (COMMANDS, {"base", "methods", "registry"}),
     "common/sampling": (SAMPLING_BACKENDS, {
         "builtin_processors", "draft_sampler", "gumbel_noise", "loose_acceptance", "sampled_tokens", "sampler",
         "sampling_backend"}),
     "common/sampling/extras": (EXTRAS, set()),
-    "common/speculative": (SPECULATIVE_ALGORITHMS, {"base", "draft_length", "simulated", "verify"}),
+    "common/speculative": (SPECULATIVE_ALGORITHMS, {
+        "base", "draft_length", "draft_tree", "ngram_index", "ngram_tree", "simulated", "verify"}),
     "common/grammar": (GRAMMAR_BACKENDS, {
         "backend", "compiler", "fair_slots", "masks", "matcher", "patterns", "service", "store", "trial"}),
     "common/scheduler/policies": (SCHEDULE_POLICIES, {"order", "priority"}),

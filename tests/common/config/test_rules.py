@@ -17,6 +17,7 @@ from baton.router.config import RouterConfig
 DP = {"enable_dp_attention": True, "dp_size": 2, "tp_size": 2}
 PP = {"pp_size": 2}
 PREFILL, DECODE = {"disaggregation_mode": "prefill"}, {"disaggregation_mode": "decode"}
+TREES = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "x", "speculative_eagle_topk": 2}
 NGRAM = {"speculative_algorithm": "NGRAM"}
 TRANSFORMERS = {"model_impl": "transformers"}
 FIXED = {"enable_deterministic_inference": True}
@@ -31,7 +32,7 @@ SERVERS: list[tuple[dict[str, Any], str]] = [
     (FIXED | {"enable_eplb": True, "tp_size": 2, "ep_size": 2}, "--enable-deterministic-inference needs experts that"),
     (FIXED | {"speculative_accept_threshold_acc": 0.9}, "leave --speculative-accept-threshold-single and"),
     (FIXED | NGRAM | {"speculative_simulate_acceptance": "2"}, "plain decoding: leave --speculative-simulate-"),
-    (FIXED | NGRAM | {"speculative_eagle_topk": 2}, "--enable-deterministic-inference verifies chains, whose keys"),
+    (FIXED | TREES, "--enable-deterministic-inference verifies chains, whose keys"),
     ({"quantization_param_path": "scales.json"}, "--quantization-param-path is for a KV cache in float8: set --kv-"),
     ({"kv_tier": "host", "disable_radix_cache": True}, "--kv-tier keeps pages of the prefix cache; drop --disable-rad"),
     (PP | {"kv_tier": "host"}, "--kv-tier does not work across the stages of --pp-size: leave one of them out."),
@@ -78,6 +79,12 @@ SERVERS: list[tuple[dict[str, Any], str]] = [
     (NGRAM | DP | {"tp_size": 2, "speculative_adaptive": True}, "--speculative-adaptive measures steps of one"),
     ({"speculative_adaptive": True}, "--speculative-adaptive needs drafts: set --speculative-algorithm too."),
     (NGRAM | {"speculative_adaptive": True, "speculative_eagle_topk": 2}, "--speculative-adaptive chooses the length"),
+    (NGRAM | {"speculative_ngram_min_bfs_breadth": 2}, "--speculative-ngram-min-bfs-breadth must be between 1 and"),
+    (NGRAM | {"speculative_ngram_max_bfs_breadth": 2, "speculative_ngram_capacity": 0}, "needs the index of all req"),
+    (NGRAM | {"speculative_eagle_topk": 2}, "--speculative-eagle-topk is for EAGLE, EAGLE3, NEXTN and STANDALONE: na"),
+    (TREES | {"speculative_num_draft_tokens": 12}, "--speculative-num-draft-tokens 12 are more rows than --speculat"),
+    (TREES | {"speculative_num_steps": 40}, "Trees of drafts have at most 63 rows, and at most 63 that are expanded"),
+    (TREES | DP | {"enable_two_batch_overlap": True, "two_batch_min_tokens": 8}, "does not cut trees of drafts: drop"),
     (PREFILL | NGRAM, "--speculative-algorithm is for servers that decode; leave it out here."),
     (PP | NGRAM, "--speculative-algorithm does not work across the stages of --pp-size: leave one of them out."),
     ({"node_rank": 1}, "--node-rank 1 must be 0 or more and below --nnodes 1."),

@@ -7,8 +7,10 @@ import random
 import pytest
 import torch
 
+from baton.common.config.server import SpeculativeArgs
 from baton.kernels.tuning.policy import set_batch_invariant
 from baton.tests.helpers.deepseek_models import save_deepseek
+from baton.tests.helpers.draft_models import save_eagle3
 from baton.tests.helpers.gpt_oss_models import save_gpt_oss
 from baton.tests.helpers.hand_driven import Engine
 from baton.tests.helpers.small_models import save_model
@@ -99,7 +101,7 @@ def together(folder, options, seed: int) -> dict[str, tuple]:
                 engine.scheduler.step(0.0)
                 engine.tracker.flush()
         found |= answers_of(engine.run())
-    if options.get("max_total_tokens"):
+    if options.get("max_total_tokens") and "speculative" not in options:
         assert engine.scheduler.batcher.retraction.num_retracted > 0, "the pool was meant to be too small for all"
     return {rid: answer for rid, answer in found.items() if "beside" not in rid}
 
@@ -136,3 +138,18 @@ def test_verified_rows_have_the_bits_of_decoded_rows(tmp_path, name):
     speculative = {**options, "proposer": RepeatLastTokens(width=1), "chunk": 50}
     assert differing(expected, together(tmp_path, speculative, 1)) == []
     assert speculative["proposer"].drafted > 0
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])
+def test_draft_models_change_no_bit(tmp_path, algorithm):
+    """Their drafts are of random weights: some are accepted, most are not."""
+    target = save_model(tmp_path / "model", "Qwen3", max_position_embeddings=512)
+    if algorithm == "EAGLE3":
+        save_eagle3(tmp_path / "draft", target)
+    else:
+        save_model(tmp_path / "draft", "Qwen2", num_hidden_layers=1, max_position_embeddings=512)
+    expected = alone(tmp_path / "model", {})
+    args = SpeculativeArgs(speculative_algorithm=algorithm, speculative_num_steps=3,
+                           speculative_draft_model_path=str(tmp_path / "draft"))
+    for seed, schedule in enumerate(({"chunk": 50}, {"chunk": 9, "max_total_tokens": 400, "overlap": True})):
+        assert differing(expected, together(tmp_path / "model", {"speculative": args, **schedule}, seed)) == []

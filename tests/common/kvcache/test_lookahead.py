@@ -24,7 +24,8 @@ def pages(*ids):
 
 
 def slots_of(ids, start, stop):
-    """What slots ``start`` to ``stop`` hold: token, next token and position. ``ids`` has the token after the last."""
+    """The content of slots ``start`` to ``stop``: token, next token and position. ``ids`` has the token after the
+    last."""
     positions = np.arange(start, stop)
     return (ids[start:stop].astype(np.int64) * 1000 + ids[start + 1:stop + 1]) * 1000 + positions
 
@@ -34,7 +35,7 @@ def test_a_page_is_found_only_before_the_token_that_it_was_computed_before():
     cache.insert(tokens(1, 2, 3, 4, 5), pages(10, 11))
     assert cache.match(tokens(1, 2, 3, 4, 5, 6))[1].tolist() == [10, 11]
     assert cache.match(tokens(1, 2, 3, 4, 9, 6))[1].tolist() == [10]
-    assert cache.match(tokens(1, 2, 3, 4))[1].tolist() == [10]  # nobody knows yet what comes after the second
+    assert cache.match(tokens(1, 2, 3, 4))[1].tolist() == [10]  # the token after the second is not known
     assert cache.match(tokens(1, 2, 9))[1].tolist() == []
     _, present = cache.insert(tokens(1, 2, 3, 4, 9), pages(20, 21))
     assert present == 1 and cache.match(tokens(1, 2, 3, 4, 9))[1].tolist() == [10, 21]

@@ -1,4 +1,4 @@
-"""The draft model's KV pool: its size beside the model's, its memory, and its pages in tiers."""
+"""The draft model's KV pool: its size next to the model's, its memory, and its pages in tiers."""
 
 from __future__ import annotations
 

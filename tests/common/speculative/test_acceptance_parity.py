@@ -1,8 +1,13 @@
 """Speculative decoding accepts as much however an engine comes to a verify step, and answers as plain decoding does."""
 
+import dataclasses
+
 import pytest
 
+from baton.tests.bench import speculation_oracle
 from baton.tests.helpers.acceptance_parity import ALGORITHMS, SCENARIOS, Parity, measure, questions
+from baton.tests.helpers.flag_engine import Answer, Question, Ran
+from baton.tests.helpers.mixed_questions import Mixed
 
 FAST = {("unified", "EAGLE3"), ("unified", "STANDALONE"), ("mixed chunk", "NGRAM"), ("retraction", "NEXTN"),
         ("retraction to host", "EAGLE3"), ("PD", "STANDALONE"), ("PD, prefix delta", "NEXTN"),
@@ -30,6 +35,22 @@ def test_with_grammars_too(scenario, algorithm):
 @pytest.mark.parametrize(("algorithm", "least"), [("EAGLE3", 2.5), ("NEXTN", 2.5), ("STANDALONE", 1.7)])
 def test_shipped_draft_models_are_worth_it(algorithm, least):
     assert measure(algorithm, SCENARIOS["unified"], questions(18)).acceptance_length > least
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", *(pytest.param(name, marks=pytest.mark.slow)
+                                                   for name in ALGORITHMS if name != "EAGLE3")])
+def test_mixed_requests_are_answered_as_by_plain_decoding(algorithm):
+    tally = speculation_oracle.compare(100, 5, [algorithm], (), bitwise=False)
+    assert not tally.different and tally.tokens[algorithm] > 1.2 * tally.steps[algorithm]
+
+
+def test_the_oracle_finds_what_differs(capsys):
+    plain = Answer(tokens=[1, 2], lengths=[1, 1], steps=[Ran(True, 0), Ran(False, 0)], logprobs=[-0.5, -0.25])
+    asked, tally = [Mixed("greedy", Question([1]))], speculation_oracle.Tally()
+    for change in ({}, {"tokens": [1, 3]}, {"finish": "stop"}, {"logprobs": [-0.5, -0.26]}):
+        tally.add("engine", 0, asked, [plain], [dataclasses.replace(plain, **change)], bitwise=False)
+    tally.add("engine", 0, asked, [plain], [dataclasses.replace(plain, logprobs=[-0.5, -0.25 - 1e-9])], bitwise=True)
+    assert tally.different == {"engine": 4} and "tokens from 1 on" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("change", [{"different": 1}, {"accepted": 98}, {"first": (97, 100)}, {"fewer_cached": 9}])

@@ -70,7 +70,7 @@ def test_tokens_equal_those_without_drafts(checkpoint, expected, options):
 
 
 def test_pauses_and_aborts(checkpoint, expected):
-    """Requests whose pages are freed between steps lose their drafts; the others' are right."""
+    """Requests whose pages are freed between steps are computed again, and the drafter is shown all of their rows."""
     drafter = TableDrafter(expected[0], VOCAB, 4)
     engine = Engine(checkpoint, drafter=drafter, overlap=True)
     rng = np.random.default_rng(0)
@@ -86,7 +86,7 @@ def test_pauses_and_aborts(checkpoint, expected):
     scheduler.synchronize()
     assert any(req.drafts for req in reqs)
     batcher.pause("retract")
-    assert not any(req.drafts for req in reqs) and engine.cache.num_allocated == 0
+    assert engine.cache.num_allocated == 0
     assert not scheduler.step(0.0)
     batcher.paused = None
     for _ in range(4):

@@ -147,15 +147,19 @@ def assert_equal(found: Answer, wanted: Answer) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"max_drafts": 7, "max_total_tokens": 512, "chunk": 20, "overlap": True},
-                                     {"all_ranks_match": False}], ids=str)
+                                     {"all_ranks_match": False}, {"width": 2, "max_drafts": 8},
+                                     {"width": 3, "max_drafts": 7, "all_ranks_match": False}], ids=str)
 def test_extras_equal_those_without_drafts(checkpoint, expected, options):
-    """Without ``all_ranks_match``, as under tensor parallelism, forbidden drafts are computed, and rejected."""
-    oracle = Oracle({rid: answer.tokens for rid, answer in expected.items()}, VOCAB)
+    """Without ``all_ranks_match``, as under tensor parallelism, forbidden drafts are computed, and rejected. A
+    ``width`` above 1 makes trees."""
+    width, options = options.get("width", 1), {name: value for name, value in options.items() if name != "width"}
+    oracle = Oracle({rid: answer.tokens for rid, answer in expected.items()}, VOCAB, width=width)
     engine, found = answers(checkpoint, proposer=oracle, **options)
     for rid, wanted in expected.items():
         assert_equal(found[rid], wanted)
     assert ("max_total_tokens" in options) == (engine.scheduler.batcher.retraction.num_retracted > 0)
-    assert engine.drafting.num_accepted > 0.4 * engine.drafting.num_drafted and set(oracle.accepted) >= {0, 1, 2, 3}
+    assert engine.drafting.num_accepted > 0.4 / width * engine.drafting.num_drafted
+    assert set(oracle.accepted) >= {0, 1, 2, 3}
 
 
 def test_parameters_that_cannot_be_copied_get_no_drafts_accepted(checkpoint):

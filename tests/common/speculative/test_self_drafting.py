@@ -44,7 +44,7 @@ def expected(checkpoint):
 @pytest.mark.parametrize("options", [
     {}, {"page_size": 1, "chunk": 7, "overlap": True}, {"page_size": 16, "chunk": 20, "max_running": 4},
     {"max_total_tokens": 160, "chunk": 20, "overlap": True},
-    {"chunk": 9, "max_total_tokens": 160, "schedule": {"enable_mixed_chunk": True}}], ids=str)
+    {"chunk": 9, "max_total_tokens": 112, "schedule": {"enable_mixed_chunk": True}}], ids=str)
 def test_all_drafts_are_accepted(checkpoint, expected, options):
     args = SpeculativeArgs(speculative_algorithm="STANDALONE", speculative_draft_model_path=str(checkpoint))
     engine, found = answers(checkpoint, speculative=args, **options)

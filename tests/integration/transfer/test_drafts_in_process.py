@@ -188,7 +188,7 @@ def test_drafts_that_are_none_are_dropped(make_pair, prompts, expected, bootstra
     assert tokens_of(ask(pair, numbered(prompts), bootstrap_port)[0]) == expected
 
 
-def test_a_continued_stream_goes_on_with_right_slots(make_pair, prompts, expected, bootstrap_port,  # noqa: F811
+def test_a_stream_continues_with_right_slots(make_pair, prompts, expected, bootstrap_port,  # noqa: F811
                                                      unified):  # noqa: F811
     """The router sends the prompt and the tokens that a server which died had sent."""
     pair = make_pair(speculative="HASH")

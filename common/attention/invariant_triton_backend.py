@@ -1,0 +1,93 @@
+"""The Triton backend of deterministic mode: one kernel for decode steps, prompts and rows that verify drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...kernels.arguments import HeadNorms
+from ...kernels.attention.fixed_split_attention import (
+    FixedSplitPlan,
+    fixed_split_attention,
+    plan_decode_rows,
+    plan_rows,
+)
+from ...kernels.tuning.policy import policy_of
+from ..forward.forward_batch import ForwardBatch
+from ..kvcache.pool import KVPool
+from .base import ANY_LENGTH, store
+from .workspace import AttentionWorkspace
+
+
+class InvariantTritonBackend:
+    attends_last_tokens = True
+
+    def __init__(self, pool: KVPool, num_heads: int, dtype: torch.dtype, window: int | None):
+        """``dtype`` is the model's."""
+        self.pool = pool
+        self._window = window
+        self._group = num_heads // pool.layout.num_kv_heads
+        tile = policy_of(pool.groups[0].device).attention.fixed_split(pool.layout.head_dim, dtype.itemsize)
+        self._block_rows = tile.rows
+
+    def plan(self, batch: ForwardBatch, workspace: AttentionWorkspace, *, max_length: int | None = None,
+             out: torch.Tensor | None = None) -> InvariantTritonPlan:
+        assert batch.mask is None, "a tree's keys do not lie in the order of positions"
+        device = batch.input_ids.device
+        lengths = (np.diff(batch.kv_indptr_cpu) - 1) * self.pool.layout.page_size + batch.kv_last_page_len_cpu
+        if batch.is_decode:
+            rows = plan_decode_rows(batch.num_reqs, self._group, self._block_rows, max_length or int(lengths.max()),
+                                    self._window, device)
+        else:
+            rows = plan_rows(batch.qo_indptr_cpu, lengths, self._group, self._block_rows, self._window, device)
+        return InvariantTritonPlan(self, batch, workspace, rows)
+
+    def verifies(self, batch: ForwardBatch) -> bool:
+        return False
+
+    def warm_up(self, compute_prompt: Callable[[], None]) -> None:
+        compute_prompt()
+
+    def run_last_tokens(self, batch: ForwardBatch, workspace: AttentionWorkspace, layer: int, q: torch.Tensor,
+                        k: torch.Tensor, v: torch.Tensor, cos_sin: torch.Tensor | None = None,
+                        norms: HeadNorms | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        assert batch.last_tokens is not None
+        store(self.pool, batch, layer, q, k, v, cos_sin, norms)
+        if not batch.last_tokens.num_reqs:
+            return q[:0]
+        plan = self.plan(batch.last_tokens, workspace, max_length=ANY_LENGTH)
+        return self.attend(plan, layer, q[batch.logits_rows], sinks)
+
+    def attend(self, plan: InvariantTritonPlan, layer: int, q: torch.Tensor,
+               sinks: torch.Tensor | None) -> torch.Tensor:
+        """Attends to the stored keys and values of the plan's batch."""
+        batch, (k_scale, v_scale) = plan.batch, self.pool.layout.scales_of(layer)
+        return fixed_split_attention(q, *self.pool.layer(layer), plan.rows, batch.positions, batch.qo_indptr,
+                                     batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len,
+                                     self.pool.layout.head_dim ** -0.5 * k_scale, v_scale, self._window, sinks)
+
+
+@dataclass(eq=False)
+class InvariantTritonPlan:
+    """A batch's blocks of rows."""
+
+    backend: InvariantTritonBackend
+    batch: ForwardBatch
+    workspace: AttentionWorkspace
+    rows: FixedSplitPlan
+    attends_last_tokens: bool = True
+
+    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos_sin: torch.Tensor | None = None,
+            norms: HeadNorms | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        store(self.backend.pool, self.batch, layer, q, k, v, cos_sin, norms)
+        return self.backend.attend(self, layer, q, sinks)
+
+    def run_last_tokens(self, *inputs: Any) -> torch.Tensor:
+        return self.backend.run_last_tokens(self.batch, self.workspace, *inputs)
+
+    def refresh(self, batch: ForwardBatch) -> None:
+        """Does nothing: a decode step's blocks depend on the number of requests alone."""
