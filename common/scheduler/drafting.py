@@ -134,7 +134,7 @@ class Drafting:
         verified = positions + 1 + counts
         after = np.zeros_like(counts)
         if self.on_device:
-            after = np.clip(np.minimum(remaining - 2, self._room), 0,
+            after = np.clip(np.minimum(remaining - 2, self._room if self._lengths is None else most), 0,
                             np.maximum(self._max_request_tokens - verified, 0))
         for row in np.flatnonzero(capacities < verified + after).tolist():
             capacities[row] = self._grow(reqs[row], int(positions[row]), int(verified[row]), int(after[row]), len(reqs))
