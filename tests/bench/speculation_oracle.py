@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import zip_longest
 
+from baton.kernels.tuning.policy import set_batch_invariant
 from baton.tests.helpers.acceptance_parity import ALGORITHMS, BASE, ROOMY, algorithm_flags, started_pair
 from baton.tests.helpers.flag_engine import Answer, FlagEngine, Question
 from baton.tests.helpers.mixed_questions import Mixed, chunks, differences
@@ -63,12 +64,14 @@ class Tally:
                          for name in self.seconds)
 
 
-def compare(count: int, seed: int, algorithms: Sequence[str], flags: Sequence[str], bitwise: bool,
+def compare(count: int, seed: int, algorithms: Sequence[str], bitwise: bool,
             budget: float = float("inf")) -> Tally:
     """Answers ``count`` requests by all engines, or as many as ``budget`` seconds allow; they keep their prefix caches
-    from one hundred to the next."""
+    from one hundred to the next. ``bitwise``: in deterministic mode, logprobs bit by bit."""
+    flags = ["--enable-deterministic-inference"] if bitwise else []
     tally, done, begun = Tally(), 0, time.monotonic()
     with ExitStack() as stack:
+        stack.callback(set_batch_invariant, False)
         plain = FlagEngine(*BASE, *ROOMY, *flags)
         engines: dict[str, Answers] = {}
         for name in algorithms:
@@ -97,8 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=("EAGLE3",))
     parser.add_argument("--deterministic", action="store_true", help="and compare logprobs bit by bit")
     args = parser.parse_args(argv)
-    flags = ["--enable-deterministic-inference"] if args.deterministic else []
-    tally = compare(args.count, args.seed, args.algorithms, flags, args.deterministic, args.seconds)
+    tally = compare(args.count, args.seed, args.algorithms, args.deterministic, args.seconds)
     return 1 if tally.different.total() else 0
 
 

@@ -22,6 +22,7 @@ from baton.common.engine.rank_spec import RankSpec
 from baton.common.request.req import Req
 from baton.common.request.step_input import StepInput
 from baton.decode.rank import _make_scheduler as decode_scheduler
+from baton.kernels.tuning.policy import set_batch_invariant
 from baton.kvtransfer.bootstrap import BootstrapServer
 from baton.prefill.rank import _make_scheduler as prefill_scheduler
 from baton.tests.helpers.grammar_engine import vocabulary
@@ -82,6 +83,8 @@ class FlagEngine:
     def __init__(self, *flags: str, parallel: Parallel | None = None):
         argv = ["--model-path", "tinychat", "--device", "cpu", *flags]
         self.config = parse(ServerConfig, argv, prog="engine", description="")
+        if self.config.kernels.enable_deterministic_inference:
+            set_batch_invariant(True)  # for the process, as a rank's start does; the caller unsets it
         self.sent: list[FromEngine] = []
         spec = RankSpec(self.config, 0, 1, "", "", "")
         self.parts = build_parts(spec, parallel or Parallel(), self.sent.append, lambda what, share: None)
