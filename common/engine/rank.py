@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 import torch
 
 from ...kernels.tuning.policy import set_batch_invariant
@@ -22,6 +23,7 @@ from ..distributed.expert_parallel import ExpertParallel
 from ..distributed.parallel import Parallel, init_parallel
 from ..distributed.peer_all_reduce import connect_all
 from ..distributed.tp import TPGroup
+from ..execution.draft_costs import measure_costs
 from ..execution.draft_pass import DraftPass
 from ..execution.executor import Executor
 from ..execution.pp_channel import PPChannel
@@ -37,6 +39,7 @@ from ..sampling.sampler import Sampler
 from ..scheduler.batcher import Batcher
 from ..scheduler.make_batcher import make_batcher
 from ..scheduler.request_tracker import RequestTracker
+from ..speculative.draft_length import CostTable, DraftLength
 from ..speculative.simulated import SimulatedAcceptance
 from .control import Control
 from .cuda_stack import warn_of_stack
@@ -213,7 +216,21 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
     if pp_channel is not None:
         executor = PPExecutor(here, pp_channel, parallel, one_step=config.schedule.disable_overlap_schedule)
     batcher = make_batcher(config, runner, cache, parallel.attn_tp)
+    if config.speculative.speculative_adaptive and config.role.decodes and batcher.drafting is not None:
+        batcher.drafting.adapt(_draft_length(config, here, cache, parallel.attn_tp, batcher.drafting.on_device))
     return EngineParts(config, parallel, runner, batcher, executor, tracker, grammars, pp_channel)
+
+
+def _draft_length(config: ServerConfig, executor: Executor, cache: KVCacheManager, tp: TPGroup,
+                  on_device: bool) -> DraftLength:
+    """Measures the cost of steps; all ranks take the first one's."""
+    num_drafts = config.speculative.num_drafts
+    costs = measure_costs(executor, cache, config.schedule.max_running_requests, num_drafts, on_device=on_device)
+    encoded = tp.broadcast_bytes(msgspec.msgpack.encode(costs) if tp.rank == 0 else None)
+    costs = msgspec.msgpack.decode(encoded, type=CostTable)
+    log.info("milliseconds of steps by rows %s: plain %s, verify %s, draft %s", costs.rows,
+             *([round(1e3 * value, 2) for value in part] for part in (costs.plain, costs.verify, costs.draft)))
+    return DraftLength(costs, num_drafts)
 
 
 def _simulated_samples(config: ServerConfig) -> SimulatedSamples | None:

@@ -117,8 +117,7 @@ class Executor:
         if states is not None:
             reports = [*reports, HiddenReport(hidden, states)]
         draft = None
-        if self._draft_pass is not None:
-            assert batch is not None
+        if self._draft_pass is not None and batch is not None and _is_drafted(step):
             draft = self._draft(ComputedStep(step, batch, features, sample.tokens), after_group)
         move = None
         if step.columns.mask is not None:
@@ -178,8 +177,8 @@ class Executor:
     def _model_input(self, step: StepInput, prompt: list[PromptRow], hidden: list[HiddenRows]) -> ModelInput:
         token_ids, rows = self._token_ids(step), step.sample_rows
         follows_argmax = step.tokens.known is None and self._last is not None and self._last.sample.is_argmax
-        drafts = self._draft_pass is not None
-        features = None if self._draft_pass is None else self._draft_pass.features
+        drafts = self._draft_pass is not None and _is_drafted(step)
+        features = self._draft_pass.features if self._draft_pass is not None and drafts else None
         if not step.extra_index:
             return ModelInput(step.columns, token_ids, rows, follows_argmax=follows_argmax,
                               drafts=drafts, features=features)
@@ -229,3 +228,8 @@ class Executor:
         assert self._last is not None, "a pending token comes from the step before"
         source_of = self._last.step.sample_of
         return {row: source_of[req] for row, req in pending.items()}
+
+
+def _is_drafted(step: StepInput) -> bool:
+    """True where the drafter follows the step: some of its requests have all their tokens in the draft's KV pool."""
+    return not all(req.draft_gap for req in step.reqs)

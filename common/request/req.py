@@ -79,6 +79,7 @@ class Req:
     num_pending: int = 0
     num_retractions: int = 0
     drafts: Drafts | None = None  # what its next step verifies
+    draft_gap: bool = False  # a step has left its tokens out of the draft model's KV pool: no more drafts
     draft_counts: DraftCounts | None = None  # on a server that speculates
     swapped_out: SwappedOut | None = None  # while it waits after a retraction
     finish: Finish | None = None

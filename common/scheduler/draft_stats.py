@@ -14,7 +14,8 @@ class DraftStats:
     def __init__(self, num_steps: int, max_drafts: int):
         """``num_steps``: passes of the drafter; ``max_drafts``: those of a request in a step."""
         self._num_passes = num_steps
-        self._num_rows = max_drafts + 1
+        self.num_rows = max_drafts + 1
+        """Rows of a request in a step, at present."""
         self.num_steps = 0
         self.num_verified = 0
         self.num_drafted = 0
@@ -54,4 +55,4 @@ class DraftStats:
         verified, drafted, accepted = self._recent.tolist()
         return {"spec_accept_length": 1 + accepted / verified if verified else 0.0,
                 "spec_accept_rate": accepted / drafted if drafted else 0.0,
-                "spec_num_steps": self._num_passes, "spec_num_draft_tokens": self._num_rows}
+                "spec_num_steps": self._num_passes, "spec_num_draft_tokens": self.num_rows}

@@ -13,8 +13,12 @@ from ..request.req import Req
 from ..request.step_input import Chunk, DraftPlan, StepInput
 from ..request.step_output import StepOutput
 from ..speculative.base import Proposer
+from ..speculative.draft_length import DraftLength
 from .draft_stats import DraftStats
 from .prefill_budget import LOGPROB_CHUNK_TOKENS
+
+_STEPS_OF_OUTLOOK = 64
+"""While drafts do not pay, every so many plain steps it is looked whether they do."""
 
 
 class Drafting:
@@ -40,6 +44,10 @@ class Drafting:
         self._max_step_tokens = max_step_tokens
         self._max_request_tokens = max_request_tokens
         self._all_ranks_match = all_ranks_match
+        self._lengths: DraftLength | None = None
+        self._chose_none = False
+        self._num_outlooks = 0
+        self._num_reqs = 0
         self.stats = DraftStats(max_drafts if num_passes is None else num_passes, max_drafts)
 
     @property
@@ -50,10 +58,26 @@ class Drafting:
     def has_outlook(self, reqs: Sequence[Req]) -> bool:
         """True where some of ``reqs``, whose newest token may be pending, would get drafts now: then it is likely to
         get some once that token is known."""
+        if self._lengths is not None and not self._may_pay(reqs):
+            return False
         if self._proposer is None:
             return True
         chosen = [req for req in reqs if not req.complete]
         return any(self._proposer.propose(chosen, [self._max_drafts] * len(chosen)))
+
+    def adapt(self, lengths: DraftLength) -> None:
+        """Let ``lengths`` choose the number of drafts of each request in each step."""
+        self._lengths = lengths
+
+    def _may_pay(self, reqs: Sequence[Req]) -> bool:
+        """False where drafts do not pay at present: then only a batch of another size, and a step now and then, may
+        show that they do."""
+        assert self._lengths is not None
+        if self.on_device and all(req.draft_gap for req in reqs):
+            return False
+        changed, self._num_reqs = self._num_reqs != len(reqs), len(reqs)
+        self._num_outlooks += 1
+        return bool(self._lengths.num_drafts) or changed or self._num_outlooks % _STEPS_OF_OUTLOOK == 0
 
     def expected_drafts(self, reqs: Sequence[Req]) -> int:
         """Returns how many tokens of a step prompts had better leave for drafts of ``reqs``: those that a drafter has
@@ -64,7 +88,11 @@ class Drafting:
 
     def plan_decode(self, batch: InputBatch) -> DraftPlan:
         """Plans the drafts of the next step of ``batch``. No token may be pending."""
-        return self._plan(batch.reqs, batch.positions, batch.remaining, batch.pages.capacities)
+        plan = self._plan(batch.reqs, batch.positions, batch.remaining, batch.pages.capacities)
+        if self._chose_none and self.on_device:
+            for req in batch.reqs:  # the step is plain: the drafter does not run
+                req.draft_gap = True
+        return plan
 
     def plan_chunks(self, chunks: Sequence[Chunk], num_prefill: int) -> DraftPlan:
         """Plans the drafts of a step of ``chunks``, of which the first ``num_prefill`` are prompts. No token of the
@@ -92,6 +120,13 @@ class Drafting:
         """Plans drafts of ``reqs``, whose newest tokens are at ``positions`` [B]; ``remaining`` [B]: tokens until each
         has all; ``capacities`` [B]: tokens that its pages hold, which is updated."""
         most = np.clip(remaining - 1, 0, self._max_drafts)
+        if self._lengths is not None:
+            if self.on_device:
+                most[[row for row, req in enumerate(reqs) if req.draft_gap]] = 0
+            chosen = self._lengths.choose(reqs, most, int(positions.sum()))
+            self._chose_none = bool(most.any()) and not chosen.any()
+            most = chosen
+            self.stats.num_rows = self._lengths.num_drafts + 1
         found = [drafts and self._usable(req, drafts) for req, drafts in zip(reqs, self._found(reqs, most))]
         counts = np.minimum([0 if drafts is None else len(drafts.tokens) for drafts in found], most)
         left = max(0, min(LOGPROB_CHUNK_TOKENS, self._max_step_tokens - len(reqs) - other_tokens))
@@ -99,7 +134,7 @@ class Drafting:
         verified = positions + 1 + counts
         after = np.zeros_like(counts)
         if self.on_device:
-            after = np.clip(np.minimum(remaining - 2, self._room), 0,
+            after = np.clip(np.minimum(remaining - 2, self._room if self._lengths is None else most), 0,
                             np.maximum(self._max_request_tokens - verified, 0))
         for row in np.flatnonzero(capacities < verified + after).tolist():
             capacities[row] = self._grow(reqs[row], int(positions[row]), int(verified[row]), int(after[row]), len(reqs))
@@ -151,6 +186,8 @@ class Drafting:
         req, table = chunk.req, chunk.req.page_table
         assert table is not None
         limit = min(self._room, req.max_tokens - chunk.stop - 2, self._max_request_tokens - chunk.stop)
+        if self._lengths is not None:
+            limit = min(limit, self._lengths.num_drafts)
         if not self.on_device or limit <= 0:
             return 0
         missing = self._cache.pages_for(chunk.stop + limit) - table.count
@@ -179,16 +216,21 @@ class Drafting:
 
     def count(self, step: StepInput, output: StepOutput) -> None:
         """Count the drafts of a step, before its requests have their tokens."""
+        reqs: list[Req] = []
         drafted: list[int] = []
         accepted: list[int] = []
         for index, count in zip(output.req_index, output.counts):
             if (drafts := step.drafts.get(index)) is not None:
                 num_drafts, req = len(drafts.tokens), step.reqs[index]
+                reqs.append(req)
                 drafted.append(num_drafts)
                 accepted.append(count - 1)
                 if req.draft_counts is not None:
                     req.draft_counts.add(num_drafts, count - 1, req.num_output_tokens)
-        self.stats.add(np.array(drafted, np.int64), np.array(accepted, np.int64))
+        counts = np.array(drafted, np.int64), np.array(accepted, np.int64)
+        self.stats.add(*counts)
+        if self._lengths is not None:
+            self._lengths.acceptance.observe(reqs, *counts)
 
     def on_verified(self, step: StepInput, output: StepOutput) -> None:
         """Tell the proposer which drafts were accepted; the requests have their tokens."""
@@ -200,6 +242,8 @@ class Drafting:
 
     def on_end(self, reqs: Sequence[Req]) -> None:
         """Tell the proposer that requests have ended."""
+        if self._lengths is not None:
+            self._lengths.acceptance.forget(reqs)
         if self._proposer is not None:
             self._proposer.on_end(reqs)
 

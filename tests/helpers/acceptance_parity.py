@@ -20,7 +20,7 @@ import torch
 from baton.common.api.sampling import SamplingParams
 from baton.common.config.server.speculative import SpeculativeArgs
 from baton.common.request.req import Req
-from baton.common.speculative.ngram import NgramProposer
+from baton.common.speculative.ngram import OwnNgramProposer
 from baton.common.tinychat import CHECKPOINT, DRAFT_MODELS
 from baton.tests.helpers import speculative_reference as reference
 from baton.tests.helpers.flag_engine import Answer, FlagEngine, FlagPair, Question, Ran, bootstrap_server, run
@@ -45,8 +45,10 @@ SCHEMAS = ({"type": "object", "properties": {"name": {"type": "string", "maxLeng
 
 
 def algorithm_flags(algorithm: str) -> tuple[str, ...]:
-    """The flags of an algorithm with tinychat's own draft model."""
-    path = ("--speculative-draft-model-path", _DRAFT_MODELS[algorithm]) if algorithm in _DRAFT_MODELS else ()
+    """The flags of an algorithm with tinychat's own draft model. NGRAM looks in a request's own tokens alone: what
+    other requests have said depends on their order."""
+    path = (("--speculative-draft-model-path", _DRAFT_MODELS[algorithm]) if algorithm in _DRAFT_MODELS
+            else ("--speculative-ngram-capacity", "0"))
     return "--speculative-algorithm", algorithm, *path
 
 
@@ -122,7 +124,7 @@ class _View:
 
 
 def _ngram_lengths(prompt: Sequence[int], output: Sequence[int], drafts: int) -> list[int]:
-    proposer = NgramProposer(SpeculativeArgs(speculative_algorithm="NGRAM"))
+    proposer = OwnNgramProposer(SpeculativeArgs(speculative_algorithm="NGRAM"))
     tokens, lengths = np.array([*prompt, *output]), []
     for known in range(len(prompt) + 1, len(tokens)):
         limit = min(drafts, len(prompt) + MAX_NEW_TOKENS - known - 1)

@@ -37,7 +37,8 @@ class TableDrafter:
         given, req = step.step, step.step.reqs[index]
         assert 1 <= count <= given.num_samples[index]
         end = int(given.starts[index] + given.q_lens[index] - given.num_samples[index]) + count
-        self.check(step, req, index, end, count)
+        if not req.draft_gap:
+            self.check(step, req, index, end, count)
         assert req.page_table.count * self.page_size >= given.starts[index] + given.q_lens[index] + limit
         number = next(self.calls)
         known = end + 1 - req.num_prompt_tokens

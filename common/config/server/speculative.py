@@ -112,6 +112,8 @@ class SpeculativeArgs:
              "--speculative-num-draft-tokens, --speculative-num-steps or --speculative-eagle-topk."),
     )
     flag_rules: ClassVar[tuple[ServerRule, ...]] = (
+        Rule(lambda c: c.speculative.speculative_adaptive and c.data_parallel.enable_dp_attention,
+             "--speculative-adaptive measures steps of one attention group: leave it out with --enable-dp-attention."),
         Rule(lambda c: c.speculative.speculative_algorithm and (
             c.model.is_embedding or not (c.role.decodes or c.speculative.is_device)),
             "--speculative-algorithm is for servers that decode; leave it out here."),

@@ -76,6 +76,7 @@ SERVERS: list[tuple[dict[str, Any], str]] = [
     ({"speculative_draft_model_path": "x"}, "--speculative-draft-model-path is for EAGLE, EAGLE3, NEXTN and STAND"),
     ({"speculative_token_map": "x"}, "--speculative-token-map restricts the vocabulary of EAGLE, NEXTN and STANDA"),
     ({"speculative_simulate_acceptance": "2"}, "--speculative-simulate-acceptance needs drafts: set --speculative-alg"),
+    (NGRAM | DP | {"tp_size": 2, "speculative_adaptive": True}, "--speculative-adaptive measures steps of one"),
     ({"speculative_adaptive": True}, "--speculative-adaptive needs drafts: set --speculative-algorithm too."),
     (NGRAM | {"speculative_adaptive": True, "speculative_eagle_topk": 2}, "--speculative-adaptive chooses the length"),
     (NGRAM | {"speculative_ngram_min_bfs_breadth": 2}, "--speculative-ngram-min-bfs-breadth must be between 1 and"),

@@ -12,10 +12,10 @@ from baton.tests.helpers.harness import Cluster, Server, post_json
 from baton.tests.helpers.plugins import install_plugin
 from baton.tests.helpers.ports import free_ports
 
-FLAGS = ["--model-path", "tinychat", "--device", "cpu", "--log-level", "warning", "--max-total-tokens", "700",
+FLAGS = ["--model-path", "tinychat", "--device", "cpu", "--log-level", "warning", "--max-total-tokens", "400",
          "--schedule-conservativeness", "0", "--page-size", "4"]
 TOY = ["--speculative-algorithm", "TOY_REPEAT", "--speculative-num-draft-tokens", "3"]
-NGRAM = ["--speculative-algorithm", "NGRAM"]
+NGRAM = ["--speculative-algorithm", "NGRAM", "--speculative-adaptive"]
 DEVICE = ["--speculative-algorithm", "TOY_DEVICE", "--speculative-num-steps", "3", "--tp-size", "2",
           "--enable-mixed-chunk", "--chunked-prefill-size", "16"]
 PROMPTS = ["Once upon a time there was a cat. The cat said: hello, hello, hello,",
@@ -58,6 +58,21 @@ def expected(tmp_path_factory) -> list[object]:
         assert server.stop() == 0
 
 
+def assert_drafts_are_reported(url: str) -> None:
+    body = {"text": PROMPTS[0], "sampling_params": {"max_new_tokens": 40, "ignore_eos": True, "temperature": 0, "n": 2}}
+    for one in post_json(f"{url}/generate", body)[1]:
+        meta = one["meta_info"]
+        assert sum(meta["spec_accept_histogram"]) <= meta["spec_verify_ct"] <= 39
+        assert meta["spec_verify_ct"] + meta["spec_accept_token_num"] == 39
+        assert meta["spec_accept_length"] == 40 / meta["spec_verify_ct"]
+        assert meta["spec_accept_token_num"] <= meta["spec_draft_token_num"]
+        assert "spec_acceptance_simulated" not in meta
+    status, chat = post_json(f"{url}/v1/chat/completions", {
+        "messages": [{"role": "user", "content": PROMPTS[0]}], "max_tokens": 20, "ignore_eos": True})
+    details = chat["usage"]["completion_tokens_details"]
+    assert status == 200 and details["accepted_prediction_tokens"] >= 0 <= details["rejected_prediction_tokens"]
+
+
 def accepted(plugin: dict[str, str]) -> int:
     """The drafts that a server's model has accepted."""
     drafted, count = map(int, Path(plugin["TOY_PROPOSER_FILE"]).read_text().splitlines()[-1].split())
@@ -72,6 +87,7 @@ def test_a_unified_server(tmp_path, plugin, expected, flags):
     try:
         assert answers(server.wait_ready().url) == expected
         assert server.state()["counters"]["retracted_requests"] > 0
+        assert_drafts_are_reported(server.url)
         server.assert_clean()
     finally:
         assert server.stop() == 0
@@ -83,6 +99,7 @@ def test_a_unified_server(tmp_path, plugin, expected, flags):
 def test_a_pair_whose_decode_server_drafts(tmp_path, plugin, expected):
     with Cluster(tmp_path, flags=FLAGS[6:], decode_flags=TOY, environment=plugin) as cluster:
         assert answers(cluster.url) == expected
+        assert_drafts_are_reported(cluster.url)
         for server in cluster.workers:
             server.assert_clean()
     assert accepted(plugin) > 10
