@@ -76,7 +76,8 @@ def test_a_pool_on_a_cpu_holds_a_few_contexts(tmp_path, context, tokens):
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 def test_the_kernels_of_prompts_may_verify_drafts(checkpoint, mode):
-    config = dataclasses.replace(server_config(checkpoint), speculative=SpeculativeArgs(speculative_attention_mode=mode))
+    args = SpeculativeArgs(speculative_attention_mode=mode)
+    config = dataclasses.replace(server_config(checkpoint), speculative=args)
     runner = load_runner(config)
     step = model_input([Row([1, 2, 3], 0, np.array([0]))], 16)
     found = runner.step(step._replace(columns=step.columns._replace(verifies=True)))
