@@ -195,7 +195,7 @@ def _fixed_split_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, par
 
 
 @triton.jit
-def _merge_splits_kernel(part_ptr, lse_ptr, sinks_ptr, out_ptr, positions_ptr, v_scale, num_q_heads,
+def _merge_fixed_splits_kernel(part_ptr, lse_ptr, sinks_ptr, out_ptr, positions_ptr, v_scale, num_q_heads,
                          DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
                          SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
                          BLOCK_TOKENS: tl.constexpr):
@@ -250,6 +250,6 @@ def fixed_split_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch
         GROUP=num_q_heads // num_kv_heads, BLOCK_ROWS=tile.rows, num_warps=tile.warps, num_stages=tile.stages,
         **common)
     if plan.splits:
-        _merge_splits_kernel[(tokens, num_q_heads)](parts, lses, sinks, out, positions, v_scale, num_q_heads,
+        _merge_fixed_splits_kernel[(tokens, num_q_heads)](parts, lses, sinks, out, positions, v_scale, num_q_heads,
                                                     num_warps=1, **common)
     return out

@@ -19,6 +19,7 @@ from baton.kernels.attention.current_kv import CurrentKV
 from baton.kernels.attention.decode_plan import DecodePlan, plan_decode
 from baton.kernels.attention.decode_warp_specialized import decode_warp_specialized
 from baton.kernels.attention.dequantize_pages import dequantize_pages
+from baton.kernels.attention.fixed_split_attention import FixedSplitPlan, fixed_split_attention
 from baton.kernels.attention.mla_decode import mla_decode
 from baton.kernels.attention.mla_prefill import mla_prefill, plan_mla_prefill
 from baton.kernels.attention.mla_rope_and_store import mla_rope_and_store
@@ -156,6 +157,18 @@ def verify_heads(requests: int, q_len: int, heads: int, kv_heads: int, dim: int,
     verify_attention(q, *pool(kv_heads, dim, cache or dtype), int32(requests + 1), table[0], int32(requests * 8),
                      table[1], dim**-0.5, planned, tile, 0.5 if cache else 1.0, window, fp32(heads) if sinks else None,
                      RowMask(int64(requests * q_len), int32(requests)) if masked else None)
+
+
+def fixed_split_heads(requests: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, splits: int,
+                      cache: torch.dtype | None = None, window: int | None = None, sinks: bool = False) -> None:
+    """Rows of a decode step where there are ``splits``, else prompts of 32 rows."""
+    count, group = requests if splits else 32 * requests, heads // kv_heads
+    q = of(count, heads + 2 * kv_heads, dim, dtype=dtype)[:, :heads]
+    blocks = -(-group * count // H200.attention.fixed_split(dim, dtype.itemsize).rows)
+    planned = FixedSplitPlan(int32(blocks), int32(blocks), int32(blocks), splits)
+    fixed_split_attention(q, *pool(kv_heads, dim, cache or dtype), planned, int64(count), int32(requests + 1),
+                          int32(requests + 1), int32(requests * 8), int32(requests), dim**-0.5, 0.5 if cache else 1.0,
+                          window, fp32(heads) if sinks else None)
 
 
 def store_latents(tokens: int, heads: int, dtype: torch.dtype, cache: torch.dtype | None = None) -> None:
@@ -318,6 +331,11 @@ CASES: dict[str, Callable[[], object]] = {
     "paged_prefill gpt-oss, window": lambda: prefill_heads(40, 64, 8, 64, BF16, window=128, sinks=True),
     "paged_prefill gpt-oss, window, float8": lambda: prefill_heads(40, 64, 8, 64, BF16, FP8, 128, True),
     "paged_prefill Mistral, window": lambda: prefill_heads(40, 32, 8, 128, BF16, window=4096),
+    "fixed_split Llama, decode": lambda: fixed_split_heads(7, 32, 8, 128, BF16, 8),
+    "fixed_split Llama, prompts": lambda: fixed_split_heads(7, 32, 8, 128, BF16, 0),
+    "fixed_split Llama, prompts, float8": lambda: fixed_split_heads(7, 32, 8, 128, BF16, 0, FP8),
+    "fixed_split gpt-oss, window": lambda: fixed_split_heads(7, 64, 8, 64, BF16, 16, None, 128, True),
+    "fixed_split gpt-oss, prompts, window": lambda: fixed_split_heads(7, 64, 8, 64, BF16, 0, None, 128, True),
     "verify_attention Llama": lambda: verify_heads(7, 4, 32, 8, 128, BF16),
     "verify_attention Llama, 8 rows": lambda: verify_heads(7, 8, 32, 8, 128, BF16),
     "verify_attention Llama, tree": lambda: verify_heads(7, 16, 32, 8, 128, BF16, masked=True),
@@ -473,7 +491,7 @@ CASES: dict[str, Callable[[], object]] = {
 FEW = ["rmsnorm 4096, residual", "scale_by_sinks", "fp8_rmsnorm 4096, a scale a group", "silu_and_mul 14336",
        "rope_and_store Qwen3, float8", "paged_decode Qwen3", "paged_prefill Llama", "mla_rope_and_store V2-Lite",
        "paged_decode Llama, many requests", "verify_attention Llama, 8 rows",
-       "move_slots Llama",
+       "fixed_split Llama, decode", "fixed_split Llama, prompts", "move_slots Llama",
        "mla_decode V2-Lite", "mla_decode V3", "per_head_matmul V2-Lite, absorbed", "mla_prefill V2-Lite, merges",
        "moe_topk Qwen3", "moe_experts Qwen3, by warp groups", "warp_specialized_matmul Llama, gated",
        "moe_experts Qwen3, 7 tokens", "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows",
@@ -492,6 +510,7 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "paged_prefill gpt-oss, window": lambda n: prefill_heads(n * 32, 64, 8, 64, BF16, window=128, sinks=True),
     "move_slots Llama": lambda n: move_slots(of(64, 16, 2, 8, 64, 128), int64(4 * n), int64(4 * n), int64(n),
                                              int64(n, 4)),
+    "fixed_split Llama, prompts": lambda n: fixed_split_heads(n, 32, 8, 128, BF16, 0),
     "verify_attention Llama, 8 rows": lambda n: verify_heads(n, 8, 32, 8, 128, BF16),
     "rmsnorm 4096, residual": lambda n: rmsnorm(of(n, 4096), of(4096), 1e-5, of(n, 4096)),
     "fp8_rmsnorm 4096, a scale a group": lambda n: float8_norm(n, 4096, Float8Format(128)),
