@@ -44,6 +44,8 @@ class ClusterProcess:
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     ready: bool = field(default=False, init=False)
     status: str = field(default="starting", init=False)
+    misfit: str | None = field(default=None, init=False)
+    """The reason why a router will never be ready: its prefill and decode servers do not fit together."""
 
     def start(self) -> None:
         self.log.write_bytes(b"")
@@ -58,12 +60,13 @@ class ClusterProcess:
         return self.process is not None and self.process.poll() is not None
 
     def check(self) -> None:
-        """Asks the process for its health; sets ``ready`` and ``status``."""
+        """Asks the process for its health; sets ``ready``, ``status`` and ``misfit``."""
         try:
             with urllib.request.urlopen(self.url + self.probe, timeout=2) as answer:
                 self.ready, self.status = answer.status == 200, "ready"
         except urllib.error.HTTPError as error:
-            self.ready, self.status = False, _describe(error.read())
+            body = error.read()
+            self.ready, self.status, self.misfit = False, _describe(body), _misfit_in(body)
         except OSError:
             self.ready, self.status = False, "starting"
 
@@ -81,6 +84,15 @@ def _describe(body: bytes) -> str:
         return "starting"
     done = round(progress * BAR_WIDTH)
     return f"{stage} [{'#' * done}{'.' * (BAR_WIDTH - done)}] {progress:4.0%}"
+
+
+def _misfit_in(body: bytes) -> str | None:
+    """The reason of the first pair that does not fit, out of a router's ``/readiness``; None where all do."""
+    try:
+        misfits = json.loads(body)["misfits"]
+        return str(misfits[0]["why"]) if misfits else None
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 class _Board:
@@ -117,7 +129,7 @@ def say(text: str, logs: LogArgs) -> None:
 def run_parts(parts: Sequence[ClusterProcess], when_ready: Callable[[], bool], logs: LogArgs | None = None) -> int:
     """Starts all parts, calls ``when_ready`` once all are ready, and waits if it returns True; returns the exit code.
 
-    0 after Ctrl-C, SIGTERM or SIGHUP or where ``when_ready`` returned False, 1 where a part died. ``logs`` says how
+    0 after Ctrl-C, SIGTERM or SIGHUP or where ``when_ready`` returned False, 1 where a part died, or where servers do not fit together. ``logs`` says how
     large the parts' logs may grow, and whether messages are JSON.
     """
     stop, logs = _StopFlag(), logs or LogArgs()
@@ -133,6 +145,9 @@ def run_parts(parts: Sequence[ClusterProcess], when_ready: Callable[[], bool], l
             if not greeted:
                 greeted = _all_ready(parts)
                 board.draw()
+                if misfit := next((part.misfit for part in parts if part.misfit), None):
+                    print(misfit, file=sys.stderr, flush=True)
+                    return 1
                 if greeted and not when_ready():
                     return 0
             time.sleep(POLL_SECONDS)

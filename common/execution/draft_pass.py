@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,10 +16,6 @@ from ..request.step_input import StepInput
 from ..sampling.draft_sampler import CoupledDraftSampler
 from ..speculative.base import Drafter, DraftStep, Features
 from .accepted_rows import Accepted, accepted_batch, accepted_step
-
-if TYPE_CHECKING:
-    from ..forward.forward_batch import ForwardBatch
-
 
 class DraftPass:
     """Runs a drafter after steps. The ranks of a tensor-parallel group do so alike."""

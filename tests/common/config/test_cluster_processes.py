@@ -10,6 +10,22 @@ from pathlib import Path
 import psutil
 import pytest
 
+from baton.common.cluster import ClusterProcess, run_parts
+from baton.tests.helpers.ports import free_ports
+
+_ROUTER = """
+import http.server, json, sys
+
+class Unready(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({"status": "not ready", "misfits": [{"why": "give both servers one page size"}]}).encode()
+        self.send_response(503)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Unready).serve_forever()
+"""
 _SUPERVISOR = """
 import sys
 from pathlib import Path
@@ -31,3 +47,18 @@ def test_no_part_is_left(tmp_path: Path, number: signal.Signals) -> None:
     supervisor.communicate(timeout=30)
     gone, alive = psutil.wait_procs([part], timeout=10)
     assert not alive
+
+
+def test_servers_that_do_not_fit_end_the_cluster(tmp_path: Path, capfd) -> None:
+    """Their router would never be ready."""
+    (port,) = free_ports(1)
+    router = ClusterProcess("router", [sys.executable, "-c", _ROUTER, str(port)], f"http://127.0.0.1:{port}",
+                            tmp_path / "log", "/readiness")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        assert run_parts([router], pytest.fail) == 1
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert capfd.readouterr().err == "give both servers one page size\n"
+    assert router.dead
