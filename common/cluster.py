@@ -129,8 +129,8 @@ def say(text: str, logs: LogArgs) -> None:
 def run_parts(parts: Sequence[ClusterProcess], when_ready: Callable[[], bool], logs: LogArgs | None = None) -> int:
     """Starts all parts, calls ``when_ready`` once all are ready, and waits if it returns True; returns the exit code.
 
-    0 after Ctrl-C, SIGTERM or SIGHUP or where ``when_ready`` returned False, 1 where a part died, or where servers do not fit together. ``logs`` says how
-    large the parts' logs may grow, and whether messages are JSON.
+    0 after Ctrl-C, SIGTERM or SIGHUP or where ``when_ready`` returned False, 1 where a part died or servers do not fit.
+    ``logs`` says how large the parts' logs may grow, and whether messages are JSON.
     """
     stop, logs = _StopFlag(), logs or LogArgs()
     try:

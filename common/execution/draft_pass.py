@@ -17,6 +17,7 @@ from ..sampling.draft_sampler import CoupledDraftSampler
 from ..speculative.base import Drafter, DraftStep, Features
 from .accepted_rows import Accepted, accepted_batch, accepted_step
 
+
 class DraftPass:
     """Runs a drafter after steps. The ranks of a tensor-parallel group do so alike."""
 

@@ -404,6 +404,7 @@ def test_a_step_is_sized_by_the_longest_prompt_where_prompts_are_whole():
 
 def test_clipped_remainders_shrink_only_below_the_clip():
     assert remaining_decrease(np.array([1, 4096, 4097])) == 2
+    assert remaining_decrease(np.array([3, 4096, 4098, 5000]), np.array([3, 2, 4, 9])) == 3 + 2 + 2 + 0
     long = make_req([1], max_new=5000)
     assert remaining_output(long) == 4096
     assert remaining_output(make_req([1], max_new=8)) == 8
