@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ...kernels.tuning.policy import policy_of
+from ...kernels.tuning.policy import is_batch_invariant
 
 DistBackend = Literal["nccl", "gloo"]
 """The transport of tensors on GPUs; gloo copies them through host memory."""
@@ -99,7 +99,7 @@ class TPGroup:
         self.device = torch.device(device)
         self._device_group = device_group
         self._host_group = host_group
-        self._adds_in_order = size > 1 and policy_of(self.device).batch_invariant
+        self._adds_in_order = size > 1 and is_batch_invariant()
         self.symm_comm: SmallAllReduce | None = None
 
     @contextmanager

@@ -70,7 +70,7 @@ class LaunchedStep:
         owners = self.step.sample_owners
         for row, token_id in zip(found.rows, found.tokens):
             if token_id == FAILED:
-                error = InvalidRequest(self.sample.failures.get(row, "custom_logit_processor failed."))
+                error = InvalidRequest(self.sample.failures[row])
                 output = extras.setdefault(owners[row], RowOutput())
                 output.error_code, output.error = error.wire_code, error.message
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
 from ..distributed.tp import TPGroup
@@ -14,6 +15,7 @@ from ..request.extras import Extra, Report
 from ..request.sampling_metadata import FAILED, SamplingMetadata
 from ..request.step_output import RowOutput
 from .extras.logprobs import LOGPROBS, LogprobReport, SampledLogprobs, TokenLogprob
+from .extras.processor import PROCESSOR
 from .loose_acceptance import LooseSampling
 from .sampled_tokens import SampledTokenBuffers, SampledTokens
 from .sampling_backend import SamplingKernels, select_sampling_backend
@@ -27,7 +29,7 @@ class Sample(NamedTuple):
     runner's.
 
     A step that computes on ``tokens`` before the host has read them gets a token of the vocabulary even in rows that
-    have failed: its results are dropped with the request. ``failures`` says why, by row, on the rank that samples.
+    have failed: its results are dropped with the request. ``failures`` says why, by row.
     """
 
     tokens: torch.Tensor
@@ -115,12 +117,21 @@ class Sampler:
         if not extra_rows:
             tokens = self._tp.broadcast(self._plain(logits, rows))
             return Sample(tokens, self._buffers.copy(tokens))
+        reports: list[Report] = []
+        failures: Mapping[int, str] = _NO_FAILURES
         if self._tp.rank > 0:
-            tokens = self._tp.broadcast(torch.empty(len(rows), dtype=torch.int64, device=self._device))
-            return Sample(tokens.clamp(min=0), self._buffers.copy(tokens))
-        tokens, reports, failures = self._with_extras(logits, rows, previous, extra_rows, argmax, index)
+            tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
+        else:
+            tokens, reports, failures = self._with_extras(logits, rows, previous, extra_rows, argmax, index)
         self._tp.broadcast(tokens)
-        return Sample(tokens.clamp(min=0), self._buffers.copy(tokens), reports, failures)
+        return Sample(tokens.clamp(min=0), self._buffers.copy(tokens), reports, self._shared(failures, rows))
+
+    def _shared(self, failures: Mapping[int, str], rows: Sequence[SamplingMetadata]) -> Mapping[int, str]:
+        """Returns the sampling rank's ``failures`` on all ranks: each of them reports a failed request to its peers."""
+        if self._tp.size == 1 or not any(extra is PROCESSOR for row in rows for extra, _ in row.extras):
+            return failures
+        encoded = msgspec.msgpack.encode(failures) if self._tp.rank == 0 else None
+        return msgspec.msgpack.decode(self._tp.broadcast_bytes(encoded), type=dict[int, str])
 
     def _plain(self, logits: torch.Tensor, rows: Sequence[SamplingMetadata]) -> torch.Tensor:
         if self._tp.rank > 0:

@@ -74,6 +74,11 @@ def set_batch_invariant(on: bool) -> None:
     policy_of.cache_clear()
 
 
+def is_batch_invariant() -> bool:
+    """True where ``set_batch_invariant`` has asked for it."""
+    return _Switch.batch_invariant
+
+
 @functools.cache
 def policy_of(of: torch.device) -> Policy:
     return Policy.load(DeviceFacts(

@@ -109,7 +109,7 @@ def test_products_are_split(monkeypatch):
 
     tile = SplitKTile(128, 64, 64, 6, 2)
     split = SimpleNamespace(split_k_matmul=lambda x, weight, tile, gated: ("split", gated), split_k_partials=partials)
-    gemm = SimpleNamespace(split_k=lambda *shape: tile, fused_reduce=lambda *shape: tile,
+    gemm = SimpleNamespace(batch_invariant=False, split_k=lambda *shape: tile, fused_reduce=lambda *shape: tile,
                            small_m_max_rows=lambda *shape: 0, invariant=lambda itemsize: None)
     monkeypatch.setattr(dense_matmul, "_split_k", lambda: split)
     monkeypatch.setattr(dense_matmul, "policy_of", lambda device: SimpleNamespace(gemm=gemm))

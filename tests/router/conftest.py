@@ -184,7 +184,7 @@ class MockWorker:
         if path == b"/health":
             status_body = {"status": "ready", **({"epoch": self.info["epoch"]} if "epoch" in self.info else {})}
             served.answer(self.health, self.health_body or json.dumps(status_body).encode())
-        elif path == b"/get_load":
+        elif path == b"/get_load" and self.info.get("stream_continuation"):  # one of ours
             self.engine_asked += 1
             if not self.engine_answers:
                 await silence(served)
