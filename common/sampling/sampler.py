@@ -46,7 +46,7 @@ class Sample(NamedTuple):
 @dataclass(frozen=True)
 class SamplerOutput:
     """Sampled tokens and requested log-probabilities, one entry a row. ``failures`` says why rows have FAILED instead
-    of a token, on the rank that samples."""
+    of a token."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprob | None]
