@@ -25,7 +25,7 @@ async def test_a_stream_of_a_hung_worker_goes_on_elsewhere(start_router, worker,
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_stream_leaves_a_hung_worker_of_its_pair(start_router, worker, script, chat, role):
     """Decode in the middle of its stream; prefill before the first byte, which decode waits for."""
-    prefills, decodes = [await worker() for _ in range(2)], [await worker(counting(), **OURS) for _ in range(2)]
+    prefills, decodes = [await worker(**OURS) for _ in range(2)], [await worker(counting(), **OURS) for _ in range(2)]
     if role == "decode":
         decodes[0].behaviour = counting(until=3, then="hang")
     else:
