@@ -2,17 +2,20 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-FOLDERS := kernels common kvtransfer prefill decode router
+FOLDERS := kernels common kvtransfer prefill decode router lang
 TYPES := /tmp/baton-types-$(shell id -u)
 # Tests of the modules in pyproject.toml's [tool.coverage.run], which must cover all of their lines and branches.
 PURE := $(filter-out %/test_tool_routes.py,$(wildcard tests/common/parsers/test_*.py)) \
   tests/common/kvcache/test_kvcache.py tests/common/kvcache/test_cache_groups.py \
+  tests/common/kvcache/test_draft_gaps.py \
   tests/common/scheduler/test_scheduling.py tests/kvtransfer/test_group_transfers.py \
   tests/common/test_registry.py tests/common/config/test_rules.py tests/common/tokenizer/test_tokenizer.py \
   tests/common/speculative/test_draft_length.py tests/common/speculative/test_simulated.py \
   tests/kvtransfer/protocol tests/router/policies \
   tests/router/relay/test_pair_states.py tests/router/workers/test_circuit.py
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
+# Files of tests run in as many processes as there are cores, up to 4. Tests that have a GPU need it alone.
+PROCESSES := $(if $(HAS_GPU),,--numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder)
 
 .PHONY: demo test lint docs
 
@@ -25,7 +28,7 @@ test: $(VENV)/dev
 	@failed=; \
 	$(BIN)/python -m coverage run -m pytest $(PURE) || failed=1; \
 	$(BIN)/python -m coverage report || failed=1; \
-	$(BIN)/python -m pytest $(PURE:%=--ignore=%) || failed=1; \
+	$(BIN)/python -m pytest $(PROCESSES) $(PURE:%=--ignore=%) || failed=1; \
 	test -z "$$failed"
 
 # The type checker sees the checkout under the package's name through a link that stands outside of it.
@@ -33,7 +36,7 @@ lint: $(VENV)/dev
 	$(BIN)/ruff check .
 	@rm -rf $(TYPES) && mkdir -p $(TYPES) && ln -s "$(CURDIR)" $(TYPES)/baton
 	cd $(TYPES) && $(abspath $(BIN))/mypy --config-file baton/pyproject.toml --cache-dir $(abspath $(VENV))/mypy \
-	  $(foreach folder,$(FOLDERS),-p baton.$(folder)) -m baton.launch -m baton.bench
+	  $(foreach folder,$(FOLDERS),-p baton.$(folder)) -m baton.launch -m baton.bench -m baton.utils
 	@rm -rf $(TYPES)
 
 # Writes the pages that follow from the code, and builds the site into build/site; it loads nothing over the network.

@@ -27,6 +27,13 @@ def bench_one_batch(argv: Sequence[str] | None = None) -> None:
     one_batch.main(argv)
 
 
+@command("bench_one_batch_server")
+def bench_one_batch_server(argv: Sequence[str] | None = None) -> None:
+    from .common.bench import one_batch_server
+
+    one_batch_server.main(argv)
+
+
 @command("bench_draft_acceptance")
 def bench_draft_acceptance(argv: Sequence[str] | None = None) -> None:
     from .common.bench import draft_acceptance
@@ -39,6 +46,13 @@ def bench_deterministic(argv: Sequence[str] | None = None) -> None:
     from .common.bench import deterministic
 
     deterministic.main(argv)
+
+
+@command("bench_eval")
+def bench_eval(argv: Sequence[str] | None = None) -> None:
+    from .common.bench import evaluation
+
+    evaluation.main(argv)
 
 
 @command("bench_kvtransfer")

@@ -7,20 +7,22 @@ import importlib
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, NoReturn
 
 from .common.api.errors import ConfigError
 from .common.cluster import ClusterProcess, ask, run_parts, say
 from .common.config.addresses import check_free, find_free_ports
-from .common.config.cli import flag, nested, parse, to_argv
+from .common.config.cli import build, flag, nested, parse, read_values, to_argv
 from .common.config.command import command
 from .common.config.logs import LogArgs
 from .common.config.packages import check_engine
 from .common.config.roles import ROLES
 from .common.config.server import ServerConfig, ServerSections, SpeculativeArgs, StorageArgs
+from .common.config.server.sglang_flags import SGLANG_FLAGS
 from .common.obs.logging import check_folder, setup_logging
 from .router.config import RouterConfig
 from .router.sglang_flags import co_launched
@@ -28,8 +30,14 @@ from .router.sglang_flags import co_launched
 
 @command("launch_server")
 def launch_server(argv: Sequence[str] | None = None) -> None:
-    """Console script: a unified, prefill or decode server, by ``--disaggregation-mode``."""
-    config = parse(ServerConfig, argv, prog="launch_server", description="Start a server.")
+    """Console script: a unified, prefill or decode server, by ``--disaggregation-mode``; with ``--dp-size`` alone
+    several whole servers behind a router, as in SGLang."""
+    values = read_values(ServerConfig, argv, prog="launch_server", description="Start a server.", foreign=SGLANG_FLAGS)
+    if (copies := copies_of(values)) is not None:
+        print(f"launch_server: --dp-size {copies.cluster.dp_size} starts as many whole servers behind a router.",
+              file=sys.stderr, flush=True)
+        _start_cluster(copies, [])
+    config = build(ServerConfig, values)
     sys.exit(importlib.import_module(config.role.launcher).run(config))
 
 
@@ -88,6 +96,23 @@ class ClusterConfig:
         return ["prefill"] * args.prefill + ["decode"] * args.decode
 
 
+_BALANCING = {"round_robin": "round_robin", "shortest_queue": "least_loaded", "minimum_tokens": "least_loaded"}
+"""Policies of the router by ``--load-balance-method``."""
+
+
+def copies_of(values: Mapping[str, Any]) -> ClusterConfig | None:
+    """The cluster that a server's flags ask for by ``--dp-size`` without ``--enable-dp-attention``: whole servers
+    behind a router at the server's address. None where they ask for one server. Raises ConfigError."""
+    if values.get("dp_size", 1) == 1 or values.get("enable_dp_attention") or not ROLES.get(
+            values.get("disaggregation_mode", "null")).serves_alone or values.get("nnodes", 1) > 1:
+        return None
+    config = {key: value for key, value in values.items() if key not in (*DECIDED_BY_CLUSTER, "load_balance_method")}
+    if (method := values.get("load_balance_method")) is not None:
+        config["policy"] = _BALANCING[method]
+    return build(ClusterConfig,
+                 {**config, **{key: values[key] for key in ("host", "port", "dp_size") if key in values}})
+
+
 @dataclass(frozen=True)
 class ClusterPlan:
     """The configurations of a cluster's processes, servers by name."""
@@ -119,13 +144,14 @@ def plan_cluster(config: ClusterConfig, num_gpus: int, router_flags: Sequence[st
     overlap. ``router_flags`` win over what the router gets by itself. Raises ConfigError."""
     router = _plan_router(config, router_flags)
     events_ports = _events_ports(config, router)
-    count, parallel = len(config.roles), config.servers.parallel
-    slots = max(1, num_gpus // parallel.world_size)
+    count = len(config.roles)
+    width = config.servers.parallel.world_size * config.servers.model.gpu_id_step
+    slots = max(1, num_gpus // width)
     sharing = -(-count // slots) if num_gpus else 1
     servers: dict[str, ServerConfig] = {}
     for index, role in enumerate(config.roles):
         servers[f"{ROLES.get(role).component}-{config.roles[:index].count(role)}"] = _plan_server(
-            config, index, gpu=index % slots * parallel.world_size, sharing=sharing, events_port=events_ports[index])
+            config, index, gpu=index % slots * width, sharing=sharing, events_port=events_ports[index])
     return ClusterPlan(servers, router)
 
 
@@ -189,9 +215,13 @@ def _events_ports(config: ClusterConfig, router: RouterConfig) -> list[int]:
 def launch_cluster(argv: Sequence[str] | None = None) -> None:
     """Console script: router, prefill and decode servers on this host, the shipped chat model by default."""
     own, router_flags = co_launched(sys.argv[1:] if argv is None else argv)
-    config = parse(ClusterConfig, own, prog="launch_cluster", defaults=DEFAULTS,
+    config = parse(ClusterConfig, own, prog="launch_cluster", defaults=DEFAULTS, foreign=SGLANG_FLAGS,
                    description="Start a router with prefill and decode servers on this host. --router-FLAG gives "
                    "launch_router its --FLAG.")
+    _start_cluster(config, router_flags)
+
+
+def _start_cluster(config: ClusterConfig, router_flags: Sequence[str]) -> NoReturn:
     check_engine()
     plan = plan_cluster(config, _count_gpus(config.servers.model.device), router_flags)
     plan.check_ports(config.cluster)

@@ -17,6 +17,7 @@ from .common.commands.base import Endpoint
 from .common.commands.methods import CommandMethods
 from .common.config.cli import build
 from .common.config.server import ServerConfig
+from .common.config.server.sglang_flags import SGLANG_FLAGS
 from .common.serving.offline import Cluster, EngineProcesses
 
 T = TypeVar("T")
@@ -31,7 +32,8 @@ class Engine(CommandMethods):
         with Engine("tinychat") as engine:
             engine.generate("The capital of France is", {"temperature": 0})["text"]
 
-    Flags of ``launch_server`` are keywords, with underscores: ``Engine("tinychat", page_size=16, device="cpu")``.
+    Flags of ``launch_server`` are keywords, with underscores: ``Engine("tinychat", page_size=16, device="cpu")``;
+    SGLang's are taken, translated or refused as there.
     With ``prefill`` and ``decode``, each a (maybe empty) dict of flags for that role alone, two engines hand the KV
     cache over: ``Engine("tinychat", prefill={}, decode={"base_gpu_id": 1})``.
 
@@ -102,6 +104,16 @@ class Engine(CommandMethods):
         if stream:
             return self._async_iterate(self._cluster.stream_chat(body))
         return await asyncio.wrap_future(self._thread.submit(self._cluster.chat(body)))
+
+    def tokenize(self, prompt: str | list[str] | None = None, *, messages: list[dict[str, Any]] | None = None,
+                 **fields: Any) -> Any:
+        """The answer of ``/tokenize`` to a text, texts, or the messages of a chat, as a dict."""
+        given = {name: value for name, value in (("prompt", prompt), ("messages", messages)) if value is not None}
+        return self._thread.run(self._cluster.tokenize({**fields, **given}))
+
+    def detokenize(self, tokens: list[int] | list[list[int]], **fields: Any) -> Any:
+        """The answer of ``/detokenize``, as a dict."""
+        return self._thread.run(self._cluster.detokenize({**fields, "tokens": tokens}))
 
     # ------------------------------------------------------------------ the engine as a whole
 
@@ -174,7 +186,7 @@ def _generate_body(prompt: Any, sampling_params: Any, stream: bool, fields: dict
 def _unified(flags: Mapping[str, Any]) -> list[EngineProcesses]:
     from .common.serving.unified_server import run_rank
 
-    return [EngineProcesses(build(ServerConfig, dict(flags)), run_rank)]
+    return [EngineProcesses(build(ServerConfig, flags, foreign=SGLANG_FLAGS), run_rank)]
 
 
 def _pair(flags: Mapping[str, Any], prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> list[EngineProcesses]:
@@ -183,8 +195,8 @@ def _pair(flags: Mapping[str, Any], prefill: Mapping[str, Any], decode: Mapping[
     from .prefill.launch import run_rank as run_prefill
 
     common = {"disaggregation_bootstrap_port": _free_port(), **flags}
-    one = build(ServerConfig, {**common, **prefill, "disaggregation_mode": "prefill"})
-    two = build(ServerConfig, {**common, **decode, "disaggregation_mode": "decode"})
+    one = build(ServerConfig, {**common, **prefill, "disaggregation_mode": "prefill"}, foreign=SGLANG_FLAGS)
+    two = build(ServerConfig, {**common, **decode, "disaggregation_mode": "decode"}, foreign=SGLANG_FLAGS)
     args = one.disaggregation
     address = one.http.host, args.disaggregation_bootstrap_port
     return [EngineProcesses(one, run_prefill, [lambda: BootstrapServer(*address, secret=args.cluster_secret)]),

@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
-FOLDERS = ("common", "kernels", "kvtransfer", "prefill", "decode", "router")
+FOLDERS = ("common", "kernels", "kvtransfer", "prefill", "decode", "router", "lang")
 
 PACKAGES = [f"baton.{name}" for folder in FOLDERS for name in find_packages(include=[folder, f"{folder}.*"])]
 

@@ -9,12 +9,14 @@ from ..common.config.cli import parse
 from ..common.config.command import command
 from ..common.config.packages import check_engine
 from ..common.config.server import ServerConfig
+from ..common.config.server.sglang_flags import SGLANG_FLAGS
 from ..common.engine.rank_spec import RankSpec
 
 
 @command("launch_decode")
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse(ServerConfig, argv, prog="launch_decode", description="Start a decode server.",
+                   foreign=SGLANG_FLAGS,
                    defaults={"disaggregation_mode": "decode"}, adjust=lambda config: config.require_mode("decode"))
     sys.exit(run(config))
 

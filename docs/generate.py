@@ -20,16 +20,21 @@ from typing import Any, NamedTuple, TypeGuard
 from baton.common.api.messages import State
 from baton.common.bench.deterministic_args import DeterministicArgs
 from baton.common.bench.draft_args import BenchDraft
+from baton.common.bench.eval_args import BenchEval
 from baton.common.bench.offline_args import BenchOffline
 from baton.common.bench.one_batch_args import BenchOneBatch
+from baton.common.bench.one_batch_server_args import BenchOneBatchServer
 from baton.common.bench.serving_args import BenchServing
 from baton.common.commands.base import Endpoint
 from baton.common.commands.methods import signature_of
 from baton.common.commands.registry import own_endpoints
 from baton.common.config.cli import _Flag, _flags, _shape
+from baton.common.config.foreign_flags import Automatic, Foreign, Mapped, Refused
 from baton.common.config.roles import ROLES
 from baton.common.config.rules import rules_of
-from baton.common.config.server import ServerConfig
+from baton.common.config.server import ObserveArgs, ServerConfig
+from baton.common.config.server.sglang_flags import SGLANG_FLAGS
+from baton.common.obs.buckets import Buckets
 from baton.common.obs.engine_metrics import COUNTERS, GAUGES
 from baton.common.obs.metrics import ServerMetrics
 from baton.common.obs.sglang_aliases import SGLANG_NAMES
@@ -62,9 +67,13 @@ COMMANDS = (
             "`tinychat` and `--disaggregation-transfer-backend` is `auto` by default."),
     Command("bench_serving", BenchServing, "A load on any server: [benchmarks](benchmarks.md)."),
     Command("bench_one_batch", BenchOneBatch, "Prefill and decode steps of one batch, without a server."),
+    Command("bench_one_batch_server", BenchOneBatchServer, "Batches sent at once to a server, which it starts with the "
+            "flags of `launch_server` or finds at `--base-url`."),
     Command("bench_offline_throughput", BenchOffline, "`baton.Engine` over a data set."),
     Command("bench_deterministic", DeterministicArgs, "Whether a server's answers depend on what it computes beside "
             "them: [deterministic inference](deterministic.md)."),
+    Command("bench_eval", BenchEval, "The share of right answers to MMLU, GSM8K or HellaSwag: "
+            "[benchmarks](benchmarks.md#accuracy)."),
     Command("bench_draft_acceptance", BenchDraft, "How many draft tokens a model's MTP layers would get accepted."),
     Command("bench_kvtransfer", BenchArgs, "KV transfers between processes: [KV transfer](transfer.md#measure)."),
 )
@@ -135,6 +144,69 @@ def anchor(title: str) -> str:
     return "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c in "-_")
 
 
+# ---------------------------------------------------------------------- flags of SGLang's servers
+
+
+def sglang_names() -> dict[str, str]:
+    """SGLang's server flags and aliases, and what becomes of each here."""
+    lines = (ROOT / "tests/common/config/sglang_flags.txt").read_text().splitlines()
+    return dict(line.split() for line in lines if not line.startswith("#"))
+
+
+def sglang_page() -> str:
+    names = sglang_names()
+    lines = [*sglang_introduction(names), "",
+             "## Flags of Baton", "",
+             "They have SGLang's meaning; [flags](flags.md) describes them.", "",
+             code(name for name, outcome in names.items() if outcome == "ours"), "",
+             "## Other flags here", "", "| flag | here |", "|---|---|"]
+    lines += [row(code([name]), marked(flag.becomes)) for name, flag in of_outcome(Mapped)]
+    lines += ["", "Values that are others here:", "", "| flag | value | here |", "|---|---|---|"]
+    lines += [row(code([name]), code([theirs]), code([ours])) for name, values in SGLANG_FLAGS.values.items()
+              for theirs, ours in values.to.items()]
+    lines += ["", "## Not needed", "", "| flags | because |", "|---|---|", *by_reason(Automatic)]
+    lines += ["", "## Refused", "", "| flags | because |", "|---|---|", *by_reason(Refused)]
+    lines += ["", "Values that are refused:", "", "| flag | values | because |", "|---|---|---|"]
+    for name, values in SGLANG_FLAGS.values.items():
+        for reason in dict.fromkeys(values.refused.values()):
+            refused = [value for value, each in values.refused.items() if each == reason]
+            lines.append(row(code([name]), code(refused), marked(reason)))
+    return "\n".join([*lines, ""])
+
+
+def sglang_introduction(names: dict[str, str]) -> list[str]:
+    return ["# SGLang's server flags", "", NOTE, "",
+            "`launch_server`, `launch_prefill`, `launch_decode`, `launch_cluster`, `python -m baton.launch_server` "
+            "and `baton.Engine` take SGLang's flags: every one of 0.5.2 and 0.5.23 works, or ends in a sentence that "
+            "says why not. Names may have dashes or underscores and be abbreviated, on the command line and in "
+            "`--config` files (YAML or JSON; `true` gives a flag, `false` and `null` leave it out). Flags that are "
+            "not needed and those that are others here are reported by a line on stderr. `--help` lists ours.", "",
+            f"Of {len(names)} names, " + ", ".join(
+                f"{sum(outcome == each for outcome in names.values())} are {text}" for each, text in (
+                    ("ours", "flags of Baton"), ("mapped", "other flags here"), ("automatic", "not needed"),
+                    ("refused", "refused"))) + ".", "",
+            "`--dp-size N` without `--enable-dp-attention` starts N whole servers behind a router, at the address "
+            "that the server would have had."]
+
+
+def of_outcome(kind: type) -> Iterator[tuple[str, Any]]:
+    return ((name, flag) for name, flag in SGLANG_FLAGS.flags.items() if isinstance(flag, kind))
+
+
+def by_reason(kind: type[Foreign]) -> Iterator[str]:
+    """A row for each reason, with the flags that have it; values with which a refused flag is taken follow it."""
+    reasons: dict[str, list[str]] = {}
+    for name, flag in of_outcome(kind):
+        harmless = " or ".join(f"`{value}`" for value in getattr(flag, "harmless", ()) if value)
+        reasons.setdefault(flag.reason, []).append(f"`{name}`" + (f" (but {harmless})" if harmless else ""))
+    return (row(", ".join(flags), marked(reason)) for reason, flags in reasons.items())
+
+
+def marked(text: str) -> str:
+    """Prose with its flags and paths as code."""
+    return re.sub(r"(?<![\w`])(--?[a-z][\w-]+|/[a-z]\w*(?:/[a-z]\w*)*)", r"`\1`", text)
+
+
 # ---------------------------------------------------------------------- metrics
 
 
@@ -145,7 +217,8 @@ def metrics_page() -> str:
              "`baton_build_info` (versions as labels).", "", "## Servers", "",
              "All have the labels `model_name` and `mode` (`null` for a unified server, `prefill`, `decode`). Counters "
              "are there from the start; the engine's gauges appear once weights are loaded. Those of `spec_` are there "
-             "with `--speculative-algorithm`, and with `--speculative-simulate-acceptance` all metrics have the label "
+             "with `--speculative-algorithm`, the histograms of tokens with `--collect-tokens-histogram`, and with "
+             "`--speculative-simulate-acceptance` all metrics have the label "
              "`simulated=\"true\"`.", "",
              "| metric | type | servers | further labels | meaning | SGLang's name |", "|---|---|---|---|---|---|"]
     lines += server_rows()
@@ -168,7 +241,8 @@ def server_rows() -> Iterator[str]:
 def server_families(mode: str) -> Iterable[Any]:
     """The metrics of a server whose engine has reported once."""
     role = ROLES.get(mode)
-    metrics = ServerMetrics("m", mode, speculates=role.decodes)
+    metrics = ServerMetrics("m", mode, speculates=role.decodes,
+                            buckets=Buckets.of_flags(ObserveArgs(collect_tokens_histogram=True)))
     metrics.count_outcome("stop")
     gauges = {name: 0.0 for name, gauge in GAUGES.items() if gauge.exported_by(role)}
     counters = {name: 0.0 for name, counter in COUNTERS.items() if counter.exported_by(role) and counter.label is None}
@@ -226,9 +300,10 @@ FAMILIES = (
     Family("Flags and files that name them",
            "A value has the wrong type or range, or two flags exclude each other. The sentence names the flag; "
            "[flags](flags.md) lists what each takes.",
-           ("common/config/cli.py", "common/config/logs.py", "common/config/rules.py", "common/config/server",
+           ("common/config/cli.py", "common/config/foreign_flags.py", "common/config/logs.py",
+            "common/config/rules.py", "common/config/server",
             "common/registry.py", "common/commands", "launch.py",
-            "offline.py", "common/serving/offline")),
+            "offline.py", "common/serving/offline", "common/serving/native")),
     Family("Packages and GPUs",
            "Something is not installed, or the host shows no GPU. Install the extras that the sentence names "
            "([install](deployment.md#install)); in a container check that it was given its GPUs.",
@@ -242,7 +317,8 @@ FAMILIES = (
     Family("Checkpoints",
            "The model's folder is incomplete, of an architecture or form that is not supported ([models](models.md)), "
            "or does not match its config.json.",
-           ("common/config/model.py", "common/config/model_config.py", "common/config/moe.py", "common/config/mla.py",
+           ("common/config/model.py", "common/config/model_config.py", "common/config/draft_model.py",
+            "common/config/moe.py", "common/config/mla.py",
             "common/config/rope.py", "common/config/window.py", "common/models",
             "common/config/checkpoint.py", "common/config/hub.py", "common/weights", "common/runner/model_weights.py",
             "common/speculative")),
@@ -412,7 +488,8 @@ def flags_of(sentence: str) -> Iterable[str]:
     return dict.fromkeys(re.findall(r"--[a-z][a-z0-9-]*", sentence))
 
 
-PAGES: dict[str, Callable[[], str]] = {"flags.md": flags_page, "metrics.md": metrics_page, "errors.md": errors_page,
+PAGES: dict[str, Callable[[], str]] = {"flags.md": flags_page, "sglang-flags.md": sglang_page,
+                                       "metrics.md": metrics_page, "errors.md": errors_page,
                                        "layers.md": layers.page, "admin.md": admin_page,
                                        "compatibility.md": compatibility_page,
                                        "../common/commands/methods.pyi": engine_methods}

@@ -18,10 +18,18 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
+class NormWeight(NamedTuple):
+    """A root-mean-square norm: its ``weight`` [width]."""
+
+    weight: torch.Tensor
+    eps: float
+
+
 class RowMask(NamedTuple):
-    """Which slots the rows of a batch see. All of a request's rows see all slots but its last ``counts[b]`` ([B] int32,
-    64 at most), and of these the j-th where bit j of the row's word is set (``words`` [T] int64). The set bits are the
-    row's ancestors and itself: as many tokens precede it as there are slots before, and other bits."""
+    """A mask of the slots that the rows of a batch see. All of a request's rows see all slots but its last
+    ``counts[b]`` ([B] int32, 64 at most), and of these the j-th where bit j of the row's word is set (``words`` [T]
+    int64). The set bits are the row's ancestors and itself: as many tokens precede it as there are slots before, and
+    other bits."""
 
     words: torch.Tensor
     counts: torch.Tensor
@@ -102,3 +110,132 @@ class Segment:
     table: torch.Tensor
     block_request: torch.Tensor
     block_row: torch.Tensor
+
+
+class ChainPages(NamedTuple):
+    """The pages of B requests: ``kv_indices`` [N] int32 from ``kv_indptr[b]`` to ``kv_indptr[b + 1]`` ([B + 1] int32)
+    are request b's, at least one each, of ``page_size`` tokens. Slots beyond them are in ``scratch_page``. Positions
+    are below ``max_length``."""
+
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
+    page_size: int
+    scratch_page: int
+    max_length: int
+
+
+class KnownChains(NamedTuple):
+    """Chains of B requests that the host knows: ``positions`` [B] of the newest tokens, ``tokens`` [B, width] these and
+    their drafts, ``num_drafts`` [B]; int64, contiguous."""
+
+    positions: torch.Tensor
+    tokens: torch.Tensor
+    num_drafts: torch.Tensor
+
+
+CHAIN_COUNT, CHAIN_POSITION, CHAIN_DRAFTS, CHAIN_TOKENS = range(4)
+"""The columns of a ChainState, whose last ones are its samples."""
+
+
+class ChainState(NamedTuple):
+    """The results of a step of chains, a row for each request: for the next step, which reads it on the device, and for
+    the host, which copies ``packed`` [R, 4 + 2 * max_drafts + 1] int64 and reads it by the same names."""
+
+    packed: torch.Tensor
+    max_drafts: int
+
+    @classmethod
+    def empty(cls, rows: int, max_drafts: int, device: torch.device) -> ChainState:
+        """Makes a state of ``rows`` requests that have no tokens."""
+        return cls(torch.zeros(rows, CHAIN_TOKENS + 2 * (max_drafts + 1), dtype=torch.int64, device=device), max_drafts)
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """The tokens [R] that the step has given each request: the first of ``samples``."""
+        return self.packed[:, CHAIN_COUNT]
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """The positions [R] of the newest tokens."""
+        return self.packed[:, CHAIN_POSITION]
+
+    @property
+    def num_drafts(self) -> torch.Tensor:
+        """The number of drafts [R] after the newest tokens."""
+        return self.packed[:, CHAIN_DRAFTS]
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """The newest tokens and the drafts [R, 1 + max_drafts]."""
+        return self.packed[:, CHAIN_TOKENS:CHAIN_TOKENS + 1 + self.max_drafts]
+
+    @property
+    def samples(self) -> torch.Tensor:
+        """The samples [R, 1 + max_drafts] of the step's rows; those of failed rows are negative."""
+        return self.packed[:, CHAIN_TOKENS + 1 + self.max_drafts:]
+
+
+class PlacedRows(NamedTuple):
+    """``width`` rows of each of B requests, one after the other, in their pages; int64 but ``kv_last_page_len``.
+
+    ``starts`` [B]: the position of each request's first row. ``positions`` [B * width] are below the pages'
+    ``max_length``, ``page_of_token`` and ``offset_in_page`` [B * width] say where rows are stored, and
+    ``kv_last_page_len`` [B] int32 counts the tokens in the last of a request's pages, where it has more pages than
+    tokens none or less.
+    """
+
+    starts: torch.Tensor
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    page_of_token: torch.Tensor
+    offset_in_page: torch.Tensor
+    kv_last_page_len: torch.Tensor
+
+
+class PlacedChains(NamedTuple):
+    """``rows`` of a step of chains. Of each request the first ``valid`` [B] int64 are its newest token and drafts, the
+    others void. ``sample_positions`` [B * width] int64: the position of the token that is sampled after each row."""
+
+    rows: PlacedRows
+    valid: torch.Tensor
+    sample_positions: torch.Tensor
+
+
+class DraftPasses(NamedTuple):
+    """Rows of the passes of a drafter, one a request in each: pass a's is ``a`` positions after the request's newest
+    token. All are [passes, B], as PlacedRows' of width 1."""
+
+    positions: torch.Tensor
+    page_of_token: torch.Tensor
+    offset_in_page: torch.Tensor
+    kv_last_page_len: torch.Tensor
+
+
+class AcceptedChains(NamedTuple):
+    """Accepted rows of a step of B chains; int64 but ``kv_last_page_len``.
+
+    ``next_ids`` [B * width]: the sample of each row, of the vocabulary also where a row is void or has failed;
+    ``sequences`` [B, 1 + width]: the first row's token and these. ``counts`` [B]: how many rows of each request are
+    accepted, 0 where it has no valid ones; ``last_rows`` [B]: the last of these among all rows, the first one of a
+    request without; ``newest_rows`` [B]: the newest token's among all ``sequences``. ``newest`` [B] are the newest
+    tokens after the step, ``positions`` [B] theirs, and ``kv_last_page_len`` [B] int32 counts the tokens before them in
+    the last of a request's pages. ``passes``: as many as there may be drafts, and one more.
+    """
+
+    next_ids: torch.Tensor
+    sequences: torch.Tensor
+    counts: torch.Tensor
+    last_rows: torch.Tensor
+    newest_rows: torch.Tensor
+    newest: torch.Tensor
+    positions: torch.Tensor
+    kv_last_page_len: torch.Tensor
+    passes: DraftPasses
+
+
+class SimulatedCounts(NamedTuple):
+    """Draws how many drafts are accepted: as many as there are ``thresholds`` [n] int64 above the upper 53 bits of a
+    hash of the request's ``keys`` [B or more] int64 and the position of its newest token."""
+
+    keys: torch.Tensor
+    thresholds: torch.Tensor

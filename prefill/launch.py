@@ -9,12 +9,14 @@ from ..common.config.cli import parse
 from ..common.config.command import command
 from ..common.config.packages import check_engine
 from ..common.config.server import ServerConfig
+from ..common.config.server.sglang_flags import SGLANG_FLAGS
 from ..common.engine.rank_spec import RankSpec
 
 
 @command("launch_prefill")
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse(ServerConfig, argv, prog="launch_prefill", description="Start a prefill server.",
+                   foreign=SGLANG_FLAGS,
                    defaults={"disaggregation_mode": "prefill"}, adjust=lambda config: config.require_mode("prefill"))
     sys.exit(run(config))
 

@@ -15,8 +15,9 @@ from ..common.api.errors import AbortRequested, InvalidRequest, ServingError
 from ..common.api.messages import Finish, Logprobs
 from ..common.config.server.disaggregation import TransferOverlap
 from ..common.distributed.agreement import RankAgreement
-from ..common.execution.executor import Executor, LaunchedStep
-from ..common.execution.pp_executor import PPExecutor, PPStep
+from ..common.execution.executor import Executor
+from ..common.execution.launched import Launched
+from ..common.execution.pp_executor import PPExecutor
 from ..common.execution.pp_pipeline import make_pipeline
 from ..common.request.req import Req
 from ..common.request.step_output import add_prompt_results, row_results
@@ -155,10 +156,10 @@ class PrefillScheduler:
         self._kv_push.push_retained(req)
         self._hand_over(transfer, req.append_token(result.token_id), result)
 
-    def _take_in(self, launched: LaunchedStep | PPStep) -> None:
+    def _take_in(self, launched: Launched) -> None:
         step, output = launched.step, launched.wait()
         add_prompt_results(step, output)
-        for req, token_ids, logprobs, error, drafts in row_results(step, output):
+        for req, token_ids, logprobs, error, drafts, _ in row_results(step, output):
             transfer = self.transfers.find(req)
             if transfer is None or transfer.status is not TransferStatus.COMPUTING:
                 continue

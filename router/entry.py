@@ -32,7 +32,7 @@ from .relay.pair import PairRelay
 from .relay.retry import Backoff, Retries
 from .relay.session_affinity import STORE_PATHS, affine_worker, affine_worker_unavailable, affinity_key, with_session_id
 from .relay.single import Relay
-from .routes import Route, RouteTable
+from .routes import COMPUTING, Route, RouteTable
 from .workers.registry import Role, Worker
 from .workers.roles import PAIR, SENDER, answering_role
 
@@ -201,7 +201,7 @@ class RequestHandler:
             response.log = StreamLog(request.body, cumulative=request.path == b"/generate")
             request.headers += TOKEN_IDS_HEADER
         relay = self._make_relay(response, fields, pinned, pair)
-        if self._gate is not None and request.method == b"POST":
+        if self._gate is not None and request.method in COMPUTING:
             response.permit = self._gate.admission.try_acquire()
             if response.permit is None:
                 self._gate.start(response, relay)
@@ -221,7 +221,7 @@ class RequestHandler:
                 if alone:
                     return Relay(dispatcher, response, self._role, alone[0], baton_only=True)
             return PairRelay(dispatcher, response, fields, pinned=pinned)
-        role = self._role if request.method == b"POST" else self._role_of_query(request)
+        role = self._role if request.method in COMPUTING else self._role_of_query(request)
         subject = dispatcher.subject(role, request, fields)
         return Relay(dispatcher, response, role, subject, pinned=pinned,
                      retries=self._no_retries() if pinned is not None else None)

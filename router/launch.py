@@ -19,7 +19,7 @@ from .admin.rights import is_loopback
 from .app import Router, serve
 from .config import RouterConfig
 from .process_setup import prepare
-from .sglang_flags import translate
+from .sglang_flags import SGLANG_FLAGS, translate
 
 if TYPE_CHECKING:
     from .multiprocess.supervisor import Supervisor
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a router until SIGTERM or SIGINT; exits with status 2 and one sentence when it cannot start."""
     config = parse(RouterConfig, translate(sys.argv[1:] if argv is None else argv), prog="launch_router",
+                   foreign=SGLANG_FLAGS,
                    description="Route OpenAI-compatible requests to whole workers or to pairs of prefill and decode.")
     setup_logging(config.logs, "router")
     prepare()

@@ -10,20 +10,25 @@ from ..common.commands.base import Broadcast
 from ..common.commands.registry import all_endpoints
 
 _POST, _GET = (b"POST",), (b"GET", b"HEAD")
+COMPUTING = (b"POST", b"PUT")
+"""Methods of requests that workers compute; SGLang's endpoints take either for some."""
 
-PAIR_PATHS = frozenset((b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/v1/messages", b"/generate"))
+PAIR_PATHS = frozenset((b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/v1/messages", b"/generate",
+                        b"/invocations"))
 """Paths that need a pair in a cluster of pairs; all others need one worker of either role. Streams of our servers name
 their tokens here, so that another worker can continue them."""
 
 RELAYED: dict[bytes, tuple[bytes, ...]] = {
     **dict.fromkeys(PAIR_PATHS, _POST),
-    **dict.fromkeys((b"/encode", b"/classify", b"/score", b"/rerank", b"/pooling", b"/tokenize", b"/detokenize",
-                     b"/v1/embeddings", b"/v1/rerank", b"/v1/score", b"/v1/classify",
+    **dict.fromkeys((b"/generate", b"/encode", b"/classify", b"/v1/rerank"), COMPUTING),
+    **dict.fromkeys((b"/open_session", b"/close_session", b"/get_memory_pool_size"), (b"POST", b"GET")),
+    **dict.fromkeys((b"/generate_from_file", b"/score", b"/rerank", b"/pooling", b"/tokenize", b"/detokenize",
+                     b"/v1/embeddings", b"/v1/score", b"/v1/classify",
                      b"/v1/tokenize", b"/v1/detokenize",
-                     b"/open_session", b"/close_session", b"/separate_reasoning", b"/parse_function_call",
-                     b"/vertex_generate"), _POST),
+                     b"/separate_reasoning", b"/parse_function_call", b"/function_call", b"/vertex_generate"), _POST),
     **dict.fromkeys((b"/v1/models", b"/get_model_info", b"/model_info", b"/get_server_info", b"/server_info",
-                     b"/health_generate", b"/openapi.json"), _GET),
+                     b"/get_server_args", b"/get_max_total_num_tokens", b"/get_weight_version", b"/health_generate",
+                     b"/openapi.json"), _GET),
 }
 """Methods of the paths that are relayed to one worker."""
 
@@ -48,7 +53,7 @@ _OTHER_BROADCASTS: dict[bytes, Broadcast] = {
                      b"/v1/unload_lora_adapter"),
                     Broadcast(slow=True, renames=True)),
 }
-"""What is sent to every worker besides commands: requests to abort, and endpoints of other engines."""
+"""Endpoints that are sent to every worker besides commands: requests to abort, and those of other engines."""
 
 
 @functools.cache
@@ -56,7 +61,8 @@ def broadcasts() -> dict[bytes, tuple[tuple[bytes, ...], Broadcast]]:
     """Methods of the paths that are sent to every worker, by path: those of registered commands, and others. Raises
     ConfigError for a plug-in that does not load."""
     found: dict[bytes, tuple[tuple[bytes, ...], Broadcast]] = {
-        path: (_POST, broadcast) for path, broadcast in _OTHER_BROADCASTS.items()}
+        path: ((b"GET", b"POST") if path == b"/configure_logging" else _POST, broadcast)
+        for path, broadcast in _OTHER_BROADCASTS.items()}
     for endpoint in all_endpoints():
         if endpoint.broadcast is not None:
             found[endpoint.path.encode()] = tuple(map(str.encode, endpoint.methods)), endpoint.broadcast

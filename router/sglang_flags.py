@@ -6,10 +6,10 @@ a script written for sglang-router either does here what it did there, or fails 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from ..common.api.errors import ConfigError
+from ..common.config.foreign_flags import Automatic, ForeignFlags, Refused
 
 _NO_TOKENIZER = "prompts are read as they are"
 _NO_PARSER = "answers pass through as they are; the workers have the parser"
@@ -28,12 +28,6 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("--jwt-issuer", "--jwt-audience", "--jwt-jwks-uri", "--jwt-role-mapping"), _NO_JWT),
     "--control-plane-audit-enabled": "the access log (--log-level info) has every request; use that",
 }
-_DEFAULT_VALUES: dict[str, tuple[frozenset[str], str]] = {
-    "--backend": (frozenset(("sglang", "openai")), "workers of any make are spoken to alike"),
-    "--history-backend": (frozenset(("none",)), _NO_HISTORY),
-}
-"""Flags with the values that ask for what the router does anyway, which are dropped, and the reason against others."""
-
 NOT_NEEDED: dict[str, str] = {
     **dict.fromkeys(("--model-path", "--tokenizer-path", "--chat-template", "--tokenizer-cache-enable-l0",
                      "--tokenizer-cache-l0-max-entries", "--tokenizer-cache-enable-l1",
@@ -44,29 +38,20 @@ NOT_NEEDED: dict[str, str] = {
 either. They are dropped, and a line on stderr says so."""
 _SWITCHES = frozenset(("--tokenizer-cache-enable-l0", "--tokenizer-cache-enable-l1"))
 
+SGLANG_FLAGS = ForeignFlags({
+    **{name: Refused(reason) for name, reason in REFUSED.items()},
+    **{name: Automatic(reason, "0" if name in _SWITCHES else "1") for name, reason in NOT_NEEDED.items()},
+    "--backend": Refused("workers of any make are spoken to alike", ("sglang", "openai")),
+    "--history-backend": Refused(_NO_HISTORY, ("none",)),
+})
+
 
 def translate(argv: Sequence[str]) -> list[str]:
     """``argv`` without sglang-router's flags that change nothing here; raises ConfigError for those that would."""
-    translated: list[str] = []
-    words = iter(argv)
-    for word in words:
-        name, joined, value = word.partition("=")
+    for word in argv:
         if word.startswith("grpc://"):
             raise ConfigError(f"{word} is not supported: give the worker's HTTP address, http://HOST:PORT.")
-        if name in REFUSED:
-            raise ConfigError(f"{name} is not supported: {REFUSED[name]}.")
-        if name not in _DEFAULT_VALUES and name not in NOT_NEEDED:
-            translated.append(word)
-            continue
-        if not joined and name not in _SWITCHES:
-            value = next(words, "")
-        if name in NOT_NEEDED:
-            print(f"launch_router: {name} is not needed: {NOT_NEEDED[name]}.", file=sys.stderr)
-            continue
-        accepted, reason = _DEFAULT_VALUES[name]
-        if value not in accepted:
-            raise ConfigError(f"{name} {value} is not supported: {reason}.")
-    return translated
+    return SGLANG_FLAGS.split(argv, (), "launch_router")[0]
 
 
 _ROUTER_PREFIX = "--router-"

@@ -14,6 +14,7 @@ MAY_IMPORT = {
     "prefill": {"kvtransfer", "common"},
     "decode": {"kvtransfer", "common"},
     "router": {"common"},
+    "lang": {"offline"},
 }
 TORCH_FREE = {"api", "commands", "config", "obs", "registry"}
 """Parts of common/ that the router may use, besides the schemas of common/serving/."""
@@ -43,7 +44,7 @@ def test_router_uses_only_the_torch_free_parts_of_common():
     "baton.router.app", "baton.common.serving.server", "baton.common.serving.protocol.sampling",
     "baton.common.kvcache.manager",
     "baton.kvtransfer.bootstrap", "baton.prefill.launch", "baton.decode.launch", "baton.launch", "baton",
-    "baton.offline", "baton.bench", "baton.common.bench.serving",
+    "baton.offline", "baton.bench", "baton.lang", "baton.common.bench.serving",
 ])
 def test_import_does_not_bring_torch(module):
     """The router's install has no torch, and an API server that imports it starts seconds later."""

@@ -36,8 +36,8 @@ def test_contents(wheel):
     tops = {name.split("/")[0] for name in names}
     assert tops == {"baton", next(t for t in tops if t.endswith(".dist-info"))}
     inside = {name.split("/")[1] for name in names if name.startswith("baton/")}
-    assert inside == {"py.typed", "__init__.py", "launch.py", "offline.py", "bench.py", "common", "kernels",
-                      "kvtransfer", "prefill", "decode", "router"}
+    assert inside == {"py.typed", "__init__.py", "launch.py", "launch_server.py", "offline.py", "utils.py", "bench.py",
+                      "common", "kernels", "kvtransfer", "prefill", "decode", "router", "lang"}
     shipped = {name.removeprefix("baton/common/tinychat/") for name in names if "/tinychat/" in name}
     assert {name for name in shipped if name.endswith(".py")} == {"__init__.py"}, "training code is not for users"
     assert {*(f"baton/common/tinychat/{name}/{file}" for name in ("checkpoint", "eagle3", "nextn", "draft")

@@ -168,21 +168,9 @@ class PromptUsage(msgspec.Struct, frozen=True, array_like=True):
     num_cached_tokens: int
 
 
-class Speculation(msgspec.Struct, frozen=True, array_like=True):
-    """Speculative decoding of a request on a server: its decode steps, with drafts or without; the drafts that they
-    verified, and those that were accepted. ``histogram``: steps with drafts, by the number of accepted ones.
-    ``simulated``: acceptance was drawn, see --speculative-simulate-acceptance."""
-
-    num_steps: int
-    num_drafts: int
-    num_accepted: int
-    histogram: list[int]
-    simulated: bool = False
-
-
 class OutputExtras(msgspec.Struct, omit_defaults=True):
     """A request's report of a step, apart from new tokens. ``usage`` and ``prompt_logprobs`` are in its first report
-    only; ``finish`` is in its last, and ``speculation`` where the server speculates."""
+    only; ``finish`` is in its last."""
 
     usage: PromptUsage | None = None
     finish: Finish | None = None
@@ -190,7 +178,6 @@ class OutputExtras(msgspec.Struct, omit_defaults=True):
     prompt_logprobs: Logprobs | None = None
     embedding: bytes | None = None  # float32, of a request with ``pooling``; class scores of a classifier
     hidden_states: bytes | None = None  # float32 rows of the positions after those sent before
-    speculation: Speculation | None = None
     spans: list[LatencySpan] = []  # those that ended since the last report, of traced requests
 
 
@@ -200,6 +187,7 @@ class Output(NamedTuple):
     rid: str
     token_ids: list[int]
     extras: OutputExtras | None = None
+    num_drafts: int = 0
 
     @property
     def finish(self) -> Finish | None:
@@ -209,12 +197,14 @@ class Output(NamedTuple):
 class OutputBatch(msgspec.Struct, tag=True):
     """The outputs of one engine step, in columns: request ``rids[i]`` has ``counts[i]`` of the new ``token_ids``, which
     follow each other in the order of the rows. ``counts`` is None where each row has one token. ``extras`` are those of
-    the rows, by index, that report more than tokens."""
+    the rows, by index, that report more than tokens. ``num_drafts``: drafts that were verified for each row, None
+    where there were none; those that were accepted are among its tokens."""
 
     rids: list[str]
     token_ids: list[int]
     counts: list[int] | None = None
     extras: dict[int, OutputExtras] = {}
+    num_drafts: list[int] | None = None
 
     @classmethod
     def of(cls, outputs: Iterable[Output]) -> OutputBatch:
@@ -224,8 +214,10 @@ class OutputBatch(msgspec.Struct, tag=True):
             batch.append(*output)
         return batch
 
-    def append(self, rid: str, token_ids: list[int], extras: OutputExtras | None) -> None:
+    def append(self, rid: str, token_ids: list[int], extras: OutputExtras | None, num_drafts: int = 0) -> None:
         """Appends a row."""
+        if num_drafts or self.num_drafts is not None:
+            self._extend_drafts([num_drafts])
         if self.counts is None and len(token_ids) != 1:
             self.counts = [1] * len(self.rids)
         if self.counts is not None:
@@ -235,8 +227,11 @@ class OutputBatch(msgspec.Struct, tag=True):
         self.rids.append(rid)
         self.token_ids += token_ids
 
-    def extend(self, rids: list[str], token_ids: list[int], counts: list[int] | None = None) -> None:
-        """Appends rows that have tokens alone: one each, or ``counts``."""
+    def extend(self, rids: list[str], token_ids: list[int], counts: list[int] | None = None,
+               num_drafts: list[int] | None = None) -> None:
+        """Appends rows that have tokens alone: one each, or ``counts``; ``num_drafts`` were verified for them."""
+        if num_drafts is not None or self.num_drafts is not None:
+            self._extend_drafts(num_drafts or [0] * len(rids))
         if counts is not None and self.counts is None:
             self.counts = [1] * len(self.rids)
         if self.counts is not None:
@@ -244,16 +239,24 @@ class OutputBatch(msgspec.Struct, tag=True):
         self.rids += rids
         self.token_ids += token_ids
 
+    def _extend_drafts(self, num_drafts: list[int]) -> None:
+        """Appends to ``num_drafts`` before the rows are appended."""
+        if self.num_drafts is None:
+            self.num_drafts = [0] * len(self.rids)
+        self.num_drafts += num_drafts
+
     def rows(self) -> Iterator[Output]:
         """Yields the rows."""
         extras, token_ids = self.extras, self.token_ids
-        if self.counts is None:
+        if self.counts is None and self.num_drafts is None:
             for row, (rid, token_id) in enumerate(zip(self.rids, token_ids)):
                 yield Output(rid, [token_id], extras.get(row))
             return
         begin = 0
-        for row, (rid, count) in enumerate(zip(self.rids, self.counts)):
-            yield Output(rid, token_ids[begin:begin + count], extras.get(row))
+        num_drafts = self.num_drafts
+        for row, (rid, count) in enumerate(zip(self.rids, self.counts or [1] * len(self.rids))):
+            yield Output(rid, token_ids[begin:begin + count], extras.get(row),
+                         0 if num_drafts is None else num_drafts[row])
             begin += count
 
 

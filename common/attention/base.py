@@ -92,6 +92,14 @@ def check_gpu(name: str, device: torch.device) -> None:
         raise ConfigError(f"--attention-backend {name} needs a GPU: use torch on a CPU.")
 
 
+def gather(stored: torch.Tensor, index: Any, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """Gathers ``stored[index]`` in ``dtype``; float8 values are multiplied by ``scale``, and gathered as bytes, as not
+    every device indexes float8."""
+    if stored.itemsize > 1:
+        return stored[index].to(dtype)
+    return stored.view(torch.uint8)[index].view(stored.dtype).to(dtype) * scale
+
+
 def store(pool: KVPool, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
           cos_sin: torch.Tensor | None, norms: HeadNorms | None,
           inputs_ready: bool = False, rope_keys_in_place: bool = False) -> tuple[torch.Tensor, torch.Tensor]:

@@ -63,7 +63,8 @@ class FixedTiles:
         lengths = (np.diff(batch.kv_indptr_cpu) - 1) * page_size + batch.kv_last_page_len_cpu
         self._q_lens = np.diff(batch.qo_indptr_cpu)
         positions = batch.positions.cpu().numpy()
-        self._last = positions[batch.qo_indptr_cpu[1:] - 1]
+        # Not the last row's: the positions of void rows at the end of a chain may be clamped.
+        self._last = positions[batch.qo_indptr_cpu[:-1]] + self._q_lens - 1
         self._first = self._last + 1 - lengths  # the position of each page table's first token
         self._buckets = [self._bucket(members) for members in self._members()]
 

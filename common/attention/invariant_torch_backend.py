@@ -11,7 +11,7 @@ import torch
 from ...kernels.arguments import HeadNorms
 from ..forward.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
-from .base import store
+from .base import gather, store
 from .fixed_tiles import FixedTiles
 from .workspace import AttentionWorkspace
 
@@ -53,11 +53,11 @@ class InvariantTorchBackend:
         k_pages, v_pages = self.pool.layer(layer)
         scales = self.pool.layout.scales_of(layer)
 
-        def gather(pages: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def tokens(pages: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             k, v = (_tokens(x, pages, offsets, scale) for x, scale in zip((k_pages, v_pages), scales))
             return k, v
 
-        return tiles.attend(q, self._heads, self.pool.layout.head_dim ** -0.5, gather, sinks).to(q.dtype)
+        return tiles.attend(q, self._heads, self.pool.layout.head_dim ** -0.5, tokens, sinks).to(q.dtype)
 
 
 @dataclass(eq=False)
@@ -84,6 +84,4 @@ class InvariantTorchPlan:
 
 def _tokens(pool: torch.Tensor, pages: torch.Tensor, offsets: torch.Tensor, scale: float) -> torch.Tensor:
     """Gathers tokens of ``[pages, heads, page_size, D]`` to float32 ``[tiles, b, heads, TILE, D]``."""
-    stored = pool.view(torch.uint8) if pool.itemsize == 1 else pool  # not every device indexes float8
-    rows = stored[pages, :, offsets].movedim(3, 2).contiguous()
-    return rows.view(pool.dtype).float() * scale if pool.itemsize == 1 else rows.float()
+    return gather(pool, (pages, slice(None), offsets), torch.float32, scale).movedim(3, 2).contiguous()

@@ -15,6 +15,7 @@ from ...kernels.attention.fixed_split_attention import (
     fixed_split_attention,
     plan_decode_rows,
     plan_rows,
+    plan_verified_rows,
 )
 from ...kernels.tuning.policy import policy_of
 from ..forward.forward_batch import ForwardBatch
@@ -31,23 +32,31 @@ class InvariantTritonBackend:
         self.pool = pool
         self._window = window
         self._group = num_heads // pool.layout.num_kv_heads
-        tile = policy_of(pool.groups[0].device).attention.fixed_split(pool.layout.head_dim, dtype.itemsize)
-        self._block_rows = tile.rows
+        self._policy = policy_of(pool.groups[0].device).attention
+        self._block_rows = self._policy.fixed_split(pool.layout.head_dim, dtype.itemsize).rows
 
     def plan(self, batch: ForwardBatch, workspace: AttentionWorkspace, *, max_length: int | None = None,
              out: torch.Tensor | None = None) -> InvariantTritonPlan:
         assert batch.mask is None, "a tree's keys do not lie in the order of positions"
         device = batch.input_ids.device
-        lengths = (np.diff(batch.kv_indptr_cpu) - 1) * self.pool.layout.page_size + batch.kv_last_page_len_cpu
+        if self.verifies(batch):
+            return InvariantTritonPlan(self, batch, workspace, max_length or int(self._lengths(batch).max()))
         if batch.is_decode:
-            rows = plan_decode_rows(batch.num_reqs, self._group, self._block_rows, max_length or int(lengths.max()),
-                                    self._window, device)
+            longest = max_length or int(self._lengths(batch).max())
+            rows = plan_decode_rows(batch.num_reqs, self._group, self._block_rows, longest, self._window, device)
         else:
-            rows = plan_rows(batch.qo_indptr_cpu, lengths, self._group, self._block_rows, self._window, device)
-        return InvariantTritonPlan(self, batch, workspace, rows)
+            rows = plan_rows(batch.qo_indptr_cpu, self._lengths(batch), self._group, self._block_rows, self._window,
+                             device)
+        return InvariantTritonPlan(self, batch, workspace, 0, rows)
+
+    def _lengths(self, batch: ForwardBatch) -> np.ndarray:
+        """Returns the tokens [B] of each request; a step that is captured has none in host memory."""
+        lengths: np.ndarray = ((np.diff(batch.kv_indptr_cpu) - 1) * self.pool.layout.page_size
+                               + batch.kv_last_page_len_cpu)
+        return lengths
 
     def verifies(self, batch: ForwardBatch) -> bool:
-        return False
+        return batch.verifies and not batch.is_decode and self._policy.verifies(batch.max_q_len)
 
     def warm_up(self, compute_prompt: Callable[[], None]) -> None:
         compute_prompt()
@@ -66,6 +75,9 @@ class InvariantTritonBackend:
                sinks: torch.Tensor | None) -> torch.Tensor:
         """Attends to the stored keys and values of the plan's batch."""
         batch, (k_scale, v_scale) = plan.batch, self.pool.layout.scales_of(layer)
+        if plan.rows is None:
+            plan.rows = plan_verified_rows(batch.qo_indptr, batch.positions, batch.max_q_len, self._group,
+                                           self._block_rows, plan.longest, self._window)
         return fixed_split_attention(q, *self.pool.layer(layer), plan.rows, batch.positions, batch.qo_indptr,
                                      batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len,
                                      self.pool.layout.head_dim ** -0.5 * k_scale, v_scale, self._window, sinks)
@@ -73,12 +85,14 @@ class InvariantTritonBackend:
 
 @dataclass(eq=False)
 class InvariantTritonPlan:
-    """A batch's blocks of rows."""
+    """A batch's blocks of rows. Those of a step that verifies drafts, of sequences up to ``longest`` tokens, are made
+    by the first layer, so that a graph that captures the layers makes them in every replay."""
 
     backend: InvariantTritonBackend
     batch: ForwardBatch
     workspace: AttentionWorkspace
-    rows: FixedSplitPlan
+    longest: int
+    rows: FixedSplitPlan | None = None
     attends_last_tokens: bool = True
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos_sin: torch.Tensor | None = None,
@@ -90,4 +104,5 @@ class InvariantTritonPlan:
         return self.backend.run_last_tokens(self.batch, self.workspace, *inputs)
 
     def refresh(self, batch: ForwardBatch) -> None:
-        """Does nothing: a decode step's blocks depend on the number of requests alone."""
+        """Does nothing: a decode step's blocks depend on the number of requests alone, and those of drafts are made on
+        the device."""

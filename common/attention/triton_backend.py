@@ -85,8 +85,7 @@ class TritonBackend:
                                                                          pages.element_size(), heads)
 
     def attend(self, plan: TritonPlan, layer: int, q: torch.Tensor, sinks: torch.Tensor | None,
-               inputs_ready: bool = False,
-                current_kv: CurrentKV | None = None) -> torch.Tensor:
+               inputs_ready: bool = False, current_kv: CurrentKV | None = None) -> torch.Tensor:
         """Attends to the stored keys and values of the plan's batch, and to ``current_kv``."""
         batch = plan.batch
         k_pages, v_pages = self.pool.layer(layer)
@@ -102,22 +101,21 @@ class TritonBackend:
             return paged_decode(q, k_pages, v_pages, *table, self._scale * k_scale, plan.splits, v_scale=v_scale,
                                 inputs_ready=inputs_ready, window=self._window, sinks=sinks, current_kv=current_kv)
         if plan.blocks is None:
-            return self._verify(plan, q, k_pages, v_pages, self._scale * k_scale, v_scale, sinks)
+            return self._verify(plan, q, k_pages, v_pages, self._scale * k_scale, v_scale, sinks, inputs_ready)
         return paged_prefill(q, k_pages, v_pages, plan.blocks, batch.qo_indptr, *table, self._scale * k_scale, v_scale,
                              self._window, sinks)
 
-
     def _verify(self, plan: TritonPlan, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, scale: float,
-                v_scale: float, sinks: torch.Tensor | None) -> torch.Tensor:
+                v_scale: float, sinks: torch.Tensor | None, inputs_ready: bool) -> torch.Tensor:
         batch = plan.batch
-        tile, splits = verify_tile(q, k_pages)
+        tile, splits = verify_tile(q, k_pages, batch.num_reqs)
         table = (batch.qo_indptr, batch.kv_indptr, batch.kv_last_page_len)
         if plan.verify is None:
             plan.verify = plan_verify(*table, k_pages.shape[2], k_pages.shape[1], self._num_sms, batch.max_q_len,
                                       plan.longest, tile, splits, self._window, batch.mask is not None)
         return verify_attention(q, k_pages, v_pages, batch.qo_indptr, batch.kv_indptr, batch.kv_indices,
                                 batch.kv_last_page_len, scale, plan.verify, tile, v_scale, self._window, sinks,
-                                batch.mask)
+                                batch.mask, inputs_ready)
 
 
 @dataclass(eq=False)
@@ -139,7 +137,7 @@ class TritonPlan:
             norms: HeadNorms | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
         backend, batch = self.backend, self.batch
         # The first layer's attention follows a plan, and starts when all before it has ended: see kernels/_triton.py.
-        inputs_ready = batch.is_decode and self.splits is not None
+        inputs_ready = self.splits is not None or self.verify is not None
         if batch.is_decode and cos_sin is not None and backend.stores_current_kv(q, cos_sin):
             return backend.attend(self, layer, q, sinks, inputs_ready, CurrentKV(k, v, cos_sin, batch.positions, norms))
         store(backend.pool, batch, layer, q, k, v, cos_sin, norms, inputs_ready)

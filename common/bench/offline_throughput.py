@@ -12,6 +12,7 @@ from dataclasses import asdict
 
 from ..config.cli import parse
 from ..config.command import INTERRUPTED
+from ..config.server.sglang_flags import SGLANG_FLAGS
 from .client.engine_sender import Engine, EngineSender
 from .client.load import Load
 from .command import reported, until_interrupted
@@ -29,7 +30,7 @@ MakeEngine = Callable[[BenchOffline], AbstractContextManager[Engine]]
 
 
 def main(make_engine: MakeEngine, argv: Sequence[str] | None = None) -> None:
-    config = parse(BenchOffline, argv, prog="bench_offline_throughput", description=(
+    config = parse(BenchOffline, argv, foreign=SGLANG_FLAGS, prog="bench_offline_throughput", description=(
         "Measure the throughput of an engine in this process."))
     sys.exit(reported("bench_offline_throughput", lambda: run(config, make_engine)))
 

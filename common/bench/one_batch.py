@@ -13,10 +13,14 @@ from typing import Any
 
 from ..api.errors import ConfigError
 from ..config.cli import parse
-from ..engine.garbage_collector import freeze_collector
+from ..config.server.sglang_flags import SGLANG_FLAGS
+from ..engine.rank_spec import RankSpec
+from ..garbage_collector import freeze_collector
 from ..models.registry import load_model_spec
 from .client.stepped_engine import SteppedEngine
+from .client.stepped_ranks import stepped_engine, stepped_ranks
 from .command import reported
+from .correctness import answered, tokenizer_of
 from .one_batch_args import BenchOneBatch
 from .report.draft_figures import DraftFigures
 from .report.progress import Progress
@@ -28,7 +32,7 @@ _RECORDED_STEPS = 10  # decode steps of a trace
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    config = parse(BenchOneBatch, argv, prog="bench_one_batch", description=(
+    config = parse(BenchOneBatch, argv, foreign=SGLANG_FLAGS, prog="bench_one_batch", description=(
         "Measure prefill and decode steps of one batch, without a server."))
     sys.exit(reported("bench_one_batch", lambda: run(config)))
 
@@ -78,7 +82,7 @@ class Run:
     steps: list[float]
     waits: list[float]
     tokens: int = 0
-    """Those of the steps."""
+    """Tokens of the steps."""
 
     @property
     def host(self) -> list[float]:
@@ -94,10 +98,15 @@ def run(config: BenchOneBatch) -> int:
     args = config.batches
     check_writable(args.output_file, "--output-file")
     _check_lengths(config)
-    engine = SteppedEngine(config.server)
-    freeze_collector()
-    try:
-        print(f"{config.model.model_path} on {engine.device}, {engine.dtype}, {args.repeat} runs a case")
+    with stepped_ranks(config.server, follow, config) as engine:
+        freeze_collector()
+        if args.correctness_test:
+            tokenizer = tokenizer_of(config.model)
+            for each in answered(engine, tokenizer, max(args.output_len)):
+                print(each.shown(tokenizer), flush=True)
+            return 0
+        ranks = f", {config.parallel.tp_size} ranks" if config.parallel.tp_size > 1 else ""
+        print(f"{config.model.model_path} on {engine.device}{ranks}, {engine.dtype}, {args.repeat} runs a case")
         print(f"{'batch':>6}{'input':>8}{'output':>8}{'prefill ms':>13}{'tok/s':>11}{'step p50 ms':>14}{'p99 ms':>9}"
               f"{'host ms':>9}{'tok/s':>11}", flush=True)
         progress = Progress("runs", len(args.cases) * (args.repeat + 1), disabled=args.disable_progress)
@@ -107,9 +116,21 @@ def run(config: BenchOneBatch) -> int:
             print(_row(figure), flush=True)
             if args.output_file is not None:
                 append_line(args.output_file, _record(config, engine, figure))
+    return 0
+
+
+def follow(config: BenchOneBatch, spec: RankSpec) -> None:
+    """Runs the steps on another rank, which reports nothing but its traces."""
+    engine = stepped_engine(spec)
+    freeze_collector()
+    try:
+        if config.batches.correctness_test:
+            answered(engine, tokenizer_of(config.model), max(config.batches.output_len))
+            return
+        for case in config.batches.cases:
+            measure(engine, case, config)
     finally:
         engine.close()
-    return 0
 
 
 def _check_lengths(config: BenchOneBatch) -> None:
@@ -198,7 +219,8 @@ def _record_parts(engine: SteppedEngine, case: tuple[int, int, int], config: Ben
         _prefill(engine)
         engine.synchronize()
     prefill = milliseconds(recorded, engine.device, prefill_ms, 1)
-    _write_trace(config, recorded, f"{batch}x{input_len}+{output_len}-prefill")
+    ranked = f"{batch}x{input_len}+{output_len}" + (f"-rank{engine.rank}" if config.parallel.tp_size > 1 else "")
+    _write_trace(config, recorded, f"{ranked}-prefill")
     decode: dict[str, float] = {}
     if steps > 0:
         with recorder(engine.device, activities) as recorded:
@@ -206,7 +228,7 @@ def _record_parts(engine: SteppedEngine, case: tuple[int, int, int], config: Ben
                 engine.step()
             engine.synchronize()
         decode = milliseconds(recorded, engine.device, decode_ms, steps)
-        _write_trace(config, recorded, f"{batch}x{input_len}+{output_len}-decode")
+        _write_trace(config, recorded, f"{ranked}-decode")
     engine.finish()
     return (prefill, decode) if config.batches.parts else ({}, {})
 

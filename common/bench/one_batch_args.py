@@ -6,17 +6,21 @@ import dataclasses
 from dataclasses import dataclass
 
 from ..api.errors import ConfigError
-from ..config.cli import flag
-from ..config.server import CacheArgs, KernelArgs, ModelArgs, ScheduleArgs, ServerConfig, SpeculativeArgs
+from ..config.cli import flag, nested
+from ..config.server import CacheArgs, KernelArgs, ModelArgs, ParallelArgs, ScheduleArgs, ServerConfig, SpeculativeArgs
 from .profile_args import ProfileArgs
+
+_SHORT_PROMPT = 64  # tokens that a prompt of the correctness test has at most
 
 
 @dataclass(frozen=True)
 class BatchArgs:
     batch_size: tuple[int, ...] = flag((1,), names=("--batch",), help="requests that run together")
-    input_len: tuple[int, ...] = flag((1024,), help="prompt tokens of each")
-    output_len: tuple[int, ...] = flag((16,), help="output tokens of each")
+    input_len: tuple[int, ...] = flag((1024,), names=("--input",), help="prompt tokens of each")
+    output_len: tuple[int, ...] = flag((16,), names=("--output",), help="output tokens of each")
     repeat: int = flag(3, help="timed runs of each case, after one that is not timed")
+    correctness_test: bool = flag(False, help=(
+        "print the model's answers to three prompts, --output-len tokens each, in place of measuring"))
     parts: bool = flag(True, help="also tell what part of a step's time each part of the model takes")
     output_file: str | None = flag(None, names=("--result-filename",), help=(
         "append settings and figures to this file, a JSON object a case"))
@@ -33,6 +37,8 @@ class BatchArgs:
     @property
     def cases(self) -> list[tuple[int, int, int]]:
         """(batch, input, output), in the order of the flags."""
+        if self.correctness_test:
+            return [(3, _SHORT_PROMPT, max(self.output_len))]
         return [(batch, given, made) for given in self.input_len for made in self.output_len
                 for batch in self.batch_size]
 
@@ -46,6 +52,11 @@ class BenchOneBatch:
     schedule: ScheduleArgs
     kernels: KernelArgs
     speculative: SpeculativeArgs
+    parallel: ParallelArgs = nested(omit={
+        **dict.fromkeys(("pp_size", "pp_max_micro_batch_size", "pp_layer_partition"),
+                        "stages need a server: bench_one_batch_server starts one"),
+        **dict.fromkeys(("enable_eplb", "ep_num_redundant_experts", "eplb_rebalance_num_iterations",
+                         "expert_distribution_recorder_mode"), "random tokens do not tell which experts are busy")})
 
     @property
     def server(self) -> ServerConfig:
@@ -60,4 +71,4 @@ class BenchOneBatch:
         schedule = self.schedule
         if schedule.max_running_requests < largest:
             schedule = dataclasses.replace(schedule, max_running_requests=largest)
-        return ServerConfig(self.model, cache, schedule, kernels=self.kernels, speculative=self.speculative)
+        return ServerConfig(self.model, cache, schedule, self.parallel, self.kernels, speculative=self.speculative)

@@ -32,7 +32,9 @@ from .report.progress import Progress
 from .report.report import append_line, check_writable, details, write_text
 from .report.table import table
 from .report.tally import Tally
+from .served_tokenizer import tokenizer_name
 from .serving_args import BenchServing
+from .sglang_flags import BENCH_SERVING_FLAGS
 from .workloads.arrivals import arrivals
 from .workloads.dataset_args import DATASETS
 from .workloads.datasets import make_workload
@@ -45,7 +47,7 @@ _WARMUP_OUTPUT = 32
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    config = parse(BenchServing, argv, prog="bench_serving", description=(
+    config = parse(BenchServing, argv, foreign=BENCH_SERVING_FLAGS, prog="bench_serving", description=(
         "Measure throughput and latency of a server over HTTP."))
     sys.exit(reported("bench_serving", lambda: run(config)))
 
@@ -61,8 +63,7 @@ def run(config: BenchServing) -> int:
     vocabulary = make_vocabulary(config, control)
     conversations = make_workload(config.dataset, vocabulary)
     options = RequestOptions(target.model or control.model().get("id"), not target.disable_ignore_eos,
-                             not target.disable_stream,
-                    target.extra)
+                             not target.disable_stream, target.extra, target.return_logprob)
     print(_heading(config, options, conversations), flush=True)
     measured = uvloop.run(_measure(config, control, options, conversations, vocabulary))
     _report(config, options, measured)
@@ -85,16 +86,12 @@ class Measured:
 def make_vocabulary(config: BenchServing, control: Control) -> Vocabulary:
     """The vocabulary of ``--tokenizer`` or of the server's model; without a tokenizer where any token ids will do.
     Raises ConfigError."""
-    target, info = config.target, control.model_info()
+    target = config.target
     ids_only = target.tokenize_prompt and DATASETS.has(config.dataset.dataset_name, "any_ids")
-    if target.tokenizer is None and ids_only and info.get("vocab_size"):
-        return Vocabulary(info["vocab_size"], None, as_ids=True)
-    name = target.tokenizer or info.get("tokenizer_path") or info.get("model_path") or control.model().get("root")
-    name = name or target.model or control.model().get("id")
-    if name is None:
-        raise ConfigError("The server names no model; give --tokenizer.")
+    if target.tokenizer is None and ids_only and (size := control.model_info().get("vocab_size")):
+        return Vocabulary(size, None, as_ids=True)
     try:
-        tokenizer: Tokenizer = load_tokenizer(name)
+        tokenizer: Tokenizer = load_tokenizer(tokenizer_name(target, control))
     except ImportError:
         raise ConfigError(f"Text takes a tokenizer, which needs transformers: {install('engine')}; or send token ids "
                           "with --dataset-name random-ids --tokenize-prompt.") from None

@@ -33,6 +33,7 @@ class TargetArgs:
     header: tuple[tuple[str, ...], ...] = flag((), repeat=True, metavar="NAME=VALUE", help="further header of requests")
     extra_request_body: str | None = flag(None, help="JSON object whose fields go into every request")
     disable_ignore_eos: bool = flag(False, help="let answers end where the model ends them")
+    return_logprob: bool = flag(False, help="ask for the log-probability of each output token")
     disable_stream: bool = flag(False, help="take each answer in one piece")
     ready_check_timeout_sec: float = flag(60.0, help="seconds to wait for the server")
     request_timeout: float = flag(3600.0, help="seconds that a request may take")
@@ -113,3 +114,6 @@ class BenchServing:
 
     def __post_init__(self) -> None:
         assert self.target.headers is not None and self.target.extra is not None  # raise ConfigError where unreadable
+        if self.dataset.apply_chat_template and self.target.backend.endswith("-chat"):
+            raise ConfigError(f"--apply-chat-template is not for --backend {self.target.backend}: the server applies "
+                              "the template of chats.")

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 S = TypeVar("S", bound=msgspec.Struct)
 
+GET_OR_POST = ("GET", "POST")
+
 LOAD_SECONDS = 1800.0
 """The timeout of a command that moves weights or writes large files."""
 
@@ -40,6 +42,8 @@ class Rank(Protocol):
     profiler: Profiler
     released: set[MemoryKind]
     """The kinds of memory that are released."""
+    step_delay: float
+    """Seconds of sleep after every step."""
 
     def check_serving(self) -> None:
         """Raises WorkerUnavailable while memory that requests need is released."""

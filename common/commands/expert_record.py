@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from .base import Command, Endpoint, Rank, Server
+from .base import GET_OR_POST, Command, Endpoint, Rank, Server
 from .registry import COMMANDS
 
 
@@ -53,7 +53,8 @@ async def dump_expert_distribution_record(server: Server, body: DumpRequest) -> 
 
 
 COMMANDS.register("record_experts")(Command(RecordExperts, run, (
-    Endpoint("/start_expert_distribution_record", start_expert_distribution_record),
-    Endpoint("/stop_expert_distribution_record", stop_expert_distribution_record),
-    Endpoint("/dump_expert_distribution_record", dump_expert_distribution_record, DumpRequest),
+    Endpoint("/start_expert_distribution_record", start_expert_distribution_record, methods=GET_OR_POST),
+    Endpoint("/stop_expert_distribution_record", stop_expert_distribution_record, methods=GET_OR_POST),
+    Endpoint("/dump_expert_distribution_record", dump_expert_distribution_record, DumpRequest,
+             methods=GET_OR_POST),
 ), while_busy=True))

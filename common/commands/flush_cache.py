@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from .base import Command, Rank, plain_endpoint
+from ..api.errors import Conflict, InvalidRequest
+from .base import GET_OR_POST, Command, Endpoint, Rank, Server
 from .registry import COMMANDS
 
 
 class FlushCache(msgspec.Struct, frozen=True):
-    """Drops the prefix cache; 409 while requests run."""
+    """Drop the prefix cache. Refused while requests run."""
 
 
 def run(rank: Rank, command: FlushCache) -> str:
@@ -17,5 +18,13 @@ def run(rank: Rank, command: FlushCache) -> str:
     return "The prefix cache is empty."
 
 
+async def flush_cache(server: Server, body: None) -> str:
+    """Drops the prefix cache; 400, as SGLang answers, while requests run."""
+    try:
+        return await server.execute(FlushCache())
+    except Conflict as error:
+        raise InvalidRequest(error.message, code=error.code) from None
+
+
 COMMANDS.register("flush_cache")(Command(FlushCache, run, (
-    plain_endpoint("/flush_cache", FlushCache, methods=("GET", "POST")),)))
+    Endpoint("/flush_cache", flush_cache, methods=GET_OR_POST),)))

@@ -59,4 +59,5 @@ def _given(limits: SchedulerLimits) -> dict[str, Any]:
 
 
 COMMANDS.register("set_internal_state")(Command(SchedulerLimits, run, (
-    Endpoint("/set_internal_state", set_internal_state, InternalStateRequest),), while_busy=True))
+    Endpoint("/set_internal_state", set_internal_state, InternalStateRequest, methods=("POST", "PUT")),
+), while_busy=True))

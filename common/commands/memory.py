@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from ..api.errors import InvalidRequest
-from .base import LOAD_SECONDS, Broadcast, Command, Endpoint, Rank, Server
+from .base import GET_OR_POST, LOAD_SECONDS, Broadcast, Command, Endpoint, Rank, Server
 from .registry import COMMANDS
 
 MemoryKind = Literal["weights", "kv_cache"]
@@ -53,6 +53,8 @@ def resume(rank: Rank, kinds: Iterable[MemoryKind]) -> str:
     due = set(kinds) & rank.released
     rank.runner.resume(due, complete=due == rank.released)
     rank.released -= due
+    if rank.runner.chain_levels is None:  # where they were not captured again, such steps are eager
+        rank.batcher.chains = None
     return _sentence("resumed", due)
 
 
@@ -81,8 +83,10 @@ def _kinds(server: Server, body: MemoryRequest) -> tuple[MemoryKind, ...]:
 
 
 COMMANDS.register("release_memory_occupation")(Command(ReleaseMemory, run_release, (
-    Endpoint("/release_memory_occupation", release_memory_occupation, MemoryRequest, broadcast=Broadcast(slow=True)),
+    Endpoint("/release_memory_occupation", release_memory_occupation, MemoryRequest, methods=GET_OR_POST,
+             broadcast=Broadcast(slow=True)),
 ), timeout=LOAD_SECONDS))
 COMMANDS.register("resume_memory_occupation")(Command(ResumeMemory, run_resume, (
-    Endpoint("/resume_memory_occupation", resume_memory_occupation, MemoryRequest, broadcast=Broadcast(slow=True)),
+    Endpoint("/resume_memory_occupation", resume_memory_occupation, MemoryRequest, methods=GET_OR_POST,
+             broadcast=Broadcast(slow=True)),
 ), timeout=LOAD_SECONDS))

@@ -15,6 +15,9 @@ class CommandMethods(ABC):
     def flush_cache(
         self,
     ) -> str: ...
+    def freeze_gc(
+        self,
+    ) -> str: ...
     def pause_generation(
         self,
         mode: Literal['abort', 'retract', 'in_place'] | None = None,
@@ -41,6 +44,10 @@ class CommandMethods(ABC):
         self,
         server_args: Mapping[str, Any],
     ) -> str: ...
+    def slow_down(
+        self,
+        forward_sleep_time: float | None = None,
+    ) -> str: ...
     def start_profile(
         self,
         output_dir: str | None = None,
@@ -57,6 +64,14 @@ class CommandMethods(ABC):
         model_path: str,
         revision: str | None = None,
         abort_all_requests: bool | None = None,
+        weight_version: str | None = None,
+    ) -> str: ...
+    def update_weights(
+        self,
+        model_path: str,
+        revision: str | None = None,
+        abort_all_requests: bool | None = None,
+        weight_version: str | None = None,
     ) -> str: ...
 
 def signature_of(endpoint: Endpoint) -> Any: ...

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from ..api.wire import Int32
-from .base import LOAD_SECONDS, Command, Endpoint, Rank, Server, plain_endpoint
+from .base import GET_OR_POST, LOAD_SECONDS, Command, Endpoint, Rank, Server, plain_endpoint
 from .registry import COMMANDS
 
 Activity = Literal["CPU", "GPU"]
@@ -53,6 +53,6 @@ async def start_profile(server: Server, body: ProfileRequest) -> str:
 
 
 COMMANDS.register("start_profile")(Command(StartProfile, run_start, (
-    Endpoint("/start_profile", start_profile, ProfileRequest),), while_busy=True))
+    Endpoint("/start_profile", start_profile, ProfileRequest, methods=GET_OR_POST),), while_busy=True))
 COMMANDS.register("stop_profile")(Command(StopProfile, run_stop, (
-    plain_endpoint("/stop_profile", StopProfile),), while_busy=True, timeout=LOAD_SECONDS))
+    plain_endpoint("/stop_profile", StopProfile, methods=GET_OR_POST),), while_busy=True, timeout=LOAD_SECONDS))

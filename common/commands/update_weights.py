@@ -30,6 +30,7 @@ class UpdateWeightsRequest(msgspec.Struct):
     model_path: str
     revision: str | None = None
     abort_all_requests: bool | None = None
+    weight_version: str | None = None
 
 
 def run(rank: Rank, command: UpdateWeights) -> str:
@@ -62,6 +63,7 @@ async def update_weights_from_disk(server: Server, body: UpdateWeightsRequest) -
     """Loads another checkpoint of the same architecture; 400 where it does not fit, 409 while requests run.
 
     One that does not fit changes nothing. ``abort_all_requests`` aborts running requests instead of refusing.
+    ``weight_version`` names the new weights.
     """
     context = server.context
     if body.abort_all_requests:
@@ -78,7 +80,13 @@ async def update_weights_from_disk(server: Server, body: UpdateWeightsRequest) -
                     raise
                 await asyncio.sleep(0.05)
     context.model.weights_path = body.model_path
+    context.model.weight_version = body.weight_version or context.model.weight_version
     return done
+
+
+async def update_weights(server: Server, body: UpdateWeightsRequest) -> str:
+    """``/update_weights_from_disk`` by its old name."""
+    return await update_weights_from_disk(server, body)
 
 
 async def _refresh_identity(server: Server) -> None:
@@ -91,4 +99,6 @@ async def _refresh_identity(server: Server) -> None:
 
 COMMANDS.register("update_weights_from_disk")(Command(UpdateWeights, run, (
     Endpoint("/update_weights_from_disk", update_weights_from_disk, UpdateWeightsRequest,
-             broadcast=Broadcast(slow=True, renames=True)),), timeout=LOAD_SECONDS))
+             broadcast=Broadcast(slow=True, renames=True)),
+    Endpoint("/update_weights", update_weights, UpdateWeightsRequest, broadcast=Broadcast(slow=True, renames=True)),
+), timeout=LOAD_SECONDS))

@@ -22,17 +22,17 @@ def resolve_checkpoint(args: ModelArgs, on_progress: OnProgress | None = None) -
     folder = _local(args)
     if folder is not None:
         return folder
-    metadata = download(args.model_path, args.revision, METADATA_PATTERNS)
+    metadata = download(args.model_path, args.revision, METADATA_PATTERNS, folder=args.download_dir)
     if not LOAD_FORMATS.get(args.load_format).reads_checkpoint:
         return metadata
     weights = PICKLED_PATTERNS if args.load_format == "pt" else WEIGHT_PATTERNS
     return download(args.model_path, metadata.name if COMMIT.fullmatch(metadata.name) else args.revision,
-                    (*METADATA_PATTERNS, *weights), on_progress)
+                    (*METADATA_PATTERNS, *weights), on_progress, folder=args.download_dir)
 
 
 def resolve_metadata(args: ModelArgs) -> Path:
     """Returns a folder with all files but the weights, which are not downloaded; raises ConfigError."""
-    return _local(args) or download(args.model_path, args.revision, METADATA_PATTERNS)
+    return _local(args) or download(args.model_path, args.revision, METADATA_PATTERNS, folder=args.download_dir)
 
 
 def pin_revision(args: ModelArgs) -> ModelArgs:
@@ -62,6 +62,13 @@ def resolve_pooling(args: ModelArgs) -> Literal["last", "mean"]:
         return args.pooling
     pooling = read_json(resolve_metadata(args) / "1_Pooling" / "config.json") or {}
     return "mean" if pooling.get("pooling_mode_mean_tokens") else "last"
+
+
+def read_config(args: ModelArgs, folder: Path | None = None) -> dict[str, Any] | None:
+    """Returns config.json with the values of --json-model-override-args, None without the file; raises ConfigError.
+    ``folder`` is the checkpoint's, where it is known."""
+    config = read_json((folder or resolve_metadata(args)) / "config.json")
+    return None if config is None else {**config, **args.config_overrides}
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

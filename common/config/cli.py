@@ -1,7 +1,7 @@
 """Command lines derived from frozen dataclasses.
 
 A default lives once, in the dataclass. ``flag()`` declares a field with its help text;
-``parse(Config, argv)`` derives ``--flags``, reads ``--config file.yaml`` (the same names; flags
+``parse(Config, argv)`` derives ``--flags``, reads ``--config file.yaml`` (the same names, YAML or JSON; flags
 win over the file) and builds the instance. Nested dataclass fields are flattened into the same
 command line, so that a configuration is composed and its user sees one list of flags.
 """
@@ -22,6 +22,7 @@ import yaml
 from ..api.errors import ConfigError
 from ..registry import Choices
 from ..version import __version__
+from .foreign_flags import ForeignFlags, Given, report_mapping, words_of
 from .packages import install
 
 C = TypeVar("C")
@@ -80,6 +81,10 @@ class _Flag:
         named: Choices | None = self.field.metadata["choices"]
         return () if named is None else named.hidden
 
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        return ("--" + self.key.replace("_", "-"), *self.field.metadata["names"])
+
     def default(self, defaults: Mapping[str, Any]) -> Any:
         """The command's default for the field, else the field's own; MISSING where the flag must be given."""
         return defaults.get(self.key, self.field.default)
@@ -87,7 +92,6 @@ class _Flag:
     def add_to(self, parser: argparse._ActionsContainer, default: Any) -> None:
         """Adds the flag to ``parser``. ``default`` is shown in its help text; MISSING for a required flag."""
         meta = self.field.metadata
-        spellings = ["--" + self.key.replace("_", "-"), *meta["names"]]
         options: dict[str, Any] = {"dest": self.key, "default": argparse.SUPPRESS, "help": self._help(default)}
         if meta["metavar"] is not None:
             options["metavar"] = meta["metavar"]
@@ -102,7 +106,7 @@ class _Flag:
             options.update(action="append", nargs="+")
         else:
             options.update(type=kind, choices=self.choices, nargs=("+" if meta["some"] else "*") if many else None)
-        action = parser.add_argument(*spellings, **options)
+        action = parser.add_argument(*self.spellings, **options)
         action.hidden = self.hidden  # type: ignore[attr-defined]
         if kind is str and self.key.endswith(_PATH_SUFFIXES):
             action.complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}  # type: ignore[attr-defined]
@@ -125,7 +129,8 @@ class _Flag:
         if value is None:
             return None
         if many:
-            return tuple(_cast(kind, item, self.key) for item in ([value] if isinstance(value, str) else value))
+            return tuple(_cast(kind, item,
+                               self.key) for item in (value if isinstance(value, (list, tuple)) else [value]))
         value = _cast(kind, value, self.key)
         choices = self.choices
         if choices and value not in choices and value not in self.hidden:
@@ -141,7 +146,7 @@ def _cast(kind: type, value: Any, key: str) -> Any:
     if kind is bool or isinstance(value, bool):
         raise ConfigError(f"{key} takes {'true or false' if kind is bool else 'a ' + kind.__name__}, not {value!r}.")
     try:
-        return kind(value)
+        return " ".join(words_of(value)) if kind is str else kind(value)
     except (TypeError, ValueError):
         raise ConfigError(f"{key} takes a value of type {kind.__name__}, not {value!r}.") from None
 
@@ -204,11 +209,15 @@ class _Parser(argparse.ArgumentParser):
             self.error(f"{unknown[0]!r} belongs to no flag")
         return vars(given)
 
+    @property
+    def names(self) -> list[str]:
+        """All spellings of all flags."""
+        return [name for action in self._actions for name in action.option_strings]
+
     def _suggestions(self, name: str) -> str:
-        known = [flag for action in self._actions for flag in action.option_strings]
         words = set(name.strip("-").split("-"))
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.7) or sorted(
-            flag for flag in known if len(words & set(flag.strip("-").split("-"))) >= 2)[:3]
+        near = difflib.get_close_matches(name, self.names, n=3, cutoff=0.7) or sorted(
+            flag for flag in self.names if len(words & set(flag.strip("-").split("-"))) >= 2)[:3]
         return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
@@ -233,7 +242,7 @@ def _parser(prog: str, description: str, flags: Sequence[_Flag], defaults: Mappi
         "print the shell's script for completing flags (the extra completion): eval it, or save it in the shell's "
         "folder of completions"))
     config = parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS,
-                                 help="YAML file with the flags' names; flags win over it")
+                                 help="YAML or JSON file with the flags' names; flags win over it")
     config.complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}  # type: ignore[attr-defined]
     groups: dict[str, argparse._ActionsContainer] = {"": parser}
     for flag in flags:
@@ -243,13 +252,14 @@ def _parser(prog: str, description: str, flags: Sequence[_Flag], defaults: Mappi
     return parser
 
 
-def build(cls: type[C], values: dict[str, Any]) -> C:
+def build(cls: type[C], values: Mapping[str, Any], *, foreign: ForeignFlags | None = None) -> C:
     """Builds ``cls`` from flat values by field name, as ``parse`` would; raises ConfigError for unknown names and for
-    values whose type does not fit."""
-    flags = {item.key: item for item in _flags(cls)}
-    if unknown := values.keys() - flags.keys():
-        raise ConfigError(f"{cls.__name__} has no {', '.join(sorted(unknown))}.")
-    return _build(cls, {key: flags[key].convert(value) for key, value in values.items()})
+    values whose type does not fit. ``foreign`` are flags of another server that are taken, too."""
+    command = _Command("baton", {item.key: item for item in _flags(cls)}, foreign or ForeignFlags({}))
+    entries = {"--" + name.replace("_", "-"): value for name, value in values.items()}
+    own, mapped = command.read(entries, f"{cls.__name__} has no {{}}.")
+    command.map(mapped, own)
+    return _build(cls, own)
 
 
 def _build(cls: type[C], values: dict[str, Any], omit: Collection[str] = ()) -> C:
@@ -265,7 +275,8 @@ def _build(cls: type[C], values: dict[str, Any], omit: Collection[str] = ()) -> 
     return cls(**fields)
 
 
-def _read_yaml(path: str, flags: dict[str, _Flag]) -> dict[str, Any]:
+def _read_file(path: str) -> dict[str, Any]:
+    """The entries of a ``--config`` file, by their names with dashes."""
     try:
         with open(path, encoding="utf-8") as file:
             content = yaml.safe_load(file) or {}
@@ -275,35 +286,84 @@ def _read_yaml(path: str, flags: dict[str, _Flag]) -> dict[str, Any]:
         raise ConfigError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path} must be a mapping of flag names to values.")
-    values = {}
-    for name, value in content.items():
-        key = str(name).replace("-", "_")
-        if key not in flags:
-            raise ConfigError(f"--config {path} sets {name!r}, which is no flag of this command.")
-        values[key] = flags[key].convert(value)
-    return values
+    return {"--" + str(name).replace("_", "-"): value for name, value in content.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Command:
+    """The flags of a command, and those of another server that it takes."""
+
+    prog: str
+    flags: Mapping[str, _Flag]
+    foreign: ForeignFlags
+
+    def read(self, entries: Mapping[str, Any], unknown: str) -> tuple[dict[str, Any], list[Given]]:
+        """Our flags among values by their names, which become those of their fields, and the mapped ones. A null means
+        that a flag is not given. Raises ConfigError with ``unknown`` for names of no flag."""
+        own = {spelling: flag for flag in self.flags.values() for spelling in flag.spellings}
+        values: dict[str, Any] = {}
+        mapped: list[Given] = []
+        for name, value in entries.items():
+            if name in self.foreign.flags:
+                mapped += self.foreign.entry(name, value, self.prog)
+            elif name not in own:
+                raise ConfigError(unknown.format(name[2:].replace("-", "_")))
+            elif value is not None:
+                value = self.foreign.value(name, value, self.prog) if isinstance(value, str) else value
+                values[own[name].key] = own[name].convert(value)
+        return values, mapped
+
+    def map(self, mapped: Sequence[Given], values: dict[str, Any], fixed: Collection[str] = ()) -> None:
+        """Sets in ``values`` what other flags are here, but what is ``fixed``."""
+        for given in mapped:
+            updates = {key: value for key, value in given.flag.to(given.values, values).items() if key not in fixed}
+            if missing := updates.keys() - self.flags.keys():
+                raise ConfigError(f"{given.name} is not for this command, which has no "
+                                  f"--{min(missing).replace('_', '-')}.")
+            words = [word for key, value in updates.items()
+                     for word in _spell(self.flags[key].spellings[0], value, repeat=False)]
+            report_mapping(given, words, self.prog)
+            values.update({key: self.flags[key].convert(value) for key, value in updates.items()})
+
+
+def _file(command: _Command, path: str) -> tuple[dict[str, Any], list[Given]]:
+    escaped = path.replace("{", "{{").replace("}", "}}")
+    return command.read(_read_file(path), f"--config {escaped} sets '{{}}', which is no flag of this command.")
 
 
 def parse(cls: type[C], argv: Sequence[str] | None = None, *, prog: str, description: str,
-          defaults: dict[str, Any] | None = None, adjust: Callable[[C], C] | None = None) -> C:
+          defaults: dict[str, Any] | None = None, adjust: Callable[[C], C] | None = None,
+          foreign: ForeignFlags | None = None) -> C:
     """Builds ``cls`` from a command line, or prints one sentence and exits with status 2.
 
     ``defaults`` override the dataclass's own. ``adjust`` derives the final configuration and may raise ConfigError, as
-    may the class's ``__post_init__``.
+    may the class's ``__post_init__``. ``foreign`` are flags of another server that the command takes, too.
     """
-    flags = {item.key: item for item in _flags(cls)}
-    given = _parser(prog, description, [*flags.values()], defaults or {}, _omitted(cls)).read(argv)
-    given.pop("print_completion", None)
     try:
-        values = dict(defaults or {})
-        if path := given.pop("config", None):
-            values.update(_read_yaml(path, flags))
-        values.update({key: flags[key].convert(value) for key, value in given.items()})
-        config = _build(cls, values)
+        config = _build(cls, read_values(cls, argv, prog=prog, description=description, defaults=defaults,
+                                         foreign=foreign))
         return adjust(config) if adjust else config
     except ConfigError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def read_values(cls: type, argv: Sequence[str] | None, *, prog: str, description: str,
+                defaults: dict[str, Any] | None = None, foreign: ForeignFlags | None = None) -> dict[str, Any]:
+    """Reads the flags of ``cls`` from a command line and its ``--config`` file, by field name; as ``parse``, but raises
+    ConfigError."""
+    flags = {item.key: item for item in _flags(cls)}
+    command = _Command(prog, flags, foreign or ForeignFlags({}))
+    parser = _parser(prog, description, [*flags.values()], defaults or {}, _omitted(cls))
+    words, mapped = command.foreign.split(sys.argv[1:] if argv is None else argv, parser.names, prog)
+    given = parser.read(words)
+    given.pop("print_completion", None)
+    of_file, mapped_of_file = _file(command, path) if (path := given.pop("config", None)) else ({}, [])
+    own = {key: flags[key].convert(value) for key, value in given.items()}
+    values = {**(defaults or {}), **of_file, **own}
+    command.map(mapped_of_file, values, own.keys())
+    command.map(mapped, values)
+    return values
 
 
 def to_argv(config: Any) -> list[str]:

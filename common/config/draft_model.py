@@ -1,10 +1,11 @@
-"""The flags of a draft model, as of a model of its own. It imports no torch."""
+"""The flags and the config.json of a draft model, as of a model of its own. It imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from ..api.errors import ConfigError
 from .checkpoint import pin_revision
@@ -18,7 +19,8 @@ def draft_args(config: ServerConfig) -> ModelArgs:
     return replace(
         config.model, model_path=path, revision=config.speculative.speculative_draft_model_revision,
         tokenizer_path=None, model_fingerprint=None, served_model_name=None, quantization=None, model_impl="baton",
-        context_length=None, load_format="dummy" if config.model.load_format == "dummy" else "auto")
+        context_length=None, json_model_override_args="{}",
+        load_format="dummy" if config.model.load_format == "dummy" else "auto")
 
 
 def pin_revisions(config: ServerConfig) -> ServerConfig:
@@ -30,6 +32,20 @@ def pin_revisions(config: ServerConfig) -> ServerConfig:
     with naming_draft():
         revision = pin_revision(draft_args(config)).revision
     return replace(config, speculative=replace(config.speculative, speculative_draft_model_revision=revision))
+
+
+def flat_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of a draft model's config.json as those of the layer that it has: heads of vLLM's speculators
+    library have these in ``transformer_layer_config``. Raises ConfigError for heads other than EAGLE-3's."""
+    layer = values.get("transformer_layer_config")
+    if layer is None:
+        return dict(values)
+    named = " ".join(values.get("architectures") or ())
+    kind = values.get("speculators_model_type") or ("eagle3" if named.startswith("Eagle3") else named or "unknown")
+    if kind != "eagle3" or not isinstance(layer, Mapping):
+        raise ConfigError(f"The draft model is a speculator of the kind {kind}: --speculative-algorithm EAGLE3 reads "
+                          "those of the kind eagle3.")
+    return {"norm_before_residual": True, **layer, **values, "architectures": ["LlamaForCausalLM"]}
 
 
 @contextmanager

@@ -25,8 +25,10 @@ OnProgress = Callable[[float], None]
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-def download(name: str, revision: str | None, patterns: Sequence[str], on_progress: OnProgress | None = None) -> Path:
-    """Returns the local folder of a repository's files that match; it is named after the commit. Raises ConfigError."""
+def download(name: str, revision: str | None, patterns: Sequence[str], on_progress: OnProgress | None = None, *,
+             folder: str | None = None) -> Path:
+    """Returns the local folder of a repository's files that match, below ``folder``, by default the hub's own cache; it
+    is named after the commit. Raises ConfigError."""
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
@@ -35,8 +37,8 @@ def download(name: str, revision: str | None, patterns: Sequence[str], on_progre
                           "download it.") from None
     logging.getLogger("huggingface_hub").handlers.clear()  # its records reach our handlers, and would reach stderr, too
     try:
-        with _watched(name, revision, patterns, on_progress) if on_progress else nullcontext():
-            return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns),
+        with _watched(name, revision, patterns, on_progress, folder) if on_progress else nullcontext():
+            return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns), cache_dir=folder,
                                           ignore_patterns=list(_IGNORED)))
     except GatedRepoError:
         reason = "the hub repository is gated: log in with an account that may read it"
@@ -50,11 +52,12 @@ def download(name: str, revision: str | None, patterns: Sequence[str], on_progre
 
 
 @contextmanager
-def _watched(name: str, revision: str | None, patterns: Sequence[str], on_progress: OnProgress) -> Iterator[None]:
+def _watched(name: str, revision: str | None, patterns: Sequence[str], on_progress: OnProgress,
+             folder: str | None) -> Iterator[None]:
     """Reports a download's progress while the block runs, by the bytes on the disk: they count whichever process and
     protocol of the hub fetches them."""
     stop = threading.Event()
-    thread = threading.Thread(target=_watch, args=(name, revision, patterns, on_progress, stop), daemon=True,
+    thread = threading.Thread(target=_watch, args=(name, revision, patterns, on_progress, stop, folder), daemon=True,
                               name="download-progress")
     thread.start()
     try:
@@ -65,9 +68,9 @@ def _watched(name: str, revision: str | None, patterns: Sequence[str], on_progre
 
 
 def _watch(name: str, revision: str | None, patterns: Sequence[str], on_progress: OnProgress,
-           stop: threading.Event) -> None:
+           stop: threading.Event, folder: str | None) -> None:
     try:
-        sizes, blobs = _expected_sizes(name, revision, patterns)
+        sizes, blobs = _expected_sizes(name, revision, patterns, folder)
     except Exception:  # the download itself will say what is wrong
         return
     total = sum(sizes.values())
@@ -75,7 +78,8 @@ def _watch(name: str, revision: str | None, patterns: Sequence[str], on_progress
         on_progress(min(_present(blobs, sizes) / total, 1.0))
 
 
-def _expected_sizes(name: str, revision: str | None, patterns: Sequence[str]) -> tuple[dict[str, int], Path]:
+def _expected_sizes(name: str, revision: str | None, patterns: Sequence[str],
+                    folder: str | None) -> tuple[dict[str, int], Path]:
     """Returns each blob's size in bytes by its name, and the folder of blobs in the hub's cache."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]  # exported lazily
@@ -86,7 +90,7 @@ def _expected_sizes(name: str, revision: str | None, patterns: Sequence[str]) ->
     for path in filter_repo_objects(files, allow_patterns=list(patterns), ignore_patterns=list(_IGNORED)):
         file = files[path]
         sizes[file.lfs.sha256 if file.lfs else file.blob_id] = file.size or 0
-    return sizes, Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "blobs"
+    return sizes, Path(folder or constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "blobs"
 
 
 def _present(blobs: Path, sizes: dict[str, int]) -> int:

@@ -7,6 +7,7 @@ for commands that take the section without the others. The ranges of single flag
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -66,3 +67,14 @@ def at_least(section: Any, bound: int, *names: str) -> None:
         value = getattr(section, name)
         if value is not None and not value >= bound:
             raise ConfigError(f"--{name.replace('_', '-')} must be {bound} or more, not {value}.")
+
+
+def json_object(name: str, text: str) -> dict[str, Any]:
+    """Reads the JSON object that is a flag's value; raises ConfigError."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{name} must be a JSON object: {error}.") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} must be a JSON object, not {text}.")
+    return value

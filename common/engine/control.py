@@ -28,6 +28,7 @@ class Control:
         self.batcher = batcher
         self.peers = peers or NoPeers()
         self.released: set[MemoryKind] = set()
+        self.step_delay = 0.0
         self.profiler = Profiler(tp.rank, runner.device)
 
     @property

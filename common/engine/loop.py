@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Protocol
@@ -135,6 +136,8 @@ class EngineLoop:
             if busy and self._control.profiler.active:
                 self._control.profiler.step()
             self._tracker.flush()
+            if busy and self._control.step_delay:
+                time.sleep(self._control.step_delay)
             if self._events is not None:
                 self._events.flush(tick.now)
             if not was_idle and self._scheduler.idle:

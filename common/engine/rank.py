@@ -29,6 +29,7 @@ from ..execution.executor import Executor
 from ..execution.pp_channel import PPChannel
 from ..execution.pp_executor import PPExecutor
 from ..execution.simulated_samples import SimulatedSamples
+from ..garbage_collector import freeze_collector
 from ..grammar.store import GrammarStore
 from ..kvcache.manager import KVCacheManager
 from ..models.registry import load_model_spec
@@ -44,7 +45,6 @@ from ..speculative.simulated import SimulatedAcceptance
 from .control import Control
 from .cuda_stack import warn_of_stack
 from .embedding_scheduler import EmbeddingScheduler
-from .garbage_collector import freeze_collector
 from .kv_event_publisher import start_publisher
 from .loop import EngineLoop, Scheduler
 from .rank_channel import PPTicker, RankChannel, Ticker
@@ -197,8 +197,6 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
         timeout=config.schedule.request_timeout,
         reserves_output=config.role.decodes,
         random_seed=None if config.speculative.speculative_algorithm is None else config.model.random_seed,
-        speculates=config.speculative.speculative_algorithm is not None and config.role.decodes,
-        simulated=config.speculative.simulated_acceptance is not None,
     )
     sampler = Sampler(model.vocab_size, runner.device, config.model.random_seed + parallel.dp_rank, parallel.attn_tp,
                       original_logprobs=config.model.return_original_logprob, backend=config.kernels.sampling_backend,
@@ -217,15 +215,17 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
         executor = PPExecutor(here, pp_channel, parallel, one_step=config.schedule.disable_overlap_schedule)
     batcher = make_batcher(config, runner, cache, parallel.attn_tp)
     if config.speculative.speculative_adaptive and config.role.decodes and batcher.drafting is not None:
-        batcher.drafting.adapt(_draft_length(config, here, cache, parallel.attn_tp, batcher.drafting.on_device))
+        batcher.drafting.adapt(_draft_length(config, here, runner, cache, parallel.attn_tp,
+                                              batcher.drafting.on_device))
     return EngineParts(config, parallel, runner, batcher, executor, tracker, grammars, pp_channel)
 
 
-def _draft_length(config: ServerConfig, executor: Executor, cache: KVCacheManager, tp: TPGroup,
+def _draft_length(config: ServerConfig, executor: Executor, runner: ModelRunner, cache: KVCacheManager, tp: TPGroup,
                   on_device: bool) -> DraftLength:
     """Measures the cost of steps; all ranks take the first one's."""
     num_drafts = config.speculative.num_drafts
-    costs = measure_costs(executor, cache, config.schedule.max_running_requests, num_drafts, on_device=on_device)
+    costs = measure_costs(executor, runner, cache, config.schedule.max_running_requests, num_drafts,
+                          on_device=on_device)
     encoded = tp.broadcast_bytes(msgspec.msgpack.encode(costs) if tp.rank == 0 else None)
     costs = msgspec.msgpack.decode(encoded, type=CostTable)
     log.info("milliseconds of steps by rows %s: plain %s, verify %s, draft %s", costs.rows,
@@ -254,7 +254,7 @@ def join_groups(spec: RankSpec) -> Parallel:
                          dp_head=spec.config.data_parallel.enable_dp_lm_head, pp_size=spec.config.parallel.pp_size,
                          pp_partition=spec.config.parallel.pp_layer_partition,
                          overlap=spec.config.data_parallel.enable_two_batch_overlap,
-                         backend=spec.config.parallel.dist_backend)
+                         backend=spec.config.parallel.dist_backend, timeout=spec.config.parallel.dist_timeout)
 
 
 def _num_threads(spec: RankSpec) -> int:
@@ -270,14 +270,15 @@ def device_of(spec: RankSpec) -> torch.device:
     kind = spec.config.model.device
     if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    first, count = spec.config.model.base_gpu_id, torch.cuda.device_count()
-    index = first + spec.local_rank
-    if spec.config.parallel.dist_backend == "gloo" and first < count:
-        index = first + spec.local_rank % (count - first)
+    gpus, count = spec.config.model, torch.cuda.device_count()
+    usable = range(gpus.base_gpu_id, count, gpus.gpu_id_step)
+    index = gpus.base_gpu_id + spec.local_rank * gpus.gpu_id_step
+    if spec.config.parallel.dist_backend == "gloo" and usable:
+        index = usable[spec.local_rank % len(usable)]
     if index >= count:
         raise ConfigError(
-            f"Rank {spec.rank} needs GPU {index}, this host has {count}; lower --tp-size or --base-gpu-id, let ranks "
-            "share GPUs by --dist-backend gloo, or use --device cpu.")
+            f"Rank {spec.rank} needs GPU {index}, this host has {count}; lower --tp-size, --base-gpu-id or "
+            "--gpu-id-step, let ranks share GPUs by --dist-backend gloo, or use --device cpu.")
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device

@@ -8,6 +8,10 @@ while the host reports tokens, checks for ends and schedules. A token whose valu
 *pending*; the next step reads it on the device. A request whose last token turns out to be pending has then run one
 step too many: that step's token is dropped, and the request's pages are freed only when that step has ended, because
 until then it may write into them.
+
+Of a chain step the host does not know how many tokens it gives, nor the next drafts. In flight it counts one token of
+each request, and pages are allocated for all that it may give. Another chain step follows it where requests have pages
+and no row extras; before any other step that decodes its results are processed.
 """
 
 from __future__ import annotations
@@ -17,17 +21,21 @@ from itertools import chain
 
 import numpy as np
 
+from ..api.drafts import Drafts
 from ..api.errors import ServingError
 from ..api.messages import Finish, Logprobs
 from ..execution.executor import Executor, LaunchedStep
-from ..execution.pp_executor import PPExecutor, PPStep
+from ..execution.launched import Launched
+from ..execution.pp_executor import PPExecutor
 from ..execution.pp_pipeline import make_pipeline
 from ..request.input_batch import InputBatch
 from ..request.req import Req
 from ..request.step_input import StepInput
 from ..request.step_output import StepOutput, add_prompt_results, picked, row_results
 from ..scheduler.batcher import Batcher
+from ..scheduler.chain_planner import NoChain, num_verified
 from ..scheduler.request_tracker import RequestTracker
+from .draft_prefill import DraftPrefill
 from .peers import NoPeers
 
 
@@ -49,7 +57,9 @@ class UnifiedScheduler:
         self._drafting = batcher.drafting
         self._drafts_on_device = batcher.drafting is not None and batcher.drafting.on_device
         self._rate = None if batcher.swap is None else batcher.swap.prefill_rate
-        self._executor = executor
+        self._draft_prefill: DraftPrefill | None = None
+        if self._drafts_on_device and isinstance(executor, Executor) and executor.drafts_from_tokens:
+            self._draft_prefill = DraftPrefill(batcher, executor)
         self._pipeline = make_pipeline(batcher, executor, self._process_results, overlap=overlap, rate=self._rate)
 
     @property
@@ -95,9 +105,18 @@ class UnifiedScheduler:
     def step(self, now: float) -> bool:
         """Launch a batch and process the results of the previous one; False where there was neither."""
         finishes = self._drafts_on_device and self._pipeline.in_flight is not None
-        if finishes:
+        if finishes and self._must_finish():
             self.synchronize()  # the drafts that the step ends with are verified next
+        if self._draft_prefill is not None:
+            self._close_draft_gaps(self._draft_prefill)
         return self._pipeline.advance(self._next_batch()) or finishes
+
+    def _must_finish(self) -> bool:
+        """True where a step is in flight whose drafts come at its end, otherwise than in a chain step."""
+        in_flight = self._pipeline.in_flight
+        if in_flight is None:
+            return False
+        return self.batcher.chains is None or (isinstance(in_flight, LaunchedStep) and in_flight.draft is not None)
 
     def synchronize(self) -> None:
         """Wait for the step in flight and process its results: afterwards no token is pending."""
@@ -109,13 +128,13 @@ class UnifiedScheduler:
         if req.finish is not None:
             self._free([req])
 
-    def _add_output(self, req: Req, token_ids: list[int], logprobs: Logprobs | None) -> None:
+    def _add_output(self, req: Req, token_ids: list[int], logprobs: Logprobs | None, num_drafts: int = 0) -> None:
         if failure := req.failure:
             self.tracker.fail(req, failure)
         else:
             if not req.reported and req.bootstrap is None:
                 req.end_span("prefill")
-            self.tracker.add_output(req, token_ids, logprobs)
+            self.tracker.add_output(req, token_ids, logprobs, num_drafts)
 
     def _free(self, reqs: Sequence[Req]) -> None:
         """Free the pages of requests that have ended, once no step writes into them any more."""
@@ -133,11 +152,16 @@ class UnifiedScheduler:
         """There is nothing to close: the process's end frees its memory."""
 
     def draft_prompt(self, req: Req, start: int) -> None:
-        """Compute a running request's prompt from token ``start`` on by the draft model alone, and set its drafts: the
-        model's pages have come from elsewhere. The first token is known."""
-        assert isinstance(self._executor, Executor), "a draft model is not spread over pipeline stages"
-        for step in self.batcher.draft_steps(req, start):
-            req.drafts = self._executor.draft_prompt(step)
+        """Let the draft model compute a running request's prompt from token ``start`` on: the model's pages have come
+        from elsewhere, without the draft's. The first token is known, and no step has decoded the request."""
+        assert self._draft_prefill is not None, "a draft model that reads hidden states has its pages from prefill"
+        self._draft_prefill.start(req, start)
+
+    def _close_draft_gaps(self, draft_prefill: DraftPrefill) -> None:
+        if draft_prefill.due and not self.paused:
+            self.synchronize()
+            draft_prefill.advance()
+        draft_prefill.on_step()
 
     def preempt_for(self, req: Req, num_tokens: int, prefix_limit: int) -> None:
         """Retract less urgent requests where ``req`` needs their pages or slots; see PageBudget.reserve."""
@@ -156,6 +180,8 @@ class UnifiedScheduler:
         mixed = batcher.args.enable_mixed_chunk
         if not mixed and (batch := batcher.next_prefill()) is not None:
             return batch
+        if batcher.chains is not None and not mixed:
+            return self._next_decode()
         if not batcher.allocate_running():
             self.synchronize()
             batcher.retraction.retract_decode()
@@ -163,6 +189,25 @@ class UnifiedScheduler:
                 return batch
         drafts = self._may_draft()
         return batcher.next_mixed(drafts=drafts) if mixed else batcher.next_decode(drafts=drafts)
+
+    def _next_decode(self) -> StepInput | None:
+        """The next decode step, a chain step where that is possible."""
+        batcher = self.batcher
+        while True:
+            if not batcher.allocate_running():
+                self.synchronize()
+                batcher.retraction.retract_decode()
+            in_flight = self._pipeline.in_flight
+            if in_flight is not None and in_flight.step.chains is None:
+                if not self._may_draft():
+                    return batcher.next_decode()
+                in_flight = None
+            found = batcher.next_chain(None if in_flight is None else in_flight.step)
+            if found is NoChain.OTHER:
+                return batcher.next_decode(drafts=True)
+            if found is not NoChain.WAIT:
+                return found
+            self.synchronize()
 
     def _may_draft(self) -> bool:
         """True where the next step may have drafts. The host must know all tokens for it, so it waits for the step in
@@ -175,20 +220,21 @@ class UnifiedScheduler:
             self.synchronize()
         return True
 
-    def _process_results(self, launched: LaunchedStep | PPStep) -> None:
+    def _process_results(self, launched: Launched) -> None:
         step, output = launched.step, launched.wait()
         if self._rate is not None:
             self._rate.end()
         if output.extras:
             add_prompt_results(step, output)
         if self._drafts_on_device:
-            for index in output.req_index:
-                step.reqs[index].drafts = output.drafts.get(index)
+            self._set_drafts(step, output)
         counts = None
-        if step.drafts:
+        if step.chains is not None and step.input_batch is not None:
+            output.num_drafts = num_verified(step.chains, step.input_batch).tolist()
+        if step.drafts or step.chains is not None:
             counts = np.array(output.counts, np.int64)
             if self._drafting is not None:
-                self._drafting.count(step, output)
+                self._drafting.count(step, output, counts)
         to_check = self._report_continuing(step, output, counts)
         beyond, ended = self._report_others(step, output, to_check) if to_check is None or to_check else ([], [])
         if counts is not None:
@@ -197,7 +243,24 @@ class UnifiedScheduler:
             self.tracker.flush()  # the last tokens are sent before the pages are freed
             self._free(ended)
         if beyond:
-            self.batcher.finish_all(beyond)
+            self._free_beyond(step, beyond)
+
+    def _set_drafts(self, step: StepInput, output: StepOutput) -> None:
+        """Set the drafts of requests, but where the step in flight has taken them on the device."""
+        if step.chains is None:
+            for index in output.req_index:
+                step.reqs[index].drafts = output.drafts.get(index)
+        elif (in_flight := self._pipeline.in_flight) is None or in_flight.step.chains is None:
+            for req, drafts in zip(step.reqs, output.chain_drafts):
+                req.drafts = Drafts(tuple(drafts))
+
+    def _free_beyond(self, step: StepInput, reqs: Sequence[Req]) -> None:
+        """Free the pages of requests that ended while ``step`` was in flight."""
+        if step.chains is not None:
+            self.batcher.queues.invalidate_remaining()
+            for req in reqs:  # the row of the last token may have been void
+                req.num_computed_tokens = req.tokens.count - 1
+        self.batcher.finish_all(reqs)
 
     def _report_others(self, step: StepInput, output: StepOutput,
                        to_check: list[int] | None) -> tuple[list[Req], list[Req]]:
@@ -218,13 +281,14 @@ class UnifiedScheduler:
                     logprobs = logprobs and picked(logprobs, range(len(token_ids)))
                     if req.hidden is not None:
                         req.hidden.drop_last(beyond_end)
-                self._add_output(req, token_ids, logprobs)
+                self._add_output(req, token_ids, logprobs, result.num_drafts)
             if req.finish is not None:
                 ended.append(req)
         return beyond, ended
 
     def _mark_verified(self, step: StepInput, output: StepOutput, counts: np.ndarray, ended: list[Req]) -> None:
-        last_tokens: list[int] = np.array(output.tokens, np.int64)[np.cumsum(counts) - 1].tolist()
+        tokens = np.array([*output.tokens, 0], np.int64)  # requests that had ended may have got none
+        last_tokens: list[int] = tokens[np.cumsum(counts) - 1].tolist()
         self.batcher.mark_verified(step, counts, last_tokens)
         if ended:  # perhaps within their runs
             self.batcher.queues.invalidate_remaining()
@@ -265,8 +329,8 @@ class UnifiedScheduler:
             runs = [runs[row] for row in rows]
         input_batch.append_runs(runs, rows)
         if not excluded:
-            self.tracker.add_new_tokens(input_batch.rids, tokens, output.counts)
+            self.tracker.add_new_tokens(input_batch.rids, tokens, output.counts, output.num_drafts)
         elif rows:
             self.tracker.add_new_tokens([input_batch.rids[row] for row in rows], list(chain.from_iterable(runs)),
-                                        list(map(len, runs)))
+                                        list(map(len, runs)), [output.num_drafts[row] for row in rows])
         return to_check

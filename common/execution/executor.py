@@ -23,8 +23,10 @@ from ..sampling.extras.hidden_states import HiddenReport, HiddenRows, hidden_row
 from ..sampling.extras.prompt_logprobs import PromptReport, PromptRow, prompt_rows
 from ..sampling.loose_acceptance import drafts_after
 from .accepted_rows import Accepted, accepted, paths_to_move
+from .chain_launch import ChainLauncher
 from .draft_pass import ComputedStep, DraftPass
 from .extra_rows import ExtraRow, extra_rows, fill_masks
+from .launched import Launched
 from .simulated_samples import SimulatedSamples
 
 if TYPE_CHECKING:
@@ -62,8 +64,9 @@ class LaunchedStep:
                 keep_accepted(step, found.counts, found.rows, extras)
         if self.move is not None:
             self.move(found)
+        num_drafts = (step.num_samples[step.sample_index] - 1).tolist() if step.drafts else []
         return StepOutput(step.sample_index, found.counts, found.tokens, extras,
-                          {} if self.draft is None else self.draft(found))
+                          {} if self.draft is None else self.draft(found), num_drafts=num_drafts)
 
     def _add_failures(self, found: Accepted, extras: dict[int, RowOutput]) -> None:
         """Fails requests whose first row has failed; where it is a draft's row, the next step computes it anew."""
@@ -90,20 +93,31 @@ class Executor:
         self._draft_pass = draft_pass
         self._simulated = simulated
         self._last: LaunchedStep | None = None
+        self._chains = ChainLauncher(runner, sampler, self._sample_chains)
 
     @property
     def asynchronous(self) -> bool:
         """True if ``launch`` returns before the step has run, so that the host can work meanwhile."""
         return self._runner.device.type == "cuda"
 
-    def launch(self, step: StepInput, after_group: AfterGroup | None = None) -> LaunchedStep:
-        """Starts computing a step. Pending tokens are read from the step launched before, on the device.
+    @property
+    def drafts_from_tokens(self) -> bool:
+        """True where a drafter on the device reads tokens alone."""
+        return self._draft_pass is not None and self._draft_pass.features is None
+
+    def launch(self, step: StepInput, after_group: AfterGroup | None = None) -> Launched:
+        """Starts computing a step. Pending tokens are read from the step launched before, on the device: only a chain
+        step may follow a chain step with any.
 
         ``after_group(g, event)`` is called once layer group g's keys and values have been enqueued; the pool has them
         after ``event`` (None on a CPU). The layer groups of the draft's pool are the last. Where a request has a
         grammar, its mask is filled while the device runs the forward pass; that needs its pending token, so that the
         host then waits for the step before.
         """
+        if step.chains is not None:
+            assert after_group is None
+            self._last = None
+            return self._chains.launch(step, step.chains)
         prompt, hidden = (prompt_rows(step), hidden_rows(step)) if step.extra_index else ([], [])
         logits, argmax, states, features, batch = self._runner.step(self._model_input(step, prompt, hidden),
                                                                     after_group)
@@ -197,6 +211,12 @@ class Executor:
         assert self._last is not None and previous is not None and self._last.step.number == follows, \
             "a pending token comes from the step before"
         return previous if known is None else TokenIds(known, rows, sources, previous)
+
+    def _sample_chains(self, step: StepInput, logits: torch.Tensor, argmax: torch.Tensor) -> LaunchedStep:
+        sample = self._sample(step, logits, argmax if step.all_greedy else None)
+        if self._simulated is not None and step.drafts:
+            sample = self._simulated.replace(step, sample)
+        return LaunchedStep(step, sample, sample.reports)
 
     def _sample(self, step: StepInput, logits: torch.Tensor, argmax: torch.Tensor | None) -> Sample:
         sampling = step.sampling

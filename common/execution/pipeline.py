@@ -8,7 +8,8 @@ from ..forward.forward_batch import AfterGroup
 from ..request.step_input import StepInput
 from ..scheduler.batcher import Batcher
 from ..scheduler.preemption.copy_rates import PrefillRate
-from .executor import Executor, LaunchedStep
+from .executor import Executor
+from .launched import Launched
 
 
 class Pipeline:
@@ -18,7 +19,7 @@ class Pipeline:
     next one.
     """
 
-    def __init__(self, batcher: Batcher, executor: Executor, process_output: Callable[[LaunchedStep], None], *,
+    def __init__(self, batcher: Batcher, executor: Executor, process_output: Callable[[Launched], None], *,
                  overlap: bool, rate: PrefillRate | None = None):
         """``rate`` measures prefill steps: it begins before a launch, and ``process_output`` ends it."""
         self._batcher = batcher
@@ -26,7 +27,7 @@ class Pipeline:
         self._process_output = process_output
         self._overlap = overlap
         self._rate = rate
-        self.in_flight: LaunchedStep | None = None
+        self.in_flight: Launched | None = None
 
     def advance(self, step: StepInput | None, after_group: AfterGroup | None = None) -> bool:
         """Launches ``step``, if there is one, and processes the results of the one before; returns False where there
@@ -45,8 +46,8 @@ class Pipeline:
         if before is not None:
             self._process_output(before)
         # After a step with drafts the host must know how many tokens there are; where a drafter on the device finds the
-        # next ones, before it schedules the next step, which may be later.
-        if not self._overlap or (step is not None and step.drafts and not step.draft_limits):
+        # next ones, before it schedules the next step, which may be later; not after a chain step.
+        if not self._overlap or (step is not None and step.drafts and not step.draft_limits and step.chains is None):
             self.synchronize()
         return step is not None or before is not None
 

@@ -13,7 +13,8 @@ from ..forward.forward_batch import AfterGroup
 from ..request.step_input import StepInput
 from ..request.step_output import StepOutput
 from ..sampling.extras.prompt_logprobs import prompt_rows
-from .executor import Executor, LaunchedStep
+from .executor import Executor
+from .launched import Launched
 from .pp_channel import PPChannel, PPStepResult, Reporter
 
 if TYPE_CHECKING:
@@ -85,11 +86,11 @@ class _ResultSender:
 
     def __init__(self, reporter: Reporter):
         self._reporter = reporter
-        self._steps: queue.SimpleQueue[tuple[int, LaunchedStep]] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[tuple[int, Launched]] = queue.SimpleQueue()
         self._error: Exception | None = None
         threading.Thread(target=self._run, name="stage-results", daemon=True).start()
 
-    def put(self, number: int, step: LaunchedStep) -> None:
+    def put(self, number: int, step: Launched) -> None:
         """Sends a step's results when they are there; raises the error of an earlier step."""
         if self._error is not None:
             raise self._error

@@ -9,7 +9,8 @@ from ..forward.forward_batch import AfterGroup
 from ..request.step_input import StepInput
 from ..scheduler.batcher import Batcher
 from ..scheduler.preemption.copy_rates import PrefillRate
-from .executor import Executor, LaunchedStep
+from .executor import Executor
+from .launched import Launched
 from .pipeline import Pipeline
 from .pp_executor import PPExecutor, PPStep
 
@@ -50,7 +51,7 @@ class PPPipeline:
 
 
 def make_pipeline(batcher: Batcher, executor: Executor | PPExecutor,
-                  process_output: Callable[[LaunchedStep | PPStep], None], *, overlap: bool,
+                  process_output: Callable[[Launched], None], *, overlap: bool,
                   rate: PrefillRate | None = None) -> Pipeline | PPPipeline:
     """Creates the pipeline for an executor; with pipeline parallelism, PPExecutor decides the overlap."""
     if not isinstance(executor, PPExecutor):

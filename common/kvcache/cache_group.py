@@ -24,7 +24,7 @@ _NONE_IN_FLIGHT = 1 << 62
 
 
 class RetentionRule(Protocol):
-    """Which of a request's pages the layers of a group still read. Pages are counted from the first token's."""
+    """Says which of a request's pages the layers of a group still read. Pages are counted from the first token's."""
 
     def first_page(self, num_tokens: int, page_size: int) -> int:
         """The first page that is read by tokens after the first ``num_tokens``."""

@@ -28,10 +28,11 @@ class PageTable:
 
     ``owned[i]`` is True where page i is allocated to the request and freed with it, False where the prefix cache owns
     it and ``node``'s lock protects it. A table without a ``node`` has nothing to do with the prefix cache.
-    ``partial_page`` belongs to the cache too; it is the last page.
+    ``partial_page`` belongs to the cache too; it is the last page. ``draft_gap``: the first token whose keys and values
+    the draft model's pool lacks; None where it has all.
     """
 
-    __slots__ = ("_ids", "_new", "_owned", "count", "groups", "node", "num_cached_pages", "num_published",
+    __slots__ = ("_ids", "_new", "_owned", "count", "draft_gap", "groups", "node", "num_cached_pages", "num_published",
                  "partial_page")
 
     def __init__(self, cached: np.ndarray, node: Node | None, groups: Sequence[GroupTable] = ()):
@@ -45,6 +46,7 @@ class PageTable:
         self.num_cached_pages = self.count
         self.num_published = self.count  # leading pages that the prefix cache has, these or equal ones
         self.partial_page: PartialPage | None = None
+        self.draft_gap: int | None = None
 
     def __repr__(self) -> str:
         owned = np.count_nonzero(self.owned)
@@ -122,6 +124,7 @@ class KVCacheManager:
         self.tier: KVTier | None = None
         self._tier_waits = False
         self._num_allocated = 0
+        self._without_draft: np.ndarray | None = None  # [pages] bool of cached pages, once there is any
 
     def __repr__(self) -> str:
         return f"KVCacheManager(free {self.num_free}, allocated {self.num_allocated}, cached {self.num_cached})"
@@ -169,10 +172,14 @@ class KVCacheManager:
 
     def match_incoming(self, tokens: np.ndarray, namespace: Namespace = SHARED) -> PageTable:
         """``match_prefix`` of a prompt that comes from another engine and is not computed here: a further group's table
-        begins with the first page that is read after the prompt, and its cached pages may end before the others'."""
+        begins with the first page that is read after the prompt, and its cached pages may end before the others'. Pages
+        without the draft model's keys and values come from the other engine, too."""
         if self.prefix_cache is None:
             return self.new_private_table(len(tokens))
         node, pages = self.prefix_cache.match_first_group(tokens, namespace)
+        if (drafted := self._num_with_draft(pages)) < len(pages):
+            node, pages = self.prefix_cache.match_first_group(tokens[:drafted * self.page_size + self.lookahead],
+                                                              namespace)
         return self._table_of(node, pages, len(tokens))
 
     def _table_of(self, node: Node, pages: np.ndarray, num_tokens: int) -> PageTable:
@@ -180,12 +187,37 @@ class KVCacheManager:
         assert self.prefix_cache is not None
         self.prefix_cache.lock(node)
         table = PageTable(pages, node, [GroupTable(group) for group in self.groups])
+        if (drafted := self._num_with_draft(pages)) < len(pages):
+            table.draft_gap = drafted * self.page_size
         for index, (group, own) in enumerate(zip(self.groups, table.groups)):
             first = group.first_page(num_tokens)
             ids = self.prefix_cache.group_pages(node, index, first, len(pages))
             absent = np.flatnonzero(ids == ABSENT)
             group.begin(own, first, ids[:absent[0]] if len(absent) else ids)
         return table
+
+    def _num_with_draft(self, pages: np.ndarray) -> int:
+        """Returns how many of the first of cached ``pages`` have the draft model's keys and values."""
+        if self._without_draft is None or not (lacking := self._without_draft[pages]).any():
+            return len(pages)
+        return int(lacking.argmax())
+
+    @property
+    def has_draft_gaps(self) -> bool:
+        """True once cached pages have lacked the draft model's keys and values."""
+        return self._without_draft is not None
+
+    def open_draft_gap(self, table: PageTable, num_tokens: int) -> None:
+        """Record that the draft model's pool has the keys and values of only the first ``num_tokens`` tokens of
+        ``table``, whose pages may have been published."""
+        table.draft_gap = num_tokens
+        self._note_draft_gap(table, num_tokens // self.page_size, table.num_published)
+
+    def close_draft_gap(self, table: PageTable) -> None:
+        """Record that the draft model's pool has the keys and values of all computed tokens of ``table``."""
+        table.draft_gap = None
+        if self._without_draft is not None:
+            self._without_draft[table.ids] = False
 
     def new_private_table(self, num_tokens: int = 0) -> PageTable:
         """An empty page table that never enters the prefix cache: token ids do not identify what its pages contain.
@@ -220,8 +252,12 @@ class KVCacheManager:
             return
         keys: list[PageKey] = []
         pages = cache.evict(count, lambda node: keys.extend(cache.page_keys(node)))
+        stored = pages
+        if self._without_draft is not None:
+            whole = ~self._without_draft[pages]
+            keys, stored = [key for key, kept in zip(keys, whole.tolist()) if kept], pages[whole]
         if keys:
-            task = tier.store(keys, pages)
+            task = tier.store(keys, stored)
             if self._tier_waits:
                 task.wait()
         self.allocator.free(pages)
@@ -357,8 +393,18 @@ class KVCacheManager:
             "pages entered the tree that the request did not own"
         table.owned[present:count] = False
         self._num_allocated -= count - present
+        if table.draft_gap is not None or self._without_draft is not None:
+            self._note_draft_gap(table, present, count)
         table.num_published = count
         self._publish_groups(table)
+
+    def _note_draft_gap(self, table: PageTable, first: int, end: int) -> None:
+        """Record which of the pages ``first`` to ``end`` of ``table``, which enter the prefix cache, lack the draft
+        model's keys and values."""
+        if self._without_draft is None:
+            self._without_draft = np.zeros(self.num_pages, bool)
+        gap = end if table.draft_gap is None else table.draft_gap // self.page_size
+        self._without_draft[table.ids[first:end]] = np.arange(first, end) >= gap
 
     def _publish_groups(self, table: PageTable) -> None:
         """Hand pages of further groups to the tree, where it lacks them on the path to ``table.node``."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .manager import KVCacheManager, PageTable
+from .padded_pages import PaddedPages
 
 _NO_PAGES = np.empty(0, np.int64), np.empty(0, np.int64)
 _versions = count(1)
@@ -55,6 +56,8 @@ class PageColumns:
         self._page_start: np.ndarray | None = None  # [B]: the first position in each last page; None: unknown
         self._further: tuple[GroupSlots, ...] = ()
         self._appended = _NO_PAGES  # rows, and the pages appended to them since the page tables were last read
+        self._padded: PaddedPages | None = None
+        self._padded_version = 0
 
     def __len__(self) -> int:
         return len(self._tables)
@@ -105,6 +108,8 @@ class PageColumns:
         if pages is None:
             return False
         self._appended = np.array(rows), pages
+        if self._padded is not None:
+            self._padded.append(*self._appended)
         self._capacity[rows] += self._page_size
         return True
 
@@ -134,6 +139,15 @@ class PageColumns:
         return PageSlots(self._kv_indices[first + in_request].astype(np.int64), offsets, self._kv_indptr,
                          self._kv_indices, (last_positions - page_start + 1).astype(np.int32), self._version,
                          self._group_slots(last_positions - q_lens + 1, last_positions, positions, q_lens))
+
+    def padded(self, num_tokens: np.ndarray, scratch_page: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """Returns ``kv_indptr``, ``kv_indices`` and ``version`` of the pages of ``num_tokens`` [B] tokens or more, in
+        the first cache group, with the scratch page where a row has too few."""
+        if self._padded is None:
+            self._padded = PaddedPages(self._tables, scratch_page)
+        if self._padded.cover(self._capacity // self._page_size, -(-num_tokens // self._page_size)):
+            self._padded_version = next(_versions)
+        return self._padded.kv_indptr, self._padded.kv_indices, self._padded_version
 
     def _group_slots(self, starts: np.ndarray, last_positions: np.ndarray, positions: np.ndarray,
                      q_lens: np.ndarray | int = 1) -> tuple[GroupSlots, ...]:
@@ -172,7 +186,8 @@ class PageColumns:
         before, indptr = self._kv_indices, self._kv_indptr
         (appended_rows, appended), self._appended = self._appended, _NO_PAGES
         one_missing_each = len(before) == int(pages.sum()) + len(pages) - len(rows)
-        if one_missing_each and np.array_equal(appended_rows, rows):  # they entered their new pages together
+        if (one_missing_each and np.array_equal(appended_rows, rows)  # they entered their new pages together
+                and np.array_equal(self._capacity[rows], (pages[rows] + 1) * self._page_size)):
             self._kv_indices = np.insert(before, indptr[rows + 1], appended.astype(np.int32))
         else:
             self._kv_indices = self._indices_with(rows.tolist(), pages[rows].tolist())

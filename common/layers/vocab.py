@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 
 import torch
-from torch.nn.functional import embedding
 
 from ...kernels.gemm.dense_matmul import compile_tiles, dense_matmul
 from ...kernels.rowwise.gather_rows import gather_rows
@@ -32,14 +32,17 @@ class VocabTable:
         if allocate.device.type == "cuda":
             compile_tiles(self.weight)
 
+    def first(self, count: int) -> VocabTable:
+        """Returns a table of the first ``count`` tokens over the same weights."""
+        table = copy(self)
+        table.vocab_size = count
+        return table
+
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Embeds token ids [T] to ``[T, hidden]``."""
         if self.tp.size == 1:
             return gather_rows(self.weight, ids)
-        local = ids - self.start
-        on_other_rank = (local < 0) | (local >= self.weight.shape[0])
-        embeds = embedding(local.masked_fill(on_other_rank, 0), self.weight).masked_fill_(on_other_rank[:, None], 0)
-        return self.tp.all_reduce(embeds)
+        return self.tp.all_reduce(gather_rows(self.weight, ids, self.start))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Computes logits ``[R, vocab]`` of ``[R, hidden]`` in its type, whole on every rank, with contiguous rows."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..api.errors import ConfigError
-from ..config.checkpoint import read_json, resolve_metadata
+from ..config.checkpoint import read_config, read_json, resolve_metadata
+from ..config.draft_model import flat_config
 from ..config.model import ModelSpec
 from ..config.model_config import ModelConfig
 from ..config.server import ModelArgs
@@ -76,9 +77,11 @@ def load_model_spec(args: ModelArgs, *, draft: bool = False) -> ModelSpec:
     """Reads ``config.json`` and ``generation_config.json``; raises ConfigError, naming what is unsupported. A ``draft``
     has the architecture's name with "Eagle", "Eagle3" or "NextN" before or after it."""
     folder = resolve_metadata(args)
-    config = read_json(folder / "config.json")
+    config = read_config(args, folder)
     if config is None:
         raise ConfigError(f"{folder} has no config.json: it is not a Hugging Face checkpoint.")
+    if draft:
+        config = flat_config(config)
     generation = read_json(folder / "generation_config.json")
     for name in _COUNTS:
         if name in config and (type(config[name]) is not int or config[name] < 1):

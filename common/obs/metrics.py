@@ -13,16 +13,14 @@ from prometheus_client.registry import Collector
 from ..api.errors import ERROR_CODES
 from ..api.messages import State
 from ..config.roles import ROLES, Role
+from .buckets import Buckets
 from .engine_metrics import COUNTED_BY_API_SERVER, COUNTERS, GAUGES, about, family_of
 from .process_metrics import register_process
 from .sglang_aliases import WINDOW_SECONDS, Throughput, WithSGLangAliases, derived_gauges
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_TTFT_BUCKETS = (.005, .01, .025, .05, .1, .2, .4, .8, 1.5, 3, 6, 12, 25, 50, 100, 200)
-_ITL_BUCKETS = (.001, .002, .004, .006, .008, .01, .015, .02, .03, .04, .06, .08, .1, .2, .4, .8, 1.5, 3)
 _LOOP_LAG_BUCKETS = (.002, .004, .008, .015, .03, .06, .12, .25, .5, 1, 2, 5)
-_E2E_BUCKETS = (.01, .05, .1, .25, .5, 1, 2, 4, 8, 15, 30, 60, 120, 240, 480, 960, 1920)
 
 FINISH_REASONS = ("stop", "length", "abort")
 _STATE_GAUGES = {
@@ -86,9 +84,10 @@ class ServerMetrics:
     """Counters and histograms of one server; each server has its own registry, so that several fit one process."""
 
     def __init__(self, model_name: str, mode: str, *, sglang_names: bool = True, speculates: bool = False,
-                 simulated: bool = False):
+                 simulated: bool = False, buckets: Buckets | None = None):
         """``sglang_names``: export metrics that SGLang has, too, a second time under its names. ``speculates``: the
         server drafts; ``simulated``: its acceptance is drawn, which all metrics say by a label."""
+        buckets = buckets or Buckets()
         labels = {"model_name": model_name, "mode": mode, **({"simulated": "true"} if simulated else {})}
         self.registry = CollectorRegistry()
         self.engine = EngineCollector(labels, ROLES.get(mode), speculates=speculates)
@@ -106,9 +105,13 @@ class ServerMetrics:
         self.generation_tokens = counter("generation_tokens", "Tokens generated; a prefill server counts the first "
                                          "token of each request")
         self.ttft = histogram("time_to_first_token_seconds", "From arrival to the first token; on a decode server "
-                              "with prefill and transfer", _TTFT_BUCKETS)
-        self.itl = histogram("inter_token_latency_seconds", "Between tokens of one request", _ITL_BUCKETS)
-        self.e2e = histogram("e2e_request_latency_seconds", "From arrival to the end", _E2E_BUCKETS)
+                              "with prefill and transfer", buckets.ttft)
+        self.itl = histogram("inter_token_latency_seconds", "Between tokens of one request", buckets.itl)
+        self.e2e = histogram("e2e_request_latency_seconds", "From arrival to the end", buckets.e2e)
+        self._prompt_sizes = None if not buckets.prompt_tokens else histogram(
+            "prompt_tokens_histogram", "Prompt tokens of the requests that ended", buckets.prompt_tokens)
+        self._generation_sizes = None if not buckets.generation_tokens else histogram(
+            "generation_tokens_histogram", "Generated tokens of the requests that ended", buckets.generation_tokens)
         self.event_loop_lag = histogram("event_loop_lag_seconds", "Lag of the API server's event loop, ten times a "
                                         "second: all streams wait for it", _LOOP_LAG_BUCKETS)
         self._requests = Counter("baton:num_requests", "Requests by outcome: a finish reason, an error code, or "
@@ -128,6 +131,13 @@ class ServerMetrics:
         """The totals so far. Reading them takes 20 us: meant for once in a few seconds."""
         counters = (self.prompt_tokens, self.cached_tokens, self.generation_tokens)
         return TokenTotals(*(family.samples[0].value for counter in counters for family in counter.collect()))
+
+    def observe_end(self, seconds: float, prompt_tokens: int, generated_tokens: int) -> None:
+        """Observes a request that ended ``seconds`` after its arrival."""
+        self.e2e.observe(seconds)
+        if self._prompt_sizes is not None and self._generation_sizes is not None:
+            self._prompt_sizes.observe(prompt_tokens)
+            self._generation_sizes.observe(generated_tokens)
 
     def count_outcome(self, outcome: str) -> None:
         """Counts one request that ended as ``stop``, ``length``, an error's code, or ``disconnected``."""

@@ -18,6 +18,8 @@ SGLANG_NAMES: Mapping[str, str] = {
     "baton:time_to_first_token_seconds": "sglang:time_to_first_token_seconds",
     "baton:inter_token_latency_seconds": "sglang:inter_token_latency_seconds",
     "baton:e2e_request_latency_seconds": "sglang:e2e_request_latency_seconds",
+    "baton:prompt_tokens_histogram": "sglang:prompt_tokens_histogram",
+    "baton:generation_tokens_histogram": "sglang:generation_tokens_histogram",
     "baton:num_requests_running": "sglang:num_running_reqs",
     "baton:num_requests_waiting": "sglang:num_queue_reqs",
     "baton:num_used_tokens": "sglang:num_used_tokens",

@@ -38,7 +38,7 @@ Members = Sequence[tuple[int, Any]]
 
 
 class Report(Protocol):
-    """What a step reports besides tokens, while the device computes it."""
+    """A report of a step besides tokens, while the device computes it."""
 
     def add_to(self, outputs: dict[int, RowOutput]) -> None:
         """Waits for the device, and sets a field of the outputs of some requests, by their index in the step. Called

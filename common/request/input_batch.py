@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from operator import attrgetter
 
+import msgspec
 import numpy as np
 
-from ..forward.forward_batch import BatchColumns, indptr_of, ragged_positions
+from ..forward.chain_rows import ChainRows
+from ..forward.forward_batch import NO_COLUMNS, BatchColumns, indptr_of, ragged_positions
 from ..forward.tree_rows import tree_rows
 from ..kvcache.manager import PageTable
 from ..kvcache.page_columns import PageColumns
@@ -21,6 +23,7 @@ from .sampling_metadata import SamplingMetadata
 from .step_input import DraftPlan, StepInput, StepTokens
 
 _PAGE_TABLE, _STOP_IDS = attrgetter("page_table"), attrgetter("stop_ids")
+_NO_TOKENS = np.empty(0, np.int64)
 _versions = count(1)
 
 
@@ -28,9 +31,10 @@ class InputBatch:
     """``reqs`` decode together until one leaves or joins: then a new batch reuses the arrays of this one.
 
     ``positions`` [B] int64 are those of the tokens that the next step computes; ``remaining`` [B] int64: steps that may
-    be launched until the request has all the tokens that it asked for. ``extra_index``: rows of requests with row
-    extras; ``all_greedy``: all others take the argmax. ``version`` identifies the batch. ``reused_rows``: the rows that
-    its first requests had in the previous batch.
+    be launched until the request has all the tokens that it asked for. A chain step in flight counts one token of each
+    request: meanwhile positions are lower bounds, and ``remaining`` upper ones. ``extra_index``: rows of requests with
+    row extras; ``all_greedy``: all others take the argmax. ``version`` identifies the batch. ``reused_rows``: the rows
+    that its first requests had in the previous batch.
     """
 
     def __init__(self, reqs: list[Req], page_size: int, previous: InputBatch | None = None):
@@ -53,6 +57,7 @@ class InputBatch:
         self.stop_ids: frozenset[int] = frozenset().union(*set(map(_STOP_IDS, reqs)))
         self._last_tokens: list[int] = []  # of the first requests, as far as the host knows them
         self._num_in_flight = 0  # steps whose tokens are not recorded
+        self._successor: InputBatch | None = None  # which reuses rows that are in flight
         self._rids: list[str] | None = None
         self._appends: list[Callable[[int], None]] | None = None  # of the requests' tokens
         if previous is not None and len(reused):
@@ -64,6 +69,7 @@ class InputBatch:
         self.removed_rows: list[int] = []
         self._metadata: list[SamplingMetadata] | None = None
         self._index = list(range(len(reqs)))
+        self._own_rows = np.arange(len(reqs))
         self._ones = np.ones(len(reqs), np.int64)
         self._qo_indptr = np.arange(len(reqs) + 1, dtype=np.int32)
 
@@ -75,7 +81,9 @@ class InputBatch:
         rows = reused.tolist()
         unreported = set(previous._unreported)
         self._unreported += [row for row, before in enumerate(rows) if before in unreported] if unreported else []
-        if not previous._num_in_flight and len(previous._last_tokens) == len(previous.reqs):
+        if previous._num_in_flight:
+            previous._successor = self
+        elif len(previous._last_tokens) == len(previous.reqs):
             self._last_tokens = [previous._last_tokens[row] for row in rows]
 
     def __repr__(self) -> str:
@@ -153,6 +161,18 @@ class InputBatch:
                          drafts=drafts, draft_limits=plan.limits, input_batch=self,
                          last_step_rows=self.last_step_rows())
 
+    def chain_step(self, chains: ChainRows, known: DraftPlan | None = None) -> StepInput:
+        """The next step as a chain step of ``chains``. Where requests have extras, ``known`` are its drafts, and no
+        token may be pending."""
+        if self.extra_index:
+            assert known is not None, "a request with extras needs all tokens"
+            return msgspec.structs.replace(self.draft_step(known), chains=chains)
+        if self._metadata is None:
+            self.sampling_metadata()
+        assert self._metadata is not None
+        return StepInput(self.reqs, NO_COLUMNS, self.positions, self._ones, self._ones, StepTokens(_NO_TOKENS),
+                         self._index, self._metadata, (), self.all_greedy, chains=chains, input_batch=self)
+
     def _draft_metadata(self, q_lens: np.ndarray, positions: np.ndarray) -> Sequence[SamplingMetadata]:
         """Sampling metadata of all rows of a step with drafts."""
         owners: list[int] = np.repeat(self._index, q_lens).tolist()
@@ -176,13 +196,40 @@ class InputBatch:
         return StepTokens(np.array(known, np.int64), np.array(rows, np.int64), np.array(sources, np.int64),
                           0 if last is None else last.number)
 
+    def rows_in(self, step: StepInput) -> np.ndarray | None:
+        """Returns the rows [B] int64 that the requests have in a step of this batch or of the one before, -1 for those
+        that have joined; None for another step."""
+        version = -1 if step.input_batch is None else step.input_batch.version
+        if version == self.version:
+            return self._own_rows
+        if version != self._previous_version:
+            return None
+        return np.concatenate((self.reused_rows, np.full(len(self.reqs) - len(self.reused_rows), -1)))
+
     def accept(self, counts: np.ndarray, token_ids: list[int]) -> None:
         """Record that the requests got ``counts`` [B] tokens in the oldest step in flight, not one each; the last of
         these are ``token_ids`` [B]."""
-        self.positions = self.positions + (counts - 1)
-        self.remaining = self.remaining - (counts - 1)
-        self.min_remaining = int(self.remaining.min())
+        self._add(counts - 1)
         self.record_tokens(token_ids)
+
+    def _add(self, more: np.ndarray) -> None:
+        """Record that the requests have ``more`` [B] tokens than was known."""
+        self.positions = self.positions + more
+        self.remaining = self.remaining - more
+        self.min_remaining = int(self.remaining.min())
+        if (batch := self._successor) is not None:
+            reused = batch.reused_rows
+            batch._add(np.concatenate((more[reused], np.zeros(len(batch) - len(reused), np.int64))))
+
+    @property
+    def launched_positions(self) -> np.ndarray:
+        """Positions [B] int64 of the newest tokens of the oldest step in flight."""
+        return self.positions - self._num_in_flight
+
+    @property
+    def has_successor(self) -> bool:
+        """True where another batch has taken over rows while a step was in flight."""
+        return self._successor is not None
 
     def record_tokens(self, token_ids: list[int]) -> None:
         """Record the tokens [B] of the oldest step in flight."""
@@ -211,7 +258,10 @@ class InputBatch:
 
     def rows_ending(self, counts: np.ndarray) -> list[int]:
         """Rows of the requests that have all tokens once they got ``counts`` [B] in the oldest step in flight."""
-        return np.flatnonzero(self.remaining < counts).tolist() if self.min_remaining < int(counts.max()) else []
+        launched = self._num_in_flight
+        if self.min_remaining + launched > int(counts.max()):
+            return []
+        return np.flatnonzero(self.remaining + launched <= counts).tolist()
 
     def last_tokens(self, *, reused_on_device: bool) -> tuple[list[int], list[int]]:
         """The last token [B] of each request, and the rows of those whose token the host does not know: 0 there.

@@ -25,7 +25,6 @@ from ..api.namespace import SHARED, Namespace
 from ..api.sampling import SamplingParams
 from ..kvcache.manager import PageTable
 from ..kvcache.page_keys import PageKey
-from .draft_counts import DraftCounts
 from .extras import Extra, extras_of
 from .hidden_states import HiddenStates
 from .logit_bias import LogitBias
@@ -39,10 +38,11 @@ from .token_history import TokenHistory
 @dataclass(frozen=True)
 class SwappedOut:
     """A retracted request's first ``num_tokens`` tokens in host tiers: by cache group the first page that is there, and
-    the keys from that one on."""
+    the keys from that one on. ``draft_gap`` as in PageTable."""
 
     pages: list[tuple[int, list[PageKey]]]
     num_tokens: int
+    draft_gap: int | None = None
 
 
 @dataclass(eq=False, slots=True)  # without slots, more than 30 fields would take twice as long to read
@@ -79,8 +79,6 @@ class Req:
     num_pending: int = 0
     num_retractions: int = 0
     drafts: Drafts | None = None  # what its next step verifies
-    draft_gap: bool = False  # a step has left its tokens out of the draft model's KV pool: no more drafts
-    draft_counts: DraftCounts | None = None  # on a server that speculates
     swapped_out: SwappedOut | None = None  # while it waits after a retraction
     finish: Finish | None = None
     prompt_logprobs: Logprobs | None = None
@@ -147,6 +145,11 @@ class Req:
     def complete(self) -> bool:
         """True where the request has, or waits for, its last token by length."""
         return self.tokens.count + self.num_pending - self.num_prompt_tokens >= self.sampling.max_new_tokens
+
+    @property
+    def draft_gap(self) -> bool:
+        """True where the draft model's pool lacks keys and values of computed tokens: nothing is drafted then."""
+        return self.page_table is not None and self.page_table.draft_gap is not None
 
     @property
     def prompt(self) -> np.ndarray:
@@ -250,9 +253,7 @@ class Req:
             return None
         first, self.reported = not self.reported, True
         spans, self.spans = self.spans or [], None if self.spans is None else []
-        counts = self.draft_counts if self.finish is not None else None
         return OutputExtras(
             usage=PromptUsage(self.num_prompt_tokens, self.num_cached_tokens) if first else None, finish=self.finish,
             logprobs=logprobs, prompt_logprobs=self.prompt_logprobs if first else None, embedding=self.embedding,
-            hidden_states=None if self.hidden is None else self.hidden.take(),
-            speculation=None if counts is None else counts.report(self.num_output_tokens), spans=spans)
+            hidden_states=None if self.hidden is None else self.hidden.take(), spans=spans)

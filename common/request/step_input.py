@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from ..api.drafts import Drafts
+from ..forward.chain_rows import ChainRows
 from ..forward.forward_batch import BatchColumns, indptr_of, ragged_positions
 from ..kvcache.manager import PageTable
 from ..kvcache.page_columns import PageColumns
@@ -46,7 +47,7 @@ class StepTokens(NamedTuple):
 
 
 class DraftPlan(NamedTuple):
-    """What a step of B requests has to do with drafts.
+    """The drafts of a step of B requests, and the room for those after it.
 
     ``drafts``: those that it verifies, by request; ``counts`` [B] int64: how many these are. ``limits``: the most that
     a drafter on the device may draft afterwards for each request that samples; empty without one.
@@ -66,6 +67,11 @@ class StepInput(msgspec.Struct, frozen=True, eq=False, dict=True):
     ``sampling`` [S] has the samples' metadata without these, and with positions where these matter to plain sampling;
     ``all_greedy``: all plain rows take the argmax. ``draft_limits``: see DraftPlan.
 
+    With ``chains`` it is a chain step: captured graphs verify these rows, accept, and draft as many tokens for each
+    request. Without ``extra_index``, ``columns``, ``tokens`` and ``drafts`` are empty, ``starts`` lower bounds, and
+    ``sampling`` [B] has an entry of each request, whose position means nothing. With ``extra_index`` the host knows all
+    rows, and the other fields are of the S that are not void, as without ``chains``.
+
     ``number`` is unique. ``input_batch``: the persistent batch whose rows a decode step computes, ``rows_version`` its
     version, and ``last_step_rows`` those whose last step this is.
     """
@@ -83,6 +89,7 @@ class StepInput(msgspec.Struct, frozen=True, eq=False, dict=True):
     num_prefill: int = 0
     drafts: Mapping[int, Drafts] = {}
     draft_limits: Sequence[int] = ()
+    chains: ChainRows | None = None
     input_batch: InputBatch | None = None
     rows_version: int = 0
     last_step_rows: Sequence[int] = ()

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class RowOutput(msgspec.Struct, array_like=True):
-    """What a request gets from a step besides tokens. With ``error_code`` (a ServingError's) it fails, and its tokens
-    mean nothing. ``hidden_states`` are float32 rows, little endian."""
+    """The results of a request in a step besides tokens. With ``error_code`` (a ServingError's) it fails, and its
+    tokens mean nothing. ``hidden_states`` are float32 rows, little endian."""
 
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
@@ -31,25 +31,31 @@ class RowOutput(msgspec.Struct, array_like=True):
 
 class StepOutput(msgspec.Struct, array_like=True):
     """The output of a step. ``req_index``: its requests that got tokens, ascending, by their index in the StepInput;
-    ``counts``: how many tokens each got, at least one; ``tokens``: these, one request after the other. ``extras``: what
-    some requests, also others, get besides. ``drafts``: what may follow, for the next step to verify, by the request's
-    index in the StepInput."""
+    ``counts``: how many tokens each got, at least one, but for requests that had ended before; ``tokens``: these, one
+    request after the other. ``extras``: what some requests, also others, get besides. ``drafts``: what may follow, for
+    the next step to verify, by the request's index in the StepInput; after a chain step instead ``chain_drafts``, those
+    of all its requests. ``num_drafts``: how many the step verified for each request in ``req_index``; empty where
+    none."""
 
     req_index: list[int]
     counts: list[int]
     tokens: list[int]
     extras: dict[int, RowOutput] = {}
     drafts: dict[int, Drafts] = {}
+    chain_drafts: list[list[int]] = []
+    num_drafts: list[int] = []
 
 
 class RowResult(NamedTuple):
-    """The part of one request that got tokens; with an ``error`` it fails instead. ``drafts``: what may follow."""
+    """The part of one request that got tokens; with an ``error`` it fails instead. ``drafts``: what may follow.
+    ``num_drafts``: how many the step verified."""
 
     req: Req
     token_ids: list[int]
     logprobs: Logprobs | None
     error: ServingError | None
     drafts: Drafts | None = None
+    num_drafts: int = 0
 
 
 def keep_accepted(step: StepInput, counts: Sequence[int], rows: Sequence[int], extras: dict[int, RowOutput]) -> None:
@@ -102,4 +108,5 @@ def row_results(step: StepInput, output: StepOutput, chosen: Sequence[int] | Non
         extra = output.extras.get(index)
         error = None if extra is None or extra.error_code is None else from_code(extra.error_code, extra.error)
         yield RowResult(step.reqs[index], output.tokens[ends[i] - output.counts[i]:ends[i]],
-                        None if extra is None else extra.logprobs, error, output.drafts.get(index))
+                        None if extra is None else extra.logprobs, error, output.drafts.get(index),
+                        output.num_drafts[i] if output.num_drafts else 0)

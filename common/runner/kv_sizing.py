@@ -18,6 +18,7 @@ from ..kvcache.cache_group import SlidingWindow
 from ..kvcache.layout import DTYPE_BYTES, KVLayout, split_layers
 from ..scheduler.prefill_budget import LOGPROB_CHUNK_TOKENS
 from ..weights.kv_scales import KV_DTYPES, Scales, read_kv_scales
+from .cuda_graphs.chain_sizes import most_chain_rows
 from .cuda_graphs.piecewise_graphs import prefill_graph_sizes
 
 # On a CPU a few whole contexts, which concurrent requests rarely fill there; those of the shipped model are 235 MB.
@@ -139,7 +140,7 @@ def _pages_within(cache: CacheArgs, layouts: Sequence[KVLayout], num_bytes: int,
 def ranks_per_gpu(config: ServerConfig, gpus: int) -> int:
     """Returns the number of the server's ranks on one of a host's GPUs, at most."""
     local_ranks = config.parallel.world_size // config.nodes.nnodes
-    return -(-local_ranks // (gpus - config.model.base_gpu_id))
+    return -(-local_ranks // len(range(config.model.base_gpu_id, gpus, config.model.gpu_id_step)))
 
 
 def _activation_bytes(config: ServerConfig, spec: ModelSpec, layout: KVLayout, parallel: Parallel,
@@ -150,13 +151,16 @@ def _activation_bytes(config: ServerConfig, spec: ModelSpec, layout: KVLayout, p
     local = _attention_values(spec) // parallel.attn_tp.size
     local += parallel.dp_size * _mlp_values(spec, parallel.tp.size)  # of all attention groups' tokens
     values = (4 + 2 * parallel.dp_size) * spec.hidden_size + local + 2 * layout.num_kv_heads * spec.head_dim
-    row = values * DTYPE_BYTES[resolve_dtype(config, spec, device)]
+    itemsize = DTYPE_BYTES[resolve_dtype(config, spec, device)]
     rows = max(schedule.largest_prefill(spec.context_length), schedule.max_running_requests)
-    rows += max(prefill_graph_sizes(config, spec, parallel), default=0)  # their graphs have memory of their own
+    # Graphs have memory of their own.
+    chain_rows = most_chain_rows(config)
+    rows += max(prefill_graph_sizes(config, spec, parallel), default=0) + chain_rows
     # Logits, scaled, sorted, noise.
     logits = (schedule.max_running_requests + _most_drafts(config)) * spec.vocab_size * 4 * 4
+    logits += chain_rows * spec.vocab_size * itemsize
     workspaces = 1 << 30 << config.data_parallel.enable_two_batch_overlap  # of the micro-batches' attentions
-    return rows * row + logits + workspaces
+    return rows * values * itemsize + logits + workspaces
 
 
 def _most_drafts(config: ServerConfig) -> int:

@@ -20,6 +20,7 @@ from ..config.server.speculative import SPECULATIVE_ALGORITHMS
 from ..distributed.capture import may_capture
 from ..distributed.parallel import Parallel
 from ..distributed.step_rows import StepRows
+from ..forward.chain_rows import ChainLevels, ChainRows
 from ..forward.forward_batch import (
     NO_COLUMNS,
     AfterGroup,
@@ -33,9 +34,13 @@ from ..kvcache.cache_group import CacheGroup, SlidingWindow
 from ..kvcache.layout import KVLayout
 from ..kvcache.pool import KVPool
 from ..quantization.float8 import check_float8
+from ..request.req import Req
 from ..speculative.base import DraftContext, Drafter, DraftModel
+from ..speculative.simulated import SimulatedAcceptance
 from ..weights.loader import Progress, silent
 from .attention_choice import AttentionChoice
+from .chain_steps import ChainSteps, chain_drafter
+from .cuda_graphs.chain_graphs import ChainModel, ChainPool, Verified
 from .cuda_graphs.collection_paused import collection_paused
 from .cuda_graphs.decode_graphs import DecodeGraphs, GraphPages, sizes_to_capture
 from .cuda_graphs.prefill_graph_selection import PrefillGraphSelection
@@ -46,7 +51,7 @@ from .eplb import ExpertBalancer, ExpertCounts, ExpertRecord, connect_experts, e
 from .kv_sizing import cache_layouts, count_pages, kv_scales, page_counts, resolve_dtype
 from .layer_group_events import LayerGroupEvents
 from .model_weights import ModelWeights
-from .preflight import check_pool, pool_layers, token_bytes
+from .preflight import check_pool, draft_token_bytes, pool_layers, token_bytes
 from .two_batch_overlap import TwoBatchOverlap
 
 _WARM_UP_PREFILL_ROWS = 64
@@ -120,6 +125,7 @@ class ModelRunner:
         self._no_ids = torch.empty(0, dtype=torch.int64, device=device)
         self._two_batch_overlap: TwoBatchOverlap | None = None
         self.prefill_graphs = PrefillGraphSelection(model, self._parallel)
+        self.chain_steps = self._make_chain_steps()
         self._layer_group_events = LayerGroupEvents([pool.layout for pool in pools], device)
 
     @classmethod
@@ -169,6 +175,8 @@ class ModelRunner:
             if (decodes or captures_prefill) and captures and may_capture(parallel):
                 runner._captures_decode = decodes
                 runner.prefill_graphs.select(config, spec)
+                if runner.chain_steps is not None:
+                    runner.chain_steps.select(config)
             runner._capture(progress)
         progress("ready", 1.0)
         return runner
@@ -202,6 +210,8 @@ class ModelRunner:
             self.prefill_graphs.capture(progress)
             if self._captures_decode:
                 self._capture_decode(progress)
+            if self.chain_steps is not None:
+                self.chain_steps.capture(progress)
 
     @torch.inference_mode()
     def _capture_decode(self, progress: Progress) -> None:
@@ -212,6 +222,22 @@ class ModelRunner:
              for pool, scratch in zip(self.pools, self.scratch_pages)], self.device,
             lambda size: self._rows_of(DPStepInfo.uniform_decode(self._parallel.dp_size, size)),
             lambda fraction: progress("capturing CUDA graphs", fraction))
+
+    def _make_chain_steps(self) -> ChainSteps | None:
+        """Returns the chain steps that may be captured; None without a drafter that drafts chains on its own."""
+        drafter, model = chain_drafter(self.drafter), self.draft_model
+        if drafter is None or model is None or len(self.pools) > 1 or self._parallel.dp_size > 1:
+            return None
+        parts = ChainModel(self._model, self._attention, self._workspace, drafter, model.features)
+        pool = ChainPool(self.layout.page_size, self.scratch_page, self.spec.context_length)
+        shares = self._config.speculative.simulated_acceptance
+        simulated = None if shares is None else SimulatedAcceptance(shares, self._config.model.random_seed)
+        return ChainSteps(parts, pool, self._parallel, simulated)
+
+    @property
+    def chain_levels(self) -> ChainLevels | None:
+        """The steps with ``StepInput.chains`` that are captured, if any."""
+        return None if self.chain_steps is None else self.chain_steps.levels
 
     def check_weights(self, model_path: str, revision: str | None) -> None:
         """Raises ConfigError where ``update_weights`` could not load this checkpoint; changes nothing."""
@@ -267,6 +293,8 @@ class ModelRunner:
         for kind in kinds:
             self._decode_graphs = None  # they contain addresses
             self.prefill_graphs.release()
+            if self.chain_steps is not None:
+                self.chain_steps.release()
             self._memory[kind].release()
 
     def resume(self, kinds: Iterable[MemoryKind], *, complete: bool) -> None:
@@ -388,6 +416,17 @@ class ModelRunner:
         hidden = states[step.num_logits:] if step.num_hidden else None
         return StepLogits(logits, None, hidden, features, batch)
 
+    def verify_chains(self, chains: ChainRows) -> Verified:
+        """Computes the model of a step of ``chain_levels``; see ChainSteps."""
+        assert self.chain_steps is not None
+        self._rebalance_experts()
+        return self.chain_steps.verify(chains)
+
+    def draft_chains(self, verified: Verified, reqs: Sequence[Req], *, greedy: bool) -> None:
+        """Computes the rest of the step; see ChainSteps."""
+        assert self.chain_steps is not None
+        self.chain_steps.draft(verified, reqs, greedy=greedy)
+
     def move_slots(self, batch: ForwardBatch, first_rows: torch.Tensor, paths: torch.Tensor) -> None:
         """Copies the keys and values of rows of ``batch`` to the slots of others, in all pools; see the kernel."""
         for index, pool in enumerate(self.pools):
@@ -457,6 +496,7 @@ def _check_pool(config: ServerConfig, spec: ModelSpec, parallel: Parallel, dtype
         layers = parallel.pp.layers(spec.num_layers)
         bytes_per_token = token_bytes(config.cache, spec, parallel.attn_tp.size, dtype,
                                       pool_layers(config, spec, layers))
+        bytes_per_token += draft_token_bytes(config, spec, parallel.attn_tp.size, dtype)
         check_pool(tokens, bytes_per_token, torch.cuda.mem_get_info(device)[1], str(device))
 
 

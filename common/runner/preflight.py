@@ -7,12 +7,14 @@ from pathlib import Path
 
 from ..api.errors import ConfigError
 from ..config.addresses import check_free
+from ..config.draft_model import draft_args, naming_draft
 from ..config.model import ModelSpec
 from ..config.packages import is_installed
 from ..config.server import CacheArgs, ServerConfig
 from ..config.server.disaggregation import TRANSFER_BACKENDS
 from ..config.server.kernels import ATTENTION_CHOICES, SAMPLING_CHOICES
 from ..kvcache.layout import DTYPE_BYTES
+from ..models.registry import load_model_spec
 from ..registry import Choices
 from ..tokenizer.templates import check_template
 
@@ -73,8 +75,10 @@ def _check_host_pool(config: ServerConfig, spec: ModelSpec) -> None:
         return
     dtype = config.model.dtype if config.model.dtype != "auto" else "float32"
     ranks = config.parallel.tp_size
-    bytes_per_token = ranks * token_bytes(config.cache, spec, ranks // config.dp_size, dtype,
-                                          pool_layers(config, spec, range(spec.num_layers)))
+    tp_size = ranks // config.dp_size
+    bytes_per_token = ranks * (token_bytes(config.cache, spec, tp_size, dtype,
+                                           pool_layers(config, spec, range(spec.num_layers)))
+                               + draft_token_bytes(config, spec, tp_size, dtype))
     check_pool(tokens, bytes_per_token, _available_bytes(), "this host")
 
 
@@ -91,6 +95,20 @@ def token_bytes(cache: CacheArgs, spec: ModelSpec, tp_size: int, dtype: str, num
     planes = 2 if spec.mla is None else 1
     width = DTYPE_BYTES[_KV_DTYPES.get(cache.kv_cache_dtype, dtype)]
     return int(num_layers * planes * spec.local_kv_heads(tp_size) * spec.kv_dim * width)
+
+
+def draft_token_bytes(config: ServerConfig, model: ModelSpec, tp_size: int, dtype: str) -> int:
+    """Bytes of one token in one rank's pool of the draft model, 0 without one; raises ConfigError for a checkpoint that
+    cannot be read. ``model`` is that which it drafts for."""
+    args = config.speculative
+    if not args.has("draft_path") and not args.has("shifted"):
+        return 0
+    spec, layers = model, model.mtp_layers
+    if args.speculative_draft_model_path not in (None, config.model.model_path):
+        with naming_draft():
+            spec = load_model_spec(draft_args(config), draft=True)
+        layers = spec.mtp_layers or spec.num_layers
+    return token_bytes(config.cache, spec, tp_size, dtype, layers)
 
 
 def check_pool(tokens: int, bytes_per_token: int, available: int, where: str) -> None:

@@ -34,7 +34,7 @@ class CoupledDraftSampler:
         """``params``: of the step's requests; those that sample have a seed."""
         self._tp = tp or TPGroup()
         self._truncates = any((p.top_k > 0 or p.top_p < 1) and not p.greedy for p in params)
-        self._table = _table_of(params)
+        self._table = params_table(params)
 
     def sample(self, logits: torch.Tensor, requests: Sequence[int], positions: Sequence[int], count: int = 1,
                token_ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,7 +81,7 @@ def perturbed(logits: torch.Tensor, params: torch.Tensor, truncates: bool,
     return torch.where(samples, scaled - noise.log(), scaled)
 
 
-def _table_of(params: Sequence[SamplingParams]) -> np.ndarray:
+def params_table(params: Sequence[SamplingParams]) -> np.ndarray:
     """The parameters in the layout of ``kernels.sampling.sample``; greedy ones truncate nothing, at temperature 0."""
     table = np.zeros((kernel.INTS + kernel.FLOATS, len(params)), np.int64)
     floats = table[kernel.INTS:].view(np.float64)

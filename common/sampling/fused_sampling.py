@@ -36,20 +36,34 @@ class FusedSampling:
         self._always_truncates = policy_of(device).batch_invariant
         self._generator = np.random.default_rng(seed & (2**64 - 1))
         self._tables: list[tuple[list[SamplingParams], _Table]] = []  # of the last batches: plain rows, and others
+        # The rows of the last call with positions on the device, and their table there.
+        self._uploaded: tuple[Sequence[SamplingMetadata], _Table, torch.Tensor] | None = None
 
-    def __call__(self, logits: torch.Tensor, rows: Sequence[SamplingMetadata]) -> torch.Tensor:
-        params = [row.params for row in rows]
-        table = self._table_of(params, logits.shape[1])
-        if not table.random_rows:
-            return argmax(logits)[1]
-        filled = table.filled([row.position for row in rows], self._generator)
-        on_device = upload_joined([filled.ravel()], torch.int64, self._device).view(filled.shape)
+    def __call__(self, logits: torch.Tensor, rows: Sequence[SamplingMetadata],
+                 positions: torch.Tensor | None = None) -> torch.Tensor:
+        table, on_device = self._on_device(rows, logits.shape[1], positions is not None)
         peaks, tokens = argmax(logits)
-        sampled = kernel.sample(logits, peaks, on_device, table.truncates or self._always_truncates)
+        if not table.random_rows:
+            return tokens
+        sampled = kernel.sample(logits, peaks, on_device, table.truncates or self._always_truncates, positions)
         if len(table.random_rows) == len(rows):
             return sampled
         tokens[on_device[0]] = sampled
         return tokens
+
+    def _on_device(self, rows: Sequence[SamplingMetadata], vocab_size: int, keeps: bool) -> tuple[_Table, torch.Tensor]:
+        """Returns the table of ``rows``, and its copy on the device; ``keeps``: it is needed again for the same rows,
+        whatever their positions."""
+        if keeps and self._uploaded is not None and self._uploaded[0] is rows:
+            return self._uploaded[1:]
+        table = self._table_of([row.params for row in rows], vocab_size)
+        if not table.random_rows:
+            return table, torch.empty(0)
+        filled = table.filled([row.position for row in rows], self._generator)
+        on_device = upload_joined([filled.ravel()], torch.int64, self._device).view(filled.shape)
+        if keeps and not table.draws_seeds:
+            self._uploaded = rows, table, on_device
+        return table, on_device
 
     def _table_of(self, params: list[SamplingParams], vocab_size: int) -> _Table:
         for known, table in self._tables:
@@ -77,6 +91,11 @@ class _Table:
         floats[1] = [p.top_p for p in subset]
         floats[2] = [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in subset]
         self._unseeded = np.array([column for column, p in enumerate(subset) if p.seed is None], np.int64)
+
+    @property
+    def draws_seeds(self) -> bool:
+        """True if some row gets another seed in each step."""
+        return len(self._unseeded) > 0
 
     def filled(self, positions: Sequence[int], generator: np.random.Generator) -> np.ndarray:
         """Returns the table with this step's positions and seeds."""

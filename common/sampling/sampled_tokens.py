@@ -41,7 +41,7 @@ class SampledTokenBuffers:
     def copy(self, tokens: torch.Tensor) -> SampledTokens:
         """Starts to copy ``tokens`` [R] int64, which may change once the next step is launched."""
         if not tokens.is_cuda:
-            return SampledTokens(tokens, None)
+            return SampledTokens(tokens.clone(), None)
         current = self._current = (self._current + 1) % _NUM_BUFFERS
         user = self._users[current]
         if user is not None:

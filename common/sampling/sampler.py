@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from ...kernels.arguments import PlacedChains
+from ..api.sampling import SamplingParams
 from ..distributed.tp import TPGroup
 from ..forward.host_copies import upload
 from ..request.extras import Extra, Report
@@ -16,7 +18,7 @@ from ..request.sampling_metadata import FAILED, SamplingMetadata
 from ..request.step_output import RowOutput
 from .extras.logprobs import LOGPROBS, LogprobReport, SampledLogprobs, TokenLogprob
 from .extras.processor import PROCESSOR
-from .loose_acceptance import LooseSampling
+from .loose_acceptance import LooseSampling, drafts_in_chains
 from .sampled_tokens import SampledTokenBuffers, SampledTokens
 from .sampling_backend import SamplingKernels, select_sampling_backend
 from .torch_sampling import TorchSampling, scaled_logits
@@ -67,11 +69,17 @@ class Sampler:
         self._original_logprobs = original_logprobs
         own_backend = backend if self._tp.rank == 0 else "torch"
         self._backend: SamplingKernels = select_sampling_backend(own_backend, vocab_size, self._device, seed, dtype)
-        self.accepts_loosely = accept_thresholds != (1.0, 1.0)
-        if self.accepts_loosely:
+        self._loose: LooseSampling | None = None
+        if accept_thresholds != (1.0, 1.0):
             reference = TorchSampling(vocab_size, self._device, seed)
-            self._backend = LooseSampling(self._backend, reference, *accept_thresholds)
+            self._backend = self._loose = LooseSampling(self._backend, reference, *accept_thresholds)
         self._buffers = SampledTokenBuffers()
+        self._chain_rows: tuple[Sequence[SamplingParams], Sequence[SamplingMetadata]] = (), ()  # of the last chain step
+
+    @property
+    def accepts_loosely(self) -> bool:
+        """True if drafts may be accepted that were not sampled."""
+        return self._loose is not None
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingMetadata],
                previous: torch.Tensor | None = None) -> SamplerOutput:
@@ -110,6 +118,30 @@ class Sampler:
             # Every rank has the whole logits, bit by bit the same: so each computes the same argmax.
             return Sample(argmax, self._buffers.copy(argmax), is_argmax=True)
         return self._launch(logits, rows, previous, extra_rows, argmax, index)
+
+    @torch.inference_mode()
+    def launch_chains(self, logits: torch.Tensor, params: Sequence[SamplingParams], placed: PlacedChains,
+                      out: torch.Tensor) -> None:
+        """Starts sampling all rows of a chain step of B requests with ``params``, none of which has extras, and writes
+        the tokens to ``out`` [B * width] int64. ``logits`` [B * width, vocab]; ``placed`` may have more requests. All
+        ranks get the tokens of rank 0."""
+        if self._tp.rank == 0:
+            rows = self._rows_of_chains(params, len(out) // len(params))
+            positions = placed.sample_positions[:len(out)]
+            if self._loose is None:
+                tokens = self._backend(logits, rows, positions)
+            else:
+                tokens = self._loose(logits, rows, positions, drafts_in_chains(placed, len(params)))
+            out.copy_(tokens)
+        self._tp.broadcast(out)
+
+    def _rows_of_chains(self, params: Sequence[SamplingParams], width: int) -> Sequence[SamplingMetadata]:
+        """Returns the metadata of ``width`` rows of each request, without positions."""
+        known, rows = self._chain_rows
+        if known != params or len(rows) != len(params) * width:  # identity is compared first
+            rows = [SamplingMetadata(one, 0) for one in params for _ in range(width)]
+            self._chain_rows = params, rows
+        return rows
 
     @torch.inference_mode()
     def _launch(self, logits: torch.Tensor, rows: Sequence[SamplingMetadata], previous: torch.Tensor | None,

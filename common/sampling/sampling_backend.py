@@ -27,9 +27,10 @@ log = logging.getLogger("baton.engine")
 class SamplingKernels(Protocol):
     """Samples tokens by temperature, truncation and noise."""
 
-    def __call__(self, logits: torch.Tensor, rows: Sequence[SamplingMetadata]) -> torch.Tensor:
+    def __call__(self, logits: torch.Tensor, rows: Sequence[SamplingMetadata],
+                 positions: torch.Tensor | None = None) -> torch.Tensor:
         """Returns tokens ``[R]`` int64 of ``logits`` [R, vocab] of 16 or 32 bits, by ``params`` and ``position`` of
-        ``rows`` [R, not 0].
+        ``rows`` [R, not 0]; ``positions`` [R] int64 on the device are the rows' where given.
 
         Neither changes the logits nor waits for the device.
         """

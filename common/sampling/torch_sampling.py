@@ -28,7 +28,8 @@ class TorchSampling:
         self._generator = torch.Generator(device)
         self._generator.manual_seed(seed)
 
-    def __call__(self, logits: torch.Tensor, rows: Sequence[SamplingMetadata]) -> torch.Tensor:
+    def __call__(self, logits: torch.Tensor, rows: Sequence[SamplingMetadata],
+                 positions: torch.Tensor | None = None) -> torch.Tensor:
         tokens = logits.argmax(-1)
         random_rows = [i for i, row in enumerate(rows) if not row.params.greedy]
         if not random_rows:
@@ -36,7 +37,11 @@ class TorchSampling:
         index = self._tensor(random_rows)
         subset = [rows[i].params for i in random_rows]
         probabilities = self.probabilities(logits[index].float(), subset)
-        noise = self._noise(subset, [rows[i].position for i in random_rows])
+        if positions is None:
+            counters = self._tensor([rows[i].position for i in random_rows])
+        else:
+            counters = positions[index]
+        noise = self._noise(subset, counters)
         tokens[index] = (probabilities / noise).argmax(-1)
         return tokens
 
@@ -58,8 +63,8 @@ class TorchSampling:
             scaled.masked_fill_(scaled < scaled.amax(-1, keepdim=True) + floor[:, None], float("-inf"))
         return scaled
 
-    def _noise(self, params: Sequence[SamplingParams], positions: Sequence[int]) -> torch.Tensor:
-        """Returns exponential noise ``[len(params), vocab]``, above 0."""
+    def _noise(self, params: Sequence[SamplingParams], positions: torch.Tensor) -> torch.Tensor:
+        """Returns exponential noise ``[n, vocab]``, above 0, of rows with ``params`` and ``positions`` [n]."""
         seeded = [row for row, p in enumerate(params) if p.seed is not None]
         shape = (len(params), self._vocab_size)
         noise = torch.empty(shape, device=self._device)
@@ -67,8 +72,8 @@ class TorchSampling:
             noise.exponential_(generator=self._generator)
         if seeded:
             seeds = self._tensor([params[row].seed or 0 for row in seeded])
-            counters = self._tensor([positions[row] for row in seeded])
-            noise[self._tensor(seeded)] = seeded_exponential(seeds, counters, self._vocab_size)
+            index = self._tensor(seeded)
+            noise[index] = seeded_exponential(seeds, positions[index], self._vocab_size)
         return noise.clamp_(min=MIN_NOISE)
 
     def _tensor(self, values: Sequence[float], dtype: torch.dtype = torch.int64) -> torch.Tensor:

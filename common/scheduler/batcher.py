@@ -19,6 +19,7 @@ from ..kvcache.manager import KVCacheManager
 from ..request.input_batch import InputBatch
 from ..request.req import Req
 from ..request.step_input import Chunk, StepInput, chunk_step, draft_step
+from .chain_planner import ChainPlanner, NoChain
 from .drafting import Drafting
 from .new_token_ratio import NewTokenRatio, remaining_decrease, remaining_output
 from .page_budget import PageBudget
@@ -39,17 +40,19 @@ class Batcher:
 
     def __init__(self, cache: KVCacheManager, args: ScheduleArgs, *, decodes: bool = True, seed: int = 0,
                  swap: SwapSpace | None = None, loads: TierLoads | None = None, pp_size: int = 1,
-                 max_micro_batch: int | None = None, drafting: Drafting | None = None):
+                 max_micro_batch: int | None = None, drafting: Drafting | None = None,
+                 chains: ChainPlanner | None = None):
         """``decodes``: output follows the prompts on this server, so that pages are reserved for it. ``seed``: of the
         random policy, equal on all ranks. ``swap``: the host memory for retracted requests' pages. ``loads``: of the
         cache's tier. With a ``pp_size`` above 1, a decode step takes a share of the running requests, so that the
         other pipeline stages have the others, and no step takes more than ``max_micro_batch`` requests. ``drafting``:
-        with speculative decoding, not with a pipeline."""
+        with speculative decoding, not with a pipeline; ``chains``: where chain steps are captured."""
         self.cache = cache
         self.args = args
         self.swap = swap
         self.loads = loads
         self.drafting = drafting
+        self.chains = chains
         self.priorities = Priorities.of(args)
         self._seed = seed
         self._pp_size, self._max_micro_batch = pp_size, max_micro_batch
@@ -116,14 +119,11 @@ class Batcher:
         plan = None if self.drafting is None or not drafts else self.drafting.plan_chunks(chunks, num_prefill)
         return chunk_step(chunks, num_prefill, self.cache.page_size, self._last, plan)
 
-    def draft_steps(self, req: Req, start: int) -> Iterator[StepInput]:
-        """Yields the steps by which a draft model computes the prompt of ``req`` from token ``start`` on, and drafts
-        after its first token; the model's pages of it are there."""
+    def draft_step(self, chunk: Chunk) -> StepInput:
+        """Returns the step by which a draft model computes a chunk that the model has computed; where it samples, also
+        drafts after the token behind it."""
         assert self.drafting is not None
-        size, stop = self.args.largest_prefill(req.num_prompt_tokens), req.num_prompt_tokens
-        for begin in range(start, stop, size):
-            chunk = Chunk(req, begin, min(begin + size, stop), begin + size >= stop)
-            yield draft_step(chunk, self.cache.page_size, self.drafting.plan_chunks([chunk], 1).limits)
+        return draft_step(chunk, self.cache.page_size, self.drafting.plan_chunks([chunk], 1).limits)
 
     def next_mixed(self, *, drafts: bool = False) -> StepInput | None:
         """A mixed chunk: the next chunks of prompts and ``next_decode``; the latter alone where no prompt waits."""
@@ -228,11 +228,23 @@ class Batcher:
                 return input_batch.draft_step(plan)
         return input_batch.step(self._last)
 
+    def next_chain(self, in_flight: StepInput | None) -> StepInput | NoChain | None:
+        """The next decode step as a chain step; None where there is none. ``allocate_running`` must have given requests
+        their pages. ``in_flight``: see ChainPlanner."""
+        assert self.chains is not None
+        input_batch = self._current_input_batch()
+        if input_batch is None:
+            return None
+        found = self.chains.next(input_batch, in_flight)
+        if isinstance(found, StepInput):
+            self.page_budget.new_token_ratio.decay()
+        return found
+
     def _current_input_batch(self) -> InputBatch | None:
         """The input batch of the next decode step, the last one where its requests are the same; None where all running
         requests are complete."""
         batch = self._input_batch
-        if (batch is None or batch.removed_rows or not batch.min_remaining
+        if (batch is None or batch.removed_rows or batch.min_remaining <= 0
                 or self._running_version != self.queues.running_version):
             self._running_version = self.queues.running_version
             reqs = ([req for req in self.running if not req.complete] if batch is None else
@@ -314,7 +326,10 @@ class Batcher:
             return
         before = batch.remaining
         batch.accept(counts, last_tokens)
-        self.queues.add_remaining(-remaining_decrease(before, counts - 1))
+        if batch.has_successor:
+            self.queues.invalidate_remaining()
+        else:
+            self.queues.add_remaining(-remaining_decrease(before, counts - 1))
 
     def add_transferring(self, req: Req) -> None:
         """Add a request whose reserved pages another server fills; ``start_decode`` follows, or ``finish``."""

@@ -36,7 +36,7 @@ class DraftStats:
 
     @property
     def histogram(self) -> list[int]:
-        """How often drafts of a request were verified, by the number of accepted ones."""
+        """Steps of a request with drafts, by the number of accepted ones."""
         accepted: list[int] = self._accepted.tolist()
         return accepted
 

@@ -48,6 +48,8 @@ class Drafting:
         self._chose_none = False
         self._num_outlooks = 0
         self._num_reqs = 0
+        self.closes_gaps = False
+        """True where a drafter that reads tokens alone computes what its pool lacks, see DraftPrefill."""
         self.stats = DraftStats(max_drafts if num_passes is None else num_passes, max_drafts)
 
     @property
@@ -65,6 +67,16 @@ class Drafting:
         chosen = [req for req in reqs if not req.complete]
         return any(self._proposer.propose(chosen, [self._max_drafts] * len(chosen)))
 
+    @property
+    def _may_have_gaps(self) -> bool:
+        return self.on_device and (self._lengths is not None or self.closes_gaps)
+
+    def gaps(self, reqs: Sequence[Req]) -> list[Req]:
+        """Returns those of ``reqs`` that may draft as soon as their gaps are closed: none while steps are plain."""
+        if not self._lengths.num_drafts if self._lengths is not None else not self._cache.has_draft_gaps:
+            return []
+        return [req for req in reqs if req.draft_gap]
+
     def adapt(self, lengths: DraftLength) -> None:
         """Let ``lengths`` choose the number of drafts of each request in each step."""
         self._lengths = lengths
@@ -73,7 +85,7 @@ class Drafting:
         """False where drafts do not pay at present: then only a batch of another size, and a step now and then, may
         show that they do."""
         assert self._lengths is not None
-        if self.on_device and all(req.draft_gap for req in reqs):
+        if self.on_device and not self.closes_gaps and all(req.draft_gap for req in reqs):
             return False
         changed, self._num_reqs = self._num_reqs != len(reqs), len(reqs)
         self._num_outlooks += 1
@@ -86,12 +98,30 @@ class Drafting:
                  else sum(len(req.drafts.tokens) for req in reqs if req.drafts is not None))
         return min(found, self._max_step_tokens // 2)
 
+    def choose_depth(self, batch: InputBatch) -> int:
+        """Returns how many tokens the next step of ``batch`` had better draft for each request; 0 for a plain step."""
+        if self._lengths is None:
+            return self._max_drafts
+        most = np.clip(batch.remaining - 1, 0, self._max_drafts)
+        if not self.closes_gaps:
+            gaps = [row for row, req in enumerate(batch.reqs) if req.draft_gap]
+            if len(gaps) == len(batch):
+                return 0
+            most[gaps] = 0
+        if not most.any():
+            return 1
+        depth = int(self._lengths.choose(batch.reqs, most, int(batch.positions.sum())).max())
+        self.stats.num_rows = self._lengths.num_drafts + 1
+        return depth
+
     def plan_decode(self, batch: InputBatch) -> DraftPlan:
         """Plans the drafts of the next step of ``batch``. No token may be pending."""
         plan = self._plan(batch.reqs, batch.positions, batch.remaining, batch.pages.capacities)
         if self._chose_none and self.on_device:
             for req in batch.reqs:  # the step is plain: the drafter does not run
-                req.draft_gap = True
+                assert req.page_table is not None
+                if req.page_table.draft_gap is None:
+                    req.page_table.draft_gap = req.num_computed_tokens
         return plan
 
     def plan_chunks(self, chunks: Sequence[Chunk], num_prefill: int) -> DraftPlan:
@@ -120,14 +150,16 @@ class Drafting:
         """Plans drafts of ``reqs``, whose newest tokens are at ``positions`` [B]; ``remaining`` [B]: tokens until each
         has all; ``capacities`` [B]: tokens that its pages hold, which is updated."""
         most = np.clip(remaining - 1, 0, self._max_drafts)
+        gaps = [row for row, req in enumerate(reqs) if req.draft_gap] if self._may_have_gaps else []
         if self._lengths is not None:
-            if self.on_device:
-                most[[row for row, req in enumerate(reqs) if req.draft_gap]] = 0
+            if not self.closes_gaps:
+                most[gaps] = 0
             chosen = self._lengths.choose(reqs, most, int(positions.sum()))
             self._chose_none = bool(most.any()) and not chosen.any()
             most = chosen
             self.stats.num_rows = self._lengths.num_drafts + 1
-        found = [drafts and self._usable(req, drafts) for req, drafts in zip(reqs, self._found(reqs, most))]
+        most[gaps] = 0
+        found = [drafts and self.usable(req, drafts) for req, drafts in zip(reqs, self._found(reqs, most))]
         counts = np.minimum([0 if drafts is None else len(drafts.tokens) for drafts in found], most)
         left = max(0, min(LOGPROB_CHUNK_TOKENS, self._max_step_tokens - len(reqs) - other_tokens))
         counts = _within(counts, left)
@@ -136,6 +168,7 @@ class Drafting:
         if self.on_device:
             after = np.clip(np.minimum(remaining - 2, self._room if self._lengths is None else most), 0,
                             np.maximum(self._max_request_tokens - verified, 0))
+            after[gaps] = 0
         for row in np.flatnonzero(capacities < verified + after).tolist():
             capacities[row] = self._grow(reqs[row], int(positions[row]), int(verified[row]), int(after[row]), len(reqs))
         room = capacities - positions - 1
@@ -155,7 +188,7 @@ class Drafting:
             found[row] = drafts
         return found
 
-    def _usable(self, req: Req, drafts: Drafts) -> Drafts | None:
+    def usable(self, req: Req, drafts: Drafts) -> Drafts | None:
         """Returns those of the drafts that may become tokens: not those that end the request, which nothing follows,
         nor those that its grammar forbids."""
         if not req.stop_ids.isdisjoint(drafts.tokens):
@@ -188,7 +221,7 @@ class Drafting:
         limit = min(self._room, req.max_tokens - chunk.stop - 2, self._max_request_tokens - chunk.stop)
         if self._lengths is not None:
             limit = min(limit, self._lengths.num_drafts)
-        if not self.on_device or limit <= 0:
+        if not self.on_device or limit <= 0 or req.draft_gap:
             return 0
         missing = self._cache.pages_for(chunk.stop + limit) - table.count
         # The step still reads pages of further groups that a decode step would not: no page is allocated there.
@@ -214,23 +247,16 @@ class Drafting:
     def num_accepted(self) -> int:
         return self.stats.num_accepted
 
-    def count(self, step: StepInput, output: StepOutput) -> None:
-        """Count the drafts of a step, before its requests have their tokens."""
-        reqs: list[Req] = []
-        drafted: list[int] = []
-        accepted: list[int] = []
-        for index, count in zip(output.req_index, output.counts):
-            if (drafts := step.drafts.get(index)) is not None:
-                num_drafts, req = len(drafts.tokens), step.reqs[index]
-                reqs.append(req)
-                drafted.append(num_drafts)
-                accepted.append(count - 1)
-                if req.draft_counts is not None:
-                    req.draft_counts.add(num_drafts, count - 1, req.num_output_tokens)
-        counts = np.array(drafted, np.int64), np.array(accepted, np.int64)
-        self.stats.add(*counts)
+    def count(self, step: StepInput, output: StepOutput, counts: np.ndarray) -> None:
+        """Count the drafts of a step, whose requests got ``counts`` tokens, before these have them."""
+        num_drafts = np.array(output.num_drafts, np.int64)
+        places = np.flatnonzero(num_drafts)
+        drafted, accepted = num_drafts[places], counts[places] - 1
+        self.stats.add(drafted, accepted)
         if self._lengths is not None:
-            self._lengths.acceptance.observe(reqs, *counts)
+            reqs = [step.reqs[output.req_index[place]] for place in places.tolist()]
+            kept = [place for place, req in enumerate(reqs) if not req.draft_gap]
+            self._lengths.acceptance.observe([reqs[place] for place in kept], drafted[kept], accepted[kept])
 
     def on_verified(self, step: StepInput, output: StepOutput) -> None:
         """Tell the proposer which drafts were accepted; the requests have their tokens."""

@@ -17,6 +17,7 @@ from ..kvcache.pool import KVPool
 from ..kvcache.tiers.base import KVTier, TierContext
 from ..kvcache.tiers.host import HostTier
 from .batcher import Batcher
+from .chain_planner import ChainPlanner
 from .drafting import Drafting
 from .preemption.copy_rates import PrefillRate, measure_link_bandwidth
 from .preemption.swap_space import SwapSpace
@@ -51,9 +52,13 @@ def make_batcher(config: ServerConfig, runner: ModelRunner, cache: KVCacheManage
     if pp_size > 1:
         max_micro_batch = (config.parallel.pp_max_micro_batch_size
                            or max(1, config.schedule.max_running_requests // pp_size))
+    drafting = make_drafting(config, cache, runner.spec, group)
+    chains = None
+    if drafting is not None and runner.chain_levels is not None:
+        chains = ChainPlanner(runner.chain_levels, cache, drafting, runner.spec.context_length)
     return Batcher(cache, config.schedule, decodes=config.role.decodes, seed=config.model.random_seed, swap=swap,
                    loads=loads, pp_size=pp_size, max_micro_batch=max_micro_batch,
-                   drafting=make_drafting(config, cache, runner.spec, group))
+                   drafting=drafting, chains=chains)
 
 
 def make_drafting(config: ServerConfig, cache: KVCacheManager, spec: ModelSpec, group: TPGroup) -> Drafting | None:

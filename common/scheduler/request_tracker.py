@@ -7,7 +7,6 @@ from collections.abc import Callable
 from ..api.errors import AbortRequested, Conflict, InvalidRequest, Overloaded, ServingError
 from ..api.messages import Failed, Finish, FromEngine, Generate, Logprobs, OutputBatch
 from ..api.token_ids import check_request_ids
-from ..request.draft_counts import DraftCounts
 from ..request.req import Req
 from ..request.seeds import seeded
 
@@ -20,10 +19,9 @@ class RequestTracker:
 
     def __init__(self, send: Callable[[FromEngine], None], *, eos_ids: frozenset[int], vocab_size: int,
                  max_request_tokens: int, max_requests: int, timeout: float, reserves_output: bool = True,
-                 random_seed: int | None = None, speculates: bool = False, simulated: bool = False):
+                 random_seed: int | None = None):
         """``reserves_output``: this engine also decodes, so that prompt and output must both fit. ``random_seed``:
-        requests without a seed get one, see ``seeded``; None leaves them without. ``speculates``: drafts are verified
-        here, and counted; ``simulated``: their acceptance is drawn."""
+        requests without a seed get one, see ``seeded``; None leaves them without."""
         self._send = send
         self.eos_ids = eos_ids
         self.vocab_size = vocab_size
@@ -32,8 +30,6 @@ class RequestTracker:
         self._timeout = timeout
         self._reserves_output = reserves_output
         self._random_seed = random_seed
-        self._speculates = speculates
-        self._simulated = simulated
         self._outputs = OutputBatch([], [])
         self.live: dict[str, Req] = {}
         self.counters: dict[str, float] = dict.fromkeys(
@@ -49,8 +45,6 @@ class RequestTracker:
             return None
         if self._random_seed is not None:
             req.sampling = seeded(message, self._random_seed)
-        if self._speculates:
-            req.draft_counts = DraftCounts(simulated=self._simulated)
         self.live[req.rid] = req
         return req
 
@@ -70,9 +64,9 @@ class RequestTracker:
                 f"The request needs {needed} tokens of KV cache (prompt and output), this server has room for "
                 f"{self._max_request_tokens}; shorten the prompt or lower the output limit.")
 
-    def add_output(self, req: Req, token_ids: list[int], logprobs: Logprobs | None) -> None:
-        """Report new tokens; closes the request where ``req.finish`` is set."""
-        self._outputs.append(req.rid, token_ids, req.take_extras(logprobs if token_ids else None))
+    def add_output(self, req: Req, token_ids: list[int], logprobs: Logprobs | None, num_drafts: int = 0) -> None:
+        """Report new tokens, for which ``num_drafts`` were verified; closes the request where ``req.finish`` is set."""
+        self._outputs.append(req.rid, token_ids, req.take_extras(logprobs if token_ids else None), num_drafts)
         self.counters["generation_tokens"] += len(token_ids)
         if req.finish is not None:
             self._close(req)
@@ -80,10 +74,11 @@ class RequestTracker:
             self.counters["prompt_tokens"] += req.num_prompt_tokens
             self.counters["cached_tokens"] += req.num_cached_tokens
 
-    def add_new_tokens(self, rids: list[str], token_ids: list[int], counts: list[int] | None = None) -> None:
+    def add_new_tokens(self, rids: list[str], token_ids: list[int], counts: list[int] | None = None,
+                       num_drafts: list[int] | None = None) -> None:
         """Report new tokens of several requests, one or ``counts`` of each, none of which ends with them; all have
-        reported before."""
-        self._outputs.extend(rids, token_ids, counts)
+        reported before. ``num_drafts`` were verified for them."""
+        self._outputs.extend(rids, token_ids, counts, num_drafts)
         self.counters["generation_tokens"] += len(token_ids)
 
     def fail(self, req: Req, error: ServingError) -> None:

@@ -57,17 +57,21 @@ class _Shape(NamedTuple):
 
 _PAGE = ("limit", "after", "order")
 _SHAPES: dict[str, _Shape] = {
-    "POST /v1/chat/completions": _Shape(chat.ChatRequest, chat.ChatCompletion, chat.ChatChunk),
+    **dict.fromkeys(("POST /v1/chat/completions", "POST /invocations"),
+                    _Shape(chat.ChatRequest, chat.ChatCompletion, chat.ChatChunk)),
     "POST /v1/completions": _Shape(completions.CompletionRequest, completions.Completion, completions.Completion),
     "POST /v1/responses": _Shape(responses.ResponseRequest, responses.ResponseObject, dict[str, Any]),
     "POST /v1/messages": _Shape(messages.MessagesRequest, messages.AnswerMessage, dict[str, Any]),
     "POST /v1/messages/count_tokens": _Shape(messages.Conversation, messages.TokenCount),
-    "POST /generate": _Shape(native.GenerateRequest, native.GenerateAnswer | list[native.GenerateAnswer],
-                             native.GenerateAnswer),
+    **dict.fromkeys(("POST /generate", "PUT /generate"), _Shape(
+        native.GenerateRequest, native.GenerateAnswer | list[native.GenerateAnswer], native.GenerateAnswer)),
+    "POST /vertex_generate": _Shape(native.VertexRequest, dict[str, list[native.GenerateAnswer]]),
+    "POST /generate_from_file": _Shape(response=native.GenerateAnswer | list[native.GenerateAnswer]),
     "POST /v1/embeddings": _Shape(embeddings.EmbeddingRequest, embeddings.EmbeddingAnswer),
-    "POST /encode": _Shape(embeddings.EncodeRequest, embeddings.EncodeAnswer | list[embeddings.EncodeAnswer]),
-    "POST /classify": _Shape(embeddings.EncodeRequest, embeddings.EncodeAnswer | list[embeddings.EncodeAnswer]),
-    **dict.fromkeys(("POST /v1/rerank", "POST /rerank"),
+    **dict.fromkeys(("POST /encode", "PUT /encode", "POST /classify", "PUT /classify"),
+                    _Shape(embeddings.EncodeRequest, embeddings.EncodeAnswer | list[embeddings.EncodeAnswer])),
+    "POST /v1/classify": _Shape(embeddings.ClassifyRequest, embeddings.ClassifyAnswer),
+    **dict.fromkeys(("POST /v1/rerank", "PUT /v1/rerank", "POST /rerank"),
                     _Shape(embeddings.RerankRequest, list[embeddings.RankedDocument])),
     **dict.fromkeys(("POST /v1/score", "POST /score"), _Shape(embeddings.ScoreRequest, embeddings.ScoreAnswer)),
     **dict.fromkeys(("POST /v1/tokenize", "POST /tokenize"),
@@ -82,20 +86,28 @@ _SHAPES: dict[str, _Shape] = {
     "GET /v1/batches": _Shape(response=files.Page[batches.Batch], query=_PAGE),
     "GET /v1/batches/{batch_id}": _Shape(response=batches.Batch),
     "POST /v1/batches/{batch_id}/cancel": _Shape(response=batches.Batch),
-    "POST /parse_function_call": _Shape(parsing.ParseRequest, parsing.ParseAnswer),
+    **dict.fromkeys(("POST /parse_function_call", "POST /function_call"),
+                    _Shape(parsing.ParseRequest, parsing.ParseAnswer)),
     "POST /separate_reasoning": _Shape(parsing.SeparateRequest, parsing.SeparateAnswer),
-    "POST /open_session": _Shape(sessions.OpenSessionRequest, str),
-    "POST /close_session": _Shape(sessions.CloseSessionRequest),
+    **dict.fromkeys(("POST /open_session", "GET /open_session"), _Shape(sessions.OpenSessionRequest, str)),
+    **dict.fromkeys(("POST /close_session", "GET /close_session"), _Shape(sessions.CloseSessionRequest)),
+    **dict.fromkeys(("POST /get_memory_pool_size", "GET /get_memory_pool_size"), _Shape(response=int)),
     "POST /abort_request": _Shape(admin.AbortRequest),
+    "POST /update_weight_version": _Shape(admin.WeightVersion),
+    **dict.fromkeys(("POST /configure_logging", "GET /configure_logging"), _Shape(admin.LoggingRequest)),
     "POST /connect_prefill": _Shape(admin.PrefillAddress),
 }
 _QUERY_SCHEMAS: dict[str, dict[str, Any]] = {
     "limit": {"type": "integer", "minimum": 1}, "order": {"enum": ["asc", "desc"]}}
 
 
-_FORM = {"type": "object", "required": ["purpose", "file"], "properties": {
-    "purpose": {"enum": list(files.PURPOSES)}, "file": {"type": "string", "format": "binary"},
-    "expires_after[anchor]": {"enum": ["created_at"]}, "expires_after[seconds]": {"type": "integer"}}}
+_FILE = {"type": "string", "format": "binary"}
+_FORMS: dict[str, dict[str, Any]] = {
+    "/generate_from_file": {"type": "object", "required": ["file"], "properties": {"file": _FILE}},
+    "/v1/files": {"type": "object", "required": ["purpose", "file"], "properties": {
+        "purpose": {"enum": list(files.PURPOSES)}, "file": _FILE,
+        "expires_after[anchor]": {"enum": ["created_at"]}, "expires_after[seconds]": {"type": "integer"}}},
+}
 
 
 _REF = "#/components/schemas/"
@@ -146,8 +158,8 @@ def _operation(method: str, path: str, handler: Callable[..., Any], shape: _Shap
     if shape.request is not None:
         operation["requestBody"] = {"required": not shape.optional,
                                     "content": {"application/json": {"schema": schemas[shape.request]}}}
-    elif path == "/v1/files" and method == "POST":
-        operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}
+    elif path in _FORMS and method == "POST":
+        operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": _FORMS[path]}}}
     if is_open:
         operation["security"] = []
     return operation

@@ -33,6 +33,7 @@ from .files import handler as file_routes
 from .messages import handler as message_routes
 from .messages.schema import error_body
 from .native import handler as native_routes
+from .native.schema import preferred_sampling
 from .respond import add_prompt_pages
 from .responses import handler as response_routes
 from .sessions import handler as session_routes
@@ -46,6 +47,7 @@ Route = Callable[[ServingContext, web.Request], Awaitable[web.StreamResponse]]
 
 _ROUTES: tuple[tuple[str, str, Route], ...] = (
     ("POST", "/v1/chat/completions", chat_routes.chat_completions),
+    ("POST", "/invocations", chat_routes.chat_completions),
     ("POST", "/v1/completions", completion_routes.completions),
     ("POST", "/v1/responses", response_routes.responses),
     ("POST", "/v1/messages", message_routes.messages),
@@ -53,11 +55,15 @@ _ROUTES: tuple[tuple[str, str, Route], ...] = (
     ("GET", "/v1/responses/{response_id}", response_routes.stored),
     ("DELETE", "/v1/responses/{response_id}", response_routes.stored),
     ("POST", "/generate", native_routes.generate),
+    ("PUT", "/generate", native_routes.generate),
+    ("POST", "/vertex_generate", native_routes.vertex_generate),
+    ("POST", "/generate_from_file", native_routes.generate_from_file),
     ("POST", "/v1/tokenize", tokenize_routes.tokenize),
     ("POST", "/tokenize", tokenize_routes.tokenize),
     ("POST", "/v1/detokenize", tokenize_routes.detokenize),
     ("POST", "/detokenize", tokenize_routes.detokenize),
     ("POST", "/parse_function_call", parsing_handler.parse_function_call),
+    ("POST", "/function_call", parsing_handler.parse_function_call),
     ("POST", "/separate_reasoning", parsing_handler.separate_reasoning),
     ("POST", "/v1/files", file_routes.upload),
     ("GET", "/v1/files", file_routes.files),
@@ -72,29 +78,47 @@ _ROUTES: tuple[tuple[str, str, Route], ...] = (
     ("GET", "/v1/models/{model:.+}", admin_routes.model),
     ("GET", "/", admin_routes.root),
     ("GET", "/health", admin_routes.health),
+    ("GET", "/ping", admin_routes.health),
     ("GET", "/health_generate", admin_routes.health_generate),
     ("GET", "/get_model_info", admin_routes.model_info),
     ("GET", "/model_info", admin_routes.model_info),
+    ("GET", "/get_weight_version", admin_routes.weight_version),
     ("GET", "/get_load", admin_routes.load),
     ("GET", "/get_server_info", admin_routes.server_info),
     ("GET", "/server_info", admin_routes.server_info),
+    ("GET", "/get_server_args", admin_routes.server_info),
+    ("GET", "/get_memory_pool_size", admin_routes.memory_pool_size),
+    ("POST", "/get_memory_pool_size", admin_routes.memory_pool_size),
+    ("GET", "/get_max_total_num_tokens", admin_routes.max_total_num_tokens),
     ("POST", "/abort_request", admin_routes.abort_request),
     ("POST", "/connect_prefill", admin_routes.connect_prefill),
     ("POST", "/v1/embeddings", embedding_routes.embeddings),
     ("POST", "/encode", embedding_routes.encode),
+    ("PUT", "/encode", embedding_routes.encode),
     ("POST", "/classify", embedding_routes.classify),
+    ("PUT", "/classify", embedding_routes.classify),
+    ("POST", "/v1/classify", embedding_routes.classify_by_name),
     ("POST", "/v1/rerank", embedding_routes.rerank),
+    ("PUT", "/v1/rerank", embedding_routes.rerank),
     ("POST", "/rerank", embedding_routes.rerank),
     ("POST", "/v1/score", embedding_routes.score),
     ("POST", "/score", embedding_routes.score),
     ("POST", "/open_session", session_routes.open_session),
+    ("GET", "/open_session", session_routes.open_session),
     ("POST", "/close_session", session_routes.close_session),
+    ("GET", "/close_session", session_routes.close_session),
     ("GET", "/metrics", admin_routes.metrics),
 )
+_ADMIN_ROUTES: tuple[tuple[str, str, Route], ...] = (
+    ("POST", "/update_weight_version", admin_routes.update_weight_version),
+    ("POST", "/configure_logging", admin_routes.configure_logging),
+    ("GET", "/configure_logging", admin_routes.configure_logging),
+)
+"""Routes that change the API server alone; those that change the engine are commands."""
 _FOR_CLIENTS = frozenset(re.sub(r":[^}]*}", "}", path) for _, path, _ in _ROUTES) | {"/openapi.json"}
 """Paths that a client's key opens, as aiohttp spells them, besides those of commands for clients. Every other path
 needs an administrator's key, also one that is missing here by mistake."""
-_OPEN_TO_ALL = frozenset(("/", "/health", "/health_generate", "/metrics"))
+_OPEN_TO_ALL = frozenset(("/", "/health", "/health_generate", "/ping", "/metrics"))
 
 
 class MethodNotAllowed(ServingError):
@@ -105,9 +129,11 @@ class MethodNotAllowed(ServingError):
 
 def make_app(context: ServingContext) -> web.Application:
     """The application of a server with all its endpoints, registered commands among them; raises ConfigError for a
-    plug-in that does not load or takes a path of the server."""
+    plug-in that does not load or takes a path of the server, and for --preferred-sampling-params that are none."""
+    if (preferred := context.config.answers.preferred_sampling_params) is not None:
+        preferred_sampling(preferred)
     endpoints = all_endpoints()
-    refuse_taken_paths({endpoint.path for endpoint in endpoints} & {path for _, path, _ in _ROUTES})
+    refuse_taken_paths({endpoint.path for endpoint in endpoints} & {path for _, path, _ in (*_ROUTES, *_ADMIN_ROUTES)})
     for_clients = _FOR_CLIENTS | {endpoint.path for endpoint in endpoints if endpoint.for_clients}
     guard = _guard(context, for_clients)
     app = web.Application(client_max_size=context.config.http.max_payload_size, middlewares=[guard])
@@ -124,7 +150,7 @@ def make_app(context: ServingContext) -> web.Application:
     app.on_response_prepare.append(echo_request_id)
     app.on_response_prepare.append(add_prompt_pages)
     logging.getLogger("aiohttp.server").addFilter(is_server_fault)
-    document = functools.cache(lambda: api_document(_ROUTES, endpoints, _OPEN_TO_ALL))
+    document = functools.cache(lambda: api_document((*_ROUTES, *_ADMIN_ROUTES), endpoints, _OPEN_TO_ALL))
 
     async def openapi(request: web.Request) -> web.Response:
         return json_bytes(document())
@@ -139,7 +165,7 @@ def make_app(context: ServingContext) -> web.Application:
 
 def all_routes(endpoints: Iterable[Endpoint]) -> list[tuple[str, str, Route]]:
     """Method, path and handler of every endpoint; ``endpoints`` are those of commands."""
-    return [*_ROUTES, *((method, endpoint.path, commands.route(endpoint))
+    return [*_ROUTES, *_ADMIN_ROUTES, *((method, endpoint.path, commands.route(endpoint))
                         for endpoint in endpoints for method in endpoint.methods)]
 
 

@@ -18,13 +18,14 @@ from ..api.messages import Loading, Ready, StartFailed
 from ..config.command import describe_error
 from ..config.draft_model import pin_revisions
 from ..config.model import ModelSpec
-from ..config.server import ServerConfig
+from ..config.server import ModelArgs, ServerConfig
 from ..engine_client.client import EngineClient
 from ..engine_client.dp_balancer import DPBalancer
 from ..engine_client.multi_node import NodeServer
 from ..engine_client.rank_processes import RankProcesses, RankTarget, rank_specs
 from ..models.registry import load_model_spec
 from ..runner.preflight import preflight
+from ..tokenizer.no_tokenizer import no_tokenizer
 from ..tokenizer.tokenizer import Tokenizer, load_tokenizer
 from .context.served_model import ChatFormats
 from .context.serving_context import ServingContext
@@ -60,6 +61,7 @@ class EngineHost:
         self._without_torch = without_torch
         self._nodes: NodeServer | None = None
         self._next_progress = 0.0
+        self._stage = "", 0.0  # of starting, and when it began
         self._stack = contextlib.AsyncExitStack()
         self.context: ServingContext
         self.ended: asyncio.Future[str | None]
@@ -119,13 +121,12 @@ class EngineHost:
 
     async def _load_tokenizer(self) -> None:
         args, model = self.config.model, self.context.model
-        if self._without_torch:
+        if self._without_torch and not args.trust_remote_code:  # Its code may import torch.
             _block_torch()
         try:
-            model.tokenizer = await asyncio.to_thread(_tokenizer, args.tokenizer_path or args.model_path,
-                                                      None if args.tokenizer_path else args.revision,
-                                                      args.chat_template)
-            _warn_of_unknown_ids(self._model, model.tokenizer)
+            model.tokenizer = await asyncio.to_thread(_tokenizer, args)
+            if not args.skip_tokenizer_init:
+                _warn_of_unknown_ids(self._model, model.tokenizer)
             model.chat_formats = ChatFormats.select(self.config.chat, model.tokenizer.chat_template)
         except ConfigError as error:
             self.finish(str(error))
@@ -141,6 +142,8 @@ class EngineHost:
                 self._log_loading(message)
                 self.context.status.loading = message
             case Ready():
+                if self.config.observe.show_time_cost:
+                    self._log_stage(time.monotonic())
                 self.context.status.ready = message
                 self._set_ready()
             case StartFailed():
@@ -150,9 +153,18 @@ class EngineHost:
     def _log_loading(self, message: Loading) -> None:
         """Logs a line for each stage of starting, and one every few seconds of a long stage."""
         now = time.monotonic()
+        if self.config.observe.show_time_cost and message.stage != self._stage[0]:
+            self._log_stage(now)
+            self._stage = message.stage, now
         if message.stage != self.context.status.loading.stage or now >= self._next_progress:
             self._next_progress = now + _PROGRESS_SECONDS
             log.info("starting: %s, %.0f %%", message.stage, 100 * message.fraction)
+
+    def _log_stage(self, now: float) -> None:
+        """Logs how long the stage of starting took that ends now."""
+        stage, began = self._stage
+        if stage:
+            log.info("starting: %s took %.2f s", stage, now - began)
 
     def _set_ready(self) -> None:
         if self.context.status.is_ready:
@@ -204,6 +216,9 @@ def _block_torch() -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is missing
 
 
-def _tokenizer(path: str, revision: str | None, chat_template: str | None) -> Tokenizer:
-    tokenizer = load_tokenizer(path, revision)
-    return tokenizer.with_chat_template(chat_template) if chat_template else tokenizer
+def _tokenizer(args: ModelArgs) -> Tokenizer:
+    if args.skip_tokenizer_init:
+        return no_tokenizer()
+    tokenizer = load_tokenizer(args.tokenizer_path or args.model_path, None if args.tokenizer_path else args.revision,
+                               trust_remote_code=args.trust_remote_code, download_dir=args.download_dir)
+    return tokenizer.with_chat_template(args.chat_template) if args.chat_template else tokenizer

@@ -24,6 +24,8 @@ from .host import EngineHost, Service
 from .native.handler import plan_generate
 from .native.schema import GenerateRequest, decode_generate
 from .respond import PlannedResponse, PlanRequest
+from .tokens.handler import detokenize_body, tokenize_body
+from .tokens.schema import decode_detokenize, decode_tokenize
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,16 @@ class Cluster:
     async def chat(self, body: Mapping[str, Any]) -> Any:
         """The answer to a body of ``/v1/chat/completions``, as plain data; raises ServingError."""
         return msgspec.to_builtins(await self._full(_chat(body), plan_chat))
+
+    async def tokenize(self, body: Mapping[str, Any]) -> Any:
+        """The answer to a body of ``/tokenize``, as plain data; raises ServingError."""
+        request = decode_tokenize(msgspec.json.encode(body))
+        return msgspec.to_builtins(await tokenize_body(self.context, request))
+
+    async def detokenize(self, body: Mapping[str, Any]) -> Any:
+        """The answer to a body of ``/detokenize``, as plain data; raises ServingError."""
+        request = decode_detokenize(msgspec.json.encode(body))
+        return msgspec.to_builtins(await detokenize_body(self.context, request))
 
     async def run_endpoint(self, endpoint: Endpoint, arguments: Mapping[str, Any]) -> list[str]:
         """Runs the command of an endpoint on one engine after the other; returns their sentences. Raises ServingError,

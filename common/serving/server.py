@@ -18,9 +18,9 @@ from ..api.errors import ConfigError
 from ..config.addresses import bound, cannot_listen
 from ..config.command import INTERRUPTED, describe_error
 from ..config.server import ServerConfig
-from ..engine.garbage_collector import freeze_collector
 from ..engine_client.rank_processes import RankTarget
 from ..engine_client.worker_node import run_node
+from ..garbage_collector import freeze_collector
 from ..obs.logging import setup_logging
 from ..obs.tracing import Tracing, exporter_for
 from .app import make_app
@@ -57,6 +57,16 @@ def run_server(config: ServerConfig, rank_target: RankTarget, services: Sequence
         return 0
     print(f"error: {sentence}", file=sys.stderr, flush=True)
     return 1
+
+
+def _http_log(config: ServerConfig) -> logging.Logger | None:
+    """The log of HTTP requests, which has a line for each at the level of info; None without --log-level-http."""
+    level = config.http.log_level_http
+    if level is None:
+        return None
+    http = logging.getLogger("baton.http")
+    http.setLevel(level.upper())
+    return http
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -119,8 +129,9 @@ class _Server:
 
     async def _serve_http(self, stack: contextlib.AsyncExitStack, listener: socket.socket) -> asyncio.Server:
         context = self._host.context
-        runner = web.AppRunner(make_app(context), handler_cancellation=True, access_log=None, shutdown_timeout=1.0,
-                               handle_signals=False, keepalive_timeout=_KEEPALIVE_SECONDS)
+        runner = web.AppRunner(make_app(context), handler_cancellation=True, access_log=_http_log(context.config),
+                               access_log_format='%a "%r" %s in %Tf s',
+                               shutdown_timeout=1.0, handle_signals=False, keepalive_timeout=_KEEPALIVE_SECONDS)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         make = runner.server

@@ -19,8 +19,10 @@ from ..request.req import Req
 if TYPE_CHECKING:
     import torch
 
+    from ...kernels.arguments import AcceptedChains, PlacedChains
     from ..attention.workspace import AttentionWorkspace
     from ..distributed.parallel import Parallel
+    from ..forward.chain_batches import ChainBatches
     from ..forward.forward_batch import ForwardBatch
     from ..kvcache.layout import KVLayout
     from ..kvcache.pool import KVPool
@@ -90,6 +92,53 @@ class Drafter(Protocol):
     def run(self, step: DraftStep) -> list[Drafts | None]:
         """Stores keys and values of the step's rows in the draft's pool, then drafts; returns the drafts of the
         requests in ``step.step.sample_index``. Called for every step, on all ranks of the attention group."""
+
+
+class ChainSampler(Protocol):
+    """Samples the drafts of a chain step, which may be captured in a CUDA graph."""
+
+    def __call__(self, logits: torch.Tensor, positions: torch.Tensor, out: torch.Tensor | None = None,
+                 token_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns tokens [B] int64, contiguous, of ``logits`` [B, V], a row for each request, and writes them to
+        ``out`` [B] too, of any stride. ``positions`` [B] int64: those of the sampled tokens; ``token_ids`` [V] int64:
+        the vocabulary's id of each column, for a reduced draft vocabulary."""
+
+
+class ChainStep(NamedTuple):
+    """A chain step as a drafter sees it: all of it is on the device, at addresses that stay the same in every replay.
+
+    ``placed`` are the B * width rows that the model has computed, and ``features`` [B * width, F] what the drafter
+    reads of them, if anything; ``accepted`` says which are right, and places one pass for each draft, and one more.
+    ``batches`` makes the batches of both. ``drafts`` [B, k] int64 is where the drafts are written. Requests have up to
+    ``max_length`` tokens in their pages.
+    """
+
+    placed: PlacedChains
+    accepted: AcceptedChains
+    batches: ChainBatches
+    features: torch.Tensor | None
+    drafts: torch.Tensor
+    sampler: ChainSampler
+    max_length: int
+
+    @property
+    def num_drafts(self) -> int:
+        return self.drafts.shape[1]
+
+    def sample(self, logits: torch.Tensor, draft: int, token_ids: torch.Tensor | None) -> torch.Tensor:
+        """Samples draft number ``draft``, from 0, of ``logits`` [B, V], and writes it where it is asked for; returns
+        the tokens [B]. ``token_ids`` are ChainSampler's."""
+        asked = draft < self.num_drafts
+        positions = self.accepted.passes.positions[min(draft + 1, self.num_drafts)]
+        return self.sampler(logits, positions, self.drafts[:, draft] if asked else None, token_ids)
+
+
+class ChainDrafter(Protocol):
+    """A drafter whose chains are drafted without the host."""
+
+    def draft_chains(self, step: ChainStep) -> None:
+        """Does as ``run``: writes ``step.drafts``, also of requests that have no pages for them, which are stored in
+        the scratch page. Waits for nothing, reads no host data, and keeps no memory."""
 
 
 class DraftModel(Protocol):

@@ -6,7 +6,7 @@ As in SGLang, the name also stands for layers of multi-token prediction, where t
 from __future__ import annotations
 
 from ..config.checkpoint import read_json, resolve_metadata
-from ..config.draft_model import draft_args, naming_draft
+from ..config.draft_model import draft_args, flat_config, naming_draft
 from ..config.server.speculative import SPECULATIVE_ALGORITHMS
 from ..layers.rotary import rotary_table
 from ..layers.vocab import VocabTable
@@ -45,14 +45,14 @@ def load(context: DraftContext) -> DraftModel:
     with naming_draft():
         load_weights(open_weights(checkpoint.args), network.slots(), context.progress, tied=False,
                      on_other_stage=lambda name: name.removeprefix("model.").startswith(_UNUSED),
-                     parts=tensor_parts(spec))
+                     parts=checkpoint.parts(tensor_parts(spec)))
     return ShiftedDraftModel(context, spec, network, model_head(context, local, allocate), Features(),
                              draft_layout(context.config, spec, local.attn_tp.size, context.dtype))
 
 
 def _has_mtp_layers(context: DraftContext) -> bool:
     with naming_draft():
-        values = read_json(resolve_metadata(draft_args(context.config)) / "config.json") or {}
+        values = flat_config(read_json(resolve_metadata(draft_args(context.config)) / "config.json") or {})
     return bool(values.get("num_nextn_predict_layers"))
 
 

@@ -38,7 +38,8 @@ def load(context: DraftContext) -> DraftModel:
     state_size = values.get("target_hidden_size") or spec.hidden_size
     checkpoint.check_hidden_size(context, state_size)
     layers = layers_read(values, context.spec)
-    names = checkpoint.tensor_names(tensor_parts)
+    parts = checkpoint.parts(tensor_parts)
+    names = checkpoint.tensor_names(parts)
     has_map, has_head = "d2t" in names or checkpoint.is_dummy, "lm_head.weight" in names or checkpoint.is_dummy
     own_embed = "embed_tokens.weight" in names or state_size != spec.hidden_size
     allocate = draft_allocator(context, spec)
@@ -53,6 +54,8 @@ def load(context: DraftContext) -> DraftModel:
                             cos_sin, own_embed=own_embed)
     slots = list(network.slots())
     draft_vocab = values.get("draft_vocab_size") or spec.vocab_size
+    if draft_vocab == checkpoint.vocab_size and not has_map:
+        draft_vocab = spec.vocab_size
     offsets = torch.zeros(draft_vocab, dtype=torch.int64, device=context.device)
     if has_map:
         slots.append(Slot("d2t", offsets, (draft_vocab,), kind=_OFFSETS))
@@ -63,8 +66,11 @@ def load(context: DraftContext) -> DraftModel:
         table = model_head(context, local, allocate).table
     with naming_draft():
         load_weights(open_weights(checkpoint.args), slots, context.progress, tied=False,
-                     on_other_stage=lambda name: name.startswith(_UNUSED), parts=tensor_parts)
-    head = DraftHead(table, _token_ids(checkpoint, offsets) if draft_vocab != spec.vocab_size or has_map else None)
+                     on_other_stage=lambda name: name.startswith(_UNUSED), parts=parts)
+    is_reduced = draft_vocab not in (spec.vocab_size, checkpoint.vocab_size)
+    head = DraftHead(table, _token_ids(checkpoint, offsets) if is_reduced or has_map else None)
+    if has_head:
+        head = checkpoint.narrowed(head)
     return ShiftedDraftModel(context, spec, network, head, Features(layers),
                              draft_layout(context.config, spec, local.attn_tp.size, context.dtype))
 

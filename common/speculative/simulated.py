@@ -9,8 +9,11 @@ import zlib
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
+from ...kernels.arguments import SimulatedCounts
 from ..api.drafts import Drafts
+from ..forward.host_copies import upload_joined
 
 _MIX_1, _MIX_2, _STEP = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB), np.uint64(0x9E3779B97F4A7C15)
 
@@ -27,12 +30,41 @@ class SimulatedAcceptance:
     def count(self, rids: Sequence[str], positions: np.ndarray, num_drafts: np.ndarray) -> np.ndarray:
         """Returns how many of its ``num_drafts`` [n] each request, whose newest token is at ``positions`` [n], accepts:
         an array [n] int64."""
-        keys = np.array([zlib.crc32(rid.encode()) for rid in rids], np.uint64)
         with np.errstate(over="ignore"):
-            mixed = _mix(_mix(self._seed + _STEP * (keys + np.uint64(1))) + _STEP * positions.astype(np.uint64))
+            mixed = _mix(self.keys(rids) + _STEP * positions.astype(np.uint64))
         uniform = (mixed >> np.uint64(11)).astype(np.float64) / 2.0**53
         counts: np.ndarray = np.minimum((uniform[:, None] < self._survival).sum(1), num_drafts)
         return counts
+
+    def keys(self, rids: Sequence[str]) -> np.ndarray:
+        """Returns the hashes [n] uint64 of the seed and the requests: with that of a position they are the draw."""
+        hashes = np.array([zlib.crc32(rid.encode()) for rid in rids], np.uint64)
+        with np.errstate(over="ignore"):
+            return _mix(self._seed + _STEP * (hashes + np.uint64(1)))
+
+    def on_device(self, max_requests: int, device: torch.device) -> SimulatedCounts:
+        """Returns what draws the same numbers on a device, of up to ``max_requests`` requests, whose keys are to be
+        written there."""
+        thresholds = np.ceil(self._survival * 2.0**53).astype(np.int64)
+        return SimulatedCounts(torch.zeros(max_requests, dtype=torch.int64, device=device),
+                               torch.from_numpy(thresholds).to(device))
+
+
+class SimulatedChains:
+    """The draws of chain steps of up to ``max_requests`` requests, whose keys stay where they are on the device."""
+
+    def __init__(self, acceptance: SimulatedAcceptance, max_requests: int, device: torch.device):
+        self._acceptance = acceptance
+        self._rids: list[str] = []
+        self.counts = acceptance.on_device(max_requests, device)
+
+    @torch.inference_mode()
+    def update(self, rids: Sequence[str]) -> None:
+        """Takes the requests of a step, without waiting for the device."""
+        if rids != self._rids:
+            keys = self._acceptance.keys(rids).view(np.int64)
+            self.counts.keys[:len(rids)] = upload_joined([keys], torch.int64, self.counts.keys.device)
+            self._rids = list(rids)
 
 
 def _mix(values: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ...kernels.speculative.place_chains import place_rows
 from ..api.drafts import Drafts
 from ..attention.base import AttentionPlanner
 from ..attention.workspace import AttentionWorkspace
@@ -25,7 +26,7 @@ from ..models.registry import build_model, tensor_parts
 from ..weights.loader import load_weights
 from ..weights.slots import Slot
 from ..weights.source import open_weights
-from .base import Algorithm, DraftContext, Drafter, DraftModel, DraftStep, Features
+from .base import Algorithm, ChainStep, DraftContext, Drafter, DraftModel, DraftStep, Features
 from .draft.chains import Chains, StepRows
 from .draft.checkpoint import (
     DraftCheckpoint,
@@ -99,6 +100,22 @@ class StandaloneDrafter:
             drafts = chains.sample(self._logits(batch), current)
         return chains.drafts()
 
+    @torch.inference_mode()
+    def draft_chains(self, step: ChainStep) -> None:
+        """Drafts as many tokens as ``step`` asks for, of all requests; see ChainDrafter.
+
+        Computes the first row's token and all samples, of which the newest token is one. The step before may not have
+        computed the first row's: where a request got no drafts it ends before its newest token.
+        """
+        accepted, batches = step.accepted, step.batches
+        rows = place_rows(step.placed.rows.starts, accepted.sequences, batches.pages)
+        batch = batches.of_last_rows(rows, accepted.newest_rows, accepted.passes.kv_last_page_len[0])
+        ids = accepted.newest
+        for draft in range(step.num_drafts):
+            if draft:
+                batch = batches.of_pass(accepted.passes, draft, ids)
+            ids = step.sample(self._logits(batch, step.max_length), draft, self._head.token_ids)
+
     def _extended(self, step: DraftStep, rows: StepRows) -> tuple[DraftPages, ForwardBatch]:
         """Returns the pages of all requests, and the batch of their right rows, with their newest token behind where
         drafts follow; the last rows of those get logits."""
@@ -121,8 +138,9 @@ class StandaloneDrafter:
         pages = DraftPages(tables, last_positions, self._page_size, ids.device)
         return pages, pages.batch(np.arange(len(starts)), starts, lengths, tokens, newest)
 
-    def _logits(self, batch: ForwardBatch) -> torch.Tensor:
-        hidden = self._model.hidden_states(StepContext(batch, self._attention.plan(batch, self._workspace)))
+    def _logits(self, batch: ForwardBatch, max_length: int | None = None) -> torch.Tensor:
+        plan = self._attention.plan(batch, self._workspace, max_length=max_length)
+        hidden = self._model.hidden_states(StepContext(batch, plan))
         return self._head.table.logits(hidden)
 
 
@@ -134,9 +152,9 @@ def load(context: DraftContext) -> DraftModel:
     with naming_draft():
         model = build_model(spec, local, getattr(torch, context.dtype), context.device)
         load_weights(open_weights(checkpoint.args), model.slots(), context.progress, tied=spec.tie_word_embeddings,
-                     unused=spec.unused_names, parts=tensor_parts(spec))
+                     unused=spec.unused_names, parts=checkpoint.parts(tensor_parts(spec)))
     assert model.lm_head is not None
-    head = restricted(context, model.lm_head, draft_allocator(context, spec))
+    head = checkpoint.narrowed(restricted(context, model.lm_head, draft_allocator(context, spec)))
     return StandaloneDraftModel(context, spec, model, head,
                                 draft_layout(context.config, spec, local.attn_tp.size, context.dtype))
 

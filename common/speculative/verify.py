@@ -6,15 +6,12 @@ That is lossless for every sampling method: each token is sampled from the model
 The rows of a request in a step are its newest token and its drafts, in their order; each has a sample. From the first
 row the walk goes on to the draft that equals the sample of the last one reached, while there is one. A row that has
 failed (its sample is negative) ends the walk before it, unless it is the first: the next step begins with it.
+``kernels/speculative/accept_chains.py`` does the same for chains, without the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
-
-import numpy as np
-import torch
 
 from ..api.drafts import Drafts
 
@@ -61,50 +58,3 @@ def _walk(samples: Sequence[int], tokens: Sequence[int], parents: Sequence[int])
         if parent + 1 == path[-1] and token == samples[path[-1]] and samples[row] >= 0:
             path.append(row)
     return path
-
-
-def row_parents(sizes: Sequence[int] | np.ndarray, drafts: Mapping[int, Drafts]) -> np.ndarray:
-    """Returns the row [S] int64 before each of the ``sizes[b]`` rows of requests b (at least one request), S for the
-    first of each request."""
-    ends = np.cumsum(sizes, dtype=np.int64)
-    total = int(ends[-1])
-    parents = np.arange(-1, total - 1)
-    begins = ends - sizes
-    for request, found in drafts.items():
-        if found.parents is not None:
-            begin = int(begins[request])
-            parents[begin + 1:begin + 1 + len(found)] = np.array(found.parents) + (begin + 1)
-    parents[begins] = total
-    return parents
-
-
-class AcceptedOnDevice(NamedTuple):
-    """Accepted rows on the device: ``counts`` [B] int64, ``rows`` [B, depth + 1] int64, of which the first
-    ``counts[b]`` are request b's, the others S; and ``newest`` [B] int64, its newest token."""
-
-    counts: torch.Tensor
-    rows: torch.Tensor
-    newest: torch.Tensor
-
-
-def accept_on_device(samples: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, begins: torch.Tensor,
-                     depth: int) -> AcceptedOnDevice:
-    """Does as ``accepted_rows``, without waiting for the device.
-
-    ``samples`` [S] int64 come after the ``tokens`` [S] int64 of the rows, ``parents`` [S] are ``row_parents``,
-    ``begins`` [B] the first row of each request, and ``depth`` is that of the deepest draft. Of several drafts with one
-    parent and token the first counts.
-    """
-    size = len(samples)
-    matches = (tokens == samples[parents.clamp(max=size - 1)]) & (parents < size) & (samples >= 0)
-    # The row that each one's sample leads to; S at the end of a walk.
-    following = samples.new_full((size + 1,), size)
-    rows = torch.arange(size, device=samples.device)
-    following.scatter_reduce_(0, torch.where(matches, parents, size), rows, "amin")
-    following[size] = size
-    path = [begins]
-    for _ in range(depth):
-        path.append(following[path[-1]])
-    walked = torch.stack(path, -1)
-    counts = (walked < size).sum(-1)
-    return AcceptedOnDevice(counts, walked, samples[walked.gather(-1, counts[:, None] - 1)[:, 0]])

@@ -50,6 +50,11 @@ class StopMatcher:
         self._buffered = ""
         self.matched: str | None = None
 
+    @property
+    def may_match(self) -> bool:
+        """True where there is anything to find."""
+        return bool(self._automata)
+
     def push(self, text: str) -> str:
         """The text that became certain. After a match (``matched`` is set) further text is dropped."""
         if self.matched is not None:

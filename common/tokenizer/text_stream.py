@@ -42,6 +42,11 @@ class TextStream:
         self._trim = not sampling.no_stop_trim
 
     @property
+    def may_match(self) -> bool:
+        """True where the request has stop strings or expressions."""
+        return self._matcher.may_match
+
+    @property
     def matched(self) -> str | None:
         """The stop string or expression that ended the text; what comes after it is dropped."""
         return self._matcher.matched

@@ -14,7 +14,7 @@ from ..api.sampling import SamplingParams
 from ..tinychat import packaged_checkpoint
 from .templates import load_template
 from .text_stream import TextStream
-from .token_bytes import token_decoder
+from .token_bytes import TokenDecoder, token_decoder
 
 _MAX_INLINE_CHARS = 20_000  # encoding takes about a microsecond each, which blocks the event loop
 _RESERVED = frozenset((
@@ -23,10 +23,12 @@ _RESERVED = frozenset((
     "continue_final_message", "tokenizer_kwargs"))
 
 
-def load_tokenizer(path: str, revision: str | None = None) -> Tokenizer:
+def load_tokenizer(path: str, revision: str | None = None, *, trust_remote_code: bool = False,
+                   download_dir: str | None = None) -> Tokenizer:
     """Load from a folder or the hub; 'tinychat' is the packaged model. Raises ConfigError with one sentence.
 
-    Takes seconds: it imports transformers.
+    With ``trust_remote_code`` it may be code of the checkpoint, which is run. ``download_dir`` is the folder of
+    downloads. Takes seconds: it imports transformers.
     """
     folder = packaged_checkpoint(path) or Path(path).expanduser()
     if not folder.is_dir() and (folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1):
@@ -37,8 +39,13 @@ def load_tokenizer(path: str, revision: str | None = None) -> Tokenizer:
     library.handlers.clear()  # its log goes to the root logger's handlers
     library.propagate = True
     try:
-        loaded = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else path, revision=revision)
+        loaded = AutoTokenizer.from_pretrained(
+            str(folder) if folder.is_dir() else path, revision=revision, cache_dir=download_dir,
+            trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise ConfigError(f"The tokenizer of {path} is code that the checkpoint ships: give --trust-remote-code if "
+                              "you trust it as you trust a program, or another --tokenizer-path.") from None
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise ConfigError(f"Cannot load a tokenizer from {path}: {reason}.") from None
     return Tokenizer(loaded)
@@ -47,12 +54,15 @@ def load_tokenizer(path: str, revision: str | None = None) -> Tokenizer:
 class Tokenizer:
     """A transformers tokenizer with the methods that the API server needs."""
 
-    def __init__(self, hf: Any, chat_template: str | None = None, stops: Sequence[str] = ()):
-        """``chat_template`` (jinja source) replaces the checkpoint's own; ``stops`` end its answers."""
+    def __init__(self, hf: Any, chat_template: str | None = None, stops: Sequence[str] = (), *,
+                 decode_token: TokenDecoder | None = None):
+        """``chat_template`` (jinja source) replaces the checkpoint's own; ``stops`` end its answers. ``decode_token``
+        gives the bytes of tokens where ``hf`` knows none: then texts are empty, and nothing can be found in them."""
+        self.has_texts = decode_token is None
         self._hf = hf
         self._chat_template = chat_template
         self._stops = stops
-        self._decode_token = token_decoder(hf)
+        self._decode_token = decode_token or token_decoder(hf)
         self._token_bytes: dict[int, bytes] = {}
         added = getattr(hf, "added_tokens_decoder", {})
         self.special_ids = frozenset(hf.all_special_ids) | {i for i, token in added.items() if token.special}
@@ -168,6 +178,10 @@ class Tokenizer:
         return cached
 
     def text_stream(self, sampling: SamplingParams) -> TextStream:
+        """Raises InvalidRequest for stop strings where texts are empty."""
+        if not self.has_texts and (sampling.stop or sampling.stop_regex):
+            raise InvalidRequest("This server was started with --skip-tokenizer-init and cannot look for stop strings: "
+                                 "send stop_token_ids.", param="stop")
         return TextStream(self.token_bytes, self.special_ids, sampling)
 
     def render_chat(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None,

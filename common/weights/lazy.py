@@ -23,6 +23,28 @@ _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", tor
            torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
 
 
+class WithRows:
+    """A LazyTensor with ``rows`` rows: the first ones of ``tensor``, then zeros."""
+
+    def __init__(self, tensor: LazyTensor, rows: int):
+        self._tensor = tensor
+        self._rows = rows
+
+    def get_shape(self) -> list[int]:
+        return [self._rows, *self._tensor.get_shape()[1:]]
+
+    def get_dtype(self) -> str:
+        return self._tensor.get_dtype()
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        own, rest = (key[0], key[1:]) if isinstance(key, tuple) else (key, ())
+        start, stop, _ = (slice(None) if own is Ellipsis else own).indices(self._rows)
+        there = self._tensor.get_shape()[0]
+        found = self._tensor[(slice(min(start, there), min(stop, there)), *rest)]
+        missing = stop - start - len(found)
+        return torch.cat([found, found.new_zeros(missing, *found.shape[1:])]) if missing else found
+
+
 class InMemory:
     """A LazyTensor over a tensor."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from ..config.checkpoint import read_json, resolve_metadata
+from ..config.checkpoint import read_config
 from ..config.load_format import LOAD_FORMATS
 from ..config.quantization import Unpack, unpacking
 from ..config.server import ModelArgs
@@ -43,7 +43,7 @@ class WeightSource(Protocol):
 def open_weights(args: ModelArgs) -> WeightSource:
     """Opens the weights that ``args`` name; those of a packed checkpoint are unpacked. Raises ConfigError."""
     source = LOAD_FORMATS.get(args.load_format)(args)
-    unpack = unpacking(read_json(resolve_metadata(args) / "config.json") or {})
+    unpack = unpacking(read_config(args) or {})
     return source if unpack is None else _UnpackedSource(source, unpack)
 
 

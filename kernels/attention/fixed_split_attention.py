@@ -45,6 +45,31 @@ def plan_decode_rows(requests: int, group: int, block_rows: int, longest: int, w
     return FixedSplitPlan(block // each, row, (row + block_rows).clamp(max=group), splits)
 
 
+def plan_verified_rows(qo_indptr: torch.Tensor, positions: torch.Tensor, max_q_len: int, group: int, block_rows: int,
+                       longest: int, window: int | None) -> FixedSplitPlan:
+    """Plans up to ``max_q_len`` rows a request, of sequences up to ``longest`` tokens, by ``qo_indptr`` [B + 1] and
+    ``positions`` [T] on the device: a CUDA graph that holds this finds others in every replay. A request has blocks for
+    the rows before and behind the place from which on splits are longer, many of which are empty. With a ``window`` a
+    block is a token's: the windows of several would lie in more splits than those of one."""
+    step, parts = (min(block_rows, group), 1) if window else (block_rows, 2)
+    each = -(-max_q_len * group // step)
+    count = qo_indptr.diff()
+    block = torch.arange(len(count) * parts * each, dtype=torch.int32, device=qo_indptr.device)
+    request, index = block // (parts * each), block % each
+    end = (count * group)[request]
+    begin = torch.zeros_like(end)
+    if not window:
+        edges = MIN_SPLIT * MAX_SPLITS * 2 ** torch.arange(len(_edges(longest)), device=count.device)
+        first = positions[qo_indptr[:-1].clamp(max=len(positions) - 1).long()]
+        edge = edges[torch.searchsorted(edges, first + 1).clamp(max=len(edges) - 1)]
+        cut = (torch.minimum(edge - first, count) * group).to(torch.int32)[request]
+        behind = block // each % parts == 1
+        begin, end = torch.where(behind, cut, begin), torch.where(behind, end, cut)
+    row = begin + index * step
+    splits = MAX_SPLITS if window else min(MAX_SPLITS, -(-longest // MIN_SPLIT))
+    return FixedSplitPlan(request, row, torch.minimum(row + step, end), splits)
+
+
 def plan_rows(qo_indptr: np.ndarray, lengths: np.ndarray, group: int, block_rows: int, window: int | None,
               device: torch.device) -> FixedSplitPlan:
     """Plans requests of several rows, over page tables of ``lengths`` [B] tokens. Rows of one block have splits of one
@@ -143,12 +168,15 @@ def _fixed_split_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, par
     block, kv_head = tl.program_id(0), tl.program_id(1)
     request = tl.load(block_request_ptr + block)
     first_row, stop_row = tl.load(block_row_ptr + block), tl.load(block_stop_ptr + block)
+    if first_row >= stop_row:
+        return
     first_token = tl.load(qo_indptr_ptr + request)
     end_token = tl.load(qo_indptr_ptr + request + 1)
     first_page = tl.load(kv_indptr_ptr + request)
     slots = (tl.load(kv_indptr_ptr + request + 1) - first_page - 1) * PAGE + tl.load(last_page_len_ptr + request)
-    length = tl.load(positions_ptr + end_token - 1).to(tl.int32) + 1
-    before = length - (end_token - first_token)  # tokens before the request's first row
+    # The positions of void rows at the end of a chain may be clamped.
+    before = tl.load(positions_ptr + first_token).to(tl.int32)  # tokens before the request's first row
+    length = before + end_token - first_token
 
     row = first_row + tl.arange(0, BLOCK_ROWS)
     dim = tl.arange(0, BLOCK_DIM)

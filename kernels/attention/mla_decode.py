@@ -11,23 +11,21 @@ import torch
 
 from .. import reference
 from .._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
-from ..arguments import RowMask
 from ..tuning.attention import DecodeTile
 from ..tuning.policy import policy_of
 from .decode_plan import DecodePlan, split_range
 from .merge_splits import merge_splits
 from .mla_decode_narrow import _mla_decode_narrow_kernel
-from .row_mask import load_row_mask, sees
 
 
 @triton.jit(do_not_specialize=["requests"])
-def _mla_decode_kernel(q_ptr, qr_ptr, pages_ptr, words_ptr, counts_ptr, out_ptr, part_ptr, lse_ptr, kv_indptr_ptr,
+def _mla_decode_kernel(q_ptr, qr_ptr, pages_ptr, out_ptr, part_ptr, lse_ptr, kv_indptr_ptr,
                        kv_indices_ptr, last_page_len_ptr, request_of_split_ptr, split_indptr_ptr, requests, scale_log2,
                        page_scale, q_stride_t, q_stride_h, qr_stride_t, qr_stride_h, stride_page, stride_slot,
                        num_heads,
                        PAGE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_RANK: tl.constexpr,
                        BLOCK_ROPE: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-                       MASKED: tl.constexpr, PDL: tl.constexpr):
+                       PDL: tl.constexpr):
     start_next(PDL)
     wait_for_last(PDL)
     split = tl.program_id(0)
@@ -44,9 +42,6 @@ def _mla_decode_kernel(q_ptr, qr_ptr, pages_ptr, words_ptr, counts_ptr, out_ptr,
                 real & (dim < RANK)[None, :], other=0.0)
     qr = tl.load(qr_ptr + request * qr_stride_t + heads[:, None] * qr_stride_h + rope[None, :],
                  real & (rope < ROPE)[None, :], other=0.0)
-    if MASKED:
-        length, word, masked_from = load_row_mask(request, words_ptr, counts_ptr, kv_indptr_ptr, last_page_len_ptr,
-                                                  PAGE)
     top = tl.full((BLOCK_HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_HEADS,), tl.float32)
     acc = tl.zeros((BLOCK_HEADS, BLOCK_RANK), tl.float32)
@@ -61,21 +56,13 @@ def _mla_decode_kernel(q_ptr, qr_ptr, pages_ptr, words_ptr, counts_ptr, out_ptr,
                       other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(latent), input_precision="ieee")
         scores += tl.dot(qr, tl.trans(key), input_precision="ieee")
-        if MASKED:
-            present = present & sees(word, token, masked_from)
         scores = tl.where(present[None, :], scores * scale_log2, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
-        level = new_top
-        if MASKED:  # a split may have nothing that its row sees
-            level = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(scores - level[:, None])
-        shrink = tl.exp2(top - level)
+        weights = tl.exp2(scores - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
         acc = acc * shrink[:, None] + tl.dot(weights.to(latent.dtype), latent, input_precision="ieee")
         total = total * shrink + tl.sum(weights, 1)
         top = new_top
-    if MASKED:
-        top = tl.where(total == 0.0, float("-inf"), top)
-        total = tl.where(total == 0.0, 1.0, total)
     result = acc / total[:, None] * page_scale
     stored = real & (dim < RANK)[None, :]
     if splits == 1:
@@ -89,21 +76,19 @@ def _mla_decode_kernel(q_ptr, qr_ptr, pages_ptr, words_ptr, counts_ptr, out_ptr,
 
 def mla_decode(q: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, kv_indptr: torch.Tensor,
                kv_indices: torch.Tensor, kv_last_page_len: torch.Tensor, scale: float,
-               plan: DecodePlan, tile: DecodeTile | None = None, page_scale: float = 1.0,
-               mask: RowMask | None = None) -> torch.Tensor:
+               plan: DecodePlan, tile: DecodeTile | None = None, page_scale: float = 1.0) -> torch.Tensor:
     """``softmax((q l^T + q_rope k^T) * scale) l`` of each request over all its latents l and shared keys k, as
     ``[B, H, L]``.
 
     ``q`` [B, H, L] and ``q_rope`` [B, H, R], views contiguous in their last dimension; ``pages`` one layer of a pool
     of latents [pages, page_size, L + R]; the page table in FlashInfer's form (int32). ``plan`` is of the same table,
     its splits no shorter than ``tile.tokens`` (by default 32). Pages may be of another type than ``q``, and hold
-    latents and keys over ``page_scale``. With ``mask``, whose ``words`` [B] and ``counts`` [B] have an entry for each
-    row, rows see what that says.
+    latents and keys over ``page_scale``.
     """
     if not runs_triton(q):
         rows = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
         return reference.mla_attention(q, q_rope, pages, rows, kv_indptr, kv_indices, kv_last_page_len, scale,
-                                       page_scale, mask)
+                                       page_scale)
     requests, num_heads, rank = q.shape
     width = q_rope.shape[2]
     out = torch.empty((requests, num_heads, rank), dtype=q.dtype, device=q.device)
@@ -119,12 +104,12 @@ def mla_decode(q: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, kv_in
     narrow = policy.mla_is_narrow(num_heads, q.element_size())
     kernel = _mla_decode_narrow_kernel if narrow else _mla_decode_kernel
     kernel[(max_splits, triton.cdiv(num_heads, block_heads))](
-        q, q_rope, pages, *(mask or (None, None)), out, parts, lses, kv_indptr, kv_indices, kv_last_page_len,
+        q, q_rope, pages, out, parts, lses, kv_indptr, kv_indices, kv_last_page_len,
         plan.request_of_split,
         plan.split_indptr, requests, scale * page_scale * 1.4426950408889634, page_scale, q.stride(0), q.stride(1),
         q_rope.stride(0), q_rope.stride(1), pages.stride(0), pages.stride(1), num_heads, PAGE=pages.shape[1], RANK=rank,
         ROPE=width, BLOCK_RANK=max(16, triton.next_power_of_2(rank)), BLOCK_ROPE=max(16, triton.next_power_of_2(width)),
-        BLOCK_HEADS=block_heads, BLOCK_TOKENS=tile.tokens, MASKED=mask is not None, num_warps=tile.warps,
+        BLOCK_HEADS=block_heads, BLOCK_TOKENS=tile.tokens, num_warps=tile.warps,
         num_stages=tile.stages, **pdl(q))
     if plan.needs_merge:
         merge_splits(parts, lses, out, plan)

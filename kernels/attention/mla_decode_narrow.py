@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from .._triton import start_next, tl, triton, wait_for_last
 from .decode_plan import split_range
-from .row_mask import load_row_mask, sees
 
 
 @triton.jit(do_not_specialize=["requests"])
-def _mla_decode_narrow_kernel(q_ptr, qr_ptr, pages_ptr, words_ptr, counts_ptr, out_ptr, part_ptr, lse_ptr,
+def _mla_decode_narrow_kernel(q_ptr, qr_ptr, pages_ptr, out_ptr, part_ptr, lse_ptr,
                               kv_indptr_ptr, kv_indices_ptr, last_page_len_ptr, request_of_split_ptr,
                               split_indptr_ptr, requests, scale_log2, page_scale, q_stride_t, q_stride_h, qr_stride_t,
                               qr_stride_h, stride_page, stride_slot,
                               num_heads, PAGE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
                               BLOCK_RANK: tl.constexpr, BLOCK_ROPE: tl.constexpr, BLOCK_HEADS: tl.constexpr,
-                              BLOCK_TOKENS: tl.constexpr, MASKED: tl.constexpr, PDL: tl.constexpr):
+                              BLOCK_TOKENS: tl.constexpr, PDL: tl.constexpr):
     start_next(PDL)
     wait_for_last(PDL)
     split = tl.program_id(0)
@@ -38,9 +37,6 @@ def _mla_decode_narrow_kernel(q_ptr, qr_ptr, pages_ptr, words_ptr, counts_ptr, o
                 other=0.0)
     qr = tl.load(qr_ptr + request * qr_stride_t + heads[:, None] * qr_stride_h + rope[None, :],
                  real[:, None] & in_rope, other=0.0)
-    if MASKED:
-        length, word, masked_from = load_row_mask(request, words_ptr, counts_ptr, kv_indptr_ptr, last_page_len_ptr,
-                                                  PAGE)
     top = tl.full((BLOCK_HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_HEADS,), tl.float32)
     acc = tl.zeros((BLOCK_RANK, BLOCK_HEADS), tl.float32)
@@ -56,21 +52,13 @@ def _mla_decode_narrow_kernel(q_ptr, qr_ptr, pages_ptr, words_ptr, counts_ptr, o
                       other=0.0).to(q.dtype)
         scores = tl.dot(latent, tl.trans(q), input_precision="ieee")
         scores = tl.dot(key, tl.trans(qr), scores, input_precision="ieee")
-        if MASKED:
-            present = present & sees(word, token, masked_from)
         scores = tl.where(present[:, None], scores * scale_log2, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 0))
-        level = new_top
-        if MASKED:  # a split may have nothing that its row sees
-            level = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(scores - level[None, :])
-        shrink = tl.exp2(top - level)
+        weights = tl.exp2(scores - new_top[None, :])
+        shrink = tl.exp2(top - new_top)
         acc = tl.dot(tl.trans(latent), weights.to(latent.dtype), acc * shrink[None, :], input_precision="ieee")
         total = total * shrink + tl.sum(weights, 0)
         top = new_top
-    if MASKED:
-        top = tl.where(total == 0.0, float("-inf"), top)
-        total = tl.where(total == 0.0, 1.0, total)
     result = acc / total[None, :] * page_scale
     stored = real[None, :] & (dim < RANK)[:, None]
     if splits == 1:

@@ -60,7 +60,8 @@ def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, pa
     page = tl.load(kv_indices_ptr + first_page + (begin + offset) // PAGE, begin + offset < stop, other=0,
                    cache_modifier=".cg")
     if INPUTS_READY:
-        _prefetch(k_pages_ptr, v_pages_ptr, kv_indices_ptr + first_page, begin, end, kv_head * stride_head, stride_page,
+        prefetch_tiles(k_pages_ptr, v_pages_ptr, kv_indices_ptr + first_page, begin, end, kv_head * stride_head,
+                       stride_page,
                stride_slot, PAGE, DIM, BLOCK_TOKENS, AHEAD)
         if not WAITS_LATE:
             wait_for_last(PDL)
@@ -157,7 +158,8 @@ def _add_current_kv(q_ptr, k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, heads, in_gro
 
 
 @triton.jit
-def _prefetch(k_pages_ptr, v_pages_ptr, indices_ptr, begin, end, head, stride_page, stride_slot, PAGE: tl.constexpr,
+def prefetch_tiles(k_pages_ptr, v_pages_ptr, indices_ptr, begin, end, head, stride_page, stride_slot,
+                   PAGE: tl.constexpr,
               DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, AHEAD: tl.constexpr):
     """Prefetch the first AHEAD tiles of a split into the L2 cache, which sees rows that are written meanwhile."""
     LINE: tl.constexpr = 128 * 8 // k_pages_ptr.dtype.element_ty.primitive_bitwidth
@@ -202,13 +204,16 @@ def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, 
     ``decode_splits``. ``inputs_ready``: plan, page table and the pages' tokens but the last of each request were
     written before the last launch without PDL (kernels/_triton.py), so that they may be read while the previous kernel
     still runs; otherwise this is such a launch. ``current_kv`` has each request's last token, which is not in its page
-    yet: it is stored there, and rope is applied to it and to ``q``. Pages are then of the type of ``q``.
+    yet: it is stored there, and rope is applied to it and to ``q``. Pages are then of the type of ``q``. More pages may
+    be listed than a request has tokens: ``kv_last_page_len`` is then zero or negative.
     """
     assert current_kv is None or (k_pages.dtype == q.dtype and current_kv.k.stride() == current_kv.v.stride())
     if not runs_triton(q):
         if current_kv is not None:
+            page_size = k_pages.shape[2]
+            newest = (kv_indptr.diff() - 1).long() * page_size + kv_last_page_len - 1
             reference.rope_and_store(q, current_kv.k, current_kv.v, k_pages, v_pages,
-                                     kv_indices[kv_indptr[1:] - 1].long(), kv_last_page_len.long() - 1,
+                                     kv_indices[kv_indptr[:-1] + newest // page_size].long(), newest % page_size,
                                      current_kv.cos_sin, current_kv.positions, 1.0, 1.0, current_kv.norms)
         rows = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
         return reference.paged_attention(q, k_pages, v_pages, rows, kv_indptr, kv_indices, kv_last_page_len, scale,

@@ -17,12 +17,13 @@ from dataclasses import dataclass
 import torch
 
 from .. import reference
-from .._triton import runs_triton, tl, triton
+from .._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 from ..arguments import RowMask
 from ..tuning.attention import DecodeSplits, VerifyTile
 from ..tuning.policy import policy_of
 from .decode_plan import DecodePlan, plan_decode
 from .float8_words import load_quarters, merge_quarters, reads_words
+from .paged_decode import prefetch_tiles
 from .row_mask import popcount, sees
 
 _SPLITS_AT_ONCE = 16
@@ -59,15 +60,58 @@ def _block_lengths_kernel(qo_indptr_ptr, kv_indptr_ptr, last_page_len_ptr, lengt
 
 
 @triton.jit
-def _add_tokens(q, acc, acc_1, acc_2, acc_3, top, total, begin, end, visible, word, masked_from, k_pages_ptr,
-                v_pages_ptr, indices_ptr, stride_page, stride_slot, scale_log2, MASKED: tl.constexpr,
-                WORDS_OF_ROWS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-                BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr, WORDS: tl.constexpr):
-    """Add tokens ``[begin, end)`` to the running softmax. If MASKED, row r sees those below ``visible[r]``, or with
-    WORDS_OF_ROWS those below ``masked_from`` and those of its ``word``; with ``WINDOW`` the last of them."""
+def block_of_split(split, block_of_split_ptr, split_indptr_ptr, length_indptr_ptr):
+    """``(block, its first split, number of splits, length that it sees)``: all may be read while the previous kernel
+    runs, if that wrote none of it."""
+    block = tl.load(block_of_split_ptr + split, cache_modifier=".cg").to(tl.int64)
+    first_split = tl.load(split_indptr_ptr + block, cache_modifier=".cg")
+    splits = tl.load(split_indptr_ptr + block + 1, cache_modifier=".cg") - first_split
+    begin = tl.load(length_indptr_ptr + block, cache_modifier=".cg")
+    return block, first_split, splits, tl.load(length_indptr_ptr + block + 1, cache_modifier=".cg") - begin
+
+
+@triton.jit
+def rows_of_block(block, qo_indptr_ptr, kv_indptr_ptr, last_page_len_ptr, PAGE: tl.constexpr, ROWS: tl.constexpr,
+                  PER_REQUEST: tl.constexpr):
+    """``(first row within the request, the request's first row of all, its number of rows, index of its first page, its
+    length)`` of a block's request."""
+    request = block // PER_REQUEST
+    first_token = tl.load(qo_indptr_ptr + request, cache_modifier=".cg")
+    count = tl.load(qo_indptr_ptr + request + 1, cache_modifier=".cg") - first_token
+    first_page = tl.load(kv_indptr_ptr + request, cache_modifier=".cg")
+    pages = tl.load(kv_indptr_ptr + request + 1, cache_modifier=".cg") - first_page
+    length = (pages - 1) * PAGE + tl.load(last_page_len_ptr + request, cache_modifier=".cg")
+    return (block % PER_REQUEST * ROWS).to(tl.int32), first_token, count, first_page, length
+
+
+@triton.jit
+def _seen_scores(scores, token, present, visible, word, masked_from, WORDS_OF_ROWS: tl.constexpr,
+                 WINDOW: tl.constexpr):
+    """``scores`` of a tile, minus infinity where a row does not see the token."""
+    if not WORDS_OF_ROWS:
+        seen = token[None, :] < visible[:, None]
+        if WINDOW:
+            seen = seen & (token[None, :] >= visible[:, None] - WINDOW)
+    else:
+        seen = present[None, :] & sees(word[:, None], token[None, :], masked_from)
+        if WINDOW:
+            position = (masked_from + popcount(word) - 1).to(tl.int32)
+            seen = seen & ((token[None, :] > position[:, None] - WINDOW) | (token[None, :] >= masked_from))
+    return tl.where(seen, scores, float("-inf"))
+
+
+@triton.jit
+def _add_tokens(q, acc, acc_1, acc_2, acc_3, top, total, page, begin, end, visible, word, masked_from, k_pages_ptr,
+                v_pages_ptr, indices_ptr, stride_page, stride_slot, scale_log2, WORDS_OF_ROWS: tl.constexpr,
+                PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+                WINDOW: tl.constexpr, WORDS: tl.constexpr):
+    """Add tokens ``[begin, end)`` to the running softmax; ``page`` has the pages of the first tile. Row r sees those
+    below ``visible[r]``, or with WORDS_OF_ROWS those below ``masked_from`` and those of its ``word``; with ``WINDOW``
+    the last of them."""
     dim = tl.arange(0, BLOCK_DIM)
     offset = tl.arange(0, BLOCK_TOKENS)
-    page = tl.load(indices_ptr + (begin + offset) // PAGE, begin + offset < end, other=0)
+    if not WORDS_OF_ROWS:
+        visible = tl.minimum(visible, end)
     for start in range(begin, end, BLOCK_TOKENS):
         token = start + offset
         present = token < end
@@ -78,21 +122,16 @@ def _add_tokens(q, acc, acc_1, acc_2, acc_3, top, total, begin, end, visible, wo
         page = tl.load(indices_ptr + (token + BLOCK_TOKENS) // PAGE, token + BLOCK_TOKENS < end, other=0)
         k = tl.load(k_pages_ptr + address, inside, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        if MASKED:
-            seen = present[None, :] & (token[None, :] < visible[:, None])
-            if WORDS_OF_ROWS:
-                seen = seen & sees(word[:, None], token[None, :], masked_from)
-            if WINDOW:
-                own = visible
-                if WORDS_OF_ROWS:
-                    own = (masked_from + popcount(word)).to(tl.int32)
-                seen = seen & ((token[None, :] >= own[:, None] - WINDOW) | (WORDS_OF_ROWS
-                                                                           & (token[None, :] >= masked_from)))
-            scores = tl.where(seen, scores, float("-inf"))
+        # A comparison a score costs a chain nothing, and words are read in the tiles that have bits alone. A second
+        # loop for these tiles would wait for its first keys with nothing else in flight.
+        if WORDS_OF_ROWS and not WINDOW:
+            if start + BLOCK_TOKENS > tl.minimum(masked_from, end):
+                scores = _seen_scores(scores, token, present, visible, word, masked_from, WORDS_OF_ROWS, WINDOW)
+        else:
+            scores = _seen_scores(scores, token, present, visible, word, masked_from, WORDS_OF_ROWS, WINDOW)
         new_top = tl.maximum(top, tl.max(scores, 1))
-        level = new_top
-        if MASKED:  # a row may not have seen a key yet: less its top, minus infinity would be NaN
-            level = tl.where(new_top == float("-inf"), 0.0, new_top)
+        # A row may not have seen a key yet: less its top, minus infinity would be NaN.
+        level = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(scores - level[:, None])
         shrink = tl.exp2(top - level)
         if WORDS:
@@ -116,29 +155,35 @@ def _verify_attention_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, words_p
                              PAGE: tl.constexpr, ROWS: tl.constexpr, PER_REQUEST: tl.constexpr, GROUP: tl.constexpr,
                              BLOCK_ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
                              BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SPAN: tl.constexpr,
-                             SINKS: tl.constexpr, MASKED: tl.constexpr, HALF: tl.constexpr, WORDS: tl.constexpr):
+                             SINKS: tl.constexpr, MASKED: tl.constexpr, HALF: tl.constexpr, WORDS: tl.constexpr,
+                             AHEAD: tl.constexpr, INPUTS_READY: tl.constexpr, PDL: tl.constexpr):
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
-    if split >= tl.load(split_indptr_ptr + blocks):
+    start_next(PDL)
+    if not INPUTS_READY:
+        wait_for_last(PDL)
+    # If INPUTS_READY these do not wait: programs with tokens, of which there are some, do.
+    if split >= tl.load(split_indptr_ptr + blocks, cache_modifier=".cg"):
         return
-    block = tl.load(block_of_split_ptr + split).to(tl.int64)
-    first_split = tl.load(split_indptr_ptr + block)
-    splits = tl.load(split_indptr_ptr + block + 1) - first_split
-    length = tl.load(length_indptr_ptr + block + 1) - tl.load(length_indptr_ptr + block)
+    block, first_split, splits, length = block_of_split(split, block_of_split_ptr, split_indptr_ptr, length_indptr_ptr)
     if length == 0:  # the request has fewer rows
         return
-    request = block // PER_REQUEST
-    first_row = (block % PER_REQUEST * ROWS).to(tl.int32)
-    first_token = tl.load(qo_indptr_ptr + request)
-    count = tl.load(qo_indptr_ptr + request + 1) - first_token
-    first_page = tl.load(kv_indptr_ptr + request)
-    whole = (tl.load(kv_indptr_ptr + request + 1) - first_page - 1) * PAGE + tl.load(last_page_len_ptr + request)
+    first_row, first_token, count, first_page, whole = rows_of_block(block, qo_indptr_ptr, kv_indptr_ptr,
+                                                                     last_page_len_ptr, PAGE, ROWS, PER_REQUEST)
     unseen = 0
     if WINDOW:
         unseen = tl.maximum(length - SPAN, 0)
     tiles = tl.cdiv(length - unseen, BLOCK_TOKENS)
     begin = tiles * (split - first_split) // splits * BLOCK_TOKENS + unseen
     end = tl.minimum(tiles * (split - first_split + 1) // splits * BLOCK_TOKENS + unseen, length)
+
+    offset = tl.arange(0, BLOCK_TOKENS)
+    page = tl.load(kv_indices_ptr + first_page + (begin + offset) // PAGE, begin + offset < end, other=0,
+                   cache_modifier=".cg")
+    if INPUTS_READY:
+        prefetch_tiles(k_pages_ptr, v_pages_ptr, kv_indices_ptr + first_page, begin, end, kv_head * stride_head,
+                       stride_page, stride_slot, PAGE, DIM, BLOCK_TOKENS, AHEAD)
+        wait_for_last(PDL)
 
     row = tl.arange(0, BLOCK_ROWS)
     dim = tl.arange(0, BLOCK_DIM)
@@ -153,18 +198,13 @@ def _verify_attention_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, words_p
     if HALF:
         q = q.to(tl.float16)
     if MASKED:
-        masked_from = whole - tl.load(counts_ptr + request)
+        masked_from = whole - tl.load(counts_ptr + block // PER_REQUEST)
         word = tl.load(words_ptr + query_row)
         visible = tl.zeros((BLOCK_ROWS,), tl.int32) + whole
-        seen_by_all = masked_from
     else:
         masked_from = 0
         word = query_row
         visible = whole - count + token + 1
-        seen_by_all = whole - count + first_row + 1
-    middle = begin
-    if not WINDOW:
-        middle += tl.maximum(tl.minimum(seen_by_all, end) - begin, 0) // BLOCK_TOKENS * BLOCK_TOKENS
 
     top = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_ROWS,), tl.float32)
@@ -179,12 +219,8 @@ def _verify_attention_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, words_p
     k_pages_ptr += kv_head * stride_head
     v_pages_ptr += kv_head * stride_head
     acc, acc_1, acc_2, acc_3, top, total = _add_tokens(
-        q, acc, acc_1, acc_2, acc_3, top, total, begin, middle, visible, word, masked_from, k_pages_ptr, v_pages_ptr,
-        kv_indices_ptr + first_page, stride_page, stride_slot, scale_log2, False, MASKED, PAGE, DIM, BLOCK_DIM,
-        BLOCK_TOKENS, WINDOW, WORDS)
-    acc, acc_1, acc_2, acc_3, top, total = _add_tokens(
-        q, acc, acc_1, acc_2, acc_3, top, total, middle, end, visible, word, masked_from, k_pages_ptr, v_pages_ptr,
-        kv_indices_ptr + first_page, stride_page, stride_slot, scale_log2, True, MASKED, PAGE, DIM, BLOCK_DIM,
+        q, acc, acc_1, acc_2, acc_3, top, total, page, begin, end, visible, word, masked_from, k_pages_ptr,
+        v_pages_ptr, kv_indices_ptr + first_page, stride_page, stride_slot, scale_log2, MASKED, PAGE, DIM, BLOCK_DIM,
         BLOCK_TOKENS, WINDOW, WORDS)
     if WORDS:
         acc = merge_quarters(acc, acc_1, acc_2, acc_3)
@@ -202,14 +238,23 @@ def _verify_attention_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, words_p
 @triton.jit
 def _merge_rows_kernel(part_ptr, lse_ptr, out_ptr, qo_indptr_ptr, split_indptr_ptr, num_q_heads, ROWS: tl.constexpr,
                        PER_REQUEST: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-                       BLOCK_SPLITS: tl.constexpr):
+                       BLOCK_SPLITS: tl.constexpr, INPUTS_READY: tl.constexpr, PDL: tl.constexpr):
     block = tl.program_id(0).to(tl.int64)
     row_and_head = tl.program_id(1)
-    first = tl.load(split_indptr_ptr + block)
-    splits = tl.load(split_indptr_ptr + block + 1) - first
-    first_token = tl.load(qo_indptr_ptr + block // PER_REQUEST)
+    start_next(PDL)
+    if not INPUTS_READY:
+        wait_for_last(PDL)
+    first = tl.load(split_indptr_ptr + block, cache_modifier=".cg")
+    splits = tl.load(split_indptr_ptr + block + 1, cache_modifier=".cg") - first
+    first_token = tl.load(qo_indptr_ptr + block // PER_REQUEST, cache_modifier=".cg")
     token = first_token + block % PER_REQUEST * ROWS + row_and_head // num_q_heads
-    if (splits == 1) | (token >= tl.load(qo_indptr_ptr + block // PER_REQUEST + 1)):
+    idle = (splits == 1) | (token >= tl.load(qo_indptr_ptr + block // PER_REQUEST + 1, cache_modifier=".cg"))
+    if INPUTS_READY:
+        # One program always waits: the next kernel starts when this one ends, and reads the previous one's results.
+        if idle & (block + row_and_head > 0):
+            return
+        wait_for_last(PDL)
+    if idle:
         return
     dim = tl.arange(0, BLOCK_DIM)
     top = tl.full((1,), float("-inf"), tl.float32)
@@ -230,6 +275,19 @@ def _merge_rows_kernel(part_ptr, lse_ptr, out_ptr, qo_indptr_ptr, split_indptr_p
         top = new_top
     out = (acc / total).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + (token.to(tl.int64) * num_q_heads + row_and_head % num_q_heads) * DIM + dim, out, dim < DIM)
+
+
+def merge_rows(parts: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, qo_indptr: torch.Tensor, plan: VerifyPlan,
+               inputs_ready: bool) -> None:
+    """Merges ``parts`` [most splits, rows, H, D] float32, normalised, by ``lses`` [most splits, rows, H] (base 2) into
+    ``out`` [T, H, D], for blocks that have several splits; all contiguous, on a GPU. ``inputs_ready``: the plan and
+    ``qo_indptr`` were written before the last launch without PDL (kernels/_triton.py)."""
+    heads, dim = out.shape[1:]
+    block_dim = max(16, triton.next_power_of_2(dim))
+    _merge_rows_kernel[(len(plan.length_indptr) - 1, plan.rows * heads)](
+        parts, lses, out, qo_indptr, plan.splits.split_indptr, heads, ROWS=plan.rows,
+        PER_REQUEST=plan.blocks_per_request, DIM=dim, BLOCK_DIM=block_dim, BLOCK_SPLITS=_SPLITS_AT_ONCE,
+        INPUTS_READY=inputs_ready, num_warps=max(1, min(8, block_dim // 128)), **pdl(out))
 
 
 def _span(window: int | None, rows: int, masked: bool) -> int | None:
@@ -263,11 +321,15 @@ def plan_verify(qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_last_page_l
 def verify_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, qo_indptr: torch.Tensor,
                      kv_indptr: torch.Tensor, kv_indices: torch.Tensor, kv_last_page_len: torch.Tensor, scale: float,
                      plan: VerifyPlan, tile: VerifyTile, v_scale: float = 1.0, window: int | None = None,
-                     sinks: torch.Tensor | None = None, mask: RowMask | None = None) -> torch.Tensor:
+                     sinks: torch.Tensor | None = None, mask: RowMask | None = None,
+                     inputs_ready: bool = False) -> torch.Tensor:
     """``softmax(q k^T * scale) v * v_scale``, where request b's rows are the last of its sequence: ``[T, Hq, D]``.
 
     The arguments are those of ``paged_prefill``, and a ``plan`` of the same batch, whose splits are no shorter than
-    ``tile.tokens``. With ``mask`` rows see what that says, and a ``window`` hides no slot that has a bit.
+    ``tile.tokens``. With ``mask`` rows see what that says, and a ``window`` hides no slot that has a bit. More pages
+    may be listed than a request has tokens: ``kv_last_page_len`` is then zero or negative. ``inputs_ready``: plan, page
+    table and ``qo_indptr`` were written before the last launch without PDL (kernels/_triton.py), so that they may be
+    read while the previous kernel still runs; otherwise this is such a launch.
     """
     if not runs_triton(q):
         return reference.paged_attention(q, k_pages, v_pages, qo_indptr, kv_indptr, kv_indices, kv_last_page_len,
@@ -284,6 +346,7 @@ def verify_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tens
         parts = torch.empty((max_splits, plan.rows, num_q_heads, dim), dtype=torch.float32, device=q.device)
         lses = torch.empty((max_splits, plan.rows, num_q_heads), dtype=torch.float32, device=q.device)
     block_dim = max(16, triton.next_power_of_2(dim))
+    options = pdl(q) if inputs_ready else {"PDL": False}
     _verify_attention_kernel[(num_kv_heads, max_splits)](
         q, k_pages, v_pages, sinks, *(mask or (None, None)), out, parts, lses, qo_indptr, kv_indptr, kv_indices,
         kv_last_page_len, plan.length_indptr, splits.request_of_split,
@@ -294,17 +357,16 @@ def verify_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tens
         BLOCK_TOKENS=tile.tokens, WINDOW=window or 0,
         SPAN=_span(window, plan.rows, mask is not None) or 0, SINKS=sinks is not None, MASKED=mask is not None,
         HALF=q.element_size() == 2 and k_pages.element_size() == 1, WORDS=reads_words(q, k_pages),
-        num_warps=tile.warps, num_stages=tile.stages)
+        AHEAD=tile.prefetched, INPUTS_READY=options["PDL"], num_warps=tile.warps, num_stages=tile.stages, **options)
     if splits.needs_merge:
-        _merge_rows_kernel[(blocks, plan.rows * num_q_heads)](
-            parts, lses, out, qo_indptr, splits.split_indptr, num_q_heads, ROWS=plan.rows,
-            PER_REQUEST=plan.blocks_per_request, DIM=dim, BLOCK_DIM=block_dim, BLOCK_SPLITS=_SPLITS_AT_ONCE,
-            num_warps=max(1, min(8, block_dim // 128)))
+        merge_rows(parts, lses, out, qo_indptr, plan, inputs_ready)
     return out
 
 
-def verify_tile(q: torch.Tensor, k_pages: torch.Tensor) -> tuple[VerifyTile, DecodeSplits]:
-    """The policy's tile and splits for queries ``q`` [T, Hq, D] and the pages [pages, Hkv, page_size, D] of a layer."""
+def verify_tile(q: torch.Tensor, k_pages: torch.Tensor, requests: int) -> tuple[VerifyTile, DecodeSplits]:
+    """The policy's tile and splits for queries ``q`` [T, Hq, D] of so many requests, and the pages
+    [pages, Hkv, page_size, D] of a layer."""
     policy = policy_of(q.device).attention
-    group, sizes = q.shape[1] // k_pages.shape[1], (q.shape[2], q.element_size(), k_pages.element_size())
-    return policy.verify(group, *sizes), policy.verify_splits(*sizes)
+    heads = k_pages.shape[1]
+    facts = q.shape[2], q.element_size(), k_pages.element_size(), requests * heads
+    return policy.verify(q.shape[1] // heads, *facts), policy.decode_splits(*facts)

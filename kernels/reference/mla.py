@@ -29,14 +29,19 @@ def mla_rope_and_store(q: torch.Tensor, latent: torch.Tensor, k: torch.Tensor, p
 
 def mla_attention(q: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, qo_indptr: torch.Tensor,
                   kv_indptr: torch.Tensor, kv_indices: torch.Tensor, kv_last_page_len: torch.Tensor,
-                  scale: float, page_scale: float = 1.0, mask: RowMask | None = None) -> torch.Tensor:
-    """Twin of ``attention.mla_decode.mla_decode`` for any rows: one shared head whose values are the first part of its
-    keys."""
+                  scale: float, page_scale: float = 1.0, mask: RowMask | None = None,
+                  out: torch.Tensor | None = None) -> torch.Tensor:
+    """Twin of ``attention.mla_verify.mla_verify``, and of ``attention.mla_decode.mla_decode``: one shared head whose
+    values are the first part of its keys."""
     keys = pages[:, None].float() * page_scale
     values = torch.nn.functional.pad(keys[..., :q.shape[2]], (0, q_rope.shape[2]))
     whole = paged_attention(torch.cat((q, q_rope), -1), keys, values, qo_indptr, kv_indptr, kv_indices,
-                            kv_last_page_len, scale, 1.0, None, None, *(mask or (None, None)))
-    return whole[..., :q.shape[2]].contiguous()
+                            kv_last_page_len, scale, 1.0, None, None, *(mask or (None, None)))[..., :q.shape[2]]
+    if out is None:
+        return whole.contiguous()
+    rows = slice(int(qo_indptr[0]), int(qo_indptr[-1]))
+    out[rows] = whole[rows]
+    return out
 
 
 def mla_prefill(q: torch.Tensor, kv: torch.Tensor, k_rope: torch.Tensor, segment: Segment, qo_indptr: torch.Tensor,

@@ -6,6 +6,8 @@ import ctypes
 
 import torch
 
+from ..arguments import NormWeight
+
 
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float,
             residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -15,6 +17,23 @@ def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float,
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale).to(x.dtype) * weight, x
+
+
+def gather_rows(table: torch.Tensor, rows: torch.Tensor, start: int | None = None) -> torch.Tensor:
+    """Twin of ``rowwise.gather_rows.gather_rows``."""
+    if start is None:
+        return torch.nn.functional.embedding(rows, table)
+    local = rows - start
+    elsewhere = (local < 0) | (local >= len(table))
+    return torch.nn.functional.embedding(local.masked_fill(elsewhere, 0), table).masked_fill_(elsewhere[:, None], 0)
+
+
+def joined_norms(first: torch.Tensor, second: torch.Tensor, first_norm: NormWeight | None,
+                 second_norm: NormWeight | None, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """Twin of ``rowwise.joined_norms.joined_norms``."""
+    parts = first if rows is None else first[rows], second
+    return torch.cat([part if norm is None else rmsnorm(part, *norm)[0]
+                      for part, norm in zip(parts, (first_norm, second_norm))], -1)
 
 
 def copy_blocks(src_address: int, dst_address: int, ids: torch.Tensor, block_bytes: int) -> None:

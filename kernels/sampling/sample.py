@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 
 from .._triton import tl, triton
+from .argmax import argmax_of, argmax_of_tops
 
 _SEARCH_BLOCK = 4096
 _CHUNK = 1024
@@ -147,16 +148,16 @@ def _token_of(row_ptr, vocab, value, nth, BLOCK: tl.constexpr):
     return index
 
 
-# ``floats`` begins after ``count`` words, aligned for half of the batches: the others would recompile, a second's pause
-# for every running request.
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["floats_ptr"])
-def _truncate_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, floor_ptr, last_ptr, count, vocab,
+# ``floats`` begins after ``stride`` words, aligned for half of the batches: the others would recompile, a pause of a
+# second for every running request.
+@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["floats_ptr"])
+def _truncate_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, floor_ptr, last_ptr, stride, vocab,
                      BLOCK: tl.constexpr):
     """Stores each sample's ``floor`` and ``last``: tokens above ``floor`` remain, and equal ones up to ``last``."""
     index = tl.program_id(0)
     row = tl.load(ints_ptr + index)
-    top_k = tl.load(ints_ptr + 3 * count + index).to(tl.int32)
-    top_p = tl.load(floats_ptr + count + index).to(tl.float32)
+    top_k = tl.load(ints_ptr + 3 * stride + index).to(tl.int32)
+    top_p = tl.load(floats_ptr + stride + index).to(tl.float32)
     floor = float("-inf") + 0.0 * top_p
     last = vocab + 0
     if (top_k > 0) | (top_p < 1.0):
@@ -218,15 +219,25 @@ def _truncate_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, flo
     tl.store(last_ptr + index, last)
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["floats_ptr"])
-def _sample_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, floor_ptr, last_ptr, best_ptr, count, vocab,
-                   TRUNCATES: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit
+def _position(ints_ptr, position_ptr, stride, index, row, OF_ROWS: tl.constexpr):
+    """The position of sample ``index``, which is of ``row``."""
+    if OF_ROWS:
+        position = tl.load(position_ptr + row)
+    else:
+        position = tl.load(ints_ptr + 2 * stride + index)
+    return position.to(tl.uint64, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["floats_ptr", "position_ptr"])
+def _sample_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, position_ptr, floor_ptr, last_ptr, best_ptr,
+                   stride, vocab, TRUNCATES: tl.constexpr, OF_ROWS: tl.constexpr, BLOCK: tl.constexpr):
     index = tl.program_id(0)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
     row = tl.load(ints_ptr + index)
     temperature = tl.load(floats_ptr + index).to(tl.float32)
-    smallest = tl.load(floats_ptr + 2 * count + index).to(tl.float32)
+    smallest = tl.load(floats_ptr + 2 * stride + index).to(tl.float32)
     peak = tl.load(peak_ptr + row)
     x = tl.load(logits_ptr + row * stride_row + token, inside, other=float("-inf")).to(tl.float32)
     scaled = tl.div_rn(x - peak, temperature + tl.zeros((BLOCK,), tl.float32))
@@ -235,8 +246,8 @@ def _sample_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, floor
         floor = tl.load(floor_ptr + index)
         remains = remains & ((x > floor) | ((x == floor) & (token <= tl.load(last_ptr + index))))
     if tl.max(remains.to(tl.int32), 0) > 0:
-        seed = tl.load(ints_ptr + count + index).to(tl.uint64, bitcast=True)
-        position = tl.load(ints_ptr + 2 * count + index).to(tl.uint64, bitcast=True)
+        seed = tl.load(ints_ptr + stride + index).to(tl.uint64, bitcast=True)
+        position = _position(ints_ptr, position_ptr, stride, index, row, OF_ROWS)
         ratio = tl.exp(scaled) / _noise(seed, position, token.to(tl.uint64))
         ratio = tl.where(remains & (ratio > 0.0), ratio, 0.0)
         most = tl.max(ratio, 0)
@@ -245,9 +256,10 @@ def _sample_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, floor
         tl.atomic_max(best_ptr + index, word)
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["floats_ptr"])
-def _perturb_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, floor_ptr, last_ptr, ids_ptr, score_ptr,
-                    count, vocab, TRUNCATES: tl.constexpr, MAPPED: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["floats_ptr", "position_ptr"])
+def _perturb_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, position_ptr, floor_ptr, last_ptr, ids_ptr,
+                    score_ptr, best_ptr, stride, vocab, TRUNCATES: tl.constexpr, OF_ROWS: tl.constexpr,
+                    MAPPED: tl.constexpr, BEST: tl.constexpr, BLOCK: tl.constexpr):
     index = tl.program_id(0)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
@@ -255,7 +267,7 @@ def _perturb_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, floo
     temperature = tl.load(floats_ptr + index).to(tl.float32)
     samples = temperature > 0
     temperature = tl.where(samples, temperature, 1.0)
-    smallest = tl.load(floats_ptr + 2 * count + index).to(tl.float32)
+    smallest = tl.load(floats_ptr + 2 * stride + index).to(tl.float32)
     peak = tl.load(peak_ptr + row)
     x = tl.load(logits_ptr + row * stride_row + token, inside, other=float("-inf")).to(tl.float32)
     scaled = tl.div_rn(x - peak, temperature + tl.zeros((BLOCK,), tl.float32))
@@ -266,18 +278,27 @@ def _perturb_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, floo
     token_id = token.to(tl.int64)
     if MAPPED:
         token_id = tl.load(ids_ptr + token, inside, other=0)
-    seed = tl.load(ints_ptr + count + index).to(tl.uint64, bitcast=True)
-    position = tl.load(ints_ptr + 2 * count + index).to(tl.uint64, bitcast=True)
+    seed = tl.load(ints_ptr + stride + index).to(tl.uint64, bitcast=True)
+    position = _position(ints_ptr, position_ptr, stride, index, row, OF_ROWS)
     score = tl.where(samples, scaled - tl.log(_noise(seed, position, token_id.to(tl.uint64))), scaled)
-    tl.store(score_ptr + index.to(tl.int64) * vocab + token, tl.where(remains, score, float("-inf")), inside)
+    score = tl.where(remains, score, float("-inf"))
+    if BEST:
+        top, best = argmax_of(score, token, vocab)
+        chunk = index.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        tl.store(score_ptr + chunk, top)
+        tl.store(best_ptr + chunk, best)
+    else:
+        tl.store(score_ptr + index.to(tl.int64) * vocab + token, score, inside)
 
 
-def sample(logits: torch.Tensor, peaks: torch.Tensor, params: torch.Tensor, truncates: bool) -> torch.Tensor:
+def sample(logits: torch.Tensor, peaks: torch.Tensor, params: torch.Tensor, truncates: bool,
+           positions: torch.Tensor | None = None) -> torch.Tensor:
     """Sample tokens ``[n]`` int64 from n of the rows of ``logits`` [R, vocab] of 16 or 32 bits, which is not changed.
 
-    ``peaks`` [R] float32 are the rows' largest logits. ``params`` [7, n] int64 are each sample's row, seed, position
-    and top_k (below 1: all), and as float64 bits its temperature (above 0), top_p, and log of min_p. ``truncates``:
-    some sample has a top_k or a top_p below 1. A row without a finite logit yields token 0. Runs on a GPU or under the
+    ``peaks`` [R] float32 are the rows' largest logits. ``params`` [7, n] int64, contiguous in its rows, are each
+    sample's row, seed, position and top_k (below 1: all), and as float64 bits its temperature (above 0), top_p, and log
+    of min_p. ``truncates``: some sample has a top_k or a top_p below 1. ``positions`` [R] int64 of the rows take the
+    place of the samples' where given. A row without a finite logit yields token 0. Runs on a GPU or under the
     interpreter.
     """
     count, vocab = params.shape[1], logits.shape[1]
@@ -285,8 +306,8 @@ def sample(logits: torch.Tensor, peaks: torch.Tensor, params: torch.Tensor, trun
     best = torch.full((count,), 0x7FFFFFFF, dtype=torch.int64, device=logits.device)
     floors, lasts = _truncate(logits, peaks, params) if truncates else (peaks, ints)
     _sample_kernel[(count, triton.cdiv(vocab, _CHUNK))](
-        logits, logits.stride(0), peaks, ints, floats, floors, lasts, best, count, vocab, TRUNCATES=truncates,
-        BLOCK=_CHUNK, num_warps=4)
+        logits, logits.stride(0), peaks, ints, floats, ints if positions is None else positions, floors, lasts, best,
+        params.stride(0), vocab, TRUNCATES=truncates, OF_ROWS=positions is not None, BLOCK=_CHUNK, num_warps=4)
     return 0x7FFFFFFF - (best & 0xFFFFFFFF)
 
 
@@ -298,14 +319,34 @@ def perturb(logits: torch.Tensor, peaks: torch.Tensor, params: torch.Tensor, tru
     Arguments are ``sample``'s. The noise of a column is that of the token of its number, or of ``token_ids`` [vocab]
     int64.
     """
+    scores = torch.empty((params.shape[1], logits.shape[1]), dtype=torch.float32, device=logits.device)
+    _perturb(logits, peaks, params, truncates, None, token_ids, scores, None)
+    return scores
+
+
+def best_perturbed(logits: torch.Tensor, peaks: torch.Tensor, params: torch.Tensor, positions: torch.Tensor,
+                   out: torch.Tensor | None = None, token_ids: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns the tokens [n] int64 with the largest of ``perturb``'s scores, of equal ones the first; also written to
+    ``out`` [n], of any stride. ``positions`` [R] int64 are those of the rows."""
+    tops = torch.empty((params.shape[1], triton.cdiv(logits.shape[1], _CHUNK)), dtype=torch.float32,
+                       device=logits.device)
+    columns = torch.empty_like(tops, dtype=torch.int32)
+    _perturb(logits, peaks, params, True, positions, token_ids, tops, columns)
+    return argmax_of_tops(tops, columns, logits.shape[1], out, token_ids)[1]
+
+
+def _perturb(logits: torch.Tensor, peaks: torch.Tensor, params: torch.Tensor, truncates: bool,
+             positions: torch.Tensor | None, token_ids: torch.Tensor | None, scores: torch.Tensor,
+             columns: torch.Tensor | None) -> None:
+    """Writes ``perturb``'s scores, or with ``columns`` the largest one of each chunk, and where it is."""
     count, vocab = params.shape[1], logits.shape[1]
     ints, floats = params[:INTS], params[INTS:].view(torch.float64)
     floors, lasts = _truncate(logits, peaks, params) if truncates else (peaks, ints)
-    scores = torch.empty((count, vocab), dtype=torch.float32, device=logits.device)
     _perturb_kernel[(count, triton.cdiv(vocab, _CHUNK))](
-        logits, logits.stride(0), peaks, ints, floats, floors, lasts, ints if token_ids is None else token_ids, scores,
-        count, vocab, TRUNCATES=truncates, MAPPED=token_ids is not None, BLOCK=_CHUNK, num_warps=4)
-    return scores
+        logits, logits.stride(0), peaks, ints, floats, ints if positions is None else positions, floors, lasts,
+        ints if token_ids is None else token_ids, scores, scores if columns is None else columns, params.stride(0),
+        vocab, TRUNCATES=truncates, OF_ROWS=positions is not None, MAPPED=token_ids is not None,
+        BEST=columns is not None, BLOCK=_CHUNK, num_warps=4)
 
 
 def _truncate(logits: torch.Tensor, peaks: torch.Tensor, params: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -314,5 +355,5 @@ def _truncate(logits: torch.Tensor, peaks: torch.Tensor, params: torch.Tensor) -
     floors = torch.empty(count, dtype=torch.float32, device=logits.device)
     lasts = torch.empty(count, dtype=torch.int32, device=logits.device)
     _truncate_kernel[(count,)](logits, logits.stride(0), peaks, params[:INTS], params[INTS:].view(torch.float64),
-                               floors, lasts, count, logits.shape[1], BLOCK=_SEARCH_BLOCK, num_warps=16)
+                               floors, lasts, params.stride(0), logits.shape[1], BLOCK=_SEARCH_BLOCK, num_warps=16)
     return floors, lasts

@@ -31,12 +31,20 @@ class PrefillTile(NamedTuple):
 
 
 class VerifyTile(NamedTuple):
-    """``rows`` of a request, each with all query heads of a KV head, are a program's; ``tokens`` of one iteration."""
+    """``rows`` of a request, each with all query heads of a KV head, are a program's; ``tokens`` of one iteration.
+    ``prefetched`` tiles are fetched into the L2 cache while the previous kernel runs. With latents a program takes
+    ``heads`` of all; ``transposed``: tokens are then the rows of products, and query rows their columns."""
 
     rows: int
     tokens: int = 64
     warps: int = 4
     stages: int = 2
+    prefetched: int = 1
+    heads: int = 64
+    transposed: bool = False
+
+    def head_blocks(self, num_heads: int) -> int:
+        return -(-num_heads // self.heads)
 
 
 class DecodeSplits(NamedTuple):
@@ -146,17 +154,14 @@ class AttentionPolicy:
         """Says whether verify_attention.py's kernel computes a step of up to ``max_q_len`` causal rows a request."""
         return max_q_len <= self.numbers.verify_max_rows
 
-    def verify(self, group: int, dim: int, itemsize: int, cache_itemsize: int) -> VerifyTile:
-        """The tile of rows of ``group`` query heads a KV head: it has ``verify_tile_rows`` rows and heads at most."""
-        decode = self.decode(dim, itemsize, cache_itemsize, self.numbers.few_kv_heads + 1)
+    def verify(self, group: int, dim: int, itemsize: int, cache_itemsize: int, kv_heads: int) -> VerifyTile:
+        """The tile of rows of ``group`` query heads a KV head, for ``kv_heads`` of all requests together; it has
+        ``verify_tile_rows`` rows and heads at most."""
+        decode = self.decode(dim, itemsize, cache_itemsize, kv_heads)
         if self.batch_invariant:
-            return VerifyTile(1, decode.tokens, decode.warps, decode.stages)
+            return VerifyTile(1, *decode[:4])
         most = self.numbers.verify_tile_rows if dim <= 128 and itemsize <= 2 else 32
-        return VerifyTile(max(1, most // group), decode.tokens, decode.warps, decode.stages)
-
-    def verify_splits(self, dim: int, itemsize: int, cache_itemsize: int) -> DecodeSplits:
-        """The splits of verified rows: those of ``decode_splits`` for many requests."""
-        return self.decode_splits(dim, itemsize, cache_itemsize, self.numbers.few_kv_heads + 1)
+        return VerifyTile(max(1, most // group), *decode[:4])
 
     def per_head_rows(self, rows: int) -> int | None:
         """Rows of a program of per_head_matmul.py; None where torch multiplies more ``rows`` faster."""
@@ -194,3 +199,19 @@ class AttentionPolicy:
         if self.batch_invariant:
             return INVARIANT_SPLITS
         return DecodeSplits(2, 64) if self.mla_is_narrow(num_heads, itemsize) else DecodeSplits()
+
+    def mla_verify(self, num_heads: int, q_len: int, itemsize: int) -> VerifyTile:
+        """The tile of up to ``q_len`` rows of ``num_heads`` heads over latents: 64 rows and heads at most. Up to 32 are
+        the columns of products, whose rows tokens are: as rows they would leave half of a tensor core idle."""
+        if itemsize > 2:
+            tile = self.numbers.mla_float32
+            return VerifyTile(1 if self.batch_invariant else max(1, 16 // num_heads), *tile[:3], heads=16)
+        heads = min(num_heads, 64)
+        rows = 1 if self.batch_invariant else max(1, 64 // num_heads)
+        if min(rows, 1 << (q_len - 1).bit_length()) * heads <= 32:
+            return VerifyTile(rows, 32, 8, 5, heads=heads, transposed=True)
+        return VerifyTile(rows, 32, 8, 4, heads=heads)
+
+    def mla_verify_splits(self) -> DecodeSplits:
+        """As many splits of verified rows as programs that run at once."""
+        return INVARIANT_SPLITS if self.batch_invariant else DecodeSplits(2, 64)

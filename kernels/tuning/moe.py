@@ -114,8 +114,8 @@ class MoEPolicy:
     @lru_cache(4096)  # noqa: B019 (policies live as long as the process)
     def tiles(self, tokens: int, num_experts: int, hidden: int, size: int, choices: int, dtype: torch.dtype,
               warp_specialized: bool = False) -> Tiles:
-        """Those measured with the nearest number of tokens, or the rule's. ``warp_specialized``: those products can
-        compute this layer here."""
+        """Returns the tiles measured with the nearest number of tokens, or the rule's. ``warp_specialized``: those
+        products can compute this layer here."""
         if self.batch_invariant:
             return default_tiles(32, dtype)
         measured = self.numbers.tiles.get(shape_key(num_experts, hidden, size, choices, dtype))

@@ -245,6 +245,7 @@ _ADMIN_ROUTES: dict[bytes, tuple[tuple[bytes, ...], Handler]] = {
     b"/health": ((b"GET",), liveness),
     b"/liveness": ((b"GET",), liveness),
     b"/readiness": ((b"GET",), readiness),
+    b"/ping": ((b"GET",), readiness),
     b"/metrics": ((b"GET",), metrics),
     b"/engine_metrics": ((b"GET",), engine_metrics),
     b"/dashboard": ((b"GET",), dashboard.page),
@@ -266,5 +267,5 @@ def admin_routes() -> dict[bytes, tuple[tuple[bytes, ...], Handler]]:
     return _ADMIN_ROUTES | {path: (methods, broadcast) for path, (methods, _) in broadcasts().items()}
 
 
-OPEN_PATHS = frozenset((b"/", b"/health", b"/liveness", b"/readiness", b"/metrics", b"/dashboard"))
+OPEN_PATHS = frozenset((b"/", b"/health", b"/liveness", b"/readiness", b"/ping", b"/metrics", b"/dashboard"))
 """Paths that need no API key: probes and scrapers have none, and the dashboard's page asks for one."""

@@ -131,7 +131,7 @@ class CacheExact:
     def on_memory(self, worker: Worker, used_tokens: int, total_tokens: int) -> None:
         """Notes a worker's report of its KV memory."""
         page_size = self.kv_index.page_sizes.get(worker.id, 16)
-        self.costs.memory[worker.id] = KVMemory(used_tokens / page_size, total_tokens / page_size)
+        self.costs.memory[worker.id] = KVMemory(used_tokens / page_size, total_tokens / page_size, worker.load)
 
     def on_no_memory(self, worker: Worker) -> None:
         """A worker does not report its KV memory."""

@@ -40,10 +40,11 @@ class PrefixMatch(NamedTuple):
 
 
 class KVMemory(NamedTuple):
-    """A worker's KV memory by its last report, in pages."""
+    """A worker's KV memory by its last report, in pages, and its ``load`` then."""
 
     used: float
     total: float
+    load: int = 0
 
 
 class PageCosts:
@@ -69,7 +70,8 @@ class PageCosts:
         running: float = worker.load
         full = 0.0
         if memory is not None:
-            running = max(running, memory.used / self.mean_pages)
+            ended = max(0, memory.load - worker.load)  # since the report, which still counts their pages
+            running = max(running, memory.used / self.mean_pages - ended)
             full = FULL_MEMORY_COST if memory.total - memory.used < missing else 0.0
         return missing * transfer_cost + running * TRANSFER_COST * self.mean_pages + full
 

@@ -38,7 +38,7 @@ class TokenSegments(NamedTuple):
     keys: list[int]
     """Hashes of the text up to each end, and of all of it, in its namespace."""
     seed: int | None = None
-    """Of its namespace: the parent of its first page."""
+    """The seed of its namespace: the parent of its first page."""
 
     @property
     def num_tokens(self) -> int:

@@ -31,6 +31,7 @@ _CLIENT_ERRORS = (b'"code":"request_aborted"', b'"type":"invalid_request_error"'
 _COMPACT_BYTES = 64 * 1024
 """Relayed bytes beyond which they are reduced to their token ids."""
 _IDS = re.compile(rb'"(?:token_ids|output_ids)":\[([0-9,]*)\]')
+_COUNT = re.compile(rb'"completion_tokens":(\d+)')
 _CREATED = re.compile(rb'"created(?:_at)?":(\d+)')
 _NUMBER = re.compile(rb'"sequence_number":(\d+)')
 _ID = re.compile(rb'"id":("[^"\\]*")')
@@ -79,7 +80,7 @@ class StreamLog:
                  "_token_ids", "_identity")
 
     def __init__(self, body: bytes, *, cumulative: bool):
-        """``cumulative``: each event has the whole text so far, as those of /generate do."""
+        """``cumulative``: each event has the whole text so far, as those of /generate do but with --stream-output."""
         self.body = body
         self.failed = False
         """True if the worker ended the stream with an error, which was not relayed."""
@@ -170,8 +171,14 @@ class StreamLog:
         if numbers := _NUMBER.findall(relayed):
             self._identity["sequence_number"] = int(numbers[-1])
         ids = [match for match in _IDS.findall(relayed) if match]
-        if self._cumulative:
-            self._token_ids = ids[-1:] or self._token_ids
+        if self._cumulative and ids and _has_all(ids[-1], relayed):
+            self._token_ids = ids[-1:]
         else:
             self._token_ids += ids
         self._relayed = _IDS.sub(b'"token_ids":[]', self._last_event)
+
+
+def _has_all(ids: bytes, relayed: bytes) -> bool:
+    """True if the token ids of the last event of ``relayed`` are as many as it counts, or it counts none."""
+    counts = _COUNT.findall(relayed)
+    return not counts or ids.count(b",") + 1 == int(counts[-1])

@@ -24,8 +24,9 @@ _ALIASES = {"data_parallel_rank": ("data_parallel_rank", "routed_dp_rank"),
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 RANKED = frozenset((
-    b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/v1/messages", b"/generate", b"/encode",
-    b"/classify", b"/score", b"/rerank", b"/pooling", b"/v1/embeddings", b"/v1/rerank", b"/v1/score", b"/v1/classify"))
+    b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/v1/messages", b"/generate", b"/invocations",
+    b"/encode", b"/classify", b"/score", b"/rerank", b"/pooling", b"/v1/embeddings", b"/v1/rerank",
+    b"/v1/score", b"/v1/classify"))
 """Paths whose requests a rank computes; all others are answered by the server as a whole."""
 
 

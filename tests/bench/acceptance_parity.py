@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 
-from baton.tests.helpers.acceptance_parity import ALGORITHMS, SCENARIOS, Parity, measure, questions
+from baton.tests.helpers.acceptance_parity import ALGORITHMS, SCENARIOS, TREES, Parity, measure, questions
+from baton.tests.helpers.chains_on_cpu import chains_on_cpu
 
 COLUMNS = ("scenario", "algorithm", "answers that differ", "verify steps", "acceptance length", "expected",
            "first step: expected", "fewer cached", "seconds", "")
@@ -26,9 +28,10 @@ def cells_of(parity: Parity) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m baton.tests.bench.acceptance_parity")
-    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=ALGORITHMS)
+    parser.add_argument("--algorithms", nargs="+", choices=(*ALGORITHMS, *TREES), default=ALGORITHMS)
     parser.add_argument("--scenarios", nargs="+", choices=tuple(SCENARIOS), default=tuple(SCENARIOS))
     parser.add_argument("--count", type=int, default=36, help="questions (default: 36)")
+    parser.add_argument("--chains", action="store_true", help="by chain steps, as they are captured on a GPU")
     parser.add_argument("--grammars", action="store_true", help="answer by JSON schemas")
     args = parser.parse_args(argv)
     asked, failures = questions(args.count, args.grammars), 0
@@ -37,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for algorithm in args.algorithms:
             cells, problem = [""] * (len(COLUMNS) - 3), ""
             try:
-                parity = measure(algorithm, SCENARIOS[name], asked)
+                with chains_on_cpu() if args.chains else nullcontext():
+                    parity = measure(algorithm, SCENARIOS[name], asked)
                 cells = cells_of(parity)
                 parity.check()
             except (AssertionError, SystemExit) as error:

@@ -18,7 +18,7 @@ import torch
 
 from ...common.bench.client.stepped_engine import SteppedEngine
 from ...common.bench.one_batch import once
-from ...common.engine.garbage_collector import freeze_collector
+from ...common.garbage_collector import freeze_collector
 from . import ceilings, dummy_engine
 
 STEPS, WARM_UP = 60, 10

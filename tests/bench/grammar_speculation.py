@@ -1,6 +1,6 @@
 """Grammar-constrained requests to a pair of servers that speculate: how many answers are invalid or aborted.
 
-    python -m baton.tests.bench.grammar_speculation [--requests 10000] [--algorithm EAGLE3] [--concurrency 32]
+    python -m baton.tests.bench.grammar_speculation [--requests 10000] [--algorithm EAGLE3] [--concurrency 128]
 
 A router, a prefill server and a decode server of the shipped chat model on the CPU, whose draft model drafts on both.
 JSON schemas and regular expressions, greedy and sampled, with penalties and limits. The last line must say 0 and 0.
@@ -24,6 +24,10 @@ DRAFTS = {"EAGLE3": ["--speculative-draft-model-path", "tinychat-eagle3"],
           "STANDALONE": ["--speculative-draft-model-path", "tinychat-draft"]}
 
 
+_COMPILING = 16
+"""Requests at once whose grammars are new: a server compiles 32 of a client at most."""
+
+
 def outcome(url: str, number: int) -> str:
     """Sends a request; says how it ended."""
     request = GrammarRequest.draw(number)
@@ -44,14 +48,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Count invalid and aborted answers by grammars with speculation.")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--algorithm", choices=[*DRAFTS, "NGRAM"], default="EAGLE3")
-    parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--concurrency", type=int, default=128)
     args = parser.parse_args()
     speculative = ["--speculative-algorithm", args.algorithm, *DRAFTS.get(args.algorithm, [])]
     everywhere, decoding = (speculative, []) if args.algorithm in DRAFTS else ([], speculative)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, Cluster(
             Path(folder), flags=["--page-size", "8", *everywhere], decode_flags=decoding) as cluster, \
-            ThreadPoolExecutor(args.concurrency) as threads:
+            ThreadPoolExecutor(_COMPILING) as few, ThreadPoolExecutor(args.concurrency) as threads:
+        first = {GrammarRequest.draw(number).grammar: number for number in range(args.requests)}
+        list(few.map(lambda number: outcome(cluster.url, number), first.values()))
         outcomes = Counter(threads.map(lambda number: outcome(cluster.url, number), range(args.requests)))
         for server in cluster.workers:
             server.assert_clean()

@@ -31,7 +31,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ...common.bench.client.stepped_engine import SteppedEngine
-from ...common.engine.garbage_collector import freeze_collector
+from ...common.garbage_collector import freeze_collector
 from . import dummy_engine
 from .host_parts import PARTS, watch, watch_classes
 

@@ -18,7 +18,7 @@ from ...common.bench.workloads.arrivals import arrivals
 from ...common.bench.workloads.dataset_args import DatasetArgs
 from ...common.bench.workloads.datasets import make_workload
 from ...common.bench.workloads.vocabulary import Vocabulary
-from ...common.engine.garbage_collector import freeze_collector
+from ...common.garbage_collector import freeze_collector
 
 
 @dataclass(frozen=True)

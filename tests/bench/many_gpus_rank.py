@@ -26,7 +26,7 @@ from ...common.distributed.expert_parallel import ExpertParallel
 from ...common.distributed.parallel import OVERLAP_CTAS, Parallel, overlap_group
 from ...common.distributed.peer_all_reduce import connect_all
 from ...common.distributed.tp import TPGroup, init_tp
-from ...common.engine.garbage_collector import freeze_collector
+from ...common.garbage_collector import freeze_collector
 from . import ceilings
 from .many_gpus import setting_flags, shape_of
 from .many_gpus_profile import Kernel, advanced, exchange_times, host_times, kernels_of, longest

@@ -62,11 +62,11 @@ def rank_main(spec: RankSpec) -> None:
 
     from ...common.distributed.parallel import Parallel
     from ...common.engine.control import Control
-    from ...common.engine.garbage_collector import freeze_collector
     from ...common.engine.loop import EngineLoop
     from ...common.engine.rank_channel import RankChannel, Ticker
     from ...common.engine.unified_scheduler import UnifiedScheduler
     from ...common.execution.executor import Executor
+    from ...common.garbage_collector import freeze_collector
     from ...common.kvcache.manager import KVCacheManager
     from ...common.sampling.sampler import Sampler
     from ...common.scheduler.batcher import Batcher

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from ...common.bench.client.stepped_engine import SteppedEngine
-from ...common.engine.garbage_collector import freeze_collector
 from ...common.forward.forward_batch import Row, build_forward_batch
+from ...common.garbage_collector import freeze_collector
 from ...common.runner.cuda_graphs.piecewise_graphs import GraphRecorder, GraphSizes
 from ...kernels.rowwise.rmsnorm import rmsnorm
 from . import dummy_engine

@@ -3,26 +3,35 @@ whose tokens, ends or logprobs differ: ``python -m baton.tests.bench.speculation
 
 With ``--deterministic`` all engines run with --enable-deterministic-inference, and logprobs must be equal bit by bit.
 Requests are greedy and seeded, with penalties, biases, grammars, stop tokens, logprobs, of all lengths, and share
-prefixes. Exits with status 1 where one differs.
+prefixes. They are shared among processes of one thread each, with engines of their own. Exits with status 1 where one
+differs.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, nullcontext
 from itertools import zip_longest
 
+import torch
+
 from baton.kernels.tuning.policy import set_batch_invariant
-from baton.tests.helpers.acceptance_parity import ALGORITHMS, BASE, ROOMY, algorithm_flags, started_pair
+from baton.tests.helpers.acceptance_parity import ALGORITHMS, BASE, algorithm_flags, started_pair
+from baton.tests.helpers.chains_on_cpu import chains_on_cpu
 from baton.tests.helpers.flag_engine import Answer, FlagEngine, Question
 from baton.tests.helpers.mixed_questions import Mixed, chunks, differences
 
-SIZE = 100
+SIZE = 200
 """Requests that are asked at once."""
+POOL = ("--max-total-tokens", "32768")
+"""Room for most of these; the others wait, or are retracted."""
 
 Answers = Callable[[Sequence[Question]], list[Answer]]
 
@@ -41,6 +50,7 @@ class Tally:
     """Counts and prints the requests that an engine answers otherwise than plain decoding."""
 
     def __init__(self) -> None:
+        self.count = 0
         self.different: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
         self.steps: Counter[str] = Counter()
@@ -58,37 +68,61 @@ class Tally:
                 print(f"differs: {name}, request {count + place}, {asked[place].kind}:",
                       difference(plain[place], found[place]), flush=True)
 
-    def report(self, count: int) -> str:
-        return "\n".join(f"{name}: {self.different[name]} of {count} differ, acceptance length "
+    def merge(self, other: Tally) -> None:
+        """Adds the counts of another process, which ran at the same time."""
+        for own, more in ((self.different, other.different), (self.tokens, other.tokens), (self.steps, other.steps)):
+            own.update(more)
+        self.seconds |= other.seconds
+        self.count += other.count
+
+    def report(self) -> str:
+        return "\n".join(f"{name}: {self.different[name]} of {self.count} differ, acceptance length "
                          f"{self.tokens[name] / max(1, self.steps[name]):.3f}, {self.seconds[name]:.0f} s"
                          for name in self.seconds)
 
 
 def compare(count: int, seed: int, algorithms: Sequence[str], bitwise: bool,
-            budget: float = float("inf")) -> Tally:
+            budget: float = float("inf"), device: str = "cpu", chains: bool = False) -> Tally:
     """Answers ``count`` requests by all engines, or as many as ``budget`` seconds allow; they keep their prefix caches
-    from one hundred to the next. ``bitwise``: in deterministic mode, logprobs bit by bit."""
-    flags = ["--enable-deterministic-inference"] if bitwise else []
-    tally, done, begun = Tally(), 0, time.monotonic()
+    from one part to the next. ``bitwise``: in deterministic mode, logprobs bit by bit. Pairs are compared on a CPU
+    alone. ``chains``: by chain steps on a CPU."""
+    flags = [*POOL, "--device", device, *(["--enable-deterministic-inference"] if bitwise else [])]
+    tally, begun = Tally(), time.monotonic()
     with ExitStack() as stack:
         stack.callback(set_batch_invariant, False)
-        plain = FlagEngine(*BASE, *ROOMY, *flags)
+        stack.enter_context(chains_on_cpu() if chains else nullcontext())
+        plain = FlagEngine(*BASE, *flags)
         engines: dict[str, Answers] = {}
         for name in algorithms:
             own = (*flags, *algorithm_flags(name))
-            engines[name] = FlagEngine(*BASE, *ROOMY, *own).answers
-            engines[f"{name}, pair"] = stack.enter_context(started_pair(flags, algorithm_flags(name))).answers
+            engines[name] = FlagEngine(*BASE, *own).answers
+            if device == "cpu":
+                engines[f"{name}, pair"] = stack.enter_context(started_pair(flags, algorithm_flags(name))).answers
         for asked in chunks(seed, count, SIZE):
             questions = [mixed.question for mixed in asked]
             expected = plain.answers(questions)
             for name, answers in engines.items():
                 started = time.monotonic()
-                tally.add(name, done, asked, expected, answers(questions), bitwise)
+                tally.add(name, tally.count, asked, expected, answers(questions), bitwise)
                 tally.seconds[name] += time.monotonic() - started  # type: ignore[assignment]
-            done += len(asked)
-            print(f"-- {done} requests, {time.monotonic() - begun:.0f} s\n{tally.report(done)}", flush=True)
+            tally.count += len(asked)
+            print(f"-- seed {seed}: {tally.count} requests, {time.monotonic() - begun:.0f} s\n{tally.report()}",
+                  flush=True)
             if time.monotonic() - begun > budget:
                 break
+    return tally
+
+
+def compare_in_processes(num_processes: int, count: int, seed: int, algorithms: Sequence[str], bitwise: bool,
+                         budget: float, device: str, chains: bool) -> Tally:
+    """``compare`` in processes that each answer a part of the requests, by seeds of their own."""
+    shares = [count // num_processes + (index < count % num_processes) for index in range(num_processes)]
+    tally = Tally()
+    with ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        parts = [pool.submit(compare, share, seed * num_processes + index, algorithms, bitwise, budget, device,
+                             chains) for index, share in enumerate(shares) if share]
+        for part in parts:
+            tally.merge(part.result())
     return tally
 
 
@@ -97,10 +131,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=10_000, help="requests (default: 10000)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="time budget")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, help="default: one for each CPU, or one for a GPU")
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=("EAGLE3",))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--chains", action="store_true", help="by chain steps on a CPU, as they are captured on a GPU")
     parser.add_argument("--deterministic", action="store_true", help="and compare logprobs bit by bit")
     args = parser.parse_args(argv)
-    tally = compare(args.count, args.seed, args.algorithms, args.deterministic, args.seconds)
+    begun, processes = time.monotonic(), args.processes or (1 if args.device == "cuda" else os.cpu_count() or 1)
+    tally = compare_in_processes(processes, args.count, args.seed, args.algorithms, args.deterministic,
+                                 args.seconds, args.device, args.chains)
+    print(f"== {tally.count} requests in {time.monotonic() - begun:.0f} s\n{tally.report()}")
     return 1 if tally.different.total() else 0
 
 

@@ -101,7 +101,8 @@ class EngineTrace:
         if events is not None:
             events[1].record()
         note["launched"] = time.perf_counter()
-        return dataclasses.replace(step, sample=_TracedTokens(step.sample, self, number))
+        name = "result" if hasattr(step, "result") else "sample"  # a chain step's has drafts, too
+        return dataclasses.replace(step, **{name: _TracedTokens(getattr(step, name), self, number)})
 
     def waited(self, number: int, since: float) -> None:
         if self._waited != number:

@@ -16,9 +16,10 @@ import yaml
 
 from baton.common.api.messages import State
 from baton.common.config.cli import parse
-from baton.common.config.server import HttpArgs, ServerConfig
+from baton.common.config.server import HttpArgs, ObserveArgs, ServerConfig
 from baton.common.kvcache.cache_group import CacheGroup, SlidingWindow
 from baton.common.kvcache.manager import KVCacheManager
+from baton.common.obs.buckets import Buckets
 from baton.common.obs.metrics import ServerMetrics
 from baton.common.scheduler.draft_stats import DraftStats
 from baton.common.scheduler.request_tracker import RequestTracker
@@ -243,7 +244,8 @@ def server_families() -> dict[str, set[str]]:
     drafts = DraftStats(3, 3)
     counters |= {**prefill.counters, **drafts.counters}
     windowed = KVCacheManager(1, 16, groups=[CacheGroup(SlidingWindow(8), 3, 16)])
-    metrics = ServerMetrics("m", "decode", speculates=True)
+    metrics = ServerMetrics("m", "decode", speculates=True,
+                            buckets=Buckets.of_flags(ObserveArgs(collect_tokens_histogram=True)))
     metrics.count_outcome("stop")
     metrics.engine.state = State(
         seq=0, total_pages=1, free_pages=1, held_pages=0, cached_pages=0, page_size=1, num_running=0, num_waiting=0,

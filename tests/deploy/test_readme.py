@@ -25,7 +25,8 @@ WRITTEN = [path for path in PAGES if path.name not in generate.PAGES]
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
 CONFIGS = {command.name: command.config for command in generate.COMMANDS}
 CONFIGS |= {"launch_prefill": CONFIGS["launch_server"], "launch_decode": CONFIGS["launch_server"]}
-OTHERS = {"--kv-events-config", "--router", "--enable", "--no", "--no-deps", "--build", "--from-literal", "--gpus"}
+OTHERS = {"--kv-events-config", "--pd-separated", "--router", "--enable", "--no", "--no-deps", "--build",
+          "--from-literal", "--gpus"}
 """SGLang's, what flags begin with, and those of pip, docker and kubectl."""
 
 
@@ -100,8 +101,8 @@ def test_every_page_is_in_the_site():
     assert missing == []
 
 
-SOURCE = re.compile(r"`((?:common|kernels|kvtransfer|prefill|decode|router|tests|deploy|examples|docs|requirements)"
-                    r"/[\w./-]*\w/?)`")
+SOURCE = re.compile(r"`((?:common|kernels|kvtransfer|prefill|decode|router|lang|tests|deploy|examples|docs"
+                    r"|requirements)/[\w./-]*\w/?)`")
 
 
 @pytest.mark.parametrize("path", WRITTEN, ids=name_of)

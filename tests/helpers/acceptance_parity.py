@@ -23,6 +23,7 @@ from baton.common.request.req import Req
 from baton.common.speculative.ngram import OwnNgramProposer
 from baton.common.tinychat import CHECKPOINT, DRAFT_MODELS
 from baton.tests.helpers import speculative_reference as reference
+from baton.tests.helpers.chains_on_cpu import ACTIVE
 from baton.tests.helpers.flag_engine import Answer, FlagEngine, FlagPair, Question, Ran, bootstrap_server, run
 from baton.tests.helpers.grammar_engine import schema_spec
 from baton.tests.helpers.rank_processes import run_ranks
@@ -30,10 +31,13 @@ from baton.tests.tinychat.tasks import Example, held_out
 from baton.tests.tinychat.tokenizer import render
 
 ALGORITHMS = ("EAGLE3", "NEXTN", "NGRAM", "STANDALONE")
+TREES = ("EAGLE3 tree", "NEXTN tree", "STANDALONE tree")
 _DRAFT_MODELS = {"EAGLE3": "tinychat-eagle3", "NEXTN": "tinychat-nextn", "STANDALONE": "tinychat-draft"}
+_TREE_FLAGS = ("--speculative-eagle-topk", "2", "--speculative-num-steps", "3", "--speculative-num-draft-tokens", "7")
 TASKS = ("count", "reverse", "spell", "repeat", "recall", "json", "tools", "smalltalk", "mixed")
 MAX_NEW_TOKENS = 48
 PAGE_SIZE = 8
+_ANEW_AT_ONCE = 32
 BASE = ("--page-size", str(PAGE_SIZE), "--schedule-conservativeness", "0", "--random-seed", "3")
 ROOMY = ("--max-total-tokens", "16384")
 CHUNKS = ("--chunked-prefill-size", "52", "--max-running-requests", "4")
@@ -46,13 +50,16 @@ SCHEMAS = ({"type": "object", "properties": {"name": {"type": "string", "maxLeng
 
 def algorithm_flags(algorithm: str) -> tuple[str, ...]:
     """The flags of an algorithm with tinychat's own draft model. NGRAM looks in a request's own tokens alone: what
-    other requests have said depends on their order."""
+    other requests have said depends on their order. A "tree" follows the names of ``TREES``."""
+    algorithm, _, tree = algorithm.partition(" ")
     path = (("--speculative-draft-model-path", _DRAFT_MODELS[algorithm]) if algorithm in _DRAFT_MODELS
             else ("--speculative-ngram-capacity", "0"))
-    return "--speculative-algorithm", algorithm, *path
+    return "--speculative-algorithm", algorithm, *path, *(_TREE_FLAGS if tree else ())
 
 
 def num_drafts(algorithm: str) -> int:
+    if algorithm in TREES:
+        return int(_TREE_FLAGS[-1]) - 1
     return SpeculativeArgs(speculative_algorithm=algorithm,
                            speculative_draft_model_path=_DRAFT_MODELS.get(algorithm)).num_drafts
 
@@ -105,6 +112,24 @@ def step_lengths(algorithm: str, prompt: tuple[int, ...], output: tuple[int, ...
     if algorithm in _DRAFT_MODELS:
         return reference.step_lengths(_target(), _drafter(algorithm), prompt, output, drafts)
     return _ngram_lengths(prompt, output, drafts)
+
+
+def lengths_computed_anew(flags: Sequence[str], drafts: int, asked: Sequence[Question],
+                          answers: Sequence[Answer]) -> list[dict[int, int]]:
+    """What the verify steps of ``answers`` should accept, by the output tokens before them: as much as where all tokens
+    before are computed by one prompt, by an engine with ``flags`` that drafts ``drafts`` tokens at most."""
+    engine = FlagEngine(*BASE, *ROOMY, "--disable-radix-cache", *flags)
+    places = [(index, known) for index, answer in enumerate(answers) for known, _, _ in answer.verified]
+    found: list[dict[int, int]] = [{} for _ in answers]
+    for begin in range(0, len(places), _ANEW_AT_ONCE):
+        some = places[begin:begin + _ANEW_AT_ONCE]
+        parts = [replace(asked[index], answered=answers[index].tokens[:known - 1], sampling=replace_sampling(
+            asked[index].sampling, max_new_tokens=min(MAX_NEW_TOKENS - known + 1, drafts + 2)))
+            for index, known in some]
+        for (index, known), answer in zip(some, engine.answers(parts)):
+            assert answer.verified[0][0] == known
+            found[index][known] = answer.verified[0][2]
+    return found
 
 
 @dataclass(frozen=True)
@@ -223,10 +248,45 @@ def tensor_parallel(flags: Sequence[str], asked: Sequence[Question]) -> list[Ans
     """Two ranks, each a process of its own; both decide the same."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "asked"
-        path.write_bytes(pickle.dumps(([*BASE, *ROOMY, *flags], asked)))
+        path.write_bytes(pickle.dumps(([*BASE, *ROOMY, *flags], asked, ACTIVE.get())))
         found = run_ranks(Path(__file__).with_name("parity_rank.py"), 2, Path(folder), str(path))
     assert found[0] == found[1]
     return [Answer(**{**answer, "steps": [Ran(**step) for step in answer["steps"]]}) for answer in found[0]]
+
+
+def data_parallel(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
+    """Two attention groups of one rank each, with half of the questions each."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "asked"
+        groups = ("--enable-dp-attention", "--dp-size", "2")
+        path.write_bytes(pickle.dumps(([*BASE, *ROOMY, *groups, *flags], asked, ACTIVE.get())))
+        found = run_ranks(Path(__file__).with_name("parity_rank.py"), 2, Path(folder), str(path))
+    answers = [Answer(**{**answer, "steps": [Ran(**step) for step in answer["steps"]]})
+               for group in found for answer in group]
+    firsts = range(0, len(asked), 2)
+    order = [*firsts, *range(1, len(asked), 2)]
+    return [answers[order.index(number)] for number in range(len(asked))]
+
+
+def host_tier(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
+    """All prompts are in host memory, to which the prefix cache has evicted them."""
+    engine = FlagEngine(*BASE, *ROOMY, "--kv-tier", "host", "--kv-tier-gb", "0.2", *flags)
+    engine.answers(asked)
+    engine.cache._evict(engine.cache.num_cached)
+    assert not engine.cache.num_cached
+    answers = engine.answers(asked)
+    loads = engine.parts.batcher.loads
+    assert loads is not None and loads.num_loaded > len(asked), "nothing was loaded from host memory"
+    return answers
+
+
+def float8_cache(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
+    return unified((*_FLOAT8, *flags), asked)
+
+
+def pair_with_float8_cache(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
+    with started_pair(_FLOAT8, flags) as engines:
+        return engines.answers(asked)
 
 
 @contextmanager
@@ -296,13 +356,17 @@ def after_failover(flags: Sequence[str], asked: Sequence[Question]) -> list[Answ
 SCENARIOS: Mapping[str, Scenario] = {
     "unified": unified, "chunked": chunked, "mixed chunk": mixed_chunk, "prefix hit": cached_prefix,
     "retraction": after_retraction, "small pool": small_pool, "retraction to host": after_swap,
-    "continuation": continued, "TP 2": tensor_parallel,
+    "continuation": continued, "TP 2": tensor_parallel, "DP attention": data_parallel, "host tier": host_tier,
+    "FP8 KV": float8_cache, "PD, FP8 KV": pair_with_float8_cache,
     "PD": pair, "PD, chunked": pair_of_chunks, "PD, prefix delta": pair_with_delta, "PD, failover": after_failover,
     "PD, continuation": pair_continued, "PD, retraction": pair_retracted}
 """By name; in each the questions may be of grammars, too."""
 
 FEWER_DRAFTS = frozenset({small_pool})
 """Scenarios that have no pages for all drafts at times."""
+_FLOAT8 = ("--kv-cache-dtype", "fp8_e4m3")
+_OWN_FLAGS: Mapping[Scenario, Sequence[str]] = {float8_cache: _FLOAT8, pair_with_float8_cache: _FLOAT8}
+"""Scenarios whose tokens are not those of the model in float32."""
 
 
 # ---- comparison
@@ -345,6 +409,16 @@ class Parity:
         assert abs(self.first[0] - self.first[1]) <= 0.02 * self.first[1], self.first
 
 
+def _lengths(algorithm: str, scenario: Scenario, asked: Sequence[Question],
+             answers: Sequence[Answer]) -> list[Mapping[int, int]]:
+    """What steps should accept, by the output tokens before them."""
+    own = _OWN_FLAGS.get(scenario, ())
+    if own or algorithm in TREES:
+        return [*lengths_computed_anew((*own, *algorithm_flags(algorithm)), num_drafts(algorithm), asked, answers)]
+    return [dict(enumerate(step_lengths(algorithm, tuple(question.prompt), tuple(answer.tokens)), 1))
+            for question, answer in zip(asked, answers)]
+
+
 def measure(algorithm: str, scenario: Scenario, asked: Sequence[Question]) -> Parity:
     """Runs a scenario with an algorithm."""
     begun = time.monotonic()
@@ -353,10 +427,9 @@ def measure(algorithm: str, scenario: Scenario, asked: Sequence[Question]) -> Pa
     steps = accepted = expected = drafts = 0
     first = [0, 0]
     plain = plain_answers(scenario, asked)
-    for question, answer in zip(asked, answers):
-        lengths = step_lengths(algorithm, tuple(question.prompt), tuple(answer.tokens))
+    for answer, lengths in zip(answers, _lengths(algorithm, scenario, asked, answers)):
         for place, (known, verified, length) in enumerate(answer.verified):
-            wanted = lengths[known - 1] if scenario not in FEWER_DRAFTS else min(lengths[known - 1], verified + 1)
+            wanted = lengths[known] if scenario not in FEWER_DRAFTS else min(lengths[known], verified + 1)
             steps, accepted, expected, drafts = steps + 1, accepted + length, expected + wanted, drafts + verified
             if place == 0:
                 first = [first[0] + length, first[1] + wanted]

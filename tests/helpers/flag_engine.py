@@ -11,16 +11,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from baton.common.api.grammar import GrammarSpec
 from baton.common.api.messages import Bootstrap, Failed, FromEngine, Generate, PrepareGrammar
 from baton.common.api.sampling import SamplingParams
 from baton.common.config.cli import parse
 from baton.common.config.server import ServerConfig
 from baton.common.distributed.parallel import Parallel
-from baton.common.engine.rank import EngineParts, build_parts, unified_scheduler
+from baton.common.distributed.tp import TPGroup
+from baton.common.engine.rank import EngineParts, build_parts, device_of, unified_scheduler
 from baton.common.engine.rank_spec import RankSpec
 from baton.common.request.req import Req
 from baton.common.request.step_input import StepInput
+from baton.common.request.step_output import StepOutput
+from baton.common.scheduler.chain_planner import num_verified
 from baton.decode.rank import _make_scheduler as decode_scheduler
 from baton.kernels.tuning.policy import set_batch_invariant
 from baton.kvtransfer.bootstrap import BootstrapServer
@@ -87,7 +92,8 @@ class FlagEngine:
             set_batch_invariant(True)  # for the process, as a rank's start does; the caller unsets it
         self.sent: list[FromEngine] = []
         spec = RankSpec(self.config, 0, 1, "", "", "")
-        self.parts = build_parts(spec, parallel or Parallel(), self.sent.append, lambda what, share: None)
+        self.parts = build_parts(spec, parallel or Parallel(TPGroup(device=device_of(spec))), self.sent.append,
+                                 lambda what, share: None)
         self.scheduler = SCHEDULERS[self.config.mode](self.parts)
         self.tracker, self.cache = self.parts.tracker, self.parts.batcher.cache
         self.num_launched = 0
@@ -98,12 +104,29 @@ class FlagEngine:
 
         def recorded(step: StepInput, *rest: Any) -> Any:
             self.num_launched += 1
-            for index in step.sample_index:
+            for index in step.sample_index if step.chains is None else ():
                 ran = Ran(index < step.num_prefill, len(step.drafts[index].tokens) if index in step.drafts else 0)
                 self._steps.setdefault(step.reqs[index].rid, []).append(ran)
             return launch(step, *rest)
 
         self.parts.executor.launch = recorded  # type: ignore[method-assign,assignment]
+        if self.parts.batcher.chains is not None:
+            self._record_chains()
+
+    def _record_chains(self) -> None:
+        """Records chain steps when their results are processed: the number of drafts is not known before."""
+        drafting = self.parts.batcher.drafting
+        assert drafting is not None
+        count = drafting.count
+
+        def counted(step: StepInput, output: StepOutput, counts: np.ndarray) -> None:
+            if step.chains is not None:
+                assert step.input_batch is not None
+                for req, drafts in zip(step.reqs, num_verified(step.chains, step.input_batch).tolist()):
+                    self._steps.setdefault(req.rid, []).append(Ran(False, drafts))
+            count(step, output, counts)
+
+        drafting.count = counted  # type: ignore[method-assign]
 
     def start(self, rid: str, question: Question, bootstrap: Bootstrap | None = None) -> Req:
         """Adds a request; on a decode server with ``bootstrap`` its first step is prefill's."""
@@ -142,6 +165,9 @@ class FlagEngine:
             if output.rid not in answers:
                 answers[output.rid] = Answer(self._begun.pop(output.rid), steps=self._steps.pop(output.rid, []))
             _add(answers[output.rid], output)
+        if self.parts.overlap:
+            for answer in answers.values():
+                del answer.steps[len(answer.lengths):]  # launched before its end was known
         self.sent.clear()
         return answers
 
@@ -157,9 +183,10 @@ class FlagEngine:
             self.start(str(number), question)
         return self.finish(len(questions))
 
-    def finish(self, count: int) -> list[Answer]:
-        """Runs until the engine is idle; returns the answers of requests 0 to ``count`` - 1."""
-        run(self)
+    def finish(self, count: int, *, idle: bool = False) -> list[Answer]:
+        """Runs until the engine is idle, if it is not; returns the answers of requests 0 to ``count`` - 1."""
+        if not idle:
+            run(self)
         found = self.take()
         self.assert_clean()
         return [found[str(number)] for number in range(count)]

@@ -33,6 +33,7 @@ from baton.common.scheduler.make_batcher import make_batcher
 from baton.common.scheduler.request_tracker import RequestTracker
 from baton.common.speculative.simulated import SimulatedAcceptance
 
+from .chain_steps import Again
 from .outputs import outputs_of
 
 
@@ -43,12 +44,12 @@ class Engine:
                  policy="fcfs", overlap=False, device="cpu", kernels=None, dtype="float32",
                  load_format="auto", schedule=None, parallel=None, vocabulary=None, quantization=None,
                  kv_cache_dtype="auto", line=None, parts=None, groups=None, cache=None, proposer=None, max_drafts=4,
-                 drafter=None, features=None, speculative=None, simulated=None, model_impl="baton"):
+                 drafter=None, features=None, speculative=None, simulated=None, model_impl="baton", chains=None):
         """``schedule``: further fields of ScheduleArgs; by default nothing is reserved for output, so that small pools
         see retractions. ``vocabulary``: of grammars. ``line``: between the pipeline stages of ``parts`` (ParallelArgs).
         ``groups``: DataParallelArgs. ``cache``: further fields of CacheArgs. ``drafter`` on the device, which reads
         ``features``; ``speculative`` (SpeculativeArgs) names one that the runner loads. ``simulated``: shares of
-        accepted drafts, by position."""
+        accepted drafts, by position. ``chains``: sizes of the chain steps that are recorded, by drafts."""
         cache_args = CacheArgs(page_size=page_size, max_total_tokens=max_total_tokens, disable_radix_cache=not radix,
                                kv_cache_dtype=kv_cache_dtype, **(cache or {}))
         schedule = ScheduleArgs(**{"schedule_conservativeness": 0.0} | dict(schedule or {}), chunked_prefill_size=chunk,
@@ -61,13 +62,14 @@ class Engine:
         spec = load_model_spec(config.model)
         self.config, self.parallel = config, parallel or Parallel()
         runner = self.runner = ModelRunner.load(config, spec, self.parallel, device, lambda what, share: None)
+        if chains:
+            runner.chain_steps.record(chains, Again(), lambda what, share: None)
         self.cache = KVCacheManager(runner.num_pages, page_size, radix, runner.new_cache_groups(),
                                     int(drafter.shifted) if drafter else runner.lookahead)
         self.sent = []
         self.tracker = RequestTracker(self.sent.append, eos_ids=frozenset(spec.eos_token_ids),
                                       vocab_size=spec.vocab_size, max_request_tokens=max_total_tokens,
-                                      max_requests=512, timeout=1e9, speculates=bool(proposer or drafter),
-                                      simulated=simulated is not None)
+                                      max_requests=512, timeout=1e9)
         self.grammars = None
         if vocabulary is not None:
             self.grammars = GrammarStore(None, spec.vocab_size, self.tracker.eos_ids)

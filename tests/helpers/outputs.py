@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton.common.api.messages import Finish, FromEngine, Logprobs, OutputBatch, OutputExtras
+from baton.common.serving.context.draft_counts import DraftCounts, Speculation
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,12 @@ class SentOutput:
     num_cached_tokens: int
     num_output_tokens: int
     extras: OutputExtras
+    drafts: DraftCounts
+
+    @property
+    def speculation(self) -> Speculation:
+        """The counts of the request's drafts so far."""
+        return self.drafts.report(self.num_output_tokens)
 
     @property
     def finish(self) -> Finish | None:
@@ -43,13 +50,16 @@ def outputs_of(messages: Iterable[FromEngine]) -> list[SentOutput]:
     last: dict[str, SentOutput] = {}
     outputs: list[SentOutput] = []
     for message in messages:
-        for rid, token_ids, extras in message.rows() if isinstance(message, OutputBatch) else ():
+        for rid, token_ids, extras, num_drafts in message.rows() if isinstance(message, OutputBatch) else ():
             extras = extras or OutputExtras()
             if (usage := extras.usage) is not None:
-                prompt, cached, done = usage.num_tokens, usage.num_cached_tokens, 0
+                prompt, cached, done, drafts = usage.num_tokens, usage.num_cached_tokens, 0, DraftCounts()
             else:
-                prompt, cached, done = (last[rid].num_prompt_tokens, last[rid].num_cached_tokens,
-                                        last[rid].num_output_tokens)
-            last[rid] = SentOutput(rid, token_ids, prompt, cached, done + len(token_ids), extras)
+                before = last[rid]
+                prompt, cached, done, drafts = (before.num_prompt_tokens, before.num_cached_tokens,
+                                                before.num_output_tokens, before.drafts)
+            if num_drafts:
+                drafts.add(num_drafts, len(token_ids))
+            last[rid] = SentOutput(rid, token_ids, prompt, cached, done + len(token_ids), extras, drafts)
             outputs.append(last[rid])
     return outputs

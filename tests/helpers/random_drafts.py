@@ -19,13 +19,3 @@ def random_tree(rng: np.random.Generator, count: int, vocab_size: int) -> Drafts
 
 def random_chain(rng: np.random.Generator, count: int, vocab_size: int) -> Drafts:
     return Drafts(tuple(rng.integers(0, vocab_size, count).tolist()))
-
-
-def depth_of(drafts: Drafts) -> int:
-    """The length of the longest path."""
-    if drafts.parents is None:
-        return len(drafts)
-    depths: list[int] = []
-    for parent in drafts.parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    return max(depths, default=0)

@@ -46,6 +46,15 @@ def save_model(folder: Path, family: str, shard: str = "50GB", **changes: Any) -
     return model
 
 
+def save_steep_qwen3(folder: Path, seed: int = 0, **changes: Any) -> None:
+    """Saves a Qwen3 whose random weights are large, so that its answers differ and hardly ever depend on a tie."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "eos_token_id": None}
+    config = transformers.Qwen3Config(**{**sizes, "initializer_range": 0.3, **changes})
+    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
 def server_config(folder: Path | str, *, page_size: int = 16, backend: str = "torch", tp: int = 1,
                   max_total_tokens: int | None = 2048, num_layer_groups: int | None = None,
                   **model: Any) -> ServerConfig:

@@ -12,8 +12,10 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from baton.kernels import reference
 from baton.kernels.attention import fixed_split_attention
-from baton.kernels.attention.fixed_split_attention import plan_decode_rows, plan_rows
-from baton.kernels.tuning.policy import set_batch_invariant
+from baton.kernels.attention.fixed_split_attention import plan_decode_rows, plan_rows, plan_verified_rows
+from baton.kernels.attention.mla_verify import mla_verify
+from baton.kernels.attention.verify_attention import plan_verify
+from baton.kernels.tuning.policy import policy_of, set_batch_invariant
 from baton.tests.helpers.deepseek_models import save_deepseek
 from baton.tests.helpers.gpt_oss_models import save_gpt_oss
 from baton.tests.helpers.small_models import (
@@ -60,16 +62,20 @@ def test_decoded_verified_and_prompt_rows(monkeypatch, window, with_sinks, store
     ids = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(4)).to(torch.int32).split(pages)
     sinks = randn(heads, dtype=torch.float32, seed=9) if with_sinks else None
 
-    def attend(parts: list[tuple[int, int, int]], decode: bool = False) -> list[torch.Tensor]:
+    def attend(parts: list[tuple[int, int, int]], step: str = "prompts") -> list[torch.Tensor]:
         """Rows ``start:stop`` of request b, for each part; pages before a row's window are left out."""
         first = [0 if window is None else max(0, start + 1 - window) // page for _, start, _ in parts]
         counts, stops = [stop - start for _, start, stop in parts], torch.tensor([stop for *_, stop in parts])
         qo, kv = (torch.tensor([0, *values]).cumsum(0).to(torch.int32) for values in (
             counts, [-(-stop // page) - begin for (_, _, stop), begin in zip(parts, first)]))
         lengths = stops.numpy() - np.array(first) * page
-        rows = (plan_decode_rows(len(parts), heads // kv_heads, 64, 1000, window, CPU) if decode
-                else plan_rows(qo.numpy(), lengths, heads // kv_heads, 64, window, CPU))
-        positions = torch.cat([torch.arange(start, stop) for _, start, stop in parts])
+        positions, group = torch.cat([torch.arange(start, stop) for _, start, stop in parts]), heads // kv_heads
+        if step == "decode":
+            rows = plan_decode_rows(len(parts), group, 64, 1000, window, CPU)
+        elif step == "verify":
+            rows = plan_verified_rows(qo, positions, max(counts), group, 16, 1000, window)
+        else:
+            rows = plan_rows(qo.numpy(), lengths, group, 64, window, CPU)
         indices = torch.cat([ids[b][begin:-(-stop // page)] for (b, _, stop), begin in zip(parts, first)])
         out = fixed_split_attention.fixed_split_attention(
             torch.cat([q[b][start:stop] for b, start, stop in parts]), k, v, rows, positions, qo, kv, indices,
@@ -86,9 +92,41 @@ def test_decoded_verified_and_prompt_rows(monkeypatch, window, with_sinks, store
                   [(0, 170, 178), (0, 127, 129)]):
         for (b, start, stop), found in zip(parts, attend(parts)):
             assert torch.equal(found, whole[b][start:stop]), (b, start, stop)
+    for parts in ([(0, 125, 133), (2, 89, 90), (1, 30, 37)], [(0, 60, 66), (2, 63, 65), (1, 2, 8), (0, 172, 180)]):
+        for (b, start, stop), found in zip(parts, attend(parts, "verify")):
+            assert torch.equal(found, whole[b][start:stop]), (b, start, stop)
     tokens = [(0, 0), (0, 63), (0, 64), (0, 127), (0, 128), (0, 129), (0, 179), (1, 36), (2, 89)]
-    for (b, at), found in zip(tokens, attend([(b, at, at + 1) for b, at in tokens], decode=True)):
+    for (b, at), found in zip(tokens, attend([(b, at, at + 1) for b, at in tokens], "decode")):
         assert torch.equal(found[0], whole[b][at]), (b, at)
+
+
+def test_rows_over_latents(monkeypatch):
+    """The rows of steps that verify drafts, of several lengths, and each by itself as a decode step's."""
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", _dot)
+    lengths, q_lens, page, heads = [330, 37, 260], [3, 1, 4], 8, 3
+    pages = [-(-length // page) for length in lengths]
+    memory = randn(sum(pages), page, 24, dtype=torch.float16)
+    ids = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(4)).to(torch.int32).split(pages)
+    q, q_rope = (randn(sum(q_lens), heads, dim, dtype=torch.float16, seed=dim) for dim in (16, 8))
+    policy = policy_of(CPU).attention
+
+    def attend(parts: list[tuple[int, int, int]], rows: slice) -> torch.Tensor:
+        """The last rows of requests: each part has one's index, number of tokens and number of rows."""
+        tables = [ids[b][:-(-length // page)] for b, length, _ in parts]
+        qo, kv = (torch.tensor([0, *each]).cumsum(0).to(torch.int32) for each in (
+            [count for *_, count in parts], [len(table) for table in tables]))
+        last = torch.tensor([(length - 1) % page + 1 for _, length, _ in parts], dtype=torch.int32)
+        most = max(count for *_, count in parts)
+        tile = policy.mla_verify(heads, most, 2)
+        plan = plan_verify(qo, kv, last, page, 1, 2, most, 400, tile, policy.mla_verify_splits())
+        return mla_verify(q[rows], q_rope[rows], memory, qo, kv, torch.cat(tables), last, 0.2, plan, tile)
+
+    whole = attend(list(zip(range(3), lengths, q_lens)), slice(0, 8))
+    row = 0
+    for b, (length, count) in enumerate(zip(lengths, q_lens)):
+        for own in range(length - count + 1, length + 1):
+            assert torch.equal(attend([(b, own, 1)], slice(row, row + 1))[0], whole[row]), own
+            row += 1
 
 
 @pytest.mark.parametrize("family", ["GptOss", "DeepseekV3"])

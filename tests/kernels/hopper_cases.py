@@ -14,7 +14,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from baton.kernels.arguments import ExpertBiases, Float8Format, HeadNorms, RowMask, Scales
+from baton.kernels.arguments import (
+    ChainPages,
+    ChainState,
+    ExpertBiases,
+    Float8Format,
+    HeadNorms,
+    KnownChains,
+    NormWeight,
+    RowMask,
+    Scales,
+    SimulatedCounts,
+)
 from baton.kernels.attention.current_kv import CurrentKV
 from baton.kernels.attention.decode_plan import DecodePlan, plan_decode
 from baton.kernels.attention.decode_warp_specialized import decode_warp_specialized
@@ -23,6 +34,7 @@ from baton.kernels.attention.fixed_split_attention import FixedSplitPlan, fixed_
 from baton.kernels.attention.mla_decode import mla_decode
 from baton.kernels.attention.mla_prefill import mla_prefill, plan_mla_prefill
 from baton.kernels.attention.mla_rope_and_store import mla_rope_and_store
+from baton.kernels.attention.mla_verify import mla_verify
 from baton.kernels.attention.move_slots import move_slots
 from baton.kernels.attention.paged_decode import paged_decode
 from baton.kernels.attention.paged_prefill import paged_prefill, plan_prefill
@@ -54,11 +66,15 @@ from baton.kernels.moe.moe_topk import moe_topk
 from baton.kernels.rowwise.fp8_quantize import quantize_by, quantize_groups, quantize_tokens
 from baton.kernels.rowwise.fp8_rmsnorm import fp8_rmsnorm
 from baton.kernels.rowwise.gather_rows import gather_rows
+from baton.kernels.rowwise.joined_norms import joined_norms
 from baton.kernels.rowwise.rmsnorm import rmsnorm
 from baton.kernels.rowwise.silu_and_mul import silu_and_mul
 from baton.kernels.rowwise.split_k_rmsnorm import split_k_rmsnorm
 from baton.kernels.sampling.argmax import argmax
-from baton.kernels.sampling.sample import perturb, sample
+from baton.kernels.sampling.sample import best_perturbed, perturb, sample
+from baton.kernels.speculative.accept_chains import accept_chains
+from baton.kernels.speculative.place_chains import place_chains, place_rows
+from baton.kernels.tuning.attention import VerifyTile
 from baton.kernels.tuning.gemm import InvariantTile, PersistentTile, SplitKTile, WarpSpecializedTile
 from baton.kernels.tuning.moe import Tiles, warp_specialized_tiles
 
@@ -146,17 +162,27 @@ def prefill_heads(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch
                   0.5 if cache else 1.0, window, fp32(heads) if sinks else None)
 
 
+def chains(requests: int, num_drafts: int, simulated: bool) -> None:
+    pages = ChainPages(int32(requests + 1), int32(requests * 8), PAGE, 0, 8192)
+    state = ChainState.empty(256, 7, META)
+    known = KnownChains(int64(requests), int64(requests, num_drafts + 1), int64(requests))
+    placed = place_chains(state, int64(requests), known, int64(requests), pages)
+    found = accept_chains(int64(requests * (num_drafts + 1)), placed, state, pages, num_drafts,
+                          SimulatedCounts(int64(requests), int64(5)) if simulated else None)
+    place_rows(placed.rows.starts, found.sequences, pages)
+
+
 def verify_heads(requests: int, q_len: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
                  cache: torch.dtype | None = None, masked: bool = False, window: int | None = None,
                  sinks: bool = False) -> None:
     q = of(requests * q_len, heads + 2 * kv_heads, dim, dtype=dtype)[:, :heads]
-    sizes = dim, dtype.itemsize, (cache or dtype).itemsize
+    sizes = dim, dtype.itemsize, (cache or dtype).itemsize, requests * kv_heads
     tile, table = H200.attention.verify(heads // kv_heads, *sizes), (int32(requests + 1), int32(requests))
     planned = plan_verify(int32(requests + 1), *table, PAGE, kv_heads, 132, q_len, 2048, tile,
-                          H200.attention.verify_splits(*sizes), window, masked)
+                          H200.attention.decode_splits(*sizes), window, masked)
     verify_attention(q, *pool(kv_heads, dim, cache or dtype), int32(requests + 1), table[0], int32(requests * 8),
                      table[1], dim**-0.5, planned, tile, 0.5 if cache else 1.0, window, fp32(heads) if sinks else None,
-                     RowMask(int64(requests * q_len), int32(requests)) if masked else None)
+                     RowMask(int64(requests * q_len), int32(requests)) if masked else None, inputs_ready=True)
 
 
 def fixed_split_heads(requests: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, splits: int,
@@ -182,6 +208,17 @@ def decode_latents(requests: int, heads: int, dtype: torch.dtype, cache: torch.d
     q = of(heads, requests, 512, dtype=dtype).transpose(0, 1)
     mla_decode(q, of(requests, heads, 192, dtype=dtype)[..., 128:], latents(cache or dtype), int32(requests + 1),
                int32(requests * 8), int32(requests), 192**-0.5, plan(requests, 1), page_scale=0.5 if cache else 1.0)
+
+
+def verify_latents(requests: int, q_len: int, heads: int, dtype: torch.dtype, cache: torch.dtype | None = None,
+                   masked: bool = False, tile: VerifyTile | None = None) -> None:
+    tile = tile or H200.attention.mla_verify(heads, q_len, dtype.itemsize)
+    rows, table = int32(requests + 1), (int32(requests + 1), int32(requests))
+    planned = plan_verify(rows, *table, PAGE, tile.head_blocks(heads), 132, q_len, 2048, tile,
+                          H200.attention.mla_verify_splits(), masked=masked)
+    mla_verify(of(requests * q_len, heads, 512, dtype=dtype), of(requests * q_len, heads, 192, dtype=dtype)[..., 128:],
+               latents(cache or dtype), rows, table[0], int32(requests * 8), table[1], 192**-0.5, planned, tile,
+               0.5 if cache else 1.0, RowMask(int64(requests * q_len), int32(requests)) if masked else None)
 
 
 def prefill_latents(tokens: int, heads: int, dtype: torch.dtype, merges: bool) -> None:
@@ -246,6 +283,17 @@ def many_rows(rows: int, out: int, width: int, gated: bool = False, dtype: torch
 
 def drawn(logits: torch.Tensor, truncates: bool) -> None:
     sample(logits, fp32(len(logits)), int64(7, len(logits)), truncates)
+
+
+def joined(tokens: int) -> None:
+    norm = NormWeight(of(4096), 1e-5)
+    joined_norms(of(128256, 4096), of(tokens, 4096), norm, norm, int64(tokens))
+
+
+def drafted_in_chains(requests: int) -> None:
+    logits, table, drafts = of(requests, 32000), int64(7, 256)[:, :requests], int64(256, 12)
+    best_perturbed(logits, fp32(requests), table, int64(4, requests)[1], drafts[:requests, 5], int64(32000))
+    argmax(logits, drafts[:requests, 5], int64(32000))
 
 
 def drafted(logits: torch.Tensor) -> None:
@@ -347,6 +395,8 @@ CASES: dict[str, Callable[[], object]] = {
     "verify_attention gpt-oss, window, tree": lambda: verify_heads(7, 8, 64, 8, 64, BF16, None, True, 128, True),
     "move_slots Llama": lambda: move_slots(of(64, 16, 2, 8, 64, 128), int64(7), int64(7), int64(3), int64(3, 4)),
     "move_slots odd": lambda: move_slots(of(64, 3, 1, 1, 16, 27, dtype=FP8), int64(7), int64(7), int64(3), int64(3, 4)),
+    "chains of 3": lambda: chains(7, 3, False),
+    "chains of 7, simulated": lambda: chains(7, 7, True),
     "scale_by_sinks": lambda: scale_by_sinks(of(7, 64, 64), fp32(7, 64), fp32(64)),
     "moe_experts gpt-oss, 7 tokens": lambda: experts(7, 32, 2880, 2880, 4, clamped=True),
     "moe_experts gpt-oss, 8192 tokens": lambda: experts(8192, 32, 2880, 2880, 4, clamped=True),
@@ -354,6 +404,11 @@ CASES: dict[str, Callable[[], object]] = {
     "mla_rope_and_store V2-Lite": lambda: store_latents(7, 16, BF16),
     "mla_rope_and_store V2-Lite, float8": lambda: store_latents(7, 16, BF16, FP8),
     "mla_decode V2-Lite": lambda: decode_latents(7, 16, BF16),
+    "mla_verify V2-Lite": lambda: verify_latents(7, 4, 16, BF16),
+    "mla_verify V2-Lite, 2 rows": lambda: verify_latents(7, 2, 16, BF16),
+    "mla_verify V2-Lite, tree": lambda: verify_latents(7, 8, 16, BF16, None, True),
+    "mla_verify V2-Lite, float8": lambda: verify_latents(7, 4, 16, BF16, FP8),
+    "mla_verify V3": lambda: verify_latents(7, 4, 128, BF16),
     "mla_decode V2-Lite, float8": lambda: decode_latents(7, 16, BF16, FP8),
     "mla_decode 32 heads": lambda: decode_latents(7, 32, BF16),
     "mla_decode V3": lambda: decode_latents(7, 128, BF16),
@@ -448,10 +503,13 @@ CASES: dict[str, Callable[[], object]] = {
     "small_m_matmul 7 rows of float8, wide": lambda: few_rows(7, 28672, 4096, True),
     "small_m_matmul 7 rows of float8, narrow": lambda: few_rows(7, 1024, 2048, True),
     "gather_rows 4096": lambda: gather_rows(of(128256, 4096), int64(7)),
+    "gather_rows 4096 of a part": lambda: gather_rows(of(64128, 4096), int64(7), 64128),
+    "joined_norms 4096": lambda: joined(7),
     "argmax": lambda: argmax(fp32(7, 128256)),
     "argmax of bfloat16": lambda: argmax(of(7, 128256), int64(7)),
     "sample": lambda: drawn(fp32(7, 128256), False),
     "sample, truncated": lambda: drawn(of(7, 128256), True),
+    "drafts of chains": lambda: drafted_in_chains(7),
     "perturb, reduced vocabulary": lambda: drafted(of(7, 32000)),
     "all_reduce of 2, one shot": lambda: summed(7, 2, BF16, False),
     "all_reduce of 8, one shot": lambda: summed(7, 8, BF16, False),
@@ -492,19 +550,26 @@ FEW = ["rmsnorm 4096, residual", "scale_by_sinks", "fp8_rmsnorm 4096, a scale a 
        "rope_and_store Qwen3, float8", "paged_decode Qwen3", "paged_prefill Llama", "mla_rope_and_store V2-Lite",
        "paged_decode Llama, many requests", "verify_attention Llama, 8 rows",
        "fixed_split Llama, decode", "fixed_split Llama, prompts", "move_slots Llama",
-       "mla_decode V2-Lite", "mla_decode V3", "per_head_matmul V2-Lite, absorbed", "mla_prefill V2-Lite, merges",
+       "chains of 3", "chains of 7, simulated",
+       "mla_decode V2-Lite", "mla_decode V3", "mla_verify V2-Lite", "per_head_matmul V2-Lite, absorbed",
+       "mla_prefill V2-Lite, merges",
        "moe_topk Qwen3", "moe_experts Qwen3, by warp groups", "warp_specialized_matmul Llama, gated",
        "moe_experts Qwen3, 7 tokens", "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows",
        "dequantize_pages", "batch_invariant_matmul", "small_m_matmul one row", "small_m_matmul 7 rows of float8",
        "small_m_matmul 7 rows, persistent",
        "split_k_matmul 256 rows, gated", "split_k_partials 256 rows", "split_k_rmsnorm of 4",
-       "gather_rows 4096", "argmax of bfloat16", "sample, truncated", "perturb, reduced vocabulary",
+       "gather_rows 4096", "gather_rows 4096 of a part", "joined_norms 4096", "argmax of bfloat16",
+       "sample, truncated", "perturb, reduced vocabulary", "drafts of chains",
        "all_reduce of 2, one shot", "all_reduce of 2, two shots",
        "all_reduce_rmsnorm 4096 of 2", "all_gather and reduce_scatter of 2",
        "rmsnorm_all_gather and reduce_scatter_rmsnorm 2048 of 2", "all_to_all 2048 of 2", "copy_blocks 4 KiB"]
 """Cases that launch each kernel at least once; test_compiles_for_hopper.py names a missing one."""
 
 OTHER_SIZES: dict[str, Callable[[int], object]] = {
+    "gather_rows 4096": lambda n: gather_rows(of(n, 4096), int64(n)),
+    "joined_norms 4096": joined,
+    "chains of 3": lambda n: chains(n, 3, False),
+    "drafts of chains": drafted_in_chains,
     "scale_by_sinks": lambda n: scale_by_sinks(of(n, 64, 64), fp32(n, 64), fp32(64)),
     "paged_decode gpt-oss, window": lambda n: decode_heads(n, 64, 8, 64, BF16, window=128, sinks=True),
     "paged_prefill gpt-oss, window": lambda n: prefill_heads(n * 32, 64, 8, 64, BF16, window=128, sinks=True),
@@ -524,6 +589,7 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "paged_prefill Llama": lambda n: prefill_heads(n * 32, 32, 8, 128, BF16),
     "mla_rope_and_store V2-Lite": lambda n: store_latents(n, 16, BF16),
     "mla_decode V2-Lite": lambda n: decode_latents(n, 16, BF16),
+    "mla_verify V2-Lite": lambda n: verify_latents(n, 4, 16, BF16),
     "per_head_matmul V2-Lite, absorbed": lambda n: per_head_matmul(of(n, 16, 192)[..., :128], of(16, 128, 512)),
     "mla_prefill V2-Lite, merges": lambda n: prefill_latents(n * 128, 16, BF16, True),
     "moe_topk Qwen3": lambda n: route(n, 128, BF16),

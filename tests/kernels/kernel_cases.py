@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from baton.kernels import _triton, reference
-from baton.kernels.arguments import HeadNorms
+from baton.kernels.arguments import HeadNorms, NormWeight
 from baton.kernels.attention.current_kv import CurrentKV
 from baton.kernels.attention.decode_plan import plan_decode
 from baton.kernels.attention.paged_decode import paged_decode
 from baton.kernels.attention.paged_prefill import paged_prefill, plan_prefill
 from baton.kernels.attention.rope_and_store import rope_and_store
 from baton.kernels.rowwise.gather_rows import gather_rows
+from baton.kernels.rowwise.joined_norms import joined_norms
 from baton.kernels.rowwise.rmsnorm import rmsnorm
 from baton.kernels.rowwise.silu_and_mul import silu_and_mul
 from baton.kernels.sampling.argmax import argmax
@@ -68,6 +69,33 @@ def test_gather_rows(rows, width, dtype, atol, rtol):
     assert torch.equal(gather_rows(table, ids), table[ids])
 
 
+@each_dtype
+def test_gather_rows_of_a_part(dtype, atol, rtol):
+    table = random(9, 1500, dtype=dtype)
+    ids = torch.tensor([30, 11, 20, 19, 12, 28, 0], device=DEVICE)
+    whole = torch.zeros(40, 1500, dtype=dtype, device=DEVICE)
+    whole[11:20] = table
+    assert torch.equal(gather_rows(table, ids, 11), whole[ids])
+    assert torch.equal(reference.gather_rows(table, ids, 11), whole[ids])
+
+
+@each_dtype
+@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize("first,second", [(True, True), (False, False), (False, True)])
+@pytest.mark.parametrize("rows,width", [(1, 1), (5, 1500)])
+def test_joined_norms(rows, width, first, second, gathers, dtype, atol, rtol):
+    """The halves are those of the norms alone, bit by bit."""
+    table, hidden = random(9, width, dtype=dtype), random(rows, 2 * width, dtype=dtype, seed=1)[:, :width]
+    ids = torch.randint(9, (rows,), generator=torch.Generator().manual_seed(1)).to(DEVICE) if gathers else None
+    norms = [NormWeight(random(width, dtype=dtype, seed=seed), 1e-5) if used else None
+             for seed, used in ((2, first), (3, second))]
+    embeds = table[:rows] if ids is None else table[ids]
+    got = joined_norms(embeds if ids is None else table, hidden, *norms, ids)
+    torch.testing.assert_close(got, reference.joined_norms(embeds, hidden, *norms), atol=atol, rtol=rtol)
+    alone = [x if norm is None else rmsnorm(x, *norm)[0] for x, norm in zip((embeds, hidden), norms)]
+    assert torch.equal(got, torch.cat(alone, -1))
+
+
 @pytest.mark.parametrize("rows,width", [(1, 1), (3, 77), (2, 9000)])
 def test_argmax(rows, width):
     x = random(rows, width, dtype=torch.float32).mul(4).round()  # so that many are equal
@@ -84,6 +112,16 @@ def test_argmax_is_written_twice(dtype, atol, rtol):
     assert torch.equal(again, columns) and again.data_ptr() != columns.data_ptr()
     assert values.dtype == torch.float32 and torch.equal(values, x.float().amax(-1))
     assert columns.tolist() == x.float().argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("width", [77, 9000])
+def test_argmax_by_the_tokens_of_columns(width):
+    x = random(3, width, dtype=torch.float32)
+    ids = torch.arange(width, device=DEVICE) * 3 + 1
+    drafts = torch.zeros(3, 4, dtype=torch.int64, device=DEVICE)
+    values, tokens = argmax(x, drafts[:, 2], ids)
+    assert torch.equal(values, x.amax(-1)) and torch.equal(tokens, ids[x.argmax(-1)])
+    assert torch.equal(drafts[:, 2], tokens) and not drafts[:, [0, 1, 3]].any()
 
 
 def test_argmax_of_nan():

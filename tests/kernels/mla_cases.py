@@ -13,7 +13,10 @@ from baton.kernels.attention.decode_plan import plan_decode
 from baton.kernels.attention.mla_decode import mla_decode
 from baton.kernels.attention.mla_prefill import mla_prefill, plan_mla_prefill
 from baton.kernels.attention.mla_rope_and_store import mla_rope_and_store
+from baton.kernels.attention.mla_verify import mla_verify
 from baton.kernels.attention.per_head_matmul import per_head_matmul
+from baton.kernels.attention.verify_attention import plan_verify
+from baton.kernels.tuning.attention import DecodeSplits, VerifyTile
 from baton.kernels.tuning.policy import policy_of
 from baton.tests.kernels.kernel_cases import DEVICE, DTYPES, GPU, page_table, random
 from baton.tests.kernels.kernel_cases import pytestmark as pytestmark
@@ -99,17 +102,31 @@ def test_decode(heads, rank, rope, page_size, num_sms, dtype, atol, rtol):
     torch.testing.assert_close(mla_decode(q, q_rope, pages, *table, scale, plan), want, atol=atol, rtol=rtol)
 
 
+VERIFY = [(16, 16, False, True), (32, 64, True, False), (64, 32, False, False), (64, 32, True, True)]
+"""Rows and heads of a tile, tokens, which are the products' rows, and if rows have masks."""
+
+
 @cases("heads,rank,rope", SHAPES, 128)
-def test_decode_by_words(heads, rank, rope, page_size, dtype, atol, rtol):
-    """Rows that do not see all of their newest slots, some nothing of the last split."""
-    lengths, counts = [5, 131, 64, 150], [5, 2, 1, 63]
-    words = torch.tensor([0b10011, 0b01, 0b1, (1 << 30) + 1], device=DEVICE)
-    mask = RowMask(words, torch.tensor(counts, dtype=torch.int32, device=DEVICE))
-    table, pages = page_table(lengths, page_size, PAGES), latent_pool(rank, rope, page_size, dtype)
-    q, q_rope = random(4, heads, rank, dtype=dtype), random(4, heads, rope, dtype=dtype, seed=1)
-    want = reference.mla_attention(q, q_rope, pages, torch.arange(5), *table, 0.2, mask=mask)
-    plan = plan_decode(table[0], table[2], page_size, 1, 100, 150, min_tokens=32)
-    torch.testing.assert_close(mla_decode(q, q_rope, pages, *table, 0.2, plan, mask=mask), want, atol=atol, rtol=rtol)
+@pytest.mark.parametrize("size,tokens,transposed,masked", VERIFY)
+def test_verify(heads, rank, rope, page_size, dtype, atol, rtol, size, tokens, transposed, masked):
+    """Rows that do not see all of their newest slots, some nothing of the last split; ragged, one page more listed than
+    is used, blocks of one row and of several."""
+    lengths, counts, q_lens = [5, 64, 100], [5, 2, 63], [1, 2, 4]
+    words = torch.tensor([0b10011, 0b01, 0b11, *((1 << 30) + i for i in range(4))], device=DEVICE)
+    mask = RowMask(words, torch.tensor(counts, dtype=torch.int32, device=DEVICE)) if masked else None
+    rows = torch.tensor(np.cumsum([0, *q_lens]), dtype=torch.int32, device=DEVICE)
+    table, pages = page_table([length + page_size for length in lengths], page_size, PAGES), latent_pool(
+        rank, rope, page_size, dtype)
+    table[2] -= page_size
+    q = random(heads, sum(q_lens), rank, dtype=dtype).transpose(0, 1)
+    q_rope = random(sum(q_lens), heads, rope, dtype=dtype, seed=1)
+    tile = VerifyTile(max(1, size // heads), tokens, 4, 2, heads=min(heads, size), transposed=transposed)
+    plan = plan_verify(rows, table[0], table[2], page_size, tile.head_blocks(heads), 100, 4, 100, tile,
+                       DecodeSplits(8, 64), masked=masked)
+    assert int(plan.splits.split_indptr.diff().max()) > 1
+    want = reference.mla_attention(q, q_rope, pages, rows, *table, 0.2, mask=mask)
+    got = mla_verify(q, q_rope, pages, rows, *table, 0.2, plan, tile, mask=mask)
+    torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
 
 
 PREFILL = [(2, 12, 8, 20, 4), (3, 16, 6, 16, 1), *([(16, 128, 64, 128, 16)] if GPU else [])]

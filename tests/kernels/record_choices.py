@@ -160,6 +160,10 @@ def attention_cases() -> dict[str, Callable[[], object]]:
             cases[f"decode window {name}"] = lambda m=both: hopper.decode_heads(*m, window=128, sinks=True)
             cases[f"decode current rows {name}"] = lambda m=both: hopper.decode_heads(*m, stores_current_kv=True,
                                                                                       norms=True)
+            for width in (2, 4, 8) if requests in (1, 64) else ():
+                for cache in (None, FP8):
+                    chain = (requests, width, heads, kv_heads, dim, BF16, cache)
+                    cases[f"verify {width} rows {name} {cache}"] = lambda m=chain: hopper.verify_heads(*m)
             cases[f"decode inputs not ready {name}"] = lambda m=both: hopper.decode_heads(*m, inputs_ready=False)
         for dtype, cache in ((BF16, None), (BF16, FP8), (FP32, None)):
             cases[f"prefill {model} {dtype} {cache}"] = (
@@ -168,6 +172,9 @@ def attention_cases() -> dict[str, Callable[[], object]]:
         for dtype, cache in ((BF16, None), (BF16, FP8), (FP32, None)):
             cases[f"MLA decode {heads} {dtype} {cache}"] = lambda m=(7, heads, dtype, cache): hopper.decode_latents(*m)
             cases[f"MLA splits {heads} {dtype}"] = lambda m=(heads, dtype.itemsize): mla_splits(*m)
+        for width in (2, 4, 8):
+            cases[f"MLA verify {heads} {width} rows"] = (
+                lambda m=(7, width, heads, BF16): hopper.verify_latents(*m))
         cases[f"MLA prefill {heads}"] = lambda h=heads: hopper.prefill_latents(1000, h, BF16, True)
     for rows in (1, 16, 17, 33, 256, 257):
         cases[f"per head {rows}"] = lambda r=rows: per_head_matmul(of(r, 16, 192)[..., :128], of(16, 128, 512))

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from baton.common.api.sampling import SamplingParams
 from baton.common.request.sampling_metadata import SamplingMetadata
-from baton.common.sampling.draft_sampler import CoupledDraftSampler, _table_of, perturbed
+from baton.common.sampling.chain_draft_sampling import ChainDraftSampling
+from baton.common.sampling.draft_sampler import CoupledDraftSampler, params_table, perturbed
 from baton.common.sampling.fused_sampling import FusedSampling, _Table
 from baton.common.sampling.gumbel_noise import MIN_NOISE, seeded_exponential
 from baton.common.sampling.sampling_backend import select_sampling_backend
@@ -105,7 +106,7 @@ def test_drafts_equal_the_plain_path(mapped):
     logits = make_logits(len(params), "ties")
     ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0)).to(DEVICE) if mapped else None
     requests = list(range(len(params)))[::-1]
-    table = torch.from_numpy(_table_of(params)).to(DEVICE)
+    table = torch.from_numpy(params_table(params)).to(DEVICE)
     table[0], table[2] = torch.arange(len(params)), 6
     found = kernel.perturb(logits, logits.amax(-1).float(), table, True, ids)
     want = perturbed(logits, table, True, ids)
@@ -117,6 +118,48 @@ def test_drafts_equal_the_plain_path(mapped):
     known = best.isfinite()
     assert torch.equal(tokens[known], columns[known])
     assert torch.allclose(logprobs, best - want.flip(0).logsumexp(-1, keepdim=True), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_positions_on_the_device(greedy):
+    """Samples are those with the host's positions, also where the same rows are at others in the next step."""
+    params = [replace(one, seed=7 * i - 50, **({"temperature": 0.0} if greedy else {})) for i, one in enumerate(PARAMS)]
+    logits, drawing = make_logits(len(params), "ties"), FusedSampling(CUDA, 0)
+    rows = [SamplingMetadata(one, 0) for one in params]
+    for start in (3, 70_000):
+        want = FusedSampling(CUDA, 0)(logits, [SamplingMetadata(one, start + i) for i, one in enumerate(params)])
+        positions = torch.arange(start, start + len(params), device=DEVICE)
+        assert torch.equal(drawing(logits, rows, positions), want)
+    drawing(logits, [SamplingMetadata(SamplingParams(), 0)] * len(params))
+    assert torch.equal(drawing(logits, rows, positions), want)
+    assert len(set(drawing(logits * 0, [SamplingMetadata(SamplingParams(), 0)] * len(params), positions).tolist())) > 9
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_drafts_of_chains_equal_the_draft_samplers(mapped):
+    """In a captured step's tables, of which the last requests are padding, and which other requests have used."""
+    params = [replace(one, seed=9 * i - 40) for i, one in enumerate(PARAMS)]
+    ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0)).to(DEVICE) if mapped else None
+    logits = make_logits(len(params) + 2, "ties")
+    sampling = ChainDraftSampling(40, CUDA)
+    sampling.update(params[::-1] * 2)
+    sampling.update(params)
+    sampler = sampling(len(logits), False)
+    for start in (6, 90):
+        positions = torch.arange(start, start + len(logits), device=DEVICE)
+        want, _ = CoupledDraftSampler(params).sample(logits[:len(params)], range(len(params)),
+                                                     positions[:len(params)].tolist(), 1, ids)
+        drafts = torch.zeros(len(logits), 3, dtype=torch.int64, device=DEVICE)
+        tokens = sampler(logits, positions, drafts[:, 1], ids)
+        assert torch.equal(tokens[:len(params)], want[:, 0])
+        assert torch.equal(drafts, torch.stack([drafts[:, 0] * 0, tokens, drafts[:, 0] * 0], 1))
+        assert torch.equal(sampler(logits, positions, token_ids=ids), tokens)
+    sampling.update([SamplingParams(temperature=0.0)] * len(logits))
+    best = logits.float().argmax(-1)
+    best = best if ids is None else ids[best]
+    for greedy in (False, True):
+        assert torch.equal(sampling(len(logits), greedy)(logits, positions, drafts[:, 2], ids), best)
+        assert torch.equal(drafts[:, 2], best)
 
 
 def test_rows_without_a_seed_follow_the_distribution():

@@ -41,8 +41,7 @@ ASKED: dict[str, Chooser] = {
                                                      for dim in (64, 128, 256) for cache in (1, 2)),
     "attention.decode_warp_specialized": lambda p, rows: p.attention.decode_warp_specialized(8 * rows),
     "attention.verifies": lambda p, rows: p.attention.verifies(8),
-    "attention.verify": lambda p, rows: tuple(p.attention.verify(4, dim, 2, 2) for dim in (64, 128, 256)),
-    "attention.verify_splits": lambda p, rows: p.attention.verify_splits(128, 2, 2),
+    "attention.verify": lambda p, rows: tuple(p.attention.verify(4, dim, 2, 2, 8 * rows) for dim in (64, 128, 256)),
     "attention.fixed_split": lambda p, rows: tuple(p.attention.fixed_split(dim, size) for dim in (64, 256)
                                                    for size in (2, 4)),
     "attention.per_head_rows": lambda p, rows: p.attention.per_head_rows(rows),
@@ -52,9 +51,11 @@ ASKED: dict[str, Chooser] = {
     "attention.mla_decode": lambda p, rows: p.attention.mla_decode(16, 2),
     "attention.mla_is_narrow": lambda p, rows: p.attention.mla_is_narrow(16, 2),
     "attention.mla_splits": lambda p, rows: p.attention.mla_splits(16, 2),
+    "attention.mla_verify": lambda p, rows: tuple(p.attention.mla_verify(heads, rows, 2) for heads in (8, 16, 128)),
+    "attention.mla_verify_splits": lambda p, rows: p.attention.mla_verify_splits(),
     "moe.tiles": lambda p, rows: tuple(p.moe.tiles(rows, 128, 2048, 768, 8, BF16, warp) for warp in (False, True)),
 }
-INDEPENDENT = {"attention.verifies", "attention.verify", "attention.verify_splits", "gemm.invariant",
+INDEPENDENT = {"attention.verifies", "attention.mla_verify_splits", "gemm.invariant",
                "gemm.is_persistent", "gemm.fuses_activation", "attention.prefill", "attention.fixed_split",
                "attention.mla_prefill", "attention.mla_head_block", "attention.mla_decode", "attention.mla_is_narrow",
                "attention.mla_splits"}

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 def run_interpreted(*files: str) -> None:
     done = subprocess.run([sys.executable, "-m", "pytest", "--import-mode=importlib", "-p", "no:cacheprovider",
+                           "-p", "baton.tests.helpers.quick_interpreter",
                            *(str(Path(__file__).with_name(file)) for file in files)],
                           env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
                           capture_output=True, text=True, timeout=200)
@@ -32,20 +33,21 @@ def test_verified_rows_equal_their_twin():
     run_interpreted("verify_cases.py")
 
 
-def test_a_rank_sums_what_its_peers_left():
-    run_interpreted("all_reduce_cases.py")
-
-
-def test_rows_meet_and_part_as_the_peers_left_them():
-    run_interpreted("gather_scatter_norm_cases.py", "all_to_all_cases.py")
-
-
-def test_blocks_are_copied_where_they_belong():
-    run_interpreted("copy_blocks_cases.py")
+def test_rows_go_where_peers_expect_them():
+    run_interpreted("all_reduce_cases.py", "gather_scatter_norm_cases.py", "all_to_all_cases.py",
+                    "copy_blocks_cases.py")
 
 
 def test_steps_in_flight_compute_what_they_compute_alone():
     run_interpreted("step_cases.py")
+
+
+def test_chains_equal_their_twins():
+    run_interpreted("chain_cases.py")
+
+
+def test_captured_chain_steps_read_no_host_copies():
+    run_interpreted("captured_chain_cases.py")
 
 
 def test_draws_equal_the_plain_path():
@@ -60,12 +62,8 @@ def test_mixtures_of_experts_equal_their_twins():
     run_interpreted("moe_cases.py")
 
 
-def test_products_of_few_rows_equal_their_twin():
-    run_interpreted("small_m_cases.py")
-
-
-def test_float8_equals_its_twins():
-    run_interpreted("fp8_cases.py")
+def test_products_of_few_rows_and_in_float8_equal_their_twins():
+    run_interpreted("small_m_cases.py", "fp8_cases.py")
 
 
 def test_model_over_the_triton_backend():

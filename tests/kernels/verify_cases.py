@@ -18,7 +18,10 @@ from baton.common.kvcache.layout import KVLayout
 from baton.common.kvcache.pool import KVPool
 from baton.kernels import reference
 from baton.kernels.arguments import RowMask
+from baton.kernels.attention.current_kv import CurrentKV
 from baton.kernels.attention.decode_plan import plan_decode
+from baton.kernels.attention.mla_decode import mla_decode
+from baton.kernels.attention.mla_verify import mla_verify
 from baton.kernels.attention.move_slots import move_slots
 from baton.kernels.attention.paged_decode import paged_decode
 from baton.kernels.attention.verify_attention import VerifyPlan, plan_verify, verify_attention, verify_tile
@@ -106,7 +109,7 @@ def test_types(dtype, atol, rtol, stored):
     pool = paged_pool(40, 2, 16, 64, torch.float32)
     pool = [(x * 0.5).to(stored or dtype) for x in pool]
     q = random(sum(q_lens), 8, 64, dtype=dtype)
-    tile, splits = verify_tile(q, pool[0])
+    tile, splits = verify_tile(q, pool[0], 3)
     plan = plan_verify(rows, table[0], table[2], 16, 2, 100, 8, 300, tile, splits._replace(min_tokens=64))
     got = verify_attention(q, *pool, rows, *table, 0.125 * 1.5, plan, tile, v_scale=0.75)
     want = reference.paged_attention(q, *(x.float() for x in pool), rows, *table, 0.125 * 1.5, 0.75)
@@ -133,6 +136,57 @@ def test_rows_alone_equal_decode_rows():
             at = int(rows[request]) + row
             want = paged_decode(q[at:at + 1], *pool, *one, 0.2, decode, DecodeTile(32), inputs_ready=GPU)
             assert torch.equal(got[at:at + 1], want), (request, row)
+
+
+def with_spare_pages(lengths: list[int], page_size: int, pages: int, spare: int) -> list[torch.Tensor]:
+    """The page table of ``page_table``, with so many unused pages after each request's."""
+    indptr, indices, last = page_table(lengths, page_size, pages - 1)
+    listed = [torch.cat((x, x.new_full((spare,), pages - 1))) for x in indices.split(indptr.diff().tolist())]
+    return [indptr + spare * torch.arange(len(indptr), dtype=torch.int32, device=DEVICE), torch.cat(listed),
+            last - spare * page_size]
+
+
+@pytest.mark.parametrize("page_size,spare,window", [(1, 3, None), (4, 2, 40), (16, 1, None)])
+def test_more_pages_than_tokens(page_size, spare, window):
+    """Decode rows, with and without keys of their own, verified chains and rows with words: the same bits as if no page
+    were listed beyond the last token's; the unused page is poisoned."""
+    lengths, heads, dim, tile = [3, 90, 64, 17], 2, 16, VerifyTile(4, 32)
+    pool, rows = paged_pool(400, heads, page_size, dim, torch.float32), indptr([2, 3, 1, 4])
+    for pages in pool:
+        pages[399] = float("nan")
+    q, fresh = random(10, 4, dim, dtype=torch.float32), random(4, 8, dim, dtype=torch.float32, seed=3)
+    cos_sin = random(200, dim, dtype=torch.float32, seed=4)
+    positions, mask = torch.tensor(lengths, device=DEVICE) - 1, RowMask(random_words([2, 3, 1, 4]), rows.diff())
+    results = []
+    for table in (page_table(lengths, page_size, 399), with_spare_pages(lengths, page_size, 400, spare)):
+        decode = plan_decode(table[0], table[2], page_size, heads, 100, 200, min_tokens=64, window=window)
+        own = [x.clone() for x in pool]
+        current = CurrentKV(fresh[:, 4:6], fresh[:, 6:], cos_sin, positions, None)
+        results.append([paged_decode(q[:4], *pool, *table, 0.25, decode, DecodeTile(16), window=window),
+                        paged_decode(fresh[:, :4].clone(), *own, *table, 0.25, decode, DecodeTile(16), window=window,
+                                     inputs_ready=GPU, current_kv=current), *(x[:399] for x in own)])
+        for given in (None, mask):
+            plan = planned(table, rows, page_size, heads, 100, tile, window, given is not None)
+            results[-1] += [plan.length_indptr, verify_attention(q, *pool, rows, *table, 0.25, plan, tile,
+                                                                 window=window, mask=given)]
+    for want, got in zip(*results):
+        assert torch.equal(want, got) and not got.isnan().any()
+
+
+def test_more_pages_than_latents():
+    lengths, heads = [3, 150, 64], 3
+    pages, rows = random(90, 4, 24, dtype=torch.float32), indptr([2, 3, 1])
+    pages[89] = float("nan")
+    q, q_rope, tile = (random(6, heads, 16, dtype=torch.float32), random(6, heads, 8, dtype=torch.float32, seed=1),
+                       VerifyTile(4, 32))
+    results = []
+    for table in (page_table(lengths, 4, 89), with_spare_pages(lengths, 4, 90, 2)):
+        decode = plan_decode(table[0], table[2], 4, 1, 100, 150, min_tokens=64)
+        plan = planned(table, rows, 4, 1, 100, tile)
+        results.append([mla_decode(q[:3], q_rope[:3], pages, *table, 0.2, decode),
+                        mla_verify(q, q_rope, pages, rows, *table, 0.2, plan, tile)])
+    for want, got in zip(*results):
+        assert torch.equal(want, got) and not got.isnan().any()
 
 
 @pytest.mark.parametrize("window", [None, 9])

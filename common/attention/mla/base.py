@@ -53,14 +53,6 @@ def store(pool: KVPool, mla: MLASpec, batch: ForwardBatch, layer: int, q: torch.
     return pages
 
 
-def gather(rows: torch.Tensor, indices: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """Gather ``rows[indices]`` in ``dtype``; float8 rows are multiplied by ``scale``."""
-    if rows.itemsize > 1:
-        return rows.index_select(0, indices)
-    # As bytes: not every device indexes float8.
-    return rows.view(torch.uint8).index_select(0, indices).view(rows.dtype).to(dtype) * scale
-
-
 def absorb(q: torch.Tensor, up: torch.Tensor, nope_dim: int) -> torch.Tensor:
     """``[T, H, N] -> [T, H, L]``: queries whose scores with latents are those of ``q`` with the keys made of them."""
     return per_head_matmul(q[..., :nope_dim], up[:, :nope_dim])

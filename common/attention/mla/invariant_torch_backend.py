@@ -12,6 +12,7 @@ import torch
 from ...config.mla import MLASpec
 from ...forward.forward_batch import ForwardBatch
 from ...kvcache.pool import KVPool
+from ..base import gather
 from ..fixed_tiles import FixedTiles
 from ..workspace import AttentionWorkspace
 from .base import absorb, store, values_of
@@ -53,14 +54,12 @@ class InvariantMLATorchBackend:
         pool, (scale, _) = self.pool.latents(layer), self.pool.layout.scales_of(layer)
         nope, rank = self.mla.nope_dim, self.mla.kv_lora_rank
 
-        def gather(pages: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            stored = pool.view(torch.uint8) if pool.itemsize == 1 else pool  # not every device indexes float8
-            rows = stored[pages, offsets][:, :, None]  # [tiles, b, 1, TILE, L + R]
-            keys = rows.view(pool.dtype).float() * scale if pool.itemsize == 1 else rows.float()
+        def tokens(pages: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            keys = gather(pool, (pages, offsets), torch.float32, scale)[:, :, None]  # [tiles, b, 1, TILE, L + R]
             return keys, keys[..., :rank]
 
         queries = torch.cat((absorb(q, up, nope), q[..., nope:]), dim=-1)
-        latents = tiles.attend(queries, 1, self.mla.scale, gather)
+        latents = tiles.attend(queries, 1, self.mla.scale, tokens)
         return values_of(latents.to(q.dtype), up, nope)
 
 

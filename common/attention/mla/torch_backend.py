@@ -20,9 +20,10 @@ from ...config.mla import MLASpec
 from ...config.server.kernels import LATENT_BACKENDS
 from ...forward.forward_batch import ForwardBatch
 from ...kvcache.pool import KVPool
+from ..base import gather
 from ..torch_backend import QUERY_BLOCK, similar
 from ..workspace import AttentionWorkspace
-from .base import LatentBackend, absorb, gather, store, values_of
+from .base import LatentBackend, absorb, store, values_of
 from .invariant_torch_backend import InvariantMLATorchBackend
 
 

@@ -15,19 +15,27 @@ from ....kernels.arguments import Segment
 from ....kernels.attention.decode_plan import DecodePlan, plan_decode
 from ....kernels.attention.mla_decode import mla_decode
 from ....kernels.attention.mla_prefill import mla_prefill, plan_mla_prefill
+from ....kernels.attention.mla_verify import mla_verify
+from ....kernels.attention.verify_attention import VerifyPlan, plan_verify
 from ....kernels.device import num_sms
+from ....kernels.tuning.attention import VerifyTile
 from ....kernels.tuning.policy import policy_of
 from ...config.mla import MLASpec
 from ...config.server.kernels import LATENT_BACKENDS
 from ...forward.forward_batch import ForwardBatch, rows_as_requests
 from ...kvcache.pool import KVPool
-from ..base import ANY_LENGTH, check_gpu
+from ..base import ANY_LENGTH, check_gpu, gather
 from ..workspace import AttentionWorkspace
-from .base import LatentBackend, absorb, gather, store, values_of
-from .invariant_triton_backend import InvariantMLATritonBackend
+from .base import LatentBackend, absorb, store, values_of
 
 _EXPANDED_BYTES = 256 << 20
 """The most memory of a context's keys and values at once: 32,768 tokens of 16 heads in bfloat16."""
+_INVARIANT_ROWS = 256
+"""Rows whose splits' results are in memory together in deterministic mode: 67 MB for 16 heads."""
+
+
+_VerifyPart = tuple[torch.Tensor, torch.Tensor, torch.Tensor, VerifyPlan]
+"""``qo_indptr``, ``kv_indptr`` and ``kv_last_page_len`` of some requests, and their plan."""
 
 
 @LATENT_BACKENDS.register("triton", needs={"triton": "triton"})
@@ -47,17 +55,16 @@ class MLATritonBackend:
 
     @staticmethod
     def make(pool: KVPool, mla: MLASpec, num_heads: int, dtype: torch.dtype) -> LatentBackend:
-        decode = MLATritonBackend(pool, mla, num_heads, dtype)
-        if policy_of(pool.groups[0].device).batch_invariant:
-            return InvariantMLATritonBackend(pool, mla, decode)
-        return decode
+        return MLATritonBackend(pool, mla, num_heads, dtype)
 
     def __init__(self, pool: KVPool, mla: MLASpec, num_heads: int, dtype: torch.dtype):
-        """``num_heads`` counts this rank's heads; ``dtype`` is the model's."""
+        """``num_heads`` counts this rank's heads; ``dtype`` is the model's. In deterministic mode every row is computed
+        as one that verifies drafts, split by its own length alone, whatever step it is in."""
         self.pool = pool
         self.mla = mla
         device = pool.groups[0].device
         self._policy = policy = policy_of(device).attention
+        self._num_heads = num_heads
         self._head_blocks = -(-num_heads // policy.mla_head_block(num_heads, dtype.itemsize))
         self._splits = policy.mla_splits(num_heads, dtype.itemsize)._asdict()
         self._most_tokens = _EXPANDED_BYTES // (num_heads * (mla.nope_dim + mla.v_dim) * dtype.itemsize)
@@ -81,9 +88,9 @@ class MLATritonBackend:
     def plan(self, batch: ForwardBatch, workspace: AttentionWorkspace, *, max_length: int | None = None,
              out: torch.Tensor | None = None) -> MLATritonPlan:
         page_size = self.pool.layout.page_size
-        if batch.is_decode or self.verifies(batch):
+        if batch.is_decode or self.verifies(batch) or self._policy.batch_invariant:
             longest = max_length or int(np.diff(batch.kv_indptr_cpu).max()) * page_size
-            rows = batch if batch.is_decode else rows_as_requests(batch, page_size)
+            rows = batch if batch.is_decode or self.verifies(batch) else rows_as_requests(batch, page_size)
             return MLATritonPlan(self, batch, workspace, rows, longest)
         segments = plan_mla_prefill(batch.qo_indptr_cpu, batch.kv_indptr_cpu, batch.kv_last_page_len_cpu, page_size,
                                     self._most_tokens, batch.input_ids.device)
@@ -111,13 +118,40 @@ class MLATritonBackend:
         page_scale, _ = self.pool.layout.scales_of(layer)
         if rows is None:
             return self._extend(plan, q, pages, page_scale, up)
+        absorbed = absorb(q, up, nope)
+        if not rows.is_decode or self._policy.batch_invariant:
+            return values_of(self._verify(plan, rows, absorbed, q[..., nope:], pages, page_scale), up, nope)
         if plan.splits is None:
             plan.splits = plan_decode(rows.kv_indptr, rows.kv_last_page_len, self.pool.layout.page_size,
-                                     self._head_blocks, self._num_sms, plan.longest, **self._splits)
-        latents = mla_decode(absorb(q, up, nope), q[..., nope:], pages, rows.kv_indptr, rows.kv_indices,
-                             rows.kv_last_page_len, self.mla.scale, plan.splits, page_scale=page_scale,
-                             mask=rows.mask)
+                                      self._head_blocks, self._num_sms, plan.longest, **self._splits)
+        latents = mla_decode(absorbed, q[..., nope:], pages, rows.kv_indptr, rows.kv_indices, rows.kv_last_page_len,
+                             self.mla.scale, plan.splits, page_scale=page_scale)
         return values_of(latents, up, nope)
+
+    def _verify(self, plan: MLATritonPlan, rows: ForwardBatch, q: torch.Tensor, q_rope: torch.Tensor,
+                pages: torch.Tensor, page_scale: float) -> torch.Tensor:
+        tile = self._policy.mla_verify(self._num_heads, rows.max_q_len, q.element_size())
+        if plan.verify is None:
+            plan.verify = [self._plan_verify(part, rows, plan.longest, tile) for part in self._parts(rows)]
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for qo_indptr, kv_indptr, last_page_len, splits in plan.verify:
+            mla_verify(q, q_rope, pages, qo_indptr, kv_indptr, rows.kv_indices, last_page_len, self.mla.scale, splits,
+                       tile, page_scale, rows.mask, out)
+        return out
+
+    def _parts(self, rows: ForwardBatch) -> list[slice]:
+        """Requests that are computed together; in deterministic mode, where each row has parts of its own, some."""
+        at_once = rows.num_reqs
+        if self._policy.batch_invariant:  # a multiple of 4: Triton compiles kernels anew for pointers without alignment
+            at_once = max(4, _INVARIANT_ROWS // rows.max_q_len // 4 * 4)
+        return [slice(start, start + at_once) for start in range(0, rows.num_reqs, at_once)]
+
+    def _plan_verify(self, part: slice, rows: ForwardBatch, longest: int, tile: VerifyTile) -> _VerifyPart:
+        ends = slice(part.start, part.stop + 1)
+        table = rows.qo_indptr[ends], rows.kv_indptr[ends], rows.kv_last_page_len[part]
+        return *table, plan_verify(*table, self.pool.layout.page_size, tile.head_blocks(self._num_heads), self._num_sms,
+                                   rows.max_q_len, longest, tile, self._policy.mla_verify_splits(),
+                                   masked=rows.mask is not None)
 
     def _extend(self, plan: MLATritonPlan, q: torch.Tensor, pages: torch.Tensor, page_scale: float,
                 up: torch.Tensor) -> torch.Tensor:
@@ -139,9 +173,9 @@ class MLATritonBackend:
 
 @dataclass(eq=False)
 class MLATritonPlan:
-    """A batch's segments of the contexts. Or its ``rows``, each a request, of a decode step or of one that verifies
-    drafts, and splits of sequences up to ``longest`` tokens: the first
-    layer makes these, so that a graph that captures the layers makes them in every replay."""
+    """A batch's segments of the contexts. Or its ``rows``, of a decode step or of one that verifies drafts, and splits
+    of sequences up to ``longest`` tokens: the first layer makes these, so that a graph that captures the layers makes
+    them in every replay."""
 
     backend: MLATritonBackend
     batch: ForwardBatch
@@ -150,6 +184,7 @@ class MLATritonPlan:
     longest: int = 0
     segments: Sequence[Segment] = ()
     splits: DecodePlan | None = None
+    verify: Sequence[_VerifyPart] | None = None
     attends_last_tokens: bool = True
 
     def run(self, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, up: torch.Tensor,

@@ -19,6 +19,7 @@ class RequestOptions:
     ignore_eos: bool = True
     stream: bool = True
     extra: dict[str, Any] = field(default_factory=dict)
+    logprobs: bool = False
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         if self.model is not None:
@@ -49,6 +50,8 @@ class GenerateApi:
         body: dict[str, Any] = {"sampling_params": {"temperature": 0, "max_new_tokens": output_len}}
         if options.ignore_eos:
             body["sampling_params"]["ignore_eos"] = True
+        if options.logprobs:
+            body["return_logprob"] = True
         if prompt.ids is None:
             body["text"] = _joined(history, prompt)
         else:
@@ -66,7 +69,10 @@ class CompletionApi:
             raise ConfigError("Completions do not return token ids, which later turns need: leave out "
                               "--tokenize-prompt, or use --backend baton or sglang.")
         asked = _joined(history, prompt) if prompt.ids is None else prompt.ids
-        return options.complete(_openai(options, {"prompt": asked, "max_tokens": output_len}))
+        body: dict[str, Any] = {"prompt": asked, "max_tokens": output_len}
+        if options.logprobs:
+            body["logprobs"] = 1
+        return options.complete(_openai(options, body))
 
 
 class ChatApi:
@@ -80,7 +86,10 @@ class ChatApi:
         for asked, answer in history:
             messages += [_message("user", asked.text or ""), _message("assistant", answer.text)]
         messages.append(_message("user", prompt.text))
-        return options.complete(_openai(options, {"messages": messages, "max_completion_tokens": output_len}))
+        body: dict[str, Any] = {"messages": messages, "max_completion_tokens": output_len}
+        if options.logprobs:
+            body["logprobs"] = True
+        return options.complete(_openai(options, body))
 
 
 def _message(role: str, content: str) -> dict[str, Any]:

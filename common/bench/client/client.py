@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -16,9 +16,17 @@ import msgspec
 
 from ...api.errors import ConfigError
 from .answer import Failure
-from .events import Reader
 
 _SHOWN = 300  # characters of an error's body
+
+
+class Reader(Protocol):
+    """Takes an answer's body as it arrives. Both methods may raise Failure."""
+
+    def feed(self, data: bytes, now: float) -> None: ...
+
+    def end(self) -> None:
+        """Called after the last of the body."""
 
 
 class Client:

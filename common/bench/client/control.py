@@ -7,7 +7,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...api.errors import ConfigError
@@ -24,13 +24,15 @@ class Control:
         self._base_url = base_url
         self._headers = {**headers, "Content-Type": "application/json"}
 
-    def wait_ready(self, seconds: float) -> None:
-        """Return once the server lists its models; raise ConfigError after ``seconds``."""
+    def wait_ready(self, seconds: float, check: Callable[[], None] = lambda: None) -> None:
+        """Return once the server lists its models and is healthy; raise ConfigError after ``seconds``. ``check()`` is
+        called after each vain attempt; what it raises ends the wait."""
         deadline = time.monotonic() + seconds
         announced = False
         while True:
             try:
                 self._ask("/v1/models")
+                self._check_health()
                 return
             except urllib.error.HTTPError as error:
                 reason = f"HTTP {error.code}"
@@ -40,6 +42,7 @@ class Control:
                     return
             except (OSError, ValueError) as error:
                 reason = str(getattr(error, "reason", error))
+            check()
             if time.monotonic() >= deadline:
                 raise ConfigError(f"No server answers at {self._base_url} ({reason}); start it, or name another with "
                                   "--base-url.")
@@ -47,6 +50,14 @@ class Control:
                 announced = True
                 print(f"Waiting up to {seconds:g} s for {self._base_url} ({reason}).", file=sys.stderr, flush=True)
             time.sleep(0.5)
+
+    def _check_health(self) -> None:
+        """Raises HTTPError 503 while a server loads its weights: it lists its model before."""
+        try:
+            self._ask("/health")
+        except urllib.error.HTTPError as error:
+            if error.code == 503:
+                raise
 
     def model(self) -> dict[str, Any]:
         """The first entry of ``/v1/models``, empty where there is none."""
@@ -68,7 +79,7 @@ class Control:
                 if error.code == 404:
                     self._demand("/reset_prefix_cache", {}, "--flush-cache")  # vLLM's
                     return
-                if error.code != 409 or time.monotonic() >= deadline:  # 409: the warm-up is still in the cache
+                if error.code != 400 or time.monotonic() >= deadline:  # 400: the warm-up is still in the cache
                     raise ConfigError(f"--flush-cache: the server answers HTTP {error.code}: "
                                       f"{_error_message(error)}") from None
             time.sleep(0.1)

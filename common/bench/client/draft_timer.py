@@ -12,26 +12,30 @@ DRAFT, VERIFY, ACCEPT = "draft", "verify", "accept"
 
 class DraftTimer:
     """Seconds by part, of steps that run within ``timing``. The device is waited for at the end of each part: steps are
-    slower than without."""
+    slower than without.
+
+    ``accept`` is the sampling of all rows, and what else a step's launch takes. A captured step accepts in the graph
+    that drafts.
+    """
 
     def __init__(self, synchronize: Callable[[], None], clock: Callable[[], float] = time.perf_counter):
         self._synchronize = synchronize
         self._clock = clock
-        self._seconds = dict.fromkeys((DRAFT, VERIFY, "launch"), 0.0)
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """``accept``: sampling of all rows, and what else a step's launch takes."""
-        draft, verify, launch = self._seconds.values()
-        return {DRAFT: draft, VERIFY: verify, ACCEPT: launch - verify}
+        self._within = 0.0  # seconds of the parts that ended within the present one
+        self.seconds = dict.fromkeys((DRAFT, VERIFY, ACCEPT), 0.0)
 
     @contextlib.contextmanager
     def timing(self, runner: Any, executor: Any, drafting: Any) -> Iterator[None]:
         """Times calls of these while it is open: the model runner's, the executor's, and the drafter's or the
         proposer's."""
-        draft = (drafting, "plan_decode") if runner.drafter is None else (runner.drafter, "run")
+        timed = [(VERIFY, runner, "step"), (ACCEPT, executor, "launch")]
+        if runner.drafter is None:
+            timed.append((DRAFT, drafting, "plan_decode"))
+        else:
+            timed += [(DRAFT, runner.drafter, "run"), (VERIFY, runner, "verify_chains"),
+                      (DRAFT, runner, "draft_chains")]
         with contextlib.ExitStack() as stack:
-            for part, (owner, name) in ((VERIFY, (runner, "step")), (DRAFT, draft), ("launch", (executor, "launch"))):
+            for part, owner, name in timed:
                 stack.enter_context(self._timed(part, owner, name))
             yield
 
@@ -40,10 +44,12 @@ class DraftTimer:
         function = getattr(owner, name)
 
         def timed(*args: Any, **options: Any) -> Any:
-            begin = self._clock()
+            begin, before, self._within = self._clock(), self._within, 0.0
             found = function(*args, **options)
             self._synchronize()
-            self._seconds[part] += self._clock() - begin
+            took = self._clock() - begin
+            self.seconds[part] += took - self._within
+            self._within = before + took
             return found
 
         setattr(owner, name, timed)

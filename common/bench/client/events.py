@@ -92,7 +92,8 @@ class _OutputDetails(msgspec.Struct):
     simulated_acceptance: bool = False
 
     def drafted(self, num_output: int) -> Drafted | None:
-        """Of one choice with ``num_output`` tokens, of which the first is its prompt's; None without drafts."""
+        """Returns the drafts of one choice with ``num_output`` tokens, the first of which is its prompt's; None without
+        any."""
         accepted, rejected = self.accepted_prediction_tokens, self.rejected_prediction_tokens
         if accepted is None or rejected is None or accepted + rejected == 0:
             return None

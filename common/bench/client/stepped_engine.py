@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import random
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import torch
 
 from ...api.errors import ConfigError
-from ...api.messages import Failed, FromEngine, Generate
+from ...api.messages import Failed, FromEngine, Generate, OutputBatch
 from ...api.sampling import SamplingParams
 from ...config.server import ServerConfig
 from ...distributed.parallel import Parallel
@@ -23,6 +23,7 @@ from ...execution.executor import Executor
 from ...runner.cuda_graphs.piecewise_graphs import GraphSizes
 from ..report.draft_figures import DraftFigures
 from .draft_timer import DraftTimer
+from .timed_executor import TimedExecutor
 
 
 class SteppedEngine:
@@ -34,11 +35,12 @@ class SteppedEngine:
         processes step one engine alike."""
         spec = RankSpec(config, 0, 1, "", "", "")
         self._refused: list[Failed] = []
+        self._answers: dict[str, list[int]] | None = None  # of ``complete``
         try:
             self._parts: EngineParts = build_parts(spec, parallel or join_groups(spec), self._take, progress)
         except torch.OutOfMemoryError as error:
             raise ConfigError(f"The GPU has too little free memory: {error}") from None
-        self._timed_executor = _TimedExecutor(cast(Executor, self._parts.executor))
+        self._timed_executor = TimedExecutor(cast(Executor, self._parts.executor))
         parts = dataclasses.replace(self._parts, executor=cast(Executor, self._timed_executor))
         self._scheduler = cast(UnifiedScheduler, unified_scheduler(parts))
         self._count = 0
@@ -46,6 +48,10 @@ class SteppedEngine:
     @property
     def device(self) -> torch.device:
         return self._parts.runner.device
+
+    @property
+    def rank(self) -> int:
+        return self._parts.parallel.world.rank
 
     @property
     def dtype(self) -> str:
@@ -69,14 +75,26 @@ class SteppedEngine:
     def start(self, batch: int, input_len: int, output_len: int) -> None:
         """Add ``batch`` requests, with prompts that no cache has. Raises ConfigError where one does not fit."""
         vocab = self._parts.runner.spec.vocab_size
-        sampling = SamplingParams(temperature=0.0, max_new_tokens=output_len, ignore_eos=True)
         for _ in range(batch):
-            self._count += 1
-            ids = random.Random(self._count).choices(range(vocab), k=input_len)
-            req = self._parts.tracker.accept(Generate(f"bench-{self._count}", ids, sampling), time.monotonic())
-            if req is None:
-                raise ConfigError(f"{input_len} + {output_len} tokens cannot be run: {self._refused[-1].message}")
-            self._scheduler.add(req)
+            self._add(random.Random(self._count + 1).choices(range(vocab), k=input_len), output_len)
+
+    def _add(self, ids: list[int], output_len: int) -> str:
+        """Returns the request's id."""
+        self._count += 1
+        sampling = SamplingParams(temperature=0.0, max_new_tokens=output_len, ignore_eos=True)
+        rid = f"bench-{self._count}"
+        req = self._parts.tracker.accept(Generate(rid, ids, sampling), time.monotonic())
+        if req is None:
+            raise ConfigError(f"{len(ids)} + {output_len} tokens cannot be run: {self._refused[-1].message}")
+        self._scheduler.add(req)
+        return rid
+
+    def complete(self, prompts: Sequence[list[int]], output_len: int) -> list[list[int]]:
+        """The token ids of greedy answers to prompts that run together. Raises ConfigError where one does not fit."""
+        made = self._answers = {self._add(ids, output_len): list[int]() for ids in prompts}
+        self.finish()
+        self._answers = None
+        return list(made.values())
 
     @property
     def prefilling(self) -> bool:
@@ -107,7 +125,7 @@ class SteppedEngine:
 
     @property
     def drafted(self) -> DraftFigures | None:
-        """Of all steps so far; None without drafts."""
+        """The drafts of all steps so far; None without any."""
         drafting = self._scheduler.batcher.drafting
         if drafting is None:
             return None
@@ -140,35 +158,6 @@ class SteppedEngine:
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, Failed):
             self._refused.append(message)
-
-
-class _TimedExecutor:
-    """An Executor; ``waited`` sums the seconds of waiting for its steps' results."""
-
-    def __init__(self, executor: Executor):
-        self._executor = executor
-        self.waited = 0.0
-
-    def launch(self, *args: Any, **options: Any) -> Any:
-        launched = self._executor.launch(*args, **options)
-        return dataclasses.replace(launched, sample=cast(Any, _TimedSample(launched.sample, self)))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._executor, name)
-
-
-class _TimedSample:
-    """A step's ``Sample`` that times the wait for its tokens."""
-
-    def __init__(self, pending: Any, watch: _TimedExecutor):
-        self._pending = pending
-        self._timer = watch
-
-    def token_ids(self) -> Any:
-        begin = time.perf_counter()
-        found = self._pending.token_ids()
-        self._timer.waited += time.perf_counter() - begin
-        return found
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pending, name)
+        elif isinstance(message, OutputBatch) and self._answers is not None:
+            for row in message.rows():
+                self._answers[row.rid] += row.token_ids

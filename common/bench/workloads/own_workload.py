@@ -16,5 +16,6 @@ def own_workload(dataset: DatasetArgs, model: ModelArgs) -> list[Conversation]:
     size = load_model_spec(model).vocab_size
     if dataset.dataset_name == "random-ids":
         return make_workload(dataset, Vocabulary(size, None, as_ids=True))
-    tokenizer = load_tokenizer(model.tokenizer_path or model.model_path, model.revision)
+    tokenizer = load_tokenizer(model.tokenizer_path or model.model_path, model.revision,
+                               trust_remote_code=model.trust_remote_code, download_dir=model.download_dir)
     return make_workload(dataset, Vocabulary(min(size, tokenizer.size), tokenizer, as_ids=True))

@@ -14,17 +14,17 @@ from .workload import Conversation, single
 _SHORTEST = 2  # tokens; what is shorter is a fragment
 
 
-@DATASETS.register("sharegpt", traits=("file",))
+@DATASETS.register("sharegpt", traits=("file", "questions"))
 def make(args: DatasetArgs, vocabulary: Vocabulary, rng: random.Random) -> list[Conversation]:
     """The first question of each conversation that is answered, in random order."""
-    assert args.dataset_path is not None
-    pairs = [(messages[0], messages[1]) for messages in _conversations(args.dataset_path) if len(messages) > 1]
+    pairs = [(messages[0], messages[1]) for messages in _conversations(args.file) if len(messages) > 1]
     rng.shuffle(pairs)
     made: list[Conversation] = []
     for question, answer in pairs:
         if len(made) == args.num_prompts:
             break
-        prompt = vocabulary.prompt_of_text(question)
+        asked = question + args.prompt_suffix
+        prompt = vocabulary.prompt_of_text(vocabulary.chat(asked) if args.apply_chat_template else asked)
         output = args.sharegpt_output_len or len(vocabulary.tokenizer.encode(answer, add_special_tokens=False))
         if min(prompt.num_tokens, output) < _SHORTEST:
             continue

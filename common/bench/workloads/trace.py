@@ -15,7 +15,7 @@ import msgspec
 from ...api.errors import ConfigError
 from .dataset_args import DATASETS, DatasetArgs, dataset_file
 from .vocabulary import Vocabulary
-from .workload import Conversation, single
+from .workload import Conversation, Turn
 
 BLOCK = 512
 Length = Annotated[int, msgspec.Meta(ge=1)]
@@ -28,12 +28,10 @@ class Line(msgspec.Struct):
     hash_ids: list[int] = []
 
 
-
-@DATASETS.register("trace", "mooncake", traits=("file", "any_ids"))
+@DATASETS.register("trace", "mooncake", traits=("file", "any_ids", "times"))
 def make(args: DatasetArgs, vocabulary: Vocabulary, rng: random.Random) -> list[Conversation]:
-    """In the order of their timestamps; the first is due at once."""
-    assert args.dataset_path is not None
-    lines = sorted(read(args.dataset_path, args.num_prompts), key=lambda line: line.timestamp)
+    """In the order of their timestamps; the first is due at once. All ``mooncake_num_rounds`` turns ask the same."""
+    lines = sorted(read(args.file, args.num_prompts), key=lambda line: line.timestamp)
     blocks: dict[int, list[int]] = {}
     made = []
     for line in lines:
@@ -44,7 +42,8 @@ def make(args: DatasetArgs, vocabulary: Vocabulary, rng: random.Random) -> list[
             ids += blocks[name]
         ids += _draw(vocabulary, rng, max(0, line.input_length - len(ids)))
         due = (line.timestamp - lines[0].timestamp) / 1000 * args.trace_scale
-        made.append(single(vocabulary.prompt(ids[:line.input_length]), line.output_length, due))
+        turn = Turn(vocabulary.prompt(ids[:line.input_length]), line.output_length)
+        made.append(Conversation((turn,) * args.mooncake_num_rounds, due))
     return made
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
-from ...api.errors import ConfigError
+from ...api.errors import ConfigError, InvalidRequest
 from .workload import Prompt
 
 
@@ -21,6 +21,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
 
     def token_strs(self, ids: Sequence[int]) -> list[str]: ...
+
+    def render_chat(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None,
+                    continue_final_message: bool, options: Mapping[str, Any]) -> str: ...
 
 
 class Vocabulary:
@@ -75,3 +78,16 @@ class Vocabulary:
     def prompt_of_text(self, text: str) -> Prompt:
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         return Prompt(len(ids), ids=ids) if self._as_ids else Prompt(len(ids), text=text)
+
+    def chat(self, question: str) -> str:
+        """The text of a chat with one question by the tokenizer's template, up to the answer; without the token that
+        the server puts before a text. Raises ConfigError where there is no template."""
+        try:
+            text = self.tokenizer.render_chat([{"role": "user", "content": question}], tools=None,
+                                              continue_final_message=False, options={})
+        except InvalidRequest as error:
+            raise ConfigError(f"--apply-chat-template: {error}") from None
+        if self._as_ids:
+            return text
+        first = self.tokenizer.decode(self.tokenizer.encode("")[:1], skip_special_tokens=False)
+        return text.removeprefix(first)

@@ -11,7 +11,7 @@ from ...parsers.reasoning import REASONING_FORMATS
 from ...parsers.tools import TOOL_FORMATS
 from ...registry import Choices, Registry
 from ..cli import flag
-from ..rules import Rule, ServerRule, check_own_rules
+from ..rules import Rule, ServerRule, check_own_rules, json_object
 
 if TYPE_CHECKING:
     from ...grammar.backend import GrammarBackend
@@ -30,11 +30,21 @@ class AnswerArgs:
         "let requests name a logit processor, MODULE:NAME, that this server imports and runs: whoever may send "
         "requests may then import any module that is installed here"))
     enable_return_hidden_states: bool = flag(False, help="let requests ask for the model's hidden states")
+    preferred_sampling_params: str | None = flag(None, metavar="JSON", help=(
+        "a JSON object of sampling parameters, for requests to /generate that leave them out; /get_model_info reports "
+        "it"))
+    stream_output: bool = flag(False, names=("--incremental-streaming-output",), help=(
+        "give in each event of a stream of /generate the text and the output_ids since the event before, not those so "
+        "far"))
 
     flag_rules: ClassVar[tuple[ServerRule, ...]] = (
         Rule(lambda c: c.answers.enable_return_hidden_states and c.parallel.pp_size > 1,
              "--enable-return-hidden-states does not work across the stages of --pp-size: leave one of them out."),
     )
+
+    def __post_init__(self) -> None:
+        if self.preferred_sampling_params is not None:
+            json_object("--preferred-sampling-params", self.preferred_sampling_params)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
+from typing import Literal
 
 from ...api.errors import ConfigError
 from ..cli import flag
@@ -25,6 +26,8 @@ class HttpArgs:
         "seconds within which the head of a connection's first request must arrive; 0: no limit"))
     client_body_timeout_secs: float = flag(60.0, help=(
         "seconds within which a request's body must arrive; one more for each 16 KiB received; 0: no limit"))
+    log_level_http: Literal["debug", "info", "warning", "error"] | None = flag(None, help=(
+        "least severe level of the HTTP log; info has a line for each request (by default none are written)"))
     stream_interval: int = flag(1, help="tokens that are gathered into one event of a stream")
 
     @property

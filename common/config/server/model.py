@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from ...api.errors import ConfigError
 from ...registry import Choices
 from ..cli import flag
 from ..load_format import LOAD_FORMATS
 from ..quantization import QUANTIZATIONS
-from ..rules import Rule, ServerRule, at_least
+from ..rules import Rule, ServerRule, at_least, json_object
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,23 @@ class ModelArgs:
     model_path: str = flag(required=True, names=("--model",), help=(
         "local checkpoint folder, Hugging Face hub id, or 'tinychat' for the chat model that ships with Baton"))
     tokenizer_path: str | None = flag(None, help="tokenizer folder or hub id, when it is not the model's")
+    skip_tokenizer_init: bool = flag(False, help=(
+        "load no tokenizer: requests have token ids, and answers token ids without texts"))
     revision: str | None = flag(None, help="hub revision of the model")
+    download_dir: str | None = flag(None, help=(
+        "folder for downloads from the hub; by default Hugging Face's own, which HF_HOME names"))
+    trust_remote_code: bool = flag(False, help=(
+        "run the code of a tokenizer that its checkpoint ships, in this process, with all that it may read and reach: "
+        "only for checkpoints that you trust as you trust a program; models never run such code"))
+    json_model_override_args: str = flag("{}", metavar="JSON", help=(
+        "a JSON object whose values replace those of config.json, e.g. {\"num_hidden_layers\": 4}"))
     model_fingerprint: str | None = flag(None, help=(
         "name of the weights in place of a fingerprint of the checkpoint: prefill and decode servers are paired when "
         "theirs are equal, so give two equivalent checkpoints (a model and its copy in float8) the same name; "
         "weights that are loaded at run time have a fingerprint of their own again"))
     served_model_name: str | None = flag(None, help="model name in the API; by default --model-path")
+    weight_version: str = flag("default", help=(
+        "a name for the weights, in the answers of /generate, /get_weight_version and /get_model_info"))
     load_format: str = flag("auto", choices=Choices.of(LOAD_FORMATS), help=(
         "source of the weights: auto is safetensors, or torch's .bin files (pt) where there are no others; dummy fills "
         "them with random values, for benchmarks without a checkpoint"))
@@ -39,6 +50,7 @@ class ModelArgs:
     context_length: int | None = flag(None, help="longest prompt plus output in tokens; by default the model's")
     device: Literal["auto", "cpu", "cuda"] = flag("auto", help="where the engine runs; auto prefers a GPU")
     base_gpu_id: int = flag(0, help="index of the first GPU to use; tensor-parallel ranks take the following ones")
+    gpu_id_step: int = flag(1, help="distance between the GPUs of ranks: with 2 they take every other one")
     is_embedding: bool = flag(False, help="serve embeddings (or a classifier's scores) instead of generating")
     pooling: Literal["auto", "last", "mean"] = flag("auto", help=(
         "hidden state that becomes the embedding: the last token's, or the mean of all; auto reads the checkpoint's "
@@ -49,6 +61,8 @@ class ModelArgs:
     chat_template: str | None = flag(None, help=(
         "jinja file, SGLang's JSON conversation template, or the name of a template that ships with Baton, in place of "
         "the checkpoint's chat template"))
+    completion_template: Literal["deepseek_coder", "star_coder", "qwen_coder"] | None = flag(None, help=(
+        "how a code model gets a prompt and its suffix, for the field suffix of /v1/completions"))
 
     flag_rules: ClassVar[tuple[ServerRule, ...]] = (
         Rule(lambda c: c.model.is_embedding and not c.role.serves_alone,
@@ -69,5 +83,12 @@ class ModelArgs:
     def __post_init__(self) -> None:
         at_least(self, 1, "context_length")
         at_least(self, 0, "base_gpu_id")
+        at_least(self, 1, "gpu_id_step")
+        _ = self.config_overrides  # Raises for what it cannot read.
         if not -(2**63) <= self.random_seed < 2**63:
             raise ConfigError(f"--random-seed must fit into 64 bits, {self.random_seed} does not.")
+
+    @property
+    def config_overrides(self) -> dict[str, Any]:
+        """The values that replace those of config.json; raises ConfigError."""
+        return json_object("--json-model-override-args", self.json_model_override_args)

@@ -13,12 +13,21 @@ from ..cli import flag
 @dataclass(frozen=True)
 class ObserveArgs:
     sglang_metrics: bool = flag(True, help="export what SGLang measures too under its metrics' names as well")
+    bucket_time_to_first_token: tuple[float, ...] = flag((), help="buckets of the time to the first token, in seconds")
+    bucket_inter_token_latency: tuple[float, ...] = flag((), help="buckets of the time between tokens, in seconds")
+    bucket_e2e_request_latency: tuple[float, ...] = flag((), help="buckets of the time of whole requests, in seconds")
+    collect_tokens_histogram: bool = flag(False, help="export histograms of requests' prompt and generated tokens")
+    prompt_tokens_buckets: tuple[str, ...] = flag((), metavar="RULE", help=(
+        "their buckets of prompt tokens: default, custom BOUND ..., or tse MIDDLE BASE COUNT for bounds on both sides "
+        "of MIDDLE whose distances from it are powers of BASE"))
+    generation_tokens_buckets: tuple[str, ...] = flag((), metavar="RULE", help="their buckets of generated tokens")
     log_requests: bool = flag(False, help="log each request's beginning and end, as JSON")
     log_requests_level: Literal[0, 1, 2, 3] = flag(2, help=(
         "what --log-requests shows: 0 counts, 1 also sampling parameters, 2 also 2,048 ids of the prompt and "
         "characters of the answer, 3 all of them"))
     crash_dump_folder: str | None = flag(None, help=(
         "folder to which the requests of the last five minutes are written when the engine dies"))
+    show_time_cost: bool = flag(False, help="log how long each stage of starting took")
     watchdog_timeout: float = flag(300.0, help=(
         "seconds after which a rank whose loop hangs prints its threads' stacks and ends (0: never)"))
     enable_trace: bool = flag(False, help="trace requests to --otlp-traces-endpoint")
@@ -29,6 +38,11 @@ class ObserveArgs:
     def __post_init__(self) -> None:
         if self.watchdog_timeout < 0:
             raise ConfigError(f"--watchdog-timeout must be 0 or more, not {self.watchdog_timeout}.")
+        for name in ("bucket_time_to_first_token", "bucket_inter_token_latency", "bucket_e2e_request_latency"):
+            if (least := min(getattr(self, name), default=1.0)) <= 0:
+                raise ConfigError(f"--{name.replace('_', '-')} must be above 0, not {least:g}.")
+        token_buckets("--prompt-tokens-buckets", self.prompt_tokens_buckets)
+        token_buckets("--generation-tokens-buckets", self.generation_tokens_buckets)
 
     @property
     def traces_to(self) -> str | None:
@@ -42,3 +56,27 @@ class ObserveArgs:
     @property
     def dump_folder(self) -> Path | None:
         return None if self.crash_dump_folder is None else Path(self.crash_dump_folder).expanduser()
+
+
+def token_buckets(name: str, rule: tuple[str, ...]) -> tuple[float, ...]:
+    """Reads a rule of a histogram of tokens, in SGLang's notation; empty for its default. Raises ConfigError."""
+    kind, *words = rule or ("default",)
+    try:
+        values = [float(word) for word in words]
+        if kind == "default" and not values:
+            return ()
+        if kind in ("custom", "customer") and values:
+            return tuple(sorted(set(values)))
+        if kind == "tse" and len(values) == 3 and values[1] > 1:
+            return _around(values[0], values[1], int(values[2]))
+    except ValueError:
+        pass
+    raise ConfigError(f"{name} takes default, custom BOUND ..., or tse MIDDLE BASE COUNT with a BASE above 1; not "
+                      f"{' '.join(rule)}.")
+
+
+def _around(middle: float, base: float, count: int) -> tuple[float, ...]:
+    """``middle``, and at each side of it, half of ``count`` bounds at distances of base, base^2, ... from it."""
+    distances = [base ** power for power in range(1, (count + 1) // 2 + 1)]
+    return tuple(sorted({middle, *(middle + each for each in distances),
+                         *(max(0.0, middle - each) for each in distances)}))

@@ -34,6 +34,7 @@ class ParallelArgs:
     eplb_rebalance_num_iterations: int = flag(1000, help="steps between two rebalancings of --enable-eplb")
     expert_distribution_recorder_mode: Literal["stat"] | None = flag(None, help=(
         "stat counts the tokens of every expert, for /start_expert_distribution_record"))
+    dist_timeout: int = flag(600, help="seconds that a rank waits for others, at start and in an exchange of tensors")
     dist_backend: Literal["nccl", "gloo"] = flag("nccl", help=(
         "how ranks on GPUs exchange tensors: gloo goes through host memory, without CUDA graphs, where NCCL fails, "
         "and lets ranks share GPUs; for trying out a layout"))
@@ -69,7 +70,8 @@ class ParallelArgs:
     )
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "tp_size", "pp_size", "pp_max_micro_batch_size", "eplb_rebalance_num_iterations")
+        at_least(self, 1, "tp_size", "pp_size", "pp_max_micro_batch_size", "eplb_rebalance_num_iterations",
+                 "dist_timeout")
         at_least(self, 0, "ep_num_redundant_experts")
         check_own_rules(self)
 

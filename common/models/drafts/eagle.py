@@ -25,7 +25,7 @@ from ...layers.vocab import VocabTable
 from ...weights.slots import Allocate, Slot
 from ..decoder.blocks import Blocks, Norm
 from ..decoder.layer import DecoderLayer
-from .network import DraftStates
+from .network import DraftStates, joined_input
 
 
 class NoNorm:
@@ -67,14 +67,15 @@ class EagleNetwork:
     def combine(self, features: torch.Tensor) -> torch.Tensor:
         return features
 
-    def __call__(self, layer: int, ids: torch.Tensor, hidden: torch.Tensor, step: StepContext) -> DraftStates:
-        projected = dense_matmul(torch.cat([self._embed.embed(ids), hidden], dim=-1), self.fc)
+    def __call__(self, layer: int, ids: torch.Tensor, hidden: torch.Tensor, step: StepContext,
+                 trimmed: bool = False) -> DraftStates:
+        projected = dense_matmul(joined_input(self._embed, ids, hidden), self.fc)
         if self.bias is not None:
             projected = projected + self.bias
         x: MaybeDeferred = projected
         residual: torch.Tensor | None = None
         for each in self.layers:
-            x, residual = each(x, residual, step, self._cos_sin)
+            x, residual = each(x, residual, step, self._cos_sin, trimmed and each is self.layers[-1])
         assert residual is not None
         states = residual + (x if isinstance(x, torch.Tensor) else x.reduce())
         return DraftStates(states, states)

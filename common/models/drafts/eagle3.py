@@ -23,7 +23,7 @@ from ...layers.vocab import VocabTable
 from ...weights.lazy import LazyTensor
 from ...weights.slots import Allocate, Slot
 from ..decoder.blocks import Blocks
-from .network import DraftStates
+from .network import DraftStates, joined_input, last_rows
 
 _LAYER = "midlayer"
 
@@ -54,14 +54,17 @@ class Eagle3Layer:
         self.mlp_norm = blocks.norm(f"{_LAYER}.post_attention_layernorm", size, allocate, None)
         self.mlp = blocks.mlp(f"{_LAYER}.mlp", 0, spec, parallel.tp, allocate)
 
-    def __call__(self, embeds: torch.Tensor, hidden: torch.Tensor, step: StepContext,
-                 cos_sin: torch.Tensor) -> tuple[MaybeDeferred, torch.Tensor]:
-        """Returns rows and their residual ``[T, hidden]``, which may be in the memory of ``hidden``."""
-        normed = self.hidden_norm(hidden)
-        projected = self.attention.project(torch.cat([self.token_norm(embeds), normed], dim=-1))
-        heads = self.attention.attend(projected, step, cos_sin, False)
-        normed, residual = self.mlp_norm.add_norm(self.attention.output.forward_deferred(heads),
-                                                  normed if self._norm_before_residual else hidden)
+    def __call__(self, embed: VocabTable, ids: torch.Tensor, hidden: torch.Tensor, step: StepContext,
+                 cos_sin: torch.Tensor, trimmed: bool) -> tuple[MaybeDeferred, torch.Tensor]:
+        """Returns rows and their residual ``[T, hidden]``, which may be in the memory of ``hidden``; with ``trimmed``
+        those of the batch's ``last_tokens`` only."""
+        joined = joined_input(embed, ids, hidden, self.token_norm, self.hidden_norm)
+        projected = self.attention.project(joined)
+        heads = self.attention.attend(projected, step, cos_sin, trimmed)
+        residual = joined[:, hidden.shape[1]:].contiguous() if self._norm_before_residual else hidden
+        if trimmed:
+            residual = last_rows(residual, step)
+        normed, residual = self.mlp_norm.add_norm(self.attention.output.forward_deferred(heads), residual)
         return self.mlp.forward_deferred(normed), residual
 
     def slots(self) -> Iterator[Slot]:
@@ -96,8 +99,9 @@ class Eagle3Network:
         hidden = dense_matmul(features, self.fc)
         return hidden if self.bias is None else hidden + self.bias
 
-    def __call__(self, layer: int, ids: torch.Tensor, hidden: torch.Tensor, step: StepContext) -> DraftStates:
-        x, residual = self.layer(self._embed.embed(ids), hidden, step, self._cos_sin)
+    def __call__(self, layer: int, ids: torch.Tensor, hidden: torch.Tensor, step: StepContext,
+                 trimmed: bool = False) -> DraftStates:
+        x, residual = self.layer(self._embed, ids, hidden, step, self._cos_sin, trimmed)
         return DraftStates(*self.norm.add_norm(x, residual))
 
     def slots(self) -> Iterator[Slot]:

@@ -19,7 +19,7 @@ from ...layers.vocab import VocabTable
 from ...weights.slots import Allocate, Slot
 from ..decoder.blocks import Blocks
 from ..decoder.layer import DecoderLayer
-from .network import DraftStates
+from .network import DraftStates, joined_input
 
 
 class MTPDraftLayer:
@@ -37,12 +37,13 @@ class MTPDraftLayer:
         self.layer = DecoderLayer(index, kv_layer, spec, parallel, allocate, blocks)
         self.norm = blocks.norm(f"{name}.shared_head.norm", spec.hidden_size, allocate, None)
 
-    def __call__(self, hidden: torch.Tensor, embeds: torch.Tensor, step: StepContext,
-                 cos_sin: torch.Tensor) -> torch.Tensor:
-        """Takes ``hidden`` [T, hidden] of positions and ``embeds`` [T, hidden], the embeddings of the tokens after
-        them; returns ``[T, hidden]``. ``step`` is one of a batch at these positions."""
-        joined = torch.cat([self.token_norm(embeds), self.hidden_norm(hidden)], dim=-1)
-        x, residual = self.layer(dense_matmul(joined, self.eh_proj), None, step, cos_sin)
+    def __call__(self, hidden: torch.Tensor, embed: VocabTable, ids: torch.Tensor, step: StepContext,
+                 cos_sin: torch.Tensor, trimmed: bool = False) -> torch.Tensor:
+        """Takes ``hidden`` [T, hidden] of positions and ``ids`` [T], the tokens after them, which ``embed`` has;
+        returns ``[T, hidden]``, with ``trimmed`` the rows of the batch's ``last_tokens`` only. ``step`` is one of
+        a batch at these positions."""
+        joined = joined_input(embed, ids, hidden, self.token_norm, self.hidden_norm)
+        x, residual = self.layer(dense_matmul(joined, self.eh_proj), None, step, cos_sin, trimmed)
         return self.norm.add_norm(x, residual)[0]
 
     def slots(self) -> Iterator[Slot]:
@@ -66,8 +67,9 @@ class MTPNetwork:
     def combine(self, features: torch.Tensor) -> torch.Tensor:
         return features
 
-    def __call__(self, layer: int, ids: torch.Tensor, hidden: torch.Tensor, step: StepContext) -> DraftStates:
-        states = self.layers[layer](hidden, self._embed.embed(ids), step, self._cos_sin)
+    def __call__(self, layer: int, ids: torch.Tensor, hidden: torch.Tensor, step: StepContext,
+                 trimmed: bool = False) -> DraftStates:
+        states = self.layers[layer](hidden, self._embed, ids, step, self._cos_sin, trimmed)
         return DraftStates(states, states)
 
     def slots(self) -> Iterator[Slot]:

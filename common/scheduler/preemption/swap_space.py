@@ -59,7 +59,8 @@ class SwapSpace:
                 task.wait()
             pages.append((first, keys))
         self.num_swapped_out += 1
-        return SwappedOut(pages, req.num_computed_tokens)
+        assert req.page_table is not None
+        return SwappedOut(pages, req.num_computed_tokens, req.page_table.draft_gap)
 
     def _spans(self, req: Req) -> list[tuple[int, np.ndarray]]:
         """By cache group the first page and the page ids of ``req``'s computed tokens."""
@@ -78,6 +79,8 @@ class SwapSpace:
         assert swapped_out is not None and table is not None
         if swapped_out.num_tokens > req.num_computed_tokens:
             req.num_computed_tokens = swapped_out.num_tokens
+            gaps = [gap for gap in (swapped_out.draft_gap, table.draft_gap) if gap is not None]
+            table.draft_gap = min(gaps, default=None)
             found = [table.num_cached_pages, *(own.cached_end for own in table.groups)]
             for tier, (first, keys), cached, (_, ids) in zip(self.tiers, swapped_out.pages, found, self._spans(req)):
                 missing = max(0, cached - first)

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import msgspec
 from aiohttp import web
 
+from ...api.errors import ServingError
 from ...commands.base import Endpoint
 from ...commands.registry import COMMANDS, name_of
 from ..context.serving_context import ServingContext
 from ..protocol.decoding import BodyDecoder
-from ..web import json_response
+from ..web import error_response, json_response, log_failure
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,17 @@ async def run_endpoint(context: ServingContext, endpoint: Endpoint, body: bytes)
 
 
 def route(endpoint: Endpoint) -> Callable[[ServingContext, web.Request], Awaitable[web.Response]]:
-    """The HTTP handler of an endpoint; raises TypeError for a body with a number that has no bounds."""
+    """The HTTP handler of an endpoint; an answer has ``success`` and ``message``, that of an error its error object
+    too. Raises TypeError for a body with a number that has no bounds."""
     if endpoint.body is not None:
         decoder(endpoint.body)
 
     async def answer(context: ServingContext, request: web.Request) -> web.Response:
-        message = await run_endpoint(context, endpoint, await request.read())
+        try:
+            message = await run_endpoint(context, endpoint, await request.read())
+        except ServingError as error:
+            log_failure(error, request)
+            return error_response(error, {"success": False, "message": error.message, **error.to_openai()})
         return json_response({"success": True, **endpoint.fields, "message": message})
 
     return answer

@@ -9,7 +9,15 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from ...api.errors import DeadlineExceeded, EngineDead, InvalidRequest, PairMismatch, TransferFailed, WorkerUnavailable
+from ...api.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EngineDead,
+    InvalidRequest,
+    PairMismatch,
+    TransferFailed,
+    WorkerUnavailable,
+)
 from ...api.messages import Generate, State
 from ...api.sampling import SamplingParams
 from ...engine_client.dp_states import merge_states
@@ -21,7 +29,7 @@ from ..context.serving_context import ServingContext
 from ..protocol.bootstrap import bootstrap_point
 from ..protocol.decoding import BodyDecoder
 from ..web import error_response, json_response
-from .schema import AbortRequest, PrefillAddress
+from .schema import LOGGING_REFUSED, AbortRequest, LoggingRequest, PrefillAddress, WeightVersion
 
 _STARTED = int(time.time())
 
@@ -99,9 +107,46 @@ async def model_info(context: ServingContext, request: web.Request) -> web.Respo
     args = context.config.model
     return json_response({
         "model_path": context.model.weights_path, "tokenizer_path": args.tokenizer_path or args.model_path,
-        "is_generation": not args.is_embedding,
+        "is_generation": not args.is_embedding, "weight_version": context.model.weight_version,
+        "preferred_sampling_params": context.config.answers.preferred_sampling_params,
         "served_model_name": context.model.name, "architecture": context.model.spec.architecture,
         "context_length": context.model.spec.context_length, "vocab_size": context.model.spec.vocab_size})
+
+
+async def weight_version(context: ServingContext, request: web.Request) -> web.Response:
+    """The name of the weights: the last one that was given with them, or --weight-version."""
+    return json_response({"weight_version": context.model.weight_version})
+
+
+_version = BodyDecoder(WeightVersion)
+
+
+async def update_weight_version(context: ServingContext, request: web.Request) -> web.Response:
+    """Names the weights anew, in the answers that begin from now on; ``abort_all_requests`` (true) aborts the requests
+    that run."""
+    body = _version.decode(await request.read())
+    if body.abort_all_requests:
+        context.client.abort("")
+    context.model.weight_version = body.new_version
+    return json_response({"success": True, "message": f"The weights are called {body.new_version}.",
+                          "new_version": body.new_version})
+
+
+_logging = BodyDecoder(LoggingRequest, LOGGING_REFUSED)
+
+
+async def configure_logging(context: ServingContext, request: web.Request) -> web.Response:
+    """Changes --log-requests, --log-requests-level and --crash-dump-folder while the server runs."""
+    body, requests = _logging.decode(await request.read()), context.telemetry.request_log
+    level = next(each for each in (body.log_requests_level, requests.level, context.config.observe.log_requests_level)
+                 if each is not None)
+    enabled = requests.level is not None if body.log_requests is None else body.log_requests
+    try:
+        requests.configure(level if enabled else None, body.crash_dump_folder)
+    except ConfigError as error:
+        raise InvalidRequest(str(error), param="crash_dump_folder") from None
+    message = f"Requests are logged at level {level}." if enabled else "Requests are not logged."
+    return json_response({"success": True, "message": message})
 
 
 async def server_info(context: ServingContext, request: web.Request) -> web.Response:
@@ -109,6 +154,7 @@ async def server_info(context: ServingContext, request: web.Request) -> web.Resp
     info: dict[str, Any] = {}
     for section in dataclasses.fields(context.config):
         info.update(dataclasses.asdict(getattr(context.config, section.name)))
+    info["weight_version"] = context.model.weight_version
     info["api_key"] = info["admin_api_key"] = info["cluster_secret"] = None  # secrets
     info.update(version=__version__, status="ready" if context.status.is_ready else "not ready",
                 served_model_name=context.model.name, stream_continuation=True, paused=context.client.paused,
@@ -122,6 +168,22 @@ async def server_info(context: ServingContext, request: web.Request) -> web.Resp
         info["internal_states"] = [{name: value for name, value in msgspec.to_builtins(state).items()
                                     if name not in ("seq", "type", "model", "pair_key")} for state in states]
     return json_response(info)
+
+
+async def memory_pool_size(context: ServingContext, request: web.Request) -> web.Response:
+    """The tokens that the KV pool holds, a JSON number; 503 while the server starts."""
+    return json_response(_pool_tokens(context))
+
+
+async def max_total_num_tokens(context: ServingContext, request: web.Request) -> web.Response:
+    """The tokens that the KV pool holds, as an object; 503 while the server starts."""
+    return json_response({"max_total_num_tokens": _pool_tokens(context)})
+
+
+def _pool_tokens(context: ServingContext) -> int:
+    context.status.check_serving()
+    assert context.status.ready is not None
+    return context.status.ready.max_total_tokens
 
 
 async def load(context: ServingContext, request: web.Request) -> web.Response:

@@ -11,6 +11,7 @@ from ..protocol.prompts import output_limit, parse_prompts
 from ..protocol.sampling import sampling_params
 from ..respond import PlannedResponse, respond
 from .echo import Echo
+from .fill_in_the_middle import with_suffix
 from .formatter import CompletionFormatter
 from .schema import Completion, CompletionRequest, decode_completion
 
@@ -27,7 +28,7 @@ async def plan_completion(context: ServingContext, body: CompletionRequest, *, a
     """Checks and plans a text completion; parameters as of ``plan_chat``."""
     model, planner = context.model, context.planner
     model.check_name(body.model)
-    prompts = parse_prompts(body.prompt, "prompt")
+    prompts = with_suffix(body, parse_prompts(body.prompt, "prompt"), context.config.model.completion_template)
     ids = await planner.prompt_ids(prompts, "prompt")
     asked = grammar_field(body, body.response_format)
     samplings = []

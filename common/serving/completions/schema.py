@@ -21,6 +21,7 @@ class CompletionRequest(CommonFields, kw_only=True):
     logprobs: Int32 | None = None
     best_of: Int32 | None = None
     echo: bool | None = None
+    suffix: str | None = None
 
     @property
     def num_generated(self) -> int:

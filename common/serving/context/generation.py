@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
+import msgspec
 from msgspec import UNSET
 
 from ...api.errors import AbortRequested, ServingError
-from ...api.messages import Generate, LatencySpan, Logprobs, Output, OutputExtras, PromptUsage, Speculation
+from ...api.messages import Generate, LatencySpan, Logprobs, Output, OutputExtras, PromptUsage
 from ...engine_client.client import EngineClient
 from ...engine_client.output_stream import OutputStream
 from ...obs.metrics import ServerMetrics
@@ -19,6 +20,7 @@ from ...tokenizer.text_stream import TextStream
 from ...tokenizer.tokenizer import Tokenizer
 from ..protocol.logprobs import joined
 from ..protocol.usage import CompletionTokensDetails, Usage
+from .draft_counts import DraftCounts, Speculation
 from .request_log import RequestLog
 from .traces import Traces
 
@@ -43,7 +45,9 @@ class Delta:
 class Choice:
     """One generation as its outputs arrive: totals, and the delta since the last ``take_delta``."""
 
-    def __init__(self, index: int, request: Generate, text_stream: TextStream, metrics: ServerMetrics, arrived: float):
+    def __init__(self, index: int, request: Generate, text_stream: TextStream, metrics: ServerMetrics, arrived: float,
+                 drafts: DraftCounts | None = None):
+        """``drafts``: on a server that verifies drafts."""
         self.index = index
         self.rid = request.rid
         self.request = request
@@ -64,6 +68,7 @@ class Choice:
         self._new = Delta()
         self._text_stream = text_stream
         self._metrics = metrics
+        self._drafts = drafts
         self._last = 0.0
         self._usage = PromptUsage(0, 0)  # as the engine counts: continued output is part of the prompt
 
@@ -116,13 +121,18 @@ class Choice:
 
     def take(self, output: Output) -> None:
         """Adds one output of the engine; the last one sets ``finish``."""
-        _, token_ids, extras = output
+        _, token_ids, extras, num_drafts = output
+        finish = None if extras is None else extras.finish
+        if len(token_ids) > 1 and self._text_stream.may_match:
+            text, token_ids, extras = self._push_run(token_ids, extras)
+        else:
+            text = self._text_stream.push(token_ids, finish)
         self.num_output_tokens += len(token_ids)
         if extras is not None:
             self._take_extras(extras)
         self._measure(len(token_ids))
-        finish = None if extras is None else extras.finish
-        text = self._text_stream.push(token_ids, finish)
+        if num_drafts and self._drafts is not None:
+            self._drafts.add(num_drafts, len(token_ids))
         if text:
             self._texts.append(text)
             self._new.text += text
@@ -132,6 +142,20 @@ class Choice:
             self._finish(ChoiceFinish("stop", self._text_stream.matched))
         elif finish is not None:
             self._finish(ChoiceFinish(finish.reason, finish.matched))
+
+    def _push_run(self, token_ids: list[int],
+                  extras: OutputExtras | None) -> tuple[str, list[int], OutputExtras | None]:
+        """Detokenizes tokens of one step up to the one that ends the text by a stop string, as if each were of its own
+        step; returns the text, these tokens, and their part of ``extras``."""
+        finish = None if extras is None else extras.finish
+        texts, count = [], 0
+        for count, token_id in enumerate(token_ids, 1):
+            texts.append(self._text_stream.push([token_id], finish if count == len(token_ids) else None))
+            if self._text_stream.matched is not None:
+                break
+        if extras is not None and count < len(token_ids):
+            extras = _first_of_run(extras, count, len(token_ids))
+        return "".join(texts), token_ids[:count], extras
 
     def _take_extras(self, extras: OutputExtras) -> None:
         if (usage := extras.usage) is not None:
@@ -148,14 +172,7 @@ class Choice:
             self._count_prompt()
         if extras.hidden_states:
             self.hidden_states.append(extras.hidden_states)
-        if extras.speculation is not None:
-            self._take_speculation(extras.speculation)
         self.stages += extras.spans
-
-    def _take_speculation(self, speculation: Speculation) -> None:
-        self.speculation = speculation
-        if (calls := self._metrics.spec_verify_calls) is not None:
-            calls.inc(speculation.num_steps)
 
     def _measure(self, count: int) -> None:
         """Observes the latency of ``count`` new tokens."""
@@ -179,8 +196,12 @@ class Choice:
     def _finish(self, finish: ChoiceFinish) -> None:
         self.finish = finish
         self.latency = time.monotonic() - self.arrived
-        self._metrics.e2e.observe(self.latency)
+        self._metrics.observe_end(self.latency, self.num_prompt_tokens, self.num_output_tokens)
         self._metrics.count_outcome(finish.reason)
+        if self._drafts is not None:
+            self.speculation = self._drafts.report(self.num_output_tokens - self._num_continued)
+            if (calls := self._metrics.spec_verify_calls) is not None:
+                calls.inc(self.speculation.num_steps)
 
 
 class Generation:
@@ -188,17 +209,17 @@ class Generation:
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer, metrics: ServerMetrics, requests: Sequence[Generate],
                  arrived: float, continued: Sequence[int] = (), request_log: RequestLog | None = None,
-                 traces: Traces | None = None):
+                 traces: Traces | None = None, count_drafts: Callable[[], DraftCounts | None] = lambda: None):
         """``arrived``: the HTTP request's arrival, on the monotonic clock in seconds. ``continued``: output of the only
-        choice that another server answered."""
+        choice that another server answered. ``count_drafts`` makes the counts of a choice's drafts."""
         self._metrics = metrics
         self._request_log = request_log
         self._traces = traces
         self._requests = requests
         self._arrived = arrived
         self._stream: OutputStream = client.open(requests)
-        self.choices = [Choice(index, request, tokenizer.text_stream(request.sampling), metrics, arrived)
-                        for index, request in enumerate(requests)]
+        self.choices = [Choice(index, request, tokenizer.text_stream(request.sampling), metrics, arrived,
+                               count_drafts()) for index, request in enumerate(requests)]
         if continued:
             self.choices[0].resume_after(continued)
         self._by_rid = {choice.rid: choice for choice in self.choices}
@@ -272,6 +293,17 @@ class Generation:
             if choice.finish is not None and output.finish is None:
                 self._stream.abort(choice.rid)
         return list(updated.values())
+
+
+def _first_of_run(extras: OutputExtras, count: int, num_tokens: int) -> OutputExtras:
+    """Returns the report of the first ``count`` of a step's ``num_tokens`` tokens, which ends nothing."""
+    logprobs, states = extras.logprobs, extras.hidden_states
+    if logprobs is not None:
+        logprobs = Logprobs(logprobs.token_ids[:count], logprobs.values[:count], logprobs.top[:count],
+                            logprobs.of_ids[:count])
+    if states is not None:
+        states = states[:len(states) // num_tokens * count]
+    return msgspec.structs.replace(extras, logprobs=logprobs, hidden_states=states, finish=None)
 
 
 def refuse_aborted(reasons: Iterable[str | None]) -> None:

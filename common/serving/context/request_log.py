@@ -44,29 +44,38 @@ class RequestLog:
         """Raises ConfigError where the folder cannot be written: when the engine is dead it is too late to say so."""
         if dump_folder is not None:
             _check_folder(dump_folder)
-        self._level = level
+        self.level = level
         self._dump_folder = dump_folder
         self._entries: dict[str, _Entry] = {}
         self._ended: deque[tuple[float, _Entry]] = deque(maxlen=MAX_DUMPED_REQUESTS)
 
+    def configure(self, level: int | None, dump_folder: str | None) -> None:
+        """Changes the level, and the folder where one is given, for requests that begin or end from now on. Raises
+        ConfigError, with nothing changed, where the folder cannot be written."""
+        if dump_folder is not None:
+            folder = Path(dump_folder).expanduser()
+            _check_folder(folder)
+            self._dump_folder = folder
+        self.level = level
+
     @property
     def active(self) -> bool:
-        return self._level is not None or self._dump_folder is not None
+        return self.level is not None or self._dump_folder is not None
 
     def start(self, requests: Sequence[Generate]) -> None:
         for request in requests:
-            if self._level is not None:
+            if self.level is not None:
                 log.info("%s", _line("begin", request.rid, self._fields(request)))
             if self._dump_folder is not None:
                 self._entries[request.rid] = _Entry(time.time(), request)
 
     def end(self, rid: str, outcome: str, *, num_output_tokens: int, seconds: float, text: str) -> None:
         """``outcome``: a finish reason, an error's code, or ``disconnected``; ``seconds`` since the request arrived."""
-        if self._level is not None:
+        if self.level is not None:
             fields: dict[str, Any] = {"outcome": outcome, "output_tokens": num_output_tokens}
             fields["seconds"] = round(seconds, 4)
-            if self._level >= 2:
-                fields["text"] = text if self._level > 2 else text[:_MAX_LOGGED_CHARS]
+            if self.level >= 2:
+                fields["text"] = text if self.level > 2 else text[:_MAX_LOGGED_CHARS]
             log.info("%s", _line("end", rid, fields))
         entry = self._entries.pop(rid, None)
         if entry is not None:
@@ -94,10 +103,10 @@ class RequestLog:
 
     def _fields(self, request: Generate) -> dict[str, Any]:
         fields: dict[str, Any] = {"prompt_tokens": len(request.input_ids)}
-        if self._level and self._level >= 1:
+        if self.level and self.level >= 1:
             fields["sampling"] = request.sampling
-        if self._level and self._level >= 2:
-            fields["input_ids"] = request.input_ids if self._level > 2 else request.input_ids[:_MAX_LOGGED_CHARS]
+        if self.level and self.level >= 2:
+            fields["input_ids"] = request.input_ids if self.level > 2 else request.input_ids[:_MAX_LOGGED_CHARS]
         return fields
 
 

@@ -118,8 +118,11 @@ class RequestPlanner:
     async def _prepare_grammars(self, requests: Sequence[Generate], param: str | None) -> None:
         for spec in {request.sampling.grammar for request in requests} - {None}:
             assert spec is not None
-            ready = asyncio.ensure_future(self.grammars.prepare(spec, self._status.serving_tokenizer(),
-                                                                param or spec.kind, CLIENT.get()()))
+            tokenizer = self._status.serving_tokenizer()
+            if not tokenizer.has_texts:
+                raise InvalidRequest("This server was started with --skip-tokenizer-init: it cannot constrain texts, "
+                                     f"leave {param or spec.kind} out.", param=param or spec.kind)
+            ready = asyncio.ensure_future(self.grammars.prepare(spec, tokenizer, param or spec.kind, CLIENT.get()()))
             try:
                 with self._client.pending.track(requests) as aborted:
                     await asyncio.wait((ready, aborted), return_when=asyncio.FIRST_COMPLETED)

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from ...api.errors import InvalidRequest, NotFound
 from ...api.messages import Pooling
-from ...config.checkpoint import resolve_pooling
+from ...config.checkpoint import read_config, resolve_pooling
 from ...config.model import ModelSpec
 from ...config.server import ChatArgs, ServerConfig
 from ...parsers.reasoning import REASONING_FORMATS, ReasoningFormat
@@ -38,6 +38,7 @@ class ServedModel:
         self.spec = spec
         self.name = config.model_name
         self.weights_path = config.model.model_path
+        self.weight_version = config.model.weight_version
         self.tokenizer: Tokenizer | None = None
         self.chat_formats = ChatFormats(None, None)
         self._args = config.model
@@ -46,6 +47,12 @@ class ServedModel:
     def pooling(self) -> Pooling:
         """The pooling of a prompt's hidden states on an embedding server."""
         return resolve_pooling(self._args)
+
+    @cached_property
+    def labels(self) -> tuple[str, ...]:
+        """The names of a classifier's labels, those of transformers where config.json has none."""
+        names = (read_config(self._args) or {}).get("id2label") or {}
+        return tuple(str(names.get(str(label), f"LABEL_{label}")) for label in range(self.spec.num_labels))
 
     def check_name(self, name: str | None) -> None:
         """Raises NotFound for a model that this server does not serve."""

@@ -39,4 +39,5 @@ class ServingContext:
         """The generations of one HTTP request, observed by this server's telemetry; see Generation."""
         telemetry = self.telemetry
         return Generation(self.client, self.status.serving_tokenizer(), telemetry.metrics, requests, arrived, continued,
-                          telemetry.request_log if telemetry.request_log.active else None, telemetry.traces)
+                          telemetry.request_log if telemetry.request_log.active else None, telemetry.traces,
+                          telemetry.count_drafts)

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 
 from ...api.errors import ServingError
 from ...config.server import ServerConfig
+from ...obs.buckets import Buckets
 from ...obs.metrics import ServerMetrics
+from .draft_counts import DraftCounts
 from .request_log import RequestLog
 from .traces import Traces
 
@@ -17,12 +19,18 @@ class Telemetry:
 
     def __init__(self, config: ServerConfig):
         speculative = config.speculative
+        self._speculates = speculative.speculative_algorithm is not None and config.role.decodes
+        self._simulated = speculative.simulated_acceptance is not None
         self.metrics = ServerMetrics(
             config.model_name, config.mode, sglang_names=config.observe.sglang_metrics,
-            speculates=speculative.speculative_algorithm is not None and config.role.decodes,
-            simulated=speculative.simulated_acceptance is not None)
+            speculates=self._speculates, simulated=self._simulated,
+            buckets=Buckets.of_flags(config.observe))
         self.request_log = RequestLog(config.observe.log_level_of_requests, config.observe.dump_folder)
         self.traces: Traces | None = None
+
+    def count_drafts(self) -> DraftCounts | None:
+        """Returns new counts for a request; None on a server that verifies no drafts."""
+        return DraftCounts(simulated=self._simulated) if self._speculates else None
 
     @contextmanager
     def counting_refusals(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ from ..protocol.logprobs import LogprobOptions
 from ..protocol.prompts import Prompts, parse_prompts, too_long
 from ..web import json_response
 from .schema import (
+    Classification,
+    ClassifyAnswer,
     Embedding,
     EmbeddingAnswer,
     EmbeddingUsage,
@@ -33,11 +36,13 @@ from .schema import (
     RerankRequest,
     ScoreAnswer,
     ScoreRequest,
+    decode_classify,
     decode_embedding,
     decode_encode,
     decode_rerank,
     decode_score,
     encoded,
+    probabilities,
     truncated,
 )
 
@@ -76,11 +81,33 @@ async def encode(context: ServingContext, request: web.Request) -> web.Response:
 
 async def classify(context: ServingContext, request: web.Request) -> web.Response:
     """``/classify``: ``/encode`` of a classifier."""
+    _check_classifies(context)
+    return await encode(context, request)
+
+
+async def classify_by_name(context: ServingContext, request: web.Request) -> web.Response:
+    """``/v1/classify``: the most probable label of each text by its name, and the labels' probabilities."""
+    with context.telemetry.counting_refusals():
+        context.status.check_serving()
+        body = decode_classify(await request.read())
+        context.model.check_name(body.model)
+        _check_classifies(context)
+        prompts = parse_prompts(body.input, "input")
+    choices = await _pooled(context, prompts, "input", body.rid, body.priority)
+    labels = context.model.labels
+    found = [probabilities(vector_of(choice)) for choice in choices]
+    data = [Classification(choice.index, labels[int(probs.argmax())], probs.tolist(), len(probs))
+            for choice, probs in zip(choices, found)]
+    return json_response(ClassifyAnswer(f"classify-{uuid.uuid4().hex}", int(time.time()),
+                                        body.model or context.model.name, data, _usage(choices)))
+
+
+def _check_classifies(context: ServingContext) -> None:
+    """Raises InvalidRequest on a server whose model has no labels."""
     if context.model.spec.head != "classifier":
         architecture = context.model.spec.architecture
         raise InvalidRequest(f"{architecture} is no classifier; serve a ...ForSequenceClassification "
                              "checkpoint with --is-embedding.")
-    return await encode(context, request)
 
 
 async def rerank(context: ServingContext, request: web.Request) -> web.Response:
@@ -158,8 +185,9 @@ async def _score_by_classifier(context: ServingContext, body: RerankRequest) -> 
     pairs = await asyncio.to_thread(lambda: [tokenizer.encode_pair(body.query, one) for one in body.documents])
     choices = await _pooled(context, Prompts(ids=pairs), "documents")
     single = context.model.spec.num_labels == 1
-    scores = [float(vector_of(choice)[0]) for choice in choices]
-    return list(zip([1 / (1 + math.exp(-score)) if single else score for score in scores], choices))
+    vectors = [vector_of(choice) for choice in choices]
+    return [(float((probabilities(vector) if single else vector)[0]), choice)
+            for vector, choice in zip(vectors, choices)]
 
 
 # ---------------------------------------------------------------------- probabilities of next tokens

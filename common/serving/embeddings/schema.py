@@ -44,6 +44,15 @@ class EncodeRequest(msgspec.Struct, kw_only=True):
         return parse_prompts(self.input_ids or [], "input_ids")
 
 
+class ClassifyRequest(msgspec.Struct, kw_only=True):
+    """One text or several, or token ids, each of which gets a label."""
+
+    input: str | list[Any]
+    model: str | None = None
+    rid: str | list[str] | None = None
+    priority: Int32 | None = None
+
+
 class RerankRequest(msgspec.Struct, kw_only=True):
     query: str
     documents: list[str]
@@ -87,6 +96,24 @@ class EncodeAnswer(msgspec.Struct):
     meta_info: dict[str, Any]
 
 
+class Classification(msgspec.Struct):
+    """The most probable label of a text, and the probability of each label."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassifyAnswer(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    data: list[Classification]
+    usage: EmbeddingUsage
+    object: str = "list"
+
+
 class RankedDocument(msgspec.Struct, omit_defaults=True):
     score: float
     index: int
@@ -103,6 +130,7 @@ class ScoreAnswer(msgspec.Struct):
 
 decode_embedding = BodyDecoder(EmbeddingRequest, EMBEDDING).decode
 decode_encode = BodyDecoder(EncodeRequest, EMBEDDING).decode
+decode_classify = BodyDecoder(ClassifyRequest, EMBEDDING).decode
 decode_rerank = BodyDecoder(RerankRequest, EMBEDDING).decode
 decode_score = BodyDecoder(ScoreRequest, EMBEDDING).decode
 
@@ -126,3 +154,13 @@ def encoded(vector: Vector, encoding_format: str | None) -> list[float] | str:
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
     result: list[float] | str = vector.tolist()
     return result
+
+
+def probabilities(scores: Vector) -> Vector:
+    """The labels' probabilities: the softmax of their scores, of a single one its sigmoid."""
+    logits = scores.astype(np.float64)
+    if len(logits) == 1:
+        logits = np.append(logits, 0.0)
+    powers = np.exp(logits - logits.max())
+    shares: Vector = (powers / powers.sum())[:len(scores)]
+    return shares

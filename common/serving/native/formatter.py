@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...api.messages import Logprobs, Speculation
+from ...api.messages import Logprobs
+from ..context.draft_counts import Speculation
 from ..context.generation import Choice
 from ..context.sessions import SessionTurn
-from ..protocol.logprobs import TokenBytes, native_lists, native_logprobs
+from ..protocol.logprobs import TokenBytes, joined, native_lists, native_logprobs
 from .extras import state_lists
 from .schema import GenerateAnswer
 
@@ -16,7 +17,11 @@ from .schema import GenerateAnswer
 class GenerateFormatter:
     """Formats each choice's complete answer so far, as SGLang's clients expect; see ``respond.ResponseFormatter``."""
 
-    def __init__(self, token_bytes: TokenBytes | None, batched: bool, session: SessionTurn | None, hidden_size: int):
+    def __init__(self, token_bytes: TokenBytes | None, batched: bool, session: SessionTurn | None, hidden_size: int, *,
+                 weight_version: str = "default", stream_output: bool = False):
+        """``stream_output``: each event of a stream has the output since the one before, not that so far."""
+        self._weight_version = weight_version
+        self._stream_output = stream_output
         self._hidden_size = hidden_size
         self._session = session
         self._token_bytes = token_bytes
@@ -31,8 +36,12 @@ class GenerateFormatter:
         """Nothing to do: output that another server sent is part of every chunk."""
 
     def delta(self, choice: Choice) -> list[GenerateAnswer]:
-        choice.take_delta()
-        return [self._answer(choice, choice.index if self._batched else None)]
+        delta = choice.take_delta()
+        index = choice.index if self._batched else None
+        if not self._stream_output:
+            return [self._answer(choice, index)]
+        info = self._info(choice, choice.visible(joined(delta.logprobs)))
+        return [GenerateAnswer(delta.text, delta.token_ids, info, index)]
 
     def finish(self, choices: Sequence[Choice]) -> list[GenerateAnswer]:
         if self._session is not None:
@@ -40,14 +49,19 @@ class GenerateFormatter:
         return []
 
     def _answer(self, choice: Choice, index: int | None = None) -> GenerateAnswer:
-        info = _meta_info(choice, self._token_bytes)
+        return GenerateAnswer(choice.text, choice.token_ids, self._info(choice, choice.logprobs), index)
+
+    def _info(self, choice: Choice, logprobs: Logprobs | None) -> dict[str, Any]:
+        """``meta_info``, with the output's ``logprobs``."""
+        info = _meta_info(choice, logprobs, self._token_bytes)
+        info["weight_version"] = self._weight_version
         if choice.request.return_hidden_states and choice.finish is not None:  # a stream sends them once, with its end
             info["hidden_states"] = state_lists(b"".join(choice.hidden_states), choice.num_prompt_tokens,
                                                 self._hidden_size)
-        return GenerateAnswer(choice.text, choice.token_ids, info, index)
+        return info
 
 
-def _meta_info(choice: Choice, token_bytes: TokenBytes | None) -> dict[str, Any]:
+def _meta_info(choice: Choice, output: Logprobs | None, token_bytes: TokenBytes | None) -> dict[str, Any]:
     info: dict[str, Any] = {
         "id": choice.rid, "finish_reason": _finish_reason(choice), "prompt_tokens": choice.num_prompt_tokens,
         "completion_tokens": choice.num_output_tokens, "cached_tokens": choice.num_cached_tokens,
@@ -55,8 +69,8 @@ def _meta_info(choice: Choice, token_bytes: TokenBytes | None) -> dict[str, Any]
     if choice.finish is not None:
         info["e2e_latency"] = choice.latency
     if choice.speculation is not None:
-        info |= _speculation(choice.speculation, choice.num_output_tokens)
-    for side, logprobs in (("input", choice.prompt_logprobs), ("output", choice.logprobs)):
+        info |= _speculation(choice.speculation)
+    for side, logprobs in (("input", choice.prompt_logprobs), ("output", output)):
         if choice.request.return_logprob:
             logprobs = logprobs or Logprobs([], [])
             info[f"{side}_token_logprobs"] = native_logprobs(logprobs, token_bytes)
@@ -67,12 +81,12 @@ def _meta_info(choice: Choice, token_bytes: TokenBytes | None) -> dict[str, Any]
     return info
 
 
-def _speculation(counts: Speculation, num_output: int) -> dict[str, Any]:
+def _speculation(counts: Speculation) -> dict[str, Any]:
     """SGLang's fields; ``spec_acceptance_simulated`` is ours."""
     info = {
         "spec_verify_ct": counts.num_steps, "spec_draft_token_num": counts.num_drafts,
         "spec_accept_token_num": counts.num_accepted,
-        "spec_accept_length": num_output / counts.num_steps if counts.num_steps else 0.0,
+        "spec_accept_length": counts.accept_length,
         "spec_accept_rate": counts.num_accepted / counts.num_drafts if counts.num_drafts else 0.0,
         "spec_accept_histogram": counts.histogram}
     return info | {"spec_acceptance_simulated": True} if counts.simulated else info

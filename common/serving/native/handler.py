@@ -2,29 +2,88 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-from aiohttp import web
+import msgspec
+from aiohttp import http, web
 
 from ...api.errors import InvalidRequest
 from ...api.messages import Generate
 from ..context.request_planner import engine_requests
 from ..context.serving_context import ServingContext
 from ..context.sessions import SessionTurn
+from ..protocol.encoding import encode
 from ..protocol.namespaces import namespaces_of
 from ..protocol.prompts import output_limit
 from ..respond import PlannedResponse, respond
-from .extras import check_hidden_bytes, embedded_prompts
+from ..web import json_bytes
+from .extras import Embeddings, check_hidden_bytes, embedded_prompts
 from .formatter import GenerateFormatter
-from .schema import GenerateAnswer, GenerateRequest, NativeSampling, decode_generate, logprob_options
+from .schema import (
+    GenerateAnswer,
+    GenerateRequest,
+    NativeSampling,
+    decode_generate,
+    decode_vertex,
+    logprob_options,
+    preferred_sampling,
+)
 
 DEFAULT_TOKENS = 128  # SGLang's
+_FILE_TOKENS = 512  # SGLang's
 NativeRun = PlannedResponse[Any, GenerateAnswer]
 
 
 async def generate(context: ServingContext, request: web.Request) -> web.StreamResponse:
     """SGLang's native API for text and chat."""
     return await respond(context, request, decode_generate, plan_generate)
+
+
+async def generate_from_file(context: ServingContext, request: web.Request) -> web.StreamResponse:
+    """``/generate`` of ``input_embeds`` that are the JSON in a form's field ``file``: greedy, up to 512 tokens."""
+    async def read() -> GenerateRequest:
+        embeds = await _embeds_of_form(request)
+        longest = max(embedded_prompts(embeds, context.model.spec.hidden_size).counts)
+        limit = max(1, min(_FILE_TOKENS, context.planner.token_limit - longest))
+        return GenerateRequest(input_embeds=embeds, sampling_params=NativeSampling(
+            temperature=0.0, max_new_tokens=limit))
+
+    return json_bytes(encode(await _answer(context, read)))
+
+
+async def vertex_generate(context: ServingContext, request: web.Request) -> web.StreamResponse:
+    """``/generate`` as Vertex AI calls it: ``predictions`` of ``instances``, all with ``parameters``."""
+    async def read() -> GenerateRequest:
+        return decode_vertex(await request.read())
+
+    return json_bytes(encode({"predictions": await _answer(context, read)}))
+
+
+async def _answer(context: ServingContext, read: Callable[[], Awaitable[GenerateRequest]]) -> Any:
+    """The whole answer to the request that ``read`` gives; raises ServingError."""
+    arrived = time.monotonic()
+    with context.telemetry.counting_refusals():
+        context.status.check_serving()
+        run = await plan_generate(context, await read(), arrived=arrived)
+    return await run.full()
+
+
+async def _embeds_of_form(request: web.Request) -> Embeddings:
+    """Raises InvalidRequest."""
+    try:
+        file = (await request.post()).get("file")
+    except (ValueError, AssertionError, http.HttpProcessingError):  # aiohttp's, for a truncated or malformed form
+        raise InvalidRequest("The form is not valid multipart/form-data.") from None
+    if not isinstance(file, web.FileField):
+        raise InvalidRequest("Send input_embeds as a file of JSON, in the field file of multipart/form-data.",
+                             param="file")
+    try:
+        return msgspec.json.decode(file.file.read(), type=Embeddings)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"The file must hold input_embeds as JSON, rows of numbers: {error}.",
+                             param="file") from None
 
 
 async def plan_generate(context: ServingContext, body: GenerateRequest, *, arrived: float,
@@ -37,7 +96,9 @@ async def plan_generate(context: ServingContext, body: GenerateRequest, *, arriv
         requests[0].rid = body.continuation.id
     continued = await context.planner.resume(body.continuation, requests, None)
     token_bytes = context.status.serving_tokenizer().token_bytes if body.return_text_in_logprobs else None
-    answer = GenerateFormatter(token_bytes, batched, session, context.model.spec.hidden_size)
+    answer = GenerateFormatter(token_bytes, batched, session, context.model.spec.hidden_size,
+                               weight_version=context.model.weight_version,
+                               stream_output=context.config.answers.stream_output)
     return NativeRun(context, requests, answer, arrived=arrived, continued=continued)
 
 
@@ -46,6 +107,9 @@ async def _plan(context: ServingContext, body: GenerateRequest) -> tuple[list[Ge
     ids, embeds, batched = await _prompts(context, body)
     session = _session_request(context, body, ids)
     given = body.samplings(len(ids))
+    if (preferred := context.config.answers.preferred_sampling_params) is not None:
+        for sampling in given:
+            sampling.fill(preferred_sampling(preferred))
     counts = {sampling.n or 1 for sampling in given}
     if len(counts) > 1:
         raise InvalidRequest("sampling_params must ask for the same n everywhere.", param="sampling_params.n")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import msgspec
 
-from ...api.errors import InvalidRequest
+from ...api.errors import ConfigError, InvalidRequest
 from ...api.messages import CustomProcessor
 from ...api.sampling import SamplingParams
 from ...api.token_ids import check_ids
 from ...api.wire import Float32, Int32, Int64
+from ...config.rules import json_object
 from ..context.sessions import SessionParams
 from ..protocol.bootstrap import BootstrapFields
 from ..protocol.continuation import Continuation
@@ -55,6 +57,12 @@ class NativeSampling(msgspec.Struct, kw_only=True):
     # refused (see unsupported_fields.SAMPLING)
     beam_width: Any = None
     stream_interval: Any = None
+
+    def fill(self, preferred: NativeSampling) -> None:
+        """Sets the parameters that the request leaves out to ``preferred`` ones."""
+        for name in self.__struct_fields__:
+            if getattr(self, name) is None:
+                setattr(self, name, getattr(preferred, name))
 
     def params(self, default_tokens: int, vocab_size: int) -> SamplingParams:
         """Validated sampling parameters; ``default_tokens`` is the output's length where none is requested."""
@@ -109,7 +117,28 @@ class GenerateRequest(BootstrapFields, kw_only=True):
         return per_prompt("return_hidden_states", self.return_hidden_states or False, num_prompts)
 
 
+class VertexRequest(msgspec.Struct):
+    """``instances`` have one of ``text``, ``input_ids`` and ``input_embeds`` each, the same one; ``parameters`` are
+    further fields of ``/generate``."""
+
+    instances: list[dict[str, Any]]
+    parameters: dict[str, Any] = {}
+
+
 _decoder = BodyDecoder(GenerateRequest, GENERATE)
+_vertex_decoder = BodyDecoder(VertexRequest)
+
+
+@functools.cache
+def preferred_sampling(text: str) -> NativeSampling:
+    """Reads --preferred-sampling-params; raises ConfigError."""
+    given = json_object("--preferred-sampling-params", text)
+    if unknown := given.keys() - (set(NativeSampling.__struct_fields__) - {"n", *SAMPLING}):
+        raise ConfigError(f"--preferred-sampling-params has {min(unknown)}, which no server sets for requests.")
+    try:
+        return msgspec.convert(given, NativeSampling)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--preferred-sampling-params: {error}.") from None
 
 
 def decode_generate(body: bytes) -> GenerateRequest:
@@ -122,6 +151,19 @@ def decode_generate(body: bytes) -> GenerateRequest:
     for sampling in given if isinstance(given, list) else [given or NativeSampling()]:
         check_range("n", sampling.n, 1, MAX_CHOICES)
     return request
+
+
+def decode_vertex(body: bytes) -> GenerateRequest:
+    """Raises InvalidRequest."""
+    given = _vertex_decoder.decode(body)
+    if not given.instances:
+        raise InvalidRequest("instances is empty; send at least one.", param="instances")
+    if given.parameters.get("stream"):
+        raise InvalidRequest("Predictions come as a whole; leave stream out, or use /generate.",
+                             param="parameters.stream")
+    name = next((name for name in ("text", "input_ids", "input_embeds") if name in given.instances[0]), "text")
+    return decode_generate(msgspec.json.encode({
+        **given.parameters, name: [instance.get(name) for instance in given.instances]}))
 
 
 def logprob_options(request: GenerateRequest, prompt_lengths: list[int], vocab_size: int) -> list[LogprobOptions]:

@@ -66,7 +66,7 @@ CHAT: Table = {
     "modalities": Refused("this model writes text only", (["text"],)), "audio": _TEXT_ONLY,
     "web_search_options": Refused("this server runs no tools"),
 }
-COMPLETION: Table = {**_OPENAI, "suffix": _PLAIN}
+COMPLETION = _OPENAI
 RESPONSE: Table = {
     **{name: refused for name, refused in _OPENAI.items() if name != "truncation"},
     "conversation": _PLAIN, "background": _PLAIN, "prompt": _PLAIN, "truncation": Refused(harmless=("disabled",)),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,16 @@ from ...attention.base import AttentionPlanner
 from ...attention.mla.select import select_latent_attention
 from ...attention.select import select_attention
 from ...config.checkpoint import read_json, resolve_metadata
-from ...config.draft_model import draft_args, naming_draft
+from ...config.draft_model import draft_args, flat_config, naming_draft
 from ...config.model import ModelSpec
 from ...config.server import ModelArgs, ServerConfig
 from ...distributed.parallel import Parallel
 from ...kvcache.layout import KVLayout
 from ...kvcache.pool import KVPool
+from ...models.drafts.network import DraftHead
 from ...models.registry import load_model_spec
 from ...weights.kv_scales import KV_DTYPES
+from ...weights.lazy import LazyTensor, WithRows
 from ...weights.loader import TensorParts
 from ...weights.slots import Allocate, allocator
 from ...weights.source import open_weights
@@ -32,11 +35,13 @@ from ..base import DraftContext
 
 @dataclass(frozen=True)
 class DraftCheckpoint:
-    """A checkpoint of ``args``, whose config.json has ``values``. ``spec`` has the model's context length."""
+    """A checkpoint of ``args``, whose config.json has ``values``. ``spec`` has the model's context length and number of
+    tokens; the checkpoint's own ``vocab_size`` may differ by padding, which ``parts`` evens out."""
 
     args: ModelArgs
     values: dict[str, Any]
     spec: ModelSpec
+    vocab_size: int
 
     @classmethod
     def of_flags(cls, context: DraftContext) -> DraftCheckpoint:
@@ -44,17 +49,18 @@ class DraftCheckpoint:
         model's, or where the ranks cannot split it or the device not compute it."""
         args = draft_args(context.config)
         with naming_draft():
-            values = read_json(resolve_metadata(args) / "config.json") or {}
+            values = flat_config(read_json(resolve_metadata(args) / "config.json") or {})
             spec = load_model_spec(args, draft=True)
             spec.check_tp(context.parallel.attn_tp.size)
             if spec.quantization is not None:
                 spec.quantization.check_device(context.dtype, context.device)
         model = context.spec
-        if spec.vocab_size != model.vocab_size:
+        if min(spec.vocab_size, model.vocab_size) < _num_tokens(context.config, max(spec.vocab_size, model.vocab_size)):
             raise ConfigError(f"The draft model {args.model_path} has a vocabulary of {spec.vocab_size} tokens, and "
                               f"{context.config.model.model_path} one of {model.vocab_size}: use a draft model of the "
                               "same tokenizer.")
-        return cls(args, values, dataclasses.replace(spec, context_length=model.context_length))
+        changed = dataclasses.replace(spec, context_length=model.context_length, vocab_size=model.vocab_size)
+        return cls(args, values, changed, spec.vocab_size)
 
     def check_hidden_size(self, context: DraftContext, size: int) -> None:
         """Raises ConfigError where the model's hidden size is not ``size``, for which the draft model was made."""
@@ -62,6 +68,17 @@ class DraftCheckpoint:
             raise ConfigError(f"The draft model {self.args.model_path} is for a model of hidden size {size}, and "
                               f"{context.config.model.model_path} has {context.spec.hidden_size}: use a draft model "
                               "that was trained for it.")
+
+    def parts(self, parts: TensorParts | None) -> TensorParts | None:
+        """Returns the ``parts`` of its tensors, of which tables of its own vocabulary have a row for each of the
+        model's tokens: further ones are left out, missing ones zeros."""
+        return parts if self.vocab_size == self.spec.vocab_size else partial(_even_tables, self, parts)
+
+    def narrowed(self, head: DraftHead) -> DraftHead:
+        """Returns a head without the columns of the model's tokens that the checkpoint lacks."""
+        if head.token_ids is not None or self.vocab_size >= head.table.vocab_size:
+            return head
+        return DraftHead(head.table.first(self.vocab_size))
 
     def tensor_names(self, parts: TensorParts | None) -> set[str]:
         """Returns the names of the checkpoint's tensors, as ``parts`` give them; none of dummy weights."""
@@ -73,6 +90,22 @@ class DraftCheckpoint:
     @property
     def is_dummy(self) -> bool:
         return self.args.load_format == "dummy"
+
+
+def _even_tables(checkpoint: DraftCheckpoint, parts: TensorParts | None, name: str,
+                 tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]]:
+    """Gives tables of ``checkpoint``'s vocabulary the model's number of rows; see DraftCheckpoint.parts."""
+    for own, part in ((name, tensor),) if parts is None else parts(name, tensor):
+        is_table = own.endswith(("embed_tokens.weight", "lm_head.weight"))
+        if is_table and part.get_shape()[0] == checkpoint.vocab_size:
+            part = WithRows(part, checkpoint.spec.vocab_size)
+        yield own, part
+
+
+def _num_tokens(config: ServerConfig, default: int) -> int:
+    """Returns how many tokens the model's tokenizer.json has; ``default`` without one."""
+    vocabulary = _vocabulary(resolve_metadata(config.model))
+    return max(vocabulary.values()) + 1 if vocabulary else default
 
 
 def local_parallel(parallel: Parallel) -> Parallel:

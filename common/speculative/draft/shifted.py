@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ....kernels.rowwise.gather_rows import gather_rows
 from ...api.drafts import Drafts
 from ...attention.base import AttentionPlanner
 from ...attention.workspace import AttentionWorkspace
@@ -23,7 +24,7 @@ from ...kvcache.layout import KVLayout
 from ...kvcache.pool import KVPool
 from ...models.drafts.network import DraftHead, DraftNetwork
 from ...weights.slots import Slot
-from ..base import DraftContext, Drafter, DraftStep, Features
+from ..base import ChainStep, DraftContext, Drafter, DraftStep, Features
 from .chains import Chains, StepRows
 from .checkpoint import draft_attention
 from .pages import DraftPages
@@ -147,6 +148,42 @@ class ShiftedDrafter:
             states = self._network(layer, drafts, hidden,
                                    StepContext(batch, self._attention.plan(batch, self._workspace)))
             drafts, hidden = chains.sample(self._logits(states.output), current), states.hidden
+
+    @torch.inference_mode()
+    def draft_chains(self, step: ChainStep) -> None:
+        """Drafts as many tokens as ``step`` asks for, of all requests; see ChainDrafter."""
+        ids, hidden = self._extend_chains(step)
+        depth = self._network.depth
+        for draft in range(depth, step.num_drafts):
+            batch = step.batches.of_pass(step.accepted.passes, draft - depth, ids)
+            states = self._network(depth - 1, ids, hidden, self._context(batch, step.max_length))
+            hidden = states.hidden
+            ids = step.sample(self._logits(states.output), draft, self._head.token_ids)
+
+    def _extend_chains(self, step: ChainStep) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes all rows by every layer; returns the last draft [B] and hidden states [B, hidden] of the last layer.
+
+        Void rows read samples that may be of no use: what is stored at their positions is overwritten by the next step
+        before a row reads it, as it begins at the newest token.
+        """
+        assert step.features is not None
+        accepted, last = step.accepted, self._network.depth - 1
+        batch = step.batches.of_last_rows(step.placed.rows, accepted.last_rows, accepted.kv_last_page_len)
+        context = self._context(batch, step.max_length)
+        hidden, ids = self._network.combine(step.features), accepted.next_ids
+        for layer in range(last + 1):
+            trims = layer == last and context.attention.attends_last_tokens
+            states = self._network(layer, ids, hidden, context, trims)
+            output, hidden = states.output, states.hidden
+            if not trims:
+                output = gather_rows(output, accepted.last_rows)
+            newest = step.sample(self._logits(output), layer, self._head.token_ids)
+            if layer < last:  # the next one reads what follows these tokens: the draft, after the last of them
+                ids = ids.roll(-1).scatter_(0, accepted.last_rows, newest)
+        return newest, hidden if trims else gather_rows(hidden, accepted.last_rows)
+
+    def _context(self, batch: ForwardBatch, max_length: int) -> StepContext:
+        return StepContext(batch, self._attention.plan(batch, self._workspace, max_length=max_length))
 
     def _logits(self, output: torch.Tensor) -> torch.Tensor:
         return self._head.table.logits(output)

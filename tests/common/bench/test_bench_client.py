@@ -297,6 +297,10 @@ def test_bodies_of_each_api():
     body = APIS["openai-chat"].body(RequestOptions("m", stream=False), SAID, Prompt(1, text="now"), 9)
     assert [message["role"] for message in body["messages"]] == ["user", "assistant", "user"]
     assert body["max_completion_tokens"] == 9 and not body["stream"] and "stream_options" not in body
+    asking = RequestOptions(logprobs=True)
+    for name, field, value in (("sglang", "return_logprob", True), ("vllm", "logprobs", 1),
+                               ("vllm-chat", "logprobs", True)):
+        assert APIS[name].body(asking, (), Prompt(1, text="now"), 9)[field] is value
     for name, said in (("openai", with_ids), ("openai-chat", ())):
         with pytest.raises(ConfigError, match="--tokenize-prompt"):
             APIS[name].body(RequestOptions(), said, Prompt(1, ids=[4]), 9)

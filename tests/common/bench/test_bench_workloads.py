@@ -10,7 +10,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from baton.common.api.errors import ConfigError
+from baton.common.api.errors import ConfigError, InvalidRequest
 from baton.common.bench.client.answer import Failure
 from baton.common.bench.client.load import Load
 from baton.common.bench.report.figures import figures
@@ -143,6 +143,43 @@ def test_sharegpt_asks_first_questions_for_answers_as_long(tmp_path, text, token
     assert any("France" in tokenizer.decode(prompt.ids, skip_special_tokens=False) for prompt in prompts(drawn))
 
 
+def test_questions_get_a_suffix_and_the_chat_template(tmp_path, text, tokenizer):
+    path = write(tmp_path / "file.json", [talk("What is the capital of France?", "Paris, of course.")])
+    args = DatasetArgs(dataset_name="sharegpt", dataset_path=path, prompt_suffix=" Be brief.", apply_chat_template=True)
+    ((asked,), (sent,)) = (prompts(make_workload(args, Vocabulary(text.size, tokenizer, as_ids=as_ids)))
+                           for as_ids in (False, True))
+    chat = tokenizer.render_chat([{"role": "user", "content": "What is the capital of France? Be brief."}], tools=None,
+                                 continue_final_message=False, options={})
+    assert asked.text == chat and tokenizer.decode(sent.ids, skip_special_tokens=False) == chat
+
+
+class Chats:
+    """A tokenizer that puts a token before each text, as its template does; or has no template."""
+
+    special_ids = frozenset((0,))
+
+    def __init__(self, template=True):
+        self._template = template
+
+    def encode(self, text, *, add_special_tokens=True):
+        return [0] * add_special_tokens + [1] * len(text)
+
+    def decode(self, ids, *, skip_special_tokens):
+        return "".join("<s>" if i == 0 else "x" for i in ids)
+
+    def render_chat(self, messages, *, tools, continue_final_message, options):
+        if not self._template:
+            raise InvalidRequest("The model has no chat template.")
+        return f"<s>[{messages[0]['content']}]"
+
+
+def test_a_chat_begins_with_the_first_token_once():
+    assert Vocabulary(9, Chats(), as_ids=False).chat("Hi") == "[Hi]"
+    assert Vocabulary(9, Chats(), as_ids=True).chat("Hi") == "<s>[Hi]"
+    with pytest.raises(ConfigError, match="--apply-chat-template: The model has no chat template"):
+        Vocabulary(9, Chats(template=False), as_ids=False).chat("Hi")
+
+
 @pytest.mark.parametrize("content, words", [
     ("{", "no ShareGPT file"), ('[{"conversations": [{"from": "human"}]}]', "no ShareGPT file"), ("[3]", "no ShareGPT"),
     ("[]", "no question"), (None, "Cannot read")])
@@ -184,6 +221,20 @@ def test_equal_hashes_of_a_trace_are_equal_blocks(tmp_path, ids):
     assert len(first_two) == 2
 
 
+def test_a_workload_names_its_file_and_rounds_make_chats(tmp_path, ids):
+    for name, output_len in (("conversation", 11), ("toolagent", 22)):
+        line = {"timestamp": 0, "input_length": 10, "output_length": output_len}
+        (tmp_path / f"{name}_trace.jsonl").write_text(json.dumps(line))
+    for workload, output_len in (("conversation", 11), ("agent", 22)):
+        args = DatasetArgs(dataset_name="mooncake", dataset_path=str(tmp_path), mooncake_workload=workload,
+                           mooncake_num_rounds=3)
+        (chat,) = make_workload(args, ids)
+        assert [turn.output_len for turn in chat.turns] == [output_len] * 3 and chat.at == 0.0
+        assert len({tuple(turn.prompt.ids) for turn in chat.turns}) == 1 and num_requests([chat]) == 3
+    with pytest.raises(ConfigError, match="synthetic_trace.jsonl: No such file"):
+        DatasetArgs(dataset_name="mooncake", dataset_path=str(tmp_path), mooncake_workload="synthetic")
+
+
 @pytest.mark.parametrize("line, words", [
     ({"timestamp": 1, "input_length": 0, "output_length": 1}, "Line 2"), ({"timestamp": 1}, "input_length")])
 def test_lines_of_a_trace_that_are_none_are_sentences(tmp_path, ids, line, words):
@@ -194,6 +245,9 @@ def test_lines_of_a_trace_that_are_none_are_sentences(tmp_path, ids, line, words
 
 @pytest.mark.parametrize("fields, words", [
     ({"num_prompts": 0}, "--num-prompts"), ({"random_range_ratio": 1.5}, "--random-range-ratio"),
+    ({"apply_chat_template": True}, "--apply-chat-template"), ({"prompt_suffix": "?"}, "sharegpt"),
+    ({"mooncake_num_rounds": 2}, "mooncake"), ({"mooncake_num_rounds": 0}, "--mooncake-num-rounds"),
+    ({"dataset_name": "trace", "mooncake_workload": "agent", "dataset_path": "/nowhere"}, "folder"),
     ({"dataset_name": "trace"}, "--dataset-path"), ({"trace_scale": -1.0}, "--trace-scale"),
     ({"dataset_name": "sharegpt", "dataset_path": "/nowhere"}, "Cannot read --dataset-path /nowhere: No such file")])
 def test_arguments_that_make_no_sense_are_sentences(fields, words):

@@ -28,6 +28,12 @@ class Runner:
         self.parts.take(10)
         return "logits"
 
+    def verify_chains(self):
+        self.parts.take(20)
+
+    def draft_chains(self):
+        self.parts.take(5)
+
 
 class Drafter:
     def __init__(self, parts):
@@ -41,7 +47,12 @@ class Executor:
     def __init__(self, parts):
         self.parts = parts
 
-    def launch(self):
+    def launch(self, *, captured=False):
+        if captured:
+            self.parts.runner.verify_chains()
+            self.parts.take(0.5)
+            self.parts.runner.draft_chains()
+            return "launched"
         found = self.parts.runner.step()
         self.parts.take(0.5)
         return found
@@ -68,3 +79,11 @@ def test_parts_add_up_to_the_step(on_device, draft):
     waits = 1  # for the device, at the end of each part
     assert timer.seconds == {"draft": 2 * (draft + waits), "verify": 2 * (10 + waits), "accept": 2 * (0.5 + waits)}
     assert "step" not in vars(parts.runner) and "launch" not in vars(parts.executor)
+
+
+def test_parts_of_captured_steps():
+    parts = Parts(on_device=True)
+    timer = DraftTimer(lambda: parts.take(1), lambda: parts.now)
+    with timer.timing(parts.runner, parts.executor, parts.drafting):
+        assert parts.executor.launch(captured=True) == "launched"
+    assert timer.seconds == {"draft": 5 + 1, "verify": 20 + 1, "accept": 0.5 + 1}

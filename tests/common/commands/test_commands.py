@@ -68,7 +68,8 @@ def test_each_endpoint_is_a_method_of_the_engine():
         assert method.__doc__ and method.__doc__ == endpoint.serve.__doc__
         assert list(inspect.signature(method).parameters) == ["self", *(each.name for each in endpoint.parameters)]
     assert str(signature_of(next(each for each in own_endpoints() if each.name == "update_weights_from_disk"))) == (
-        "(self, model_path: 'str', revision: 'str | None' = None, abort_all_requests: 'bool | None' = None) -> 'str'")
+        "(self, model_path: 'str', revision: 'str | None' = None, abort_all_requests: 'bool | None' = None, "
+        "weight_version: 'str | None' = None) -> 'str'")
 
 
 def test_each_endpoint_is_a_broadcast_of_the_router():

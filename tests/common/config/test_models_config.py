@@ -194,6 +194,28 @@ def test_hub_failure_is_one_sentence(monkeypatch):
         resolve_checkpoint(ModelArgs(model_path="org/name"))
 
 
+def test_downloads_go_where_the_flag_says(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download",
+                        lambda name, **options: asked.append(options["cache_dir"]) or str(tmp_path))
+    for folder in (None, str(tmp_path)):
+        assert resolve_checkpoint(ModelArgs(model_path="org/name", download_dir=folder)) == tmp_path
+        assert {*asked} == {folder}
+        asked.clear()
+
+
+def test_values_of_the_configuration_are_overridden(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    given = load_model_spec(ModelArgs(model_path=str(tmp_path)))
+    changed = load_model_spec(ModelArgs(model_path=str(tmp_path), json_model_override_args='{"num_hidden_layers": 1}'))
+    assert changed.num_layers == 1 < given.num_layers and changed.vocab_size == given.vocab_size
+    for text, sentence in (("{", "must be a JSON object: "), ("[1]", "must be a JSON object, not \\[1\\]")):
+        with pytest.raises(ConfigError, match="^--json-model-override-args " + sentence):
+            ModelArgs(model_path="m", json_model_override_args=text)
+
+
 def test_the_front_reads_a_specification_without_torch(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     code = ("import sys; from baton.common.models.registry import load_model_spec as load; "

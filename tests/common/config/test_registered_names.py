@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from baton.common.api.errors import ConfigError
+from baton.common.bench.eval_args import BenchEval
+from baton.common.bench.exams.exam import EXAMS
 from baton.common.bench.serving_args import BenchServing
 from baton.common.bench.workloads.dataset_args import DATASETS
 from baton.common.commands.registry import COMMANDS
@@ -36,12 +38,11 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
     "common/attention": (ATTENTION_BACKENDS, {
         "base", "fixed_tiles", "invariant_torch_backend", "invariant_triton_backend", "select", "per_layer_backend",
         "prefill_decode_backend", "workspace"}),
-    "common/attention/mla": (LATENT_BACKENDS, {
-        "base", "invariant_torch_backend", "invariant_triton_backend", "select"}),
+    "common/attention/mla": (LATENT_BACKENDS, {"base", "invariant_torch_backend", "select"}),
     "common/commands": (COMMANDS, {"base", "methods", "registry"}),
     "common/sampling": (SAMPLING_BACKENDS, {
-        "builtin_processors", "draft_sampler", "gumbel_noise", "loose_acceptance", "sampled_tokens", "sampler",
-        "sampling_backend"}),
+        "builtin_processors", "chain_draft_sampling", "draft_sampler", "gumbel_noise", "loose_acceptance",
+        "sampled_tokens", "sampler", "sampling_backend"}),
     "common/sampling/extras": (EXTRAS, set()),
     "common/speculative": (SPECULATIVE_ALGORITHMS, {
         "base", "draft_length", "draft_tree", "ngram_index", "ngram_tree", "simulated", "verify"}),
@@ -55,6 +56,7 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
     "common/parsers/reasoning": (REASONING_FORMATS, {"format", "grammar", "parser", "registry"}),
     "common/bench/workloads": (DATASETS, {
         "arrivals", "dataset_args", "datasets", "own_workload", "vocabulary", "workload"}),
+    "common/bench/exams": (EXAMS, {"exam", "files", "numbers", "prompts"}),
     "common/quantization": (QUANTIZATIONS, {
         "experts", "float8", "fp8_block", "fp8_per_channel", "methods", "mxfp4_experts", "shards"}),
     "common/models": (MODELS, {"registry"}),
@@ -75,6 +77,7 @@ FLAGS = {
     "tool_call_parser": {"auto", "none", *TOOL_FORMATS},
     "reasoning_parser": {"none", *REASONING_FORMATS},
     "dataset_name": {*DATASETS},
+    "task": {*EXAMS},
     "disaggregation_mode": {*ROLES},
     "schedule_policy": {*SCHEDULE_POLICIES},
     "speculative_algorithm": {*SPECULATIVE_ALGORITHMS},
@@ -85,7 +88,7 @@ FLAGS = {
 """Flags that take registered names, and the values that ``--help`` shows."""
 
 
-COMMANDS = (RouterConfig, ServerConfig, BenchServing)
+COMMANDS = (RouterConfig, ServerConfig, BenchServing, BenchEval)
 
 
 @pytest.mark.parametrize("folder", FILES)

@@ -10,7 +10,7 @@ import pytest
 
 from baton.common.api.errors import ConfigError
 from baton.common.config.cli import build
-from baton.common.config.rules import Rule, at_least, check_own_rules, check_rules, rules_of
+from baton.common.config.rules import Rule, at_least, check_own_rules, check_rules, json_object, rules_of
 from baton.common.config.server import ServerConfig
 from baton.router.config import RouterConfig
 
@@ -158,3 +158,10 @@ def test_ranges():
     at_least(Lamp(), 5, "watts")
     with pytest.raises(ConfigError, match="^--watts must be 6 or more, not 5.$"):
         at_least(Lamp(), 6, "watts")
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "7"])
+def test_a_value_that_is_no_json_object_is_refused(text):
+    assert json_object("--lamp", '{"watts": 5}') == {"watts": 5}
+    with pytest.raises(ConfigError, match="^--lamp must be a JSON object"):
+        json_object("--lamp", text)

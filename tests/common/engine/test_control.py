@@ -5,17 +5,25 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+from types import SimpleNamespace
+from unittest.mock import Mock
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from baton.common.api import messages
 from baton.common.api.errors import Conflict, InvalidRequest, WorkerUnavailable
+from baton.common.api.sampling import SamplingParams
+from baton.common.commands import freeze_gc
 from baton.common.commands.flush_cache import FlushCache
 from baton.common.commands.limits import SchedulerLimits
 from baton.common.commands.memory import ReleaseMemory, ResumeMemory
 from baton.common.commands.profile import StartProfile, StopProfile
+from baton.common.commands.slow_down import SlowDown
 from baton.common.commands.update_weights import UpdateWeights
+from baton.common.engine import loop
 from baton.common.engine.control import Control
 from baton.common.tinychat import CHECKPOINT
 from baton.tests.helpers.hand_driven import Engine, tokens_of
@@ -119,6 +127,34 @@ def test_limits(engine, control):
     for wrong in (SchedulerLimits(max_running_requests=65), SchedulerLimits(schedule_policy="best")):
         with pytest.raises(InvalidRequest):
             control.execute(wrong, idle=True)
+
+
+def test_steps_are_slowed_down_and_no_longer(engine, control, monkeypatch):
+    """By the loop, after each step that ran a batch."""
+    slept = []
+    monkeypatch.setattr(loop.time, "sleep", slept.append)
+
+    def tick(*given):
+        return SimpleNamespace(now=0.0, messages=given)
+
+    def slow_down(seconds):
+        return tick(messages.Control(1, "slow_down", msgspec.Raw(msgspec.msgpack.encode(SlowDown(seconds)))))
+
+    ticks = iter([slow_down(0.25), tick(messages.Generate("a", PROMPT, SamplingParams(max_new_tokens=4))), tick(),
+                  slow_down(0.0), tick(), tick(messages.Shutdown())])
+    said = []
+    loop.EngineLoop(SimpleNamespace(next=lambda wait: next(ticks)), engine.tracker, engine.scheduler, engine.cache,
+                    control, said.append).run()
+    assert slept == [0.25, 0.25]
+    assert [message.message for message in said if isinstance(message, messages.Done)] == [
+        "Each step is followed by 0.25 s of sleep.", "Steps are not delayed."]
+
+
+def test_the_garbage_collector_is_frozen_by_a_command(control, monkeypatch):
+    freeze = Mock()
+    monkeypatch.setattr(freeze_gc, "freeze_collector", freeze)
+    assert control.execute(freeze_gc.FreezeGC(), idle=False) == "The garbage collectors are frozen."
+    freeze.assert_called_once_with()
 
 
 def test_a_command_that_a_rank_does_not_know_is_refused(control):

@@ -44,3 +44,44 @@ def test_tables_that_do_not_cover_a_position_are_noticed():
     cache = KVCacheManager(9, PAGE)
     with pytest.raises(AssertionError, match="do not cover"):
         PageColumns([cache.new_private_table()], PAGE).slots(np.array([5]))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_padded_pages_have_the_scratch_page_where_a_request_has_none(seed):
+    rng = np.random.default_rng(seed)
+    cache, scratch = KVCacheManager(400, PAGE), 400
+    tables = [cache.new_private_table() for _ in range(6)]
+    columns = PageColumns(tables, PAGE)
+    most = np.zeros(6, np.int64)
+    lists = {}
+    for _ in range(60):
+        for row in np.flatnonzero(rng.random(6) < 0.3).tolist():
+            if rng.random() < 0.6:
+                assert columns.append_pages(cache, [row])
+            if rng.random() < 0.4:
+                assert cache.allocate_slots(tables[row], (tables[row].count + int(rng.integers(0, 3))) * PAGE)
+                columns.update_capacity(row)
+        tokens = np.maximum(1, columns.capacities + rng.integers(-9, 4 + 5 * (rng.random() < 0.2), 6))
+        indptr, indices, version = columns.padded(tokens, scratch)
+        most = np.maximum(most, -(-tokens // PAGE))
+        for row, table in enumerate(tables):
+            listed = indices[indptr[row]:indptr[row + 1]].tolist()
+            assert len(listed) >= max(most[row], table.count)
+            assert listed == table.ids.tolist() + [scratch] * (len(listed) - table.count)
+        assert lists.setdefault(version, (indptr.tobytes(), indices.tobytes())) == (indptr.tobytes(), indices.tobytes())
+        if rng.random() < 0.1:
+            rows = np.flatnonzero(rng.random(6) < 0.8)
+            joining = [cache.new_private_table() for _ in range(6 - len(rows))]
+            columns, tables = columns.select(rows, joining), [tables[row] for row in rows.tolist()] + joining
+            most = np.zeros(6, np.int64)
+    assert len(lists) > 20
+
+
+def test_a_page_that_was_appended_in_advance_is_not_taken_for_the_next_one():
+    cache = KVCacheManager(9, PAGE)
+    tables = [cache.new_private_table()]
+    columns = PageColumns(tables, PAGE)
+    assert columns.append_pages(cache, [0]) and columns.slots(np.array([3])).page_of_token.tolist() == [0]
+    for _ in range(2):
+        assert columns.append_pages(cache, [0])
+    assert columns.slots(np.array([4])).page_of_token.tolist() == [tables[0].ids[1]]

@@ -12,6 +12,7 @@ import time
 import msgspec
 import pytest
 
+from baton.common.api.errors import ConfigError
 from baton.common.api.messages import Generate
 from baton.common.api.sampling import SamplingParams
 from baton.common.engine.watchdog import EXIT_CODE, Watchdog
@@ -57,6 +58,22 @@ def test_levels_of_the_request_log(caplog, level, begins, ends):
     assert end.keys() == {"event", "rid", "outcome", "output_tokens", "seconds"} | ends
     if level >= 2:
         assert len(begin["input_ids"]) == len(end["text"]) == (2048 if level == 2 else 5000)
+
+
+def test_the_request_log_changes_while_it_runs(caplog, tmp_path):
+    request_log = RequestLog(None, None)
+    request_log.configure(0, str(tmp_path / "new"))
+    with caplog.at_level(logging.INFO, "baton.requests"):
+        request_log.start([REQUEST])
+        request_log.configure(None, None)
+        assert request_log.level is None and request_log.active, "the folder stays"
+        request_log.start([msgspec.structs.replace(REQUEST, rid="b")])
+    assert [json.loads(record.getMessage())["rid"] for record in caplog.records] == ["a"]
+    assert request_log.dump("It died.").parent == tmp_path / "new"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="give another --crash-dump-folder"):
+        request_log.configure(3, str(tmp_path / "file" / "new"))
+    assert request_log.level is None
 
 
 def test_a_dump_holds_what_ran_and_what_ended(tmp_path):

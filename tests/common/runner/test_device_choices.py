@@ -24,7 +24,7 @@ from baton.common.engine.rank_spec import RankSpec
 from baton.common.models.registry import load_model_spec
 from baton.common.runner import model_runner
 from baton.common.runner.kv_sizing import kv_layout, ranks_per_gpu
-from baton.common.runner.preflight import token_bytes
+from baton.common.runner.preflight import draft_token_bytes, token_bytes
 from baton.common.sampling.sampler import Sampler
 from baton.common.sampling.sampling_backend import select_sampling_backend
 from baton.common.sampling.torch_sampling import TorchSampling
@@ -61,6 +61,23 @@ def test_ranks_share_gpus_over_gloo_alone(monkeypatch, backend, base, wanted):
                 device_of(spec)
         else:
             assert device_of(spec) == torch.device("cuda", index) == chosen[-1]
+
+
+@pytest.mark.parametrize("backend,wanted", [("nccl", [1, 3, None]), ("gloo", [1, 3, 1])])
+def test_ranks_take_every_other_gpu(monkeypatch, backend, wanted):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    config = parse(ServerConfig, ["--model-path", "m", "--tp-size", "8", "--dist-backend", backend, "--base-gpu-id",
+                                  "1", "--gpu-id-step", "2"], prog="x", description="")
+    for rank, index in enumerate(wanted):
+        spec = RankSpec(config, rank, 8, "", "", "", rank)
+        if index is None:
+            with pytest.raises(ConfigError, match="Rank 2 needs GPU 5, this host has 4"):
+                device_of(spec)
+        else:
+            assert device_of(spec) == torch.device("cuda", index)
+    assert ranks_per_gpu(config, 4) == 4
 
 
 def test_ranks_on_one_gpu_share_its_memory():
@@ -198,6 +215,18 @@ def test_a_pool_that_is_too_large_is_refused_in_a_sentence(monkeypatch):
     each = token_bytes(config.cache, spec, 1, "bfloat16", spec.num_layers)
     layout = kv_layout(config.cache, spec, 1, "bfloat16")
     assert each * layout.page_size == layout.page_bytes
+
+    for flags, layers in (({}, 0), ({"speculative_algorithm": "NGRAM"}, 0), *(
+            ({"speculative_algorithm": name, "speculative_draft_model_path": f"tinychat-{draft}"}, None)
+            for name, draft in (("EAGLE3", "eagle3"), ("NEXTN", "nextn"), ("STANDALONE", "draft")))):
+        config = build(ServerConfig, {"model_path": "tinychat", "max_total_tokens": 64, "device": "cpu", **flags})
+        found = draft_token_bytes(config, spec, 1, "float32")
+        if layers is None:
+            pool = model_runner.ModelRunner.load(config, spec, Parallel(), torch.device("cpu"),
+                                                 lambda stage, share: None).draft_pool
+            assert found * pool.layout.page_size == pool.layout.page_bytes > 0
+        else:
+            assert found == 0
 
     def full(*args, **kwargs):
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory\nframe #0: c10")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,12 @@ from typing import Any
 import aiohttp
 import pytest
 
+from baton.common.api.errors import ConfigError
+from baton.common.config.server import ModelArgs, ObserveArgs
+from baton.common.serving.completions.fill_in_the_middle import with_suffix
+from baton.common.serving.completions.schema import CompletionRequest
+from baton.common.serving.native.schema import preferred_sampling
+from baton.common.serving.protocol.prompts import Prompts
 from baton.tests.helpers.serving import Server
 
 CHAT = {"messages": [{"role": "user", "content": "hello world"}]}
@@ -45,7 +54,12 @@ async def test_what_other_endpoints_offer_is_named(http: aiohttp.ClientSession, 
 @pytest.fixture(scope="module")
 def silent(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = Server(tmp_path_factory.mktemp("silent") / "log", "--model-path", str(checkpoint),
-                    "--no-enable-cache-report")
+                    "--no-enable-cache-report", "--weight-version", "v7", "--stream-output",
+                    "--completion-template", "qwen_coder", "--log-level-http", "info", "--show-time-cost",
+                    "--collect-tokens-histogram",
+                    "--bucket-time-to-first-token", "2", "0.5", "--bucket-e2e-request-latency", "1",
+                    "--prompt-tokens-buckets", "customer", "4", "2", "--generation-tokens-buckets", "tse", "8", "2",
+                    "4", "--preferred-sampling-params", '{"max_new_tokens": 2, "stop": "x"}')
     try:
         yield server.wait_ready()
     finally:
@@ -73,3 +87,155 @@ async def test_usage_without_cached_tokens(silent: Server, http: aiohttp.ClientS
     assert "input_tokens_details" not in response
     assert message["cache_read_input_tokens"] == 0
     assert message["input_tokens"] == told[True][3]["input_tokens"] + 1
+
+
+async def events(session: aiohttp.ClientSession, body: dict[str, Any]) -> list[dict[str, Any]]:
+    async with session.post("/generate", json={**body, "stream": True}) as answer:
+        lines = (await answer.text()).split("\n\n")
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
+
+
+async def test_streams_of_disjoint_segments(silent: Server, http: aiohttp.ClientSession) -> None:
+    body = {"text": "hello world", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True},
+            "return_logprob": True}
+    async with aiohttp.ClientSession(silent.url) as session:
+        segments = await events(session, body)
+        async with session.post("/generate", json=body) as answer:
+            whole = await answer.json()
+    sofar = await events(http, body)
+    assert len(segments) > 1 and "".join(event["text"] for event in segments) == sofar[-1]["text"] == whole["text"]
+    assert [token for event in segments for token in event["output_ids"]] == whole["output_ids"]
+    assert [event["output_ids"] for event in segments] != [event["output_ids"] for event in sofar]
+    assert sum((event["meta_info"]["output_token_logprobs"] for event in segments), []) == whole[
+        "meta_info"]["output_token_logprobs"]
+    assert segments[-1]["meta_info"]["completion_tokens"] == 4
+
+
+async def test_preferred_sampling_parameters_and_the_weights_version(silent: Server,
+                                                                     http: aiohttp.ClientSession) -> None:
+    async with aiohttp.ClientSession(silent.url) as session:
+        for sampling, count in ((None, 2), ({"ignore_eos": True}, 2), ({"max_new_tokens": 3, "ignore_eos": True}, 3)):
+            async with session.post("/generate", json={"text": "hello world", "sampling_params": sampling}) as answer:
+                info = (await answer.json())["meta_info"]
+            assert (info["completion_tokens"], info["weight_version"]) == (count, "v7")
+        async with session.get("/get_weight_version") as answer:
+            assert await answer.json() == {"weight_version": "v7"}
+        async with session.get("/get_model_info") as answer:
+            found = await answer.json()
+    assert found["weight_version"] == "v7"
+    assert json.loads(found["preferred_sampling_params"]) == {"max_new_tokens": 2, "stop": "x"}
+    async with http.get("/get_weight_version") as answer:
+        assert await answer.json() == {"weight_version": "default"}
+
+
+@pytest.mark.parametrize("text, sentence", [
+    ('{"n": 2}', "has n, which no server sets"), ('{"temperatur": 0}', "has temperatur"),
+    ('{"temperature": "hot"}', "--preferred-sampling-params: Expected"), ("[]", "must be a JSON object, not"),
+    ("{", "must be a JSON object: ")])
+def test_preferred_sampling_parameters_that_cannot_be(text: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        preferred_sampling(text)
+
+
+async def test_a_suffix_is_filled_in_by_the_server_s_template(silent: Server, http: aiohttp.ClientSession) -> None:
+    async with aiohttp.ClientSession(silent.url) as session:
+        counts = []
+        for fields in ({}, {"suffix": ""}, {"suffix": " world"}):
+            async with session.post("/v1/completions", json={"prompt": "hello", **fields}) as answer:
+                counts.append((await answer.json())["usage"]["prompt_tokens"])
+        assert counts[0] == counts[1] < counts[2]
+        for fields, part in (({"prompt": [50]}, "not token ids"), ({"echo": True}, "echo")):
+            async with session.post("/v1/completions", json={"prompt": "hello", "suffix": "x", **fields}) as answer:
+                error = (await answer.json())["error"]
+            assert (answer.status, error["param"]) == (400, "suffix") and part in error["message"]
+    async with http.post("/v1/completions", json={"prompt": "hello", "suffix": "x"}) as answer:
+        error = (await answer.json())["error"]
+    assert (answer.status, error["param"]) == (400, "suffix") and "--completion-template" in error["message"]
+
+
+@pytest.mark.parametrize("template, written", [
+    ("qwen_coder", "<|fim_prefix|>def {<|fim_suffix|>}<|fim_middle|>"),
+    ("star_coder", "<fim_prefix>def {<fim_suffix>}<fim_middle>"),
+    ("deepseek_coder", "<｜fim▁begin｜>def {<｜fim▁hole｜>}<｜fim▁end｜>")])
+def test_templates_of_code_models(template: str, written: str) -> None:
+    body = CompletionRequest(prompt="def {", suffix="}")
+    assert with_suffix(body, Prompts(texts=["def {"]), template) == Prompts(texts=[written])
+    assert template in typing.get_args(typing.get_type_hints(ModelArgs)["completion_template"])[0].__args__
+
+
+async def test_histograms_and_the_http_log(silent: Server) -> None:
+    async with aiohttp.ClientSession(silent.url) as session:
+        async with session.post("/generate", json={"text": "hello world"}) as answer:
+            assert answer.status == 200
+        async with session.get("/metrics") as answer:
+            text = await answer.text()
+    bounds = {name: re.findall(rf'^sglang:{name}_bucket{{.*le="([^"]+)"', text, re.MULTILINE) for name in (
+        "time_to_first_token_seconds", "e2e_request_latency_seconds", "prompt_tokens_histogram",
+        "generation_tokens_histogram")}
+    assert bounds == {"time_to_first_token_seconds": ["0.5", "2.0", "+Inf"],
+                      "e2e_request_latency_seconds": ["1.0", "+Inf"],
+                      "prompt_tokens_histogram": ["2.0", "4.0", "+Inf"],
+                      "generation_tokens_histogram": ["4.0", "6.0", "8.0", "10.0", "12.0", "+Inf"]}
+    count = re.search(r"^sglang:prompt_tokens_histogram_count{.*} (.+)$", text, re.MULTILINE)
+    assert count is not None and float(count[1]) >= 1
+    log = silent.log.read_text()
+    assert re.search(r"starting: .+ took \d+\.\d\d s", log)
+    assert '"POST /generate HTTP/1.1" 200 in ' in log
+
+
+@pytest.mark.parametrize("flags, sentence", [
+    ({"prompt_tokens_buckets": ("tse", "8", "1", "4")}, "--prompt-tokens-buckets takes default, custom BOUND"),
+    ({"generation_tokens_buckets": ("custom",)}, "--generation-tokens-buckets takes default"),
+    ({"generation_tokens_buckets": ("custom", "few")}, "not custom few"),
+    ({"prompt_tokens_buckets": ("default", "8")}, "not default 8"),
+    ({"bucket_inter_token_latency": (1.0, 0.0)}, "--bucket-inter-token-latency must be above 0, not 0")])
+def test_buckets_that_cannot_be(flags: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        ObserveArgs(**flags)
+
+
+@pytest.fixture(scope="module")
+def without_texts(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Server]:
+    """A server of a checkpoint that has no tokenizer at all."""
+    folder = tmp_path_factory.mktemp("no_tokenizer")
+    for file in checkpoint.iterdir():
+        if "token" not in file.name:
+            (folder / file.name).write_bytes(file.read_bytes())
+    server = Server(folder / "log", "--model-path", str(folder), "--skip-tokenizer-init")
+    try:
+        yield server.wait_ready()
+    finally:
+        server.kill()
+
+
+async def test_a_server_without_a_tokenizer_takes_ids(without_texts: Server, http: aiohttp.ClientSession) -> None:
+    body = {"input_ids": [50, 51], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True},
+            "return_logprob": True}
+    async with http.post("/generate", json=body) as answer:
+        expected = await answer.json()
+    async with aiohttp.ClientSession(without_texts.url) as session:
+        async with session.post("/generate", json=body) as answer:
+            found = await answer.json()
+        assert found["output_ids"] == expected["output_ids"] and found["text"] == "" != expected["text"]
+        assert found["meta_info"]["output_token_logprobs"] == expected["meta_info"]["output_token_logprobs"]
+        assert found["meta_info"]["finish_reason"] == expected["meta_info"]["finish_reason"]
+        for event in await events(session, body):
+            assert event["text"] == ""
+        async with session.post("/v1/completions", json={"prompt": [50, 51], "max_tokens": 3}) as answer:
+            assert (await answer.json())["usage"]["completion_tokens"] > 0
+
+
+@pytest.mark.parametrize("path,body,part", [
+    ("/generate", {"text": "hello"}, "send token ids"), ("/v1/completions", {"prompt": "hello"}, "send token ids"),
+    ("/v1/chat/completions", CHAT, "no chat template"), ("/tokenize", {"prompt": "hello"}, "send token ids"),
+    ("/generate", {"input_ids": [50], "sampling_params": {"stop": "x"}}, "send stop_token_ids"),
+    ("/generate", {"input_ids": [50], "sampling_params": {"stop_regex": "x"}}, "send stop_token_ids"),
+    ("/generate", {"input_ids": [50], "sampling_params": {"regex": "a+"}},
+     "it cannot constrain texts, leave regex out"),
+    ("/generate", {"input_ids": [5000000]}, "vocabulary"),
+])
+async def test_texts_are_refused_without_a_tokenizer(without_texts: Server, path: str, body: dict[str, Any],
+                                                     part: str) -> None:
+    async with aiohttp.ClientSession(without_texts.url) as session, session.post(path, json=body) as answer:
+        error = (await answer.json())["error"]
+    assert answer.status == 400 and part in error["message"]

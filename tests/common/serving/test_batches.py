@@ -352,7 +352,7 @@ def test_a_batch_continues_after_answered_lines(checkpoint: Path, tmp_path: Path
     try:
         if second is not None:
             second.process.send_signal(signal.SIGSTOP)  # the first one is to claim the batch
-        batch = start(ai, [line(i) for i in range(300)])
+        batch = start(ai, [line(i) for i in range(150)])
         end = time.monotonic() + 60
         while ai.batches.retrieve(batch.id).request_counts.completed < 20:
             assert time.monotonic() < end
@@ -363,7 +363,7 @@ def test_a_batch_continues_after_answered_lines(checkpoint: Path, tmp_path: Path
             second.process.send_signal(signal.SIGCONT)
     with sqlite3.connect(tmp_path / "kept/baton.sqlite3") as connection:
         before = dict(connection.execute("SELECT line, text FROM answers").fetchall())
-    assert 20 <= len(before) < 300
+    assert 20 <= len(before) < 150
     second = second or Server(tmp_path / "log2", *flags).wait_ready()
     try:
         ai = openai.OpenAI(base_url=second.url + "/v1", api_key="none", max_retries=0)
@@ -372,9 +372,9 @@ def test_a_batch_continues_after_answered_lines(checkpoint: Path, tmp_path: Path
         metrics = httpx.get(second.url + "/metrics").text
     finally:
         second.kill()
-    assert [json.loads(text)["custom_id"] for text in content] == [f"line-{i}" for i in range(300)]
+    assert [json.loads(text)["custom_id"] for text in content] == [f"line-{i}" for i in range(150)]
     assert all(content[number - 1] == text for number, text in before.items())
     again = sum(float(text.rsplit(" ", 1)[1]) for text in metrics.splitlines()
                 if text.startswith("baton:num_requests_total") and 'outcome="stop"' in text)
-    assert again == 300 - len(before)
-    assert done.request_counts.completed == 300 and done.request_counts.failed == 0
+    assert again == 150 - len(before)
+    assert done.request_counts.completed == 150 and done.request_counts.failed == 0

@@ -5,16 +5,17 @@ import dataclasses
 import pytest
 
 from baton.tests.bench import speculation_oracle
-from baton.tests.helpers.acceptance_parity import ALGORITHMS, SCENARIOS, Parity, measure, questions
+from baton.tests.helpers.acceptance_parity import ALGORITHMS, SCENARIOS, TREES, Parity, measure, questions
 from baton.tests.helpers.flag_engine import Answer, Question, Ran
 from baton.tests.helpers.mixed_questions import Mixed
 
 FAST = {("unified", "EAGLE3"), ("unified", "STANDALONE"), ("mixed chunk", "NGRAM"), ("retraction", "NEXTN"),
         ("retraction to host", "EAGLE3"), ("PD", "STANDALONE"), ("PD, prefix delta", "NEXTN"),
-        ("PD, failover", "EAGLE3"), ("PD, continuation", "NEXTN")}
+        ("PD, failover", "EAGLE3"), ("PD, continuation", "NEXTN"), ("host tier", "NEXTN"), ("PD, FP8 KV", "EAGLE3"),
+        ("PD", "EAGLE3 tree")}
 MATRIX = [pytest.param(name, algorithm, id=f"{name}, {algorithm}",
                        marks=() if (name, algorithm) in FAST else pytest.mark.slow)
-          for name in SCENARIOS for algorithm in ALGORITHMS]
+          for name in SCENARIOS for algorithm in (*ALGORITHMS, *TREES)]
 
 
 @pytest.mark.parametrize(("scenario", "algorithm"), MATRIX)

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from baton.common.api.drafts import Drafts
 from baton.common.execution.simulated_samples import SimulatedSamples
@@ -15,6 +14,7 @@ from baton.common.sampling.sampled_tokens import SampledTokens
 from baton.common.sampling.sampler import Sample
 from baton.common.speculative.verify import accept
 from baton.tests.helpers.hand_driven import Engine, tokens_of
+from baton.tests.helpers.small_models import save_steep_qwen3
 
 VOCAB = 24
 
@@ -22,11 +22,8 @@ VOCAB = 24
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen3")
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=1024, eos_token_id=None,
-        initializer_range=0.3)).save_pretrained(folder)
+    save_steep_qwen3(folder, vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+                     num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=1024)
     return folder
 
 
@@ -50,7 +47,7 @@ def run(checkpoint, count=8, **options):
     for number in range(count):
         engine.start(f"r{number}", [number, 5, 7], max_new_tokens=100)
     outputs = engine.run()
-    reports = {item.rid: item.extras.speculation for item in outputs if item.finish is not None}
+    reports = {item.rid: item.speculation for item in outputs if item.finish is not None}
     return engine, tokens_of(outputs), reports
 
 
@@ -61,7 +58,6 @@ def test_simulated_acceptance_has_the_given_mean_and_marks_its_reports(checkpoin
     assert gauges["spec_accept_length"] == pytest.approx(2.88, abs=0.2)
     steps = sum(report.num_steps for report in reports.values())
     assert 16 * 99 / steps == pytest.approx(2.88, abs=0.1)
-    assert all(report.simulated for report in reports.values())
     assert tokens == run(checkpoint, 16, simulated=(0.83, 0.6, 0.45), page_size=16)[1]  # drawn from a hash
 
 
@@ -78,7 +74,6 @@ def test_reports_agree_with_the_engine_and_with_the_tokens(checkpoint):
     assert sum(report.num_drafts for report in reports.values()) == counters["spec_draft_tokens"] > 0
     assert sum(report.num_accepted for report in reports.values()) == counters["spec_accepted_tokens"]
     for rid, report in reports.items():
-        assert not report.simulated
         assert report.num_steps == len(tokens[rid]) - 1 - report.num_accepted
         assert report.num_accepted == sum(count * steps for count, steps in enumerate(report.histogram))
 
@@ -86,7 +81,7 @@ def test_reports_agree_with_the_engine_and_with_the_tokens(checkpoint):
 def test_an_engine_without_drafts_reports_none(checkpoint):
     engine = Engine(checkpoint)
     engine.start("a", [1, 2])
-    assert [item.extras.speculation for item in engine.run() if item.finish is not None] == [None]
+    assert [item.speculation.num_drafts for item in engine.run() if item.finish is not None] == [0]
     assert not any(name.startswith("spec_") for name in (*engine.scheduler.counters, *engine.scheduler.gauges))
 
 

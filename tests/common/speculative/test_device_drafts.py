@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from baton.tests.helpers.hand_driven import Engine, tokens_of
 from baton.tests.helpers.table_drafter import TableDrafter
@@ -17,17 +15,6 @@ REQUESTS = [{}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.8, "seed": 6,
             {"min_new_tokens": 9, "stop_token_ids": (3, 4, 5)}, {"max_new_tokens": 0},
             {"temperature": 1.0, "seed": 7, "stop_token_ids": (1, 2, 3)},
             {"logprobs": {"return_logprob": True, "logprob_start_len": 0}}]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("qwen3")
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, eos_token_id=None,
-        initializer_range=0.3)).save_pretrained(folder)
-    return folder
 
 
 def answers(checkpoint, count=26, **options):

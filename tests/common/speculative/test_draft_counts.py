@@ -5,22 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from baton.common.api.messages import State
+from baton.common.api.messages import OutputBatch, State, decode_from_engine, encode
 from baton.common.engine_client.dp_states import merge_states
 from baton.common.obs.metrics import ServerMetrics
-from baton.common.request.draft_counts import DraftCounts
 from baton.common.scheduler.draft_stats import DraftStats
+from baton.common.serving.context.draft_counts import DraftCounts
 
 
 def test_a_request_counts_all_decode_steps_with_drafts_or_without():
     counts, output = DraftCounts(), 1  # the prompt's token
     for num_drafts, num_accepted in ((3, 2), (0, 0), (3, 0), (0, 0), (0, 0), (2, 2)):
         if num_drafts:
-            counts.add(num_drafts, num_accepted, output)
+            counts.add(num_drafts, num_accepted + 1)
         output += 1 + num_accepted
     report = counts.report(output)
     assert (report.num_steps, report.num_drafts, report.num_accepted) == (6, 8, 4)
     assert report.histogram == [1, 0, 2] and not report.simulated
+    assert report.accept_length == output / 6
     output += 3  # plain steps
     assert counts.report(output).num_steps == 9
 
@@ -28,15 +29,29 @@ def test_a_request_counts_all_decode_steps_with_drafts_or_without():
 @pytest.mark.parametrize("cut", [0, 1, 3])
 def test_a_run_that_was_cut_by_the_request_s_end_is_one_step(cut):
     counts = DraftCounts(simulated=True)
-    counts.add(3, 1, 5)  # the prompt's token and four plain ones
-    counts.add(3, 3, 7)
-    report = counts.report(11 - cut)
-    assert report.num_steps == 6 and report.num_accepted == 4 and report.simulated
+    counts.add(3, 2)
+    counts.add(3, 4 - cut)
+    report = counts.report(11 - cut)  # with the prompt's token and four plain ones
+    assert report.num_steps == 6 and report.num_accepted == 4 - cut and report.simulated
 
 
 def test_a_request_without_drafts_has_its_plain_steps():
     assert DraftCounts().report(5).num_steps == 4
-    assert DraftCounts().report(0).num_steps == 0
+    assert DraftCounts().report(0).num_steps == 0 == DraftCounts().report(0).accept_length
+
+
+def test_the_rows_of_a_message_have_their_drafts():
+    batch = OutputBatch([], [])
+    batch.extend(["a", "b"], [1, 2])
+    batch.extend(["c"], [3, 4], [2], [3])
+    batch.append("d", [5], None)
+    batch.extend(["e"], [6])
+    batch.append("f", [7], None, 2)
+    rows = [(row.rid, row.token_ids, row.num_drafts) for row in decode_from_engine(encode(batch)).rows()]
+    assert rows == [("a", [1], 0), ("b", [2], 0), ("c", [3, 4], 3), ("d", [5], 0), ("e", [6], 0), ("f", [7], 2)]
+    single = OutputBatch([], [])
+    single.append("a", [1], None, 4)
+    assert [row.num_drafts for row in single.rows()] == [4] and single.counts is None
 
 
 def test_an_engine_counts_drafts_by_position():

@@ -459,7 +459,7 @@ def test_revisions_are_pinned(tmp_path, monkeypatch):
     commit = "0123456789abcdef0123456789abcdef01234567"
     asked = []
 
-    def download(name, revision, patterns, on_progress=None):
+    def download(name, revision, patterns, on_progress=None, *, folder=None):
         asked.append((name, revision))
         if name == "org/missing":
             raise ConfigError(f"--model-path {name}: neither a local folder nor a readable hub repository.")
@@ -471,3 +471,83 @@ def test_revisions_are_pinned(tmp_path, monkeypatch):
     assert asked == [("org/draft", "main")] and pin_revisions(server_config(tmp_path)) == server_config(tmp_path)
     with pytest.raises(ConfigError, match="^--speculative-draft-model-path org/missing: neither"):
         pin_revisions(drafting_config(tmp_path, "org/missing", "EAGLE3"))
+
+
+def test_eagle3_heads_of_the_speculators_library(tmp_path):
+    target = save_model(tmp_path / "model", "Llama")
+    reference = save_eagle3(tmp_path / "draft", target, prefix="layers.0.", own_embed=True, norm_before_residual=True)
+    file = tmp_path / "draft" / "config.json"
+    flat = json.loads(file.read_text())
+    own = {name: flat.pop(name) for name in ("draft_vocab_size", "norm_before_residual")}
+    del flat["architectures"]
+    nested = {"architectures": ["Eagle3Speculator"], "draft_vocab_size": own["draft_vocab_size"],
+              "eagle_aux_hidden_state_layer_ids": [2, 1, 0], "target_hidden_size": None,
+              "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "org/model"}},
+              "transformer_layer_config": {**flat, "model_type": "llama"}}
+    for kind in ({"speculators_model_type": "eagle3"}, {}):
+        file.write_text(json.dumps({**nested, **kind}))
+        runner = load_runner(drafting_config(tmp_path / "model", tmp_path / "draft", "EAGLE3"))
+        assert runner.draft_model.features.layers == LAYERS
+        check_drafts(runner, target, reference)
+    for kind in ({"speculators_model_type": "eagle"}, {"architectures": ["DFlareDraftModel"]}):
+        file.write_text(json.dumps({**nested, **kind}))
+        with pytest.raises(ConfigError, match=r"a speculator of the kind (eagle|DFlareDraftModel): .* EAGLE3 reads"):
+            load_runner(drafting_config(tmp_path / "model", tmp_path / "draft", "EAGLE3"))
+
+
+def write_tokenizer(folder: Path, count: int) -> None:
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {f"t{id}": id for id in range(count)}}}))
+
+
+def pad_tables(folder: Path, rows: int) -> None:
+    """Gives tables of the vocabulary ``rows`` rows, also in config.json."""
+    file, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if len(tensor) == config["vocab_size"]:
+            tensors[name] = torch.cat([tensor, torch.full((16, *tensor.shape[1:]), 9.0)])[:rows].contiguous()
+    file.unlink()
+    save_file(tensors, file)
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": rows}))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("rows", [140, 125])
+def test_a_vocabulary_that_is_padded_to_another_size(tmp_path, rows, tied):
+    """The tokenizer has 120 tokens, the model 131 rows."""
+    save_model(tmp_path / "model", "Llama")
+    write_tokenizer(tmp_path / "model", 120)
+    found = {}
+    for name in ("equal", "padded"):
+        save_model(tmp_path / name, "Qwen2", tie_word_embeddings=tied)
+        write_tokenizer(tmp_path / name, 120)
+        if name == "padded":
+            pad_tables(tmp_path / name, rows)
+        runner = load_runner(drafting_config(tmp_path / "model", tmp_path / name, "STANDALONE"))
+        tokens, pages = np.random.default_rng(7).integers(0, 120, 21), scattered_pages(runner, 1, 48)[0]
+        found[name] = draft(runner, [{"tokens": tokens[:20], "pages": pages, "ids": tokens[:20].tolist(), "start": 0,
+                                      "next": tokens[20], "count": 1, "limit": 1}])[1].logits[0][0]
+    width = min(rows, 131)
+    assert found["padded"].shape == (width,)
+    torch.testing.assert_close(found["padded"], found["equal"][:width], atol=TOLERANCE, rtol=0)
+    write_tokenizer(tmp_path / "model", 126)
+    if rows < 126:
+        with pytest.raises(ConfigError, match="has a vocabulary of 125 tokens, and .*model one of 131"):
+            load_runner(drafting_config(tmp_path / "model", tmp_path / "padded", "STANDALONE"))
+
+
+@pytest.mark.parametrize("draft_vocab", [40, None])
+@pytest.mark.parametrize("rows", [140, 125])
+def test_eagle3_heads_whose_vocabulary_is_padded_to_another_size(tmp_path, rows, draft_vocab):
+    target = save_model(tmp_path / "model", "Llama")
+    write_tokenizer(tmp_path / "model", 120)
+    for name in ("equal", "padded"):
+        save_eagle3(tmp_path / name, target, own_embed=True, draft_vocab=draft_vocab)
+    pad_tables(tmp_path / "padded", rows)
+    found = []
+    for name in ("equal", "padded"):
+        runner = load_runner(drafting_config(tmp_path / "model", tmp_path / name, "EAGLE3"))
+        tokens, pages = np.random.default_rng(7).integers(0, 120, 21), scattered_pages(runner, 1, 48)[0]
+        found.append(draft(runner, [{"tokens": tokens[:20], "pages": pages, "ids": tokens[:20].tolist(), "start": 0,
+                                     "next": tokens[20], "count": 1, "limit": 1}])[1].logits[0][0])
+    torch.testing.assert_close(found[1], found[0][:len(found[1])], atol=TOLERANCE, rtol=0)

@@ -6,8 +6,6 @@ import itertools
 
 import numpy as np
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from baton.common.api.drafts import Drafts
 from baton.common.config.server.speculative import SpeculativeArgs
@@ -17,17 +15,6 @@ from baton.tests.helpers.hand_driven import Engine, tokens_of
 from baton.tests.helpers.toy_proposer import RepeatLastTokens
 
 VOCAB = 24
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("qwen3")
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, eos_token_id=None,
-        initializer_range=0.3)).save_pretrained(folder)
-    return folder
 
 
 class Oracle:

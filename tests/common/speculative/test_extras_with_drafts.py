@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from baton.common.api.grammar import GrammarSpec, Vocabulary
 from baton.common.api.messages import CustomProcessor, Failed
+from baton.common.config.server import SpeculativeArgs
 from baton.tests.helpers.hand_driven import Engine, tokens_of
 from baton.tests.helpers.oracle import Oracle
 from baton.tests.helpers.outputs import outputs_of
+from baton.tests.helpers.small_models import save_steep_qwen3
 
 PIECES = [b"<end>", b"{", b"}", b'"', b":", b",", b"[", b"]", b"a", b"b", b"c", b"ab", b"0", b"1", b"2", b"12", b" ",
           b"true", b"false", b'{"', b'":', b"x", b"</t>", b"cc"]
@@ -115,11 +115,7 @@ def answers(checkpoint, all_ranks_match=True, **options) -> tuple[Engine, dict[s
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen3")
-    torch.manual_seed(1)
-    Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, eos_token_id=EOS,
-        initializer_range=0.3)).save_pretrained(folder)
+    save_steep_qwen3(folder, seed=1, vocab_size=VOCAB, eos_token_id=EOS)
     return folder
 
 
@@ -160,6 +156,15 @@ def test_extras_equal_those_without_drafts(checkpoint, expected, options):
     assert ("max_total_tokens" in options) == (engine.scheduler.batcher.retraction.num_retracted > 0)
     assert engine.drafting.num_accepted > 0.4 / width * engine.drafting.num_drafted
     assert set(oracle.accepted) >= {0, 1, 2, 3}
+
+
+def test_extras_equal_those_without_drafts_in_chain_steps(checkpoint, expected):
+    """Chain steps follow each other, wait for requests with extras, and give way to those that want hidden states."""
+    args = SpeculativeArgs(speculative_algorithm="STANDALONE", speculative_draft_model_path=str(checkpoint))
+    engine, found = answers(checkpoint, speculative=args, chains={3: [3]}, max_running=3, overlap=True)
+    for rid, wanted in expected.items():
+        assert_equal(found[rid], wanted)
+    assert engine.drafting.num_accepted > 1000
 
 
 def test_parameters_that_cannot_be_copied_get_no_drafts_accepted(checkpoint):

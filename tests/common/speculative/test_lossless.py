@@ -20,7 +20,10 @@ from baton.common.api.sampling import SamplingParams
 from baton.common.request.sampling_metadata import SamplingMetadata
 from baton.common.sampling.draft_sampler import CoupledDraftSampler
 from baton.common.sampling.torch_sampling import TorchSampling
-from baton.common.speculative.verify import accept_on_device, row_parents
+from baton.common.speculative.verify import accepted_rows
+from baton.kernels.arguments import ChainPages, ChainState, PlacedChains
+from baton.kernels.speculative.accept_chains import accept_chains
+from baton.kernels.speculative.place_chains import place_rows
 from baton.tests.helpers.chi_square import chi_square_p
 
 VOCAB, LENGTH = 6, 3
@@ -69,6 +72,34 @@ def drafted(requests: Requests, index: torch.Tensor, newest: torch.Tensor, posit
     return torch.cat((newest[:, None], first, second.view(len(index), -1)), -1)
 
 
+def accepted_in_chains(samples: torch.Tensor, states: torch.Tensor, shape: Drafts) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many tokens each of n requests gets, and these, of ``samples`` and tokens ``states`` [n, rows]; the device's
+    way."""
+    count, width = samples.shape
+    pages = ChainPages(torch.arange(count + 1, dtype=torch.int32), torch.zeros(count, dtype=torch.int32), 16, 0, 16)
+    rows = place_rows(torch.zeros(count, dtype=torch.int64), states, pages)
+    state = ChainState.empty(count, width - 1, samples.device)
+    placed = PlacedChains(rows, torch.full((count,), width), rows.positions + 1)
+    return accept_chains(samples.flatten(), placed, state, pages, width - 1).counts, state.samples
+
+
+def accepted_in_trees(samples: torch.Tensor, states: torch.Tensor, shape: Drafts) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of trees of two levels. Some are walked on the host, too."""
+    assert shape.parents is not None
+    number, path = torch.arange(len(samples)), [torch.zeros(len(samples), dtype=torch.int64)]
+    for _ in range(2):
+        child = torch.full_like(path[0], -1)
+        for row, parent in reversed(list(enumerate(shape.parents, 1))):
+            follows = (path[-1] == parent + 1) & (states[:, row] == samples[number, path[-1]])
+            child = torch.where(follows, row, child)
+        path.append(child)
+    rows = torch.stack(path, -1)
+    counts, few = (rows >= 0).sum(-1), min(1000, len(samples))
+    drafts = {i: Drafts(tuple(tokens), shape.parents) for i, tokens in enumerate(states[:few, 1:].tolist())}
+    assert accepted_rows(samples[:few].flatten().tolist(), [states.shape[1]] * few, drafts)[0] == counts[:few].tolist()
+    return counts, samples.gather(-1, rows.clamp(min=0))
+
+
 def speculated(requests: Requests, shape: Drafts) -> tuple[torch.Tensor, torch.Tensor]:
     """The first tokens [n, LENGTH] of all requests, and how many drafts the first step has accepted of each."""
     count = len(requests.params)
@@ -81,15 +112,13 @@ def speculated(requests: Requests, shape: Drafts) -> tuple[torch.Tensor, torch.T
         states = drafted(requests, index, newest, lengths[index], shape).flatten()
         samples = requests.sample(index.repeat_interleave(size), states,
                                   (lengths[index][:, None] + depths).flatten())
-        begins = torch.arange(len(index)) * size
-        one = torch.from_numpy(row_parents([size], {0: shape}))
-        parents = torch.where(one < size, begins[:, None] + one, len(samples)).flatten()
-        found = accept_on_device(samples, states, parents, begins, 2)
+        accepted = accepted_in_chains if shape.parents is None else accepted_in_trees
+        counts, runs = accepted(samples.view(-1, size), states.view(-1, size), shape)
         for step in range(3):
-            got = found.counts > step
-            tokens[index[got], lengths[index[got]] + step] = samples[found.rows[got, step]]
-        lengths[index] += found.counts
-        first = found.counts - 1 if first is None else first
+            got = counts > step
+            tokens[index[got], lengths[index[got]] + step] = runs[got, step]
+        lengths[index] += counts
+        first = counts - 1 if first is None else first
     assert first is not None
     return tokens[:, :LENGTH], first
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from baton.common.api.drafts import Drafts
 from baton.common.api.errors import ConfigError
 from baton.common.config.server.speculative import SpeculativeArgs
-from baton.common.speculative.simulated import SimulatedAcceptance, first_path
+from baton.common.speculative.simulated import SimulatedAcceptance, SimulatedChains, first_path
+from baton.kernels.arguments import ChainPages, ChainState, PlacedChains
+from baton.kernels.speculative.accept_chains import accept_chains
+from baton.kernels.speculative.place_chains import place_rows
 
 GOLDEN = (0.83, 0.60, 0.45, 0.36)
 
@@ -70,3 +74,21 @@ def test_paths_of_chains_and_trees():
     assert first_path(Drafts((5, 6, 7)), 9) == [0, 1, 2]
     tree = Drafts((1, 2, 3, 4, 5), (-1, -1, 0, 1, 2))
     assert first_path(tree, 0) == [] and first_path(tree, 2) == [0, 2] and first_path(tree, 5) == [0, 2, 4]
+
+
+def test_the_device_draws_what_the_host_draws():
+    """For the requests of the last update, whichever were there before."""
+    simulated, rids = SimulatedAcceptance(GOLDEN, 5), [f"request {i}" for i in range(50)]
+    chains = SimulatedChains(simulated, 64, torch.device("cpu"))
+    width, starts = 4, np.arange(len(rids)) * 3
+    pages = ChainPages(torch.arange(51, dtype=torch.int32), torch.arange(50, dtype=torch.int32), 256, 99, 256)
+    ids = torch.randint(2, (50, width), generator=torch.Generator().manual_seed(0))
+    rows = place_rows(torch.from_numpy(starts), ids, pages)
+    valid = torch.arange(50) % (width + 1)
+    for chosen in (rids[::-1], rids[:7], rids, list(rids)):
+        chains.update(chosen)
+    found = accept_chains(torch.zeros(50 * width, dtype=torch.int64), PlacedChains(rows, valid, rows.positions + 1),
+                          ChainState.empty(50, 3, torch.device("cpu")), pages, 3, chains.counts)
+    drafts = np.maximum(valid.numpy() - 1, 0)
+    assert found.counts.tolist() == (simulated.count(rids, starts, drafts) + (valid.numpy() > 0)).tolist()
+    assert len(set(found.counts.tolist())) == width + 1

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from baton.common.api.drafts import Drafts
 from baton.common.config.server.speculative import SpeculativeArgs
@@ -22,17 +20,6 @@ VOCAB = 24
 REQUESTS = [{}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.8, "seed": 6, "top_p": 0.9, "top_k": 9},
             {"stop_token_ids": (3, 4)}, {"max_new_tokens": 1}, {"max_new_tokens": 2}, {"frequency_penalty": 0.7},
             {"temperature": 1.0, "seed": 7, "stop_token_ids": (1, 2, 3)}]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("qwen3")
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, eos_token_id=None,
-        initializer_range=0.3)).save_pretrained(folder)
-    return folder
 
 
 def answers(checkpoint, count=16, **options):

@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from baton.common.api.drafts import Drafts
-from baton.common.speculative.verify import accept, accept_on_device, accepted_rows, row_parents
-from baton.tests.helpers.random_drafts import depth_of, random_chain, random_tree
+from baton.common.speculative.verify import accept, accepted_rows
+from baton.kernels.arguments import ChainPages, ChainState, PlacedChains
+from baton.kernels.speculative.accept_chains import accept_chains
+from baton.kernels.speculative.place_chains import place_rows
+from baton.tests.helpers.random_drafts import random_chain, random_tree
 
 FEW = 12  # tokens, so that a random sample often equals a draft
 
@@ -49,6 +52,19 @@ def random_step(seed: int) -> tuple[list[int], list[int], list[int], dict[int, D
     return samples, tokens, sizes, drafts
 
 
+def on_device(samples: list[list[int]], tokens: list[list[int]]) -> list[tuple[int, int]]:
+    """How many rows of each chain are accepted, and the newest token."""
+    width, count = max(map(len, tokens)), len(tokens)
+    pages = ChainPages(torch.arange(count + 1, dtype=torch.int32), torch.zeros(count, dtype=torch.int32), 16, 0, 16)
+    padded = (torch.tensor([row + [0] * (width - len(row)) for row in rows]) for rows in (samples, tokens))
+    sampled, ids = padded
+    rows = place_rows(torch.zeros(count, dtype=torch.int64), ids, pages)
+    valid = torch.tensor([len(row) for row in tokens])
+    found = accept_chains(sampled.flatten(), PlacedChains(rows, valid, rows.positions + 1),
+                          ChainState.empty(count, width - 1, torch.device("cpu")), pages, width - 1)
+    return list(zip(found.counts.tolist(), found.newest.tolist()))
+
+
 @pytest.mark.parametrize("seeds", [range(1000), range(1000, 2000)], ids=str)
 def test_random_steps(seeds):
     lengths = set()
@@ -60,13 +76,11 @@ def test_random_steps(seeds):
         counts, rows = accepted_rows(samples, sizes, drafts)
         assert counts == list(map(len, want)) and rows == [row for path in want for row in path]
         assert accept(samples, sizes, drafts) == (counts, [samples[row] for row in rows])
-        depth = max(map(depth_of, drafts.values()), default=0)
-        found = accept_on_device(*map(torch.tensor, (samples, tokens)), torch.from_numpy(row_parents(sizes, drafts)),
-                                 torch.from_numpy(begins), depth)
-        assert found.counts.tolist() == counts
-        assert found.newest.tolist() == [samples[path[-1]] for path in want]
-        padding = [len(samples)] * (depth + 1)
-        assert found.rows.tolist() == [(path + padding)[:depth + 1] for path in want]
+        chains = [request for request, found in drafts.items() if found.parents is None]
+        if chains:
+            spans = [slice(int(begins[request]), int(begins[request]) + sizes[request]) for request in chains]
+            assert on_device([samples[span] for span in spans], [tokens[span] for span in spans]) == [
+                (counts[request], max(0, samples[want[request][-1]])) for request in chains]
         lengths.update(counts)
     assert lengths >= {1, 2, 3, 4, 5}
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -124,6 +125,7 @@ def test_no_more_than_a_possible_stop_is_buffered() -> None:
     assert matcher.push("some EN") == "some "
     assert matcher.push("T and N") == "ENT and "
     assert matcher.finish() == "N"
+    assert matcher.may_match and not StopMatcher([]).may_match
 
 
 def earliest_match(text: str, pattern: str) -> tuple[int, int] | None:
@@ -247,6 +249,26 @@ def test_folder_without_tokenizer_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         load_tokenizer(str(tmp_path))
     assert str(error.value).startswith(f"Cannot load a tokenizer from {tmp_path}") and "\n" not in str(error.value)
+
+
+def test_code_of_a_checkpoint_runs_by_its_flag_alone(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text("""
+from transformers import PreTrainedTokenizerFast
+
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    def encode(self, text, **options):
+        return super().encode(text.lower(), **options)
+""")
+    plain = load_tokenizer(str(make_checkpoint(tmp_path / "plain")))
+    own = load_tokenizer(str(folder), trust_remote_code=True)
+    assert own.encode("HELLO world") == plain.encode("hello world") != plain.encode("HELLO world")
+    with pytest.raises(ConfigError, match="is code that the checkpoint ships: give --trust-remote-code"):
+        load_tokenizer(str(folder))
 
 
 def test_template_file_replaces_the_checkpoints(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -68,6 +68,19 @@ def test_attention_equals_plain_torch(heads, kv_heads, page, dtype, lengths, num
         assert (got.float() - want).norm() <= 1.3 * (twin.float() - want).norm()
 
 
+def test_more_pages_than_tokens():
+    """Pages that are listed after the last token's are not read: ``kv_last_page_len`` is negative then."""
+    q, k, v, table = batch_of(32, 8, 16, torch.bfloat16, [1, 63, 200, 2048] * 12)
+    indptr, indices, last = table
+    spare = torch.cat([torch.cat((x, x.new_full((2,), len(k) - 1))) for x in indices.split(indptr.diff().tolist())])
+    listed = [indptr + 2 * torch.arange(len(indptr), dtype=torch.int32, device="cuda"), spare, last - 32]
+    results = []
+    for each in (table, listed):
+        plan = plan_decode(each[0], each[2], 16, 8, 132, 2048, programs_per_sm=4, min_tokens=128, max_rounds=2)
+        results.append(paged_decode(q, k, v, *each, SCALE, plan))
+    assert torch.equal(*results) and not results[0].isnan().any()
+
+
 def test_what_it_does_not_take():
     q, k, _, _ = batch_of(32, 8, 16, torch.bfloat16, [100] * 34)
     assert supports_warp_specialized(q, k) and not supports_warp_specialized(q[:33], k)

@@ -94,6 +94,7 @@ def test_encode_rerank_and_what_is_refused(embedder, reference):
         status, error = post_json(embedder.url + path, body)
         assert status == 400 and "--is-embedding" in error["error"]["message"]
     assert post_json(embedder.url + "/classify", {"text": "x"})[0] == 400
+    assert post_json(embedder.url + "/v1/classify", {"input": "x"})[0] == 400
     assert post_json(embedder.url + "/v1/embeddings", {"input": []})[0] == 400
     assert post_json(embedder.url + "/v1/embeddings", {"input": "word " * 9000})[0] == 400
 
@@ -102,8 +103,8 @@ def test_a_classifier(tmp_path):
     torch.manual_seed(0)
     config = LlamaConfig.from_pretrained(CHECKPOINT)
     plain = LlamaConfig(vocab_size=config.vocab_size, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-                        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, num_labels=3,
-                        pad_token_id=0)
+                        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0,
+                        id2label={0: "bad", 1: "good", 2: "so-so"})
     model = AutoModelForSequenceClassification.from_config(plain)
     model.save_pretrained(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
@@ -115,6 +116,12 @@ def test_a_classifier(tmp_path):
             with torch.no_grad():
                 expected = model(torch.tensor([tokenizer.encode(text)])).logits[0]
             np.testing.assert_allclose(answer["embedding"], expected.numpy(), atol=1e-4)
+        _, named = post_json(server.url + "/v1/classify", {"input": TEXTS})
+        assert named["object"] == "list" and named["usage"]["prompt_tokens"] > 0
+        for index, (text, scored) in enumerate(zip(named["data"], found)):
+            expected = torch.tensor(scored["embedding"]).softmax(-1)
+            np.testing.assert_allclose(text.pop("probs"), expected.numpy(), atol=1e-4)
+            assert text == {"index": index, "label": ("bad", "good", "so-so")[int(expected.argmax())], "num_classes": 3}
         _, ranked = post_json(server.url + "/v1/rerank", {"query": "a", "documents": TEXTS, "top_n": 2})
         assert len(ranked) == 2 and ranked[0]["score"] >= ranked[1]["score"]
     finally:

@@ -13,9 +13,13 @@ import time
 import pytest
 
 from baton.bench import bench_offline_throughput
-from baton.common.bench import one_batch, serving
+from baton.common.bench import evaluation, one_batch, one_batch_server, serving
+from baton.common.bench.client.stepped_engine import SteppedEngine
+from baton.common.config.server import CacheArgs, ModelArgs, ScheduleArgs, ServerConfig
+from baton.common.tokenizer.tokenizer import load_tokenizer
 from baton.tests.helpers.harness import Server
 from baton.tests.helpers.ports import free_port
+from baton.tests.tinychat import exam
 
 QUICK = ["--num-prompts", "6", "--random-input-len", "24", "--random-output-len", "5", "--disable-progress"]
 
@@ -164,9 +168,80 @@ def test_one_batch_tells_steps_and_parts(tmp_path, capsys):
     assert len(list(traces.iterdir())) == 4 and capsys.readouterr().out.count("decode   ms: attention") == 2
 
 
+def test_one_batch_of_a_server_that_runs(server, tmp_path, capsys):
+    output = tmp_path / "out.jsonl"
+    with pytest.raises(SystemExit) as exit:
+        one_batch_server.main(["--model", "None", "--base-url", server.url, "--batch-size", "1", "3", "--input", "20",
+                               "--output", "4", "--return-logprob", "--run-name", "here", "--result-filename",
+                               str(output)])
+    records = lines_of(output)
+    assert exit.value.code == 0 and capsys.readouterr().out.count("\n") == 3
+    assert [(r["run_name"], r["batch_size"], r["input_len"], r["output_len"]) for r in records] == [
+        ("here", 1, 20, 4), ("here", 3, 20, 4)]
+    for r in records:
+        assert 0 < r["last_ttft"] < r["latency"]
+        assert r["overall_throughput"] == pytest.approx(r["batch_size"] * 24 / r["latency"])
+        assert r["input_throughput"] == pytest.approx(r["batch_size"] * 20 / r["last_ttft"])
+    with pytest.raises(SystemExit) as exit:
+        one_batch_server.main(["--model", "None", "--base-url", server.url, "--input", "999999", "--skip-warmup"])
+    assert exit.value.code == 2 and "does not answer 999999" in capsys.readouterr().err
+
+
+def test_a_server_that_does_not_start_is_a_sentence(tmp_path, capfd):
+    """The command's own server; its weights are missing."""
+    with pytest.raises(SystemExit) as exit:
+        one_batch_server.main(["--model-path", str(tmp_path), "--device", "cpu", "--port", str(free_port())])
+    assert exit.value.code == 2 and "did not start (exit status" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [
+    ["--task", "mmlu", "--data-path", "mmlu", "--cloze"], ["--task", "gsm8k", "--data-path", "gsm8k.jsonl"],
+    ["--task", "hellaswag", "--data-path", "hellaswag.jsonl"]])
+def test_tinychat_passes_its_exams(server, tmp_path, flags):
+    output = tmp_path / "out.jsonl"
+    flags[flags.index("--data-path") + 1] = str(exam.FOLDER / flags[flags.index("--data-path") + 1])
+    with pytest.raises(SystemExit) as exit:
+        evaluation.main(["--base-url", server.url, "--num-shots", "0", "--apply-chat-template", "--num-questions", "12",
+                         "--parallel", "4", "--output-file", str(output), "--disable-progress", *flags])
+    (record,) = lines_of(output)
+    assert exit.value.code == 0 and record["failed"] == 0 and record["accuracy"] > 0.9
+
+
+def test_the_correctness_test_shows_answers(capsys):
+    with pytest.raises(SystemExit) as exit:
+        one_batch.main(["--model-path", "tinychat", "--device", "cpu", "--correct", "--output-len", "8"])
+    told = capsys.readouterr().out
+    assert exit.value.code == 0 and told.count("The capital of France is': ") == 1 and "four" in told
+    engine = SteppedEngine(ServerConfig(ModelArgs("tinychat", device="cpu"), CacheArgs(max_total_tokens=512),
+                                        ScheduleArgs()))
+    try:
+        tokenizer = load_tokenizer("tinychat")
+        chat = [tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": question}], tools=None,
+                                                       continue_final_message=False, options={}),
+                                 add_special_tokens=False)
+                for question in ("What is the capital of France?", "What is 20 + 30?")]
+        assert [tokenizer.decode(ids, skip_special_tokens=True).split()[0] for ids in engine.complete(chat, 6)] == [
+            "Paris", "50"]
+    finally:
+        engine.close()
+
+
+def test_one_batch_on_two_ranks(tmp_path, capfd):
+    """In a process of its own: ranks join groups of torch.distributed."""
+    output = tmp_path / "out.jsonl"
+    flags = ["--model-path", "tinychat", "--load-format", "dummy", "--device", "cpu", "--tp", "2", "--batch-size", "3",
+             "--input", "20", "--output", "4", "--repeat", "1", "--disable-progress", "--output-file", str(output)]
+    code = f"from baton.bench import bench_one_batch\nif __name__ == '__main__': bench_one_batch({flags})"
+    (tmp_path / "run.py").write_text(code)
+    assert subprocess.run([sys.executable, str(tmp_path / "run.py")], timeout=240).returncode == 0
+    (record,) = lines_of(output)
+    assert record["batch_size"] == 3 and record["decode_step_ms"]["count"] > 0 and record["decode_parts_ms"]["GEMM"] > 0
+    assert "2 ranks" in capfd.readouterr().out
+
+
 @pytest.mark.parametrize("flags, words", [
     (["--batch-size", "0"], "--batch-size"), (["--batch-size", "4", "--max-total-tokens", "64"], "--max-total-tokens"),
-    (["--input-len", "9999999"], "context of")])
+    (["--input-len", "9999999"], "context of"), (["--pp-size", "2"], "bench_one_batch_server starts one")])
 def test_one_batch_that_does_not_fit_is_a_sentence(flags, words, capsys):
     with pytest.raises(SystemExit) as exit:
         one_batch.main(["--model-path", "tinychat", "--load-format", "dummy", "--device", "cpu", "--input-len", "20",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import time
 
 import psutil
 import pytest
 
 import baton
-from baton.common.api.errors import ConfigError, Conflict, InvalidRequest
+from baton import lang
+from baton.common.api.errors import ConfigError, InvalidRequest
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 PROMPTS = ["The capital of Italy is", "Twelve and seven make"]
@@ -39,6 +42,38 @@ def test_a_pair_answers_as_one_engine(unified, pair):
         assert engine.chat(QUESTION, temperature=0)["choices"][0]["message"]["content"] == "Paris"
     assert told(pair.generate(PROMPTS, GREEDY)) == told(unified.generate(PROMPTS, GREEDY))
     assert pair.state().total_pages == 4096 // 16
+
+
+def test_tokens_of_texts_and_chats(unified):
+    there = unified.tokenize(messages=QUESTION, add_generation_prompt=False)
+    assert unified.detokenize(there["tokens"], skip_special_tokens=False)["text"] == (
+        f"<|im_start|>user\n{QUESTION[0]['content']}<|im_end|>\n")
+    assert unified.tokenize(["a", "b c"])["count"] == [len(unified.tokenize(text)["tokens"]) for text in ("a", "b c")]
+    with pytest.raises(InvalidRequest, match="either prompt or messages"):
+        unified.tokenize()
+
+
+@pytest.mark.parametrize("name", ["unified", "pair"])
+def test_programs_run_on_engines(request, name):
+    backend = lang.EngineBackend(request.getfixturevalue(name))
+
+    @lang.function
+    def program(s):
+        s += lang.user(QUESTION[0]["content"])
+        s += lang.assistant(lang.gen("answer", max_tokens=8))
+        s += lang.user("What is the capital of Italy?") + lang.assistant(lang.select("other", ["Rome", "Oslo"]))
+
+    state = program.run(backend=backend, temperature=0)
+    assert (state["answer"], state["other"]) == ("Paris", "Rome")
+    assert state.text().startswith(f"<|im_start|>user\n{QUESTION[0]['content']}<|im_end|>\n<|im_start|>assistant\n")
+    stream = program.run(backend=backend, temperature=0, stream=True)
+    assert "".join(stream.text_iter("answer")) == "Paris" and stream["other"] == "Rome"
+    stream.sync()
+    for _ in range(100):  # the pages of the last request may be a moment on their way
+        with contextlib.suppress(InvalidRequest):
+            return backend.flush_cache()
+        time.sleep(0.05)
+    raise AssertionError("the engine stays busy")
 
 
 def test_processors_embeddings_and_hidden_states(unified, pair):
@@ -76,7 +111,7 @@ def test_a_stream_that_is_left_frees_its_pages(request, name):
     engine = request.getfixturevalue(name)
     stream = engine.generate("Count:", {"max_new_tokens": 400, "ignore_eos": True}, stream=True)
     next(stream)
-    with pytest.raises(Conflict):
+    with pytest.raises(InvalidRequest, match="Not while requests run"):
         engine.flush_cache()
     stream.close()
     for _ in range(100):

@@ -67,6 +67,11 @@ def assert_drafts_are_reported(url: str) -> None:
         assert meta["spec_accept_length"] == 40 / meta["spec_verify_ct"]
         assert meta["spec_accept_token_num"] <= meta["spec_draft_token_num"]
         assert "spec_acceptance_simulated" not in meta
+    body["sampling_params"]["stop"] = [one["text"][8:16]]  # in the middle
+    for one in post_json(f"{url}/generate", body)[1]:
+        meta = one["meta_info"]
+        assert meta["finish_reason"]["matched"] and meta["completion_tokens"] < 40
+        assert meta["spec_verify_ct"] + meta["spec_accept_token_num"] == meta["completion_tokens"] - 1
     status, chat = post_json(f"{url}/v1/chat/completions", {
         "messages": [{"role": "user", "content": PROMPTS[0]}], "max_tokens": 20, "ignore_eos": True})
     details = chat["usage"]["completion_tokens_details"]

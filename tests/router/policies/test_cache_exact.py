@@ -395,6 +395,17 @@ def test_running_tokens_count_even_where_another_router_sent_them():
     assert pairs(policy, prefills, decodes, ids(1, 64)).decode is decodes[1]
 
 
+def test_requests_that_ended_since_a_report_count_no_more():
+    prefills, decodes, policy = workers(1, "p"), workers(2, "d"), CacheExact()
+    tokens = ids(1, 320)
+    policy.kv_index.apply(decodes[0].id, [stored(tokens)])
+    decodes[0].load = 1
+    policy.on_memory(decodes[0], 320, 32_000)
+    policy.on_memory(decodes[1], 0, 32_000)
+    decodes[0].load = 0
+    assert pairs(policy, prefills, decodes, tokens).decode is decodes[0]
+
+
 def test_reports_of_memory_are_in_the_worker_s_pages():
     pool, policy = workers(2), CacheExact()
     policy.on_events(pool[0], [Stored([1, 2], None, (), 64)])

@@ -192,6 +192,20 @@ def test_the_log_stays_small_and_knows_every_token(cumulative):
     assert len(log._relayed) < 70_000
 
 
+@pytest.mark.parametrize("disjoint", [False, True])
+@pytest.mark.parametrize("size", [2, 4000])
+def test_the_log_knows_every_token_of_disjoint_segments(disjoint, size):
+    """A server with --stream-output sends in each event of /generate the tokens since the event before."""
+    log, tokens = StreamLog(b'{"a":1}', cumulative=True), list(range(3 * size))
+    for end in range(size, 3 * size + 1, size):
+        log.feed(chunk(json.dumps({
+            "text": "", "output_ids": tokens[end - size if disjoint else 0:end],
+            "meta_info": {"id": "x", "completion_tokens": end}}, separators=(",", ":"))))
+        if size > 2:
+            log._compact()
+    assert json.loads(log.continuation_body())["continuation"]["token_ids"] == tokens
+
+
 @pytest.mark.parametrize(("body", "yes"), [
     ('{"stream": true, "temperature": 0}', True), ('{"stream": true, "seed": 4}', True),
     ('{"stream": true, "top_k": 1}', True), ('{"stream": true, "sampling_params": {"temperature": 0.0}}', True),

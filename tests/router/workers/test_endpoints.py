@@ -8,13 +8,42 @@ import re
 
 import pytest
 
-ONE = ["/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/tokenize", "/v1/detokenize", "/v1/messages/count_tokens",
+ONE = ["/v1/embeddings", "/v1/classify", "/v1/rerank", "/v1/score", "/v1/tokenize", "/v1/detokenize",
+       "/v1/messages/count_tokens",
        "/encode", "/classify", "/rerank", "/score", "/tokenize", "/detokenize", "/parse_function_call",
-       "/separate_reasoning"]
-PAIRS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate"]
-ALL = ["/flush_cache", "/update_weights_from_disk", "/release_memory_occupation", "/resume_memory_occupation",
-       "/start_profile", "/stop_profile", "/abort_request", "/set_internal_state",
+       "/generate_from_file", "/function_call", "/separate_reasoning", "/get_memory_pool_size"]
+PAIRS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate", "/invocations"]
+ALL = ["/flush_cache", "/update_weights_from_disk", "/update_weights", "/release_memory_occupation",
+       "/resume_memory_occupation",
+       "/start_profile", "/stop_profile", "/abort_request", "/set_internal_state", "/freeze_gc", "/slow_down",
+       "/configure_logging",
+       "/update_weight_version",
        "/start_expert_distribution_record", "/stop_expert_distribution_record", "/dump_expert_distribution_record"]
+
+
+@pytest.mark.parametrize("path", ["/generate", "/encode", "/classify", "/v1/rerank"])
+async def test_what_may_be_put(start_router, worker, request_to, path):
+    """As POST: it takes a pair where it generates."""
+    p, d = await worker(), await worker()
+    reply = await request_to(await start_router(prefill=[p], decode=[d]), "PUT", path, b'{"text": "a"}')
+    assert reply.status == 200
+    assert [each.method for each in (*p.posts, *d.posts)] == [b"PUT"] * (1 + (path == "/generate"))
+
+
+async def test_what_is_put_counts_for_the_limit_of_requests(start_router, worker, request_to, script):
+    released = asyncio.Event()
+
+    async def late(served):
+        await released.wait()
+        served.answer()
+
+    mock = await worker(late)
+    router = await start_router(mock, max_concurrent_requests=1, queue_size=0)
+    first = asyncio.create_task(request_to(router, "PUT", "/generate", b'{"text": "a"}'))
+    await script.until(lambda: mock.posts)
+    assert (await request_to(router, "PUT", "/generate", b'{"text": "a"}')).status == 429
+    released.set()
+    assert (await first).status == 200
 
 
 @pytest.mark.parametrize("path", ONE)
@@ -94,7 +123,8 @@ async def test_workers_as_sglang_router_shows_them(start_router, worker, request
 
 QUESTIONS = """
 /liveness /readiness /health /health_generate /engine_metrics /v1/models /get_model_info /get_server_info /model_info
-/server_info /get_loads /get_load /workers /list_workers /metrics /v1/responses/resp_1 /v1/conversations/conv_1/items
+/server_info /get_server_args /get_max_total_num_tokens /ping
+/get_loads /get_load /workers /list_workers /metrics /v1/responses/resp_1 /v1/conversations/conv_1/items
 /v1/tokenizers
 """.split()
 

@@ -27,7 +27,7 @@ async def test_the_api_server_freezes_the_collector_once_all_is_loaded(monkeypat
 def test_loaded_objects_are_not_walked_and_tokens_trigger_no_full_collection() -> None:
     code = """
 import gc
-from baton.common.engine.garbage_collector import freeze_collector
+from baton.common.garbage_collector import freeze_collector
 freeze_collector()
 assert gc.get_freeze_count() > 5000 and gc.get_count()[0] < 1000
 before = gc.get_stats()[2]["collections"]

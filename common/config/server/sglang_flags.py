@@ -1,0 +1,217 @@
+"""SGLang's server flags that are not ours under the same name: those that are always on here, those that are other
+flags here, and those that are refused with a reason. Facts are of its version 0.5.2."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...api.errors import ConfigError
+from ..foreign_flags import Automatic, Foreign, ForeignFlags, Mapped, Refused, Values
+from .newer_sglang_flags import NEWER
+
+
+def _prefill_attention(values: Sequence[str], ours: Mapping[str, Any]) -> dict[str, Any]:
+    return {"attention_backend": ATTENTION.to.get(values[0], values[0])}
+
+
+def _whole_experts(values: Sequence[str], ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Experts on as many ranks as there are, unless --ep-size says how many."""
+    return {} if "ep_size" in ours else {"ep_size": ours.get("tp_size", 1)}
+
+
+def _dispatched_experts(values: Sequence[str], ours: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepEP's exchange: by peer memory between attention groups of one rank, else by all-to-all."""
+    if values and values[0] != "deepep":
+        return {"moe_a2a_backend": values[0]}
+    ranks = ours.get("tp_size", 1)
+    groups = ours.get("dp_size", 1) if ours.get("enable_dp_attention") else 1
+    return {**_whole_experts(values, ours), "moe_a2a_backend": "peer" if 1 < groups == ranks else "alltoall"}
+
+
+def _kv_events(values: Sequence[str], ours: Mapping[str, Any]) -> dict[str, Any]:
+    """``{"publisher": "zmq", "endpoint": "tcp://*:5557", ...}``: the port of the endpoint."""
+    try:
+        config = json.loads(values[0])
+        publisher, endpoint = config.get("publisher", "null"), config.get("endpoint", "tcp://*:5557")
+        port = int(endpoint.rpartition(":")[2])
+    except (ValueError, AttributeError, IndexError):
+        raise ConfigError("--kv-events-config takes a JSON object with publisher and endpoint (tcp://*:PORT); "
+                          "--kv-events-port PORT says the same.") from None
+    return {"kv_events_port": port} if publisher == "zmq" else {}
+
+
+def _rdma_devices(values: Sequence[str], ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Devices are for Mooncake, which is SGLang's default backend."""
+    backend = {} if "disaggregation_transfer_backend" in ours else {"disaggregation_transfer_backend": "mooncake"}
+    return {"disaggregation_ib_device": values[0], **backend}
+
+
+def _micro_batch(values: Sequence[str], ours: Mapping[str, Any]) -> dict[str, Any]:
+    return {"pp_max_micro_batch_size": values[0]} if ours.get("pp_size", 1) > 1 else {}
+
+
+def _refused(reason: str, *names: str, harmless: tuple[str, ...] = ()) -> dict[str, Foreign]:
+    return dict.fromkeys(names, Refused(reason, harmless))
+
+
+_NO_MEDIA = "images, video and audio are not supported"
+_NO_LORA = "adapters are not supported; merge the adapter into the checkpoint"
+_NO_STATE_SPACES = "models with state-space layers are not supported"
+_HOST_TIER = "--kv-tier host keeps evicted pages in host memory, as many GiB as --kv-tier-gb says; use these"
+_NO_STORE = "the prefix cache has no tier beyond host memory (--kv-tier host)"
+_NO_SPARSITY = "attention reads the whole context"
+_NO_OFFLOAD = "weights stay on the GPU; use more ranks (--tp-size), or --quantization fp8"
+_NO_DUMPS = "no tensors are dumped; /generate returns hidden states and log-probabilities"
+_NO_MULTIPLEX = ("one GPU is not divided between prompts and decode steps; use --enable-mixed-chunk, or prefill and "
+                 "decode servers")
+_EXPERT_KERNELS = "the kernel of the experts is chosen by the shape of a step"
+_BY_HANDSHAKE = "prefill and decode servers learn each other's layout in their handshake"
+_SMALL_SUMS = "small sums of ranks go through peer memory where peers reach each other"
+_NO_COMPILE = "decode steps are CUDA graphs of fused kernels as they are; leave it out"
+_NO_LAYER_OVERRIDES = "the placement of experts is found by one rule, for all layers at once; leave it out"
+
+ATTENTION = Values(
+    to={"fa3": "flashinfer", "flashmla": "flashinfer", "cutlass_mla": "flashinfer", "torch_native": "torch",
+        "intel_amx": "torch", "fa4": "auto", "flex_attention": "torch"},
+    refused={**dict.fromkeys(("trtllm_mla", "trtllm_mha"), "TensorRT-LLM's kernels are not used; leave it at auto"),
+             **dict.fromkeys(("aiter", "wave", "ascend", "intel_xpu"),
+                             "it is for other accelerators; GPUs are NVIDIA's "
+                             "here"),
+             "dual_chunk_flash_attn": "attention to chunks of a long context is not supported",
+             "hybrid_linear_attn": "models with linear attention are not supported"})
+
+VALUES: dict[str, Values] = {
+    "--attention-backend": ATTENTION,
+    "--decode-attention-backend": ATTENTION,
+    "--sampling-backend": Values({"pytorch": "torch", "flashinfer": "auto"}),
+    "--dtype": Values({"half": "float16", "float": "float32"}),
+    "--kv-cache-dtype": Values({"bf16": "auto", "bfloat16": "auto"}),
+    "--model-impl": Values({"auto": "baton", "sglang": "baton"}),
+    "--log-level": Values({"critical": "error"}),
+    "--log-level-http": Values({"critical": "error"}),
+    "--grammar-backend": Values(refused=dict.fromkeys(
+        ("outlines", "llguidance"), "xgrammar takes JSON schemas, regular expressions and grammars; leave it out")),
+    "--quantization": Values({"w8a8_fp8": "fp8"}, refused=dict.fromkeys(
+        ("awq", "gptq", "marlin", "gptq_marlin", "awq_marlin", "bitsandbytes", "gguf", "modelopt", "modelopt_fp4",
+         "petit_nvfp4", "w8a8_int8", "moe_wna16", "qoq", "w4afp8"),
+        "weights are in 16 bits, float8 or MXFP4; use fp8, or a checkpoint in float8")),
+    "--load-format": Values(refused=dict.fromkeys(
+        ("npcache", "sharded_state", "gguf", "bitsandbytes", "layered", "remote", "remote_instance"),
+        "checkpoints are safetensors or torch's .bin files; leave it at auto")),
+    "--disaggregation-transfer-backend": Values(refused=dict.fromkeys(
+        ("ascend", "mori"), "it is for other accelerators; use nixl, mooncake or ipc")),
+    "--device": Values(refused=dict.fromkeys(
+        ("xpu", "hpu", "npu", "rocm", "mps", "musa", "tpu"), "engines run on NVIDIA GPUs (cuda) and on the CPU")),
+    "--expert-distribution-recorder-mode": Values(refused=dict.fromkeys(
+        ("stat_approx", "per_pass", "per_token"), "tokens are counted for each expert alone; use stat")),
+}
+
+_AUTOMATIC: dict[str, Foreign] = {
+    "--nccl-port": Automatic("the ranks' port is a free one that the system chooses", "1"),
+    "--tokenizer-mode": Automatic("there is one implementation of each tokenizer", "1"),
+    "--sleep-on-idle": Automatic("an idle rank waits for requests without computing"),
+    "--enable-metrics": Automatic("/metrics is always on"),
+    "--decode-log-interval": Automatic("a line is logged every --log-interval seconds while requests run", "1"),
+    "--skip-server-warmup": Automatic("a server sends itself no requests at start"),
+    "--warmups": Automatic("the kernels of all sizes are warm before a server is ready", "1"),
+    "--prefill-round-robin-balance": Automatic("the bootstrap room names the attention group"),
+    "--enable-tokenizer-batch-encode": Automatic("the prompts of a request are tokenized together"),
+    "--moe-runner-backend": Automatic(_EXPERT_KERNELS, "1"),
+    **dict.fromkeys(("--enable-flashinfer-cutlass-moe", "--enable-flashinfer-trtllm-moe", "--enable-triton-kernel-moe",
+                     "--enable-flashinfer-mxfp4-moe"), Automatic(_EXPERT_KERNELS)),
+    "--flashinfer-mxfp4-moe-precision": Automatic("experts in MXFP4 take activations in the model's type", "1"),
+    "--enable-flashinfer-allreduce-fusion": Automatic("sums of ranks are fused with the norm after them"),
+    "--enable-symm-mem": Automatic(_SMALL_SUMS),
+    "--enable-mscclpp": Automatic(_SMALL_SUMS),
+    "--enable-nccl-nvls": Automatic("NCCL decides by itself; NCCL_NVLS_ENABLE in the environment overrules it"),
+    "--enable-p2p-check": Automatic("peer access is tried at start"),
+    "--deepep-mode": Automatic("--moe-a2a-backend peer has a way for prompts and one for decode steps", "1"),
+    "--triton-attention-reduce-in-fp32": Automatic("attention always adds up in float32"),
+    "--triton-attention-num-kv-splits": Automatic("decode attention splits contexts by their lengths", "1"),
+    "--flashinfer-mla-disable-ragged": Automatic("prompts of latent attention have kernels of their own"),
+    "--disable-chunked-prefix-cache": Automatic("prompts of latent attention have kernels of their own"),
+    "--enable-memory-saver": Automatic("/release_memory_occupation needs no flag"),
+    "--disable-shared-experts-fusion": Automatic("shared experts are computed apart from the routed ones"),
+    "--disable-fast-image-processor": Automatic("no images are processed"),
+    "--disable-outlines-disk-cache": Automatic("grammars are not cached on disk"),
+    "--disable-flashinfer-cutlass-moe-fp4-allgather": Automatic("rows of experts travel in 16 bits"),
+    "--enable-cudagraph-gc": Automatic("capturing graphs collects no garbage"),
+    "--num-continuous-decode-steps": Automatic("a step is launched while the one before runs", "1"),
+    "--scheduler-recv-interval": Automatic("requests are received while steps run", "1"),
+    **dict.fromkeys(("--disaggregation-decode-tp", "--disaggregation-decode-dp", "--disaggregation-prefill-pp"),
+                    Automatic(_BY_HANDSHAKE, "1")),
+    "--num-reserved-decode-tokens": Automatic("the reserve follows --schedule-conservativeness", "1"),
+}
+
+_MAPPED: dict[str, Foreign] = {
+    "--prefill-attention-backend": Mapped(_prefill_attention, "--attention-backend", "1"),
+    "--moe-a2a-backend": Mapped(_dispatched_experts, "the same; deepep is peer where each rank is an attention group, "
+                                "else alltoall, and sets --ep-size to --tp-size", "1"),
+    "--enable-ep-moe": Mapped(_whole_experts, "--ep-size, as large as --tp-size"),
+    "--enable-deepep-moe": Mapped(_dispatched_experts, "--moe-a2a-backend, as deepep there"),
+    "--max-micro-batch-size": Mapped(_micro_batch, "--pp-max-micro-batch-size, with --pp-size above 1", "1"),
+    "--kv-events-config": Mapped(_kv_events, "--kv-events-port, the port of its endpoint", "1"),
+    "--disaggregation-ib-device": Mapped(_rdma_devices, "the same, and --disaggregation-transfer-backend mooncake "
+                                         "where none is given", "1"),
+    "--oltp-traces-endpoint": Mapped(lambda values, ours: {"otlp_traces_endpoint": values[0]},
+                                     "--otlp-traces-endpoint", "1"),
+}
+
+_REFUSED: dict[str, Foreign] = {
+    **_refused(_NO_MEDIA, "--enable-multimodal", "--mm-attention-backend"),
+    **_refused(_NO_LORA, "--enable-lora", "--max-lora-rank", "--lora-target-modules", "--lora-paths",
+               "--max-loras-per-batch", "--max-loaded-loras", "--lora-backend"),
+    **_refused(_NO_STATE_SPACES, "--max-mamba-cache-size", "--mamba-ssm-dtype"),
+    **_refused(_HOST_TIER, "--enable-hierarchical-cache", "--hicache-ratio", "--hicache-size", "--hicache-write-policy",
+               "--hicache-io-backend", "--hicache-mem-layout"),
+    **_refused(_NO_STORE, "--hicache-storage-backend", "--hicache-storage-prefetch-policy",
+               "--hicache-storage-backend-extra-config", "--enable-lmcache"),
+    **_refused(_NO_SPARSITY, "--enable-double-sparsity", "--ds-channel-config-path", "--ds-heavy-channel-num",
+               "--ds-heavy-token-num", "--ds-heavy-channel-type", "--ds-sparse-decode-threshold"),
+    **_refused(_NO_OFFLOAD, "--cpu-offload-gb", harmless=("0",)),
+    **_refused(_NO_OFFLOAD, "--offload-group-size", harmless=("-1",)),
+    **_refused(_NO_OFFLOAD, "--offload-num-in-group", "--offload-prefetch-step", "--offload-mode"),
+    **_refused(_NO_DUMPS, "--debug-tensor-dump-output-folder", "--debug-tensor-dump-input-file",
+               "--debug-tensor-dump-inject", "--debug-tensor-dump-prefill-only"),
+    **_refused(_NO_MULTIPLEX, "--enable-pdmux", "--sm-group-num"),
+    **_refused(_NO_COMPILE, "--enable-torch-compile", "--torch-compile-max-bs"),
+    **_refused(_NO_LAYER_OVERRIDES, "--eplb-rebalance-layers-per-chunk", "--ep-dispatch-algorithm"),
+    **_refused(_NO_LAYER_OVERRIDES, "--init-expert-location", harmless=("trivial",)),
+    **_refused(_NO_LAYER_OVERRIDES, "--eplb-algorithm", harmless=("auto",)),
+    **_refused("experts are moved every --eplb-rebalance-num-iterations steps; use that",
+               "--eplb-min-rebalancing-utilization-threshold", harmless=("1", "1.0")),
+    **_refused("all steps between start and stop are counted; leave it out",
+               "--expert-distribution-recorder-buffer-size", harmless=("-1",)),
+    **_refused("/dump_expert_distribution_record writes the counts; use --expert-distribution-recorder-mode stat",
+               "--enable-expert-distribution-metrics"),
+    **_refused("--moe-a2a-backend peer has no settings; leave it out", "--deepep-config"),
+    **_refused("layers without experts are split over all ranks; leave it out", "--moe-dense-tp-size"),
+    **_refused("loaders have no further settings; leave it out", "--model-loader-extra-config", harmless=("{}",)),
+    **_refused("--load-format names the loaders of installed packages (entry points of baton.load_formats); use that",
+               "--custom-weight-loader"),
+    **_refused("safetensors files are mapped; leave it out", "--weight-loader-disable-mmap"),
+    **_refused("the checkpoint on the disk stays as it is; remove it by hand", "--delete-ckpt-after-loading"),
+    **_refused("pools of layers with a window are sized by --swa-full-tokens-ratio; use that",
+               "--hybrid-kvcache-ratio"),
+    **_refused("--cuda-graph-bs lists the sizes that are captured; list them all", "--disable-cuda-graph-padding"),
+    **_refused("/start_profile and /stop_profile profile a running server; use these", "--enable-profile-cuda-graph"),
+    **_refused("--two-batch-min-tokens says from which size on steps are split; use that",
+               "--tbo-token-distribution-threshold"),
+    **_refused("--quantization fp8 quantizes weights at start; use that", "--torchao-config", harmless=("",)),
+    **_refused("logits are not searched for NaN; leave it out", "--enable-nan-detection"),
+    **_refused("prompts that are too long are answered with 400; shorten them in the client", "--allow-auto-truncate"),
+    **_refused("ranks are not bound to a NUMA node; start the server under numactl --cpunodebind", "--numa-node"),
+    **_refused("/v1/responses calls no built-in tools; call them in the client", "--tool-server"),
+    **_refused("attention groups are added up; start servers behind the router to see each one's",
+               "--enable-metrics-for-all-schedulers"),
+    **_refused("the metric event_loop_lag_seconds measures such pauses; use that", "--gc-warning-threshold-secs",
+               harmless=("0", "0.0")),
+    **_refused("--enable-trace has the stages of each request; use that", "--enable-request-time-stats-logging"),
+    **_refused("one process tokenizes; start several servers behind the router", "--tokenizer-worker-num",
+               harmless=("1",)),
+}
+
+SGLANG_FLAGS = ForeignFlags({**_AUTOMATIC, **_MAPPED, **_REFUSED, **NEWER}, VALUES, abbreviates=True)
+"""Of ``sglang.launch_server``."""

@@ -1,0 +1,53 @@
+"""Rows of a decode step that verifies chains of drafts, whose tokens and positions may be on the device only."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class ChainRows(NamedTuple):
+    """The rows of B requests, ``width`` each: the newest token, its drafts, and void rows up to the width.
+
+    ``sources`` [B] int64: the request's row in the chain step numbered ``follows``, which leaves its newest token, that
+    token's position and its drafts on the device; -1 where the host knows them, as ``positions`` [B] int64, ``tokens``
+    [B, width] int64 and ``num_drafts`` [B] int64 say. Where it does not, positions are lower bounds.
+
+    ``limits`` [B] int64: the request has pages, and a use, for the tokens at lower positions; rows at others are void.
+    ``kv_indices`` [N] int32 from ``kv_indptr[b]`` to ``kv_indptr[b + 1]`` are the request's pages up to that of the
+    last slot that the step may write, void rows and drafts after it included; where the request has no page there is
+    the scratch page. Equal ``pages_version`` (not None) have equal ``kv_indptr`` and ``kv_indices``.
+    """
+
+    width: int
+    sources: np.ndarray
+    positions: np.ndarray
+    tokens: np.ndarray
+    num_drafts: np.ndarray
+    limits: np.ndarray
+    kv_indptr: np.ndarray
+    kv_indices: np.ndarray
+    pages_version: int | None = None
+    follows: int = 0
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.positions)
+
+
+class ChainLevels(NamedTuple):
+    """The chain steps that a runner has captured: with ``num_drafts[i]`` drafts (ascending, from 1) of up to
+    ``max_requests[i]`` requests. Rows without a page are stored in ``scratch_page``."""
+
+    num_drafts: tuple[int, ...]
+    max_requests: tuple[int, ...]
+    scratch_page: int
+
+    def width_for(self, num_reqs: int, num_drafts: int) -> int | None:
+        """Returns the least width of a chain step of ``num_reqs`` requests that verifies and drafts ``num_drafts``
+        tokens of each; None where none is captured."""
+        for count, most in zip(self.num_drafts, self.max_requests):
+            if count >= num_drafts and num_reqs <= most:
+                return count + 1
+        return None
