@@ -22,6 +22,7 @@ import zmq.asyncio
 from ...common.api.kv_events import END_OF_REPLAY, Event, decode
 from ..workers.ask import WorkerClient, ask, get
 from ..workers.dp_ranks import report_of
+from ..workers.memory_report import MemoryReport
 from ..workers.registry import Worker
 
 logger = logging.getLogger("baton.router")
@@ -155,7 +156,7 @@ class KVListener(Protocol):
         """A worker has no pages, or its pages are unknown."""
     def on_lost(self, worker: Worker) -> None:
         """A worker's events are not followed any more."""
-    def on_memory(self, worker: Worker, used_tokens: int, total_tokens: int) -> None:
+    def on_memory(self, worker: Worker, report: MemoryReport) -> None:
         """A worker reported its KV memory."""
     def on_no_memory(self, worker: Worker) -> None:
         """A worker does not report its KV memory."""
@@ -230,16 +231,18 @@ class KVWatch:
                 answer = await ask(self._client, worker, get("/get_load"), TIMEOUT_SECONDS)
                 memory = _memory(report_of(worker, answer.json()))
                 if memory is not None:
-                    self._listener.on_memory(worker, *memory)
+                    self._listener.on_memory(worker, memory)
                 elif answer.status:
                     self._listener.on_no_memory(worker)
                     pause = 60.0
             await asyncio.sleep(pause)
 
 
-def _memory(load: Any) -> tuple[int, int] | None:
-    """Used and all tokens of a ``/get_load`` answer, summed over its ranks; None where it has no tokens."""
+def _memory(load: Any) -> MemoryReport | None:
+    """Returns what a ``/get_load`` answer says, summed over its ranks; None where it has no tokens."""
     try:
-        return sum(rank["num_tokens"] for rank in load), sum(rank["max_total_num_tokens"] for rank in load)
+        return MemoryReport(sum(rank["num_tokens"] for rank in load),
+                            sum(rank["max_total_num_tokens"] for rank in load),
+                            sum(rank.get("num_reqs", 0) for rank in load))
     except (TypeError, KeyError):
         return None

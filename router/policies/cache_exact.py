@@ -23,6 +23,7 @@ from ..net.body import RoutingFields
 from ..net.request import Request
 from ..net.upstream_response import ResponseHead
 from ..workers.kv_index import KVIndex
+from ..workers.memory_report import MemoryReport
 from ..workers.registry import Worker
 from ..workers.roles import RECEIVER
 from .base import Amendment, Decision, Replication
@@ -128,10 +129,12 @@ class CacheExact:
         self.followed.discard(worker.id)
         self.kv_index.clear(worker.id)
 
-    def on_memory(self, worker: Worker, used_tokens: int, total_tokens: int) -> None:
+    def on_memory(self, worker: Worker, report: MemoryReport) -> None:
         """Notes a worker's report of its KV memory."""
         page_size = self.kv_index.page_sizes.get(worker.id, 16)
-        self.costs.memory[worker.id] = KVMemory(used_tokens / page_size, total_tokens / page_size, worker.load)
+        self.costs.memory[worker.id] = KVMemory(report.used_tokens / page_size, report.total_tokens / page_size,
+                                                report.num_requests, worker.peak_load)
+        worker.peak_load = worker.load
 
     def on_no_memory(self, worker: Worker) -> None:
         """A worker does not report its KV memory."""

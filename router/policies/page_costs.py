@@ -40,11 +40,20 @@ class PrefixMatch(NamedTuple):
 
 
 class KVMemory(NamedTuple):
-    """A worker's KV memory by its last report, in pages, and its ``load`` then."""
+    """A worker's KV memory by its last report, in pages, and the requests that use it."""
 
     used: float
     total: float
+    running: int = 0
+    """All requests that it counts, those of other routers too."""
     load: int = 0
+    """The most requests that this router had there since the report before: which of them the report counts is not
+    known."""
+
+    def remaining(self, load: int) -> float:
+        """Returns the used pages without those of requests that may have ended since, where ``load`` are left."""
+        ended = max(0, self.load - load)
+        return self.used * max(0.0, 1 - ended / max(1, self.running, self.load))
 
 
 class PageCosts:
@@ -70,8 +79,7 @@ class PageCosts:
         running: float = worker.load
         full = 0.0
         if memory is not None:
-            ended = max(0, memory.load - worker.load)  # since the report, which still counts their pages
-            running = max(running, memory.used / self.mean_pages - ended)
+            running = max(running, memory.remaining(worker.load) / self.mean_pages)
             full = FULL_MEMORY_COST if memory.total - memory.used < missing else 0.0
         return missing * transfer_cost + running * TRANSFER_COST * self.mean_pages + full
 

@@ -60,7 +60,7 @@ class Worker:
     - Data-parallel rank of a server (see ``dp_ranks``): ``rank``, and ``root``, the same object for all ranks (a worker
       without ranks is its own root). ``url`` includes the rank, ``endpoint`` is the server's.
     - Load: ``load`` counts reservations that are not released yet; ``on_release``, where set, is called with each
-      release, and each of ``load_orders`` with each change of the load.
+      release, and each of ``load_orders`` with each change of the load; ``peak_load``: the most since somebody set it.
     - ``cached_tokens``: tokens in its prefix cache, None unless its KV events are followed (see ``kv_event_watch``).
     - ``draining``: it gets no new requests, and is removed once its load is 0.
     - ``circuit``: its circuit breaker, changed by the registry once the worker is in it.
@@ -69,7 +69,7 @@ class Worker:
     __slots__ = ("id", "endpoint", "url", "api_key", "role", "bootstrap_port", "asks_role", "asks_port",
                  "asks_models", "model_ids", "model_cards", "state", "failures", "successes", "hung", "known_load",
                  "load_orders", "on_release", "draining", "is_baton", "circuit", "cached_tokens", "rank", "root",
-                 "keeps_files", "checked", "always_healthy", "named", "metadata", "pair_key",
+                 "peak_load", "keeps_files", "checked", "always_healthy", "named", "metadata", "pair_key",
                  "model_fingerprint", "epoch", "fitting", "misfits", "stage")
 
     def __init__(self, endpoint: Endpoint, role: Role = REGULAR, *, asks_role: bool = False,
@@ -94,6 +94,7 @@ class Worker:
         self.successes = 0
         self.hung = False
         self.known_load = 0
+        self.peak_load = 0
         self.load_orders: tuple[LoadOrder, ...] = ()
         self.on_release: Callable[[Reservation], None] | None = None
         self.draining = False
@@ -132,7 +133,9 @@ class Worker:
     def change_load(self, change: int) -> None:
         """Counts requests of this process that began (or, negative, ended)."""
         before = self.known_load
-        self.known_load = before + change
+        self.known_load = load = before + change
+        if load > self.peak_load:
+            self.peak_load = load
         if self.load_orders:
             for order in self.load_orders:
                 order.load_changed(self, before)

@@ -38,6 +38,7 @@ from baton.router.policies.page_costs import KVMemory
 from baton.router.policies.text_pages import TextPages, text_blocks
 from baton.router.policies.worker_groups import WorkerGroups
 from baton.router.workers.kv_index import KVIndex
+from baton.router.workers.memory_report import MemoryReport
 from baton.router.workers.registry import Worker
 from baton.tests.helpers.ports import free_ports
 
@@ -395,23 +396,29 @@ def test_running_tokens_count_even_where_another_router_sent_them():
     assert pairs(policy, prefills, decodes, ids(1, 64)).decode is decodes[1]
 
 
-def test_requests_that_ended_since_a_report_count_no_more():
+@pytest.mark.parametrize("answered", ["at once", "late"])
+def test_requests_that_ended_since_a_report_count_no_more(answered):
     prefills, decodes, policy = workers(1, "p"), workers(2, "d"), CacheExact()
     tokens = ids(1, 320)
     policy.kv_index.apply(decodes[0].id, [stored(tokens)])
     decodes[0].load = 1
-    policy.on_memory(decodes[0], 320, 32_000)
-    policy.on_memory(decodes[1], 0, 32_000)
+    if answered == "late":  # The request ends between the question and the answer, which still counts it.
+        decodes[0].load = 0
+    policy.on_memory(decodes[0], MemoryReport(320, 32_000, 1))
+    policy.on_memory(decodes[1], MemoryReport(0, 32_000))
     decodes[0].load = 0
     assert pairs(policy, prefills, decodes, tokens).decode is decodes[0]
+    for _ in range(2):  # Now it is another router's.
+        policy.on_memory(decodes[0], MemoryReport(320, 32_000, 1))
+    assert pairs(policy, prefills, decodes, ids(2, 320)).decode is decodes[1]
 
 
 def test_reports_of_memory_are_in_the_worker_s_pages():
     pool, policy = workers(2), CacheExact()
     policy.on_events(pool[0], [Stored([1, 2], None, (), 64)])
-    policy.on_memory(pool[0], 640, 6400)
-    policy.on_memory(pool[1], 640, 6400)  # Its page size is unknown.
-    assert policy.costs.memory == {pool[0].id: KVMemory(10.0, 100.0), pool[1].id: KVMemory(40.0, 400.0)}
+    policy.on_memory(pool[0], MemoryReport(640, 6400, 3))
+    policy.on_memory(pool[1], MemoryReport(640, 6400))  # Its page size is unknown.
+    assert policy.costs.memory == {pool[0].id: KVMemory(10.0, 100.0, 3), pool[1].id: KVMemory(40.0, 400.0)}
     assert (policy.cached_tokens(pool[0]), policy.cached_tokens(pool[1])) == (128, 0)
     policy.on_no_memory(pool[1])
     policy.on_removed(pool[0])
