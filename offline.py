@@ -9,16 +9,18 @@ import secrets
 import socket
 import threading
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from .common.api.errors import ConfigError
+from .common.api.errors import ConfigError, InvalidRequest
 from .common.commands.base import Endpoint
 from .common.commands.methods import CommandMethods
 from .common.config.cli import build
 from .common.config.server import ServerConfig
 from .common.config.server.sglang_flags import SGLANG_FLAGS
+from .common.serving.embeddings.handler import encode_body, rerank_body, score_body
 from .common.serving.offline import Cluster, EngineProcesses
+from .common.serving.sessions.handler import close_session_body, open_session_body
 
 T = TypeVar("T")
 _END = object()
@@ -105,6 +107,72 @@ class Engine(CommandMethods):
             return self._async_iterate(self._cluster.stream_chat(body))
         return await asyncio.wrap_future(self._thread.submit(self._cluster.chat(body)))
 
+    # ------------------------------------------------------------------ vectors and scores
+
+    def encode(self, prompt: str | list[str] | None = None, **fields: Any) -> Any:
+        """The answer of ``/encode`` to a text, or a list of answers to a list; engines with ``is_embedding`` have it.
+
+        ``fields``: ``input_ids``, ``rid``, ``priority``.
+        """
+        return self._thread.run(self._encoded(prompt, fields))
+
+    async def async_encode(self, prompt: str | list[str] | None = None, **fields: Any) -> Any:
+        """As ``encode``."""
+        return await asyncio.wrap_future(self._thread.submit(self._encoded(prompt, fields)))
+
+    def rerank(self, prompt: Sequence[Sequence[str]] | None = None, **fields: Any) -> Any:
+        """The scores of pairs of a query and a document, in their order, each as ``embedding``; with ``query`` and
+        ``documents`` in place of pairs the answer of ``/v1/rerank``, the most relevant first."""
+        return self._thread.run(self._reranked(prompt, fields))
+
+    async def async_rerank(self, prompt: Sequence[Sequence[str]] | None = None, **fields: Any) -> Any:
+        """As ``rerank``."""
+        return await asyncio.wrap_future(self._thread.submit(self._reranked(prompt, fields)))
+
+    def score(self, query: str | list[int], items: str | list[str] | list[list[int]], label_token_ids: list[int],
+              apply_softmax: bool = False, item_first: bool = False) -> list[list[float]]:
+        """The probability of each label as the next token after ``query`` and each item; see ``/v1/score``."""
+        return self._thread.run(self._scored(query, items, label_token_ids, apply_softmax, item_first))
+
+    async def async_score(self, query: str | list[int], items: str | list[str] | list[list[int]],
+                          label_token_ids: list[int], apply_softmax: bool = False,
+                          item_first: bool = False) -> list[list[float]]:
+        """As ``score``."""
+        return await asyncio.wrap_future(self._thread.submit(
+            self._scored(query, items, label_token_ids, apply_softmax, item_first)))
+
+    async def _encoded(self, prompt: str | list[str] | None, fields: Mapping[str, Any]) -> Any:
+        return await self._cluster.answer(encode_body, {**fields, **({} if prompt is None else {"text": prompt})})
+
+    async def _reranked(self, prompt: Sequence[Sequence[str]] | None, fields: Mapping[str, Any]) -> Any:
+        return await (self._cluster.answer(rerank_body, fields) if prompt is None else
+                      self._cluster.rerank_pairs(prompt))
+
+    async def _scored(self, query: Any, items: Any, label_token_ids: list[int], apply_softmax: bool,
+                      item_first: bool) -> list[list[float]]:
+        answer = await self._cluster.answer(score_body, {
+            "query": query, "items": items, "label_token_ids": label_token_ids, "apply_softmax": apply_softmax,
+            "item_first": item_first})
+        scores: list[list[float]] = answer["scores"]
+        return scores
+
+    # ------------------------------------------------------------------ tokens and sessions
+
+    @property
+    def tokenizer_manager(self) -> TokenizerManager:
+        """Has ``tokenizer``, that of transformers, where SGLang's programs look for it."""
+        return TokenizerManager(self)
+
+    def open_session(self, capacity_of_str_len: int, session_id: str | None = None) -> str:
+        """Opens a session of so many tokens and returns its id; ``generate`` continues it with ``session_params``."""
+        body = {"capacity_of_str_len": capacity_of_str_len, "session_id": session_id}
+        opened: str = self._thread.run(self._cluster.answer(open_session_body, body))
+        return opened
+
+    def close_session(self, session_id: str) -> None:
+        """Closes a session; raises NotFound for one that is not open."""
+        self._thread.run(self._cluster.answer(close_session_body, {"session_id": session_id}))
+
     def tokenize(self, prompt: str | list[str] | None = None, *, messages: list[dict[str, Any]] | None = None,
                  **fields: Any) -> Any:
         """The answer of ``/tokenize`` to a text, texts, or the messages of a chat, as a dict."""
@@ -120,6 +188,17 @@ class Engine(CommandMethods):
     def state(self) -> Any:
         """A snapshot of the engine that answers: pages, requests, counters."""
         return self._thread.run(self._cluster.context.client.state())
+
+    def get_server_info(self) -> dict[str, Any]:
+        """The answer of ``/get_server_info`` of the engine that answers: its flags and its state."""
+        info: dict[str, Any] = self._thread.run(self._cluster.server_info())
+        return info
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        """Aborts a request (all choices of it), or all: they are answered with the tokens so far."""
+        if bool(rid) is abort_all:
+            raise InvalidRequest("Give a rid, or abort_all.", param="rid")
+        self._thread.run(self._cluster.abort(rid))
 
     def _run_endpoint(self, endpoint: Endpoint, arguments: Mapping[str, Any]) -> str:
         return "\n".join(self._thread.run(self._cluster.run_endpoint(endpoint, arguments)))
@@ -142,6 +221,22 @@ class Engine(CommandMethods):
                 yield item
         finally:
             await asyncio.wrap_future(self._thread.submit(items.aclose()))
+
+
+class TokenizerManager:
+    """The part of SGLang's ``engine.tokenizer_manager`` that programs use."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+
+    @property
+    def tokenizer(self) -> Any:
+        """The checkpoint's tokenizer, of transformers; None with ``skip_tokenizer_init``."""
+        return self._engine._cluster.hf_tokenizer()
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        """As the engine's."""
+        self._engine.abort_request(rid, abort_all)
 
 
 class _LoopThread:

@@ -6,20 +6,22 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from ..api.errors import ConfigError, WorkerUnavailable
+from ..api.errors import ConfigError, InvalidRequest, WorkerUnavailable
 from ..commands.base import Endpoint
 from ..config.server import ServerConfig
 from ..engine_client.rank_processes import RankTarget
 from .admin.commands import run_endpoint
+from .admin.handler import server_facts
 from .chat.handler import plan_chat
 from .chat.schema import ChatRequest, decode_chat
 from .context.serving_context import ServingContext
+from .embeddings.handler import rerank_body
 from .host import EngineHost, Service
 from .native.handler import plan_generate
 from .native.schema import GenerateRequest, decode_generate
@@ -95,6 +97,36 @@ class Cluster:
         request = decode_detokenize(msgspec.json.encode(body))
         return msgspec.to_builtins(await detokenize_body(self.context, request))
 
+    async def answer(self, handler: Callable[[ServingContext, bytes], Awaitable[Any]], body: Mapping[str, Any]) -> Any:
+        """What the handler of an endpoint answers to a body on the last engine, as plain data; raises ServingError."""
+        return msgspec.to_builtins(await handler(self.context, msgspec.json.encode(body)))
+
+    async def rerank_pairs(self, pairs: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+        """Scores of query and document, pair by pair; raises ServingError."""
+        if any(len(pair) != 2 for pair in pairs):
+            raise InvalidRequest("Each prompt to rerank is a pair: a query and a document.", param="prompt")
+        bodies = [{"query": query, "documents": [document]} for query, document in pairs]
+        ranked = await asyncio.gather(*(self.answer(rerank_body, body) for body in bodies))
+        return [{"embedding": one["score"], "meta_info": one["meta_info"]} for (one,) in ranked]
+
+    async def server_info(self) -> dict[str, Any]:
+        """The answer of ``/get_server_info`` of the last engine, as plain data."""
+        info: dict[str, Any] = msgspec.to_builtins(await server_facts(self.context))
+        return info
+
+    def hf_tokenizer(self) -> Any:
+        """The tokenizer of transformers, None with --skip-tokenizer-init."""
+        tokenizer = self.context.status.serving_tokenizer()
+        return tokenizer.hf if tokenizer.has_texts else None
+
+    async def abort(self, rid: str) -> None:
+        """Aborts a request on all engines; all requests with an empty ``rid``."""
+        for context in self.contexts:
+            if rid:
+                context.client.abort_group(rid)
+            else:
+                context.client.abort("")
+
     async def run_endpoint(self, endpoint: Endpoint, arguments: Mapping[str, Any]) -> list[str]:
         """Runs the command of an endpoint on one engine after the other; returns their sentences. Raises ServingError,
         as over HTTP."""
@@ -123,8 +155,11 @@ class Cluster:
 
     @contextlib.asynccontextmanager
     async def _prefilled(self, body: Any, plan: PlanRequest[Any]) -> AsyncGenerator[None, None]:
-        """Runs the request on the prefill engine, where there is one, until it ends or the block is left."""
-        if len(self._hosts) == 1:
+        """Runs the request on the prefill engine, where there is one, until it ends or the block is left.
+
+        A session's request runs on the last engine alone, which has the conversation.
+        """
+        if len(self._hosts) == 1 or (isinstance(body, GenerateRequest) and body.session_params):
             yield
             return
         args = self._parts[0].config

@@ -67,6 +67,11 @@ class Tokenizer:
         added = getattr(hf, "added_tokens_decoder", {})
         self.special_ids = frozenset(hf.all_special_ids) | {i for i, token in added.items() if token.special}
 
+    @property
+    def hf(self) -> Any:
+        """The tokenizer of transformers."""
+        return self._hf
+
     def with_chat_template(self, name: str) -> Tokenizer:
         """This tokenizer with another template, a packaged one or a file's; raises ConfigError."""
         import jinja2

@@ -151,6 +151,11 @@ async def configure_logging(context: ServingContext, request: web.Request) -> we
 
 async def server_info(context: ServingContext, request: web.Request) -> web.Response:
     """The flat configuration, with the engine's state once the engine is ready."""
+    return json_response(await server_facts(context))
+
+
+async def server_facts(context: ServingContext) -> dict[str, Any]:
+    """The answer of ``/get_server_info``."""
     info: dict[str, Any] = {}
     for section in dataclasses.fields(context.config):
         info.update(dataclasses.asdict(getattr(context.config, section.name)))
@@ -167,7 +172,7 @@ async def server_info(context: ServingContext, request: web.Request) -> web.Resp
     if states := await _states(context):
         info["internal_states"] = [{name: value for name, value in msgspec.to_builtins(state).items()
                                     if name not in ("seq", "type", "model", "pair_key")} for state in states]
-    return json_response(info)
+    return info
 
 
 async def memory_pool_size(context: ServingContext, request: web.Request) -> web.Response:

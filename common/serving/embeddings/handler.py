@@ -67,16 +67,21 @@ async def embeddings(context: ServingContext, request: web.Request) -> web.Respo
 
 async def encode(context: ServingContext, request: web.Request) -> web.Response:
     """``/encode``: SGLang's form of embeddings; a classifier answers with its labels' scores."""
+    return json_response(await encode_body(context, await request.read()))
+
+
+async def encode_body(context: ServingContext, data: bytes) -> EncodeAnswer | list[EncodeAnswer]:
+    """The answer of ``/encode`` to a JSON body; raises ServingError."""
     with context.telemetry.counting_refusals():
         context.status.check_serving()
-        body = decode_encode(await request.read())
+        body = decode_encode(data)
         prompts = body.prompts()
     choices = await _pooled(context, prompts, "text" if prompts.texts is not None else "input_ids", body.rid,
                             body.priority)
     labels = context.model.spec.head == "classifier"
     answers = [EncodeAnswer((vector_of(choice) if labels else truncated(vector_of(choice), None)).tolist(),
                             _meta_info(choice)) for choice in choices]
-    return json_response(answers if prompts.batched else answers[0])
+    return answers if prompts.batched else answers[0]
 
 
 async def classify(context: ServingContext, request: web.Request) -> web.Response:
@@ -116,9 +121,14 @@ async def rerank(context: ServingContext, request: web.Request) -> web.Response:
     A classifier scores query and document together; an embedding model compares their vectors; a generating model is
     prompted for yes or no, with the prompt that Qwen3-Reranker was trained on.
     """
+    return json_response(await rerank_body(context, await request.read()))
+
+
+async def rerank_body(context: ServingContext, data: bytes) -> list[RankedDocument]:
+    """The answer of ``/v1/rerank`` to a JSON body; raises ServingError."""
     with context.telemetry.counting_refusals():
         context.status.check_serving()
-        body = decode_rerank(await request.read())
+        body = decode_rerank(data)
         context.model.check_name(body.model)
         if not body.documents:
             raise InvalidRequest("documents is empty; send at least one.", param="documents")
@@ -132,14 +142,19 @@ async def rerank(context: ServingContext, request: web.Request) -> web.Response:
     ranked = [RankedDocument(score, index, _meta_info(choice), body.documents[index] if body.return_documents else None)
               for index, (score, choice) in enumerate(scored)]
     ranked.sort(key=lambda document: -document.score)
-    return json_response(ranked[:body.top_n])
+    return ranked[:body.top_n]
 
 
 async def score(context: ServingContext, request: web.Request) -> web.Response:
     """``/v1/score``: the probability of each label as the next token."""
+    return json_response(await score_body(context, await request.read()))
+
+
+async def score_body(context: ServingContext, data: bytes) -> ScoreAnswer:
+    """The answer of ``/v1/score`` to a JSON body; raises ServingError."""
     with context.telemetry.counting_refusals():
         context.status.check_serving()
-        body = decode_score(await request.read())
+        body = decode_score(data)
         context.model.check_name(body.model)
         context.model.check_generates()
         if not body.label_token_ids:
@@ -148,7 +163,7 @@ async def score(context: ServingContext, request: web.Request) -> web.Response:
         prompts = await _score_prompts(context, body)
     choices = await _label_logprobs(context, prompts, body.label_token_ids)
     scores = [_probabilities(choice, body.apply_softmax) for choice in choices]
-    return json_response(ScoreAnswer(scores, body.model or context.model.name, _usage(choices)))
+    return ScoreAnswer(scores, body.model or context.model.name, _usage(choices))
 
 
 # ---------------------------------------------------------------------- vectors

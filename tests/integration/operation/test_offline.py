@@ -12,7 +12,7 @@ import pytest
 
 import baton
 from baton import lang
-from baton.common.api.errors import ConfigError, InvalidRequest
+from baton.common.api.errors import ConfigError, InvalidRequest, NotFound
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 PROMPTS = ["The capital of Italy is", "Twelve and seven make"]
@@ -51,6 +51,54 @@ def test_tokens_of_texts_and_chats(unified):
     assert unified.tokenize(["a", "b c"])["count"] == [len(unified.tokenize(text)["tokens"]) for text in ("a", "b c")]
     with pytest.raises(InvalidRequest, match="either prompt or messages"):
         unified.tokenize()
+
+
+@pytest.mark.parametrize("name", ["unified", "pair"])
+def test_sglangs_methods(request, name):
+    engine = request.getfixturevalue(name)
+    tokenizer = engine.tokenizer_manager.tokenizer
+    labels = [tokenizer.encode(word)[0] for word in (" Paris", " Rome")]
+    assert engine.score("The capital of France is", ["", ":"], labels) == asyncio.run(
+        engine.async_score("The capital of France is", ["", ":"], labels))
+    assert [sum(row) for row in engine.score("x", "y", labels, apply_softmax=True)] == [pytest.approx(1)]
+    [one, other] = engine.rerank([["France", "Paris"], ["Italy", "Rome"]])
+    again = engine.rerank(query="France", documents=["Paris"])
+    assert one["embedding"] == pytest.approx(again[0]["score"]) != other["embedding"]
+    info = engine.get_server_info()
+    assert (info["status"], info["device"], len(info["internal_states"])) == ("ready", "cpu", 1)
+    with pytest.raises(InvalidRequest, match="--is-embedding"):
+        engine.encode("x")
+
+
+@pytest.mark.parametrize("name", ["unified", "pair"])
+def test_a_session_goes_on(request, name):
+    engine = request.getfixturevalue(name)
+    session = engine.open_session(1000)
+    first = engine.generate(PROMPTS[0], GREEDY, session_params={"id": session}, rid="first")
+    then = engine.generate(" and", GREEDY, session_params={"id": session, "rid": "first"})
+    added = then["meta_info"]["prompt_tokens"] - first["meta_info"]["prompt_tokens"]
+    assert added == len(first["output_ids"]) + len(engine.tokenize(" and")["tokens"])
+    engine.close_session(session)
+    with pytest.raises(NotFound, match="no open session"):
+        engine.close_session(session)
+
+
+@pytest.mark.parametrize("name", ["unified", "pair"])
+def test_a_request_is_aborted(request, name):
+    engine = request.getfixturevalue(name)
+    stream = engine.generate("Count:", {"max_new_tokens": 400, "ignore_eos": True}, rid="long", stream=True)
+    next(stream)
+    engine.abort_request("long")
+    assert [*stream][-1]["meta_info"]["finish_reason"]["type"] == "abort"
+    with pytest.raises(InvalidRequest, match="Give a rid"):
+        engine.abort_request()
+
+
+def test_an_embedding_engine_encodes():
+    with baton.Engine("tinychat", device="cpu", log_level="warning", is_embedding=True) as engine:
+        one, other = engine.encode(PROMPTS)
+        alone = asyncio.run(engine.async_encode(PROMPTS[0]))
+        assert one["embedding"] == pytest.approx(alone["embedding"], abs=1e-4) != other["embedding"]
 
 
 @pytest.mark.parametrize("name", ["unified", "pair"])
