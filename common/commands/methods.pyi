@@ -52,9 +52,14 @@ class CommandMethods(ABC):
         self,
         output_dir: str | None = None,
         num_steps: int | None = None,
-        activities: Sequence[Literal['CPU', 'GPU']] | None = None,
+        activities: Sequence[Literal['CPU', 'GPU', 'CUDA_PROFILER']] | None = None,
         with_stack: bool | None = None,
         record_shapes: bool | None = None,
+        profile_by_stage: bool | None = None,
+        start_step: int | None = None,
+        profile_prefix: str | None = None,
+        profile_id: str | None = None,
+        merge_profiles: bool | None = None,
     ) -> str: ...
     def stop_profile(
         self,

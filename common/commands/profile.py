@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from typing import Literal
 
 import msgspec
 
+from ..api.errors import InvalidRequest
 from ..api.wire import Int32
 from .base import GET_OR_POST, LOAD_SECONDS, Command, Endpoint, Rank, Server, plain_endpoint
 from .registry import COMMANDS
 
-Activity = Literal["CPU", "GPU"]
+Activity = Literal["CPU", "GPU", "CUDA_PROFILER"]
+Stage = Literal["prefill", "decode"]
 
 
 class StartProfile(msgspec.Struct, frozen=True):
-    """Record torch.profiler's trace into ``folder``, one file a rank, until ``StopProfile`` or for ``num_steps``."""
+    """Record torch.profiler's trace into ``folder``, one file a rank, until ``StopProfile`` or for ``num_steps``.
+
+    ``start_step``: the engine's step to begin with. ``by_stage``: ``num_steps`` of prefill and as many of decode, each
+    in a file of its own. The activity CUDA_PROFILER starts the capture of a tool that runs the server, as Nsight."""
 
     folder: str
     num_steps: int | None = None
     activities: tuple[Activity, ...] = ("CPU", "GPU")
     with_stack: bool = False
     record_shapes: bool = False
+    by_stage: bool = False
+    start_step: int | None = None
+    prefix: str | None = None
+    profile_id: str | None = None
 
 
 class StopProfile(msgspec.Struct, frozen=True):
@@ -34,6 +44,11 @@ class ProfileRequest(msgspec.Struct):
     activities: tuple[Activity, ...] | None = None
     with_stack: bool | None = None
     record_shapes: bool | None = None
+    profile_by_stage: bool | None = None
+    start_step: Int32 | None = None
+    profile_prefix: str | None = None
+    profile_id: str | None = None
+    merge_profiles: bool | None = None
 
 
 def run_start(rank: Rank, command: StartProfile) -> str:
@@ -46,10 +61,16 @@ def run_stop(rank: Rank, command: StopProfile) -> str:
 
 async def start_profile(server: Server, body: ProfileRequest) -> str:
     """Records torch.profiler's trace of every rank until ``/stop_profile``, or for ``num_steps`` steps; 409 while one
-    is recorded. The answer's message is the file's path."""
+    is recorded. The answer's message is the file's path. ``profile_by_stage``: ``num_steps`` of prefill and of decode,
+    in two files. ``start_step`` counts from the engine's start. The default of ``output_dir`` is
+    ``SGLANG_TORCH_PROFILER_DIR`` of the server's environment, or the folder of temporary files."""
+    if body.merge_profiles:
+        raise InvalidRequest("merge_profiles is not supported here; each rank writes a file of its own.",
+                             param="merge_profiles", code="unsupported_parameter")
+    folder = body.output_dir or os.environ.get("SGLANG_TORCH_PROFILER_DIR") or tempfile.gettempdir()
     return await server.execute(StartProfile(
-        body.output_dir or tempfile.gettempdir(), body.num_steps, body.activities or ("CPU", "GPU"),
-        bool(body.with_stack), bool(body.record_shapes)))
+        folder, body.num_steps, body.activities or ("CPU", "GPU"), bool(body.with_stack), bool(body.record_shapes),
+        bool(body.profile_by_stage), body.start_step, body.profile_prefix, body.profile_id))
 
 
 COMMANDS.register("start_profile")(Command(StartProfile, run_start, (

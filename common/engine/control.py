@@ -29,7 +29,7 @@ class Control:
         self.peers = peers or NoPeers()
         self.released: set[MemoryKind] = set()
         self.step_delay = 0.0
-        self.profiler = Profiler(tp.rank, runner.device)
+        self.profiler = Profiler(tp.rank, runner.device, runner)
 
     @property
     def model(self) -> ModelIdentity:

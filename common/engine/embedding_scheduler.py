@@ -87,6 +87,8 @@ class EmbeddingScheduler:
 
     def _pooled(self, step: StepInput) -> list[bytes]:
         """The pooled float32 vectors of the chunks that end their prompt."""
+        if self._runner.before_step is not None:
+            self._runner.before_step(step.num_prefill)
         info = self._runner.sync_dp(step.num_tokens, 0, can_decode=False)
         rows_of = _pooled_rows(step)
         batch = ForwardBatch.from_columns(step.columns, TokenIds(step.known_tokens), self._runner.device,

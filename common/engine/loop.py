@@ -133,7 +133,7 @@ class EngineLoop:
             if self._dp_sync is not None:
                 self._dp_sync.propose_wait(self._poll_timeout_ms())
             busy = self._scheduler.step(tick.now)
-            if busy and self._control.profiler.active:
+            if busy:
                 self._control.profiler.step()
             self._tracker.flush()
             if busy and self._control.step_delay:

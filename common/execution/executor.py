@@ -114,6 +114,8 @@ class Executor:
         grammar, its mask is filled while the device runs the forward pass; that needs its pending token, so that the
         host then waits for the step before.
         """
+        if self._runner.before_step is not None:
+            self._runner.before_step(step.num_prefill)
         if step.chains is not None:
             assert after_group is None
             self._last = None
@@ -163,6 +165,8 @@ class Executor:
 
     def forward(self, step: StepInput, after_group: AfterGroup | None = None) -> None:
         """Does as ``launch`` on a pipeline stage before the last one, which has no logits. No token may be pending."""
+        if self._runner.before_step is not None:
+            self._runner.before_step(step.num_prefill)
         self._runner.step(ModelInput(step.columns, self._token_ids(step), np.empty(0, np.int64),
                                      embeds=embeds_of(step)), after_group)
 

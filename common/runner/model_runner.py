@@ -93,6 +93,8 @@ class ModelRunner:
         self.pool = pools[0]
         self.layout: KVLayout = self.pool.layout
         self.num_pages = self.pool.num_pages - 1
+        self.before_step: Callable[[int], None] | None = None
+        """Called before each step of the engine with its number of requests in prefill."""
         self._captures_decode = False
         self._decode_graphs: DecodeGraphs | None = None
         self._weights = weights

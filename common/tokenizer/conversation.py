@@ -16,7 +16,8 @@ from ..api.errors import ConfigError
 class _Style(NamedTuple):
     """Jinja expressions for the prompt's beginning, a message, and the answer's beginning. Their variables are
     ``system`` (the formatted system message) and ``given`` (its content), ``role`` and ``text``, ``sep`` and ``sep2``,
-    ``end`` (alternately one of these), ``i`` (messages before this one), ``even`` and ``tag`` (the speaker's tag)."""
+    ``end`` (alternately one of these), ``stop`` (the first stop string), ``i`` (messages before this one), ``even`` and
+    ``tag`` (the speaker's tag)."""
 
     begin: str
     message: str
@@ -24,6 +25,7 @@ class _Style(NamedTuple):
 
 
 _PLAIN, _LINE, _WHERE_GIVEN = "system", "system + sep", "system if given else ''"
+_LINE_IF_ANY = "system + sep if system else ''"
 _HEADER = "'<|start_header_id|>' + role + '<|end_header_id|>\\n\\n'"
 _HEADER4 = "'<|header_start|>' + role + '<|header_end|>\\n\\n'"
 _ROUND = "('[Round ' ~ (i // 2 + first_round) ~ ']' ~ sep if even else '') ~ role ~ '\uff1a'"
@@ -35,12 +37,12 @@ _STYLES = {
     "ADD_COLON_SPACE_SINGLE": _Style(_LINE, "role + ': ' + text + sep", "role + ': '"),
     "NO_COLON_SINGLE": _Style(_PLAIN, "role + text + sep", "role"),
     "NO_COLON_TWO": _Style(_PLAIN, "role + text + end", "role"),
-    "ADD_NEW_LINE_SINGLE": _Style(_LINE, "role + '\\n' + text + sep", "role + '\\n'"),
+    "ADD_NEW_LINE_SINGLE": _Style(_LINE_IF_ANY, "role + '\\n' + text + sep", "role + '\\n'"),
     "LLAMA2": _Style("system if given else '[INST] '", "text + ' ' if i == 0 else tag + ' ' + text + end", "tag"),
     "LLAMA3": _Style(_WHERE_GIVEN, f"{_HEADER} + text.strip() + '<|eot_id|>'", _HEADER),
     "LLAMA4": _Style(_WHERE_GIVEN, f"{_HEADER4} + text.strip() + '<|eot|>'", _HEADER4),
-    "CHATGLM": _Style(_LINE, f"{_ROUND} ~ text ~ sep", _ROUND),
-    "CHATML": _Style("system + sep + '\\n'", "role + '\\n' + text + sep + '\\n'", "role + '\\n'"),
+    "CHATGLM": _Style(_LINE_IF_ANY, f"{_ROUND} ~ text ~ sep", _ROUND),
+    "CHATML": _Style("system + sep + '\\n' if system else ''", "role + '\\n' + text + sep + '\\n'", "role + '\\n'"),
     "CHATINTERN": _Style(_PLAIN, f"{_BEGUN} + text + end + '\\n'", _BEGUN),
     "DOLLY": _Style(_PLAIN, "role + ':\\n' + text + end + ('' if even else '\\n\\n')", "role + ':\\n'"),
     "RWKV": _Style(_PLAIN, "role + ': ' + text.replace('\\r\\n', '\\n').replace('\\n\\n', '\\n') + '\\n\\n'",
@@ -50,19 +52,20 @@ _STYLES = {
     "FALCON_CHAT": _Style("system + sep if given else ''", "role + ': ' + text + sep", "role + ':'"),
     "CHATGLM3": _Style(_WHERE_GIVEN, "role + '\\n' + text", "role"),
     "DEEPSEEK_CHAT": _Style(_PLAIN, "role + ': ' + text + end", "role + ':'"),
-    "METAMATH": _Style(_LINE, f"{_STEP} + text + (sep if even else '')", _STEP),
-    "DeepSeekVL2": _Style(_LINE, "role + ': ' + text + end", "role + ':'"),
-    "QWEN2_AUDIO": _Style(_LINE, "role + '\\n' + text + sep", "role + '\\n'"),
+    "METAMATH": _Style(_LINE_IF_ANY, f"{_STEP} + text + (sep if even else '')", _STEP),
+    "DeepSeekVL2": _Style(_LINE_IF_ANY, "role + ': ' + text + end", "role + ':'"),
+    "QWEN2_AUDIO": _Style(_LINE_IF_ANY, "role + '\\n' + text + sep", "role + '\\n'"),
+    "QWEN2_VL_EMBED": _Style(_LINE_IF_ANY, "role + '\\n' + text + sep", "role + '\\n' + stop"),
     "GEMMA3": _Style(_PLAIN, "text + sep if i == 0 else role + text + sep", "role"),
     "MPT": _Style(_LINE, "role + text + sep", "role"),
 }
 _SOURCE = """\
-{{%- set sep, sep2, roles, first_round = {sep}, {sep2}, [{user}, {assistant}], {first_round} -%}}
+{{%- set sep, sep2, stop, roles, first_round = {sep}, {sep2}, {stop}, [{user}, {assistant}], {first_round} -%}}
 {{%- set at = namespace(given={system_message}, i=0) -%}}
 {{%- if tools -%}}{{{{ raise_exception('A conversation template has no place for tools.') }}}}{{%- endif -%}}
 {{%- for message in messages if message.role in ('system', 'developer') -%}}
 {{%- set at.given = message.content -%}}{{%- endfor -%}}
-{{%- set given = at.given -%}}{{%- set system = {system} + '\\n' + given -%}}
+{{%- set given = at.given -%}}{{%- set system = {system} + given + {system_end} -%}}
 {{{{- {begin} -}}}}
 {{%- for message in messages if message.role not in ('system', 'developer') -%}}
 {{%- if message.role not in ('user', 'assistant') -%}}
@@ -76,7 +79,9 @@ _SOURCE = """\
 {{{{- {answer} -}}}}{{%- endif -%}}"""
 
 
-class _Conversation(msgspec.Struct, forbid_unknown_fields=True):
+class Conversation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A template in SGLang's form; ``system`` comes before the system message."""
+
     name: str
     system: str
     user: str
@@ -89,10 +94,12 @@ class _Conversation(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ChatTemplate(NamedTuple):
-    """A template's jinja source, and strings that end an answer by it."""
+    """A template's jinja source, strings that end an answer by it, and whether the tokenizer adds what it begins every
+    text with."""
 
     source: str
     stops: tuple[str, ...] = ()
+    begins_as_text: bool = False
 
 
 def is_conversation(name: str, text: str) -> bool:
@@ -108,7 +115,7 @@ def is_conversation(name: str, text: str) -> bool:
 def conversation_template(name: str, text: str) -> ChatTemplate:
     """The template that a JSON file describes; raises ConfigError."""
     try:
-        conversation = msgspec.json.decode(text, type=_Conversation)
+        conversation = msgspec.json.decode(text, type=Conversation)
     except msgspec.DecodeError as error:
         what = str(error).replace("`", "")
         what = what[:1].lower() + what[1:]
@@ -121,11 +128,19 @@ def conversation_template(name: str, text: str) -> ChatTemplate:
     if conversation.sep2 is None and needs_both:
         raise ConfigError(f"--chat-template {name}: the sep_style {conversation.sep_style} needs sep2, which ends an "
                           "answer, in addition to sep.")
-    names = ("sep", "user", "assistant", "system", "system_message")
-    source = _SOURCE.format(**{field: _literal(getattr(conversation, field)) for field in names}, **style._asdict(),
-                            sep2=_literal(conversation.sep2 or ""), first_round=int(conversation.name == "chatglm2"))
+    conversation.system += "\n"
+    return as_jinja(conversation)
+
+
+def as_jinja(conversation: Conversation, system_end: str = "") -> ChatTemplate:
+    """The template of a conversation whose style is known; ``system_end`` follows the system message."""
     stops = [conversation.stop_str] if isinstance(conversation.stop_str, str) else conversation.stop_str or []
-    return ChatTemplate(source, tuple(filter(None, stops)))
+    names = ("sep", "user", "assistant", "system", "system_message")
+    source = _SOURCE.format(**{field: _literal(getattr(conversation, field)) for field in names},
+                            **_STYLES[conversation.sep_style]._asdict(), sep2=_literal(conversation.sep2 or ""),
+                            stop=_literal(stops[0] if stops else ""), system_end=_literal(system_end),
+                            first_round=int(conversation.name == "chatglm2"))
+    return ChatTemplate(source, tuple(filter(None, stops)), begins_as_text=True)
 
 
 def _literal(text: str) -> str:

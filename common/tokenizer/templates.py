@@ -6,13 +6,16 @@ from pathlib import Path
 
 from ..api.errors import ConfigError
 from .conversation import ChatTemplate, conversation_template, is_conversation
+from .named_conversations import NAMED, named_conversation
 
 _FOLDER = Path(__file__).parent / "chat_templates"
+_STOPS = {"chatml": ("<|im_end|>", "<|endoftext|>")}
+"""Stops of templates whose checkpoints may not know that their markers end an answer."""
 
 
 def shipped() -> list[str]:
     """Names of the templates that come with Baton."""
-    return sorted(path.stem for path in _FOLDER.glob("*.jinja"))
+    return sorted({*(path.stem for path in _FOLDER.glob("*.jinja")), *NAMED})
 
 
 def check_template(name: str) -> None:
@@ -29,6 +32,8 @@ def check_template(name: str) -> None:
 
 def load_template(name: str) -> ChatTemplate:
     """A shipped template, or that of the jinja or JSON file at ``name``; raises ConfigError."""
+    if name in NAMED:
+        return named_conversation(name)
     path = _FOLDER / f"{name}.jinja" if name in shipped() else Path(name).expanduser()
     try:
         text = path.read_text(encoding="utf-8")
@@ -36,4 +41,5 @@ def load_template(name: str) -> ChatTemplate:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"Cannot read --chat-template {name}: {reason}; give a jinja or JSON file, or one of "
                           f"{', '.join(shipped())}.") from None
-    return conversation_template(name, text) if is_conversation(name, text) else ChatTemplate(text)
+    return conversation_template(name, text) if is_conversation(name, text) else ChatTemplate(
+        text, _STOPS.get(name, ()))

@@ -84,7 +84,10 @@ class Tokenizer:
             raise ConfigError(f"--chat-template {name} is not valid jinja: {where}.") from None
         except jinja2.TemplateError:
             pass  # a template may well reject this conversation
-        return Tokenizer(self._hf, *template)
+        source = template.source
+        if template.begins_as_text and self.bos_id is not None and self.encode("")[:1] == [self.bos_id]:
+            source = "{{- bos_token -}}" + source
+        return Tokenizer(self._hf, source, template.stops)
 
     @property
     def chat_template(self) -> str | None:

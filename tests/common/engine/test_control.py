@@ -116,6 +116,50 @@ def test_a_profile_is_written_after_its_steps(control, tmp_path):
         control.execute(StopProfile(), idle=False)
 
 
+def test_a_profile_by_stage_has_a_file_of_each(engine, control, tmp_path):
+    control.execute(StartProfile(str(tmp_path), num_steps=2, by_stage=True, prefix="mine", profile_id="one"),
+                    idle=False)
+    for num_prefill in (1, 0, 0, 1, 1):  # decode ends prefill; what comes after both is no part
+        if control.profiler.active:
+            engine.runner.before_step(num_prefill)
+        torch.ones(3).prod() if num_prefill else torch.ones(3).sum()
+        control.profiler.step()
+    assert not control.profiler.active and engine.runner.before_step is None
+    found = {}
+    for trace in tmp_path.iterdir():
+        events = {str(event.get("name")) for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+        found[trace.name] = events & {"aten::sum", "aten::prod"}
+    assert found == {"mine-one-rank0-decode.trace.json.gz": {"aten::sum"},
+                     "mine-one-rank0-prefill.trace.json.gz": {"aten::prod"}}
+
+
+def test_a_profile_begins_at_its_step(control, tmp_path):
+    for _ in range(3):
+        control.profiler.step()
+    control.execute(StartProfile(str(tmp_path), num_steps=1, start_step=5), idle=False)
+    torch.ones(3).prod()
+    control.profiler.step()
+    assert not list(tmp_path.iterdir()) and control.profiler.active
+    control.profiler.step()
+    torch.ones(3).sum()
+    control.profiler.step()
+    [trace] = tmp_path.iterdir()
+    assert {"aten::sum", "aten::prod"} & {str(event.get("name")) for event in json.loads(
+        gzip.decompress(trace.read_bytes()))["traceEvents"]} == {"aten::sum"}
+    control.execute(StartProfile(str(tmp_path), start_step=100), idle=False)
+    assert "there is no trace" in control.execute(StopProfile(), idle=False)
+
+
+@pytest.mark.parametrize("fields, why", [
+    ({"by_stage": True}, "needs num_steps"), ({"num_steps": 0}, "num_steps must"),
+    ({"start_step": -1}, "start_step must"),
+    ({"prefix": "../x"}, "cannot be named"), ({"activities": ("CUDA_PROFILER",)}, "needs a GPU")])
+def test_profiles_that_are_refused(control, tmp_path, fields, why):
+    with pytest.raises(InvalidRequest, match=why):
+        control.execute(StartProfile(str(tmp_path), **fields), idle=False)
+    assert not control.profiler.active
+
+
 def test_limits(engine, control):
     control.execute(SchedulerLimits(max_running_requests=1), idle=False)
     for rid in "ab":
