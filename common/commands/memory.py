@@ -55,6 +55,8 @@ def resume(rank: Rank, kinds: Iterable[MemoryKind]) -> str:
     rank.released -= due
     if rank.runner.chain_levels is None:  # where they were not captured again, such steps are eager
         rank.batcher.chains = None
+        if rank.batcher.drafting is not None:
+            rank.batcher.drafting.keeps_drafts = False
     return _sentence("resumed", due)
 
 

@@ -252,7 +252,7 @@ class UnifiedScheduler:
                 step.reqs[index].drafts = output.drafts.get(index)
         elif (in_flight := self._pipeline.in_flight) is None or in_flight.step.chains is None:
             for req, drafts in zip(step.reqs, output.chain_drafts):
-                req.drafts = Drafts(tuple(drafts))
+                req.drafts = Drafts(tuple(drafts)) if drafts else None
 
     def _free_beyond(self, step: StepInput, reqs: Sequence[Req]) -> None:
         """Free the pages of requests that ended while ``step`` was in flight."""

@@ -19,10 +19,12 @@ _TIMES = 3
 
 
 class ChainCosts(NamedTuple):
-    """Seconds by the number of rows: of verification, and of one pass of the drafter."""
+    """Seconds by the number of rows: of verification, of one pass of the drafter, and of plain chain steps, where they
+    are captured."""
 
     verify: dict[int, float]
     draft: dict[int, float]
+    plain: dict[int, float]
 
 
 def measure_chains(runner: ModelRunner, levels: ChainLevels, reqs: Sequence[Req], sizes: Sequence[int],
@@ -32,19 +34,24 @@ def measure_chains(runner: ModelRunner, levels: ChainLevels, reqs: Sequence[Req]
     step to be alike."""
     verify: dict[int, float] = {}
     draft: dict[int, float] = {}
-    for level in sorted({0, len(levels.num_drafts) - 1}):
+    plain: dict[int, float] = {}
+    if levels.has_plain:
+        plain = {size: sum(_step_seconds(runner, reqs[:size], _rows(reqs[:size], 1, position)))
+                 for size in sizes if size <= levels.max_requests[0]}
+    first = int(levels.has_plain)
+    for level in sorted({first, len(levels.num_drafts) - 1}):
         num_drafts = levels.num_drafts[level]
         for size in (size for size in sizes if size <= levels.max_requests[level]):
             chains = _rows(reqs[:size], num_drafts + 1, position)
             rows = size * (num_drafts + 1)
             verify[rows], passes = _step_seconds(runner, reqs[:size], chains)
-            if num_drafts == 1 or level == 0:
+            if num_drafts == 1 or level == first:
                 draft[rows] = passes / num_drafts
             else:  # one pass of all rows, the others of a row for each request
                 known = sorted(draft)
                 single = float(np.interp(size, known, [draft[each] for each in known]))
                 draft[rows] = max(draft.get(rows, 0.0), passes - (num_drafts - 1) * single)
-    return ChainCosts(verify, draft)
+    return ChainCosts(verify, draft, plain)
 
 
 def _rows(reqs: Sequence[Req], width: int, position: int) -> ChainRows:

@@ -64,7 +64,7 @@ def _measured(steps: _Steps, runner: ModelRunner, reqs: Sequence[Req], max_draft
     plain = {size: steps.seconds(reqs[:size], 0) for size in sizes}
     if runner.chain_levels is not None:
         chains = measure_chains(runner, runner.chain_levels, reqs, sizes, _CONTEXT - 1)
-        return _table(plain, {1: plain[1]} | chains.verify, chains.draft)
+        return _table(plain | chains.plain, {1: plain[1]} | chains.verify, chains.draft)
     verify = {1: plain[1]} | {size * (max_drafts + 1): steps.seconds(reqs[:size], max_drafts) for size in sizes}
     draft = dict.fromkeys((1, 2), 0.0)
     if steps.on_device:

@@ -5,7 +5,7 @@ All of them have the page tables of the step, which may list more pages than are
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -43,6 +43,19 @@ class ChainBatches:
         batch = self.of_rows(rows)
         batch.logits_rows = chosen
         batch.last_tokens = self._batch(chosen, rows.positions[chosen], chosen, chosen, kv_last_page_len, False)
+        return batch
+
+    def of_stored_rows(self, rows: PlacedRows) -> ForwardBatch:
+        """Returns the batch of ``rows`` whose keys and values are stored alone: none gets logits, and its
+        ``last_tokens`` are no requests."""
+        batch, none = self.of_rows(rows), rows.positions[:0]
+        batch.logits_rows = none
+        batch.last_tokens = replace(
+            batch, max_q_len=1, input_ids=none, positions=none, page_of_token=none, offset_in_page=none,
+            qo_indptr=batch.qo_indptr[:1], kv_indptr=batch.kv_indptr[:1], kv_indices=batch.kv_indices[:0],
+            kv_last_page_len=batch.kv_last_page_len[:0], qo_indptr_cpu=batch.qo_indptr_cpu[:1],
+            kv_indptr_cpu=batch.kv_indptr_cpu[:1], kv_indices_cpu=batch.kv_indices_cpu[:0],
+            kv_last_page_len_cpu=batch.kv_last_page_len_cpu[:0])
         return batch
 
     def of_pass(self, passes: DraftPasses, ahead: int, ids: torch.Tensor) -> ForwardBatch:

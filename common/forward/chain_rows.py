@@ -37,12 +37,18 @@ class ChainRows(NamedTuple):
 
 
 class ChainLevels(NamedTuple):
-    """The chain steps that a runner has captured: with ``num_drafts[i]`` drafts (ascending, from 1) of up to
-    ``max_requests[i]`` requests. Rows without a page are stored in ``scratch_page``."""
+    """The chain steps that a runner has captured: with ``num_drafts[i]`` drafts (ascending) of up to
+    ``max_requests[i]`` requests. Those with 0 drafts are plain steps after which the drafter stores its keys and
+    values, and drafts nothing. Rows without a page are stored in ``scratch_page``."""
 
     num_drafts: tuple[int, ...]
     max_requests: tuple[int, ...]
     scratch_page: int
+
+    @property
+    def has_plain(self) -> bool:
+        """True where there are steps with 0 drafts."""
+        return self.num_drafts[0] == 0
 
     def width_for(self, num_reqs: int, num_drafts: int) -> int | None:
         """Returns the least width of a chain step of ``num_reqs`` requests that verifies and drafts ``num_drafts``

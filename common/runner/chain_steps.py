@@ -47,7 +47,10 @@ class ChainSteps:
     def select(self, config: ServerConfig) -> None:
         """Selects the steps that ``capture`` records, on ranks that may: those of the flags that attention computes
         without the host."""
-        self._sizes = {count: sizes for count, sizes in chain_sizes(config).items() if self._verifies(count + 1)}
+        self._sizes = {count: sizes for count, sizes in chain_sizes(config).items()
+                       if self._verifies(max(count, 1) + 1)}
+        if not any(self._sizes):  # plain steps alone need none
+            self._sizes = {}
 
     def _verifies(self, width: int) -> bool:
         none, own = torch.empty(0, dtype=torch.int64, device=self._parts.model.device), NO_COLUMNS

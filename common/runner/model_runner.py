@@ -241,6 +241,11 @@ class ModelRunner:
         """The steps with ``StepInput.chains`` that are captured, if any."""
         return None if self.chain_steps is None else self.chain_steps.levels
 
+    @property
+    def captures_decode(self) -> bool:
+        """True where plain decode steps are CUDA graphs."""
+        return self._captures_decode
+
     def check_weights(self, model_path: str, revision: str | None) -> None:
         """Raises ConfigError where ``update_weights`` could not load this checkpoint; changes nothing."""
         self._weights.check(model_path, revision, self._scales)

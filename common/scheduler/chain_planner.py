@@ -58,7 +58,9 @@ class ChainPlanner:
     def _width(self, batch: InputBatch) -> int:
         """Returns the rows of a request in the next step, 0 where that is no chain step."""
         num_drafts = self._drafting.choose_depth(batch)
-        return num_drafts and (self._levels.width_for(len(batch), num_drafts) or 0)
+        if not num_drafts and not (self._levels.has_plain and self._drafting.keeps(batch.reqs)):
+            return 0
+        return self._levels.width_for(len(batch), num_drafts) or 0
 
     def _following(self, batch: InputBatch, width: int, last: StepInput, sources: np.ndarray,
                    num_joined: int) -> StepInput | NoChain:

@@ -48,6 +48,8 @@ class Drafting:
         self._chose_none = False
         self._num_outlooks = 0
         self._num_reqs = 0
+        self.keeps_drafts = False
+        """True where the drafter stores its keys and values in steps without drafts too; else these open gaps."""
         self.closes_gaps = False
         """True where a drafter that reads tokens alone computes what its pool lacks, see DraftPrefill."""
         self.stats = DraftStats(max_drafts if num_passes is None else num_passes, max_drafts)
@@ -60,12 +62,16 @@ class Drafting:
     def has_outlook(self, reqs: Sequence[Req]) -> bool:
         """True where some of ``reqs``, whose newest token may be pending, would get drafts now: then it is likely to
         get some once that token is known."""
-        if self._lengths is not None and not self._may_pay(reqs):
+        if self._lengths is not None and not self.keeps(reqs) and not self._may_pay(reqs):
             return False
         if self._proposer is None:
             return True
         chosen = [req for req in reqs if not req.complete]
         return any(self._proposer.propose(chosen, [self._max_drafts] * len(chosen)))
+
+    def keeps(self, reqs: Sequence[Req]) -> bool:
+        """True where plain steps of ``reqs`` store what a drafter needs to draft after them."""
+        return self.keeps_drafts and not all(req.draft_gap for req in reqs)
 
     @property
     def _may_have_gaps(self) -> bool:
@@ -102,6 +108,8 @@ class Drafting:
         """Returns how many tokens the next step of ``batch`` had better draft for each request; 0 for a plain step."""
         if self._lengths is None:
             return self._max_drafts
+        if self.keeps_drafts and not self._may_pay(batch.reqs):
+            return 0
         most = np.clip(batch.remaining - 1, 0, self._max_drafts)
         if not self.closes_gaps:
             gaps = [row for row, req in enumerate(batch.reqs) if req.draft_gap]
@@ -117,7 +125,7 @@ class Drafting:
     def plan_decode(self, batch: InputBatch) -> DraftPlan:
         """Plans the drafts of the next step of ``batch``. No token may be pending."""
         plan = self._plan(batch.reqs, batch.positions, batch.remaining, batch.pages.capacities)
-        if self._chose_none and self.on_device:
+        if self._chose_none and self.on_device and not self.keeps_drafts:
             for req in batch.reqs:  # the step is plain: the drafter does not run
                 assert req.page_table is not None
                 if req.page_table.draft_gap is None:
@@ -154,7 +162,10 @@ class Drafting:
         if self._lengths is not None:
             if not self.closes_gaps:
                 most[gaps] = 0
-            chosen = self._lengths.choose(reqs, most, int(positions.sum()))
+            if self.keeps_drafts and not self._may_pay(reqs):
+                chosen = np.zeros_like(most)
+            else:
+                chosen = self._lengths.choose(reqs, most, int(positions.sum()))
             self._chose_none = bool(most.any()) and not chosen.any()
             most = chosen
             self.stats.num_rows = self._lengths.num_drafts + 1
@@ -256,6 +267,8 @@ class Drafting:
         if self._lengths is not None:
             reqs = [step.reqs[output.req_index[place]] for place in places.tolist()]
             kept = [place for place, req in enumerate(reqs) if not req.draft_gap]
+            if not kept:
+                return
             self._lengths.acceptance.observe([reqs[place] for place in kept], drafted[kept], accepted[kept])
 
     def on_verified(self, step: StepInput, output: StepOutput) -> None:

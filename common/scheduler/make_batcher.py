@@ -54,8 +54,10 @@ def make_batcher(config: ServerConfig, runner: ModelRunner, cache: KVCacheManage
                            or max(1, config.schedule.max_running_requests // pp_size))
     drafting = make_drafting(config, cache, runner.spec, group)
     chains = None
-    if drafting is not None and runner.chain_levels is not None:
-        chains = ChainPlanner(runner.chain_levels, cache, drafting, runner.spec.context_length)
+    if drafting is not None:
+        drafting.keeps_drafts = _keeps_drafts(config, runner)
+        if runner.chain_levels is not None:
+            chains = ChainPlanner(runner.chain_levels, cache, drafting, runner.spec.context_length)
     return Batcher(cache, config.schedule, decodes=config.role.decodes, seed=config.model.random_seed, swap=swap,
                    loads=loads, pp_size=pp_size, max_micro_batch=max_micro_batch,
                    drafting=drafting, chains=chains)
@@ -79,6 +81,13 @@ def make_drafting(config: ServerConfig, cache: KVCacheManager, spec: ModelSpec, 
     return Drafting(None if make is None else make(args), cache, args.num_drafts,
                     config.schedule.largest_prefill(context_length), context_length, group.size == 1, args.num_steps,
                     args.room_for_drafts)
+
+
+def _keeps_drafts(config: ServerConfig, runner: ModelRunner) -> bool:
+    """See Drafting: where plain steps are CUDA graphs, only those of a chain step have the hidden states."""
+    if not config.speculative.is_shifted:
+        return False
+    return not runner.captures_decode if runner.chain_levels is None else runner.chain_levels.has_plain
 
 
 def _host_tiers(pools: Sequence[KVPool], draft_pool: KVPool | None, num_bytes: int) -> list[HostTier]:

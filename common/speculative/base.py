@@ -138,7 +138,8 @@ class ChainDrafter(Protocol):
 
     def draft_chains(self, step: ChainStep) -> None:
         """Does as ``run``: writes ``step.drafts``, also of requests that have no pages for them, which are stored in
-        the scratch page. Waits for nothing, reads no host data, and keeps no memory."""
+        the scratch page; without drafts it stores keys and values alone. Waits for nothing, reads no host data, and
+        keeps no memory."""
 
 
 class DraftModel(Protocol):

@@ -79,7 +79,7 @@ class Chats:
             for token in tokens:
                 req.append_token(token)
             req.drafts = output.drafts.get(place)
-            if output.chain_drafts:
+            if output.chain_drafts and output.chain_drafts[place]:
                 req.drafts = Drafts(tuple(output.chain_drafts[place]))
             self.outputs[chosen[place]].append((tokens, req.drafts))
         self.extras = output.extras

@@ -83,9 +83,13 @@ class Engine:
         batcher = make_batcher(config, runner, self.cache, self.parallel.attn_tp)
         self.drafting = batcher.drafting
         if proposer or drafter:
+            keeps = batcher.drafting is not None and batcher.drafting.keeps_drafts
             self.drafting = batcher.drafting = Drafting(proposer, self.cache, max_drafts,
                                                         max_request_tokens=spec.context_length,
                                                         room=max(max_drafts, config.speculative.room_for_drafts))
+            self.drafting.keeps_drafts = keeps
+            if batcher.chains is not None:
+                batcher.chains._drafting = self.drafting
         self.scheduler = UnifiedScheduler(batcher, self.executor, self.tracker, overlap=overlap)
 
     def start(self, rid, prompt, **sampling):

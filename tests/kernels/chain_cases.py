@@ -120,6 +120,18 @@ def test_accept_chains():
     assert got.passes.kv_last_page_len[:, 1].tolist() == [-2, -1, 0]  # more pages than tokens
 
 
+def test_accept_rows_without_drafts():
+    pages = pages_of([2, 3, 4], 4)
+    states = [state_of([(0, 0, [])] * 3, 4) for _ in range(2)]
+    placed = placed_of([3, 11, 7], [[5], [6], [7]], [1, 1, 0], pages)
+    got, want = (op(ints(8, -1, 9), placed, state, pages, 0)
+                 for op, state in zip((accept_chains, reference.accept_chains), states))
+    same(got, want)
+    assert states[0].packed.tolist() == states[1].packed.tolist() and states[0].num_drafts.tolist() == [0, 0, 0]
+    assert got.counts.tolist() == [1, 1, 0] and got.newest.tolist() == [8, 0, 7]
+    assert got.positions.tolist() == [4, 12, 7] == got.passes.positions[0].tolist()
+
+
 @pytest.mark.parametrize("width", [1, 2, 4])
 def test_accept_chains_simulated(width):
     """The drawn numbers of drafts are accepted, whatever was sampled: those that the host would draw."""

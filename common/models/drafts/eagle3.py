@@ -64,6 +64,8 @@ class Eagle3Layer:
         residual = joined[:, hidden.shape[1]:].contiguous() if self._norm_before_residual else hidden
         if trimmed:
             residual = last_rows(residual, step)
+            if not len(residual):  # keys and values are stored alone
+                return residual, residual
         normed, residual = self.mlp_norm.add_norm(self.attention.output.forward_deferred(heads), residual)
         return self.mlp.forward_deferred(normed), residual
 

@@ -40,7 +40,7 @@ class DraftNetwork(Protocol):
                  trimmed: bool = False) -> DraftStates:
         """Computes layer ``layer`` of ``depth`` for ``hidden`` [T, hidden], which it may overwrite, and the tokens
         ``ids`` [T] int64 after them. ``step`` is one of a batch at their positions. With ``trimmed`` it stores all keys
-        and values, and computes the rows of the batch's ``last_tokens`` only."""
+        and values, and computes the rows of the batch's ``last_tokens`` only, which may be none."""
 
     def slots(self) -> Iterator[Slot]: ...
 

@@ -73,8 +73,8 @@ class Verified(NamedTuple):
 
 
 class _Graphs(NamedTuple):
-    """The graphs of a size and width; ``draft`` has one for requests that are all greedy, and one for others. They read
-    tensors of ``placed`` and ``batches``, which must live as long."""
+    """The graphs of a size and width; ``draft`` has one for requests that are all greedy, and one for others: the same
+    where nothing is drafted. They read tensors of ``placed`` and ``batches``, which must live as long."""
 
     verify: Replay
     draft: dict[bool, Replay]
@@ -161,6 +161,9 @@ class ChainGraphs:
         replay()
         replays: dict[bool, Replay] = {}
         for greedy in (True, False):
+            if width == 1 and replays:
+                replays[greedy] = replays[True]
+                break
             sampler = self._samplers(size, greedy)
 
             def draft(sampler: ChainSampler = sampler) -> None:

@@ -25,13 +25,15 @@ def chain_sizes(config: ServerConfig) -> dict[int, list[int]]:
         return {}
     levels, most_rows = [args.num_drafts], _MAX_ROWS
     if args.speculative_adaptive:
-        levels = [*(level for level in _LEVELS if level < args.num_drafts), args.num_drafts]
+        # Steps without drafts: a drafter that reads hidden states stores its keys and values while it has these.
+        plain = [0] if args.is_shifted else []
+        levels = [*plain, *(level for level in _LEVELS if level < args.num_drafts), args.num_drafts]
         most_rows = _MAX_ADAPTIVE_ROWS
     largest = config.largest_captured
     requested = [size for size in config.kernels.cuda_graph_bs if size <= largest]
     found = {}
     for level in levels:
-        most = min(largest, max(1, most_rows // (level + 1)))
+        most = min(largest, max(1, most_rows // (level + 1))) if level else largest
         found[level] = sorted(size for size in requested if size <= most) or default_sizes(most)
     return found
 

@@ -152,6 +152,9 @@ class ShiftedDrafter:
     @torch.inference_mode()
     def draft_chains(self, step: ChainStep) -> None:
         """Drafts as many tokens as ``step`` asks for, of all requests; see ChainDrafter."""
+        if not step.num_drafts and self._network.depth == 1:
+            self._store_chains(step)
+            return
         ids, hidden = self._extend_chains(step)
         depth = self._network.depth
         for draft in range(depth, step.num_drafts):
@@ -159,6 +162,14 @@ class ShiftedDrafter:
             states = self._network(depth - 1, ids, hidden, self._context(batch, step.max_length))
             hidden = states.hidden
             ids = step.sample(self._logits(states.output), draft, self._head.token_ids)
+
+    def _store_chains(self, step: ChainStep) -> None:
+        """Stores keys and values of all rows. Where attention can, nothing of the last layer after them is computed.
+        """
+        assert step.features is not None
+        context = self._context(step.batches.of_stored_rows(step.placed.rows), step.max_length)
+        self._network(0, step.accepted.next_ids, self._network.combine(step.features), context,
+                      context.attention.attends_last_tokens)
 
     def _extend_chains(self, step: ChainStep) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes all rows by every layer; returns the last draft [B] and hidden states [B, hidden] of the last layer.

@@ -57,6 +57,7 @@ class Engine:
         if costs is not None:
             self.lengths = DraftLength(COSTS[costs], levels[-1])
             self.drafting.adapt(self.lengths)
+        self.drafting.keeps_drafts = levels[0] == 0
         captured = ChainLevels(tuple(levels), (max_running,) * len(levels), num_pages)
         args = ScheduleArgs(chunked_prefill_size=chunk, max_running_requests=max_running,
                             schedule_conservativeness=0.0, enable_mixed_chunk=mixed)
@@ -87,6 +88,7 @@ class Engine:
         queues = self.batcher.queues
         kept, queues._remaining = queues.remaining, None
         assert kept == queues.remaining
+        assert not self.drafting.keeps_drafts or not any(req.draft_gap for req in self.batcher.running)
 
     def abort(self, req):
         self.scheduler.synchronize()
@@ -127,7 +129,8 @@ def random_case(seed):
     page_size = int(rng.choice([1, 2, 4, 8]))
     short = rng.random() < 0.4
     engine = Engine(seed, num_pages=(int(rng.integers(60, 120)) if short else 600) // page_size, page_size=page_size,
-                    levels=[(3,), (1, 3), (2,), (1, 2, 5)][rng.integers(4)], max_running=int(rng.integers(2, 9)),
+                    levels=[(3,), (1, 3), (2,), (1, 2, 5), (0, 3), (0, 1, 5)][rng.integers(6)],
+                    max_running=int(rng.integers(2, 9)),
                     radix=bool(rng.random() < 0.8), chunk=int(rng.choice([7, 1000])), eager=float(rng.choice([0, 0.3])),
                     costs=[None, None, "free", "dear", "even"][rng.integers(5)], mixed=bool(rng.random() < 0.1),
                     shifted=bool(rng.random() < 0.6))
@@ -282,6 +285,22 @@ def test_dear_drafts_give_way_to_plain_steps_that_overlap():
     plain = [step for step in engine.device.launched if step.chains is None and not step.num_prefill]
     assert len(plain) > 50
     assert sum(step.tokens.known is None for step in plain) > 50
+
+
+def test_steps_without_drafts_follow_each_other_and_keep_what_the_drafter_needs():
+    engine = Engine(levels=(0, 3), costs="dear", eager=0, num_pages=600)
+    for number in range(6):
+        engine.start([number, 3, 5], 300)
+    for _ in range(150):
+        engine.step()
+    steps = [step for step in engine.device.launched if not step.num_prefill]
+    assert all(step.chains is not None for step in steps)
+    assert [step.chains.width for step in steps[-50:]] == [1] * 50
+    assert all((step.chains.sources >= 0).all() for step in steps[-50:])
+    drafted = engine.drafting.num_drafted
+    engine.drafting.adapt(DraftLength(COSTS["free"], 3))
+    engine.finish()  # the device checks all that a draft reads
+    assert engine.device.launched[-1].chains.width == 4 and engine.drafting.num_drafted > drafted + 100
 
 
 @pytest.mark.parametrize("count", range(1, 9))

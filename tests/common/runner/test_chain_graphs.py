@@ -113,6 +113,28 @@ def test_chain_steps_equal_eager_ones(both, algorithm):
     assert max(len(tokens) for tokens, _ in chained.outputs[0]) > 1
 
 
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "NEXTN"])
+def test_after_steps_without_drafts_as_many_are_accepted_as_before(both, algorithm):
+    eager, chained = both(algorithm, greedy, {0: [2, 4], 3: [2, 4]})
+    for num_drafts in (3, 3, 0, 0, 0, 0, 0, 3, 3, 3, 0, 3, 3, 3, 3):
+        eager.eager([0, 1, 2], 3)
+        chained.chain([0, 1, 2], num_drafts)
+    chained.synchronize()
+    for one, other in zip(chained.outputs, eager.outputs):
+        tokens, expected = ([token for step, _ in each for token in step] for each in (one, other))
+        assert tokens == expected[:len(tokens)]
+        # Where a draft follows the same tokens it is the same, whatever the steps before were.
+        drafts, drafted = (drafts_by_position(each) for each in (one, other))
+        assert len(shared := drafts.keys() & drafted.keys()) > 3
+        assert [drafts[place] for place in shared] == [drafted[place] for place in shared]
+        assert any(one[step - 1][1] is None for step in range(1, len(one)))
+
+
+def drafts_by_position(outputs):
+    ends = np.cumsum([len(tokens) for tokens, _ in outputs]).tolist()
+    return {end: drafts for end, (_, drafts) in zip(ends, outputs) if drafts is not None}
+
+
 @pytest.mark.parametrize("algorithm", HEADS)
 def test_requests_leave_and_join_while_a_step_is_in_flight(both, algorithm):
     """Sizes are padded; tokens come from the device for some requests of a step, and from the host for others."""

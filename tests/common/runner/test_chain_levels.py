@@ -32,12 +32,16 @@ def test_the_least_sufficient_width_is_found() -> None:
     assert levels.width_for(128, 4) == 8
     assert levels.width_for(128, 8) is None
     assert levels.width_for(257, 1) is None
+    assert not levels.has_plain
+    levels = ChainLevels((0, 3), (256, 128), 9)
+    assert levels.has_plain and [levels.width_for(200, drafts) for drafts in (0, 1)] == [1, None]
 
 
 def sizes_of(**flags):
     schedule = flags.pop("schedule", ScheduleArgs())
+    speculative = {"speculative_algorithm": "EAGLE3"} | flags.pop("speculative", {})
     config = ServerConfig(ModelArgs(model_path="none"), CacheArgs(), schedule, speculative=SpeculativeArgs(
-        speculative_algorithm="EAGLE3", speculative_draft_model_path="none", **flags.pop("speculative", {})), **flags)
+        speculative_draft_model_path="none", **speculative), **flags)
     return chain_sizes(config)
 
 
@@ -46,7 +50,9 @@ def test_sizes_to_capture() -> None:
     assert list(fixed) == [3] and fixed[3][:5] == [1, 2, 4, 8, 12] and fixed[3][-1] == 256
     assert sizes_of(speculative={"speculative_num_steps": 15})[15][-1] == 128
     adaptive = sizes_of(speculative={"speculative_adaptive": True, "speculative_num_steps": 7})
-    assert {count: each[-1] for count, each in adaptive.items()} == {1: 256, 2: 170, 3: 128, 5: 85, 7: 64}
+    assert {count: each[-1] for count, each in adaptive.items()} == {0: 256, 1: 256, 2: 170, 3: 128, 5: 85, 7: 64}
+    standalone = {"speculative_algorithm": "STANDALONE", "speculative_adaptive": True}
+    assert list(sizes_of(speculative=standalone)) == [1, 2, 3]  # its gaps are closed later
     assert sizes_of(kernels=KernelArgs(cuda_graph_bs=(8, 2, 4, 400))) == {3: [2, 4, 8]}
     assert sizes_of(schedule=ScheduleArgs(max_running_requests=6)) == {3: [1, 2, 4, 6]}
 
@@ -119,6 +125,8 @@ def test_steps_that_cannot_be_captured_again_are_eager(monkeypatch) -> None:
     runner.chain_steps.record({3: [2]}, Again(), lambda what, share: None)
     runner.release(["kv_cache"])
     monkeypatch.setattr(chain_steps, "GraphRecorder", lambda device: Refusing())
-    rank = SimpleNamespace(runner=runner, batcher=SimpleNamespace(chains=object()), released={"kv_cache"})
+    drafting = SimpleNamespace(keeps_drafts=True)
+    rank = SimpleNamespace(runner=runner, released={"kv_cache"},
+                           batcher=SimpleNamespace(chains=object(), drafting=drafting))
     assert memory.resume(rank, ["kv_cache"]) == "kv_cache resumed."
-    assert rank.batcher.chains is None and rank.released == set()
+    assert rank.batcher.chains is None and rank.released == set() and not drafting.keeps_drafts
