@@ -1,4 +1,4 @@
-"""Processes that belong together: a child that ends with its parent."""
+"""Processes that belong together: a child that ends with its parent; and the memory that one may allocate."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -18,3 +19,13 @@ def die_with(parent: int) -> None:
         if os.getppid() != parent:  # it died before prctl took effect
             os._exit(1)
 
+
+def available_host_bytes() -> int:
+    """Host memory that this process may still allocate."""
+    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(meminfo["MemAvailable"].split()[0]) << 10
+    try:
+        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
+        return available if limit == "max" else min(available, int(limit) - int(used))
+    except (OSError, ValueError):
+        return available

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..api.errors import ConfigError
 from .mla import MLASpec
 from .moe import MoESpec
 from .quantization import QuantFormat
 from .window import Windows
+
+if TYPE_CHECKING:
+    from .server.offload import OffloadArgs
 
 Head = Literal["lm", "classifier", "none"]
 
@@ -48,6 +51,7 @@ class ModelSpec:
     mtp_layers: int = 0
     windows: Windows = ()
     implementation: str = ""  # the name under which the family is registered, where it is not the architecture's
+    offload: OffloadArgs | None = None  # of a rank's own model; no fact of the checkpoint
     dropped_eos_ids: tuple[int, ...] = ()  # the checkpoint names them, and the model does not have them
     family: Any = None
 
@@ -97,7 +101,7 @@ class ModelSpec:
 
 def _facts_of(spec: Any) -> dict[str, Any]:
     return {field.name: value for field in dataclasses.fields(spec)
-            if field.name != "family" and (value := getattr(spec, field.name)) != field.default}
+            if field.name not in ("family", "offload") and (value := getattr(spec, field.name)) != field.default}
 
 
 def _flat_facts(own: Any) -> dict[str, Any]:

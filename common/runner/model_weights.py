@@ -38,11 +38,12 @@ class ModelWeights:
         """Builds the model and loads its weights. Raises ConfigError where the checkpoint does not fit the model, or
         the memory."""
         try:
-            weights = cls(config, spec, build_model(spec, parallel, getattr(torch, dtype), device), parallel)
+            offloading = dataclasses.replace(spec, offload=config.offload)
+            weights = cls(config, spec, build_model(offloading, parallel, getattr(torch, dtype), device), parallel)
             weights._read(config.model, progress)
         except torch.OutOfMemoryError:
-            raise ConfigError(f"The model's weights do not fit on {device}: use more GPUs with --tp-size, or a "
-                              f"smaller --dtype than {dtype}.") from None
+            raise ConfigError(f"The model's weights do not fit on {device}: use more GPUs with --tp-size, a "
+                              f"smaller --dtype than {dtype}, or host memory with --cpu-offload-gb.") from None
         return weights
 
     def check(self, model_path: str, revision: str | None, current_scales: Scales) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from ..api.errors import ConfigError
 from ..config.addresses import check_free
@@ -15,6 +14,7 @@ from ..config.server.disaggregation import TRANSFER_BACKENDS
 from ..config.server.kernels import ATTENTION_CHOICES, SAMPLING_CHOICES
 from ..kvcache.layout import DTYPE_BYTES
 from ..models.registry import load_model_spec
+from ..process import available_host_bytes
 from ..registry import Choices
 from ..tokenizer.templates import check_template
 
@@ -79,7 +79,7 @@ def _check_host_pool(config: ServerConfig, spec: ModelSpec) -> None:
     bytes_per_token = ranks * (token_bytes(config.cache, spec, tp_size, dtype,
                                            pool_layers(config, spec, range(spec.num_layers)))
                                + draft_token_bytes(config, spec, tp_size, dtype))
-    check_pool(tokens, bytes_per_token, _available_bytes(), "this host")
+    check_pool(tokens, bytes_per_token, available_host_bytes(), "this host")
 
 
 def pool_layers(config: ServerConfig, spec: ModelSpec, layers: range) -> float:
@@ -118,14 +118,3 @@ def check_pool(tokens: int, bytes_per_token: int, available: int, where: str) ->
         raise ConfigError(f"--max-total-tokens {tokens} takes {needed / _GIB:.1f} GiB for the KV pool, and "
                           f"{where} has {available / _GIB:.1f} GiB: lower it to {available // bytes_per_token} or "
                           "less.")
-
-
-def _available_bytes() -> int:
-    """Host memory that this process may still allocate."""
-    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(meminfo["MemAvailable"].split()[0]) << 10
-    try:
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
-        return available if limit == "max" else min(available, int(limit) - int(used))
-    except (OSError, ValueError):
-        return available

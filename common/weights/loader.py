@@ -9,7 +9,7 @@ from ..api.errors import ConfigError
 from .files import first_names
 from .kv_scales import is_kv_scale
 from .lazy import LazyTensor
-from .slots import Slot, finish_loading
+from .slots import Slot, end_loading, finish_loading
 from .source import SourceTensor, WeightSource
 
 Progress = Callable[[str, float], None]
@@ -52,18 +52,21 @@ def load_weights(source: WeightSource, slots: Iterable[Slot], progress: Progress
     done = num_unused = 0
     unexpected: list[str] = []
     missing = set(slots_by_name)
-    for name, tensor, file in _tensors(source, slots_by_name, parts):
-        slot = _slot_of(name, slots_by_name)
-        if slot is None:
-            num_unused += name.startswith(unused)
-            if not _is_redundant(name, tied) and not name.startswith(unused) and not on_other_stage(name):
-                unexpected.append(name)
-            continue
-        slot.kind.check(slot.name, tensor, slot.shape, file)
-        slot.fill(tensor)
-        missing.discard(slot.name)
-        done += slot.target.numel()
-        progress("loading weights", min(done / max(total, 1), 1.0))
+    try:
+        for name, tensor, file in _tensors(source, slots_by_name, parts):
+            slot = _slot_of(name, slots_by_name)
+            if slot is None:
+                num_unused += name.startswith(unused)
+                if not _is_redundant(name, tied) and not name.startswith(unused) and not on_other_stage(name):
+                    unexpected.append(name)
+                continue
+            slot.kind.check(slot.name, tensor, slot.shape, file)
+            slot.fill(tensor)
+            missing.discard(slot.name)
+            done += slot.target.numel()
+            progress("loading weights", min(done / max(total, 1), 1.0))
+    finally:
+        end_loading(slots_by_name.values())
     if num_unused:
         log.info("%d tensors of %s are layers of multi-token prediction, which --speculative-algorithm NEXTN loads",
                  num_unused, ", ".join(unused))

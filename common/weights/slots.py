@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -50,6 +51,19 @@ VALUES = TensorKind("not quantized", refuses=tuple(_QUANTIZED))
 """Values in a floating-point type, which are converted to the parameter's."""
 
 
+class SharedMemory(Protocol):
+    """Memory of a layer's parameters that other layers' use too, see offload. It is hashable."""
+
+    def bring(self) -> None:
+        """Brings the layer's parameters there, to be read and written."""
+
+    def write_back(self) -> None:
+        """Stores what was written, of all layers that use the memory."""
+
+    def content_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Returns what a parameter holds, in host memory."""
+
+
 @dataclass(frozen=True)
 class Slot:
     """The destination of a checkpoint tensor, or of a slice of it.
@@ -61,6 +75,9 @@ class Slot:
     ``kind`` says how the checkpoint's tensor is checked, and a dummy one made. ``load``, where given, gets the slice
     instead of a copy to ``target``. ``finish``, where given, is called after all slots have been filled, once for those
     that share it: a format repacks its parameters there.
+
+    ``memory``: that of the target, where other layers use it too. Then the target has its content between ``bring`` and
+    ``write_back`` alone; ``fill`` and ``finish_loading`` see to it.
     """
 
     name: str
@@ -71,11 +88,15 @@ class Slot:
     kind: TensorKind = VALUES
     load: Callable[[torch.Tensor], object] | None = None
     finish: Callable[[], object] | None = None
+    memory: SharedMemory | None = None
 
     def fill(self, source: LazyTensor | torch.Tensor) -> None:
-        """Fills the target with its slice of ``source``, of any device."""
+        """Fills the target with its slice of ``source``, of any device. ``finish_loading`` ends the loading of slots;
+        no step may run between."""
         if not self.target.numel():
             return
+        if self.memory is not None:
+            self.memory.bring()
         if self.load is None:
             self.target.copy_(self.part_of(source))
         else:
@@ -91,23 +112,51 @@ class Slot:
         return result
 
 
+    def content(self) -> torch.Tensor:
+        """Returns what the target holds: itself, or a copy in host memory."""
+        return self.target if self.memory is None else self.memory.content_of(self.target)
+
+
 def finish_loading(slots: Iterable[Slot]) -> None:
-    """Calls what slots ``finish`` with, each function once."""
-    for finish in dict.fromkeys(slot.finish for slot in slots):
-        if finish is not None:
-            finish()
+    """Calls what slots ``finish`` with, each function once, and ends their loading."""
+    slots = list(slots)
+    try:
+        for finish, memory in dict.fromkeys((slot.finish, slot.memory) for slot in slots):
+            if finish is not None:
+                if memory is not None:
+                    memory.bring()
+                finish()
+    finally:
+        end_loading(slots)
+
+
+def end_loading(slots: Iterable[Slot]) -> None:
+    """Ends the loading of slots without finishing it, after an error."""
+    for memory in dict.fromkeys(slot.memory for slot in slots):
+        if memory is not None:
+            memory.write_back()
+
+
+class AllocateMemory(Protocol):
+    """Allocates an uninitialised parameter."""
+
+    def __call__(self, shape: tuple[int, ...], dtype: torch.dtype, /) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
 class Allocate:
     """Allocates uninitialised parameters on ``device``, of type ``dtype`` unless a call names another; linear layers
-    are in the format ``quantization`` where there is one."""
+    are in the format ``quantization`` where there is one. ``memory`` is where parameters are placed, by default memory
+    of their own."""
 
     dtype: torch.dtype
     device: torch.device
     quantization: QuantFormat | None = None
+    memory: AllocateMemory | None = None
 
     def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        if self.memory is not None:
+            return self.memory(shape, dtype or self.dtype)
         return torch.empty(*shape, dtype=dtype or self.dtype, device=self.device)
 
 

@@ -12,6 +12,7 @@ from baton.common.config.server import (
     HttpArgs,
     KernelArgs,
     ModelArgs,
+    OffloadArgs,
     ParallelArgs,
     ScheduleArgs,
     ServerConfig,
@@ -44,7 +45,8 @@ class Engine:
                  policy="fcfs", overlap=False, device="cpu", kernels=None, dtype="float32",
                  load_format="auto", schedule=None, parallel=None, vocabulary=None, quantization=None,
                  kv_cache_dtype="auto", line=None, parts=None, groups=None, cache=None, proposer=None, max_drafts=4,
-                 drafter=None, features=None, speculative=None, simulated=None, model_impl="baton", chains=None):
+                 drafter=None, features=None, speculative=None, simulated=None, model_impl="baton", chains=None,
+                 offload=None):
         """``schedule``: further fields of ScheduleArgs; by default nothing is reserved for output, so that small pools
         see retractions. ``vocabulary``: of grammars. ``line``: between the pipeline stages of ``parts`` (ParallelArgs).
         ``groups``: DataParallelArgs. ``cache``: further fields of CacheArgs. ``drafter`` on the device, which reads
@@ -58,7 +60,7 @@ class Engine:
                           model_impl=model_impl)
         config = ServerConfig(model, cache_args, schedule, parts or ParallelArgs(), kernels or KernelArgs(),
                               DisaggregationArgs(), HttpArgs(), data_parallel=groups or DataParallelArgs(),
-                              speculative=speculative or SpeculativeArgs())
+                              speculative=speculative or SpeculativeArgs(), offload=offload or OffloadArgs())
         spec = load_model_spec(config.model)
         self.config, self.parallel = config, parallel or Parallel()
         runner = self.runner = ModelRunner.load(config, spec, self.parallel, device, lambda what, share: None)

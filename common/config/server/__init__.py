@@ -19,6 +19,7 @@ from .http import HttpArgs
 from .kernels import KernelArgs
 from .model import ModelArgs
 from .observe import ObserveArgs
+from .offload import OffloadArgs
 from .parallel import DataParallelArgs, NodeArgs, ParallelArgs
 from .schedule import ScheduleArgs
 from .speculative import SpeculativeArgs
@@ -26,8 +27,8 @@ from .storage import StorageArgs
 
 __all__ = [
     "AnswerArgs", "CacheArgs", "ChatArgs", "DataParallelArgs", "DisaggregationArgs", "EventsArgs", "GrammarArgs",
-    "HttpArgs", "KernelArgs", "LogArgs", "ModelArgs", "NodeArgs", "ObserveArgs", "ParallelArgs", "ScheduleArgs",
-    "ServerConfig", "ServerSections", "SpeculativeArgs", "StorageArgs",
+    "HttpArgs", "KernelArgs", "LogArgs", "ModelArgs", "NodeArgs", "ObserveArgs", "OffloadArgs", "ParallelArgs",
+    "ScheduleArgs", "ServerConfig", "ServerSections", "SpeculativeArgs", "StorageArgs",
 ]
 
 
@@ -52,6 +53,7 @@ class ServerSections:
     nodes: NodeArgs = NodeArgs()
     speculative: SpeculativeArgs = SpeculativeArgs()
     logs: LogArgs = LogArgs()
+    offload: OffloadArgs = OffloadArgs()
 
 
 @dataclass(frozen=True)

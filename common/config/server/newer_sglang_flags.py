@@ -120,7 +120,7 @@ NEWER: dict[str, Foreign] = {
            "elastic-ep-backend enable-elastic-expert-backup elastic-ep-join-mode elastic-ep-scale-timeout "
            "elastic-ep-join-rank-offset elastic-ep-initial-size max-ep-size mooncake-ib-device gated-launch-port "
            "use-ray"),
-    **_all(Refused("weights stay on the GPU; use more ranks (--tp-size), or --quantization fp8"),
+    **_all(Refused("layers compute on the GPU; --cpu-offload-gb streams whole layers from host memory, use that"),
            "kt-weight-path kt-method kt-cpuinfer kt-threadpool-count kt-num-gpu-experts "
            "kt-max-deferred-experts-per-token enable-paged-experts paged-experts-num-resident ple-offload-embedding "
            "no-ple-offload-embedding ple-offload-backend ple-offload-dir"),

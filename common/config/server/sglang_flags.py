@@ -62,7 +62,7 @@ _NO_STATE_SPACES = "models with state-space layers are not supported"
 _HOST_TIER = "--kv-tier host keeps evicted pages in host memory, as many GiB as --kv-tier-gb says; use these"
 _NO_STORE = "the prefix cache has no tier beyond host memory (--kv-tier host)"
 _NO_SPARSITY = "attention reads the whole context"
-_NO_OFFLOAD = "weights stay on the GPU; use more ranks (--tp-size), or --quantization fp8"
+_OFFLOAD_MODE = "layers of --cpu-offload-gb and --offload-group-size are in host memory; leave it at cpu"
 _NO_DUMPS = "no tensors are dumped; /generate returns hidden states and log-probabilities"
 _NO_MULTIPLEX = ("one GPU is not divided between prompts and decode steps; use --enable-mixed-chunk, or prefill and "
                  "decode servers")
@@ -170,9 +170,7 @@ _REFUSED: dict[str, Foreign] = {
                "--hicache-storage-backend-extra-config", "--enable-lmcache"),
     **_refused(_NO_SPARSITY, "--enable-double-sparsity", "--ds-channel-config-path", "--ds-heavy-channel-num",
                "--ds-heavy-token-num", "--ds-heavy-channel-type", "--ds-sparse-decode-threshold"),
-    **_refused(_NO_OFFLOAD, "--cpu-offload-gb", harmless=("0",)),
-    **_refused(_NO_OFFLOAD, "--offload-group-size", harmless=("-1",)),
-    **_refused(_NO_OFFLOAD, "--offload-num-in-group", "--offload-prefetch-step", "--offload-mode"),
+    **_refused(_OFFLOAD_MODE, "--offload-mode", harmless=("cpu",)),
     **_refused(_NO_DUMPS, "--debug-tensor-dump-output-folder", "--debug-tensor-dump-input-file",
                "--debug-tensor-dump-inject", "--debug-tensor-dump-prefill-only"),
     **_refused(_NO_MULTIPLEX, "--enable-pdmux", "--sm-group-num"),

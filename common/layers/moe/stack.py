@@ -43,7 +43,7 @@ class ExpertLinear:
         self.quantization = format_of([shard for index in range(num_experts) for shard in shards_of(index)], allocate)
         self.parameters: list[torch.Tensor] = []
         self.methods = [linear_method(shards_of(index), width, _Slices(
-            allocate.dtype, allocate.device, allocate.quantization, num_experts, index,
+            allocate.dtype, allocate.device, allocate.quantization, allocate.memory, num_experts, index,
             self.parameters)) for index in range(num_experts)]
         self.bias = allocate(num_experts, sum(shard.size for shard in shards_of(0))) if bias else None
         self._adds_bias = adds_bias

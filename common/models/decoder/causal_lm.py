@@ -16,6 +16,8 @@ from ...forward.step_context import MicroBatch, StepContext
 from ...layers.classifier_head import ClassifierHead
 from ...layers.rotary import rotary_table
 from ...layers.vocab import VocabTable
+from ...weights.offload.layer_ring import LayerPass
+from ...weights.offload.layer_stack import LayerStack
 from ...weights.slots import Slot, allocator
 from .blocks import Blocks, Norm
 from .features import CapturedStates
@@ -45,8 +47,10 @@ class CausalLM:
         if self.pp.is_first or (self.pp.is_last and tied):
             self.embed_tokens = VocabTable("model.embed_tokens", spec.vocab_size, spec.hidden_size, parallel.attn_tp,
                                            allocate)
-        self.layers = [DecoderLayer(index, kv_layer, spec, parallel, allocate, blocks)
-                       for kv_layer, index in enumerate(self.pp.layers(spec.num_layers))]
+        own = self.pp.layers(spec.num_layers)
+        self._stack = LayerStack(len(own), lambda number, allocate: DecoderLayer(
+            own[number], number, spec, parallel, allocate, blocks), allocate, spec.offload)
+        self.layers = self._stack.layers
         if self.pp.is_last:
             self.norm = blocks.norm("model.norm", spec.hidden_size, allocate, None)
             self.classifier = (ClassifierHead("score", spec.num_labels, spec.hidden_size, allocate)
@@ -129,27 +133,34 @@ class CausalLM:
         """
         x: MaybeDeferred
         x, residual = self._embed_or_receive(step.batch)
-        if step.microbatches:
-            return self._forward_microbatches(x, step, captured)
-        if step.piecewise is not None:
-            return self._forward_piecewise(x, step, step.piecewise, trims, captured)
+        with self._stack.start() as weights:
+            if step.microbatches:
+                return self._forward_microbatches(x, step, captured, weights)
+            if step.piecewise is not None:
+                return self._forward_piecewise(x, step, step.piecewise, trims, captured, weights)
+            return self._forward_layers(x, residual, step, trims, captured, weights)
+
+    def _forward_layers(self, x: MaybeDeferred, residual: torch.Tensor | None, step: StepContext, trims: bool,
+                        captured: CapturedStates | None, weights: LayerPass) -> tuple[MaybeDeferred, torch.Tensor]:
+        """Computes all layers. A layer's last product may be deferred to the first norm of the next one: only then its
+        weights may go."""
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             trimmed = trims and index == last
-            if captured is None:
-                x, residual = layer(x, residual, step, self.cos_sin, trimmed)
-            else:
-                projected, residual = layer.pre_attention(x, residual)
+            weights.enter(index)
+            projected, residual = layer.pre_attention(x, residual)
+            weights.leave(index - 1)
+            if captured is not None:
                 captured.add(index, residual)
-                heads = layer.attention.attend(projected, step, self.cos_sin, trimmed)
-                del projected  # memory for the MLP's
-                x, residual = layer.post_last_attention(heads, residual, step, trimmed)
+            heads = layer.attention.attend(projected, step, self.cos_sin, trimmed)
+            del projected  # memory for the MLP's
+            x, residual = layer.post_last_attention(heads, residual, step, trimmed)
             step.after_layer(index)
         assert residual is not None
         return x, residual
 
-    def _forward_microbatches(self, x: torch.Tensor, step: StepContext,
-                              captured: CapturedStates | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward_microbatches(self, x: torch.Tensor, step: StepContext, captured: CapturedStates | None,
+                              weights: LayerPass) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes all layers. When the last micro-batch reaches a layer, the others' keys and values are enqueued."""
         microbatches = step.microbatches
 
@@ -160,8 +171,10 @@ class CausalLM:
                 if captured is not None and index in captured.layers:
                     assert isinstance(y, torch.Tensor)
                     captured.add(index, y if residual is None else y + residual)
+                weights.enter(index)
                 y, residual = yield from layer.forward_microbatch(y, residual, microbatch, self.cos_sin)
                 if microbatch is microbatches[-1]:
+                    weights.leave(index)
                     step.after_layer(index)
             assert residual is not None
             return y if isinstance(y, torch.Tensor) else y.reduce(), residual
@@ -182,15 +195,19 @@ class CausalLM:
         return self.layers[index].pre_attention(x, residual)
 
     def _forward_piecewise(self, x: torch.Tensor, step: StepContext, piecewise: PiecewiseStep, trimmed: bool,
-                           captured: CapturedStates | None) -> tuple[MaybeDeferred, torch.Tensor]:
+                           captured: CapturedStates | None,
+                           weights: LayerPass) -> tuple[MaybeDeferred, torch.Tensor]:
         """Computes all layers; the graphs end before the attention of the last one."""
         final = len(self.layers) - 1
         for index in range(final):
+            weights.enter(index)
             projected, residual = piecewise.run(index, x)
+            weights.leave(index - 1)
             if captured is not None:
                 captured.add(index, residual)
             x = self.layers[index].attention.attend(projected, step, self.cos_sin, False)
             step.after_layer(index)
+        weights.enter(final)
         projected, residual = piecewise.run(final, x)
         if captured is not None:
             captured.add(final, residual)
@@ -212,8 +229,7 @@ class CausalLM:
     def slots(self) -> Iterator[Slot]:
         if self.embed_tokens is not None:
             yield from self.embed_tokens.slots()
-        for layer in self.layers:
-            yield from layer.slots()
+        yield from self._stack.slots()
         if self.norm is not None:
             yield from self.norm.slots()
         for head in (self.lm_head, self.classifier):
