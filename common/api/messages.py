@@ -37,7 +37,8 @@ Pooling = Literal["last", "mean"]
 
 
 class CustomProcessor(msgspec.Struct, frozen=True, array_like=True):
-    """A logit processor that the engine imports, ``package.module:Name``, and this request's parameters for it."""
+    """A logit processor that the engine imports, ``package.module:Name``, or unpickles, in SGLang's serialized form,
+    and this request's parameters for it."""
 
     path: str
     params: dict[str, Any] = {}

@@ -1,4 +1,5 @@
-"""Custom logit processors: imported on the server by the name in a request, run on the rows of such requests.
+"""Custom logit processors: imported on the server by the name in a request, or unpickled from it, and run on the rows
+of such requests.
 
 A processor is a callable ``(logits, params) -> logits``, or a class that builds one without arguments. ``logits``
 [n, vocab] float32 are the rows of all requests of a step that name it, and may be changed in place; ``params`` are
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..api.errors import InvalidRequest
+from .serialized_processors import is_serialized, serialized_name, unpickle
 
 if TYPE_CHECKING:
     from .token_buffer import TokenBuffer
@@ -71,7 +73,8 @@ class RequestTokens:
 
 
 class RowProcessor:
-    """The processor of one request with its parameters, ``params`` for rows that follow its known tokens."""
+    """The processor of one request with its parameters, ``params`` for rows that follow its known tokens. ``path``: its
+    import path, or a name that only requests with the same processor have."""
 
     def __init__(self, path: str, processor: Processor, params: dict[str, Any], tokens: RequestTokens):
         self.path = path
@@ -83,8 +86,9 @@ class RowProcessor:
 
     @classmethod
     def of(cls, path: str, params: dict[str, Any], tokens: RequestTokens) -> RowProcessor:
-        """Imports the processor; raises InvalidRequest like ``load``."""
-        return cls(path, load(path), {**params, "__req__": tokens}, tokens)
+        """Imports the processor, or unpickles it; raises InvalidRequest like ``load``."""
+        name = serialized_name(path) if is_serialized(path) else path
+        return cls(name, load(path), {**params, "__req__": tokens}, tokens)
 
     def settle(self) -> None:
         """Takes over the parameters after those drafts that have become tokens. Call it before a row without drafts."""
@@ -109,20 +113,40 @@ _RENAMED_MODULES = {"baton.common.engine.logit_processors": "baton.common.sampli
 """Import paths that clients may still send, by the module that has the processors now."""
 
 
-@lru_cache(maxsize=1024)
 def load(path: str) -> Processor:
-    """The processor at ``package.module:Name``, imported once; raises InvalidRequest where there is none."""
+    """The processor at ``package.module:Name``, or the serialized one, loaded once; raises InvalidRequest where there
+    is none."""
+    return _unpickled(path) if is_serialized(path) else _imported(path)
+
+
+@lru_cache(maxsize=1024)
+def _imported(path: str) -> Processor:
     module, _, name = path.partition(":")
     module = _RENAMED_MODULES.get(module, module)
-    try:
+
+    def find() -> Any:
         named: Any = importlib.import_module(module)
         for part in name.split("."):
             named = getattr(named, part)
+        return named
+
+    return _instance(find, path, "imported")
+
+
+@lru_cache(maxsize=128)  # of up to MAX_SERIALIZED_PROCESSOR characters each
+def _unpickled(serialized: str) -> Processor:
+    return _instance(lambda: unpickle(serialized), serialized_name(serialized), "unpickled")
+
+
+def _instance(find: Callable[[], Any], name: str, how: str) -> Processor:
+    """The callable that ``find`` returns, or an instance of the class."""
+    try:
+        named = find()
         instance: Any = named() if inspect.isclass(named) else named
-    except (Exception, SystemExit) as error:  # a module may do anything when it is imported
-        raise InvalidRequest(f"{PARAM} {path!r} cannot be imported here: {summarize(error)}.", param=PARAM) from None
+    except (Exception, SystemExit) as error:  # a module, or a pickle, may do anything
+        raise InvalidRequest(f"{PARAM} {name!r} cannot be {how} here: {summarize(error)}.", param=PARAM) from None
     if not callable(instance):
-        raise InvalidRequest(f"{PARAM} {path!r} is no callable.", param=PARAM)
+        raise InvalidRequest(f"{PARAM} {name!r} is no callable.", param=PARAM)
     processor: Processor = instance
     return processor
 

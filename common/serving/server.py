@@ -46,6 +46,9 @@ def run_server(config: ServerConfig, rank_target: RankTarget, services: Sequence
     try:
         with _listen(config.http.host, config.http.port) as listener:
             host = EngineHost(config, rank_target, without_torch=True)
+            if config.answers.enable_custom_logit_processor:
+                log.warning("--enable-custom-logit-processor lets whoever may send requests run any code on this "
+                            "machine: requests name modules to import, or bring pickles.")
             uvloop.run(_Server(host).run(listener, services))
     except ConfigError as error:
         sentence = str(error)

@@ -27,8 +27,8 @@ class AnswerArgs:
 
     enable_cache_report: bool = flag(True, help="report in usage how many prompt tokens the prefix cache had")
     enable_custom_logit_processor: bool = flag(False, help=(
-        "let requests name a logit processor, MODULE:NAME, that this server imports and runs: whoever may send "
-        "requests may then import any module that is installed here"))
+        "let requests bring a logit processor, as MODULE:NAME that this server imports or as SGLang's clients "
+        "serialize it: whoever may send requests may then run any code here"))
     enable_return_hidden_states: bool = flag(False, help="let requests ask for the model's hidden states")
     preferred_sampling_params: str | None = flag(None, metavar="JSON", help=(
         "a JSON object of sampling parameters, for requests to /generate that leave them out; /get_model_info reports "

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from ...parsers.output_format import OutputFormat, count_reasoning_tokens
 from ...parsers.output_parser import (
@@ -22,6 +22,7 @@ from ..context.serving_context import ServingContext
 from ..protocol.continuation import ResponseHeader
 from ..protocol.logprobs import chat_logprobs
 from ..protocol.logprobs import joined as logprobs_of
+from ..protocol.row_extras import last_state
 from ..protocol.usage import CompletionTokensDetails, FinishReason, Usage
 from .schema import (
     CalledFunction,
@@ -80,6 +81,7 @@ class ChatFormatter:
         """The deltas that another server sent of the only choice."""
         header = ResponseHeader.of(body, "chatcmpl-", context.model.name)
         self._id, self._created, self._model = name or header.id, header.created, header.model
+        self._hidden_size = context.model.spec.hidden_size
         self._with_ids = with_ids
         self._body = body
         self._output_format = output_format
@@ -101,7 +103,8 @@ class ChatFormatter:
         logprobs = choice.visible(choice.logprobs)
         return ChatChoice(choice.index, message,
                           None if logprobs is None else chat_logprobs(logprobs, self._token_bytes),
-                          _finish_reason(choice, bool(message.tool_calls)), choice.finish.matched)
+                          _finish_reason(choice, bool(message.tool_calls)), choice.finish.matched,
+                          self._last_state(choice))
 
     # ------------------------------------------------------------------ chunks
 
@@ -126,7 +129,8 @@ class ChatFormatter:
         if logprobs is not None:  # tokens whose text is buffered
             events.append(ChatChunkChoice(choice.index, ChatDelta(content=""), logprobs))
         if choice.finish is not None:
-            events.append(ChatChunkChoice(choice.index, ChatDelta(), None, _finish_reason(choice, stream.num_calls > 0),
+            events.append(ChatChunkChoice(choice.index, ChatDelta(hidden_states=self._last_state(choice)), None,
+                                          _finish_reason(choice, stream.num_calls > 0),
                                           matched_stop=choice.finish.matched))
         if self._with_ids:
             stream.token_ids += delta.token_ids
@@ -150,6 +154,9 @@ class ChatFormatter:
             details.reasoning_tokens = usage.reasoning_tokens
             usage.completion_tokens_details = details
         return usage
+
+    def _last_state(self, choice: Choice) -> list[float] | UnsetType:
+        return last_state(choice.hidden_states, self._hidden_size) if choice.request.return_hidden_states else UNSET
 
     def _reasoning_tokens(self, choice: Choice, parser: OutputParser) -> int:
         spans = parser.reasoning_spans

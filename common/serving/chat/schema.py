@@ -135,6 +135,7 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
     matched_stop: int | str | None = None
+    hidden_states: list[float] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct):
@@ -165,6 +166,7 @@ class ChatDelta(msgspec.Struct):
     content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    hidden_states: list[float] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):

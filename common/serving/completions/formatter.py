@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec import UNSET, UnsetType
+
 from ...api.messages import Logprobs
 from ..context.generation import Choice, usage_of
 from ..context.serving_context import ServingContext
 from ..protocol.continuation import ResponseHeader
 from ..protocol.logprobs import completion_logprobs, joined
+from ..protocol.row_extras import last_state
 from ..protocol.usage import Usage
 from .best_of import best
 from .echo import Echo
@@ -21,6 +24,7 @@ class CompletionFormatter:
     def __init__(self, context: ServingContext, body: CompletionRequest, echo: Echo | None, *, with_ids: bool):
         self._id, self._created, self._model = ResponseHeader.of(body, "cmpl-", context.model.name)
         self._reports_cached = context.config.answers.enable_cache_report
+        self._hidden_size = context.model.spec.hidden_size
         self._with_ids = with_ids
         self._body = body
         self._echo = echo
@@ -78,4 +82,8 @@ class CompletionFormatter:
             visible = None
         formatted = None if visible is None else completion_logprobs(visible, self._token_bytes, offset)
         matched = None if choice.finish is None else choice.finish.matched
-        return CompletionChoice(choice.index, text, formatted, reason, matched)  # type: ignore[arg-type]
+        states: list[float] | UnsetType = UNSET
+        if choice.finish is not None and choice.request.return_hidden_states:
+            states = last_state(choice.hidden_states, self._hidden_size)
+        return CompletionChoice(choice.index, text, formatted, reason, matched,  # type: ignore[arg-type]
+                                hidden_states=states)

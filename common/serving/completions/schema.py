@@ -51,6 +51,7 @@ class CompletionChoice(msgspec.Struct):
     finish_reason: FinishReason | None = None
     matched_stop: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
+    hidden_states: list[float] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct):

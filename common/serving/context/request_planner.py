@@ -7,7 +7,7 @@ import itertools
 import uuid
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -23,7 +23,9 @@ from ..protocol.bootstrap import BootstrapFields, Placement, place_choices
 from ..protocol.continuation import Continuation, continue_after
 from ..protocol.logprobs import LogprobOptions
 from ..protocol.namespaces import namespaces_of
+from ..protocol.per_prompt import per_prompt
 from ..protocol.prompts import Prompts
+from ..protocol.row_extras import custom_processor, set_row_extras
 from .served_model import ServedModel
 from .server_status import ServerStatus
 
@@ -39,6 +41,9 @@ class PlannableRequest(Protocol):
     rid: str | list[str] | None
     priority: int | None
     continuation: Continuation | None
+    custom_logit_processor: str | list[str | None] | None
+    custom_params: dict[str, Any] | None
+    return_hidden_states: bool | None
 
 
 class RequestPlanner:
@@ -96,6 +101,10 @@ class RequestPlanner:
         assert isinstance(body, BootstrapFields)
         requests = engine_requests(ids, self.seeded(samplings), n, body.rid, self.placements(body, len(ids), n),
                                    [logprobs] * len(ids), body.priority, namespaces_of(body, len(ids)))
+        named: list[str | None] = per_prompt("custom_logit_processor", body.custom_logit_processor, len(ids))
+        set_row_extras(requests, [custom_processor(name, body.custom_params) for name in named],
+                       [bool(body.return_hidden_states)] * len(ids), self._config.answers,
+                       self._model.spec.hidden_size)
         return requests, await self.resume(body.continuation, requests, grammar_param)
 
     def seeded(self, samplings: list[SamplingParams]) -> list[SamplingParams]:
@@ -111,6 +120,8 @@ class RequestPlanner:
 
         ``grammar_param`` names the parameter that states the grammar; None where it is called as its kind.
         """
+        if continuation is not None and any(request.return_hidden_states for request in requests):
+            raise InvalidRequest("continuation does not go with return_hidden_states.", param="continuation")
         continued = continue_after(continuation, requests, self._model.spec.vocab_size)
         await self._prepare_grammars(requests, grammar_param)
         return continued

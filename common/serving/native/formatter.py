@@ -10,7 +10,7 @@ from ..context.draft_counts import Speculation
 from ..context.generation import Choice
 from ..context.sessions import SessionTurn
 from ..protocol.logprobs import TokenBytes, joined, native_lists, native_logprobs
-from .extras import state_lists
+from ..protocol.row_extras import state_lists
 from .schema import GenerateAnswer
 
 

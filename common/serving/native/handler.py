@@ -17,9 +17,10 @@ from ..context.sessions import SessionTurn
 from ..protocol.encoding import encode
 from ..protocol.namespaces import namespaces_of
 from ..protocol.prompts import output_limit
+from ..protocol.row_extras import set_row_extras
 from ..respond import PlannedResponse, respond
 from ..web import json_bytes
-from .extras import Embeddings, check_hidden_bytes, embedded_prompts
+from .extras import Embeddings, embedded_prompts
 from .formatter import GenerateFormatter
 from .schema import (
     GenerateAnswer,
@@ -90,8 +91,6 @@ async def plan_generate(context: ServingContext, body: GenerateRequest, *, arriv
                         with_ids: bool = False) -> NativeRun:
     """Checks and plans a request; parameters as of ``plan_chat``, but answers always hold their token ids."""
     requests, batched, session = await _plan(context, body)
-    if body.continuation is not None and requests[0].return_hidden_states:
-        raise InvalidRequest("continuation does not go with return_hidden_states.", param="continuation")
     if body.continuation is not None and body.continuation.id:
         requests[0].rid = body.continuation.id
     continued = await context.planner.resume(body.continuation, requests, None)
@@ -125,7 +124,10 @@ async def _plan(context: ServingContext, body: GenerateRequest) -> tuple[list[Ge
     options = logprob_options(body, [len(prompt) for prompt in ids], context.model.spec.vocab_size)
     requests = engine_requests(ids, context.planner.seeded(samplings), n, body.rid, placements, options, body.priority,
                                namespaces_of(body, len(ids)))
-    _add_extras(context, body, requests, given, embeds)
+    set_row_extras(requests, body.processors(given), body.returns_hidden_states(len(ids)), context.config.answers,
+                   context.model.spec.hidden_size)
+    if embeds is not None:
+        _set_embeds(requests, embeds)
     return requests, batched or n > 1, session
 
 
@@ -143,27 +145,13 @@ async def _prompts(context: ServingContext, body: GenerateRequest) -> tuple[list
     return [[0] * count for count in embedded.counts], embedded.rows, embedded.batched
 
 
-def _add_extras(context: ServingContext, body: GenerateRequest, requests: list[Generate],
-                samplings: list[NativeSampling],
-                embeds: list[bytes] | None) -> None:
-    """Sets logit processors, hidden states and embeddings of ``requests``, n for each prompt; raises InvalidRequest."""
-    args, count = context.config.answers, len(samplings)
-    processors, hidden = body.processors(samplings), body.returns_hidden_states(count)
-    for asked, allowed, name in ((any(processors), args.enable_custom_logit_processor, "custom_logit_processor"),
-                                 (any(hidden), args.enable_return_hidden_states, "return_hidden_states")):
-        if asked and not allowed:
-            raise InvalidRequest(f"{name} needs a server that was started with --enable-{name.replace('_', '-')}; "
-                                 "leave it out.", param=name, code="unsupported_parameter")
+def _set_embeds(requests: list[Generate], embeds: list[bytes]) -> None:
+    """Sets the embeddings of ``requests``, n for each prompt; raises InvalidRequest."""
     for i, request in enumerate(requests):
-        prompt = i * count // len(requests)
-        request.processor, request.return_hidden_states = processors[prompt], hidden[prompt]
-        if request.return_hidden_states:
-            check_hidden_bytes(len(request.input_ids) + request.sampling.max_new_tokens, context.model.spec.hidden_size)
-        if embeds is not None:
-            request.input_embeds = embeds[prompt]
-            if request.logprob_start_len >= 0:
-                raise InvalidRequest("input_embeds hold no tokens that could have log-probabilities; leave out "
-                                     "logprob_start_len.", param="logprob_start_len")
+        request.input_embeds = embeds[i * len(embeds) // len(requests)]
+        if request.logprob_start_len >= 0:
+            raise InvalidRequest("input_embeds hold no tokens that could have log-probabilities; leave out "
+                                 "logprob_start_len.", param="logprob_start_len")
 
 
 def _session_request(context: ServingContext, body: GenerateRequest, ids: list[list[int]]) -> SessionTurn | None:

@@ -21,9 +21,10 @@ from ..protocol.grammar_fields import grammar_field
 from ..protocol.logprobs import LogprobOptions
 from ..protocol.per_prompt import check_count, per_prompt
 from ..protocol.prompts import Prompts, parse_prompts
+from ..protocol.row_extras import custom_processor
 from ..protocol.sampling import MAX_CHOICES, MAX_TOP_LOGPROBS, biases, check_range, stop_expressions, validated_params
 from ..protocol.unsupported_fields import GENERATE, SAMPLING, refuse
-from .extras import Embeddings, custom_processor
+from .extras import Embeddings
 
 MAX_LISTED_IDS = 1024
 MAX_LISTED_LOGPROBS = 1_000_000  # of a prompt: 15 MB of the 64 MB that a prefill server's result may have

@@ -57,6 +57,9 @@ class CommonFields(BootstrapFields, kw_only=True):
     no_stop_trim: bool | None = None
     rid: str | list[str] | None = None
     priority: Int32 | None = None
+    custom_logit_processor: str | list[str | None] | None = None
+    custom_params: dict[str, Any] | None = None
+    return_hidden_states: bool | None = None
     # Baton's
     continuation: Continuation | None = None
     # grammars: one at most (see grammar_fields.py)

@@ -34,18 +34,18 @@ _SALT = Refused("these requests share one prefix cache; start the server with --
 _MEDIA = dict.fromkeys(("max_dynamic_patch", "min_dynamic_patch", "use_audio_in_video", "images_config"), _TEXT_ONLY)
 _ROUTED = {"return_routed_experts": _PLAIN, "routed_experts_start_len": Refused(harmless=(0,))}
 _CACHE = {"extra_key": _SALT, "cache_salt": _SALT}
-_LOGITS = Refused("/generate takes it")
+_IN_GENERATE = Refused("/generate takes it")
+_IN_CHAT = Refused("/v1/chat/completions and /generate take it")
 _SEND = "send {} instead".format
 
 _OPENAI: Table = {
     **_MEDIA, **_ROUTED,
-    "lora_path": _NO_LORA, "return_hidden_states": Refused("/generate returns them"),
-    "custom_logit_processor": _LOGITS, "custom_params": _LOGITS,
+    "lora_path": _NO_LORA,
     "prompt_logprobs": Refused("/v1/completions returns log-probabilities of the prompt with echo and logprobs, "
                                "/generate with logprob_start_len"),
     "return_cached_tokens_details": _PLAIN, "return_token_ids": Refused("/generate returns them"),
     "return_prompt_token_ids": Refused("/tokenize returns them"), "return_meta_info": Refused("/generate returns it"),
-    "ngram_corpus_id": _PLAIN, "session_params": _LOGITS,
+    "ngram_corpus_id": _PLAIN, "session_params": _IN_GENERATE,
     # vLLM's
     "guided_json": Refused(_SEND("json_schema")), "guided_regex": Refused(_SEND("regex")),
     "guided_grammar": Refused(_SEND("ebnf")), "guided_choice": Refused(_SEND("regex")),
@@ -70,7 +70,8 @@ COMPLETION = _OPENAI
 RESPONSE: Table = {
     **{name: refused for name, refused in _OPENAI.items() if name != "truncation"},
     "conversation": _PLAIN, "background": _PLAIN, "prompt": _PLAIN, "truncation": Refused(harmless=("disabled",)),
-    "max_tool_calls": _PLAIN,
+    "max_tool_calls": _PLAIN, "custom_logit_processor": _IN_CHAT, "custom_params": _IN_CHAT,
+    "return_hidden_states": Refused("/v1/chat/completions and /generate return them"),
     "previous_response_id": Refused("it names a stored response, and this server stores none; send the conversation as "
                                     "input items"),
     "n": Refused("an answer is one response", (1,)), "input_ids": Refused("/generate takes them"),

@@ -40,7 +40,8 @@ async def test_generate_names_the_flag_that_is_missing(http: aiohttp.ClientSessi
 @pytest.mark.parametrize("path,body", [("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", CHAT)])
 @pytest.mark.parametrize("name,value,instead", [
     ("prompt_logprobs", 0, "echo and logprobs"), ("prompt_logprobs", 5, "logprob_start_len"),
-    ("return_hidden_states", True, "/generate"), ("custom_logit_processor", "a:b", "/generate"),
+    ("return_hidden_states", True, "--enable-return-hidden-states"),
+    ("custom_logit_processor", "a:b", "--enable-custom-logit-processor"),
 ])
 async def test_what_other_endpoints_offer_is_named(http: aiohttp.ClientSession, path: str, body: dict[str, Any],
                                                    name: str, value: Any, instead: str) -> None:

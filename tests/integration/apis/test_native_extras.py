@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from baton.common.config.checkpoint import resolve_checkpoint
 from baton.common.config.server import ModelArgs
+from baton.common.sampling.sglang_processors import CustomLogitProcessor
 from baton.tests.helpers.harness import get_json, post_json
 from baton.tests.integration.apis.test_sampling import GENERATE, NATIVE, PROMPT, ask, same
 
@@ -34,8 +35,8 @@ def embeds(model):
     return (table[torch.arange(100, 140)] + 0.02 * torch.randn(40, table.shape[1])).detach()
 
 
-def stream(server, body):
-    request = urllib.request.Request(server.url + GENERATE, json.dumps({**body, "stream": True}).encode(),
+def stream(server, body, path=GENERATE):
+    request = urllib.request.Request(server.url + path, json.dumps({**body, "stream": True}).encode(),
                                      {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:
         lines = [line[6:] for line in answer.read().decode().splitlines() if line.startswith("data: ")]
@@ -77,7 +78,8 @@ def test_processors_of_a_batch(unified, relay):
 
 
 @pytest.mark.parametrize("path,params,why", [
-    ('{"callable": "8004"}', {}, "unpickles nothing"),
+    ('{"callable": "no hex"}', {}, "hexadecimal"),
+    ('{"callable": "8004"}', {}, "cannot be unpickled here: "),
     ("os.path", {}, "import path"),
     ("baton.nothing:Name", {}, "ModuleNotFoundError"),
     (f"{HERE}:NeedsArguments", {}, "TypeError"),
@@ -94,7 +96,60 @@ def test_a_processor_that_cannot_work_is_a_400(unified, relay, path, params, why
     clean(relay)
 
 
+def always() -> type:
+    """A class that dill pickles by value, because it is no module's."""
+    class Always(CustomLogitProcessor):
+        def __call__(self, logits, custom_param_list):
+            for row, params in enumerate(custom_param_list):
+                logits[row] = -float("inf")
+                logits[row, params["token_id"]] = 0.0
+            return logits
+
+    return Always
+
+
+def test_a_processor_that_the_request_brings(unified, relay):
+    """In all APIs, for batches and n; a pair's prefill samples the first token."""
+    serialized = always().to_str()
+    asks = {"custom_logit_processor": serialized, "max_tokens": 4, "n": 2, "ignore_eos": True}
+    for server in (unified, relay):
+        body = {"text": [PROMPT, "Hello!"], "custom_logit_processor": serialized, "sampling_params": [
+            {**NATIVE, "max_new_tokens": 4, "n": 2, "custom_params": {"token_id": token}} for token in (70, 71)]}
+        assert [answer["output_ids"] for answer in ask(server, GENERATE, body)] == [[70] * 4] * 2 + [[71] * 4] * 2
+        text = ask(server, "/detokenize", {"tokens": [72] * 4})["text"]
+        told = ask(server, "/v1/completions", {"prompt": ["a", "b"], **asks, "custom_params": {"token_id": 72},
+                                               "custom_logit_processor": [serialized, serialized]})
+        assert [choice["text"] for choice in told["choices"]] == [text] * 4
+        told = ask(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello!"}], **asks,
+                                                    "custom_params": {"token_id": 72}})
+        assert [choice["message"]["content"] for choice in told["choices"]] == [text] * 2
+    clean(relay)
+
+
 # ---------------------------------------------------------------- hidden states
+
+
+def test_hidden_states_in_openais_apis(unified, relay):
+    """The newest state, which /generate has last."""
+    native = ask(unified, GENERATE, {"text": PROMPT, "sampling_params": NATIVE, "return_hidden_states": True})
+    asks = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "return_hidden_states": True}
+    for server in (unified, relay):
+        told = ask(server, "/v1/completions", {"prompt": PROMPT, **asks})
+        np.testing.assert_allclose(told["choices"][0]["hidden_states"], native["meta_info"]["hidden_states"][-1],
+                                   atol=2e-3)
+        assert "hidden_states" not in ask(server, "/v1/completions", {"prompt": PROMPT, "max_tokens": 1})["choices"][0]
+        for path, body in (("/v1/completions", {"prompt": ["a", PROMPT]}), ("/v1/chat/completions", {
+                "messages": [{"role": "user", "content": "Hello!"}]})):
+            whole = ask(server, path, {**body, **asks, "n": 2})["choices"]
+            events = stream(server, {**body, **asks, "n": 2}, path)
+            ends = [choice for event in events for choice in event["choices"]
+                    if "hidden_states" in choice.get("delta", choice)]
+            assert sorted(choice["index"] for choice in ends) == list(range(len(whole)))
+            for choice in ends:
+                assert choice["finish_reason"]
+                np.testing.assert_allclose(choice.get("delta", choice)["hidden_states"],
+                                           whole[choice["index"]]["hidden_states"], atol=2e-3)
+    clean(relay)
 
 
 def test_hidden_states_are_the_models_own(unified, relay, model):
