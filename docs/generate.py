@@ -437,7 +437,8 @@ def admin_page() -> str:
               for endpoint in own_endpoints()]
     return "\n".join([*lines, "",
                       "With pairs, other weights change [which servers fit together]"
-                      "(transfer.md#which-servers-fit-together).", "",
+                      "(transfer.md#which-servers-fit-together). [Weights from a trainer](weights.md) has the order in "
+                      "which a trainer sends them.", "",
                       "Of single requests: `POST /abort_request` with `rid`, or with `abort_all` for all of them, ends "
                       "requests; they are answered with the tokens so far, and the finish reason `abort`. "
                       "`POST /open_session` and `POST /close_session` keep a session: `/generate` with "

@@ -46,9 +46,7 @@ UNSUPPORTED: dict[bytes, str] = {
 
 _OTHER_BROADCASTS: dict[bytes, Broadcast] = {
     **dict.fromkeys((b"/abort_request", b"/configure_logging", b"/reset_prefix_cache"), Broadcast()),
-    **dict.fromkeys((b"/update_weights_from_tensor", b"/update_weights_from_distributed", b"/update_weights_from_ipc",
-                     b"/init_weights_update_group", b"/destroy_weights_update_group", b"/update_weight_version"),
-                    Broadcast(slow=True)),
+    **dict.fromkeys((b"/update_weights_from_ipc", b"/update_weight_version"), Broadcast(slow=True)),
     **dict.fromkeys((b"/load_lora_adapter", b"/unload_lora_adapter", b"/v1/load_lora_adapter",
                      b"/v1/unload_lora_adapter"),
                     Broadcast(slow=True, renames=True)),

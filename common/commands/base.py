@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from ..distributed.tp import TPGroup
     from ..engine.peers import Peers
     from ..engine.profiler import Profiler
+    from ..engine.weight_receiver import WeightReceiver
     from ..runner.model_runner import ModelRunner
     from ..scheduler.batcher import Batcher
     from ..serving.context.serving_context import ServingContext
@@ -40,6 +42,7 @@ class Rank(Protocol):
     batcher: Batcher
     peers: Peers
     profiler: Profiler
+    weights: WeightReceiver
     released: set[MemoryKind]
     """The kinds of memory that are released."""
     step_delay: float
@@ -47,6 +50,9 @@ class Rank(Protocol):
 
     def check_serving(self) -> None:
         """Raises WorkerUnavailable while memory that requests need is released."""
+
+    def forget_pages(self) -> None:
+        """Lets no page that was computed with other weights than those of now be read by a request that has none."""
 
 
 class Server(Protocol):
@@ -120,12 +126,14 @@ class Command(Generic[S]):
 
     struct: type[S]
     """The message that ranks get."""
-    run: Callable[[Rank, S], str]
-    """Executes it on a rank; returns a sentence about what was done. Raises ServingError, with nothing changed, where
-    it is refused."""
+    run: Callable[[Rank, S], str | Future[str]]
+    """Executes it on a rank; returns a sentence about what was done, or will be, beside the steps. Raises ServingError,
+    with nothing changed, where it is refused."""
     endpoints: tuple[Endpoint, ...]
     while_busy: bool = False
     """True where it is allowed while requests run; else they are answered with Conflict."""
+    while_paused: bool = False
+    """True where it is allowed while requests that have pages are paused, and none is being transferred."""
     synchronizes: bool = False
     """True where the step in flight must end before it."""
     timeout: float = 60.0

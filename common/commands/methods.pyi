@@ -9,7 +9,23 @@ from .base import Endpoint
 class CommandMethods(ABC):
     def __init__(self) -> None: ...
     def _run_endpoint(self, endpoint: Endpoint, arguments: Mapping[str, Any]) -> str: ...
+    def end_weight_update(
+        self,
+        flush_cache: bool | None = None,
+        abort_all_requests: bool | None = None,
+        weight_version: str | None = None,
+    ) -> str: ...
+    def begin_weight_update(
+        self,
+    ) -> str: ...
     def continue_generation(
+        self,
+    ) -> str: ...
+    def destroy_weights_update_group(
+        self,
+        group_name: str = 'weight_update_group',
+    ) -> str: ...
+    def discard_weight_update(
         self,
     ) -> str: ...
     def flush_cache(
@@ -18,9 +34,29 @@ class CommandMethods(ABC):
     def freeze_gc(
         self,
     ) -> str: ...
+    def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = 'weight_update_group',
+        backend: Literal['nccl', 'gloo'] = 'nccl',
+    ) -> str: ...
     def pause_generation(
         self,
         mode: Literal['abort', 'retract', 'in_place'] | None = None,
+    ) -> str: ...
+    def update_weights_from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        flush_cache: bool | None = None,
+        abort_all_requests: bool | None = None,
+        weight_version: str | None = None,
+        group_name: str = 'weight_update_group',
+        load_format: Literal['flattened_bucket'] | None = None,
     ) -> str: ...
     def start_expert_distribution_record(
         self,
@@ -47,6 +83,15 @@ class CommandMethods(ABC):
     def slow_down(
         self,
         forward_sleep_time: float | None = None,
+    ) -> str: ...
+    def update_weights_from_tensor(
+        self,
+        serialized_named_tensors: Sequence[str],
+        flush_cache: bool | None = None,
+        abort_all_requests: bool | None = None,
+        weight_version: str | None = None,
+        load_format: Literal['safetensors'] | None = None,
+        disable_draft_model: bool | None = None,
     ) -> str: ...
     def start_profile(
         self,

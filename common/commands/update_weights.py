@@ -11,6 +11,7 @@ from ..api.errors import ConfigError, Conflict, InvalidRequest, ServingError
 from .base import LOAD_SECONDS, Broadcast, Command, Endpoint, Rank, Server
 from .memory import resume
 from .registry import COMMANDS
+from .weight_update import refresh_identity
 
 _ABORT_GRACE_SECONDS = 10.0  # aborted requests free their pages once their peers have answered
 
@@ -41,7 +42,8 @@ def run(rank: Rank, command: UpdateWeights) -> str:
     # with the previous weights, or that a peer has computed with others, is ever mistaken for one of the new ones.
     rank.peers.leave()
     rank.runner.update_weights(command.model_path, command.revision)
-    rank.batcher.cache.flush()
+    rank.weights.forget()
+    rank.forget_pages()
     rank.tp.barrier()
     rank.peers.join(rank.runner.model, rank.runner.draft_identity)
     rank.tp.barrier()  # a command after the reply finds all ranks updated
@@ -73,7 +75,7 @@ async def update_weights_from_disk(server: Server, body: UpdateWeightsRequest) -
         while True:
             try:
                 done = await server.execute(UpdateWeights(body.model_path, body.revision))
-                await _refresh_identity(server)
+                await refresh_identity(server)
                 break
             except Conflict:
                 if asyncio.get_running_loop().time() >= deadline:
@@ -87,14 +89,6 @@ async def update_weights_from_disk(server: Server, body: UpdateWeightsRequest) -
 async def update_weights(server: Server, body: UpdateWeightsRequest) -> str:
     """``/update_weights_from_disk`` by its old name."""
     return await update_weights_from_disk(server, body)
-
-
-async def _refresh_identity(server: Server) -> None:
-    """Reads which weights the engine has now."""
-    status = server.context.status
-    state = await server.context.client.state()
-    assert status.ready is not None
-    status.ready = msgspec.structs.replace(status.ready, model=state.model, pair_key=state.pair_key)
 
 
 COMMANDS.register("update_weights_from_disk")(Command(UpdateWeights, run, (

@@ -42,9 +42,12 @@ class PageRecorder:
         self._hash_of: dict[int, int] = {}
         self._num_pages: Counter[int] = Counter()  # by hash
         self.events: list[Event] = []
+        self._weights = ""
 
     def stored(self, namespace: Namespace, parent: int | None, pages: np.ndarray, tokens: np.ndarray) -> None:
         """``pages`` (int64), computed from ``tokens`` (int32, whole pages), follow page ``parent`` (None: nothing)."""
+        if namespace.weights != self._weights:
+            return
         before = namespace.seed if parent is None else self._hash_of[parent]
         hashes = chained(tokens.astype("<i4", copy=False).tobytes(), 4 * self._page_size, before)
         self._hash_of.update(zip(pages.tolist(), hashes))
@@ -52,6 +55,15 @@ class PageRecorder:
         self.events.append(Stored(hashes, before, tokens.tolist(), self._page_size))
 
     def removed(self, namespace: Namespace, pages: np.ndarray) -> None:
+        if namespace.weights == self._weights:
+            self._remove(pages)
+
+    def weights_changed(self, weights: str) -> None:
+        """Records that no page can be matched any more: those that requests read are of other ``weights``."""
+        self._remove(np.array(list(self._hash_of), np.int64))
+        self._weights = weights
+
+    def _remove(self, pages: np.ndarray) -> None:
         hashes = [self._hash_of.pop(page) for page in pages.tolist()]
         self._num_pages.subtract(hashes)
         gone = [page_hash for page_hash in hashes if not self._num_pages[page_hash]]
@@ -68,6 +80,8 @@ class PageRecorder:
         """Events that make an empty copy equal to ``cache``, including changes not taken yet."""
         events: list[Event] = [Cleared()]
         for namespace, parent, pages, tokens in cache.edges():
+            if namespace.weights != self._weights:
+                continue
             before = namespace.seed if parent is None else self._hash_of[parent]
             events.append(Stored([self._hash_of[page] for page in pages.tolist()], before, tokens.tolist(),
                                  self._page_size))

@@ -124,6 +124,9 @@ class EngineLoop:
             if self._peers.busy:
                 for done in self._peers.take_results():
                     self._send(done)
+            if self._control.busy:
+                for done in self._control.finished():
+                    self._send(done)
             if self._watchdog is not None:
                 self._watchdog.beat()
             for message in tick.messages:
@@ -143,6 +146,7 @@ class EngineLoop:
             if not was_idle and self._scheduler.idle:
                 self._cache.check_integrity()
                 self._cache.tidy()
+        self._control.close()
         self._scheduler.close()
 
     def _wait_ms(self, busy: bool) -> int:
@@ -151,7 +155,7 @@ class EngineLoop:
         return 0 if busy else self._poll_timeout_ms()
 
     def _poll_timeout_ms(self) -> int:
-        waits = self._peers.busy or (self._grammars is not None and self._grammars.busy)
+        waits = self._peers.busy or self._control.busy or (self._grammars is not None and self._grammars.busy)
         return IDLE_WAIT_MS if self._scheduler.idle and not waits else TRANSFER_WAIT_MS
 
     def _handle(self, message: ToEngine, now: float) -> None:
@@ -220,8 +224,12 @@ class EngineLoop:
             if command.synchronizes:
                 self._scheduler.synchronize()
             with self._watchdog.suspended() if self._watchdog else nullcontext():  # a checkpoint may load for minutes
-                done = self._control.execute(command.decode(message.arguments), idle=self._no_pages_in_use)
-            self._send(Done(message.seq, done))
+                done = self._control.execute(command.decode(message.arguments), idle=self._no_pages_in_use,
+                                             still=self._scheduler.paused and not self._scheduler.num_transferring)
+            if isinstance(done, str):
+                self._send(Done(message.seq, done))
+            else:
+                self._control.finish_later(message.seq, done)
         except ServingError as error:
             self._send(Done(message.seq, error.message, error.code))
 

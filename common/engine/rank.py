@@ -137,7 +137,8 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
                  draft_pool.layout.page_bytes, parts.runner.layout.page_bytes)
     for group in cache.groups:
         log.info("and %d KV pages for layers with %s", group.num_pages, group.rule)
-    control = Control(spec.config, parallel.world, parts.runner, parts.batcher, scheduler.peers)
+    control = Control(spec.config, parallel.world, parts.runner, parts.batcher, scheduler.peers,
+                      parts.tracker)
     timeout = spec.config.observe.watchdog_timeout
     watchdog = Watchdog(timeout) if timeout else None
     freeze_collector()

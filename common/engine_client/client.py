@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -51,6 +52,8 @@ from .output_stream import OutputStream
 from .pending_requests import PendingRequests
 from .request_ids import RequestIds
 
+HoldReason = Literal["pause", "weights"]
+"""Why new requests wait: generation is paused, or the weights are about to change."""
 _REPLY_SECONDS = 10.0
 _COMPILE_SECONDS = 120.0  # for a grammar: it may wait for others, and the first one imports xgrammar
 
@@ -77,6 +80,7 @@ class EngineClient:
         self._rpc = EngineRPC(1 if balancer is None else balancer.size, num_ranks, self._send)
         self._dead: str | None = None
         self.pending = PendingRequests()
+        self._holds: set[HoldReason] = set()
         self._paused: dict[str, Generate] | None = None  # requests that wait for the end of a pause, by engine id
 
     def start(self) -> None:
@@ -137,14 +141,16 @@ class EngineClient:
                 self._paused[engine_id] = request
 
     @contextlib.contextmanager
-    def hold_requests(self) -> Iterator[None]:
+    def hold_requests(self, reason: HoldReason = "pause") -> Iterator[None]:
         """From the block on, new requests wait here until ``send_held``; not where the block raises ServingError."""
-        begins, self._paused = self._paused is None, self._paused or {}
+        begins = reason not in self._holds
+        self._holds.add(reason)
+        self._paused = self._paused or {}
         try:
             yield
         except ServingError:
             if begins:
-                self.send_held()
+                self.send_held(reason)
             raise
 
     @property
@@ -152,8 +158,21 @@ class EngineClient:
         """True while new requests wait here."""
         return self._paused is not None
 
-    def send_held(self) -> None:
-        """Send the requests that wait; harmless where none do."""
+    @property
+    def generation_paused(self) -> bool:
+        """True while they wait because generation is paused."""
+        return "pause" in self._holds
+
+    @property
+    def num_held(self) -> int:
+        """Requests that wait here."""
+        return len(self._paused or ())
+
+    def send_held(self, reason: HoldReason = "pause") -> None:
+        """Send the requests that wait for no other reason; harmless where none do."""
+        self._holds.discard(reason)
+        if self._holds:
+            return
         paused, self._paused = self._paused, None
         for request in (paused or {}).values():
             self._send(request)

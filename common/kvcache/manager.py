@@ -484,12 +484,25 @@ class KVCacheManager:
 
     def flush(self) -> None:
         """Empty the prefix cache and its tier; the caller has made sure that no request has locked a node."""
+        self.drop_unread()
+        if self.prefix_cache is not None:
+            assert self.prefix_cache.num_pages == 0, "the cache was flushed while requests read it"
+
+    def change_weights(self, weights: str) -> None:
+        """Empty the prefix cache and its tier, but for pages that requests read: these stay in the namespaces of other
+        weights than ``weights``, where no later request looks."""
+        self.drop_unread()
+        if self.prefix_cache is not None:
+            for listener in self.prefix_cache.listeners:
+                listener.weights_changed(weights)
+
+    def drop_unread(self) -> None:
+        """Empty the prefix cache and its tier, but for pages that requests read."""
         if self.tier is not None:
             self.tier.clear()
         self.allocator.free(self.partial_pages.evict(len(self.partial_pages)))
         if self.prefix_cache is not None:
             self.allocator.free(self.prefix_cache.evict(self.prefix_cache.num_pages))
-            assert self.prefix_cache.num_pages == 0, "the cache was flushed while requests read it"
 
     @property
     def group_gauges(self) -> dict[str, float]:

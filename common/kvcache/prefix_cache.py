@@ -66,6 +66,9 @@ class CacheListener(Protocol):
 
     def removed(self, namespace: Namespace, pages: np.ndarray) -> None: ...
 
+    def weights_changed(self, weights: str) -> None:
+        """Only pages in namespaces of ``weights`` can be matched from now on."""
+
 
 class Edge(NamedTuple):
     """An edge's content; ``parent`` is the page before its first one, None at the beginning of a prompt."""

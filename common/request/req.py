@@ -158,7 +158,7 @@ class Req:
     @property
     def prompt_digest(self) -> int:
         """A checksum by which the two servers of a pair verify that they have the same prompt, in one namespace."""
-        start = zlib.crc32(self.namespace.packed)
+        start = zlib.crc32(self.namespace.asked.packed)  # the two have shown each other their weights
         return zlib.crc32(self.prompt.tobytes(), start if self.embeds is None else
                           zlib.crc32(self.embeds.tobytes(), start))
 

@@ -14,6 +14,7 @@ from ..speculative.base import DraftModel
 from ..weights.fingerprint import identify_draft
 from ..weights.loader import check_weights, load_weights, silent
 from ..weights.source import open_weights
+from ..weights.staging import Destination
 
 
 class DraftWeights:
@@ -25,14 +26,29 @@ class DraftWeights:
         speculative = config.speculative
         path = speculative.speculative_draft_model_path
         self._spec, self._model = spec, model
+        self._identity: ModelIdentity | None = None
+        self._sent: str | None = None
         self._in_checkpoint = path is None or path == config.model.model_path
         self._args = config.model if path is None else dataclasses.replace(
             config.model, model_path=path, revision=speculative.speculative_draft_model_revision)
 
     @property
     def identity(self) -> ModelIdentity:
-        """Reads the checkpoint; raises ConfigError for files that cannot be read."""
-        return identify_draft(self._args)
+        """Reads the checkpoint at first; raises ConfigError for files that cannot be read."""
+        if self._identity is None:
+            self._identity = identify_draft(self._args)
+        return self._identity if self._sent is None else self._identity.updated(self._sent, 0)
+
+    def destinations(self) -> list[Destination]:
+        """Returns what takes weights that a trainer sends under the names of the model's checkpoint: none where the
+        draft model has a checkpoint of its own."""
+        if not self._in_checkpoint:
+            return []
+        return [Destination(self._model.slots, lambda name: False, tensor_parts(self._spec))]
+
+    def pushed(self, digest: str) -> None:
+        """Records that tensors were copied over the checkpoint's; ``digest`` is that of all."""
+        self._sent = digest if self._in_checkpoint else None
 
     def check(self, args: ModelArgs) -> None:
         """Raises ConfigError where ``update`` could not load the model's new checkpoint; changes nothing."""
@@ -45,4 +61,4 @@ class DraftWeights:
         if self._in_checkpoint:
             load_weights(open_weights(args), self._model.slots(), silent, tied=False, on_other_stage=lambda name: True,
                          parts=tensor_parts(self._spec))
-            self._args = args
+            self._args, self._identity, self._sent = args, None, None

@@ -112,12 +112,13 @@ class ExpertBalancer:
         self._counts = counts
         self._interval_steps = interval_steps
         self._num_steps = 0
+        self.held = False  # experts stay where they are
         self._last_totals = counts.totals()
 
     def count_step(self) -> None:
         """Counts a step, before its forward pass; moves experts where the interval is over."""
         self._num_steps += 1
-        if self._num_steps < self._interval_steps:
+        if self._num_steps < self._interval_steps or self.held:
             return
         self._num_steps = 0
         totals = self._counts.totals()

@@ -38,6 +38,7 @@ from ..request.req import Req
 from ..speculative.base import DraftContext, Drafter, DraftModel
 from ..speculative.simulated import SimulatedAcceptance
 from ..weights.loader import Progress, silent
+from ..weights.staging import Destination
 from .attention_choice import AttentionChoice
 from .chain_steps import ChainSteps, chain_drafter
 from .cuda_graphs.chain_graphs import ChainModel, ChainPool, Verified
@@ -257,6 +258,23 @@ class ModelRunner:
         self._weights.update(model_path, revision)
         if self._draft_weights is not None:
             self._draft_weights.update(self._weights.args_of(model_path, revision))
+
+    def destinations(self, *, draft: bool = True) -> list[Destination]:
+        """Returns what takes weights that a trainer sends: the model, and with ``draft`` a draft model whose weights
+        are in the model's checkpoint."""
+        drafts = self._draft_weights.destinations() if draft and self._draft_weights is not None else []
+        return [self._weights.destination(), *drafts]
+
+    def weights_pushed(self, digest: str) -> None:
+        """Records that a trainer's tensors are among the weights; ``digest`` is that of all tensors that it sent."""
+        self._weights.pushed(digest)
+        if self._draft_weights is not None:
+            self._draft_weights.pushed(digest)
+
+    def hold_experts(self, held: bool) -> None:
+        """Leaves experts where they are while ``held``: slices of them are staged by rank."""
+        if self._expert_balancer is not None:
+            self._expert_balancer.held = held
 
     @property
     def scratch_page(self) -> int:

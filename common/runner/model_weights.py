@@ -8,15 +8,18 @@ import torch
 
 from ..api.errors import ConfigError
 from ..api.identity import ModelIdentity
+from ..config.checkpoint import read_config
 from ..config.model import ModelSpec
+from ..config.quantization import unpacking
 from ..config.server import ModelArgs, ServerConfig
 from ..distributed.parallel import Parallel
 from ..models.decoder.causal_lm import CausalLM
 from ..models.registry import build_model, load_model_spec, tensor_parts
 from ..weights.fingerprint import identify
 from ..weights.kv_scales import Scales
-from ..weights.loader import Progress, check_weights, load_weights, silent
+from ..weights.loader import Progress, check_weights, is_redundant, load_weights, silent
 from ..weights.source import open_weights
+from ..weights.staging import Destination
 from .kv_sizing import kv_scales, scales_of
 
 
@@ -29,8 +32,10 @@ class ModelWeights:
         self.model = model
         self.identity: ModelIdentity = identify(config.model, spec)
         self._config = config
+        self._checkpoint = self.identity
         self._layers = parallel.pp.layers(spec.num_layers)
         self._on_other_stage = parallel.pp.on_other_stage(spec.num_layers)
+        self._unpack = unpacking(read_config(config.model) or {})
 
     @classmethod
     def load(cls, config: ServerConfig, spec: ModelSpec, parallel: Parallel, dtype: str, device: torch.device,
@@ -66,7 +71,21 @@ class ModelWeights:
         """Loads another checkpoint, which ``check`` accepted, over the weights. No step is in flight."""
         args = self.args_of(model_path, revision)
         self._read(args, silent)
-        self.identity = identify(args, self.spec, self.identity.updates + 1)
+        self.identity = self._checkpoint = identify(args, self.spec, self.identity.updates + 1)
+        self._unpack = unpacking(read_config(args) or {})
+
+    def destination(self) -> Destination:
+        """Returns what takes weights that a trainer sends."""
+        return Destination(self.model.slots, self._ignores, tensor_parts(self.spec), self._unpack)
+
+    def pushed(self, digest: str) -> None:
+        """Records that tensors were copied over the checkpoint's, in this update or before; ``digest`` is theirs."""
+        self.identity = self._checkpoint.updated(digest, self.identity.updates + 1)
+
+    def _ignores(self, name: str) -> bool:
+        """Returns whether a checkpoint's tensor of this name belongs to no parameter here, and may be sent."""
+        return (is_redundant(name, self.spec.tie_word_embeddings) or name.startswith(self.spec.unused_names)
+                or self._on_other_stage(name))
 
     def args_of(self, model_path: str, revision: str | None) -> ModelArgs:
         """Returns the flags of the server with another checkpoint."""

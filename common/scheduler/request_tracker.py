@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from ..api.errors import AbortRequested, Conflict, InvalidRequest, Overloaded, ServingError
 from ..api.messages import Failed, Finish, FromEngine, Generate, Logprobs, OutputBatch
 from ..api.token_ids import check_request_ids
@@ -30,6 +32,7 @@ class RequestTracker:
         self._timeout = timeout
         self._reserves_output = reserves_output
         self._random_seed = random_seed
+        self._weights = ""
         self._outputs = OutputBatch([], [])
         self.live: dict[str, Req] = {}
         self.counters: dict[str, float] = dict.fromkeys(
@@ -45,8 +48,17 @@ class RequestTracker:
             return None
         if self._random_seed is not None:
             req.sampling = seeded(message, self._random_seed)
+        if self._weights:
+            req.namespace = msgspec.structs.replace(req.namespace, weights=self._weights)
         self.live[req.rid] = req
         return req
+
+    def change_weights(self, weights: str) -> None:
+        """Lets all requests look for pages in the namespaces of the new ``weights`` from now on; those that have pages
+        keep them, in the old ones."""
+        self._weights = weights
+        for req in self.live.values():
+            req.namespace = msgspec.structs.replace(req.namespace, weights=weights)
 
     def _check(self, message: Generate) -> None:
         if message.rid in self.live:

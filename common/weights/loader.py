@@ -57,7 +57,7 @@ def load_weights(source: WeightSource, slots: Iterable[Slot], progress: Progress
             slot = _slot_of(name, slots_by_name)
             if slot is None:
                 num_unused += name.startswith(unused)
-                if not _is_redundant(name, tied) and not name.startswith(unused) and not on_other_stage(name):
+                if not is_redundant(name, tied) and not name.startswith(unused) and not on_other_stage(name):
                     unexpected.append(name)
                 continue
             slot.kind.check(slot.name, tensor, slot.shape, file)
@@ -104,5 +104,6 @@ def _slot_of(name: str, slots: Mapping[str, Slot]) -> Slot | None:
     return slots.get(name) or slots.get(f"model.{name}")
 
 
-def _is_redundant(name: str, tied: bool) -> bool:
+def is_redundant(name: str, tied: bool) -> bool:
+    """Returns whether a checkpoint's tensor belongs to no parameter; ``tied``: nor does ``lm_head.weight``."""
     return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight") or is_kv_scale(name)

@@ -93,14 +93,17 @@ class Slot:
     def fill(self, source: LazyTensor | torch.Tensor) -> None:
         """Fills the target with its slice of ``source``, of any device. ``finish_loading`` ends the loading of slots;
         no step may run between."""
-        if not self.target.numel():
-            return
+        if self.target.numel():
+            self.write(self.part_of(source))
+
+    def write(self, part: torch.Tensor) -> None:
+        """Fills the target with its slice; see ``fill``."""
         if self.memory is not None:
             self.memory.bring()
         if self.load is None:
-            self.target.copy_(self.part_of(source))
+            self.target.copy_(part)
         else:
-            self.load(self.part_of(source))
+            self.load(part)
 
     def part_of(self, source: LazyTensor | torch.Tensor) -> torch.Tensor:
         """Returns the slot's slice of ``source``."""
@@ -110,7 +113,6 @@ class Slot:
         stop = self.start + self.target.shape[self.dim]
         result: torch.Tensor = source[self.start:stop] if self.dim == 0 else source[:, self.start:stop]
         return result
-
 
     def content(self) -> torch.Tensor:
         """Returns what the target holds: itself, or a copy in host memory."""

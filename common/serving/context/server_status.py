@@ -21,6 +21,7 @@ class ServerStatus:
         self.loading = Loading("starting", 0.0)
         self.stopping = False
         self.weights_lock = asyncio.Lock()  # one weight update at a time
+        self.staging_weights = False  # a weight update of several requests has begun
         self._transfers_kv = config.role.transfers_kv
         self._model = model
         self._client = client

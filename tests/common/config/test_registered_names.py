@@ -61,6 +61,7 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
         "experts", "float8", "fp8_block", "fp8_per_channel", "methods", "mxfp4_experts", "shards"}),
     "common/models": (MODELS, {"registry"}),
     "common/weights": (LOAD_FORMATS, {
+        "digest", "pushed", "staging",
         "expert_names", "files", "fingerprint", "interleaved_experts", "kv_scales", "lazy", "loader", "samples",
         "slots", "source"}),
     "common/kvcache/tiers": (KV_TIERS, {"base"}),

@@ -1,0 +1,201 @@
+"""Receives weights from trainers on one rank: beside the steps, into a staging area, from which they are applied."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+
+from ..api.errors import Conflict, InvalidRequest
+from ..distributed.tp import TPGroup
+from ..distributed.update_group import UpdateGroup, join_update_group
+from ..runner.model_runner import ModelRunner
+from ..weights.digest import combined_digest, tensor_digest
+from ..weights.pushed import NamedTensor, dtype_of, from_safetensors, num_bytes, split_bucket
+from ..weights.staging import Staging
+from .background import BackgroundTasks
+
+_MAX_REASONS = 3
+
+
+@dataclass(frozen=True)
+class Applied:
+    """The outcome of an update: ``num_tensors``, of which this rank has ``num_bytes``, were applied in ``seconds``."""
+
+    num_tensors: int
+    num_bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.num_tensors} tensors are applied: {self.num_bytes} bytes a rank in {self.seconds:.4f} s."
+
+
+class WeightReceiver:
+    """Receives on one rank. All ranks make the same calls in the same order, from their loops; what waits for a trainer
+    runs in the background, and ends on all of them with the same outcome.
+    """
+
+    def __init__(self, world: TPGroup, runner: ModelRunner, timeout: float):
+        """``timeout``: seconds to wait for a trainer."""
+        self._world = world
+        self._runner = runner
+        self._timeout = timeout
+        self._background = BackgroundTasks(world, runner.device, timeout)
+        self._groups: dict[str, UpdateGroup] = {}
+        self._staging: Staging | None = None
+        self._digests: dict[str, str] = {}  # on rank 0, of what was pushed over the checkpoint's weights
+        self.begun = False
+
+    # ------------------------------------------------------------------ groups
+
+    def join(self, backend: str, address: str, port: int, rank_offset: int, world_size: int,
+             name: str) -> Future[str]:
+        """Joins a group with a trainer as rank ``rank_offset`` + this rank. Raises InvalidRequest, Conflict."""
+        if name in self._groups:
+            raise Conflict(f"The group {name} exists: send /destroy_weights_update_group first.", param="group_name")
+        rank, size = rank_offset + self._world.rank, self._world.size
+        if not 1 <= rank_offset <= world_size - size:
+            raise InvalidRequest(f"rank_offset must be from 1 to world_size - {size}, because the server has {size} "
+                                 "ranks.", param="rank_offset")
+        if backend == "nccl" and self._runner.device.type != "cuda":
+            raise InvalidRequest("The backend nccl needs GPUs, and this server runs on a CPU: give gloo.",
+                                 param="backend")
+
+        def task() -> str:
+            self._groups[name] = join_update_group(backend, address, port, rank, world_size, name,
+                                                   device=self._runner.device, timeout=self._timeout)
+            return f"The group {name} has {world_size} members."
+
+        return self._background.start(task, undo=lambda: self._drop(name))
+
+    def leave(self, name: str) -> str:
+        """Leaves a group. Raises InvalidRequest where there is none of this name."""
+        self._group(name)
+        self._drop(name)
+        return f"The group {name} is gone."
+
+    def _drop(self, name: str) -> None:
+        if (group := self._groups.pop(name, None)) is not None:
+            group.close()
+
+    def _group(self, name: str) -> UpdateGroup:
+        if name not in self._groups:
+            raise InvalidRequest(f"There is no group {name}: send /init_weights_update_group first.",
+                                 param="group_name")
+        return self._groups[name]
+
+    # ------------------------------------------------------------------ tensors
+
+    def receive(self, group_name: str, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]],
+                *, flattened: bool) -> Future[str]:
+        """Stages tensors that rank 0 of a group broadcasts, in order, or all in one tensor of bytes (``flattened``).
+
+        Raises InvalidRequest where they cannot be received. Those that do not fit the model are received all the same:
+        the trainer has begun to send them, and would wait.
+        """
+        group = self._group(group_name)
+        kinds = [dtype_of(name) for name in dtypes]
+        if not names or not len(names) == len(kinds) == len(shapes):
+            raise InvalidRequest("names, dtypes and shapes must have an entry for each tensor.", param="names")
+
+        def tensors() -> Iterator[NamedTensor]:
+            if flattened:
+                total = sum(num_bytes(kind, shape) for kind, shape in zip(kinds, shapes))
+                bucket = group.broadcast(torch.empty(total, dtype=torch.uint8, device=group.device))
+                yield from split_bucket(bucket, names, kinds, shapes)
+                return
+            for name, kind, shape in zip(names, kinds, shapes):
+                yield name, group.broadcast(torch.empty(tuple(shape), dtype=kind, device=group.device))
+
+        return self.stage(tensors)
+
+    def stage_safetensors(self, contents: Sequence[bytes], *, draft: bool) -> Future[str]:
+        """Stages the tensors of a safetensors file, one for all ranks or one for each; see ``stage``."""
+        if len(contents) not in (1, self._world.size):
+            raise InvalidRequest(f"serialized_named_tensors has {len(contents)} entries: send one for all ranks, or "
+                                 f"one for each of the {self._world.size}.", param="serialized_named_tensors")
+        content = contents[self._world.rank if len(contents) > 1 else 0]
+        return self.stage(lambda: from_safetensors(content), draft=draft)
+
+    def stage(self, tensors: Callable[[], Iterable[NamedTensor]], *, draft: bool = True) -> Future[str]:
+        """Stages whole tensors, which the background gets from ``tensors``; without ``draft`` for the model alone. All
+        of them are dropped, on all ranks, where one does not fit."""
+        if not self.begun:
+            self._staging = None
+        before = self._staging
+        self._runner.hold_experts(True)
+
+        def task() -> str:
+            staging = Staging(self._runner.destinations(draft=draft))
+            if reasons := list(self._add_all(staging, tensors())):
+                more = f" And {len(reasons) - _MAX_REASONS} more." if len(reasons) > _MAX_REASONS else ""
+                raise InvalidRequest(" ".join(reasons[:_MAX_REASONS]) + more, param="names")
+            self._staging = staging if before is None else before.merged(staging)
+            return f"{len(staging.digests)} tensors are staged."
+
+        def undo() -> None:
+            self._staging = before
+
+        return self._background.start(task, undo)
+
+    def _add_all(self, staging: Staging, tensors: Iterable[NamedTensor]) -> Iterator[str]:
+        """Stages tensors; yields why some do not fit."""
+        for name, tensor in tensors:
+            try:
+                staging.add(name, tensor, tensor_digest(tensor) if self._world.rank == 0 else "")
+            except InvalidRequest as error:
+                yield error.message
+        try:
+            staging.close()
+        except InvalidRequest as error:
+            yield error.message
+
+    # ------------------------------------------------------------------ the update
+
+    def begin(self) -> None:
+        """Begins an update of several parts: what is staged from now on is applied together. Raises Conflict where one
+        has begun."""
+        if self.begun:
+            raise Conflict("A weight update has begun: send /end_weight_update first.")
+        self._staging, self.begun = None, True
+
+    def discard(self) -> int:
+        """Drops what is staged, and ends the update; returns how many tensors were staged."""
+        dropped = 0 if self._staging is None else len(self._staging.digests)
+        self._staging, self.begun = None, False
+        self._runner.hold_experts(False)
+        return dropped
+
+    def would_change(self) -> bool:
+        """Returns whether the staged tensors differ from the weights, as far as that is known. Raises InvalidRequest
+        where none are staged."""
+        if self._staging is None:
+            raise InvalidRequest("No weights are staged: send /update_weights_from_tensor or one of its kind first.")
+        changed = any(self._digests.get(name) != digest for name, digest in self._staging.digests.items())
+        return bool(self._world.broadcast_bytes(bytes([changed]) if self._world.rank == 0 else None)[0])
+
+    @torch.no_grad()
+    def apply(self) -> Applied:
+        """Copies the staged tensors over the weights, and ends the update. No step is in flight."""
+        began, staging = time.perf_counter(), self._staging
+        assert staging is not None
+        size = staging.num_bytes
+        staging.apply()
+        self._digests |= staging.digests
+        digest = combined_digest(self._digests).encode() if self._world.rank == 0 else None
+        self._runner.weights_pushed(self._world.broadcast_bytes(digest).decode())
+        self.discard()
+        return Applied(len(staging.digests), size, time.perf_counter() - began)
+
+    def forget(self) -> None:
+        """Forgets what was pushed: the weights are a checkpoint's again."""
+        self.discard()
+        self._digests.clear()
+
+    def close(self) -> None:
+        """Leaves all groups."""
+        for name in list(self._groups):
+            self._drop(name)
