@@ -202,6 +202,11 @@ class Choices:
         """Values that are taken, and not shown to users."""
         return tuple(sorted({name for registry in self.registries for name in registry.hidden}))
 
+    def has(self, name: str, trait: str) -> bool:
+        """Returns True if all entries of the name have this trait, and there is one."""
+        found = [registry for registry in self.registries if name in registry]
+        return bool(found) and all(registry.has(name, trait) for registry in found)
+
     def needs_of(self, name: str) -> dict[str, str]:
         """Returns the modules, with their packages on PyPI, that a value needs."""
         return {module: package for registry in self.registries for module, package in registry.needs_of(name).items()}

@@ -36,7 +36,7 @@ _DEQUANTIZED_BYTES = 256 << 20
 _LARGEST_PLAIN_GROUP = 2
 
 
-@ATTENTION_BACKENDS.register("flashinfer", needs={"flashinfer": "flashinfer-python"})
+@ATTENTION_BACKENDS.register("flashinfer", needs={"flashinfer": "flashinfer-python"}, traits=("gpu",))
 class FlashInferBackend:
     """Plans by the library's wrappers, which a workspace has: a batch is planned once and run by every layer. A
     wrapper keeps its last plan only.

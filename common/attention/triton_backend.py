@@ -26,7 +26,7 @@ from .invariant_triton_backend import InvariantTritonBackend
 from .workspace import AttentionWorkspace
 
 
-@ATTENTION_BACKENDS.register("triton", needs={"triton": "triton"})
+@ATTENTION_BACKENDS.register("triton", needs={"triton": "triton"}, traits=("gpu",))
 class TritonBackend:
     attends_last_tokens = True
     captures = True

@@ -27,7 +27,7 @@ def preflight(config: ServerConfig, spec: ModelSpec) -> None:
     """Raises ConfigError for a configuration that this host cannot run; imports nothing that is slow."""
     spec.check_tp(config.parallel.tp_size // config.dp_size)
     _check_device(config)
-    _check_packages(config)
+    _check_backends(config)
     if config.model.chat_template is not None:
         check_template(config.model.chat_template)
     if config.events.kv_events_port:
@@ -51,7 +51,8 @@ def _check_device(config: ServerConfig) -> None:
                           "--device cpu, or give the container its GPUs.")
 
 
-def _check_packages(config: ServerConfig) -> None:
+def _check_backends(config: ServerConfig) -> None:
+    """Checks that the host has what backends need: a GPU, and packages."""
     kernels = config.kernels
     chosen: list[tuple[str, Choices, str]] = [
         ("--attention-backend", ATTENTION_CHOICES, kernels.attention_backend),
@@ -60,7 +61,13 @@ def _check_packages(config: ServerConfig) -> None:
     if config.role.transfers_kv:
         chosen.append(("--disaggregation-transfer-backend", Choices.of(TRANSFER_BACKENDS),
                        config.disaggregation.disaggregation_transfer_backend))
+    may_have_gpu = _may_have_gpu(config) or os.environ.get("TRITON_INTERPRET") == "1"
     for flag, choices, name in chosen:
+        if not may_have_gpu and choices.has(name, "gpu"):
+            why = "--device is cpu"
+            if config.model.device != "cpu":
+                why = "this host shows none (no driver's /dev/nvidiactl)"
+            raise ConfigError(f"{flag} {name} needs a GPU, and {why}: give the flag the value torch, or leave it out.")
         for module, package in choices.needs_of(name).items():
             if not is_installed(module):
                 raise ConfigError(f"{flag} {name} needs the package {package}: pip install {package}, or give the flag "

@@ -20,7 +20,7 @@ from ..request.sampling_metadata import SamplingMetadata
 from .sampling_backend import SamplingKernels
 
 
-@SAMPLING_BACKENDS.register("triton", needs={"triton": "triton"})
+@SAMPLING_BACKENDS.register("triton", needs={"triton": "triton"}, traits=("gpu",))
 def make(vocab_size: int, device: torch.device, seed: int) -> SamplingKernels:
     if not AVAILABLE or (device.type == "cpu" and not INTERPRETED):
         raise ConfigError("--sampling-backend triton needs a GPU and the package triton: use torch.")

@@ -21,7 +21,7 @@ from .base import LatentBackend, absorb, store, values_of
 _WORKSPACE_BYTES = 128 << 20
 
 
-@LATENT_BACKENDS.register("flashinfer", needs={"flashinfer": "flashinfer-python"})
+@LATENT_BACKENDS.register("flashinfer", needs={"flashinfer": "flashinfer-python"}, traits=("gpu",))
 class MLAFlashInferBackend:
     """Decodes in the absorbed form. A captured step has a wrapper of its own, over the graph's page table: its plan is
     made again before each replay."""

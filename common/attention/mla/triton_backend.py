@@ -38,7 +38,7 @@ _VerifyPart = tuple[torch.Tensor, torch.Tensor, torch.Tensor, VerifyPlan]
 """``qo_indptr``, ``kv_indptr`` and ``kv_last_page_len`` of some requests, and their plan."""
 
 
-@LATENT_BACKENDS.register("triton", needs={"triton": "triton"})
+@LATENT_BACKENDS.register("triton", needs={"triton": "triton"}, traits=("gpu",))
 class MLATritonBackend:
     attends_last_tokens = True
     takes_prompts = True

@@ -75,10 +75,12 @@ def test_servers(capfd, no_engine, flags, sentence):
 
 
 @pytest.mark.parametrize(("flags", "package"), [
-    (("--disaggregation-mode", "prefill"), "nixl"), (("--attention-backend", "flashinfer"), "flashinfer-python"),
+    (("--disaggregation-mode", "prefill"), "nixl"),
+    (("--attention-backend", "flashinfer", "--device", "auto"), "flashinfer-python"),
     (("--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "mooncake"), "mooncake-transfer-engine")])
 def test_packages_that_are_missing(capfd, no_engine, monkeypatch, flags, package):
     monkeypatch.setattr(preflight, "is_installed", lambda name: False)
+    monkeypatch.setattr(preflight, "_GPU_FILES", ("/dev/null",))
     assert f"pip install {package}" in refused(capfd, launch_server, *CPU, "--port", str(free_port()), *flags)
     assert packages.is_installed("json")
     assert not packages.is_installed("no_such_module") and not packages.is_installed("json.no_such.module")
@@ -88,6 +90,19 @@ def test_a_gpu_that_is_not_there(capfd, no_engine, monkeypatch):
     monkeypatch.setattr(preflight, "_GPU_FILES", ())
     flags = ("--model-path", "tinychat", "--device", "cuda", "--port", str(free_port()))
     assert "--device cuda needs a GPU" in refused(capfd, launch_server, *flags)
+
+
+@pytest.mark.parametrize("flags", [
+    ("--attention-backend", "flashinfer"), ("--attention-backend", "fa3"), ("--attention-backend", "triton"),
+    ("--decode-attention-backend", "flashinfer"), ("--sampling-backend", "triton")], ids=" ".join)
+def test_backends_that_need_a_gpu(capfd, no_engine, monkeypatch, flags):
+    """The GPU is what is missing first, whether or not their packages are installed."""
+    monkeypatch.setattr(preflight, "_GPU_FILES", ())
+    for device, why in (("auto", "this host shows none"), ("cpu", "--device is cpu")):
+        with pytest.raises(SystemExit):
+            launch_server(["--model-path", "tinychat", "--device", device, "--port", str(free_port()), *flags])
+        name = "flashinfer" if flags[1] == "fa3" else flags[1]
+        assert f"error: {flags[0]} {name} needs a GPU, and {why}" in capfd.readouterr().err
 
 
 def test_templates_are_parsed(capfd, no_engine, tmp_path):
