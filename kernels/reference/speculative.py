@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 
 from ..arguments import (
+    CHAIN_COUNT,
+    CHAIN_DRAFTS,
+    CHAIN_POSITION,
+    CHAIN_TOKENS,
     AcceptedChains,
     ChainPages,
     ChainState,
@@ -14,6 +18,7 @@ from ..arguments import (
     PlacedRows,
     SimulatedCounts,
 )
+from ..splitmix import SIGNED_GOLDEN, mix_tensor, shift
 
 
 def place_chains(state: ChainState, sources: torch.Tensor, known: KnownChains, limits: torch.Tensor,
@@ -71,7 +76,8 @@ def accept_chains(samples: torch.Tensor, placed: PlacedChains, state: ChainState
     newest = torch.where(counts > 0, sampled.gather(-1, last[:, None])[:, 0], ids[:, 0]).clamp(min=0)
     positions = starts + counts
     own = state.packed[:requests]
-    for column, values in zip((0, 1, 2, 3), (counts, positions, torch.full_like(counts, num_drafts), newest)):
+    for column, values in ((CHAIN_COUNT, counts), (CHAIN_POSITION, positions), (CHAIN_DRAFTS, num_drafts),
+                           (CHAIN_TOKENS, newest)):
         own[:, column] = values
     state.samples[:requests, :width] = sampled
     next_ids = sampled.clamp(min=0)
@@ -92,30 +98,11 @@ def _passes(positions: torch.Tensor, num_drafts: int, pages: ChainPages) -> Draf
 def _simulated(samples: torch.Tensor, ids: torch.Tensor, starts: torch.Tensor, valid: torch.Tensor,
                simulated: SimulatedCounts) -> torch.Tensor:
     """Returns ``samples`` [B, width] that accept the drawn numbers of drafts."""
-    bits = _mix(simulated.keys[:len(starts)] + starts * _STEP)
-    drawn = (_shift(bits, 11)[:, None] < simulated.thresholds).sum(-1)
+    bits = mix_tensor(simulated.keys[:len(starts)] + starts * SIGNED_GOLDEN)
+    drawn = (shift(bits, 11)[:, None] < simulated.thresholds).sum(-1)
     drawn = torch.minimum(drawn, valid - 1)[:, None]
     columns = torch.arange(ids.shape[1], device=ids.device)
     drafts = torch.zeros_like(ids)
     drafts[:, :-1] = ids[:, 1:]
     rejects = (columns == drawn) & (columns + 1 < valid[:, None]) & (samples == drafts)
     return torch.where(columns < drawn, drafts, torch.where(rejects, (drafts == 0).long(), samples))
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
-_STEP, _MIX_1, _MIX_2 = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-
-
-def _mix(values: torch.Tensor) -> torch.Tensor:
-    """The finalizer of splitmix64 (Steele, Lea and Flood, 2014)."""
-    values = (values ^ _shift(values, 30)) * _MIX_1
-    values = (values ^ _shift(values, 27)) * _MIX_2
-    return values ^ _shift(values, 31)
-
-
-def _shift(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shifts right logically; torch's shift extends the sign."""
-    return (values >> bits) & ((1 << (64 - bits)) - 1)

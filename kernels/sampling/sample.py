@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 
 from .._triton import tl, triton
+from ..splitmix import GOLDEN, mix
 from .argmax import argmax_of, argmax_of_tops
 
 _SEARCH_BLOCK = 4096
@@ -21,10 +22,6 @@ _CHUNK = 1024
 INTS, FLOATS = 4, 3
 """The numbers of ``sample``'s parameters: row, seed, position, top_k; then temperature, top_p, log of min_p."""
 
-# SplitMix64: the noise of common/sampling/gumbel_noise.py, bit by bit.
-_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
-_MIX_A = tl.constexpr(0xBF58476D1CE4E5B9)
-_MIX_B = tl.constexpr(0x94D049BB133111EB)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # A logit that is lower than the largest one by more than _DEPTH * temperature has probability 0 in float32.
 _DEPTH = tl.constexpr(104.0)
@@ -34,18 +31,11 @@ _MIN_NOISE = tl.constexpr(2.0**-24)
 
 
 @triton.jit
-def _mix(x):
-    x = x + _GOLDEN
-    x = (x ^ (x >> 30)) * _MIX_A
-    x = (x ^ (x >> 27)) * _MIX_B
-    return x ^ (x >> 31)
-
-
-@triton.jit
 def _noise(seed, position, token):
-    """Hashes exponential noise of ``token`` [n] from seed and position (uint64 all)."""
-    key = _mix(_mix(seed) ^ position)
-    bits = _mix(key + token * _GOLDEN)
+    """Hashes exponential noise of ``token`` [n] from seed and position (uint64 all), as
+    common/sampling/gumbel_noise.py does."""
+    key = mix((mix(seed + GOLDEN) ^ position) + GOLDEN)
+    bits = mix(key + token * GOLDEN + GOLDEN)
     uniform = (((bits >> 41) & 0x7FFFFF).to(tl.int32).to(tl.float32) + 0.5) * (2.0**-23)
     # Near 1, where the winners' noise lies, a fast logarithm is off by more than its value. There the series of
     # 2 atanh((1 - u) / (1 + u)) = -log(u) is good to a part in 10**7, and 1 - u is exact.

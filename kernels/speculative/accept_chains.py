@@ -22,21 +22,16 @@ from ..arguments import (
     PlacedChains,
     SimulatedCounts,
 )
+from ..splitmix import GOLDEN, mix
 from .place_chains import last_page_len, slots_of
-
-# SplitMix64: the draws of common/speculative/simulated.py, bit by bit.
-_STEP = tl.constexpr(0x9E3779B97F4A7C15)
-_MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
-_MIX_2 = tl.constexpr(0x94D049BB133111EB)
 
 
 @triton.jit
 def _simulated_count(key, position, threshold_ptr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Draws how many drafts are accepted of a request whose newest token is at ``position``."""
-    bits = key.to(tl.uint64, bitcast=True) + position.to(tl.uint64, bitcast=True) * _STEP
-    bits = (bits ^ (bits >> 30)) * _MIX_1
-    bits = (bits ^ (bits >> 27)) * _MIX_2
-    drawn = ((bits ^ (bits >> 31)) >> 11).to(tl.int64)
+    """Draws how many drafts are accepted of a request whose newest token is at ``position``, as
+    common/speculative/simulated.py does."""
+    bits = key.to(tl.uint64, bitcast=True) + position.to(tl.uint64, bitcast=True) * GOLDEN
+    drawn = (mix(bits) >> 11).to(tl.int64)
     index = tl.arange(0, BLOCK)
     threshold = tl.load(threshold_ptr + index, index < COUNT, other=0)
     return tl.sum((drawn < threshold).to(tl.int64), 0)
