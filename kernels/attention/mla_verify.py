@@ -15,7 +15,7 @@ from .._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 from ..arguments import RowMask
 from ..tuning.attention import VerifyTile
 from .row_mask import sees
-from .verify_attention import VerifyPlan, block_of_split, merge_rows, rows_of_block
+from .verify_attention import VerifyPlan, block_of_split, merge_rows, rows_of_block, split_results
 
 
 @triton.jit
@@ -158,19 +158,13 @@ def mla_verify(q: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, qo_in
         return out
     num_heads, rank = q.shape[1:]
     width, splits = q_rope.shape[2], plan.splits
-    parts = lses = out
-    blocks = len(splits.split_indptr) - 1
-    max_splits = blocks
-    if splits.needs_merge:
-        max_splits = len(splits.request_of_split)
-        parts = torch.empty((max_splits, plan.rows, num_heads, rank), dtype=torch.float32, device=q.device)
-        lses = torch.empty((max_splits, plan.rows, num_heads), dtype=torch.float32, device=q.device)
+    parts, lses, max_splits = split_results(plan, out)
     heads = min(num_heads, tile.heads)
     _mla_verify_kernel[(tile.head_blocks(num_heads), max_splits)](
         q, q_rope, pages, *(mask or (None, None)), out, parts, lses, qo_indptr, kv_indptr, kv_indices,
-        kv_last_page_len, plan.length_indptr, splits.request_of_split, splits.split_indptr, blocks,
-        scale * page_scale * 1.4426950408889634, page_scale, q.stride(0), q.stride(1), q_rope.stride(0),
-        q_rope.stride(1), pages.stride(0), pages.stride(1), num_heads, PAGE=pages.shape[1], ROWS=plan.rows,
+        kv_last_page_len, plan.length_indptr, splits.request_of_split, splits.split_indptr,
+        len(splits.split_indptr) - 1, scale * page_scale * 1.4426950408889634, page_scale, q.stride(0), q.stride(1),
+        q_rope.stride(0), q_rope.stride(1), pages.stride(0), pages.stride(1), num_heads, PAGE=pages.shape[1], ROWS=plan.rows,
         PER_REQUEST=plan.blocks_per_request, HEADS=heads,
         BLOCK_ROWS=max(16, triton.next_power_of_2(plan.rows * heads)), RANK=rank, ROPE=width,
         BLOCK_RANK=max(16, triton.next_power_of_2(rank)), BLOCK_ROPE=max(16, triton.next_power_of_2(width)),

@@ -13,6 +13,7 @@ of its own and is split by its own length alone, as ``paged_decode`` splits it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -277,6 +278,24 @@ def _merge_rows_kernel(part_ptr, lse_ptr, out_ptr, qo_indptr_ptr, split_indptr_p
     tl.store(out_ptr + (token.to(tl.int64) * num_q_heads + row_and_head % num_q_heads) * DIM + dim, out, dim < DIM)
 
 
+class SplitResults(NamedTuple):
+    """Where ``max_splits`` splits, as many as a batch may have, leave their results: ``parts`` [max_splits, rows, H, D]
+    float32, normalised, and ``lses`` [max_splits, rows, H] (base 2). Both are the output where none is merged."""
+
+    parts: torch.Tensor
+    lses: torch.Tensor
+    max_splits: int
+
+
+def split_results(plan: VerifyPlan, out: torch.Tensor) -> SplitResults:
+    """Allocates the results of the splits of a batch with the output ``out`` [T, H, D]."""
+    if not plan.splits.needs_merge:
+        return SplitResults(out, out, len(plan.splits.split_indptr) - 1)
+    shape = len(plan.splits.request_of_split), plan.rows, *out.shape[1:]
+    return SplitResults(torch.empty(shape, dtype=torch.float32, device=out.device),
+                        torch.empty(shape[:-1], dtype=torch.float32, device=out.device), shape[0])
+
+
 def merge_rows(parts: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, qo_indptr: torch.Tensor, plan: VerifyPlan,
                inputs_ready: bool) -> None:
     """Merges ``parts`` [most splits, rows, H, D] float32, normalised, by ``lses`` [most splits, rows, H] (base 2) into
@@ -338,20 +357,14 @@ def verify_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tens
     num_kv_heads, page_size = k_pages.shape[1:3]
     group, splits = num_q_heads // num_kv_heads, plan.splits
     out = torch.empty((tokens, num_q_heads, dim), dtype=q.dtype, device=q.device)
-    parts = lses = out
-    blocks = len(splits.split_indptr) - 1
-    max_splits = blocks
-    if splits.needs_merge:
-        max_splits = len(splits.request_of_split)
-        parts = torch.empty((max_splits, plan.rows, num_q_heads, dim), dtype=torch.float32, device=q.device)
-        lses = torch.empty((max_splits, plan.rows, num_q_heads), dtype=torch.float32, device=q.device)
+    parts, lses, max_splits = split_results(plan, out)
     block_dim = max(16, triton.next_power_of_2(dim))
     options = pdl(q) if inputs_ready else {"PDL": False}
     _verify_attention_kernel[(num_kv_heads, max_splits)](
         q, k_pages, v_pages, sinks, *(mask or (None, None)), out, parts, lses, qo_indptr, kv_indptr, kv_indices,
-        kv_last_page_len, plan.length_indptr, splits.request_of_split,
-        splits.split_indptr, blocks, scale * 1.4426950408889634, v_scale, q.stride(0), q.stride(1), k_pages.stride(0),
-        k_pages.stride(1), k_pages.stride(2), num_q_heads, PAGE=page_size, ROWS=plan.rows,
+        kv_last_page_len, plan.length_indptr, splits.request_of_split, splits.split_indptr,
+        len(splits.split_indptr) - 1, scale * 1.4426950408889634, v_scale, q.stride(0), q.stride(1),
+        k_pages.stride(0), k_pages.stride(1), k_pages.stride(2), num_q_heads, PAGE=page_size, ROWS=plan.rows,
         PER_REQUEST=plan.blocks_per_request, GROUP=group,
         BLOCK_ROWS=max(16, triton.next_power_of_2(plan.rows * group)), DIM=dim, BLOCK_DIM=block_dim,
         BLOCK_TOKENS=tile.tokens, WINDOW=window or 0,
