@@ -6,11 +6,9 @@ import numpy as np
 import torch
 
 from ...forward.forward_batch import NO_COLUMNS, BatchColumns
-from .staging import Pages, StagingBuffer, layout_of, tensors_of
+from .staging import Pages, StaticInputs
 
 _INT64 = ("positions", "page_of_token", "offset_in_page")
-_INITIAL_PINNED_INDICES = 1 << 20
-"""``kv_indices`` that pinned memory is allocated for from the start: allocating it takes a millisecond."""
 
 
 class DecodeInputs:
@@ -22,18 +20,10 @@ class DecodeInputs:
 
     def __init__(self, max_rows: int, max_indices: int, scratch_page: int, device: torch.device):
         self._scratch_page = scratch_page
-        self._device = device
-        layout, end = layout_of(dict.fromkeys(_INT64, max_rows), {"kv_indptr": max_rows + 1,
-                                                                  "kv_last_page_len": max_rows})
-        self._indices_offset = end  # kv_indices come last: their number varies
-        self._bytes = torch.empty(end + 4 * max_indices, dtype=torch.uint8, device=device)
-        self.tensors = tensors_of(self._bytes, layout)
-        self.tensors["kv_indices"] = self._bytes[end:].view(torch.int32)
-        self._staging = [StagingBuffer(end, layout, min(max_indices, _INITIAL_PINNED_INDICES), device)
-                         for _ in range(2)]
-        self._active = 0
-        self._pages: Pages | None = None  # those of ``tensors``, once the copies in flight have run
-        self.tensors["kv_indices"].fill_(scratch_page)
+        self._static = StaticInputs(dict.fromkeys(_INT64, max_rows), {"kv_indptr": max_rows + 1,
+                                                                      "kv_last_page_len": max_rows},
+                                    max_indices, scratch_page, device)
+        self.tensors = self._static.tensors
         self.fill(NO_COLUMNS, max_rows)
 
     def fill(self, columns: BatchColumns, size: int) -> dict[str, np.ndarray]:
@@ -42,22 +32,17 @@ class DecodeInputs:
 
         Pages of the same ``pages_version`` are not copied again.
         """
-        self._active ^= 1
-        count, num_indices = len(columns.positions), len(columns.kv_indices)
-        staging = self._staging[self._active]
-        arrays = staging.acquire(num_indices + size - count)
+        count = len(columns.positions)
+        num_indices = len(columns.kv_indices) + size - count
+        pages = Pages(columns.pages_version, size)
+        arrays, new_pages = self._static.begin(pages, num_indices)
         for name in (*_INT64, "kv_last_page_len"):
             arrays[name][:count] = getattr(columns, name)
-        pages = Pages(columns.pages_version, size)
-        if not pages.same(staging.pages):
-            staging.pages = pages
+        if new_pages:
             self._fill_pages(arrays, columns, size)
-        used = self._indices_offset + 4 * (num_indices + size - count)
-        assert used <= len(self._bytes), "more pages than a captured step may have"
-        staging.copy_to(self._bytes, self._indices_offset if pages.same(self._pages) else used)
-        self._pages = pages
+        self._static.copy(pages, num_indices)
         return {"kv_indptr": arrays["kv_indptr"][:size + 1], "kv_last_page_len": arrays["kv_last_page_len"][:size],
-                "kv_indices": arrays["kv_indices"][:num_indices + size - count]}
+                "kv_indices": arrays["kv_indices"][:num_indices]}
 
     def _fill_pages(self, arrays: dict[str, np.ndarray], columns: BatchColumns, size: int) -> None:
         """Writes what stays the same until a request gets a new page, including padding rows."""

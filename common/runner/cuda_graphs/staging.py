@@ -1,4 +1,4 @@
-"""Staging buffers: host memory of the layout of a device buffer, which one copy fills."""
+"""Static inputs of captured steps: a device buffer that one copy fills, from host memory of the same layout."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+
+INITIAL_PINNED_INDICES = 1 << 20
+"""``kv_indices`` that pinned memory is allocated for from the start: allocating it takes a millisecond."""
 
 Layout = dict[str, tuple[int, int, type]]
 """``(byte offset, entries, dtype)`` of each array in a buffer."""
@@ -83,3 +86,42 @@ class StagingBuffer:
         device.copy_(host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
+
+
+class StaticInputs:
+    """Arrays on the device at fixed addresses, ``tensors`` by name; ``kv_indices`` come last, as their number varies.
+    They are written on the host, in one of two buffers, while the copy of the other may be in flight.
+
+    ``int64`` and ``int32`` have the entries of the arrays by name; ``kv_indices`` has ``max_indices``, which are
+    ``scratch_page`` at first.
+    """
+
+    def __init__(self, int64: Mapping[str, int], int32: Mapping[str, int], max_indices: int, scratch_page: int,
+                 device: torch.device):
+        layout, self._indices_offset = layout_of(int64, int32)
+        self._bytes = torch.zeros(self._indices_offset + 4 * max_indices, dtype=torch.uint8, device=device)
+        self.tensors = tensors_of(self._bytes, layout)
+        self.tensors["kv_indices"] = self._bytes[self._indices_offset:].view(torch.int32)
+        self.tensors["kv_indices"].fill_(scratch_page)
+        self._staging = [StagingBuffer(self._indices_offset, layout, min(max_indices, INITIAL_PINNED_INDICES), device)
+                         for _ in range(2)]
+        self._active = 0
+        self._pages: Pages | None = None  # those of ``tensors``, once the copies in flight have run
+
+    def begin(self, pages: Pages, num_indices: int) -> tuple[dict[str, np.ndarray], bool]:
+        """Returns the arrays to write, with ``num_indices`` entries in ``kv_indices``, and whether those of ``pages``
+        are to be written too: they may be there from before."""
+        self._active ^= 1
+        staging = self._staging[self._active]
+        arrays = staging.acquire(num_indices)
+        known = pages.same(staging.pages)
+        staging.pages = pages
+        return arrays, not known
+
+    def copy(self, pages: Pages, num_indices: int) -> None:
+        """Starts to copy what was written, without the ``num_indices`` that the device has already. A step that was
+        launched reads the values from before."""
+        used = self._indices_offset + 4 * num_indices
+        assert used <= len(self._bytes), "more pages than a captured step may have"
+        self._staging[self._active].copy_to(self._bytes, self._indices_offset if pages.same(self._pages) else used)
+        self._pages = pages

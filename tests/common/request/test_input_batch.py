@@ -18,7 +18,7 @@ from baton.common.request.extras import RowState, row_extras
 from baton.common.request.input_batch import InputBatch
 from baton.common.request.req import Req
 from baton.common.request.token_buffer import TokenBuffer
-from baton.common.runner.cuda_graphs import decode_inputs
+from baton.common.runner.cuda_graphs import staging
 from baton.common.runner.cuda_graphs.decode_inputs import DecodeInputs
 from baton.common.sampling import sampled_tokens
 from baton.common.scheduler.batcher import Batcher
@@ -201,7 +201,7 @@ def test_graph_inputs(size, at_once, monkeypatch):
     """Batches one after the other, with padding, each for several steps: a batch that is built row by row has the same
     inputs."""
     requests = Requests(3)
-    monkeypatch.setattr(decode_inputs, "_INITIAL_PINNED_INDICES", at_once)
+    monkeypatch.setattr(staging, "INITIAL_PINNED_INDICES", at_once)
     inputs = DecodeInputs(8, 8 * 40, 4000, CPU)
     for count in (5, 2, 5):
         reqs = [requests.make_computed(max_new_tokens=99) for _ in range(count)]
