@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
@@ -20,8 +19,7 @@ from ..weights.loader import Progress
 from .cuda_graphs.chain_graphs import ChainGraphs, ChainModel, ChainPool, Verified
 from .cuda_graphs.chain_sizes import chain_sizes
 from .cuda_graphs.piecewise_graphs import GraphRecorder, Recorder
-
-log = logging.getLogger("baton.engine")
+from .cuda_graphs.try_capture import try_capture
 
 
 class ChainSteps:
@@ -63,15 +61,9 @@ class ChainSteps:
         runs eagerly, and a warning says so."""
         if not self._sizes:
             return
-        failure = None
-        try:
-            self.record(self._sizes, GraphRecorder(self._parts.model.device), progress)
-        except Exception as error:  # torch refuses a capture by errors of many kinds
-            failure = f"{type(error).__name__}: {error}"
-            log.debug("why chain steps are not captured", exc_info=True)
-        if not self._parallel.world.all_true(failure is None):
-            log.warning("Steps with drafts run without CUDA graphs: %s.",
-                        failure or "another rank cannot capture them")
+        sizes = self._sizes
+        if not try_capture(lambda: self.record(sizes, GraphRecorder(self._parts.model.device), progress),
+                           self._parallel, "Steps with drafts", "them"):
             self._sizes, self._recorded = {}, None
 
     @torch.inference_mode()

@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 FLOORS: dict[str, list[list[str]]] = {
     "": [["kernels"], ["common"], ["kvtransfer", "router"], ["prefill", "decode"], ["launch", "offline", "utils"],
          ["bench", "launch_server", "lang"]],
-    "kernels": [["device", "arguments"], ["_triton"], ["_gluon", "tuning"], ["elementwise", "splitmix"], ["gated_activation"],
-                ["reference"],
+    "kernels": [["device", "arguments"], ["_triton"], ["_gluon", "tuning"], ["elementwise", "splitmix"],
+                ["gated_activation"], ["reference"],
                 ["rowwise", "speculative"], ["comm", "sampling", "gemm"], ["float8", "attention"], ["moe"]],
     "common": [["version", "process", "garbage_collector", "tinychat"], ["api"], ["registry"], ["parsers"], ["config"],
                ["obs", "commands"],

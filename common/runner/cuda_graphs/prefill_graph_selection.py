@@ -3,7 +3,6 @@ then and when memory is resumed."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import partial
 
@@ -21,8 +20,7 @@ from ...weights.loader import Progress
 from ..dp_sync import DPStepInfo
 from .launch_cost import launch_bound_sizes, launch_ratio
 from .piecewise_graphs import GraphRecorder, GraphSizes, PrefillGraphs, Recorder, prefill_graph_sizes
-
-log = logging.getLogger("baton.engine")
+from .try_capture import try_capture
 
 
 class PrefillGraphSelection:
@@ -56,15 +54,11 @@ class PrefillGraphSelection:
     def capture(self, progress: Progress) -> None:
         """Captures what is selected. Without graphs a server is only slower: a kind of model that cannot be captured
         runs eagerly, and a warning says so."""
-        if self.selected is None:
+        selected = self.selected
+        if selected is None:
             return
-        failure = None
-        try:
-            self.record(self.selected, GraphRecorder(self._device), progress)
-        except Exception as error:  # torch refuses a capture by errors of many kinds
-            failure = f"{type(error).__name__}: {error}"
-        if not self._parallel.world.all_true(failure is None):
-            log.warning("Prompts run without CUDA graphs: %s.", failure or "another rank cannot capture its pieces")
+        if not try_capture(lambda: self.record(selected, GraphRecorder(self._device), progress), self._parallel,
+                           "Prompts", "its pieces"):
             self.selected = self.graphs = None
 
     @torch.inference_mode()
