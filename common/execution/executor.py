@@ -124,9 +124,7 @@ class Executor:
         logits, argmax, states, features, batch = self._runner.step(self._model_input(step, prompt, hidden),
                                                                     after_group)
         count = len(step.sampling)
-        sample = self._sample(step, logits[:count] if prompt else logits, argmax if step.all_greedy else None)
-        if self._simulated is not None and step.drafts:
-            sample = self._simulated.replace(step, sample)
+        sample = self._sample(step, logits[:count] if prompt else logits, argmax)
         reports = sample.reports
         if prompt:
             reports = [*reports, PromptReport(prompt, logits[count:])]
@@ -217,12 +215,16 @@ class Executor:
         return previous if known is None else TokenIds(known, rows, sources, previous)
 
     def _sample_chains(self, step: StepInput, logits: torch.Tensor, argmax: torch.Tensor) -> LaunchedStep:
-        sample = self._sample(step, logits, argmax if step.all_greedy else None)
-        if self._simulated is not None and step.drafts:
-            sample = self._simulated.replace(step, sample)
+        sample = self._sample(step, logits, argmax)
         return LaunchedStep(step, sample, sample.reports)
 
     def _sample(self, step: StepInput, logits: torch.Tensor, argmax: torch.Tensor | None) -> Sample:
+        sample = self._model_sample(step, logits, argmax if step.all_greedy else None)
+        if self._simulated is not None and step.drafts:
+            return self._simulated.replace(step, sample)
+        return sample
+
+    def _model_sample(self, step: StepInput, logits: torch.Tensor, argmax: torch.Tensor | None) -> Sample:
         sampling = step.sampling
         if step.drafts and self._sampler.accepts_loosely:
             sampling = drafts_after(sampling, step.num_samples.tolist(), step.drafts)

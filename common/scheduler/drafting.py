@@ -79,9 +79,8 @@ class Drafting:
 
     def gaps(self, reqs: Sequence[Req]) -> list[Req]:
         """Returns those of ``reqs`` that may draft as soon as their gaps are closed: none while steps are plain."""
-        if not self._lengths.num_drafts if self._lengths is not None else not self._cache.has_draft_gaps:
-            return []
-        return [req for req in reqs if req.draft_gap]
+        may_draft = self._cache.has_draft_gaps if self._lengths is None else self._lengths.num_drafts > 0
+        return [req for req in reqs if req.draft_gap] if may_draft else []
 
     def adapt(self, lengths: DraftLength) -> None:
         """Let ``lengths`` choose the number of drafts of each request in each step."""
