@@ -142,6 +142,9 @@ class ClusterPlan:
 def plan_cluster(config: ClusterConfig, num_gpus: int, router_flags: Sequence[str] = ()) -> ClusterPlan:
     """Configures the processes of a cluster: servers share the GPUs evenly, each memory share shrinking where they
     overlap. ``router_flags`` win over what the router gets by itself. Raises ConfigError."""
+    if config.servers.model.delete_ckpt_after_loading and len(config.roles) > 1:
+        raise ConfigError("--delete-ckpt-after-loading would remove weights that another server of the cluster still "
+                          "loads: leave it out.")
     router = _plan_router(config, router_flags)
     events_ports = _events_ports(config, router)
     count = len(config.roles)

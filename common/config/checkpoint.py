@@ -55,6 +55,13 @@ def _local(args: ModelArgs) -> Path | None:
     return None
 
 
+def check_removable(args: ModelArgs) -> None:
+    """Raises ConfigError where --delete-ckpt-after-loading would remove others' files: the hub's cache, or Baton's."""
+    if packaged_checkpoint(args.model_path) is not None or _local(args) is None:
+        raise ConfigError(f"--delete-ckpt-after-loading removes files of a folder that --model-path names, and "
+                          f"{args.model_path} is none: leave it out.")
+
+
 def resolve_pooling(args: ModelArgs) -> Literal["last", "mean"]:
     """Returns ``--pooling``, for auto the checkpoint's own in sentence-transformers' format; raises ConfigError as
     ``resolve_checkpoint`` does."""

@@ -75,10 +75,11 @@ class ModelSpec:
         """Prefixes of the names of tensors in the checkpoint that the model does not use."""
         return tuple(f"model.layers.{self.num_layers + i}." for i in range(self.mtp_layers))
 
-    def check_tp(self, size: int, mlp_size: int | None = None) -> None:
-        """Raises ConfigError where ``size`` ranks cannot split attention evenly, or ``mlp_size`` ranks the MLPs."""
+    def check_tp(self, size: int, mlp_size: int | None = None, *, whole_dense: bool = False) -> None:
+        """Raises ConfigError where ``size`` ranks cannot split attention evenly, or ``mlp_size`` ranks the MLPs, those
+        of a mixture's layers without experts not with ``whole_dense``."""
         mlp_size = mlp_size or size
-        width = self.intermediate_size if self.num_dense_layers else 0
+        width = self.intermediate_size if self.num_dense_layers and not whole_dense else 0
         if self.num_heads % size or width % mlp_size:
             raise ConfigError(f"--tp-size {size} must divide the model's {self.num_heads} attention heads and its "
                               f"intermediate size {self.intermediate_size}.")

@@ -31,6 +31,7 @@ class ExpertParallel:
 
     With ``eplb`` experts move between ranks while they serve (each is then whole on its ranks), and ``redundant``
     further physical experts hold replicas. ``counts_tokens``: layers count the tokens of every expert.
+    ``whole_dense``: every rank has the whole MLPs of the layers without experts, for its own tokens.
     """
 
     group: TPGroup
@@ -42,13 +43,15 @@ class ExpertParallel:
     redundant: int = 0
     eplb: bool = False
     counts_tokens: bool = False
+    whole_dense: bool = False
 
     @staticmethod
     def from_args(args: ParallelArgs, group: TPGroup) -> ExpertParallel:
         """Creates the part that the flags describe."""
         return ExpertParallel(group, args.ep_size, args.moe_a2a_backend, redundant=args.ep_num_redundant_experts,
                            eplb=args.enable_eplb or args.ep_num_redundant_experts > 0,
-                           counts_tokens=args.enable_eplb or args.expert_distribution_recorder_mode is not None)
+                           counts_tokens=args.enable_eplb or args.expert_distribution_recorder_mode is not None,
+                           whole_dense=args.moe_dense_tp_size is not None)
 
     @property
     def dispatches_tokens(self) -> bool:
@@ -83,9 +86,10 @@ class ExpertParallel:
         assert self.group.size % ep == 0
         assert ep == self.group.size or (not self.uses_all_to_all and not self.eplb and not self.redundant)
         if spec is None:
-            if ep > 1 or self.a2a != "none" or self.eplb or self.counts_tokens:
-                raise ConfigError("--ep-size, --moe-a2a-backend, --enable-eplb and --expert-distribution-recorder-mode "
-                                  "are for mixtures of experts, which this model is not: leave them out.")
+            if ep > 1 or self.a2a != "none" or self.eplb or self.counts_tokens or self.whole_dense:
+                raise ConfigError("--ep-size, --moe-a2a-backend, --enable-eplb, --expert-distribution-recorder-mode "
+                                  "and --moe-dense-tp-size are for mixtures of experts, which this model is not: leave "
+                                  "them out.")
             return
         if spec.num_experts % ep:
             raise ConfigError(f"--ep-size {ep} must divide the model's {spec.num_experts} experts.")

@@ -42,11 +42,13 @@ from ..scheduler.make_batcher import make_batcher
 from ..scheduler.request_tracker import RequestTracker
 from ..speculative.draft_length import CostTable, DraftLength
 from ..speculative.simulated import SimulatedAcceptance
+from ..weights.removal import remove_weights
 from .control import Control
 from .cuda_stack import warn_of_stack
 from .embedding_scheduler import EmbeddingScheduler
 from .kv_event_publisher import start_publisher
 from .loop import EngineLoop, Scheduler
+from .numa import bind_rank
 from .rank_channel import PPTicker, RankChannel, Ticker
 from .rank_spec import RankSpec
 from .unified_scheduler import UnifiedScheduler
@@ -124,6 +126,8 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
         scheduler = make_scheduler(parts)
         events = start_publisher(spec.config, parts.batcher.cache.prefix_cache) if spec.rank == 0 else None
         parallel.world.barrier()  # Ready means that every rank is up
+        if spec.local_rank == 0 and spec.config.model.delete_ckpt_after_loading:
+            remove_weights(resolve_checkpoint(spec.config.model))
     except Exception as error:
         channel.send(StartFailed(_failure_sentence(spec, error)))
         channel.close()
@@ -246,6 +250,7 @@ def _simulated_samples(config: ServerConfig) -> SimulatedSamples | None:
 def join_groups(spec: RankSpec) -> Parallel:
     """Initialises torch.distributed and its groups. Raises ConfigError where the host lacks the rank's device."""
     device = device_of(spec)
+    bind_rank(spec.config.parallel.numa_node, spec.local_rank, device)
     if spec.local_rank == 0:
         warn_of_stack(device)
     if device.type == "cpu":

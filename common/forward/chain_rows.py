@@ -39,11 +39,13 @@ class ChainRows(NamedTuple):
 class ChainLevels(NamedTuple):
     """The chain steps that a runner has captured: with ``num_drafts[i]`` drafts (ascending) of up to
     ``max_requests[i]`` requests. Those with 0 drafts are plain steps after which the drafter stores its keys and
-    values, and drafts nothing. Rows without a page are stored in ``scratch_page``."""
+    values, and drafts nothing. Rows without a page are stored in ``scratch_page``. With ``exact_sizes`` only steps of
+    these numbers of requests are chain steps, by drafts."""
 
     num_drafts: tuple[int, ...]
     max_requests: tuple[int, ...]
     scratch_page: int
+    exact_sizes: tuple[frozenset[int], ...] = ()
 
     @property
     def has_plain(self) -> bool:
@@ -53,7 +55,8 @@ class ChainLevels(NamedTuple):
     def width_for(self, num_reqs: int, num_drafts: int) -> int | None:
         """Returns the least width of a chain step of ``num_reqs`` requests that verifies and drafts ``num_drafts``
         tokens of each; None where none is captured."""
-        for count, most in zip(self.num_drafts, self.max_requests):
-            if count >= num_drafts and num_reqs <= most:
+        for index, (count, most) in enumerate(zip(self.num_drafts, self.max_requests)):
+            if count >= num_drafts and num_reqs <= most and (
+                    not self.exact_sizes or num_reqs in self.exact_sizes[index]):
                 return count + 1
         return None

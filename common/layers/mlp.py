@@ -30,6 +30,7 @@ class MLP:
         parts = ("gate_proj", "up_proj") if gated else ("up_proj",)
         self.gate_up = ColumnLinear(hidden_size, [Columns.shard(f"{name}.{part}", size, tp) for part in parts], bias,
                                     allocate)
+        self.computes_own_rows = tp.size == 1
         fuses_silu = gated and activation in ("silu", "swish")
         self._activate = None if fuses_silu else activation_of(activation, gated=gated)
         # Else ``down`` activates its input.

@@ -32,6 +32,7 @@ class ChainSteps:
         self._parallel = parallel
         self._sizes: Mapping[int, Sequence[int]] = {}
         self._simulated = simulated
+        self._exact = False
         self._recorded: _Recorded | None = None
 
     @property
@@ -40,11 +41,14 @@ class ChainSteps:
         if not self._sizes:
             return None
         counts = sorted(self._sizes)
-        return ChainLevels(tuple(counts), tuple(max(self._sizes[count]) for count in counts), self._pool.scratch_page)
+        exact = tuple(frozenset(self._sizes[count]) for count in counts) if self._exact else ()
+        return ChainLevels(tuple(counts), tuple(max(self._sizes[count]) for count in counts), self._pool.scratch_page,
+                           exact)
 
     def select(self, config: ServerConfig) -> None:
         """Selects the steps that ``capture`` records, on ranks that may: those of the flags that attention computes
         without the host."""
+        self._exact = config.kernels.disable_cuda_graph_padding
         self._sizes = {count: sizes for count, sizes in chain_sizes(config).items()
                        if self._verifies(max(count, 1) + 1)}
         if not any(self._sizes):  # plain steps alone need none

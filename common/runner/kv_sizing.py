@@ -150,6 +150,8 @@ def _activation_bytes(config: ServerConfig, spec: ModelSpec, layout: KVLayout, p
     schedule = config.schedule
     local = _attention_values(spec) // parallel.attn_tp.size
     local += parallel.dp_size * _mlp_values(spec, parallel.tp.size)  # of all attention groups' tokens
+    if parallel.experts.whole_dense:
+        local = max(local, _attention_values(spec) // parallel.attn_tp.size + _mlp_values(spec, 1))
     values = (4 + 2 * parallel.dp_size) * spec.hidden_size + local + 2 * layout.num_kv_heads * spec.head_dim
     itemsize = DTYPE_BYTES[resolve_dtype(config, spec, device)]
     rows = max(schedule.largest_prefill(spec.context_length), schedule.max_running_requests)

@@ -140,7 +140,7 @@ class ModelRunner:
         Raises ConfigError where the configuration does not fit the model, the checkpoint or the memory.
         """
         device = torch.device(device)
-        spec.check_tp(parallel.attn_tp.size, parallel.tp.size)
+        spec.check_tp(parallel.attn_tp.size, parallel.tp.size, whole_dense=parallel.experts.whole_dense)
         parallel.experts.check(spec.moe)
         dtype = resolve_dtype(config, spec, device)
         if spec.quantization is not None:
@@ -224,7 +224,8 @@ class ModelRunner:
             [GraphPages(_most_pages(pool.layout, self.spec.context_length), scratch)
              for pool, scratch in zip(self.pools, self.scratch_pages)], self.device,
             lambda size: self._rows_of(DPStepInfo.uniform_decode(self._parallel.dp_size, size)),
-            lambda fraction: progress("capturing CUDA graphs", fraction))
+            lambda fraction: progress("capturing CUDA graphs", fraction),
+            exact=self._config.kernels.disable_cuda_graph_padding)
 
     def _make_chain_steps(self) -> ChainSteps | None:
         """Returns the chain steps that may be captured; None without a drafter that drafts chains on its own."""

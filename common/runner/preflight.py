@@ -6,6 +6,7 @@ import os
 
 from ..api.errors import ConfigError
 from ..config.addresses import check_free
+from ..config.checkpoint import check_removable
 from ..config.draft_model import draft_args, naming_draft
 from ..config.model import ModelSpec
 from ..config.packages import is_installed
@@ -25,7 +26,10 @@ _GIB = 1 << 30
 
 def preflight(config: ServerConfig, spec: ModelSpec) -> None:
     """Raises ConfigError for a configuration that this host cannot run; imports nothing that is slow."""
-    spec.check_tp(config.parallel.tp_size // config.dp_size)
+    spec.check_tp(config.parallel.tp_size // config.dp_size,
+                  whole_dense=config.parallel.moe_dense_tp_size is not None)
+    if config.model.delete_ckpt_after_loading:
+        check_removable(config.model)
     _check_device(config)
     _check_backends(config)
     if config.model.chat_template is not None:

@@ -18,7 +18,7 @@ class LazyTensor(Protocol):
     def __getitem__(self, key: Any) -> torch.Tensor: ...
 
 
-_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
            torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32",
            torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
 
@@ -55,7 +55,7 @@ class InMemory:
         return list(self._tensor.shape)
 
     def get_dtype(self) -> str:
-        return _DTYPES[self._tensor.dtype]
+        return DTYPES[self._tensor.dtype]
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         return self._tensor[key]

@@ -14,7 +14,8 @@ from ..config.load_format import LOAD_FORMATS
 from ..config.server import ModelArgs
 from .files import checkpoint_files
 from .lazy import LazyTensor
-from .samples import sample
+from .plain_reads import ReadTensor, reading_ahead
+from .samples import read_header, sample
 from .slots import Slot
 from .source import SourceTensor
 
@@ -28,15 +29,27 @@ class SafetensorsSource:
     def __init__(self, args: ModelArgs):
         self._folder = resolve_checkpoint(args)
         self.name = str(self._folder)
+        self._maps, self._threads = not args.weight_loader_disable_mmap, args.loader_threads
 
     def tensors(self, slots: Sequence[Slot]) -> Iterator[SourceTensor]:
-        for file in checkpoint_files(self._folder):
-            try:
-                with safe_open(file, framework="pt") as content:
-                    for name in content.keys():  # noqa: SIM118 (the file is no mapping)
-                        yield SourceTensor(name, content.get_slice(name), file.name)
-            except (OSError, SafetensorError) as error:
-                raise ConfigError(f"Cannot read {file}: {error}.") from None
+        files = checkpoint_files(self._folder)
+        with reading_ahead(files, self._threads) as begin:
+            for file in files:
+                begin(file)
+                try:
+                    yield from self._tensors(file)
+                except (OSError, SafetensorError) as error:
+                    raise ConfigError(f"Cannot read {file}: {error}.") from None
+
+    def _tensors(self, file: Path) -> Iterator[SourceTensor]:
+        if not self._maps:
+            with file.open("rb") as content:
+                for tensor in read_header(file):
+                    yield SourceTensor(tensor.name, ReadTensor(content.fileno(), tensor), file.name)
+            return
+        with safe_open(file, framework="pt") as content:
+            for name in content.keys():  # noqa: SIM118 (the file is no mapping)
+                yield SourceTensor(name, content.get_slice(name), file.name)
 
     def find(self, name: str) -> LazyTensor:
         if name not in self._files:

@@ -21,7 +21,7 @@ _THREADS = 8
 _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 
 
-class _Tensor(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor's location in a file."""
 
     name: str
@@ -36,7 +36,7 @@ def sample(folder: Path, is_optional: Callable[[str], bool]) -> bytes:
     """Returns the samples of all tensors but the optional ones; raises ConfigError for files that cannot be read."""
     tensors = _tensors(folder, is_optional)
     sampled = _select(tensors)
-    by_file: defaultdict[Path, list[_Tensor]] = defaultdict(list)
+    by_file: defaultdict[Path, list[StoredTensor]] = defaultdict(list)
     for tensor in sampled:
         by_file[tensor.file].append(tensor)
     content: dict[str, bytes] = {}
@@ -47,46 +47,47 @@ def sample(folder: Path, is_optional: Callable[[str], bool]) -> bytes:
     return facts + b"".join(content[tensor.name] for tensor in sampled)
 
 
-def _tensors(folder: Path, is_optional: Callable[[str], bool]) -> list[_Tensor]:
+def _tensors(folder: Path, is_optional: Callable[[str], bool]) -> list[StoredTensor]:
     """Returns the tensors, sorted by name."""
-    tensors = {tensor.name: tensor for file in checkpoint_files(folder) for tensor in _read_header(file)}
+    tensors = {tensor.name: tensor for file in checkpoint_files(folder) for tensor in read_header(file)}
     return [tensors[name] for name in sorted(tensors) if not is_optional(name)]
 
 
-def _read_header(file: Path) -> list[_Tensor]:
+def read_header(file: Path) -> list[StoredTensor]:
+    """Returns the tensors of a safetensors file; raises ConfigError for one that cannot be read."""
     try:
         with file.open("rb") as content:
             size = int.from_bytes(content.read(8), "little")
             if size > _MAX_HEADER_BYTES:
                 raise ValueError("its header is too long")
             header = json.loads(content.read(size))
-            return [_Tensor(name, entry["dtype"], tuple(entry["shape"]), file, 8 + size + entry["data_offsets"][0],
+            return [StoredTensor(name, entry["dtype"], tuple(entry["shape"]), file, 8 + size + entry["data_offsets"][0],
                             entry["data_offsets"][1] - entry["data_offsets"][0])
                     for name, entry in header.items() if name != "__metadata__"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError(f"Cannot read {file}: {error}.") from None
 
 
-def _select(tensors: Sequence[_Tensor]) -> list[_Tensor]:
+def _select(tensors: Sequence[StoredTensor]) -> list[StoredTensor]:
     """Returns all tensors, or of too many some of each kind: a tensor's kind is its name without numbers, so that a
     change of one projection of every layer is detected."""
     if len(tensors) <= MAX_TENSORS:
         return list(tensors)
-    kinds: defaultdict[str, list[_Tensor]] = defaultdict(list)
+    kinds: defaultdict[str, list[StoredTensor]] = defaultdict(list)
     for tensor in tensors:
         kinds[re.sub(r"\d+", "#", tensor.name)].append(tensor)
     each = max(1, MAX_TENSORS // len(kinds))
     return [tensor for kind in kinds.values() for tensor in _spread(kind, each)]
 
 
-def _spread(kind: Sequence[_Tensor], count: int) -> Iterable[_Tensor]:
+def _spread(kind: Sequence[StoredTensor], count: int) -> Iterable[StoredTensor]:
     """Returns ``count`` tensors: the first, the last, and others evenly between."""
     if len(kind) <= count:
         return kind
     return [kind[i * (len(kind) - 1) // max(1, count - 1)] for i in range(count)]
 
 
-def _read(tensors: Sequence[_Tensor]) -> dict[str, bytes]:
+def _read(tensors: Sequence[StoredTensor]) -> dict[str, bytes]:
     """Reads the samples of each of one file's tensors."""
     try:
         file = os.open(tensors[0].file, os.O_RDONLY)
@@ -99,7 +100,7 @@ def _read(tensors: Sequence[_Tensor]) -> dict[str, bytes]:
         raise ConfigError(f"Cannot read {tensors[0].file}: {error}.") from None
 
 
-def _samples(tensor: _Tensor) -> list[tuple[int, int]]:
+def _samples(tensor: StoredTensor) -> list[tuple[int, int]]:
     """Returns offsets and sizes of the samples, evenly from the first byte to the last; a small tensor is read
     whole."""
     if tensor.num_bytes <= _SAMPLES_PER_TENSOR * _SAMPLE_BYTES:

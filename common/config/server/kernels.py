@@ -43,6 +43,9 @@ class KernelArgs:
         "sizes in tokens to capture, instead of those at which a trial finds that the device waits for the host"))
     cuda_graph_bs: tuple[int, ...] = flag((), help=(
         "decode batch sizes to capture, instead of a list up to --cuda-graph-max-bs"))
+    disable_cuda_graph_padding: bool = flag(False, help=(
+        "run a decode batch as a CUDA graph only where its size is captured, and launch kernels one by one for others, "
+        "instead of padding them to the next size"))
     enable_deterministic_inference: bool = flag(False, help=(
         "give a request the same tokens and log-probabilities, bit by bit, whatever else is computed with it, in "
         "chunks of any size, from the prefix cache or not; slower. Requests without a seed have the seed 42"))

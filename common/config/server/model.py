@@ -38,6 +38,15 @@ class ModelArgs:
     load_format: str = flag("auto", choices=Choices.of(LOAD_FORMATS), help=(
         "source of the weights: auto is safetensors, or torch's .bin files (pt) where there are no others; dummy fills "
         "them with random values, for benchmarks without a checkpoint"))
+    weight_loader_disable_mmap: bool = flag(False, help=(
+        "read safetensors files by plain reads of what a rank needs, instead of mapping them: for file systems whose "
+        "mappings are slow"))
+    model_loader_extra_config: str = flag("{}", metavar="JSON", help=(
+        "a JSON object of the loader's settings: {\"enable_multithread_load\": true, \"num_threads\": 8} reads so many "
+        "safetensors files ahead, each by a thread, for file systems on which one reader is slow"))
+    delete_ckpt_after_loading: bool = flag(False, help=(
+        "remove the weights' files of the folder --model-path once they are loaded, for hosts with little disk; the "
+        "other files stay"))
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = flag(
         "auto", help="type of weights and KV cache; auto is the checkpoint's on a GPU and float32 on a CPU")
     quantization: str | None = flag(None, choices=Choices.of(QUANTIZATIONS), help=(
@@ -65,6 +74,9 @@ class ModelArgs:
         "how a code model gets a prompt and its suffix, for the field suffix of /v1/completions"))
 
     flag_rules: ClassVar[tuple[ServerRule, ...]] = (
+        Rule(lambda c: c.model.delete_ckpt_after_loading and c.model.load_format == "dummy",
+             "--delete-ckpt-after-loading removes what was loaded, and --load-format dummy loads nothing: leave one of "
+             "them out."),
         Rule(lambda c: c.model.is_embedding and not c.role.serves_alone,
              "--is-embedding needs a unified server: leave --disaggregation-mode at null."),
         Rule(lambda c: c.model.model_impl == "transformers" and c.parallel.world_size > 1,
@@ -84,7 +96,7 @@ class ModelArgs:
         at_least(self, 1, "context_length")
         at_least(self, 0, "base_gpu_id")
         at_least(self, 1, "gpu_id_step")
-        _ = self.config_overrides  # Raises for what it cannot read.
+        _ = self.config_overrides, self.loader_threads  # Raise for what they cannot read.
         if not -(2**63) <= self.random_seed < 2**63:
             raise ConfigError(f"--random-seed must fit into 64 bits, {self.random_seed} does not.")
 
@@ -92,3 +104,16 @@ class ModelArgs:
     def config_overrides(self) -> dict[str, Any]:
         """The values that replace those of config.json; raises ConfigError."""
         return json_object("--json-model-override-args", self.json_model_override_args)
+
+    @property
+    def loader_threads(self) -> int:
+        """Threads that read files of weights ahead, by --model-loader-extra-config; raises ConfigError."""
+        given = json_object("--model-loader-extra-config", self.model_loader_extra_config)
+        if unknown := given.keys() - {"enable_multithread_load", "num_threads"}:
+            raise ConfigError(f"--model-loader-extra-config has the settings enable_multithread_load and num_threads, "
+                              f"not {', '.join(sorted(unknown))}.")
+        enabled, threads = given.get("enable_multithread_load", False), given.get("num_threads", 8)
+        if type(enabled) is not bool or type(threads) is not int or not 1 <= threads <= 256:
+            raise ConfigError("--model-loader-extra-config takes true or false for enable_multithread_load, and 1 to "
+                              "256 for num_threads.")
+        return threads if enabled else 0

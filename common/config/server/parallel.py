@@ -27,6 +27,9 @@ class ParallelArgs:
         "all-reduce. alltoall: all-to-all dispatch and combine. low_latency: as none, but decode steps of attention "
         "groups of one rank exchange rows through peer memory, fused with the norms. peer: decode steps as "
         "low_latency, and in prefill steps kernels write each token once into the memory of its experts' ranks"))
+    moe_dense_tp_size: Literal[1] | None = flag(None, help=(
+        "1: every rank has the whole MLPs of a mixture's layers without experts, and computes its own attention "
+        "group's rows with them, instead of a slice for the rows of all groups"))
     enable_eplb: bool = flag(False, help=(
         "count the tokens of every expert, and move experts between ranks to balance them"))
     ep_num_redundant_experts: int = flag(0, help=(
@@ -34,6 +37,9 @@ class ParallelArgs:
     eplb_rebalance_num_iterations: int = flag(1000, help="steps between two rebalancings of --enable-eplb")
     expert_distribution_recorder_mode: Literal["stat"] | None = flag(None, help=(
         "stat counts the tokens of every expert, for /start_expert_distribution_record"))
+    numa_node: tuple[int, ...] = flag((), some=True, help=(
+        "NUMA node for each GPU of this host (on a CPU for each rank), whose CPUs and memory its rank uses; -1: all. "
+        "By default a rank is bound to the node of its GPU, as the system states it"))
     dist_timeout: int = flag(600, help="seconds that a rank waits for others, at start and in an exchange of tensors")
     dist_backend: Literal["nccl", "gloo"] = flag("nccl", help=(
         "how ranks on GPUs exchange tensors: gloo goes through host memory, without CUDA graphs, where NCCL fails, "
@@ -73,6 +79,8 @@ class ParallelArgs:
         at_least(self, 1, "tp_size", "pp_size", "pp_max_micro_batch_size", "eplb_rebalance_num_iterations",
                  "dist_timeout")
         at_least(self, 0, "ep_num_redundant_experts")
+        if min(self.numa_node, default=-1) < -1:
+            raise ConfigError(f"--numa-node takes numbers of nodes, or -1, not {min(self.numa_node)}.")
         check_own_rules(self)
 
     @property
@@ -122,6 +130,8 @@ class DataParallelArgs:
         Rule(lambda c: c.data_parallel.enable_two_batch_overlap and c.dp_size == 1,
              "--enable-two-batch-overlap overlaps the exchange of attention groups: it needs --enable-dp-attention and "
              "a --dp-size above 1."),
+        Rule(lambda c: c.data_parallel.enable_two_batch_overlap and c.parallel.moe_dense_tp_size is not None,
+             "--enable-two-batch-overlap overlaps the exchange of every layer: leave --moe-dense-tp-size out."),
         Rule(lambda c: c.data_parallel.enable_two_batch_overlap and c.parallel.moe_a2a_backend == "peer",
              "--enable-two-batch-overlap does not work with --moe-a2a-backend peer: leave one of them out."),
         Rule(lambda c: c.data_parallel.enable_two_batch_overlap

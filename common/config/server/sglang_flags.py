@@ -52,6 +52,19 @@ def _micro_batch(values: Sequence[str], ours: Mapping[str, Any]) -> dict[str, An
     return {"pp_max_micro_batch_size": values[0]} if ours.get("pp_size", 1) > 1 else {}
 
 
+def _even_split(values: Sequence[str], ours: Mapping[str, Any]) -> dict[str, Any]:
+    """The share of tokens of the smaller micro-batch below which a request is split: here one in the middle always is,
+    so that the batches are even. 0 asks for none to be."""
+    try:
+        share = float(values[0])
+    except ValueError:
+        share = -1
+    if not 0 < share <= 0.5:
+        raise ConfigError("--tbo-token-distribution-threshold must be above 0 and at most 0.5: a request in the middle "
+                          "of a step that --enable-two-batch-overlap splits is split, too.")
+    return {}
+
+
 def _refused(reason: str, *names: str, harmless: tuple[str, ...] = ()) -> dict[str, Foreign]:
     return dict.fromkeys(names, Refused(reason, harmless))
 
@@ -155,6 +168,8 @@ _MAPPED: dict[str, Foreign] = {
     "--kv-events-config": Mapped(_kv_events, "--kv-events-port, the port of its endpoint", "1"),
     "--disaggregation-ib-device": Mapped(_rdma_devices, "the same, and --disaggregation-transfer-backend mooncake "
                                          "where none is given", "1"),
+    "--tbo-token-distribution-threshold": Mapped(
+        _even_split, "not needed: steps are split into halves of equal tokens", "1"),
     "--oltp-traces-endpoint": Mapped(lambda values, ours: {"otlp_traces_endpoint": values[0]},
                                      "--otlp-traces-endpoint", "1"),
 }
@@ -185,22 +200,14 @@ _REFUSED: dict[str, Foreign] = {
     **_refused("/dump_expert_distribution_record writes the counts; use --expert-distribution-recorder-mode stat",
                "--enable-expert-distribution-metrics"),
     **_refused("--moe-a2a-backend peer has no settings; leave it out", "--deepep-config"),
-    **_refused("layers without experts are split over all ranks; leave it out", "--moe-dense-tp-size"),
-    **_refused("loaders have no further settings; leave it out", "--model-loader-extra-config", harmless=("{}",)),
     **_refused("--load-format names the loaders of installed packages (entry points of baton.load_formats); use that",
                "--custom-weight-loader"),
-    **_refused("safetensors files are mapped; leave it out", "--weight-loader-disable-mmap"),
-    **_refused("the checkpoint on the disk stays as it is; remove it by hand", "--delete-ckpt-after-loading"),
     **_refused("pools of layers with a window are sized by --swa-full-tokens-ratio; use that",
                "--hybrid-kvcache-ratio"),
-    **_refused("--cuda-graph-bs lists the sizes that are captured; list them all", "--disable-cuda-graph-padding"),
     **_refused("/start_profile and /stop_profile profile a running server; use these", "--enable-profile-cuda-graph"),
-    **_refused("--two-batch-min-tokens says from which size on steps are split; use that",
-               "--tbo-token-distribution-threshold"),
     **_refused("--quantization fp8 quantizes weights at start; use that", "--torchao-config", harmless=("",)),
     **_refused("logits are not searched for NaN; leave it out", "--enable-nan-detection"),
     **_refused("prompts that are too long are answered with 400; shorten them in the client", "--allow-auto-truncate"),
-    **_refused("ranks are not bound to a NUMA node; start the server under numactl --cpunodebind", "--numa-node"),
     **_refused("/v1/responses calls no built-in tools; call them in the client", "--tool-server"),
     **_refused("attention groups are added up; start servers behind the router to see each one's",
                "--enable-metrics-for-all-schedulers"),

@@ -31,6 +31,8 @@ class MoE:
     ``{name}.{spec.shared_name}.gate_proj.weight``, ...
     """
 
+    computes_own_rows = False
+
     def __init__(self, name: str, spec: MoESpec, hidden_size: int, share: ExpertParallel, allocate: Allocate):
         self.share = share
         self.dispatches_tokens = share.dispatches_tokens

@@ -59,6 +59,8 @@ class LayerMLP(Protocol):
     ``dispatches_tokens`` for this rank's own tokens, in a step of ``rows``."""
 
     dispatches_tokens: bool
+    computes_own_rows: bool
+    """True if it needs no other rank for the rows of an attention group."""
 
     @property
     def has_partial(self) -> bool:

@@ -70,7 +70,7 @@ class CausalLM:
     def supports_microbatches(self) -> bool:
         """True if a step can be computed in micro-batches: every MLP must have a partial result on each rank."""
         return self.pp.size == 1 and all(layer.mlp.has_partial and not layer.mlp.dispatches_tokens
-                                         for layer in self.layers)
+                                         and not layer.mlp.computes_own_rows for layer in self.layers)
 
     def forward(self, step: StepContext) -> torch.Tensor:
         """Returns logits ``[R, vocab]`` of the batch's ``logits_rows`` in the engine's type; a pipeline stage before

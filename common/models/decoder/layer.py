@@ -21,7 +21,7 @@ from .blocks import Blocks, LayerMLP
 
 def mlp_over_dp(mlp: LayerMLP, exchange: TokenExchange) -> Callable[[Any, StepRows], MaybeDeferred]:
     """Returns ``mlp`` for an attention group's own rows, with the cheapest exchange that it allows."""
-    if mlp.dispatches_tokens or not exchange.spans_dp:
+    if mlp.dispatches_tokens or mlp.computes_own_rows or not exchange.spans_dp:
         return mlp.forward_deferred
     if mlp.has_partial:
         return lambda x, rows: exchange.apply_partial(
@@ -36,11 +36,13 @@ class DecoderLayer:
         name = f"model.layers.{index}"
         self.input_norm = blocks.norm(f"{name}.input_layernorm", spec.hidden_size, allocate, None)
         self.attention = blocks.attention(f"{name}.self_attn", kv_layer, spec, parallel.attn_tp, allocate)
-        self.mlp_norm = blocks.norm(f"{name}.post_attention_layernorm", spec.hidden_size, allocate,
-                                    parallel.token_exchange)
         self.mlp = blocks.mlp(f"{name}.mlp", index, spec, parallel.tp, allocate)
-        self.mlp_over_dp = mlp_over_dp(self.mlp, parallel.token_exchange)
-        self.mlp_input_format = unquantized if parallel.token_exchange.spans_dp else self.mlp.activation_format
+        exchange = parallel.token_exchange
+        gathers = exchange.spans_dp and not self.mlp.computes_own_rows
+        self.mlp_norm = blocks.norm(f"{name}.post_attention_layernorm", spec.hidden_size, allocate,
+                                    exchange if gathers else None)
+        self.mlp_over_dp = mlp_over_dp(self.mlp, exchange)
+        self.mlp_input_format = unquantized if gathers else self.mlp.activation_format
 
     def __call__(self, x: MaybeDeferred, residual: torch.Tensor | None, step: StepContext, cos_sin: torch.Tensor,
                  trimmed: bool = False) -> tuple[MaybeDeferred, torch.Tensor]:

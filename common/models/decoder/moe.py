@@ -17,7 +17,7 @@ def mixed_mlp(share: ExpertParallel, make_dense: MakeMLP | None = None) -> MakeM
 
     def make(name: str, index: int, spec: ModelSpec, tp: TPGroup, allocate: Allocate) -> LayerMLP:
         if spec.moe is None or index not in spec.moe.layers:
-            return dense(name, index, spec, tp, allocate)
+            return dense(name, index, spec, TPGroup(device=tp.device) if share.whole_dense else tp, allocate)
         return MoE(name, spec.moe, spec.hidden_size, share, allocate)
 
     return make

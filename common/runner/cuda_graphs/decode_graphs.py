@@ -46,12 +46,15 @@ class GraphPages(NamedTuple):
 
 class DecodeGraphs:
     """Captures at construction; ``decode`` replays. ``pages`` are those of each cache group.
-    ``rows_of`` makes the rows of a step of a size: of the layers, and of the LM head."""
+    ``rows_of`` makes the rows of a step of a size: of the layers, and of the LM head. With ``exact`` batches of other
+    sizes are not padded to those of graphs."""
 
     def __init__(self, model: CausalLM, attention: AttentionPlanner, workspace: AttentionWorkspace,
                  sizes: Sequence[int], page_size: int, pages: Sequence[GraphPages], device: torch.device,
-                 rows_of: Callable[[int], tuple[StepRows, StepRows]], progress: Callable[[float], None]):
+                 rows_of: Callable[[int], tuple[StepRows, StepRows]], progress: Callable[[float], None], *,
+                 exact: bool = False):
         self._sizes = sorted(sizes)
+        self._exact = exact
         self._attention = attention
         self._workspace = workspace
         self._scratch_page = pages[0].scratch_page
@@ -73,9 +76,10 @@ class DecodeGraphs:
             progress((done + 1) / len(self._sizes))
 
     def size_for(self, num_reqs: int) -> int | None:
-        """Returns the captured size that a batch runs at; None where it is larger than all."""
+        """Returns the captured size that a batch runs at; None where there is none."""
         index = bisect_left(self._sizes, num_reqs)
-        return self._sizes[index] if index < len(self._sizes) else None
+        found = self._sizes[index] if index < len(self._sizes) else None
+        return None if self._exact and found != num_reqs else found
 
     def decode(self, step: ModelInput, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Replays a plain decode step of B requests; returns logits ``[B, vocab]`` in the model's type and their argmax

@@ -103,6 +103,7 @@ def test_values_are_translated_or_refused(name, values, capsys):
     ("--max-micro-batch-size 3", ""),
     ("""--kv-events-config '{"publisher": "zmq", "endpoint": "tcp://*:5560"}'""", "--kv-events-port 5560"),
     ("""--kv-events-config '{"publisher": "null"}'""", ""),
+    ("--tbo-token-distribution-threshold 0.48", ""),
     ("--oltp-traces-endpoint localhost:4317", "--otlp-traces-endpoint localhost:4317"),
     ("--disaggregation-ib-device mlx5_0",
      "--disaggregation-ib-device mlx5_0 --disaggregation-transfer-backend mooncake"),

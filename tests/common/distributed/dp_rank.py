@@ -65,7 +65,7 @@ def check_exchange(parallel: Parallel) -> list[bool]:
 
 
 def run(case: dict, joined: Parallel) -> dict:
-    experts = ExpertParallel(joined.tp, *case.pop("experts", ()))
+    experts = ExpertParallel(joined.tp, *case.pop("experts", ()), whole_dense=case.pop("whole_dense", False))
     parallel = Parallel(joined.tp, joined.attn_tp, joined.dp, experts,
                         dp_head=case.pop("dp_head", False), dp_overlap=joined.dp_overlap)
     if case.pop("peers", False):
@@ -100,7 +100,9 @@ def run(case: dict, joined: Parallel) -> dict:
     engine.cache.check_integrity()
     outputs = outputs_of(engine.sent)
     tokens = tokens_of(outputs)
-    return {"tokens": [tokens[str(i)] for i in range(len(prompts))], "turns": turns, "computed": computed,
+    first_mlp = next(iter(engine.runner._model.layers[0].mlp.slots()))
+    return {"first_mlp": tuple(first_mlp.target.shape),
+            "tokens": [tokens[str(i)] for i in range(len(prompts))], "turns": turns, "computed": computed,
             "retracted": engine.scheduler.batcher.retraction.num_retracted, "replayed": replayed, "met": meeting,
             "cut": cut, "pieces": pieces_of,
             "connected": (all_to_all := parallel.token_exchange.all_to_all) is not None and all_to_all.connected}

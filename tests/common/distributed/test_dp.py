@@ -76,6 +76,7 @@ def test_groups_compute_their_own_requests_as_one_rank_would(tmp_path, size):
         (latent, {"halves": True, "chunk": 32, "overlap": True}),
         (moe, {"pieces": [48, 80], "chunk": 48, "experts": (size,), "sizes": [1, 4]}),  # rank 1 in part with one row
         (latent, {"pieces": [32], "chunk": 32, "overlap": True}),
+        (latent, {"whole_dense": True, "experts": (size,), "chunk": 16, "sizes": [1, 4]}),
     ]
     cases = [{"checkpoint": str(folder), "prompts": prompts, **options} for folder, options in variants]
     cases.append({"checkpoint": str(dense), "prompts": [[], prompts[1]], "halves": True})  # rank 0 only accompanies
@@ -93,6 +94,7 @@ def test_groups_compute_their_own_requests_as_one_rank_would(tmp_path, size):
         for case in (11, 12):
             assert seen["cases"][case]["pieces"] == ranks[0]["cases"][case]["pieces"]
         assert seen["cases"][-1]["cut"] == [[[1, 1]], [[14, 17]]][group]
+        assert [seen["cases"][case]["first_mlp"] for case in (12, 13)] == [(88 // size, 48), (88, 48)]
         turns = {other["cases"][0]["turns"] for other in ranks}
         assert len(turns) == 1, "all ranks meet in every turn"
         assert seen["cases"][-1]["tokens"] == (alone(dense, prompts[1]) if group else [])

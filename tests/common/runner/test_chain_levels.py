@@ -35,6 +35,8 @@ def test_the_least_sufficient_width_is_found() -> None:
     assert not levels.has_plain
     levels = ChainLevels((0, 3), (256, 128), 9)
     assert levels.has_plain and [levels.width_for(200, drafts) for drafts in (0, 1)] == [1, None]
+    levels = ChainLevels((1, 3), (4, 2), 9, (frozenset({1, 4}), frozenset({2})))  # --disable-cuda-graph-padding
+    assert [levels.width_for(count, 1) for count in range(1, 6)] == [2, 4, None, 2, None]
 
 
 def sizes_of(**flags):

@@ -45,13 +45,13 @@ class Played:
         self.capturing = False
 
 
-def captured(played, begin=lambda size: (ONE_GROUP, ONE_GROUP), progress=lambda share: None):
+def captured(played, begin=lambda size: (ONE_GROUP, ONE_GROUP), progress=lambda share: None, **options):
     """Graphs of 1, 2 and 4 rows over two pages of 16 tokens each; page 9 is the padding's."""
     cuda = {"Stream": MagicMock(), "current_stream": MagicMock(), "stream": lambda stream: contextlib.nullcontext(),
             "CUDAGraph": MagicMock(), "graph": played.graph, "graph_pool_handle": MagicMock()}
     with patch.multiple(torch.cuda, **cuda):
         return DecodeGraphs(played, played, None, [1, 2, 4], 16, [GraphPages(2, 9)], torch.device("cpu"), begin,
-                            progress)
+                            progress, **options)
 
 
 def test_a_graph_holds_the_making_of_its_plan():
@@ -124,3 +124,8 @@ def test_a_decode_table_is_written_to_the_graphs_inputs():
     assert batch.kv_indices[:5].tolist() == batch.kv_indices_cpu.tolist() == [5, 8, 7, 6, 9]
     assert batch.kv_last_page_len.tolist() == batch.kv_last_page_len_cpu.tolist() == [4, 2, 5, 1]
     assert graphs._input_views[4][0]["positions"].data_ptr() == batch.positions.data_ptr()
+
+
+def test_without_padding_other_sizes_have_no_graph():
+    graphs = captured(Played(), exact=True)
+    assert [graphs.size_for(count) for count in range(1, 6)] == [1, 2, None, 4, None]

@@ -1,0 +1,26 @@
+"""Removal of a checkpoint's weights."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+log = logging.getLogger("baton.weights")
+
+_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
+
+
+def remove_weights(folder: Path) -> None:
+    """Removes the files of weights, which another host of a shared folder may have removed; logs what it cannot."""
+    files = [file for pattern in _PATTERNS for file in folder.glob(pattern)]
+    num_bytes = 0
+    for file in files:
+        try:
+            size = file.stat().st_size
+            file.unlink()
+            num_bytes += size
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            log.warning("%s is not removed: %s", file, error)
+    log.info("removed %d files of weights, %.2f GiB, from %s", len(files), num_bytes / (1 << 30), folder)
