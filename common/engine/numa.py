@@ -53,8 +53,10 @@ def bind(node: int) -> bool:
 
 def node_of(device: torch.device) -> int | None:
     """Returns the NUMA node of a GPU, None where the system states none."""
+    if device.type != "cuda":
+        return None
     try:
-        node = -1 if device.index is None else int((_PCI_DEVICES / _pci_address(device.index) / "numa_node").read_text())
+        node = int((_PCI_DEVICES / _pci_address(device.index) / "numa_node").read_text())
     except (AttributeError, OSError, ValueError):
         return None
     return node if node >= 0 else None
