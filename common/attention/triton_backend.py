@@ -108,7 +108,7 @@ class TritonBackend:
     def _verify(self, plan: TritonPlan, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, scale: float,
                 v_scale: float, sinks: torch.Tensor | None, inputs_ready: bool) -> torch.Tensor:
         batch = plan.batch
-        tile, splits = verify_tile(q, k_pages, batch.num_reqs)
+        tile, splits = verify_tile(q, k_pages, batch.num_reqs, batch.max_q_len)
         table = (batch.qo_indptr, batch.kv_indptr, batch.kv_last_page_len)
         if plan.verify is None:
             plan.verify = plan_verify(*table, k_pages.shape[2], k_pages.shape[1], self._num_sms, batch.max_q_len,

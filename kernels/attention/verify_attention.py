@@ -376,10 +376,11 @@ def verify_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tens
     return out
 
 
-def verify_tile(q: torch.Tensor, k_pages: torch.Tensor, requests: int) -> tuple[VerifyTile, DecodeSplits]:
-    """The policy's tile and splits for queries ``q`` [T, Hq, D] of so many requests, and the pages
-    [pages, Hkv, page_size, D] of a layer."""
+def verify_tile(q: torch.Tensor, k_pages: torch.Tensor, requests: int,
+                max_q_len: int) -> tuple[VerifyTile, DecodeSplits]:
+    """The policy's tile and splits for queries ``q`` [T, Hq, D] of ``requests`` with up to ``max_q_len`` rows each, and
+    the pages [pages, Hkv, page_size, D] of a layer."""
     policy = policy_of(q.device).attention
     heads = k_pages.shape[1]
     facts = q.shape[2], q.element_size(), k_pages.element_size(), requests * heads
-    return policy.verify(q.shape[1] // heads, *facts), policy.decode_splits(*facts)
+    return policy.verify(q.shape[1] // heads, max_q_len, *facts), policy.decode_splits(*facts)

@@ -17,7 +17,15 @@ from .. import reference
 from ..rowwise.rmsnorm import rmsnorm
 from ..rowwise.silu_and_mul import silu_and_mul
 from ..rowwise.split_k_rmsnorm import split_k_rmsnorm
-from ..tuning.gemm import BatchedSplits, InvariantTile, SplitKTile, WarpSpecializedTile
+from ..tuning.gemm import (
+    INVARIANT_LARGE,
+    AnyInvariantTile,
+    BatchedSplits,
+    InvariantTile,
+    PersistentTile,
+    SplitKTile,
+    WarpSpecializedTile,
+)
 from ..tuning.policy import policy_of
 from .batch_invariant_matmul import batch_invariant_matmul
 from .small_m_matmul import small_m_matmul
@@ -30,8 +38,7 @@ def dense_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     policy, rows = policy_of(weight.device).gemm, len(x)
     out, width = weight.shape
     if policy.batch_invariant:
-        y = _invariant_product(x, weight, bias, policy.invariant(weight.itemsize))
-        return silu_and_mul(y) if gated else y
+        return _invariant_product(x, weight, bias, gated)
     if rows <= policy.small_m_max_rows(out, width, weight.itemsize) and x.stride(-1) == 1:
         return small_m_matmul(x, weight, bias, gated=gated)
     if bias is None:
@@ -40,25 +47,50 @@ def dense_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
             return _split_k().split_k_matmul(x, weight, split, gated=gated)
         fused = activation_tile(x, weight) if gated else None
         if fused is not None:
-            return _activated(x, weight, fused)
+            return _warp_specialized(x, weight, fused, gated=True)
     y = linear(x, weight, bias)
     return silu_and_mul(y) if gated else y
 
 
 def library_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``dense_matmul`` by the library alone, for small weights: routers', classifiers', gates'."""
-    policy = policy_of(weight.device).gemm
-    if policy.batch_invariant:
-        return _invariant_product(x, weight, bias, policy.invariant(weight.itemsize))
+    if policy_of(weight.device).gemm.batch_invariant:
+        return _invariant_product(x, weight, bias)
     return linear(x, weight, bias)
 
 
 def _invariant_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-                       tile: InvariantTile | None) -> torch.Tensor:
-    """Multiplies by one ``tile``; None: by the twin."""
+                       gated: bool = False) -> torch.Tensor:
+    """Multiplies by a tile whose order of sums is that of all others; without Triton by the twin."""
+    tile = policy_of(weight.device).gemm.invariant(len(x), *weight.shape, weight.itemsize)
+    return _by_invariant_tile(x, weight.contiguous(), bias, gated, tile)
+
+
+def _by_invariant_tile(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool,
+                       tile: AnyInvariantTile | None) -> torch.Tensor:
+    if isinstance(tile, PersistentTile) and len(x) and _is_aligned(weight):
+        return _persistent(x, weight, bias, tile, gated)
     if tile is None:
-        return reference.batch_invariant_matmul(x, weight, bias)
-    return batch_invariant_matmul(x if x.stride(-1) == 1 else x.contiguous(), weight.contiguous(), bias, tile)
+        y = reference.batch_invariant_matmul(x, weight, bias)
+    elif isinstance(tile, WarpSpecializedTile) and bias is None and _has_aligned_rows(x) and (
+            _is_aligned(x) and _is_aligned(weight)):
+        y = _warp_specialized(x, weight, tile)
+    else:
+        y = batch_invariant_matmul(x if x.stride(-1) == 1 else x.contiguous(), weight, bias,
+                                   tile if isinstance(tile, InvariantTile) else INVARIANT_LARGE)
+    return silu_and_mul(y) if gated else y
+
+
+def _persistent(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: PersistentTile,
+                gated: bool) -> torch.Tensor:
+    from .persistent_matmul import persistent_matmul  # not there without Triton
+    x = x.contiguous()
+    return persistent_matmul(x if _is_aligned(x) else x.clone(), weight, bias, tile, gated)
+
+
+def _is_aligned(matrix: torch.Tensor) -> bool:
+    """Says whether TMA can read from its first value on."""
+    return matrix.data_ptr() % 16 == 0
 
 
 def _has_aligned_rows(x: torch.Tensor) -> bool:
@@ -71,13 +103,14 @@ def activation_tile(x: torch.Tensor, weight: torch.Tensor) -> WarpSpecializedTil
     activation after it, are as fast, or its loads cannot read both."""
     tile = policy_of(weight.device).gemm.warp_specialized(len(x), *weight.shape, weight.itemsize)
     readable = tile is not None and _has_aligned_rows(x) and x.dtype == weight.dtype and weight.is_contiguous() and (
-        x.data_ptr() % 16 == weight.data_ptr() % 16 == 0)
+        _is_aligned(x) and _is_aligned(weight))
     return tile if readable else None
 
 
-def _activated(x: torch.Tensor, weight: torch.Tensor, tile: WarpSpecializedTile) -> torch.Tensor:
+def _warp_specialized(x: torch.Tensor, weight: torch.Tensor, tile: WarpSpecializedTile, *,
+                      gated: bool = False) -> torch.Tensor:
     from .dense_warp_specialized import warp_specialized_matmul  # not there without Triton
-    return warp_specialized_matmul(x, weight, tile, gated=True)
+    return warp_specialized_matmul(x, weight, tile, gated=gated)
 
 
 def _split_k() -> ModuleType:
@@ -129,15 +162,19 @@ def compile_tiles(weight: torch.Tensor, *, gated: bool = False) -> None:
     """Compile what products with it take, so that no request waits for it; its values do not matter."""
     policy, (out, width) = policy_of(weight.device).gemm, weight.shape
     numbers = policy.numbers
-    if policy.invariant(weight.itemsize) is not None:
-        dense_matmul(weight.new_zeros((1, width)), weight, gated=gated)
+    if policy.batch_invariant:
+        for rows in (1, 9, 17, 33, 65):
+            dense_matmul(weight.new_zeros((rows, width)), weight, gated=gated)
+        if isinstance(policy.invariant(1, out, width, weight.itemsize), PersistentTile):
+            for many in policy.invariant_tiles:
+                _by_invariant_tile(weight.new_zeros((1, width)), weight, None, False, many)
         return
     for rows in (1, 2, 9, 17, 33):
         if rows <= policy.small_m_max_rows(out, width, weight.itemsize):
             small_m_matmul(weight.new_zeros((rows, width)), weight, gated=gated)
     if gated and policy.fuses_activation(out, width, weight.itemsize) and weight.is_contiguous():
         for tile in (numbers.warp_specialized.tall, numbers.warp_specialized.usual):
-            _activated(weight.new_zeros((1, width)), weight, tile)
+            _warp_specialized(weight.new_zeros((1, width)), weight, tile, gated=True)
     for rows in (numbers.split_k.min_rows, numbers.split_k.max_rows, numbers.batched_splits.max_rows):
         x = weight.new_zeros((rows, width))
         split = policy.split_k(rows, out, width, weight.itemsize)

@@ -154,14 +154,23 @@ class AttentionPolicy:
         """Says whether verify_attention.py's kernel computes a step of up to ``max_q_len`` causal rows a request."""
         return max_q_len <= self.numbers.verify_max_rows
 
-    def verify(self, group: int, dim: int, itemsize: int, cache_itemsize: int, kv_heads: int) -> VerifyTile:
-        """The tile of rows of ``group`` query heads a KV head, for ``kv_heads`` of all requests together; it has
-        ``verify_tile_rows`` rows and heads at most."""
+    def verify(self, group: int, q_len: int, dim: int, itemsize: int, cache_itemsize: int,
+               kv_heads: int) -> VerifyTile:
+        """The tile of up to ``q_len`` rows of ``group`` query heads a KV head, for ``kv_heads`` of all requests
+        together; it has ``verify_tile_rows`` rows and heads at most. Tiles of 16 rows, which are whole, are computed
+        soonest after their keys have come; of others more keys are to be on their way. Keys in float8 become those of
+        wider types in each warp that multiplies them: two warps convert less than four."""
         decode = self.decode(dim, itemsize, cache_itemsize, kv_heads)
         if self.batch_invariant:
             return VerifyTile(1, *decode[:4])
         most = self.numbers.verify_tile_rows if dim <= 128 and itemsize <= 2 else 32
-        return VerifyTile(max(1, most // group), *decode[:4])
+        tile = VerifyTile(max(1, most // group), *decode[:4])
+        rows = group * min(tile.rows, 1 << (q_len - 1).bit_length())
+        if decode is self.numbers.usual:
+            return tile._replace(stages=4 if rows < 16 else tile.stages if rows == 16 else 3)
+        if decode is self.numbers.float8:
+            return tile._replace(tokens=128, stages=2) if rows <= 16 else tile._replace(tokens=32, warps=2)
+        return tile
 
     def per_head_rows(self, rows: int) -> int | None:
         """Rows of a program of per_head_matmul.py; None where torch multiplies more ``rows`` faster."""
@@ -200,17 +209,20 @@ class AttentionPolicy:
             return INVARIANT_SPLITS
         return DecodeSplits(2, 64) if self.mla_is_narrow(num_heads, itemsize) else DecodeSplits()
 
-    def mla_verify(self, num_heads: int, q_len: int, itemsize: int) -> VerifyTile:
-        """The tile of up to ``q_len`` rows of ``num_heads`` heads over latents: 64 rows and heads at most. Up to 32 are
-        the columns of products, whose rows tokens are: as rows they would leave half of a tensor core idle."""
+    def mla_verify(self, num_heads: int, q_len: int, itemsize: int, requests: int) -> VerifyTile:
+        """The tile of up to ``q_len`` rows of ``num_heads`` heads over latents, of ``requests``: 32 rows and heads, of
+        which two programs fit an SM. 64 are faster where one such tile has all rows of a request, and requests are
+        many."""
         if itemsize > 2:
             tile = self.numbers.mla_float32
             return VerifyTile(1 if self.batch_invariant else max(1, 16 // num_heads), *tile[:3], heads=16)
         heads = min(num_heads, 64)
-        rows = 1 if self.batch_invariant else max(1, 64 // num_heads)
-        if min(rows, 1 << (q_len - 1).bit_length()) * heads <= 32:
-            return VerifyTile(rows, 32, 8, 5, heads=heads, transposed=True)
-        return VerifyTile(rows, 32, 8, 4, heads=heads)
+        if self.batch_invariant:
+            return VerifyTile(1, 32, 8, 4 if heads > 32 else 5, heads=heads, transposed=heads <= 32)
+        whole = 32 < q_len * heads <= 64 and requests > self.facts.num_sms // 4
+        if heads > 32 or whole:
+            return VerifyTile(max(1, 64 // heads), 32, 8, 4, heads=heads)
+        return VerifyTile(32 // heads, 64, 4, 2, heads=heads)
 
     def mla_verify_splits(self) -> DecodeSplits:
         """As many splits of verified rows as programs that run at once."""

@@ -78,13 +78,16 @@ class WarpSpecializedTile:
 
 
 class InvariantTile(NamedTuple):
-    """The tile of batch_invariant_matmul.py: ``rows`` x ``columns`` by steps of ``depth``, one program for each."""
+    """A tile of batch_invariant_matmul.py: ``rows`` x ``columns`` by steps of ``depth``, one program for each."""
 
     rows: int
     columns: int
     depth: int
     warps: int
     stages: int
+
+
+AnyInvariantTile = InvariantTile | PersistentTile | WarpSpecializedTile
 
 
 class BatchedSplits(NamedTuple):
@@ -163,12 +166,29 @@ class WarpSpecializedNumbers:
 
 
 @dataclass(frozen=True)
+class InvariantNumbers:
+    """Microseconds in which each SM computes a tile over 4,096 values of the inner dimension, of the kernels that take
+    more rows than ``persistent_max_rows``; an SM has one tile at a time. (One H200, 2026-11-23.)"""
+
+    persistent_max_rows: int = 128
+    small: float = 21.7
+    large: float = 35.4
+    usual: float = 43.5
+    tall: float = 62.0
+
+
+INVARIANT_SMALL = InvariantTile(128, 64, 64, 4, 5)
+INVARIANT_LARGE = InvariantTile(128, 128, 64, 8, 4)
+
+
+@dataclass(frozen=True)
 class GemmNumbers:
     small_m: SmallMNumbers
     persistent: PersistentNumbers
     split_k: SplitKNumbers
     batched_splits: BatchedSplitsNumbers
     warp_specialized: WarpSpecializedNumbers
+    invariant: InvariantNumbers = InvariantNumbers()
 
     @classmethod
     def derived(cls, facts: DeviceFacts) -> GemmNumbers:
@@ -192,12 +212,41 @@ class GemmPolicy:
     numbers: GemmNumbers
     batch_invariant: bool = False
 
-    def invariant(self, itemsize: int) -> InvariantTile | None:
-        """The tile of all products with weights of ``itemsize`` bytes, whatever their rows; None without
-        ``batch_invariant``, and where Triton's kernels do not run."""
+    @lru_cache(_CACHED_SHAPES)  # noqa: B019 (policies live as long as the process)
+    def invariant(self, rows: int, out: int, width: int, itemsize: int) -> AnyInvariantTile | None:
+        """The tile of a product whose rows have the same bits whatever their number; None without ``batch_invariant``,
+        and where Triton's kernels do not run.
+
+        Warp groups of a Hopper GPU multiply 16 values of the inner dimension at a time. In one accumulator from first
+        to last these have one order of sums, whatever the shape of the tile, and whichever operand the rows are: so
+        there the tile follows the number of rows (tests/gpu/kernels/test_invariant_products.py). Elsewhere there is
+        one tile."""
         if not self.batch_invariant or not self.facts.runs_triton:
             return None
-        return InvariantTile(64, 64, 64, 4, 3) if itemsize <= 2 else InvariantTile(16, 64, 32, 4, 2)
+        if itemsize > 2:
+            return InvariantTile(16, 64, 32, 4, 2)
+        if not self.facts.runs_gluon or itemsize != 2 or width % 8 or width < 256:
+            return InvariantTile(64, 64, 64, 4, 3)
+        numbers = self.numbers.invariant
+        if rows <= numbers.persistent_max_rows:
+            depth = 128 if rows <= 64 else 64
+            padded = PersistentTile(64, 1, depth, 1).padded_rows(rows)
+            return PersistentTile(64, 1, depth, self.numbers.persistent.ring_bytes // ((64 + padded) * depth * 2))
+        return min(self.invariant_tiles, key=lambda tile: self._invariant_cost(tile, rows, out))
+
+    @property
+    def invariant_tiles(self) -> tuple[AnyInvariantTile, ...]:
+        """Those of many rows, on a Hopper GPU."""
+        wide = self.numbers.warp_specialized
+        return wide.usual, wide.tall, INVARIANT_LARGE, INVARIANT_SMALL
+
+    def _invariant_cost(self, tile: AnyInvariantTile, rows: int, out: int) -> float:
+        """Time of one wave of tiles after the other, in which each SM has one."""
+        numbers, wide = self.numbers.invariant, self.numbers.warp_specialized
+        height, width, cost = {
+            wide.usual: (wide.usual.rows, 256, numbers.usual), wide.tall: (wide.tall.rows, 256, numbers.tall),
+            INVARIANT_LARGE: (128, 128, numbers.large), INVARIANT_SMALL: (128, 64, numbers.small)}[tile]
+        return cost * -(-(-(-rows // height) * -(-out // width)) // self.facts.num_sms)
 
     @lru_cache(_CACHED_SHAPES)  # noqa: B019 (policies live as long as the process)
     def small_m_max_rows(self, out: int, width: int, itemsize: int) -> int:

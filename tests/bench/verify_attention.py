@@ -41,7 +41,7 @@ GRID = [(1, 2048), (16, 2048), (64, 2048), (128, 2048), (256, 2048), (1, 8192), 
 WIDTHS = (2, 4, 6, 8)
 TILES = [(64, 4, 2), (64, 4, 3), (64, 4, 4), (32, 4, 3), (128, 4, 2), (128, 8, 2)]
 SPLITS = [DecodeSplits(2, 128, 2), DecodeSplits(4, 128, 2), DecodeSplits(8, 256, 1)]
-LATENT_TILES = [(32, 8, 4, False), (64, 8, 2, False), (32, 8, 5, True), (32, 8, 4, True), (64, 8, 2, True)]
+LATENT_TILES = [(32, 8, 4, False), (64, 8, 2, False), (64, 4, 2, False), (32, 4, 3, True), (32, 8, 5, True)]
 LATENT_SPLITS = [DecodeSplits(1, 64), DecodeSplits(2, 64), DecodeSplits(8, 256)]
 RANK, ROPE = 512, 64
 Row = dict[str, Any]
@@ -129,7 +129,7 @@ class Heads:
         q, rows = self.q(width)
         mask = trees(self.batch, width) if tree else None
         at, want = self.expected(width, q, mask)
-        tile, splits = verify_tile(q, self.case.pool[:, 0, 0], self.batch)
+        tile, splits = verify_tile(q, self.case.pool[:, 0, 0], self.batch, width)
         tried, found = [(tile, splits)], []
         few = self.batch <= 16
         tried += [(VerifyTile(tile.rows, *size), cut) for size in TILES for cut in (SPLITS if few else SPLITS[1:2])]
@@ -207,7 +207,7 @@ class Latents:
         at = torch.cat([torch.arange(b * width, (b + 1) * width, device="cuda") for b in some])
         want = reference.mla_attention(q[at].float(), qr[at].float(), self.pool[:, 0],
                                        int32(range(0, len(at) + 1, width)), *table, 192**-0.5)
-        usual, found = policy.mla_verify(self.heads, width, 2), []
+        usual, found = policy.mla_verify(self.heads, width, 2, self.batch), []
         tried = [(usual, policy.mla_verify_splits())]
         tried += [(usual._replace(tokens=t, warps=w, stages=s, transposed=across), cut)
                   for t, w, s, across in LATENT_TILES for cut in LATENT_SPLITS]
@@ -390,11 +390,11 @@ def warm(share: int, shares: int) -> None:
             if kind == "heads":
                 case = cases.get(of) or cases.setdefault(of, Heads(1, 512, of))
                 q, rows = case.q(width)
-                usual = verify_tile(q, case.case.pool[:, 0, 0], 1)[0]
+                usual = verify_tile(q, case.case.pool[:, 0, 0], 1, width)[0]
                 case.step(width, VerifyTile(usual.rows, *size), SPLITS[0], q, rows, None, 2)
             else:
                 case = cases.get(of) or cases.setdefault(of, Latents(of, 1, 512))
-                usual = policy_of(case.pool.device).attention.mla_verify(of, width, 2)
+                usual = policy_of(case.pool.device).attention.mla_verify(of, width, 2, 1)
                 case.step(width, usual._replace(tokens=size[0], warps=size[1], stages=size[2], transposed=size[3]),
                           LATENT_SPLITS[1], *case.q(width), 1)
         except Exception as failed:  # measured later, it says so there

@@ -177,7 +177,7 @@ def verify_heads(requests: int, q_len: int, heads: int, kv_heads: int, dim: int,
                  sinks: bool = False) -> None:
     q = of(requests * q_len, heads + 2 * kv_heads, dim, dtype=dtype)[:, :heads]
     sizes = dim, dtype.itemsize, (cache or dtype).itemsize, requests * kv_heads
-    tile, table = H200.attention.verify(heads // kv_heads, *sizes), (int32(requests + 1), int32(requests))
+    tile, table = H200.attention.verify(heads // kv_heads, q_len, *sizes), (int32(requests + 1), int32(requests))
     planned = plan_verify(int32(requests + 1), *table, PAGE, kv_heads, 132, q_len, 2048, tile,
                           H200.attention.decode_splits(*sizes), window, masked)
     verify_attention(q, *pool(kv_heads, dim, cache or dtype), int32(requests + 1), table[0], int32(requests * 8),
@@ -212,7 +212,7 @@ def decode_latents(requests: int, heads: int, dtype: torch.dtype, cache: torch.d
 
 def verify_latents(requests: int, q_len: int, heads: int, dtype: torch.dtype, cache: torch.dtype | None = None,
                    masked: bool = False, tile: VerifyTile | None = None) -> None:
-    tile = tile or H200.attention.mla_verify(heads, q_len, dtype.itemsize)
+    tile = tile or H200.attention.mla_verify(heads, q_len, dtype.itemsize, requests)
     rows, table = int32(requests + 1), (int32(requests + 1), int32(requests))
     planned = plan_verify(rows, *table, PAGE, tile.head_blocks(heads), 132, q_len, 2048, tile,
                           H200.attention.mla_verify_splits(), masked=masked)

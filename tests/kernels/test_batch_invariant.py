@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from baton.kernels.tuning import policy as policies
+from baton.kernels.tuning.gemm import InvariantTile, PersistentTile
 from baton.kernels.tuning.policy import Policy, policy_of, set_batch_invariant
 
 from .h200 import FACTS, H200
@@ -22,7 +23,8 @@ BF16 = torch.bfloat16
 Chooser = Callable[[Policy, int], Hashable]
 """All choices of one method for a number of rows."""
 ASKED: dict[str, Chooser] = {
-    "gemm.invariant": lambda p, rows: p.gemm.invariant(2),
+    "gemm.invariant": lambda p, rows: tuple(p.gemm.invariant(rows, *s, 2) for s in SHAPES),
+    "gemm.invariant_tiles": lambda p, rows: p.gemm.invariant_tiles,
     "gemm.small_m_max_rows": lambda p, rows: tuple(rows <= p.gemm.small_m_max_rows(*s, 2) for s in SHAPES),
     "gemm.is_persistent": lambda p, rows: tuple(p.gemm.is_persistent(*s, 2) for s in SHAPES),
     "gemm.persistent": lambda p, rows: tuple(p.gemm.persistent(rows, *s) for s in SHAPES),
@@ -41,7 +43,8 @@ ASKED: dict[str, Chooser] = {
                                                      for dim in (64, 128, 256) for cache in (1, 2)),
     "attention.decode_warp_specialized": lambda p, rows: p.attention.decode_warp_specialized(8 * rows),
     "attention.verifies": lambda p, rows: p.attention.verifies(8),
-    "attention.verify": lambda p, rows: tuple(p.attention.verify(4, dim, 2, 2, 8 * rows) for dim in (64, 128, 256)),
+    "attention.verify": lambda p, rows: tuple(p.attention.verify(4, q_len, dim, 2, 2, 8 * rows)
+                                              for q_len in (2, 4, 8) for dim in (64, 128, 256)),
     "attention.fixed_split": lambda p, rows: tuple(p.attention.fixed_split(dim, size) for dim in (64, 256)
                                                    for size in (2, 4)),
     "attention.per_head_rows": lambda p, rows: p.attention.per_head_rows(rows),
@@ -51,20 +54,22 @@ ASKED: dict[str, Chooser] = {
     "attention.mla_decode": lambda p, rows: p.attention.mla_decode(16, 2),
     "attention.mla_is_narrow": lambda p, rows: p.attention.mla_is_narrow(16, 2),
     "attention.mla_splits": lambda p, rows: p.attention.mla_splits(16, 2),
-    "attention.mla_verify": lambda p, rows: tuple(p.attention.mla_verify(heads, rows, 2) for heads in (8, 16, 128)),
+    "attention.mla_verify": lambda p, rows: tuple(p.attention.mla_verify(heads, rows, 2, 64) for heads in (8, 16, 128)),
     "attention.mla_verify_splits": lambda p, rows: p.attention.mla_verify_splits(),
     "moe.tiles": lambda p, rows: tuple(p.moe.tiles(rows, 128, 2048, 768, 8, BF16, warp) for warp in (False, True)),
 }
-INDEPENDENT = {"attention.verifies", "attention.mla_verify_splits", "gemm.invariant",
+INDEPENDENT = {"attention.verifies", "attention.mla_verify_splits", "gemm.invariant", "gemm.invariant_tiles",
                "gemm.is_persistent", "gemm.fuses_activation", "attention.prefill", "attention.fixed_split",
                "attention.mla_prefill", "attention.mla_head_block", "attention.mla_decode", "attention.mla_is_narrow",
                "attention.mla_splits"}
-"""Choices that take no number of rows; listed so that none is forgotten."""
+"""Choices that take no number of rows, or only where the mode is on; listed so that none is forgotten."""
+SAME_ORDER = {"gemm.invariant"}
+"""Choices that follow the rows and leave the order of sums as it is, which tests/gpu compares to the last bit."""
 
 
 @pytest.mark.parametrize("name", ASKED)
 def test_a_choice_is_the_same_for_all_rows(name):
-    assert len({ASKED[name](INVARIANT, rows) for rows in ROWS}) == 1
+    assert (len({ASKED[name](INVARIANT, rows) for rows in ROWS}) > 1) == (name in SAME_ORDER)
     assert (len({ASKED[name](H200, rows) for rows in ROWS}) > 1) == (name not in INDEPENDENT)
 
 
@@ -89,9 +94,24 @@ def test_splits_of_the_inner_dimension_are_fixed():
             assert INVARIANT.gemm.small_m_max_rows(out, width, 1) == 0
 
 
+def test_products_of_the_mode_have_the_fastest_of_tiles_with_one_order():
+    def of(rows: int, out: int, width: int = 4096) -> object:
+        return INVARIANT.gemm.invariant(rows, out, width, 2)
+
+    assert of(1, 4096) == PersistentTile(64, 1, 128, 11) and of(16, 4096) == PersistentTile(64, 1, 128, 10)
+    assert of(64, 28672) == PersistentTile(64, 1, 128, 6) and of(128, 28672) == PersistentTile(64, 1, 64, 8)
+    usual, tall, large, small = INVARIANT.gemm.invariant_tiles
+    assert (of(256, 4096), of(256, 6144), of(256, 28672)) == (small, large, usual)
+    assert (of(1024, 4096), of(4096, 4096), of(4096, 6144), of(4096, 28672)) == (usual, usual, tall, tall)
+    assert of(4096, 4096, 100) == of(1, 4096, 100) == InvariantTile(64, 64, 64, 4, 3)  # TMA reads 16 bytes at least
+    ampere = Policy.load(replace(FACTS, runs_gluon=False), batch_invariant=True)
+    assert len({ampere.gemm.invariant(rows, 4096, 4096, 2) for rows in ROWS}) == 1
+    assert len({INVARIANT.gemm.invariant(rows, 4096, 4096, 4) for rows in ROWS}) == 1
+
+
 def test_without_triton_there_is_no_tile():
-    assert Policy.load(replace(FACTS, runs_triton=False), batch_invariant=True).gemm.invariant(2) is None
-    assert H200.gemm.invariant(2) is None
+    assert Policy.load(replace(FACTS, runs_triton=False), batch_invariant=True).gemm.invariant(1, 64, 64, 2) is None
+    assert H200.gemm.invariant(1, 64, 64, 2) is None
 
 
 def test_the_switch_is_of_the_process():

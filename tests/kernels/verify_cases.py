@@ -109,7 +109,7 @@ def test_types(dtype, atol, rtol, stored):
     pool = paged_pool(40, 2, 16, 64, torch.float32)
     pool = [(x * 0.5).to(stored or dtype) for x in pool]
     q = random(sum(q_lens), 8, 64, dtype=dtype)
-    tile, splits = verify_tile(q, pool[0], 3)
+    tile, splits = verify_tile(q, pool[0], 3, 8)
     plan = plan_verify(rows, table[0], table[2], 16, 2, 100, 8, 300, tile, splits._replace(min_tokens=64))
     got = verify_attention(q, *pool, rows, *table, 0.125 * 1.5, plan, tile, v_scale=0.75)
     want = reference.paged_attention(q, *(x.float() for x in pool), rows, *table, 0.125 * 1.5, 0.75)
