@@ -29,10 +29,7 @@ def chains_on_cpu(sizes: Sequence[int] = SIZES) -> Iterator[list[StepInput]]:
 
     def loaded(cls: type[ModelRunner], config: Any, *args: Any, **options: Any) -> ModelRunner:
         runner: ModelRunner = load(cls, config, *args, **options)
-        if runner.chain_steps is not None and (levels := chain_sizes(config)):
-            runner.chain_steps.record(
-                {count: sorted({min(size, most[-1]) for size in sizes}) for count, most in levels.items()}, Again(),
-                lambda stage, share: None)
+        record_chains(runner, config, sizes)
         return runner
 
     def launched_now(self: Executor, step: StepInput, *args: Any, **options: Any) -> Any:
@@ -49,6 +46,14 @@ def chains_on_cpu(sizes: Sequence[int] = SIZES) -> Iterator[list[StepInput]]:
             stack.enter_context(patch.object(owner, name, new))
         stack.callback(ACTIVE.reset, ACTIVE.set(True))
         yield launched
+
+
+def record_chains(runner: ModelRunner, config: Any, sizes: Sequence[int] = SIZES) -> None:
+    """Records the chain steps that a GPU would capture, of ``sizes`` requests."""
+    if runner.chain_steps is not None and (levels := chain_sizes(config)):
+        runner.chain_steps.record(
+            {count: sorted({min(size, most[-1]) for size in sizes}) for count, most in levels.items()}, Again(),
+            lambda stage, share: None)
 
 
 def num_following(steps: Sequence[StepInput]) -> int:
