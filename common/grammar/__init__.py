@@ -9,9 +9,12 @@ The life of a grammar, and why:
 * Tensor-parallel rank 0, which samples for all, then compiles it again in a thread in parallel to its step loop
   (``store.py``); xgrammar releases the GIL there (longest gap of another thread: 9 ms). Sending the compiled grammar
   was measured, and is slower: for a schema with 60 fields and a vocabulary of 128,000 tokens, compiling took 0.14 s,
-  packing 1.0 s, unpacking 0.22 s and 14 MB (xgrammar 0.2.8, 2 cores).
+  packing 1.0 s, unpacking 0.22 s and 14 MB (xgrammar 0.2.8, 2 cores). llguidance compiles lazily: what is sent is
+  its grammar as text.
 * The API server sends the request only after rank 0 has reported that the grammar is ready (``service.py``). Ranks
   therefore need no queue of requests that wait for grammars, whose order would have to be the same on all of them.
+* A backend (``backend.py``: xgrammar, llguidance) compiles, and makes the state that follows one answer. All else is
+  the same for all of them.
 * A request's ``Matcher`` (``matcher.py``) catches up with the request's tokens whenever a mask is needed. So tokens may
   come from anywhere (a step, another server's prefill, an answer that is continued), and retraction, which keeps the
   tokens, needs nothing. When nothing may follow, the mask allows end-of-sequence tokens only; every rank sees such a

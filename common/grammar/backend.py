@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
+import numpy as np
 
-from ..api.errors import ServingError
 from ..api.grammar import GrammarSpec, Vocabulary
-from ..api.sampling import SamplingParams
-from ..request.output_matcher import OutputMatcher
-from ..request.token_buffer import TokenBuffer
+
+
+class TooComplex(RuntimeError):
+    """Raised by a ``GrammarState`` for a grammar that exceeds the library's limits on the way: the client's fault."""
 
 
 class CompiledGrammar(Protocol):
@@ -36,10 +36,27 @@ class GrammarCompiler(Protocol):
         """Raises InvalidRequest where no token, nor the end, can be the first of an answer."""
 
 
-class GrammarMaskFiller(Protocol):
-    def fill(self, matchers: Sequence[Any]) -> list[Callable[[torch.Tensor, int], None] | None]:
-        """Fills a mask for each of the backend's matchers; returns functions that copy it into a row of a bitmask, None
-        where nothing can follow the drafts that a matcher has moved to."""
+class GrammarState(Protocol):
+    """A place in a grammar, with the way there. Methods raise RuntimeError where the library fails."""
+
+    def accept_token(self, token: int) -> bool:
+        """Goes on by a token; returns False, and stays, where the grammar forbids it."""
+
+    def rollback(self, num_tokens: int) -> None:
+        """Takes back the last tokens."""
+
+    def fill_next_token_bitmask(self, words: np.ndarray, row: int) -> object:
+        """Sets the bits of ``words[row]`` (int32) to the tokens that may follow, none where nothing can."""
+
+    def is_completed(self) -> bool:
+        """Returns True where the grammar may end."""
+
+    def is_terminated(self) -> bool:
+        """Returns True after a token that ends every answer."""
+
+
+FillTogether = Callable[[Sequence[Any], np.ndarray, Sequence[int]], object]
+"""Fills the masks of several states in threads: ``fill(states, words, rows)``; raises RuntimeError where one fails."""
 
 
 class GrammarBackend(Protocol):
@@ -48,8 +65,7 @@ class GrammarBackend(Protocol):
     def compiler(self, vocabulary: Vocabulary, whitespace: str | None) -> GrammarCompiler:
         """Makes the compiler for a vocabulary; ``whitespace`` is a regular expression for that of JSON, None any."""
 
-    def matcher(self, compiled: Any, tokens: TokenBuffer, start: int, stop_ids: frozenset[int],
-                end_ids: frozenset[int], sampling: SamplingParams, error: ServingError | None) -> OutputMatcher:
-        """Makes the matcher of an output that begins at ``tokens[start]``, as ``matcher.Matcher``."""
+    def state(self, compiled: Any) -> GrammarState:
+        """Returns the beginning of a compiled grammar."""
 
-    def filler(self, vocab_size: int) -> GrammarMaskFiller: ...
+    def fill_together(self, max_threads: int) -> FillTogether: ...

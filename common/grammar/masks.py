@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-import xgrammar
 
+from .backend import FillTogether, GrammarState
 from .matcher import Matcher
 
 FillRow = Callable[[torch.Tensor, int], None]
@@ -24,11 +24,12 @@ _STEPS_ROW_BY_ROW = 8
 class MaskFiller:
     """Fills masks in threads of rank 0: one row of a 128k vocabulary takes 0.1 to 0.5 ms inside a string."""
 
-    def __init__(self, vocab_size: int):
+    def __init__(self, vocab_size: int, fill_together: Callable[[int], FillTogether]):
+        """``fill_together`` is that of a ``GrammarBackend``."""
         self._vocab_size = vocab_size
-        # xgrammar may set the bits after the last token's.
+        # a library may set the bits after the last token's.
         self._last_word = np.uint32((1 << (vocab_size - 1) % 32 + 1) - 1)
-        self._batch = xgrammar.BatchGrammarMatcher(max_threads=max(1, min(8, (os.cpu_count() or 1) // 2)))
+        self._batch = fill_together(max(1, min(8, (os.cpu_count() or 1) // 2)))
         self._steps_row_by_row = 0  # that are left
 
     def fill(self, matchers: Sequence[Matcher]) -> list[FillRow | None]:
@@ -48,12 +49,12 @@ class MaskFiller:
         finished = [matcher.finish_mask(row) for matcher, row in zip(matchers, words.view(np.uint32))]
         return [_copier(torch.from_numpy(row)) if done else None for row, done in zip(words, finished)]
 
-    def _fill_together(self, live: list[tuple[int, xgrammar.GrammarMatcher]], words: np.ndarray) -> bool:
+    def _fill_together(self, live: list[tuple[int, GrammarState]], words: np.ndarray) -> bool:
         """Fills the masks as a batch; returns False where one grammar failed: which one, only filling row by row shows.
         """
         began = time.perf_counter()
         try:
-            self._batch.batch_fill_next_token_bitmask([grammar for _, grammar in live], words, [i for i, _ in live])
+            self._batch([grammar for _, grammar in live], words, [i for i, _ in live])
         except RuntimeError:
             return False
         if time.perf_counter() - began > _SLOW_BATCH_SECONDS:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
-import xgrammar
 
 from ..api.drafts import Drafts
 from ..api.errors import InvalidRequest, ServingError
 from ..api.sampling import SamplingParams
 from ..request.token_buffer import TokenBuffer
+from .backend import GrammarState, TooComplex
 
 log = logging.getLogger("baton.grammar")
 
@@ -31,13 +31,13 @@ class Matcher:
     only ``end_ids`` from then on: the request ends with the next token, and ``error`` says why.
     """
 
-    def __init__(self, compiled: xgrammar.CompiledGrammar | None, tokens: TokenBuffer, start: int,
+    def __init__(self, begin: Callable[[], GrammarState] | None, tokens: TokenBuffer, start: int,
                  stop_ids: frozenset[int], end_ids: frozenset[int], sampling: SamplingParams,
                  error: ServingError | None = None):
         """The output begins at ``tokens[start]``. ``end_ids``: the end-of-sequence tokens, at least one of them.
-        ``compiled`` is None where there is an ``error`` already."""
-        self._compiled = compiled
-        self.grammar = None if compiled is None else xgrammar.GrammarMatcher(compiled)
+        ``begin`` returns the grammar's beginning, and is None where there is an ``error`` already."""
+        self._begin = begin
+        self.grammar = None if begin is None else begin()
         self.error = error
         self._tokens = tokens
         self._start = start
@@ -111,10 +111,10 @@ class Matcher:
         """Follows the accepted tokens anew, without drafts from now on: one has broken ``grammar``. Called in its
         exception handler."""
         log.exception("a grammar's matcher failed on drafts after %d tokens", len(self) - len(self._path))
-        assert self._compiled is not None
+        assert self._begin is not None
         self._path.clear()
         self._draft_seconds = math.inf
-        self.grammar = xgrammar.GrammarMatcher(self._compiled)
+        self.grammar = self._begin()
         tokens = self._tokens.view(self._start, self._accepted).tolist()
         if self._pending is not None and len(tokens) < self._accepted - self._start:
             tokens.append(self._pending)
@@ -149,23 +149,23 @@ class Matcher:
             return False
         try:
             return self.grammar.accept_token(token) and not self.grammar.is_terminated()
-        except RuntimeError:
-            self._fail_internally()
+        except RuntimeError as error:
+            self._fail_by(error)
             return True
 
     def fill(self, words: np.ndarray, row: int) -> None:
         """Sets the bits of ``words[row]`` (int32 words) to the tokens that may follow; charges this request for the
-        time, and fails it where xgrammar fails, unless on a draft."""
+        time, and fails it where the library fails, unless on a draft."""
         assert self.grammar is not None
         began = time.thread_time()
         try:
             self.grammar.fill_next_token_bitmask(words, row)
-        except RuntimeError:
+        except RuntimeError as error:
             if self._path:
                 self._broke = True
                 self._restart()
             else:
-                self._fail_internally()
+                self._fail_by(error)
         self.charge(time.thread_time() - began)
 
     def finish_mask(self, mask: np.ndarray) -> bool:
@@ -218,8 +218,15 @@ class Matcher:
             self._fail("The output ended where its grammar may not end.")
         return self.error
 
+    def _fail_by(self, error: RuntimeError) -> None:
+        """Fails after an error of the library; called in its exception handler."""
+        if isinstance(error, TooComplex):
+            self._fail(f"The grammar is too complex to be followed after {len(self)} tokens: {error}; simplify it.")
+        else:
+            self._fail_internally()
+
     def _fail_internally(self) -> None:
-        """Fails after an internal error of xgrammar; called in its exception handler."""
+        """Fails after an internal error of the library; called in its exception handler."""
         log.exception("a grammar's matcher failed after %d tokens", len(self))
         self.error = self.error or ServingError("The grammar could not be followed; the server's log says why.")
 

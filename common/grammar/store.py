@@ -6,18 +6,20 @@ import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 from ..api.errors import InvalidRequest, ServingError
 from ..api.grammar import GrammarSpec, Vocabulary
 from ..api.messages import Done, PrepareGrammar
 from ..config.server.answers import GRAMMAR_BACKENDS
+from .masks import FillRow, MaskFiller
+from .matcher import Matcher
 
 if TYPE_CHECKING:
     from ..request.output_matcher import OutputMatcher
     from ..request.req import Req
-    from .backend import CompiledGrammar, GrammarCompiler, GrammarMaskFiller
-    from .masks import FillRow
+    from .backend import CompiledGrammar, GrammarCompiler
 
 log = logging.getLogger("baton.grammar")
 
@@ -33,7 +35,7 @@ class GrammarStore:
         self._eos_ids = eos_ids
         self._vocabulary: Vocabulary | None = None
         self._compiler: GrammarCompiler | None = None
-        self._filler: GrammarMaskFiller | None = None
+        self._filler: MaskFiller | None = None
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammar-compiling")
         self._loading = ThreadPoolExecutor(1, thread_name_prefix="grammar-loading")  # does not wait for compilations
         self._compiler_lock = threading.Lock()
@@ -60,7 +62,7 @@ class GrammarStore:
         """Removes a grammar from the cache; requests that use it are not affected."""
         self._compiled.pop(spec, None)
 
-    def matcher(self, req: Req, start: int) -> OutputMatcher:
+    def matcher(self, req: Req, start: int) -> Matcher:
         """Creates the matcher of a request whose output begins at token ``start``. Where the grammar was not prepared
         and cannot be compiled, the request fails with its first token."""
         spec = req.sampling.grammar
@@ -71,14 +73,14 @@ class GrammarStore:
                 compiled = self._compile(spec)
             except InvalidRequest as refusal:
                 error = refusal
-        return GRAMMAR_BACKENDS.get(self._backend).matcher(compiled, req.tokens, start, req.stop_ids, self._eos_ids,
-                                                           req.sampling, error)
+        begin = None if compiled is None else partial(GRAMMAR_BACKENDS.get(self._backend).state, compiled)
+        return Matcher(begin, req.tokens, start, req.stop_ids, self._eos_ids, req.sampling, error)
 
     def fill(self, matchers: Sequence[OutputMatcher]) -> list[FillRow | None]:
-        """Fills the masks of a step for matchers of this store, see ``GrammarMaskFiller.fill``."""
+        """Fills the masks of a step for matchers of this store, see ``MaskFiller.fill``."""
         if self._filler is None:
-            self._filler = GRAMMAR_BACKENDS.get(self._backend).filler(self._vocab_size)
-        return self._filler.fill(matchers)
+            self._filler = MaskFiller(self._vocab_size, GRAMMAR_BACKENDS.get(self._backend).fill_together)
+        return self._filler.fill(cast("Sequence[Matcher]", matchers))
 
     def close(self) -> None:
         for thread in (self._compiling, self._loading):

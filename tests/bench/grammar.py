@@ -37,7 +37,7 @@ from ...common.config.server import (
     ServerConfig,
 )
 from ...common.distributed.parallel import Parallel
-from ...common.grammar.compiler import Compiler
+from ...common.grammar.xgrammar_compiler import Compiler
 from ...common.models.registry import load_model_spec
 from ...common.runner.model_runner import ModelRunner
 from ..helpers.grammar_engine import GrammarEngine

@@ -69,7 +69,7 @@ class GrammarEngine:
 
     def __init__(self, *, overlap: bool = False, max_total_tokens: int = 65_536, chunk: int = 8192,
                  whitespace: str | None = None, max_running: int = 256, runner: ModelRunner | None = None,
-                 tokens: Vocabulary | None = None):
+                 tokens: Vocabulary | None = None, backend: str = "xgrammar"):
         runner = runner or _runner(max_total_tokens)
         schedule = ScheduleArgs(chunked_prefill_size=chunk, max_running_requests=max_running,
                                 schedule_conservativeness=0.0)
@@ -78,7 +78,7 @@ class GrammarEngine:
         self.tracker = RequestTracker(self.sent.append, eos_ids=frozenset(runner.spec.eos_token_ids),
                                       vocab_size=runner.spec.vocab_size, max_request_tokens=max_total_tokens,
                                       max_requests=1024, timeout=1e9)
-        self.store = GrammarStore(whitespace, runner.spec.vocab_size, self.tracker.eos_ids)
+        self.store = GrammarStore(whitespace, runner.spec.vocab_size, self.tracker.eos_ids, backend)
         self.store.prepare(PrepareGrammar(0, GrammarSpec("regex", "x"), tokens or vocabulary()))
         executor = Executor(runner, Sampler(runner.spec.vocab_size, runner.device, 0), self.store)
         self.scheduler = UnifiedScheduler(Batcher(self.cache, schedule), executor, self.tracker, overlap=overlap)

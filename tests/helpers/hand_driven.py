@@ -46,7 +46,7 @@ class Engine:
                  load_format="auto", schedule=None, parallel=None, vocabulary=None, quantization=None,
                  kv_cache_dtype="auto", line=None, parts=None, groups=None, cache=None, proposer=None, max_drafts=4,
                  drafter=None, features=None, speculative=None, simulated=None, model_impl="baton", chains=None,
-                 offload=None):
+                 offload=None, grammar_backend="xgrammar"):
         """``schedule``: further fields of ScheduleArgs; by default nothing is reserved for output, so that small pools
         see retractions. ``vocabulary``: of grammars. ``line``: between the pipeline stages of ``parts`` (ParallelArgs).
         ``groups``: DataParallelArgs. ``cache``: further fields of CacheArgs. ``drafter`` on the device, which reads
@@ -74,7 +74,7 @@ class Engine:
                                       max_requests=512, timeout=1e9)
         self.grammars = None
         if vocabulary is not None:
-            self.grammars = GrammarStore(None, spec.vocab_size, self.tracker.eos_ids)
+            self.grammars = GrammarStore(None, spec.vocab_size, self.tracker.eos_ids, grammar_backend)
             self.grammars.prepare(PrepareGrammar(0, GrammarSpec("regex", "x"), vocabulary))
         if drafter is None and runner.drafter is not None:
             drafter, features = runner.drafter, runner.draft_model.features

@@ -64,7 +64,8 @@ class ChatArgs:
 @dataclass(frozen=True)
 class GrammarArgs:
     grammar_backend: str = flag("xgrammar", choices=Choices.of(GRAMMAR_BACKENDS, others=("none",)), help=(
-        "library that constrains answers to a JSON schema, regular expression or grammar; none refuses such requests"))
+        "library that constrains answers to a JSON schema, regular expression or grammar; outlines is llguidance; none "
+        "refuses such requests"))
     constrained_json_whitespace_pattern: str | None = flag(None, help=(
         "regular expression for the white space between the elements of JSON answers; without it any is allowed"))
     constrained_json_disable_any_whitespace: bool = flag(False, help=(

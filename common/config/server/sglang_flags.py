@@ -104,8 +104,6 @@ VALUES: dict[str, Values] = {
     "--model-impl": Values({"auto": "baton", "sglang": "baton"}),
     "--log-level": Values({"critical": "error"}),
     "--log-level-http": Values({"critical": "error"}),
-    "--grammar-backend": Values(refused=dict.fromkeys(
-        ("outlines", "llguidance"), "xgrammar takes JSON schemas, regular expressions and grammars; leave it out")),
     "--quantization": Values({"w8a8_fp8": "fp8"}, refused=dict.fromkeys(
         ("awq", "gptq", "marlin", "gptq_marlin", "awq_marlin", "bitsandbytes", "gguf", "modelopt", "modelopt_fp4",
          "petit_nvfp4", "w8a8_int8", "moe_wna16", "qoq", "w4afp8"),

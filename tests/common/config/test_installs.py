@@ -13,7 +13,7 @@ _BLOCKED = """
 import importlib.util, sys
 class Blocked:
     names = {"torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy", "jinja2", "xgrammar",
-             "nixl", "triton", "psutil"}
+             "llguidance", "nixl", "triton", "psutil"}
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in self.names:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)

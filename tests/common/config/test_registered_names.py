@@ -47,7 +47,8 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
     "common/speculative": (SPECULATIVE_ALGORITHMS, {
         "base", "draft_length", "draft_tree", "ngram_index", "ngram_tree", "simulated", "verify"}),
     "common/grammar": (GRAMMAR_BACKENDS, {
-        "backend", "compiler", "fair_slots", "masks", "matcher", "patterns", "service", "store", "trial"}),
+        "backend", "ebnf", "fair_slots", "lark", "lark_tags", "masks", "matcher", "patterns", "service", "store",
+        "trial", "xgrammar_compiler"}),
     "common/scheduler/policies": (SCHEDULE_POLICIES, {"order", "priority"}),
     "router/policies": (ROUTING_POLICIES, {
         "base", "load_view", "page_costs", "text_pages", "token_pages", "worker_groups"}),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from unittest.mock import patch
 
 import numpy as np
@@ -12,7 +14,8 @@ import torch
 from baton.common.api.drafts import Drafts
 from baton.common.api.grammar import GrammarSpec, Vocabulary
 from baton.common.api.sampling import SamplingParams
-from baton.common.grammar.compiler import Compiler
+from baton.common.config.server.answers import GRAMMAR_BACKENDS
+from baton.common.grammar.backend import GrammarState
 from baton.common.grammar.masks import MaskFiller
 from baton.common.grammar.matcher import Matcher
 from baton.common.request.token_buffer import TokenBuffer
@@ -37,10 +40,28 @@ GRAMMARS = {
 }
 
 
+Begin = Callable[[], GrammarState]
+
+
+@pytest.fixture(scope="module", params=["xgrammar", "llguidance"])
+def backend(request):
+    return GRAMMAR_BACKENDS.get(request.param)
+
+
 @pytest.fixture(scope="module")
-def compiled():
-    compiler = Compiler(VOCABULARY, "")
-    return {name: compiler.compile(spec) for name, spec in GRAMMARS.items()}
+def compiled(backend) -> dict[str, Begin]:
+    """The beginnings of the grammars."""
+    return {name: begin_of(backend, spec) for name, spec in GRAMMARS.items()}
+
+
+def begin_of(backend, spec: GrammarSpec, vocabulary: Vocabulary = VOCABULARY) -> Begin:
+    return partial(backend.state, backend.compiler(vocabulary, "").compile(spec))
+
+
+def backend_of(matcher: Matcher):
+    """The backend of a matcher, by the module of its state's class."""
+    state = getattr(matcher.grammar, "_grammar", matcher.grammar)  # within Broken
+    return GRAMMAR_BACKENDS.get("xgrammar" if type(state).__module__.startswith("xgrammar") else "llguidance")
 
 
 def matcher_of(compiled, tokens: list[int] | TokenBuffer, **sampling) -> Matcher:
@@ -52,7 +73,7 @@ def matcher_of(compiled, tokens: list[int] | TokenBuffer, **sampling) -> Matcher
 
 def mask_of(matcher: Matcher) -> list[int] | None:
     """The tokens that may come next."""
-    [fill] = MaskFiller(len(PIECES)).fill([matcher])
+    [fill] = MaskFiller(len(PIECES), backend_of(matcher).fill_together).fill([matcher])
     if fill is None:
         return None
     words = torch.full((1, -(len(PIECES) // -32)), -1, dtype=torch.int32)
@@ -61,8 +82,10 @@ def mask_of(matcher: Matcher) -> list[int] | None:
 
 
 def state_of(matcher: Matcher) -> tuple[object, ...]:
+    """Where the library shows no state of its own, masks tell states apart."""
     assert matcher.grammar is not None
-    return matcher.grammar._debug_print_internal_state(), len(matcher), matcher.error, matcher.grammar.is_completed()
+    shown = getattr(matcher.grammar, "_debug_print_internal_state", lambda: None)()
+    return shown, len(matcher), matcher.error, matcher.grammar.is_completed()
 
 
 def likely_drafts(rng: np.random.Generator, compiled, tokens: list[int], **sampling) -> Drafts:
@@ -131,13 +154,13 @@ def test_an_answer_ends_as_without_drafts(compiled):
     assert not matcher.move((END,))
 
 
-def test_a_dead_end_behind_a_draft_is_no_failure():
+def test_a_dead_end_behind_a_draft_is_no_failure(backend):
     """Nothing can follow the draft: its row is void, and the request fails only once the draft is its token."""
-    compiled = Compiler(Vocabulary([b"a", b"b", b"<end>"], [2], [2]), None).compile(GrammarSpec("regex", "a|bc"))
+    compiled = begin_of(backend, GrammarSpec("regex", "a|bc"), Vocabulary([b"a", b"b", b"<end>"], [2], [2]))
     buffer = TokenBuffer([9])
     matcher = Matcher(compiled, buffer, 1, frozenset((2,)), frozenset((2,)), SamplingParams())
     assert matcher.advance() and matcher.allowed(Drafts((1,))) == Drafts((1,)) and matcher.move((1,))
-    filler = MaskFiller(3)
+    filler = MaskFiller(3, backend.fill_together)
     assert filler.fill([matcher]) == [None] and matcher.error is None
     assert matcher.move(()) and filler.fill([matcher]) != [None]
     buffer.append(1)
@@ -146,7 +169,7 @@ def test_a_dead_end_behind_a_draft_is_no_failure():
 
 
 class Broken:
-    """A matcher of xgrammar's whose method ``name`` raises, after ``count`` calls."""
+    """A grammar's state whose method ``name`` raises, after ``count`` calls."""
 
     def __init__(self, grammar, name, count):
         self._grammar, self._name, self._left = grammar, name, count
@@ -176,9 +199,8 @@ def test_drafts_that_break_a_matcher_only_end_its_drafts(compiled, name, count, 
     assert "failed on drafts after 1 tokens" in caplog.text
 
 
-def test_drafts_that_take_too_long_end():
-    compiled = Compiler(VOCABULARY, None).compile(GrammarSpec("regex", "[a-d]*"))
-    matcher, a = matcher_of(compiled, []), PIECES.index(b"a")
+def test_drafts_that_take_too_long_end(compiled):
+    matcher, a = matcher_of(compiled["letters"], []), PIECES.index(b"a")
     with patch("time.thread_time", side_effect=(0.6 * tick for tick in range(99))):
         assert matcher.allowed(Drafts((a, a))) == Drafts((a, a))
         assert matcher.allowed(Drafts((a, a))) is None

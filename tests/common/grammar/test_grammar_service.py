@@ -56,6 +56,60 @@ def test_a_mistake_is_told_in_a_sentence(trial, spec, reason):
     assert reason in message and message.endswith(".") and "/project/" not in message and len(message) < 700
 
 
+@pytest.fixture(scope="module")
+def trial_of_llguidance():
+    trial = Trial(vocabulary(), None, backend="llguidance")
+    yield trial
+    trial.close()
+
+
+@pytest.mark.parametrize(("spec", "reason"), [
+    (GrammarSpec("regex", "(a"), "unclosed group"), (GrammarSpec("regex", "(?=a)b"), "look-around"),
+    (GrammarSpec("regex", "a)|(b"), "unopened group"),
+    (GrammarSpec("ebnf", 'root ::= "a" other'), 'Rule "other" is not defined'),
+    (GrammarSpec("ebnf", 'start ::= "a"'), 'name "root" is not found'),
+    (GrammarSpec("ebnf", "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000), "Nest layer"),
+    (GrammarSpec("ebnf", "root ::= Token(3)"), "xgrammar's alone"), (GrammarSpec("ebnf", "root ::= [z-a]"), "order"),
+    (GrammarSpec("ebnf", 'root ::= "a" "b'), "line 1 has"), (GrammarSpec("ebnf", "%llguidance {}\nstart: x"), "x"),
+    (GrammarSpec("ebnf", "root ::= root"), "allows no answer"),
+    (GrammarSpec("structural_tag", '{"type":"structural_tag","format":{"type":"nope"}}'), "nope"),
+    (GrammarSpec("structural_tag", "{}"), "structural_tag"), (GrammarSpec("structural_tag", "{"), "JSON"),
+    (GrammarSpec("structural_tag", '{"type":"structural_tag","format":{"type":"const_string"}}'), "must have value"),
+    (GrammarSpec("structural_tag", '{"type":"structural_tag","format":{"type":"token","token":"no such"}}'),
+     "no token"),
+    (GrammarSpec("structural_tag", '{"type":"structural_tag","format":{"type":"any_text","max_tokens":4}}'),
+     "max_tokens of any_text"),
+    (GrammarSpec("regex", "((((a{1,900}){1,900}){1,900}){1,900}b)?c{1,9999}d"), None),
+    (schema_spec({"type": "strnig"}), "strnig"), (schema_spec({"$ref": "#/$defs/none"}), "$defs"),
+    (schema_spec({"type": "integer", "minimum": 5, "maximum": 3}), "minimum (5) is greater than maximum (3)"),
+    (schema_spec(False), "schema is false"),
+], ids=lambda value: value.kind if isinstance(value, GrammarSpec) else "")
+def test_a_mistake_is_told_by_llguidance_too(trial_of_llguidance, spec, reason):
+    """``reason`` is None where the grammar is large, and nothing but its limits counts."""
+    try:
+        trial_of_llguidance.compile(spec, BUDGET)
+    except InvalidRequest as error:
+        message = error.message
+        assert (reason or "") in message and message.endswith(".") and "start:" not in message and len(message) < 700
+    else:
+        assert reason is None
+
+
+def test_llguidance_loads_what_it_wrote(trial_of_llguidance):
+    specs = [schema_spec({"type": "integer"}), GrammarSpec("regex", "a+"), GrammarSpec("ebnf", 'root ::= "a" root?'),
+             GrammarSpec("ebnf", "%llguidance {}\nstart: /a/ | start /b/"),
+             GrammarSpec("structural_tag", '{"type":"structural_tag","format":{"type":"const_string","value":"a"}}')]
+    store = GrammarStore(None, 4096, frozenset([2]), "outlines")  # llguidance's other name
+    for seq, spec in enumerate(specs):
+        store.prepare(PrepareGrammar(seq, spec, vocabulary(), trial_of_llguidance.compile(spec, BUDGET).text))
+    answers = []
+    while store.busy:
+        answers += store.finished()
+        time.sleep(0.01)
+    assert [done.code for done in answers] == [None] * len(specs) and store._compiled.keys() == {*specs}
+    store.close()
+
+
 @pytest.mark.parametrize("cpu_time", [False, True])
 def test_what_takes_too_long_is_given_up_and_nobody_waits_for_it(trial, cpu_time):
     with ThreadPoolExecutor(1) as other:

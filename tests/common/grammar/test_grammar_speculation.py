@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
+
 from baton.common.api.grammar import GrammarSpec
 from baton.common.api.messages import Failed
 from baton.common.config.server.speculative import SpeculativeArgs
@@ -17,9 +19,10 @@ from baton.tests.helpers.outputs import outputs_of
 COUNT = 150
 
 
-def test_answers_are_valid():
-    engine = Engine(CHECKPOINT, vocabulary=vocabulary(), proposer=NgramProposer(SpeculativeArgs()), page_size=8,
-                    max_total_tokens=16384)
+@pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
+def test_answers_are_valid(backend):
+    engine = Engine(CHECKPOINT, vocabulary=vocabulary(), grammar_backend=backend, page_size=8, max_total_tokens=16384,
+                    proposer=NgramProposer(SpeculativeArgs()))
     requests = {str(number): GrammarRequest.draw(number) for number in range(COUNT)}
     for rid, request in requests.items():
         sampling = {"temperature": 0.0, **request.sampling}

@@ -6,11 +6,13 @@ import json
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from baton.common.api.errors import ConfigError, InvalidRequest
-from baton.common.api.grammar import GrammarSpec
+from baton.common.api.grammar import GrammarSpec, Vocabulary
 from baton.common.config.server import ChatArgs
+from baton.common.config.server.answers import GRAMMAR_BACKENDS
 from baton.common.parsers.output_parser import ReasoningDelta, ToolArgumentsDelta, ToolCallStart
 from baton.common.parsers.tools import JSON_ARRAY, TOOL_FORMATS, detect
 from baton.common.serving.chat.answer_form import answer_form
@@ -79,22 +81,23 @@ def test_formats_are_detected_in_templates(template: str, name: str | None) -> N
 # ---------------------------------------------------------------- grammars
 
 
-def spoken(spec, seed: int, prefix: str) -> str:
+def spoken(spec, seed: int, prefix: str, backend: str = "xgrammar") -> str:
     """A text that a model with one token a byte writes under a grammar: any byte that is allowed, where possible not
     one more of a long row of the same kind."""
-    xgrammar = pytest.importorskip("xgrammar")
-    info = xgrammar.TokenizerInfo([bytes([byte]) for byte in range(256)] + [b""], stop_token_ids=[256])
-    matcher = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(info).compile_structural_tag(spec.text))
-    mask = xgrammar.allocate_token_bitmask(1, 257)
+    library = pytest.importorskip(backend) and GRAMMAR_BACKENDS.get(backend)
+    vocabulary = Vocabulary([*(bytes([byte]) for byte in range(256)), b""], [256], [256])
+    matcher = library.state(library.compiler(vocabulary, None).compile(spec))
+    mask = np.zeros((1, 9), np.int32)
     dice, said = random.Random(seed), bytearray()
     for byte in prefix.encode():
         assert matcher.accept_token(byte)
         said.append(byte)
     while not matcher.is_terminated():
         assert len(said) < 3000
-        matcher.fill_next_token_bitmask(mask)
+        matcher.fill_next_token_bitmask(mask, 0)
         bits = mask[0].tolist()
         allowed = [token for token in range(257) if bits[token // 32] >> (token % 32) & 1]
+        allowed += [256] if matcher.is_completed() and 256 not in allowed else []
         if 256 in allowed and dice.random() < 0.5:
             break
         printable = [token for token in allowed if 32 < token < 127 or token == 256]
@@ -110,8 +113,9 @@ def spoken(spec, seed: int, prefix: str) -> str:
 @pytest.mark.parametrize("name", sorted({id(value): name for name, value in TOOL_FORMATS.entries().items()}.values()))
 @pytest.mark.parametrize(("reasoning", "prompt", "prefix"), [
     (None, "", ""), ("deepseek-r1", "<think>\n", "So.</think>\n"), ("qwen3", "", "<think>Hm</think>")])
-@pytest.mark.parametrize("seed", [1, 2])
-def test_what_a_grammar_allows_is_calls(name: str, reasoning: str | None, prompt: str, prefix: str, seed: int) -> None:
+@pytest.mark.parametrize(("backend", "seed"), [("xgrammar", 1), ("xgrammar", 2), ("llguidance", 3)])
+def test_what_a_grammar_allows_is_calls(name: str, reasoning: str | None, prompt: str, prefix: str, backend: str,
+                                        seed: int) -> None:
     formats = formats_of(name, reasoning)
     for fields in ({"tool_choice": "required"}, {"tool_choice": "required", "parallel_tool_calls": False},
                    {"tool_choice": {"type": "function", "function": {"name": "f"}}}):
@@ -120,7 +124,7 @@ def test_what_a_grammar_allows_is_calls(name: str, reasoning: str | None, prompt
         assert form.grammar is not None
         if form.output_format.tools is JSON_ARRAY:
             assert TOOL_FORMATS.get(name).layout is None
-        parts = of_pieces(form.output_format, [spoken(form.grammar, seed, prefix)])
+        parts = of_pieces(form.output_format, [spoken(form.grammar, seed, prefix, backend)])
         assert (isinstance(parts[0], ReasoningDelta)) is bool(prefix)
         calls = [part.name for part in parts if isinstance(part, ToolCallStart)]
         arguments = [json.loads(part.text) for part in parts if isinstance(part, ToolArgumentsDelta)]
