@@ -21,7 +21,8 @@ their tokens here, so that another worker can continue them."""
 RELAYED: dict[bytes, tuple[bytes, ...]] = {
     **dict.fromkeys(PAIR_PATHS, _POST),
     **dict.fromkeys((b"/generate", b"/encode", b"/classify", b"/v1/rerank"), COMPUTING),
-    **dict.fromkeys((b"/open_session", b"/close_session", b"/get_memory_pool_size"), (b"POST", b"GET")),
+    **dict.fromkeys((b"/open_session", b"/close_session", b"/get_memory_pool_size",
+                     b"/get_weights_by_name"), (b"POST", b"GET")),
     **dict.fromkeys((b"/generate_from_file", b"/score", b"/rerank", b"/pooling", b"/tokenize", b"/detokenize",
                      b"/v1/embeddings", b"/v1/score", b"/v1/classify",
                      b"/v1/tokenize", b"/v1/detokenize",

@@ -95,12 +95,15 @@ class Endpoint:
 
     path: str
     serve: Callable[[Server, Any], Awaitable[str]]
-    """Gets the decoded body (None without ``body``); returns the sentence that becomes the answer's ``message``."""
+    """Gets the decoded body (None without ``body``); returns the sentence that becomes the answer's ``message``; with
+    ``returns_json`` the whole answer."""
     body: type[msgspec.Struct] | None = None
     """JSON body; an empty one means defaults."""
     methods: tuple[str, ...] = ("POST",)
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Fixed fields of the answer besides ``success`` and ``message``."""
+    returns_json: bool = False
+    """True where ``serve`` returns JSON, which is the answer."""
     for_clients: bool = False
     """True where a client's key opens it; else it takes an administrator's."""
     broadcast: Broadcast | None = Broadcast()

@@ -14,9 +14,14 @@ class CommandMethods(ABC):
         flush_cache: bool | None = None,
         abort_all_requests: bool | None = None,
         weight_version: str | None = None,
+        discard: bool | None = None,
     ) -> str: ...
     def begin_weight_update(
         self,
+    ) -> str: ...
+    def weights_checker(
+        self,
+        action: Literal['checksum', 'snapshot', 'reset_tensors', 'compare'] = 'checksum',
     ) -> str: ...
     def continue_generation(
         self,
@@ -25,14 +30,16 @@ class CommandMethods(ABC):
         self,
         group_name: str = 'weight_update_group',
     ) -> str: ...
-    def discard_weight_update(
-        self,
-    ) -> str: ...
     def flush_cache(
         self,
     ) -> str: ...
     def freeze_gc(
         self,
+    ) -> str: ...
+    def get_weights_by_name(
+        self,
+        name: str,
+        truncate_size: int = 100,
     ) -> str: ...
     def init_weights_update_group(
         self,

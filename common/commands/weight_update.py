@@ -40,6 +40,10 @@ class UpdateOptions(msgspec.Struct, kw_only=True):
     weight_version: str | None = None
 
 
+class EndRequest(UpdateOptions, kw_only=True):
+    discard: bool | None = None
+
+
 def run_begin(rank: Rank, command: BeginWeights) -> str:
     rank.weights.begin()
     return "Weights that are sent from now on are staged."
@@ -78,17 +82,8 @@ async def begin_weight_update(server: Server, body: None) -> str:
     return done
 
 
-async def discard_weight_update(server: Server, body: None) -> str:
-    """Drops what was sent since ``/begin_weight_update``, and ends the update; harmless where none has begun."""
-    status = server.context.status
-    async with status.weights_lock:
-        done = await server.execute(DiscardWeights())
-        status.staging_weights = False
-    return done
-
-
-async def end_weight_update(server: Server, body: UpdateOptions) -> str:
-    """Applies what was sent since ``/begin_weight_update``.
+async def end_weight_update(server: Server, body: EndRequest) -> str:
+    """Applies what was sent since ``/begin_weight_update``, or drops it (``discard``).
 
     It is applied between two steps where generation is paused, else once the running requests have ended, or are
     aborted (``abort_all_requests``); new ones wait meanwhile. ``weight_version`` names the new weights. Pages of the
@@ -99,7 +94,7 @@ async def end_weight_update(server: Server, body: UpdateOptions) -> str:
     async with status.weights_lock:
         if not status.staging_weights:
             raise InvalidRequest("No weight update has begun: send /begin_weight_update first.")
-        done = await _apply(server, body)
+        done = await (server.execute(DiscardWeights()) if body.discard else _apply(server, body))
         status.staging_weights = False
     return done
 
@@ -163,8 +158,7 @@ async def refresh_identity(server: Server) -> None:
 
 COMMANDS.register("begin_weight_update")(Command(BeginWeights, run_begin, (
     Endpoint("/begin_weight_update", begin_weight_update, broadcast=Broadcast(slow=True)),), while_busy=True))
-COMMANDS.register("discard_weight_update")(Command(DiscardWeights, run_discard, (
-    Endpoint("/discard_weight_update", discard_weight_update, broadcast=Broadcast(slow=True)),), while_busy=True))
+COMMANDS.register("discard_weight_update")(Command(DiscardWeights, run_discard, (), while_busy=True))
 COMMANDS.register("apply_weight_update")(Command(ApplyWeights, run_apply, (
-    Endpoint("/end_weight_update", end_weight_update, UpdateOptions, broadcast=Broadcast(slow=True)),),
+    Endpoint("/end_weight_update", end_weight_update, EndRequest, broadcast=Broadcast(slow=True)),),
     while_paused=True, synchronizes=True, timeout=LOAD_SECONDS))

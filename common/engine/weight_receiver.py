@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 from ..api.errors import Conflict, InvalidRequest
 from ..distributed.tp import TPGroup
 from ..distributed.update_group import UpdateGroup, join_update_group
 from ..runner.model_runner import ModelRunner
+from ..runner.weight_inspection import digests_of, read_rows, stored_tensors
 from ..weights.digest import combined_digest, tensor_digest
 from ..weights.pushed import NamedTensor, dtype_of, from_safetensors, num_bytes, split_bucket
+from ..weights.slots import Slot, finish_loading
 from ..weights.staging import Staging
 from .background import BackgroundTasks
 
@@ -47,6 +52,7 @@ class WeightReceiver:
         self._groups: dict[str, UpdateGroup] = {}
         self._staging: Staging | None = None
         self._digests: dict[str, str] = {}  # on rank 0, of what was pushed over the checkpoint's weights
+        self._snapshot: dict[str, torch.Tensor] | None = None
         self.begun = False
 
     # ------------------------------------------------------------------ groups
@@ -185,10 +191,53 @@ class WeightReceiver:
         size = staging.num_bytes
         staging.apply()
         self._digests |= staging.digests
-        digest = combined_digest(self._digests).encode() if self._world.rank == 0 else None
-        self._runner.weights_pushed(self._world.broadcast_bytes(digest).decode())
+        self._tell_runner()
         self.discard()
         return Applied(len(staging.digests), size, time.perf_counter() - began)
+
+    # ------------------------------------------------------------------ inspection
+
+    def read(self, name: str, num_rows: int) -> Any:
+        """Returns the first rows of a tensor, put together from all ranks, as nested lists; raises InvalidRequest."""
+        return read_rows(self._slots(), name, num_rows, self._world).tolist()
+
+    def take_snapshot(self) -> int:
+        """Copies this rank's weights to host memory; returns the bytes."""
+        self._snapshot = {name: slot.content().to("cpu", copy=True) for name, slot in stored_tensors(self._slots())}
+        return sum(tensor.nbytes for tensor in self._snapshot.values())
+
+    def differing(self) -> list[str]:
+        """Returns names of tensors that differ from the snapshot on any rank; raises InvalidRequest without one."""
+        if self._snapshot is None:
+            raise InvalidRequest("There is no snapshot: send the action snapshot first.", param="action")
+        here = [name for name, slot in stored_tensors(self._slots())
+                if tensor_digest(slot.content()) != tensor_digest(self._snapshot[name])]
+        return [] if self._world.all_true(not here) else here or ["tensors of another rank"]
+
+    def checksums(self) -> tuple[str, list[str]]:
+        """Returns a checksum of all ranks' weights, and those of each."""
+        own = int(combined_digest(digests_of(self._slots()))[:15], 16)
+        ranks = [f"{each:015x}" for each in self._world.gather_ints(np.array([own])).flatten().tolist()]
+        return combined_digest(ranks), ranks
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Overwrites this rank's weights with random values."""
+        slots = self._slots()
+        for _, slot in stored_tensors(slots):
+            if slot.memory is not None:
+                slot.memory.bring()
+            slot.target.copy_(torch.randn(slot.target.shape, device=slot.target.device))
+        finish_loading(slots)
+        self._digests = {"": secrets.token_hex(8)}
+        self._tell_runner()
+
+    def _slots(self) -> list[Slot]:
+        return [slot for destination in self._runner.destinations() for slot in destination.slots()]
+
+    def _tell_runner(self) -> None:
+        digest = combined_digest(self._digests).encode() if self._world.rank == 0 else None
+        self._runner.weights_pushed(self._world.broadcast_bytes(digest).decode())
 
     def forget(self) -> None:
         """Forgets what was pushed: the weights are a checkpoint's again."""

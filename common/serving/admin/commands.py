@@ -56,6 +56,8 @@ def route(endpoint: Endpoint) -> Callable[[ServingContext, web.Request], Awaitab
         except ServingError as error:
             log_failure(error, request)
             return error_response(error, {"success": False, "message": error.message, **error.to_openai()})
+        if endpoint.returns_json:
+            return web.Response(text=message, content_type="application/json")
         return json_response({"success": True, **endpoint.fields, "message": message})
 
     return answer

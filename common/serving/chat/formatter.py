@@ -19,6 +19,7 @@ from ...parsers.output_parser import (
 )
 from ..context.generation import Choice, usage_of
 from ..context.serving_context import ServingContext
+from ..protocol.answer_metadata import AnswerMetadata
 from ..protocol.continuation import ResponseHeader
 from ..protocol.logprobs import chat_logprobs
 from ..protocol.logprobs import joined as logprobs_of
@@ -95,7 +96,8 @@ class ChatFormatter:
     def full(self, choices: Sequence[Choice]) -> ChatCompletion:
         parsers = [self._output_format.new_parser() for _ in choices]
         formatted = [self._choice(choice, parser) for choice, parser in zip(choices, parsers)]
-        return ChatCompletion(self._id, self._created, self._model, formatted, self._usage(choices, parsers))
+        return ChatCompletion(self._id, self._created, self._model, formatted, self._usage(choices, parsers),
+                              AnswerMetadata.of(choices))
 
     def _choice(self, choice: Choice, parser: OutputParser) -> ChatChoice:
         assert choice.finish is not None
@@ -137,7 +139,10 @@ class ChatFormatter:
             if events:
                 events[-1].token_ids, stream.token_ids = stream.token_ids, []
         usage = self._usage([choice], [stream.parser]) if self._body.reports_usage_always else None
-        return [ChatChunk(self._id, self._created, self._model, [event], usage) for event in events]
+        chunks = [ChatChunk(self._id, self._created, self._model, [event], usage) for event in events]
+        if choice.finish is not None:
+            chunks[-1].metadata = AnswerMetadata.of([choice])
+        return chunks
 
     def finish(self, choices: Sequence[Choice]) -> list[ChatChunk]:
         if not self._body.reports_usage:

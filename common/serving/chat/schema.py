@@ -9,6 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from ...api.errors import InvalidRequest
 from ...api.wire import Int32
+from ..protocol.answer_metadata import AnswerMetadata
 from ..protocol.decoding import BodyDecoder
 from ..protocol.logprobs import ChatLogprobs
 from ..protocol.sampling import MAX_TOP_LOGPROBS, CommonFields, check_common_fields, check_range
@@ -144,6 +145,7 @@ class ChatCompletion(msgspec.Struct):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    metadata: AnswerMetadata
     object: str = "chat.completion"
 
 
@@ -184,4 +186,5 @@ class ChatChunk(msgspec.Struct):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    metadata: AnswerMetadata | UnsetType = UNSET
     object: str = "chat.completion.chunk"

@@ -9,6 +9,7 @@ from msgspec import UNSET, UnsetType
 from ...api.messages import Logprobs
 from ..context.generation import Choice, usage_of
 from ..context.serving_context import ServingContext
+from ..protocol.answer_metadata import AnswerMetadata
 from ..protocol.continuation import ResponseHeader
 from ..protocol.logprobs import completion_logprobs, joined
 from ..protocol.row_extras import last_state
@@ -37,7 +38,7 @@ class CompletionFormatter:
         prompts = {choice.rid: self._echo.text(choice) for choice in choices} if self._echo else {}
         chosen = best(choices, self._body.num_generated, self._body.num_choices)
         return self._completion([self._choice(choice, prompts.get(choice.rid), choice.text, choice.logprobs, 0)
-                                 for choice in chosen], usage)
+                                 for choice in chosen], usage, AnswerMetadata.of(chosen))
 
     def start(self, choices: Sequence[Choice]) -> None:
         self._text_offsets = [0] * len(choices)
@@ -59,13 +60,15 @@ class CompletionFormatter:
             formatted.token_ids = pending
         self._pending_ids[choice.index] = []
         usage = self._usage([choice]) if self._body.reports_usage_always else None
-        return [self._completion([formatted], usage)]
+        return [self._completion([formatted], usage,
+                                 UNSET if choice.finish is None else AnswerMetadata.of([choice]))]
 
     def finish(self, choices: Sequence[Choice]) -> list[Completion]:
         return [self._completion([], self._usage(choices))] if self._body.reports_usage else []
 
-    def _completion(self, choices: list[CompletionChoice], usage: Usage | None) -> Completion:
-        return Completion(self._id, self._created, self._model, choices, usage)
+    def _completion(self, choices: list[CompletionChoice], usage: Usage | None,
+                    metadata: AnswerMetadata | UnsetType = UNSET) -> Completion:
+        return Completion(self._id, self._created, self._model, choices, usage, metadata)
 
     def _usage(self, choices: Sequence[Choice]) -> Usage:
         return usage_of(choices, self._body.num_generated, report_cached=self._reports_cached)

@@ -7,6 +7,7 @@ from msgspec import UNSET, UnsetType
 
 from ...api.errors import InvalidRequest
 from ...api.wire import Int32
+from ..protocol.answer_metadata import AnswerMetadata
 from ..protocol.decoding import BodyDecoder
 from ..protocol.logprobs import CompletionLogprobs
 from ..protocol.sampling import MAX_CHOICES, CommonFields, check_common_fields, check_range
@@ -62,4 +63,5 @@ class Completion(msgspec.Struct):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
+    metadata: AnswerMetadata | UnsetType = UNSET
     object: str = "text_completion"

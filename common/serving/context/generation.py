@@ -46,8 +46,8 @@ class Choice:
     """One generation as its outputs arrive: totals, and the delta since the last ``take_delta``."""
 
     def __init__(self, index: int, request: Generate, text_stream: TextStream, metrics: ServerMetrics, arrived: float,
-                 drafts: DraftCounts | None = None):
-        """``drafts``: on a server that verifies drafts."""
+                 drafts: DraftCounts | None = None, weight_version: Callable[[], str] = lambda: "default"):
+        """``drafts``: on a server that verifies drafts. ``weight_version`` names the weights of now."""
         self.index = index
         self.rid = request.rid
         self.request = request
@@ -69,6 +69,9 @@ class Choice:
         self._text_stream = text_stream
         self._metrics = metrics
         self._drafts = drafts
+        self._weight_version = weight_version
+        self.weight_versions: list[tuple[str, int]] = []
+        """The weights that sampled its output, each with a number of tokens; without what another server answered."""
         self._last = 0.0
         self._usage = PromptUsage(0, 0)  # as the engine counts: continued output is part of the prompt
 
@@ -128,6 +131,7 @@ class Choice:
         else:
             text = self._text_stream.push(token_ids, finish)
         self.num_output_tokens += len(token_ids)
+        self._count_version(len(token_ids))
         if extras is not None:
             self._take_extras(extras)
         self._measure(len(token_ids))
@@ -142,6 +146,18 @@ class Choice:
             self._finish(ChoiceFinish("stop", self._text_stream.matched))
         elif finish is not None:
             self._finish(ChoiceFinish(finish.reason, finish.matched))
+
+    @property
+    def weight_version(self) -> str:
+        """The weights that sampled its last token; those of now where there is none."""
+        return self.weight_versions[-1][0] if self.weight_versions else self._weight_version()
+
+    def _count_version(self, num_tokens: int) -> None:
+        version, versions = self._weight_version(), self.weight_versions
+        if versions and versions[-1][0] == version:
+            versions[-1] = version, versions[-1][1] + num_tokens
+        elif num_tokens:
+            versions.append((version, num_tokens))
 
     def _push_run(self, token_ids: list[int],
                   extras: OutputExtras | None) -> tuple[str, list[int], OutputExtras | None]:
@@ -209,9 +225,11 @@ class Generation:
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer, metrics: ServerMetrics, requests: Sequence[Generate],
                  arrived: float, continued: Sequence[int] = (), request_log: RequestLog | None = None,
-                 traces: Traces | None = None, count_drafts: Callable[[], DraftCounts | None] = lambda: None):
+                 traces: Traces | None = None, count_drafts: Callable[[], DraftCounts | None] = lambda: None,
+                 weight_version: Callable[[], str] = lambda: "default"):
         """``arrived``: the HTTP request's arrival, on the monotonic clock in seconds. ``continued``: output of the only
-        choice that another server answered. ``count_drafts`` makes the counts of a choice's drafts."""
+        choice that another server answered. ``count_drafts`` makes the counts of a choice's drafts,
+        ``weight_version`` names the weights of now."""
         self._metrics = metrics
         self._request_log = request_log
         self._traces = traces
@@ -219,7 +237,7 @@ class Generation:
         self._arrived = arrived
         self._stream: OutputStream = client.open(requests)
         self.choices = [Choice(index, request, tokenizer.text_stream(request.sampling), metrics, arrived,
-                               count_drafts()) for index, request in enumerate(requests)]
+                               count_drafts(), weight_version) for index, request in enumerate(requests)]
         if continued:
             self.choices[0].resume_after(continued)
         self._by_rid = {choice.rid: choice for choice in self.choices}

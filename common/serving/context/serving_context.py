@@ -40,4 +40,4 @@ class ServingContext:
         telemetry = self.telemetry
         return Generation(self.client, self.status.serving_tokenizer(), telemetry.metrics, requests, arrived, continued,
                           telemetry.request_log if telemetry.request_log.active else None, telemetry.traces,
-                          telemetry.count_drafts)
+                          telemetry.count_drafts, lambda: self.model.weight_version)

@@ -18,9 +18,8 @@ class GenerateFormatter:
     """Formats each choice's complete answer so far, as SGLang's clients expect; see ``respond.ResponseFormatter``."""
 
     def __init__(self, token_bytes: TokenBytes | None, batched: bool, session: SessionTurn | None, hidden_size: int, *,
-                 weight_version: str = "default", stream_output: bool = False):
+                 stream_output: bool = False):
         """``stream_output``: each event of a stream has the output since the one before, not that so far."""
-        self._weight_version = weight_version
         self._stream_output = stream_output
         self._hidden_size = hidden_size
         self._session = session
@@ -54,7 +53,9 @@ class GenerateFormatter:
     def _info(self, choice: Choice, logprobs: Logprobs | None) -> dict[str, Any]:
         """``meta_info``, with the output's ``logprobs``."""
         info = _meta_info(choice, logprobs, self._token_bytes)
-        info["weight_version"] = self._weight_version
+        info["weight_version"] = choice.weight_version
+        if len(choice.weight_versions) > 1:
+            info["weight_versions"] = choice.weight_versions
         if choice.request.return_hidden_states and choice.finish is not None:  # a stream sends them once, with its end
             info["hidden_states"] = state_lists(b"".join(choice.hidden_states), choice.num_prompt_tokens,
                                                 self._hidden_size)

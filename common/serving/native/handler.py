@@ -96,7 +96,6 @@ async def plan_generate(context: ServingContext, body: GenerateRequest, *, arriv
     continued = await context.planner.resume(body.continuation, requests, None)
     token_bytes = context.status.serving_tokenizer().token_bytes if body.return_text_in_logprobs else None
     answer = GenerateFormatter(token_bytes, batched, session, context.model.spec.hidden_size,
-                               weight_version=context.model.weight_version,
                                stream_output=context.config.answers.stream_output)
     return NativeRun(context, requests, answer, arrived=arrived, continued=continued)
 

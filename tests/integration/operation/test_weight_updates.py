@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -116,3 +117,120 @@ def test_a_trainer_broadcasts(server, trained, trainer, flattened):
     trainer.send("leave", group)
     trainer.wait()
     post(server, "/destroy_weights_update_group", {"group_name": group}, status=400)
+
+
+def test_what_does_not_fit_is_named_and_changes_nothing(server, trained):
+    before, tensors = logprobs(server), load_file(trained / "model.safetensors")
+    norm, row = "model.norm.weight", "model.layers.0.mlp.down_proj.weight"
+    body = {norm: tensors[norm], "model.layers.0.mlp.up.weight": tensors[norm].clone(),
+            row: tensors[row][:, 1:].contiguous()}
+    sent = {"serialized_named_tensors": [base64.b64encode(save(body)).decode()], "weight_version": "never"}
+    message = post(server, "/update_weights_from_tensor", sent, status=400)["message"]
+    assert "no tensor model.layers.0.mlp.up.weight" in message and f"{row} in the update has shape" in message
+    for entry in ("no base64", base64.b64encode(b"no safetensors").decode()):
+        post(server, "/update_weights_from_tensor", {"serialized_named_tensors": [entry]}, status=400)
+    assert logprobs(server) == before
+    assert get_json(server.url + "/get_weight_version")["weight_version"] != "never"
+
+
+def test_parts_of_an_update_are_applied_together(server, trained):
+    before, names = logprobs(server), sorted(load_file(trained / "model.safetensors"))
+    half = len(names) // 2
+    for discard in (True, False):
+        post(server, "/begin_weight_update")
+        post(server, "/begin_weight_update", status=409)
+        for part in (names[:half], names[half:]):
+            post(server, "/update_weights_from_tensor", {"serialized_named_tensors": [content(trained, part)]})
+        assert logprobs(server) == before
+        post(server, "/end_weight_update", {"discard": discard, "weight_version": "all"})
+        assert (logprobs(server) == before) == discard
+    post(server, "/end_weight_update", status=400)
+    post(server, "/update_weights_from_tensor", {"serialized_named_tensors": [content(CHECKPOINT)]})
+    assert logprobs(server) == before
+
+
+def test_weights_are_read_whole(server):
+    tensors = load_file(CHECKPOINT / "model.safetensors")
+    for name in ("model.layers.1.self_attn.k_proj.weight", "model.layers.1.self_attn.o_proj.weight",
+                 "model.layers.2.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight"):
+        rows = post(server, "/get_weights_by_name", {"name": name, "truncate_size": 300})
+        assert torch.equal(torch.tensor(rows), tensors[name].float()[:300]), name
+    assert "no tensor none" in post(server, "/get_weights_by_name", {"name": "none"}, status=400)["message"]
+
+
+def test_the_checker_tells_whether_weights_are_the_same(server, trained):
+    assert "no snapshot" in post(server, "/weights_checker", {"action": "compare"}, status=400)["message"]
+    post(server, "/weights_checker", {"action": "snapshot"})
+    checksum = post(server, "/weights_checker")
+    assert len(checksum["ranks"]) == server.tp_size
+    post(server, "/weights_checker", {"action": "reset_tensors"})
+    assert "differ" in post(server, "/weights_checker", {"action": "compare"}, status=400)["message"]
+    assert post(server, "/weights_checker")["checksum"] != checksum["checksum"]
+    post(server, "/update_weights_from_tensor", {"serialized_named_tensors": [content(CHECKPOINT)]})
+    post(server, "/weights_checker", {"action": "compare"})
+    assert post(server, "/weights_checker")["checksum"] == checksum["checksum"]
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_a_request_lives_through_an_update(server, trained, mode):
+    post(server, "/update_weight_version", {"new_version": "old"})
+    before = answer(server)
+    found: list[dict] = []
+    post(server, "/slow_down", {"forward_sleep_time": 0.02})
+    thread = threading.Thread(target=lambda: found.append(answer(server, max_new_tokens=60, ignore_eos=True)))
+    thread.start()
+    while server.state()["num_running"] == 0:
+        pass
+    post(server, "/pause_generation", {"mode": mode})
+    post(server, "/update_weights_from_tensor",
+         {"serialized_named_tensors": [content(trained)], "weight_version": "new", "flush_cache": False})
+    post(server, "/slow_down")
+    post(server, "/continue_generation")
+    thread.join()
+    info = found[0]["meta_info"]
+    assert info["weight_version"] == "new" and info["completion_tokens"] == 60
+    versions = dict(info.get("weight_versions", [["new", 60]]))
+    assert set(versions) <= {"old", "new"} and sum(versions.values()) == 60
+    # Later requests find no page of the old weights, whoever has computed or kept it; a retracted request has new ones.
+    sampling = {"temperature": 0, "max_new_tokens": 12}
+    first = post(server, "/generate", {"text": PROMPT, "sampling_params": sampling, "return_logprob": True})
+    assert (first["meta_info"]["cached_tokens"] > 0) == (mode == "retract")
+    assert first["meta_info"]["weight_version"] == "new" and "weight_versions" not in first["meta_info"]
+    post(server, "/flush_cache")
+    again = post(server, "/generate", {"text": PROMPT, "sampling_params": sampling, "return_logprob": True})
+    assert again["meta_info"]["output_token_logprobs"] == first["meta_info"]["output_token_logprobs"]
+    post(server, "/update_weights_from_tensor", {"serialized_named_tensors": [content(CHECKPOINT)]})
+    assert answer(server)["meta_info"]["output_token_logprobs"] == before["meta_info"]["output_token_logprobs"]
+    server.assert_clean()
+
+
+def test_chats_name_their_weights(server):
+    post(server, "/update_weight_version", {"new_version": "seven"})
+    body = {"model": "tinychat", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    assert post(server, "/v1/chat/completions", body)["metadata"] == {"weight_version": "seven"}
+    body = {"model": "tinychat", "prompt": "Hi", "max_tokens": 2}
+    assert post(server, "/v1/completions", body)["metadata"] == {"weight_version": "seven"}
+
+
+def test_an_engine_outlives_a_trainer(server, trained):
+    port, before = free_port(), logprobs(server)
+    tensors = load_file(CHECKPOINT / "model.safetensors")
+    with Trainer() as trainer:
+        trainer.send("join", "127.0.0.1", port, 1 + server.tp_size, "lost")
+        post(server, "/init_weights_update_group", {
+            "master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 1 + server.tp_size,
+            "group_name": "lost", "backend": "gloo"})
+        trainer.wait()
+        body = {"names": sorted(tensors), "dtypes": ["bfloat16"] * len(tensors),
+                "shapes": [list(tensors[name].shape) for name in sorted(tensors)], "group_name": "lost"}
+        replies: list[tuple[int, dict]] = []
+        waiting = threading.Thread(target=lambda: replies.append(
+            post_json(server.url + "/update_weights_from_distributed", body)))
+        waiting.start()
+        assert logprobs(server) == before  # beside the wait
+        trainer.kill()
+        waiting.join()
+    assert replies[0][0] in (400, 503), replies
+    assert logprobs(server) == before
+    post(server, "/destroy_weights_update_group", {"group_name": "lost"})
+    post(server, "/update_weights_from_distributed", {**body, "names": []}, status=400)

@@ -11,13 +11,13 @@ import pytest
 ONE = ["/v1/embeddings", "/v1/classify", "/v1/rerank", "/v1/score", "/v1/tokenize", "/v1/detokenize",
        "/v1/messages/count_tokens",
        "/encode", "/classify", "/rerank", "/score", "/tokenize", "/detokenize", "/parse_function_call",
-       "/generate_from_file", "/function_call", "/separate_reasoning", "/get_memory_pool_size"]
+       "/generate_from_file", "/function_call", "/separate_reasoning", "/get_memory_pool_size", "/get_weights_by_name"]
 PAIRS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate", "/invocations"]
 ALL = ["/flush_cache", "/update_weights_from_disk", "/update_weights", "/release_memory_occupation",
        "/resume_memory_occupation",
        "/start_profile", "/stop_profile", "/abort_request", "/set_internal_state", "/freeze_gc", "/slow_down",
        "/configure_logging",
-       "/update_weight_version", "/begin_weight_update", "/end_weight_update", "/discard_weight_update",
+       "/update_weight_version", "/begin_weight_update", "/end_weight_update", "/weights_checker",
        "/update_weights_from_tensor",
        "/update_weights_from_distributed", "/init_weights_update_group", "/destroy_weights_update_group",
        "/start_expert_distribution_record", "/stop_expert_distribution_record", "/dump_expert_distribution_record"]
