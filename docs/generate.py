@@ -303,7 +303,7 @@ FAMILIES = (
            ("common/config/cli.py", "common/config/foreign_flags.py", "common/config/logs.py",
             "common/config/rules.py", "common/config/server",
             "common/registry.py", "common/commands", "launch.py",
-            "offline.py", "common/serving/offline", "common/serving/native")),
+            "offline.py", "common/serving/offline.py", "common/serving/native")),
     Family("Packages and GPUs",
            "Something is not installed, or the host shows no GPU. Install the extras that the sentence names "
            "([install](deployment.md#install)); in a container check that it was given its GPUs.",
@@ -312,8 +312,8 @@ FAMILIES = (
     Family("Addresses and ports",
            "Another process has the port, or the address is not this machine's. `ss -ltnp` shows who listens; a "
            "cluster takes the ports after `--port`; `--kv-events-port` and `--dist-init-addr` take the next one too.",
-           ("common/config/addresses.py", "common/serving/server.py", "common/engine_client", "common/engine",
-            "common/execution", "router/app.py", "router/multiprocess")),
+           ("common/config/addresses.py", "common/serving/server.py", "common/serving/host.py", "common/engine_client",
+            "common/engine", "common/execution", "router/app.py", "router/multiprocess")),
     Family("Checkpoints",
            "The model's folder is incomplete, of an architecture or form that is not supported ([models](models.md)), "
            "or does not match its config.json.",

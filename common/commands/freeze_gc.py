@@ -22,7 +22,7 @@ async def freeze_gc(server: Server, body: None) -> str:
     """Freezes the garbage collectors of the server's processes, as they are once after the start: collections walk none
     of the objects that are there now."""
     done = await server.execute(FreezeGC())
-    freeze_collector()
+    server.context.status.freeze_garbage()
     return done
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -58,6 +58,27 @@ _REPLY_SECONDS = 10.0
 _COMPILE_SECONDS = 120.0  # for a grammar: it may wait for others, and the first one imports xgrammar
 
 
+class Channel(Protocol):
+    """The way to the engine: EngineChannel, or another process that has one."""
+
+    def send(self, message: ToEngine) -> None: ...
+
+    def drop_unsent(self) -> None:
+        """Drop messages that no rank will receive."""
+
+    async def receive(self) -> FromEngine: ...
+
+    def close(self) -> None: ...
+
+
+class Receiver(Protocol):
+    """Takes the outputs of requests, until each has ended."""
+
+    def put(self, output: Output) -> None: ...
+
+    def fail(self, rid: str, error: ServingError) -> None: ...
+
+
 class EngineClient:
     """Sends requests to rank 0 and delivers the engine's outputs to the streams that wait for them.
 
@@ -67,21 +88,24 @@ class EngineClient:
     """
 
     def __init__(self, max_requests: int, on_startup: Callable[[Loading | Ready | StartFailed], None],
-                 balancer: DPBalancer | None = None, num_ranks: int = 1):
+                 balancer: DPBalancer | None = None, num_ranks: int = 1, channel: Channel | None = None):
         """``max_requests``: requests that may be open; more are refused with Overloaded. ``balancer``: of an engine
-        with several data-parallel ranks, of ``num_ranks`` processes in total."""
-        self._max_requests = max_requests
+        with several data-parallel ranks, of ``num_ranks`` processes in total. ``channel``: an EngineChannel, unless
+        given."""
+        self.max_requests = max_requests
         self._on_startup = on_startup
         self._balancer = balancer
-        self.channel = EngineChannel()
+        self.channel = EngineChannel() if channel is None else channel
         self._receiver: asyncio.Task[None] | None = None
         self._ids = RequestIds()
-        self._streams: dict[str, OutputStream] = {}  # by engine id
+        self._streams: dict[str, Receiver] = {}  # by engine id
         self._rpc = EngineRPC(1 if balancer is None else balancer.size, num_ranks, self._send)
         self._dead: str | None = None
         self.pending = PendingRequests()
         self._holds: set[HoldReason] = set()
         self._paused: dict[str, Generate] | None = None  # requests that wait for the end of a pause, by engine id
+        self.on_abort: Callable[[str], None] | None = None
+        """Called with the id of each request (of a group, for several choices) that is aborted, "" for all of them."""
 
     def start(self) -> None:
         self._receiver = asyncio.create_task(self._receive(), name="engine-outputs")
@@ -113,15 +137,15 @@ class EngineClient:
                 for output in await stream.next():
                     yield output
 
-    def submit(self, stream: OutputStream, requests: Sequence[Generate]) -> None:
+    def submit(self, stream: Receiver, requests: Sequence[Generate]) -> None:
         """Send a stream's requests; called by the stream, which calls ``abandon`` for those that it leaves."""
         if self._dead is not None:
             raise EngineDead(self._dead)
-        if len(requests) > self._max_requests:  # a client that retried would do so for ever
+        if len(requests) > self.max_requests:  # a client that retried would do so for ever
             raise InvalidRequest(f"The request asks for {len(requests)} answers, and the server holds "
-                                 f"{self._max_requests} at most; split it.")
-        if len(self._streams) + len(requests) > self._max_requests:
-            raise Overloaded(f"The server holds {len(self._streams)} requests, of {self._max_requests} at most; "
+                                 f"{self.max_requests} at most; split it.")
+        if len(self._streams) + len(requests) > self.max_requests:
+            raise Overloaded(f"The server holds {len(self._streams)} requests, of {self.max_requests} at most; "
                              "try again later.", retry_after=1.0)
         used = [request.rid for request in requests if self._ids.engine_id(request.rid) in self._streams]
         if used or len({request.rid for request in requests}) < len(requests):
@@ -192,6 +216,8 @@ class EngineClient:
             self._end_unsent(request)
         self.pending.abort(rid)
         self._send(Abort(engine_id, silent))
+        if not rid and self.on_abort is not None:
+            self.on_abort(rid)
 
     def abort_sent(self) -> None:
         """Cancel all requests that the engine has; those that wait here still wait."""
@@ -207,6 +233,8 @@ class EngineClient:
             prefix, _, suffix = own.rpartition("-")
             if own == rid or (prefix == rid and suffix.isdigit()):
                 self.abort(own)
+        if self.on_abort is not None:
+            self.on_abort(rid)
 
     def abandon(self, rid: str) -> None:
         """End a request that no stream waits for any more, silently."""
@@ -216,7 +244,7 @@ class EngineClient:
                 self._send(Abort(engine_id, silent=True))
             self._ids.abandon(rid)
 
-    def _close_request(self, engine_id: str) -> tuple[OutputStream, str] | None:
+    def _close_request(self, engine_id: str) -> tuple[Receiver, str] | None:
         """Remove a request that has ended; returns its stream and client id, None where it was removed before."""
         stream = self._streams.pop(engine_id, None)
         if stream is None:
@@ -266,14 +294,14 @@ class EngineClient:
         self._dead = reason
         self.channel.drop_unsent()
         for engine_id in list(self._streams):
-            self._fail(engine_id, EngineDead(reason))
+            self.fail(engine_id, EngineDead(reason))
         self._rpc.fail(EngineDead(reason))
 
     def fail_all(self, error: ServingError) -> None:
         """End every open request; their streams raise ``error``."""
         self._send(Abort("", silent=True))
         for engine_id in list(self._streams):
-            self._fail(engine_id, error)
+            self.fail(engine_id, error)
 
     def shut_down(self) -> None:
         """Ask the ranks to leave their loops."""
@@ -296,21 +324,23 @@ class EngineClient:
 
     async def _receive(self) -> None:
         while True:
-            self._dispatch(await self.channel.receive())
+            self.dispatch(await self.channel.receive())
 
-    def _dispatch(self, message: FromEngine) -> None:
+    def dispatch(self, message: FromEngine) -> None:
+        """Handle a message of the engine."""
         match message:
             case OutputBatch():
                 for output in message.rows():
                     self._deliver(output)
             case Failed(engine_id, code, text):
-                self._fail(engine_id, from_code(code, text))
+                self.fail(engine_id, from_code(code, text))
             case State() | RankTotals() | Done():
                 self._rpc.on_reply(message)
             case Loading() | Ready() | StartFailed():
                 self._on_startup(message)
 
-    def _fail(self, engine_id: str, error: ServingError) -> None:
+    def fail(self, engine_id: str, error: ServingError) -> None:
+        """End a request with an error; one that has ended is left alone."""
         if (closed := self._close_request(engine_id)) is not None:
             stream, rid = closed
             stream.fail(rid, error)

@@ -14,6 +14,7 @@ from ..api.errors import ERROR_CODES
 from ..api.messages import State
 from ..config.roles import ROLES, Role
 from .buckets import Buckets
+from .counts import Counts, SummedCounts, counts_of
 from .engine_metrics import COUNTED_BY_API_SERVER, COUNTERS, GAUGES, about, family_of
 from .process_metrics import register_process
 from .sglang_aliases import WINDOW_SECONDS, Throughput, WithSGLangAliases, derived_gauges
@@ -72,6 +73,17 @@ class EngineCollector(Collector):
         yield from families.values()
 
 
+class _Summed(Collector):
+    """Collects the metrics of a registry with the counts of other processes added."""
+
+    def __init__(self, registry: CollectorRegistry, others: SummedCounts):
+        self._registry = registry
+        self._others = others
+
+    def collect(self) -> Iterable[Metric]:
+        return self._others.add_to(self._registry.collect())
+
+
 class TokenTotals(NamedTuple):
     """Tokens of a server's requests since it started."""
 
@@ -122,15 +134,23 @@ class ServerMetrics:
         for outcome in (*FINISH_REASONS, *ERROR_CODES, "disconnected"):
             self._requests.labels(**labels, outcome=outcome)
         self._by_outcome: dict[str, Counter] = {}  # a lookup by labels takes as long as the rest of a token's work
+        self.others = SummedCounts()
+        """What other processes of this server counted, which this one exports too."""
+        summed = _Summed(self.registry, self.others)
         self._exposed = CollectorRegistry(auto_describe=False)
-        self._exposed.register(WithSGLangAliases(self.registry) if sglang_names else self.registry)  # type: ignore[arg-type]
+        self._exposed.register(WithSGLangAliases(summed) if sglang_names else summed)
         register_process(self._exposed, mode)
 
     @property
     def tokens(self) -> TokenTotals:
-        """The totals so far. Reading them takes 20 us: meant for once in a few seconds."""
+        """The totals so far, of all processes. Reading them takes 20 us: meant for once in a few seconds."""
         counters = (self.prompt_tokens, self.cached_tokens, self.generation_tokens)
-        return TokenTotals(*(family.samples[0].value for counter in counters for family in counter.collect()))
+        return TokenTotals(*(family.samples[0].value + self.others.total(family.name)
+                             for counter in counters for family in counter.collect()))
+
+    def counts(self) -> Counts:
+        """What this process counted, without the engine's counters."""
+        return counts_of(metric for metric in self.registry.collect() if not metric.name.startswith("baton:engine_"))
 
     def observe_end(self, seconds: float, prompt_tokens: int, generated_tokens: int) -> None:
         """Observes a request that ended ``seconds`` after its arrival."""

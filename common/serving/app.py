@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import logging
 import re
 import uuid
@@ -30,6 +31,7 @@ from .context.serving_context import ServingContext
 from .context.traces import TRACEPARENT
 from .embeddings import handler as embedding_routes
 from .files import handler as file_routes
+from .forward import SHOWN_ADDRESS, Forwarder
 from .messages import handler as message_routes
 from .messages.schema import error_body
 from .native import handler as native_routes
@@ -121,15 +123,29 @@ needs an administrator's key, also one that is missing here by mistake."""
 _OPEN_TO_ALL = frozenset(("/", "/health", "/health_generate", "/ping", "/metrics"))
 
 
+_FOR_WORKERS: dict[str, bytes | None] = {
+    **dict.fromkeys(("/v1/chat/completions", "/invocations", "/v1/completions", "/v1/messages",
+                     "/v1/messages/count_tokens", "/generate_from_file", "/v1/tokenize", "/tokenize", "/v1/detokenize",
+                     "/detokenize", "/parse_function_call", "/function_call", "/separate_reasoning", "/v1/embeddings",
+                     "/encode", "/classify", "/v1/classify", "/v1/rerank", "/rerank", "/v1/score", "/score")),
+    **dict.fromkeys(("/generate", "/vertex_generate"), b'session_params'),
+}
+"""Paths that each process of a server serves by itself, unless the body holds these bytes; the others have state, which
+one process keeps."""
+
+
 class MethodNotAllowed(ServingError):
     status = 405
     type = "invalid_request_error"
     code = "method_not_allowed"
 
 
-def make_app(context: ServingContext) -> web.Application:
+def make_app(context: ServingContext, forwarder: Forwarder | None = None) -> web.Application:
     """The application of a server with all its endpoints, registered commands among them; raises ConfigError for a
-    plug-in that does not load or takes a path of the server, and for --preferred-sampling-params that are none."""
+    plug-in that does not load or takes a path of the server, and for --preferred-sampling-params that are none.
+
+    ``forwarder`` leads to the process that keeps the server's state, where that is another one.
+    """
     if (preferred := context.config.answers.preferred_sampling_params) is not None:
         preferred_sampling(preferred)
     endpoints = all_endpoints()
@@ -138,7 +154,7 @@ def make_app(context: ServingContext) -> web.Application:
     guard = _guard(context, for_clients)
     app = web.Application(client_max_size=context.config.http.max_payload_size, middlewares=[guard])
     for method, path, route in all_routes(endpoints):
-        handler = functools.partial(route, context)
+        handler = functools.partial(route if forwarder is None else _forwarded(path, route, forwarder), context)
         if method == "GET":
             app.router.add_get(path, handler)  # and HEAD
         else:
@@ -157,7 +173,7 @@ def make_app(context: ServingContext) -> web.Application:
 
     app.router.add_get("/openapi.json", openapi)
     storage = context.config.storage
-    if storage.file_storage_path is not None:
+    if storage.file_storage_path is not None and forwarder is None:
         batched = {path: route for method, path, route in _ROUTES if path in batch_routes.ENDPOINTS}
         batch_routes.add_storage(app, context, storage.file_storage_path, batched, storage.batch_concurrency)
     return app
@@ -167,6 +183,20 @@ def all_routes(endpoints: Iterable[Endpoint]) -> list[tuple[str, str, Route]]:
     """Method, path and handler of every endpoint; ``endpoints`` are those of commands."""
     return [*_ROUTES, *_ADMIN_ROUTES, *((method, endpoint.path, commands.route(endpoint))
                         for endpoint in endpoints for method in endpoint.methods)]
+
+
+def _forwarded(path: str, route: Route, forwarder: Forwarder) -> Route:
+    """The handler of a process that leaves state to another one."""
+    async def forward(context: ServingContext, request: web.Request) -> web.StreamResponse:
+        return await forwarder.forward(request)
+
+    async def serve(context: ServingContext, request: web.Request) -> web.StreamResponse:
+        assert marker is not None
+        return await (forwarder.forward(request) if marker in await request.read() else route(context, request))
+
+    if path not in _FOR_WORKERS:
+        return forward
+    return route if (marker := _FOR_WORKERS[path]) is None else serve
 
 
 def _guard(context: ServingContext, for_clients: Set[str]) -> Any:
@@ -214,7 +244,9 @@ def _client(request: web.Request) -> str:
     """The hash of the API key (the key itself must not be logged), the address that a proxy names, or the peer's."""
     headers = request.headers
     key = headers.get("Authorization") or headers.get("x-api-key")
-    return str(hash(key)) if key else headers.get("X-Forwarded-For") or request.remote or ""
+    if key:
+        return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()  # the same in each process
+    return headers.get(SHOWN_ADDRESS) or request.remote or ""
 
 
 def _check_key(request: web.Request, keys: ApiKeys, for_clients: Set[str]) -> None:

@@ -21,6 +21,7 @@ from ..config.model import ModelSpec
 from ..config.server import ModelArgs, ServerConfig
 from ..engine_client.client import EngineClient
 from ..engine_client.dp_balancer import DPBalancer
+from ..engine_client.engine_channel import EngineChannel
 from ..engine_client.multi_node import NodeServer
 from ..engine_client.rank_processes import RankProcesses, RankTarget, rank_specs
 from ..models.registry import load_model_spec
@@ -71,21 +72,27 @@ class EngineHost:
         self.ended, self.ready = asyncio.get_running_loop().create_future(), asyncio.Event()
         schedule = self.config.schedule
         dp = self.config.data_parallel
+        self._channel = EngineChannel()
         client = EngineClient(schedule.max_queued_requests + schedule.max_running_requests * dp.dp_size,
                               self._on_startup,
                               DPBalancer(dp.load_balance_method, dp.dp_size) if dp.dp_size > 1 else None,
-                              self.config.parallel.world_size)
+                              self.config.parallel.world_size, self._channel)
         self._stack.push_async_callback(client.close)
         client.start()
         self.context = ServingContext(self.config, self._model, client)
         self._stack.callback(self.context.planner.grammars.close)
         return self
 
+    @property
+    def folder(self) -> str:
+        """A folder that only this user can enter, for sockets."""
+        return self._channel.folder
+
     async def start(self, services: Sequence[Service] = ()) -> None:
         """Starts the services and the ranks, which load; raises ConfigError where a service cannot run."""
         for service in services:
             await self._stack.enter_async_context(service())
-        config, channel = self.config, self.context.client.channel
+        config, channel = self.config, self._channel
         rendezvous = f"file://{channel.folder}/ranks"
         if config.nodes.nnodes > 1:
             rendezvous = f"tcp://{config.nodes.dist_init_addr}"
@@ -120,19 +127,14 @@ class EngineHost:
         await ranks.stop(_RANK_GRACE_SECONDS if serving else 0.0)
 
     async def _load_tokenizer(self) -> None:
-        args, model = self.config.model, self.context.model
-        if self._without_torch and not args.trust_remote_code:  # Its code may import torch.
-            _block_torch()
         try:
-            model.tokenizer = await asyncio.to_thread(_tokenizer, args)
-            if not args.skip_tokenizer_init:
-                _warn_of_unknown_ids(self._model, model.tokenizer)
-            model.chat_formats = ChatFormats.select(self.config.chat, model.tokenizer.chat_template)
+            await load_tokenizer_of(self.context, without_torch=self._without_torch)
+            if not self.config.model.skip_tokenizer_init:
+                assert self.context.model.tokenizer is not None
+                _warn_of_unknown_ids(self._model, self.context.model.tokenizer)
         except ConfigError as error:
             self.finish(str(error))
-        except Exception as error:  # whatever a broken tokenizer file makes transformers raise
-            self.finish(f"Cannot load the tokenizer: {describe_error(error)}")
-        self._set_ready()
+        self.check_ready()
 
     # ------------------------------------------------------------------ events
 
@@ -145,7 +147,7 @@ class EngineHost:
                 if self.config.observe.show_time_cost:
                     self._log_stage(time.monotonic())
                 self.context.status.ready = message
-                self._set_ready()
+                self.check_ready()
             case StartFailed():
                 self.context.client.engine_died(message.message)
                 self.finish(message.message)
@@ -166,8 +168,9 @@ class EngineHost:
         if stage:
             log.info("starting: %s took %.2f s", stage, now - began)
 
-    def _set_ready(self) -> None:
-        if self.context.status.is_ready:
+    def check_ready(self) -> None:
+        """Sets ``ready`` if requests are served."""
+        if not self.ready.is_set() and self.context.status.is_ready:
             log.info("ready: %d tokens of KV cache", self.context.status.ready.max_total_tokens)  # type: ignore[union-attr]
             self.ready.set()
 
@@ -187,6 +190,21 @@ class EngineHost:
         self.context.telemetry.request_log.dump(reason)
         self.context.client.engine_died(reason)
         self.finish(reason)
+
+
+async def load_tokenizer_of(context: ServingContext, *, without_torch: bool) -> None:
+    """Loads the tokenizer of a server, and the formats that its chat template selects. Raises ConfigError."""
+    args, model = context.config.model, context.model
+    if without_torch and not args.trust_remote_code:  # Its code may import torch.
+        _block_torch()
+    try:
+        tokenizer = await asyncio.to_thread(_tokenizer, args)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a broken tokenizer file makes transformers raise
+        raise ConfigError(f"Cannot load the tokenizer: {describe_error(error)}") from None
+    model.chat_formats = ChatFormats.select(context.config.chat, tokenizer.chat_template)
+    model.tokenizer = tokenizer
 
 
 def _hint(code: int) -> str:

@@ -49,6 +49,9 @@ class Cluster:
     def __init__(self, parts: Sequence[EngineProcesses]):
         *senders, last = (part.config.role for part in parts)
         assert last.answers_clients and last.receives_kv is bool(senders) and all(role.sends_kv for role in senders)
+        if any(part.config.http.tokenizer_worker_num > 1 for part in parts):
+            raise ConfigError("tokenizer_worker_num is of servers: an engine within a program is called there; leave "
+                              "it out.")
         self._parts = parts
         self._hosts = [EngineHost(part.config, part.rank_target, without_torch=False)
                        for part in parts]

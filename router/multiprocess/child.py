@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 
 from ...common.api.errors import ConfigError, WorkerUnavailable
+from ...common.api.link import Link
 from ...common.obs.logging import setup_logging
 from ..admin.worker_routes import changes_workers
 from ..admission.admission import AdmissionControl
@@ -34,7 +35,6 @@ from ..workers.ask import WorkerClient
 from ..workers.models import Models
 from ..workers.registry import Registry, Worker
 from .counters import dump
-from .link import Link
 from .messages import (
     AdminRequest,
     AdminResponse,

@@ -11,7 +11,7 @@ from asyncio.subprocess import Process
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .link import Link
+from ...common.api.link import Link
 from .messages import Listening, Start, StartupFailed, ToParent, UpdatesApplied
 
 _CODE = "import sys; sys.path[:] = {path!r}; from {package}.child import main; main()"

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 
 from ...common.api.errors import ConfigError
+from ...common.config.shared_port import reserve
 from ..config import RouterConfig
 from ..config.discovery import DiscoveryArgs
 from ..workers.registry import Registry
@@ -18,7 +19,6 @@ from .child_process import ChildProcess
 from .messages import Shutdown, Start
 from .parent import Parent
 from .shared_stats import SharedStats
-from .sockets import reserve
 
 logger = logging.getLogger("baton.router")
 

@@ -168,7 +168,7 @@ class FrontTrace:
         from ...common.api.messages import OutputBatch
         from ...common.engine_client.client import EngineClient
 
-        dispatch, write, came = EngineClient._dispatch, web.StreamResponse.write, self.came
+        dispatch, write, came = EngineClient.dispatch, web.StreamResponse.write, self.came
 
         def noted(client: Any, message: Any) -> None:
             if isinstance(message, OutputBatch):
@@ -184,7 +184,7 @@ class FrontTrace:
                 note[3] = now
             return write(response, data)
 
-        EngineClient._dispatch = noted  # type: ignore[method-assign]
+        EngineClient.dispatch = noted  # type: ignore[method-assign]
         web.StreamResponse.write = written  # type: ignore[method-assign,assignment]
 
     def save(self, into: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +19,8 @@ class HttpArgs:
     api_key: str | None = flag(None, help="bearer token that clients must send")
     admin_api_key: str | None = flag(None, help=(
         "bearer token that endpoints which change the server ask for; it opens all others, too"))
+    tokenizer_worker_num: int = flag(1, help=(
+        "processes that accept on the port, and check, tokenize, detokenize and stream requests beside one engine"))
     max_payload_size: int = flag(32 * 1024 * 1024, help=(
         "largest request body in bytes; uploaded files may have 512 MiB"))
     shutdown_grace_secs: float = flag(20.0, help=(
@@ -39,7 +42,9 @@ class HttpArgs:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
             raise ConfigError(f"--port must be between 0 and 65535, not {self.port}.")
-        at_least(self, 1, "stream_interval", "max_payload_size")
+        at_least(self, 1, "stream_interval", "max_payload_size", "tokenizer_worker_num")
+        if self.tokenizer_worker_num > 1 and sys.platform != "linux":
+            raise ConfigError("--tokenizer-worker-num above 1 needs Linux (SO_REUSEPORT).")
         for name in ("shutdown_grace_secs", "client_header_timeout_secs", "client_body_timeout_secs"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"--{name.replace('_', '-')} must be 0 or more, not {getattr(self, name):g}.")

@@ -24,6 +24,11 @@ def _whitespace(values: Sequence[str], ours: Mapping[str, Any]) -> dict[str, Any
     return {"constrained_json_whitespace_pattern": rf"[ \t\n\r]{{0,{values[0]}}}"}
 
 
+def _detokenizers(values: Sequence[str], ours: Mapping[str, Any]) -> dict[str, Any]:
+    given = ours.get("tokenizer_worker_num", 1)
+    return {"tokenizer_worker_num": max(int(values[0]), given) if values[0].isdigit() else values[0]}
+
+
 def _never_preempt(values: Sequence[str], ours: Mapping[str, Any]) -> dict[str, Any]:
     return {"priority_scheduling_preemption_threshold": 2**32} if ours.get("enable_priority_scheduling") else {}
 
@@ -43,6 +48,8 @@ NEWER: dict[str, Foreign] = {
            "disable-prefill-cuda-graph"),
     **_all(Mapped(_never_preempt, "--priority-scheduling-preemption-threshold, beyond all priorities"),
            "disable-priority-preemption"),
+    **_all(Mapped(_detokenizers, "--tokenizer-worker-num: the same processes detokenize", "1"),
+           "detokenizer-worker-num"),
     **_all(Mapped(_whitespace, "--constrained-json-whitespace-pattern", "1"), "constrained-json-max-whitespace-cnt"),
     # ------------------------------------------------------------------ always so here
     **_all(Automatic("kernels are chosen by the shapes of a step", "1"),
@@ -68,6 +75,8 @@ NEWER: dict[str, Foreign] = {
     **_all(Automatic("prompts are tokenized as they arrive, large ones in threads"), "enable-dynamic-batch-tokenizer"),
     **_all(Automatic("prompts are tokenized as they arrive, large ones in threads", "1"),
            "dynamic-batch-tokenizer-batch-size dynamic-batch-tokenizer-batch-timeout"),
+    **_all(Automatic("the processes of --tokenizer-worker-num share the port by SO_REUSEPORT"),
+           "enable-http-worker-reuseport"),
     **_all(Automatic("each event of a stream is sent as it comes", "1"), "batch-notify-size"),
     **_all(Automatic("the least urgent requests are retracted first, of these the youngest", "1"), "retraction-policy"),
     **_all(Automatic("each answer is decoded by itself"), "disable-tokenizer-batch-decode"),
@@ -235,9 +244,8 @@ NEWER: dict[str, Foreign] = {
     **_all(Refused("/v1/responses stores no answers; send the conversation with each request"),
            "enable-response-store"),
     **_all(Refused("tokenizers are those of Hugging Face; leave it out", ("huggingface",)), "tokenizer-backend"),
-    **_all(Refused("one process tokenizes; start several servers behind the router", ("1",)), "detokenizer-worker-num"),
     **_all(Refused("servers speak HTTP/1.1 at the paths of their documents; put a proxy before the router"),
-           "fastapi-root-path enable-http-worker-reuseport smg-grpc-mode grpc-mode grpc-port "
+           "fastapi-root-path smg-grpc-mode grpc-mode grpc-port "
            "grpc-response-timeout-secs sidecar sidecar-args enable-http2 http2-max-concurrent-streams "
            "http2-initial-connection-window-size "
            "smg-http-sidecar-port grpc-http-sidecar-port"),

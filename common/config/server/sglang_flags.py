@@ -212,8 +212,6 @@ _REFUSED: dict[str, Foreign] = {
     **_refused("the metric event_loop_lag_seconds measures such pauses; use that", "--gc-warning-threshold-secs",
                harmless=("0", "0.0")),
     **_refused("--enable-trace has the stages of each request; use that", "--enable-request-time-stats-logging"),
-    **_refused("one process tokenizes; start several servers behind the router", "--tokenizer-worker-num",
-               harmless=("1",)),
 }
 
 SGLANG_FLAGS = ForeignFlags({**_AUTOMATIC, **_MAPPED, **_REFUSED, **NEWER}, VALUES, abbreviates=True)

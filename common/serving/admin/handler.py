@@ -256,5 +256,7 @@ async def abort_request(context: ServingContext, request: web.Request) -> web.Re
 
 async def metrics(context: ServingContext, request: web.Request) -> web.Response:
     states = await _states(context)
+    if context.telemetry.collect_others is not None:
+        await context.telemetry.collect_others()
     body = context.telemetry.metrics.render(merge_states(states) if states else None)
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})

@@ -45,6 +45,8 @@ class RequestLog:
         if dump_folder is not None:
             _check_folder(dump_folder)
         self.level = level
+        self.process = ""
+        """Names this process in the names of its dumps, where a server has several that write some."""
         self._dump_folder = dump_folder
         self._entries: dict[str, _Entry] = {}
         self._ended: deque[tuple[float, _Entry]] = deque(maxlen=MAX_DUMPED_REQUESTS)
@@ -57,6 +59,10 @@ class RequestLog:
             _check_folder(folder)
             self._dump_folder = folder
         self.level = level
+
+    @property
+    def dump_folder(self) -> Path | None:
+        return self._dump_folder
 
     @property
     def active(self) -> bool:
@@ -86,7 +92,7 @@ class RequestLog:
         """Writes the retained requests as JSON lines, ``reason`` first; returns the file, None without a folder."""
         if self._dump_folder is None:
             return None
-        target = self._dump_folder / f"crash-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
+        target = self._dump_folder / f"crash-{time.strftime('%Y%m%d-%H%M%S')}{self.process}.jsonl"
         oldest = time.time() - DUMPED_SECONDS
         entries = [entry for when, entry in self._ended if when >= oldest] + list(self._entries.values())
         try:

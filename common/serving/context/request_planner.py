@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ...api.errors import InvalidRequest
+from ...api.grammar import GrammarSpec
 from ...api.messages import Generate
 from ...api.namespace import Namespace
 from ...api.sampling import SamplingParams
@@ -19,6 +20,7 @@ from ...api.token_ids import check_ids
 from ...config.server import ServerConfig
 from ...engine_client.client import EngineClient
 from ...grammar.service import GrammarService
+from ...tokenizer.tokenizer import Tokenizer
 from ..protocol.bootstrap import BootstrapFields, Placement, place_choices
 from ..protocol.continuation import Continuation, continue_after
 from ..protocol.logprobs import LogprobOptions
@@ -35,6 +37,15 @@ CLIENT: ContextVar[Callable[[], str]] = ContextVar("client", default=str)
 """Names the client of the current request: the hash of its API key, or the address that it came from."""
 
 
+class Grammars(Protocol):
+    """Prepares grammars: GrammarService, or that of another process."""
+
+    async def prepare(self, spec: GrammarSpec, tokenizer: Tokenizer, param: str | None, client: str = "") -> None:
+        """Returns when a request with this grammar may be sent to the engine; raises ServingError."""
+
+    def close(self) -> None: ...
+
+
 class PlannableRequest(Protocol):
     """The fields of a request body that decide how its choices reach the engine; the body has BootstrapFields, too."""
 
@@ -49,8 +60,11 @@ class PlannableRequest(Protocol):
 class RequestPlanner:
     """Turns prompts and sampling parameters into requests to the engine."""
 
-    def __init__(self, config: ServerConfig, model: ServedModel, status: ServerStatus, client: EngineClient):
-        self.grammars = GrammarService(config.grammar, client, model.spec.vocab_size, model.spec.eos_token_ids)
+    def __init__(self, config: ServerConfig, model: ServedModel, status: ServerStatus, client: EngineClient,
+                 grammars: Grammars | None = None):
+        """``grammars``: a GrammarService of this process, unless given."""
+        self.grammars = grammars or GrammarService(config.grammar, client, model.spec.vocab_size,
+                                                   model.spec.eos_token_ids)
         self._config = config
         self._model = model
         self._status = status

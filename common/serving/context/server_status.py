@@ -9,6 +9,7 @@ from ...api.errors import EngineDead, WorkerUnavailable
 from ...api.messages import Loading, Ready
 from ...config.server import ServerConfig
 from ...engine_client.client import EngineClient
+from ...garbage_collector import freeze_collector
 from ...tokenizer.tokenizer import Tokenizer
 from .served_model import ServedModel
 
@@ -20,6 +21,10 @@ class ServerStatus:
         self.ready: Ready | None = None
         self.loading = Loading("starting", 0.0)
         self.stopping = False
+        self.workers_ready = True
+        """False while processes that serve clients start."""
+        self.num_freezes = 0
+        """Times that the garbage collector was frozen on request."""
         self.weights_lock = asyncio.Lock()  # one weight update at a time
         self.staging_weights = False  # a weight update of several requests has begun
         self._transfers_kv = config.role.transfers_kv
@@ -35,13 +40,18 @@ class ServerStatus:
     @property
     def is_ready(self) -> bool:
         return (self.ready is not None and self._model.tokenizer is not None and self.dead is None
-                and not self.stopping)
+                and self.workers_ready and not self.stopping)
 
     @property
     def epoch(self) -> str:
         """An id that changes whenever what this server reported about its engine may have changed."""
         identity = None if self.ready is None else self.ready.model
         return f"{self._instance}-{0 if identity is None else identity.updates}"
+
+    def freeze_garbage(self) -> None:
+        """Freezes the garbage collector of this process, and of those that serve its clients."""
+        self.num_freezes += 1
+        freeze_collector()
 
     def serving_tokenizer(self) -> Tokenizer:
         """The tokenizer of a server that takes requests; raises WorkerUnavailable while it takes none."""

@@ -12,7 +12,7 @@ from .api_keys import ApiKeys
 from .client_timeouts import ClientTimeouts
 from .generation import Generation
 from .in_flight import InFlightRequests
-from .request_planner import RequestPlanner
+from .request_planner import Grammars, RequestPlanner
 from .served_model import ServedModel
 from .server_status import ServerStatus
 from .sessions import Sessions
@@ -22,13 +22,13 @@ from .telemetry import Telemetry
 class ServingContext:
     """The collaborators of a server's request handlers, each built from its configuration, its model and its engine."""
 
-    def __init__(self, config: ServerConfig, spec: ModelSpec, client: EngineClient):
+    def __init__(self, config: ServerConfig, spec: ModelSpec, client: EngineClient, grammars: Grammars | None = None):
         self.config = config
         self.client = client
         self.model = ServedModel(config, spec)
         self.status = ServerStatus(config, self.model, client)
         self.telemetry = Telemetry(config)
-        self.planner = RequestPlanner(config, self.model, self.status, client)
+        self.planner = RequestPlanner(config, self.model, self.status, client, grammars)
         self.keys = ApiKeys.of(config.http.api_key, config.http.admin_api_key)
         self.in_flight = InFlightRequests()
         http = config.http

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 from ...api.errors import ServingError
@@ -27,6 +27,8 @@ class Telemetry:
             buckets=Buckets.of_flags(config.observe))
         self.request_log = RequestLog(config.observe.log_level_of_requests, config.observe.dump_folder)
         self.traces: Traces | None = None
+        self.collect_others: Callable[[], Awaitable[None]] | None = None
+        """Brings what other processes of the server counted up to date."""
 
     def count_drafts(self) -> DraftCounts | None:
         """Returns new counts for a request; None on a server that verifies no drafts."""

@@ -80,13 +80,13 @@ def test_an_engine_notes_its_steps_and_which_it_told_of(tmp_path):
 
 
 def test_a_front_notes_when_streams_wrote_what_came(tmp_path, monkeypatch):
-    monkeypatch.setattr(EngineClient, "_dispatch", lambda client, message: None)
+    monkeypatch.setattr(EngineClient, "dispatch", lambda client, message: None)
     monkeypatch.setattr(web.StreamResponse, "write", lambda response, data: data)
     trace = FrontTrace()
     trace.watch()
     for writes in (2, 1):
-        EngineClient._dispatch(None, OutputBatch([], []))
-        EngineClient._dispatch(None, Loading("weights", 0.5))  # tells no tokens
+        EngineClient.dispatch(None, OutputBatch([], []))
+        EngineClient.dispatch(None, Loading("weights", 0.5))  # tells no tokens
         assert [web.StreamResponse.write(None, b"token") for _ in range(writes)] == [b"token"] * writes
     trace.save(tmp_path)
     first, second = json.loads((tmp_path / "front.json").read_text())["came"]

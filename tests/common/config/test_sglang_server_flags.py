@@ -113,6 +113,8 @@ def test_values_are_translated_or_refused(name, values, capsys):
     ("--cuda-graph-bs-decode 1 2 --tp 2", "--cuda-graph-bs 1 2 --tp 2"),
     ("--cuda-graph-bs-prefill 64", "--piecewise-cuda-graph-tokens 64"),
     ("--disable-prefill-cuda-graph", "--disable-piecewise-cuda-graph"),
+    ("--detokenizer-worker-num 2", "--tokenizer-worker-num 2"),
+    ("--detokenizer-worker-num 2 --tokenizer-worker-num 3", "--tokenizer-worker-num 3"),
     ("--disable-priority-preemption", ""),
     ("--disable-priority-preemption --enable-priority-scheduling",
      "--enable-priority-scheduling --priority-scheduling-preemption-threshold 4294967296"),

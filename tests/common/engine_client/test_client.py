@@ -183,8 +183,8 @@ async def test_late_outputs_of_a_request_do_not_reach_its_successor(engine: Engi
         with client.open([request("a", [5], seed=Seed.SILENT)]):
             pass
         with client.open([request("a", [5, 6, 7])]) as stream:
-            client._dispatch(OutputBatch.of([Output("a", [99], OutputExtras(PromptUsage(1, 0), Finish("length")))]))
-            client._dispatch(Failed("a", "aborted", "The one before was aborted."))
+            client.dispatch(OutputBatch.of([Output("a", [99], OutputExtras(PromptUsage(1, 0), Finish("length")))]))
+            client.dispatch(Failed("a", "aborted", "The one before was aborted."))
             with pytest.raises(Conflict, match="'a' is in use"):
                 await collect(client.generate(request("a", [5])))
             actual = []

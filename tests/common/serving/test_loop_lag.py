@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from baton.common.serving.server import observe_loop_lag
+from baton.common.serving.http_server import observe_loop_lag
 
 
 async def test_a_blocked_loop_lags_by_that() -> None:

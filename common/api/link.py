@@ -1,4 +1,4 @@
-"""The connection between the parent and one child: whole messages, in order, over a stream socket."""
+"""A connection between two processes of one host: whole messages, in order, over a stream socket."""
 
 from __future__ import annotations
 

@@ -1,19 +1,19 @@
-"""The port that all children accept on."""
+"""A port that several processes of one server accept on."""
 
 from __future__ import annotations
 
 import socket
 from typing import Any
 
-from ...common.config.addresses import cannot_listen
+from .addresses import cannot_listen
 
 
 def reserve(host: str, port: int) -> tuple[list[socket.socket], int]:
-    """Binds sockets that reserve a port for this router while children come and go; returns them and the port (chosen
-    where it is 0).
+    """Binds sockets that reserve a port for this program while its processes come and go; returns them and the port
+    (chosen where it is 0).
 
     They do not listen, so no connection goes to them. Raises ConfigError where another program has the port: with
-    SO_REUSEPORT alone two routers of one user would share it silently.
+    SO_REUSEPORT alone two servers of one user would share it silently.
     """
     reserved: list[socket.socket] = []
     try:
