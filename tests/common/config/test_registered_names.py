@@ -42,7 +42,7 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
     "common/commands": (COMMANDS, {"base", "methods", "registry"}),
     "common/sampling": (SAMPLING_BACKENDS, {
         "builtin_processors", "chain_draft_sampling", "draft_sampler", "gumbel_noise", "loose_acceptance",
-        "sampled_tokens", "sampler", "sampling_backend"}),
+        "sampled_tokens", "sampler", "sampling_backend", "sglang_processors"}),
     "common/sampling/extras": (EXTRAS, set()),
     "common/speculative": (SPECULATIVE_ALGORITHMS, {
         "base", "draft_length", "draft_tree", "ngram_index", "ngram_tree", "simulated", "verify"}),
