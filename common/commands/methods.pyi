@@ -97,7 +97,7 @@ class CommandMethods(ABC):
         flush_cache: bool | None = None,
         abort_all_requests: bool | None = None,
         weight_version: str | None = None,
-        load_format: Literal['safetensors'] | None = None,
+        load_format: str | None = None,
         disable_draft_model: bool | None = None,
     ) -> str: ...
     def start_profile(

@@ -18,6 +18,7 @@ from ..distributed.tp import TPGroup
 from ..runner.model_runner import ModelRunner
 from ..scheduler.batcher import Batcher
 from ..scheduler.request_tracker import RequestTracker
+from ..weights.custom_loaders import custom_loaders
 from .peers import NoPeers, Peers
 from .profiler import Profiler
 from .weight_receiver import WeightReceiver
@@ -38,7 +39,7 @@ class Control:
         self.released: set[MemoryKind] = set()
         self.step_delay = 0.0
         self.profiler = Profiler(tp.rank, runner.device, runner)
-        self.weights = WeightReceiver(tp, runner, config.parallel.dist_timeout)
+        self.weights = WeightReceiver(tp, runner, config.parallel.dist_timeout, custom_loaders(config.model))
         self._unfinished: list[tuple[int, Future[str]]] = []
 
     @property

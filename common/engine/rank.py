@@ -42,6 +42,7 @@ from ..scheduler.make_batcher import make_batcher
 from ..scheduler.request_tracker import RequestTracker
 from ..speculative.draft_length import CostTable, DraftLength
 from ..speculative.simulated import SimulatedAcceptance
+from ..weights.custom_loaders import custom_loaders
 from ..weights.removal import remove_weights
 from .control import Control
 from .cuda_stack import warn_of_stack
@@ -116,6 +117,7 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
 
     set_batch_invariant(spec.config.kernels.enable_deterministic_inference)
     try:
+        custom_loaders(spec.config.model)  # refused now, if one cannot be imported
         resolve_checkpoint(spec.config.model, lambda share: progress("downloading", share))
         parallel = join_groups(spec)
         if spec.config.nodes.nnodes == 1 and not spec.config.kernels.disable_custom_all_reduce:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from ..distributed.tp import TPGroup
 from ..distributed.update_group import UpdateGroup, join_update_group
 from ..runner.model_runner import ModelRunner
 from ..runner.weight_inspection import digests_of, read_rows, stored_tensors
+from ..weights.custom_loaders import WeightLoader, load_by
 from ..weights.digest import combined_digest, tensor_digest
 from ..weights.pushed import NamedTensor, dtype_of, from_safetensors, num_bytes, split_bucket
 from ..weights.slots import Slot, finish_loading
@@ -43,8 +45,10 @@ class WeightReceiver:
     runs in the background, and ends on all of them with the same outcome.
     """
 
-    def __init__(self, world: TPGroup, runner: ModelRunner, timeout: float):
-        """``timeout``: seconds to wait for a trainer."""
+    def __init__(self, world: TPGroup, runner: ModelRunner, timeout: float,
+                 loaders: Mapping[str, WeightLoader] = MappingProxyType({})):
+        """``timeout``: seconds to wait for a trainer. ``loaders``: those of --custom-weight-loader."""
+        self._loaders = loaders
         self._world = world
         self._runner = runner
         self._timeout = timeout
@@ -118,13 +122,18 @@ class WeightReceiver:
 
         return self.stage(tensors)
 
-    def stage_safetensors(self, contents: Sequence[bytes], *, draft: bool) -> Future[str]:
-        """Stages the tensors of a safetensors file, one for all ranks or one for each; see ``stage``."""
+    def stage_safetensors(self, contents: Sequence[bytes], *, draft: bool,
+                          loader: str | None = None) -> Future[str]:
+        """Stages the tensors of a safetensors file, one for all ranks or one for each, which ``loader`` converts; see
+        ``stage``."""
         if len(contents) not in (1, self._world.size):
             raise InvalidRequest(f"serialized_named_tensors has {len(contents)} entries: send one for all ranks, or "
                                  f"one for each of the {self._world.size}.", param="serialized_named_tensors")
         content = contents[self._world.rank if len(contents) > 1 else 0]
-        return self.stage(lambda: from_safetensors(content), draft=draft)
+        if loader is None:
+            return self.stage(lambda: from_safetensors(content), draft=draft)
+        convert = self._loaders[loader]
+        return self.stage(lambda: load_by(loader, convert, from_safetensors(content)), draft=draft)
 
     def stage(self, tensors: Callable[[], Iterable[NamedTensor]], *, draft: bool = True) -> Future[str]:
         """Stages whole tensors, which the background gets from ``tensors``; without ``draft`` for the model alone. All

@@ -38,6 +38,10 @@ class ModelArgs:
     load_format: str = flag("auto", choices=Choices.of(LOAD_FORMATS), help=(
         "source of the weights: auto is safetensors, or torch's .bin files (pt) where there are no others; dummy fills "
         "them with random values, for benchmarks without a checkpoint"))
+    custom_weight_loader: tuple[str, ...] = flag((), some=True, help=(
+        "functions by their import paths, package.module.function, that load_format of /update_weights_from_tensor may "
+        "name: function(model, named_tensors) gets what a trainer sends, and calls model.load_weights with tensors of "
+        "the checkpoint's names"))
     weight_loader_disable_mmap: bool = flag(False, help=(
         "read safetensors files by plain reads of what a rank needs, instead of mapping them: for file systems whose "
         "mappings are slow"))
@@ -96,6 +100,8 @@ class ModelArgs:
         at_least(self, 1, "context_length")
         at_least(self, 0, "base_gpu_id")
         at_least(self, 1, "gpu_id_step")
+        if unnamed := [path for path in self.custom_weight_loader if not all(path.split(".")) or "." not in path]:
+            raise ConfigError(f"--custom-weight-loader takes package.module.function, not {unnamed[0]}.")
         _ = self.config_overrides, self.loader_threads  # Raise for what they cannot read.
         if not -(2**63) <= self.random_seed < 2**63:
             raise ConfigError(f"--random-seed must fit into 64 bits, {self.random_seed} does not.")

@@ -82,7 +82,8 @@ _NO_MULTIPLEX = ("one GPU is not divided between prompts and decode steps; use -
 _EXPERT_KERNELS = "the kernel of the experts is chosen by the shape of a step"
 _BY_HANDSHAKE = "prefill and decode servers learn each other's layout in their handshake"
 _SMALL_SUMS = "small sums of ranks go through peer memory where peers reach each other"
-_NO_COMPILE = "decode steps are CUDA graphs of fused kernels as they are; leave it out"
+_NO_COMPILE = ("decode steps are fused kernels in CUDA graphs as they are, and torch.compile, which cannot trace their "
+               "launchers, made steps slower where it was tried, on a CPU: it is off")
 _NO_LAYER_OVERRIDES = "the placement of experts is found by one rule, for all layers at once; leave it out"
 
 ATTENTION = Values(
@@ -133,6 +134,8 @@ _AUTOMATIC: dict[str, Foreign] = {
     **dict.fromkeys(("--enable-flashinfer-cutlass-moe", "--enable-flashinfer-trtllm-moe", "--enable-triton-kernel-moe",
                      "--enable-flashinfer-mxfp4-moe"), Automatic(_EXPERT_KERNELS)),
     "--flashinfer-mxfp4-moe-precision": Automatic("experts in MXFP4 take activations in the model's type", "1"),
+    "--enable-torch-compile": Automatic(_NO_COMPILE),
+    "--torch-compile-max-bs": Automatic(_NO_COMPILE, "1"),
     "--enable-flashinfer-allreduce-fusion": Automatic("sums of ranks are fused with the norm after them"),
     "--enable-symm-mem": Automatic(_SMALL_SUMS),
     "--enable-mscclpp": Automatic(_SMALL_SUMS),
@@ -187,7 +190,6 @@ _REFUSED: dict[str, Foreign] = {
     **_refused(_NO_DUMPS, "--debug-tensor-dump-output-folder", "--debug-tensor-dump-input-file",
                "--debug-tensor-dump-inject", "--debug-tensor-dump-prefill-only"),
     **_refused(_NO_MULTIPLEX, "--enable-pdmux", "--sm-group-num"),
-    **_refused(_NO_COMPILE, "--enable-torch-compile", "--torch-compile-max-bs"),
     **_refused(_NO_LAYER_OVERRIDES, "--eplb-rebalance-layers-per-chunk", "--ep-dispatch-algorithm"),
     **_refused(_NO_LAYER_OVERRIDES, "--init-expert-location", harmless=("trivial",)),
     **_refused(_NO_LAYER_OVERRIDES, "--eplb-algorithm", harmless=("auto",)),
@@ -198,8 +200,6 @@ _REFUSED: dict[str, Foreign] = {
     **_refused("/dump_expert_distribution_record writes the counts; use --expert-distribution-recorder-mode stat",
                "--enable-expert-distribution-metrics"),
     **_refused("--moe-a2a-backend peer has no settings; leave it out", "--deepep-config"),
-    **_refused("--load-format names the loaders of installed packages (entry points of baton.load_formats); use that",
-               "--custom-weight-loader"),
     **_refused("pools of layers with a window are sized by --swa-full-tokens-ratio; use that",
                "--hybrid-kvcache-ratio"),
     **_refused("/start_profile and /stop_profile profile a running server; use these", "--enable-profile-cuda-graph"),

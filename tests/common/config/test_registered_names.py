@@ -62,8 +62,8 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
         "experts", "float8", "fp8_block", "fp8_per_channel", "methods", "mxfp4_experts", "shards"}),
     "common/models": (MODELS, {"registry"}),
     "common/weights": (LOAD_FORMATS, {
-        "digest", "expert_names", "files", "fingerprint", "interleaved_experts", "kv_scales", "lazy", "loader",
-        "plain_reads", "pushed", "removal", "samples", "slots", "source", "staging"}),
+        "custom_loaders", "digest", "expert_names", "files", "fingerprint", "interleaved_experts", "kv_scales", "lazy",
+        "loader", "plain_reads", "pushed", "removal", "samples", "slots", "source", "staging"}),
     "common/kvcache/tiers": (KV_TIERS, {"base"}),
     "kvtransfer/backends": (TRANSFER_BACKENDS, {"base", "cuda_driver", "ipc_cuda", "ipc_host"}),
 }

@@ -61,6 +61,7 @@ SERVERS: list[tuple[dict[str, Any], str]] = [
     ({"offload_prefetch_step": 2}, "--offload-prefetch-step needs layers in host memory: set --cpu-offload-gb or"),
     (TRANSFORMERS | {"offload_group_size": 2}, "stream Baton's own layers: leave --model-impl transformers out."),
     ({"cpu_offload_gb": 1.0, "enable_eplb": True, "tp_size": 2, "ep_size": 2}, "--enable-eplb moves experts between"),
+    ({"custom_weight_loader": ("loader",)}, "--custom-weight-loader takes package.module.function, not loader."),
     ({"numa_node": (-2,)}, "--numa-node takes numbers of nodes, or -1, not -2."),
     ({"delete_ckpt_after_loading": True, "load_format": "dummy"}, "and --load-format dummy loads nothing: leave one"),
     ({"model_loader_extra_config": '{"x": 1}'}, "enable_multithread_load and num_threads, not x."),
