@@ -54,9 +54,11 @@ class ChainLevels(NamedTuple):
 
     def width_for(self, num_reqs: int, num_drafts: int) -> int | None:
         """Returns the least width of a chain step of ``num_reqs`` requests that verifies and drafts ``num_drafts``
-        tokens of each; None where none is captured."""
-        for index, (count, most) in enumerate(zip(self.num_drafts, self.max_requests)):
-            if count >= num_drafts and num_reqs <= most and (
-                    not self.exact_sizes or num_reqs in self.exact_sizes[index]):
-                return count + 1
-        return None
+        tokens of each, or else as many as possible: with fewer a captured step is still faster than an eager one. None
+        where none is captured."""
+        counts = [count for index, (count, most) in enumerate(zip(self.num_drafts, self.max_requests))
+                  if num_reqs <= most and (not self.exact_sizes or num_reqs in self.exact_sizes[index])]
+        enough = next((count for count in counts if count >= num_drafts), None)
+        if enough is None and counts and counts[-1] > 0:
+            enough = counts[-1]
+        return None if enough is None else enough + 1

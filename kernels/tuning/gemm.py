@@ -229,9 +229,7 @@ class GemmPolicy:
             return InvariantTile(64, 64, 64, 4, 3)
         numbers = self.numbers.invariant
         if rows <= numbers.persistent_max_rows:
-            depth = 128 if rows <= 64 else 64
-            padded = PersistentTile(64, 1, depth, 1).padded_rows(rows)
-            return PersistentTile(64, 1, depth, self.numbers.persistent.ring_bytes // ((64 + padded) * depth * 2))
+            return self._whole_columns(rows, 128 if rows <= 64 else 64)
         return min(self.invariant_tiles, key=lambda tile: self._invariant_cost(tile, rows, out))
 
     @property
@@ -284,6 +282,11 @@ class GemmPolicy:
             return None
         padded = PersistentTile(block, 2, depth, 1).padded_rows(rows)
         return PersistentTile(block, 2, depth, self.numbers.persistent.ring_bytes // ((block + 2 * padded) * depth * 2))
+
+    def _whole_columns(self, rows: int, depth: int) -> PersistentTile:
+        """A tile without folds."""
+        tile = PersistentTile(64, 1, depth, 1)
+        return replace(tile, stages=self.numbers.persistent.ring_bytes // ((64 + tile.padded_rows(rows)) * depth * 2))
 
     @lru_cache(_CACHED_SHAPES)  # noqa: B019
     def small_m(self, rows: int, out: int, width: int, dtype: torch.dtype) -> SmallMTile:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from ...config.server import ServerConfig
 
 _MAX_ROWS = 2048
-_MAX_ADAPTIVE_ROWS = 512
-"""A step of more rows is bound by arithmetic, and has fewer drafts."""
+_MAX_ADAPTIVE_ROWS = 1024
+"""A step of more rows is bound by arithmetic, and has fewer drafts. On an H200 256 requests of an 8B model are fastest
+with 3 drafts each."""
 _LEVELS = (1, 2, 3, 5)
 
 

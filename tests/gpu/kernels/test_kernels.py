@@ -22,8 +22,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
                           "chain_cases.py"])
 def test_kernels_equal_their_twins(file):
     cases = Path(__file__).parents[2] / "kernels" / file
+    # The machine's own plugins and their warnings are no part of the test.
     done = subprocess.run([sys.executable, "-m", "pytest", "--import-mode=importlib", "-p", "no:cacheprovider",
-                           "-p", "no:benchmark", str(cases)], capture_output=True, text=True, timeout=SECONDS)
+                           "-p", "no:benchmark", "-o", "addopts=", "-o", "filterwarnings=default", str(cases)],
+                          capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout
 
