@@ -338,7 +338,7 @@ FAMILIES = (
            ("common/runner/kv_sizing.py", "common/runner/model_runner.py", "common/scheduler",
             "common/kvcache/tiers")),
     Family("Parallel layouts", "The sizes do not divide each other or the model ([parallelism](parallelism.md)).",
-           ("common/distributed", "common/runner/two_batch_overlap.py")),
+           ("common/distributed", "common/runner/two_batch_overlap.py", "common/runner/expert_location.py")),
     Family("KV transfer", "The backend does not start or cannot share the KV pool ([backends](transfer.md#backends)).",
            ("kvtransfer/backends", "kvtransfer/endpoint.py", "kvtransfer/bootstrap.py")),
     Family("Folders that a server writes to", "The folder cannot be made or written; give another one.",

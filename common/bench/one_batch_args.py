@@ -56,7 +56,10 @@ class BenchOneBatch:
         **dict.fromkeys(("pp_size", "pp_max_micro_batch_size", "pp_layer_partition"),
                         "stages need a server: bench_one_batch_server starts one"),
         **dict.fromkeys(("enable_eplb", "ep_num_redundant_experts", "eplb_rebalance_num_iterations",
-                         "expert_distribution_recorder_mode"), "random tokens do not tell which experts are busy")})
+                         "eplb_algorithm", "eplb_rebalance_layers_per_chunk", "init_expert_location",
+                         "eplb_min_rebalancing_utilization_threshold", "expert_distribution_recorder_mode",
+                         "expert_distribution_recorder_buffer_size"),
+                        "random tokens do not tell which experts are busy")})
 
     @property
     def server(self) -> ServerConfig:

@@ -13,6 +13,7 @@ from .low_latency import LowLatencyExchange
 from .tp import TPGroup
 
 AllToAll = Literal["none", "alltoall", "low_latency", "peer"]
+Dispatch = Literal["dynamic", "static", "fake"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class ExpertParallel:
 
     With ``eplb`` experts move between ranks while they serve (each is then whole on its ranks), and ``redundant``
     further physical experts hold replicas. ``counts_tokens``: layers count the tokens of every expert.
-    ``whole_dense``: every rank has the whole MLPs of the layers without experts, for its own tokens.
+    ``whole_dense``: every rank has the whole MLPs of the layers without experts, for its own tokens. ``dispatch`` is
+    --ep-dispatch-algorithm. With ``num_nodes`` above 1 the neighbouring ranks of a host get whole groups of experts.
     """
 
     group: TPGroup
@@ -44,14 +46,17 @@ class ExpertParallel:
     eplb: bool = False
     counts_tokens: bool = False
     whole_dense: bool = False
+    dispatch: Dispatch = "dynamic"
+    num_nodes: int = 1
 
     @staticmethod
-    def from_args(args: ParallelArgs, group: TPGroup) -> ExpertParallel:
-        """Creates the part that the flags describe."""
+    def from_args(args: ParallelArgs, group: TPGroup, nnodes: int = 1) -> ExpertParallel:
+        """Creates the part that the flags describe, of ranks on ``nnodes`` hosts."""
         return ExpertParallel(group, args.ep_size, args.moe_a2a_backend, redundant=args.ep_num_redundant_experts,
                            eplb=args.enable_eplb or args.ep_num_redundant_experts > 0,
                            counts_tokens=args.enable_eplb or args.expert_distribution_recorder_mode is not None,
-                           whole_dense=args.moe_dense_tp_size is not None)
+                           whole_dense=args.moe_dense_tp_size is not None, dispatch=args.ep_dispatch_algorithm,
+                           num_nodes=nnodes if args.eplb_algorithm == "deepseek_hierarchical" else 1)
 
     @property
     def dispatches_tokens(self) -> bool:
@@ -86,16 +91,21 @@ class ExpertParallel:
         assert self.group.size % ep == 0
         assert ep == self.group.size or (not self.uses_all_to_all and not self.eplb and not self.redundant)
         if spec is None:
-            if ep > 1 or self.a2a != "none" or self.eplb or self.counts_tokens or self.whole_dense:
-                raise ConfigError("--ep-size, --moe-a2a-backend, --enable-eplb, --expert-distribution-recorder-mode "
-                                  "and --moe-dense-tp-size are for mixtures of experts, which this model is not: leave "
-                                  "them out.")
+            if (ep > 1 or self.a2a != "none" or self.eplb or self.counts_tokens or self.whole_dense
+                    or self.dispatch != "dynamic"):
+                raise ConfigError("--ep-size, --moe-a2a-backend, --enable-eplb, --ep-dispatch-algorithm, "
+                                  "--expert-distribution-recorder-mode and --moe-dense-tp-size are for mixtures of "
+                                  "experts, which this model is not: leave them out.")
             return
         if spec.num_experts % ep:
             raise ConfigError(f"--ep-size {ep} must divide the model's {spec.num_experts} experts.")
         if (spec.num_experts + self.redundant) % ep or self.num_local_experts(spec) > spec.num_experts:
             raise ConfigError(f"--ep-num-redundant-experts {self.redundant} must be a multiple of --ep-size {ep}, and "
                               f"leave each rank at most the model's {spec.num_experts} experts once.")
+        if self.num_nodes > 1 and (spec.num_groups % self.num_nodes or self.redundant % self.num_nodes):
+            raise ConfigError(f"--eplb-algorithm deepseek_hierarchical needs groups of experts (the model has "
+                              f"{spec.num_groups}) and --ep-num-redundant-experts that --nnodes {self.num_nodes} "
+                              "divides: use deepseek.")
         if spec.intermediate_size % self.expert_tp_size:
             raise ConfigError(f"{self.expert_tp_size} ranks cannot share an expert's intermediate size "
                               f"{spec.intermediate_size} "

@@ -258,7 +258,8 @@ def join_groups(spec: RankSpec) -> Parallel:
     if device.type == "cpu":
         torch.set_num_threads(_num_threads(spec))
     return init_parallel(spec.rank, spec.world_size, spec.config.dp_size, spec.dist_init, device,
-                         experts=partial(ExpertParallel.from_args, spec.config.parallel),
+                         experts=partial(ExpertParallel.from_args, spec.config.parallel,
+                                         nnodes=spec.config.nodes.nnodes),
                          dp_head=spec.config.data_parallel.enable_dp_lm_head, pp_size=spec.config.parallel.pp_size,
                          pp_partition=spec.config.parallel.pp_layer_partition,
                          overlap=spec.config.data_parallel.enable_two_batch_overlap,

@@ -33,7 +33,9 @@ def shared_flags(config: ServerConfig) -> Message:
             "dp_size": config.dp_size,
             **{name: getattr(config.parallel, name) for name in (
                 "moe_a2a_backend", "enable_eplb", "ep_num_redundant_experts", "eplb_rebalance_num_iterations",
-                "expert_distribution_recorder_mode")},
+                "eplb_algorithm", "eplb_rebalance_layers_per_chunk", "eplb_min_rebalancing_utilization_threshold",
+                "init_expert_location", "ep_dispatch_algorithm", "expert_distribution_recorder_mode",
+                "expert_distribution_recorder_buffer_size")},
             "enable_dp_lm_head": config.data_parallel.enable_dp_lm_head}
 
 

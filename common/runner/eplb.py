@@ -12,7 +12,7 @@ import torch
 
 from ..api.errors import InvalidRequest
 from ..config.model import ModelSpec
-from ..config.server import ServerConfig
+from ..config.server import ParallelArgs, ServerConfig
 from ..distributed.parallel import Parallel
 from ..layers.moe import MoE
 from ..layers.moe.eplb_algorithm import imbalance
@@ -47,29 +47,64 @@ class ExpertCounts:
     def totals(self) -> np.ndarray:
         """Returns ``[layers with experts, experts]`` int64: tokens of all ranks since the start, including rows that
         pad a batch. Waits for the device."""
-        counts = []
-        for layer in self.layers.values():
-            assert layer.counts is not None
-            counts.append(layer.counts)
-        joined = torch.stack(counts)
+        return self.sum_of_ranks(self.of_rank())
+
+    def of_rank(self) -> torch.Tensor:
+        """Returns ``[layers with experts, experts]`` int64, on the device: what this rank has counted."""
+        return torch.stack([layer.counts for layer in self.layers.values() if layer.counts is not None])
+
+    def sum_of_ranks(self, counted: torch.Tensor) -> np.ndarray:
+        """Returns the ``totals`` of what each rank had ``counted``, which it overwrites."""
         share = next(iter(self.layers.values())).share
         if share.uses_all_to_all:  # otherwise every rank has counted all tokens
-            share.group.all_reduce(joined)
-        return joined.cpu().numpy()
+            share.group.all_reduce(counted)
+        return counted.cpu().numpy()
+
+
+class _LastSteps:
+    """The counts of a rank before each of the last ``size`` steps."""
+
+    def __init__(self, counts: ExpertCounts, size: int):
+        self._counts = counts
+        self._size = size
+        self._before: torch.Tensor | None = None
+        self._num_steps = 0
+
+    def start(self) -> None:
+        if self._before is None:
+            now = self._counts.of_rank()
+            self._before = now.new_zeros(self._size, *now.shape)
+        self._num_steps = 0
+
+    def add(self) -> None:
+        assert self._before is not None
+        self._before[self._num_steps % self._size].copy_(self._counts.of_rank())
+        self._num_steps += 1
+
+    def first_totals(self) -> np.ndarray | None:
+        """Returns the totals before the first of these steps; None where there were no more since the start."""
+        assert self._before is not None
+        if self._num_steps <= self._size:
+            return None
+        return self._counts.sum_of_ranks(self._before[self._num_steps % self._size].clone())
 
 
 class ExpertRecord:
     """The expert distribution between ``start`` and ``stop``, for the endpoints of these names. Ranks call each method
     together."""
 
-    def __init__(self, counts: ExpertCounts | None):
-        """``counts``: None where the layers do not count."""
+    def __init__(self, counts: ExpertCounts | None, num_steps: int | None = None):
+        """``counts``: None where the layers do not count. ``num_steps``: the most of the last ones that a recording
+        has; None for all."""
         self._counts = counts
+        self._last_steps = None if counts is None or num_steps is None else _LastSteps(counts, num_steps)
         self._begin: np.ndarray | None = None
         self._recorded: np.ndarray | None = None
 
     def start(self) -> str:
         self._begin, self._recorded = self._totals(), None
+        if self._last_steps is not None:
+            self._last_steps.start()
         return "Recording the tokens of every expert."
 
     def stop(self) -> str:
@@ -77,7 +112,7 @@ class ExpertRecord:
         totals = self._totals()
         if self._begin is None:
             raise InvalidRequest("Nothing is being recorded; call /start_expert_distribution_record first.")
-        self._recorded, self._begin = totals - self._begin, None
+        self._recorded, self._begin = totals - self._first_totals(), None
         return f"Recorded {int(self._recorded.sum())} choices of experts."
 
     def dump(self, folder: str, *, write: bool) -> str:
@@ -85,7 +120,7 @@ class ExpertRecord:
         totals = self._totals()
         if self._begin is None and self._recorded is None:
             raise InvalidRequest("Nothing was recorded; call /start_expert_distribution_record first.")
-        recorded = self._recorded if self._begin is None else totals - self._begin
+        recorded = self._recorded if self._begin is None else totals - self._first_totals()
         assert recorded is not None and self._counts is not None
         file = Path(folder).expanduser() / f"expert_distribution_{time.time_ns()}.json"
         if write:
@@ -97,6 +132,17 @@ class ExpertRecord:
                 raise InvalidRequest(f"Cannot write {file}: {error.strerror}.", param="output_dir") from None
         return str(file)
 
+    def count_step(self) -> None:
+        """Counts a step, before its forward pass."""
+        if self._begin is not None and self._last_steps is not None:
+            self._last_steps.add()
+
+    def _first_totals(self) -> np.ndarray:
+        """Returns the totals before the first step of the recording."""
+        assert self._begin is not None
+        found = None if self._last_steps is None else self._last_steps.first_totals()
+        return self._begin if found is None else found
+
     def _totals(self) -> np.ndarray:
         if self._counts is None:
             raise InvalidRequest("The experts' tokens are not counted: start the server with "
@@ -105,30 +151,51 @@ class ExpertRecord:
 
 
 class ExpertBalancer:
-    """Rebalances experts every ``interval_steps`` steps, by the tokens of those steps. Ranks call ``count_step``
-    together."""
+    """Rebalances experts every so many steps, by the tokens of these steps, unless ranks are used well enough already.
+    Ranks call ``count_step`` together."""
 
-    def __init__(self, counts: ExpertCounts, interval_steps: int):
+    def __init__(self, counts: ExpertCounts, args: ParallelArgs):
         self._counts = counts
-        self._interval_steps = interval_steps
+        self._args = args
         self._num_steps = 0
         self.held = False  # experts stay where they are
         self._last_totals = counts.totals()
+        self._due: list[tuple[MoE, np.ndarray]] = []
+        self._num_moved = 0
 
     def count_step(self) -> None:
         """Counts a step, before its forward pass; moves experts where the interval is over."""
         self._num_steps += 1
-        if self._num_steps < self._interval_steps or self.held:
+        if self.held:
             return
-        self._num_steps = 0
+        if self._due:
+            self._move_next()
+        elif self._num_steps >= self._args.eplb_rebalance_num_iterations:
+            self._num_steps = 0
+            self._begin()
+
+    def _begin(self) -> None:
         totals = self._counts.totals()
         loads, self._last_totals = totals - self._last_totals, totals
-        layers = self._counts.layers.values()
-        before = np.mean([_imbalance(layer, load) for layer, load in zip(layers, loads)])
-        moved = sum(layer.rebalance(load) for layer, load in zip(layers, loads) if load.any())
-        after = np.mean([_imbalance(layer, load) for layer, load in zip(layers, loads)])
-        log.info("experts moved here: %d; the busiest rank had %.2f times the mean to do, and has %.2f", moved, before,
-                 after)
+        layers = [(layer, load) for layer, load in zip(self._counts.layers.values(), loads) if load.any()]
+        factors = [_imbalance(layer, load) for layer, load in layers]
+        utilization = float(np.mean([1 / factor for factor in factors])) if factors else 1.0
+        if utilization > self._args.eplb_min_rebalancing_utilization_threshold:
+            log.info("experts stay: ranks have %.2f of the busiest one's tokens to do in the mean", utilization)
+            return
+        self._due, self._num_moved = layers, 0
+        log.info("experts of %d layers are placed anew: the busiest rank had %.2f times the mean to do", len(layers),
+                 np.mean(factors) if factors else 1.0)
+        if layers:
+            self._move_next()
+
+    def _move_next(self) -> None:
+        """Moves the experts of the next layers."""
+        count = self._args.eplb_rebalance_layers_per_chunk or len(self._due)
+        now, self._due = self._due[:count], self._due[count:]
+        self._num_moved += sum(layer.rebalance(load) for layer, load in now)
+        log.info("experts moved here: %d; of these layers the busiest rank has %.2f times the mean to do",
+                 self._num_moved, np.mean([_imbalance(layer, load) for layer, load in now]))
 
 
 def _imbalance(layer: MoE, load: np.ndarray) -> float:

@@ -49,6 +49,7 @@ from .device_memory import DeviceMemory
 from .dp_sync import DPStepInfo, DPSync
 from .draft_weights import DraftWeights
 from .eplb import ExpertBalancer, ExpertCounts, ExpertRecord, connect_experts, expert_layers
+from .expert_location import place_experts
 from .kv_sizing import cache_layouts, count_pages, kv_scales, page_counts, resolve_dtype
 from .layer_group_events import LayerGroupEvents
 from .model_weights import ModelWeights
@@ -103,11 +104,12 @@ class ModelRunner:
         self._attention = attention
         self._workspace = AttentionWorkspace(device)
         counts = ExpertCounts(model) if self._parallel.experts.counts_tokens else None
-        self.expert_record = ExpertRecord(counts)
         args = config.parallel
+        size = args.expert_distribution_recorder_buffer_size
+        self.expert_record = ExpertRecord(counts, None if size < 0 else size)
         self._expert_balancer = None
         if args.enable_eplb and counts is not None:
-            self._expert_balancer = ExpertBalancer(counts, args.eplb_rebalance_num_iterations)
+            self._expert_balancer = ExpertBalancer(counts, args)
         self.draft_model: DraftModel | None = None
         self.draft_pool: KVPool | None = None
         self.drafter: Drafter | None = None
@@ -152,6 +154,7 @@ class ModelRunner:
         _check_pool(config, spec, parallel, dtype, device)
         weights = ModelWeights.load(config, spec, parallel, dtype, device, progress)
         connect_experts(config, spec, parallel, weights.model)
+        place_experts(config.parallel, weights.model)
         scales = kv_scales(config.cache, config.model, spec)
         layouts = cache_layouts(config, spec, parallel, dtype, scales)
         draft = _load_draft(config, DraftContext(config, spec, parallel, weights.model, dtype, device, progress))
@@ -487,6 +490,7 @@ class ModelRunner:
         """Moves experts where it is time. Every rank calls it once a step, whether it replays a graph or not."""
         if self._expert_balancer is not None:
             self._expert_balancer.count_step()
+        self.expert_record.count_step()
 
     @torch.inference_mode()
     def classify(self, pooled: torch.Tensor) -> torch.Tensor:

@@ -34,9 +34,26 @@ class ParallelArgs:
         "count the tokens of every expert, and move experts between ranks to balance them"))
     ep_num_redundant_experts: int = flag(0, help=(
         "physical experts beyond one for each, over all ranks: replicas, with --enable-eplb of the busiest experts"))
+    eplb_algorithm: Literal["auto", "deepseek", "deepseek_hierarchical"] = flag("auto", help=(
+        "how --enable-eplb places experts. deepseek: replicas of the busiest, packed evenly over all ranks. "
+        "deepseek_hierarchical: groups of experts over --nnodes first, then each host's over its ranks. auto is "
+        "deepseek"))
     eplb_rebalance_num_iterations: int = flag(1000, help="steps between two rebalancings of --enable-eplb")
+    eplb_rebalance_layers_per_chunk: int | None = flag(None, help=(
+        "layers whose experts --enable-eplb moves before one step; by default all, which steps wait for"))
+    eplb_min_rebalancing_utilization_threshold: float = flag(1.0, help=(
+        "experts stay where ranks have this share of the busiest rank's tokens to do, or more, in the mean"))
+    init_expert_location: str = flag("trivial", help=(
+        "placement of experts at start: a file that /dump_expert_distribution_record wrote, a .pt or .json file of "
+        "SGLang's, or JSON: logical_count, by which experts are placed, or physical_to_logical_map; trivial: in order"))
+    ep_dispatch_algorithm: Literal["dynamic", "static", "fake"] = flag("dynamic", help=(
+        "which replica of an expert computes a token. dynamic: all in turn. static: always the same one for the tokens "
+        "of a rank, its own where it has one; by all-to-all. fake: experts in turn instead of those that the router "
+        "chooses, for measurements: answers are wrong"))
     expert_distribution_recorder_mode: Literal["stat"] | None = flag(None, help=(
         "stat counts the tokens of every expert, for /start_expert_distribution_record"))
+    expert_distribution_recorder_buffer_size: int = flag(-1, help=(
+        "the last steps that a record of experts has; -1 for all since its start"))
     numa_node: tuple[int, ...] = flag((), some=True, help=(
         "NUMA node for each GPU of this host (on a CPU for each rank), whose CPUs and memory its rank uses; -1: all. "
         "By default a rank is bound to the node of its GPU, as the system states it"))
@@ -64,6 +81,27 @@ class ParallelArgs:
              "--ep-size to the same number of 2 or more."),
         Rule(lambda c: c.eplb_rebalance_num_iterations != 1000 and not c.enable_eplb,
              "--eplb-rebalance-num-iterations is for --enable-eplb: give both."),
+        Rule(lambda c: not c.enable_eplb and (c.eplb_rebalance_layers_per_chunk is not None
+                                              or c.eplb_min_rebalancing_utilization_threshold != 1.0),
+             "--eplb-rebalance-layers-per-chunk and --eplb-min-rebalancing-utilization-threshold are for "
+             "--enable-eplb: give it too."),
+        Rule(lambda c: c.eplb_algorithm != "auto" and not c.enable_eplb and c.init_expert_location == "trivial",
+             "--eplb-algorithm {eplb_algorithm} is for --enable-eplb and --init-expert-location: give one of them."),
+        Rule(lambda c: c.init_expert_location != "trivial" and not (c.enable_eplb or c.ep_num_redundant_experts),
+             "--init-expert-location needs experts that have a place of their own: set --enable-eplb or "
+             "--ep-num-redundant-experts."),
+        Rule(lambda c: not 0 < c.eplb_min_rebalancing_utilization_threshold <= 1,
+             "--eplb-min-rebalancing-utilization-threshold must be above 0 and at most 1."),
+        Rule(lambda c: c.ep_dispatch_algorithm == "static" and (
+            c.moe_a2a_backend not in ("alltoall", "peer") or not (c.enable_eplb or c.ep_num_redundant_experts)),
+             "--ep-dispatch-algorithm static is for tokens that are sent to replicas: set --moe-a2a-backend alltoall "
+             "or peer, and --enable-eplb or --ep-num-redundant-experts."),
+        Rule(lambda c: c.expert_distribution_recorder_buffer_size < 1
+             and c.expert_distribution_recorder_buffer_size != -1,
+             "--expert-distribution-recorder-buffer-size must be 1 or more, or -1."),
+        Rule(lambda c: c.expert_distribution_recorder_buffer_size != -1 and not (
+            c.enable_eplb or c.expert_distribution_recorder_mode is not None),
+             "--expert-distribution-recorder-buffer-size is for --expert-distribution-recorder-mode: give both."),
     )
     flag_rules: ClassVar[tuple[ServerRule, ...]] = (
         Rule(lambda c: c.parallel.pp_size > 1 and not c.role.computes_prompts,
@@ -77,7 +115,7 @@ class ParallelArgs:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "tp_size", "pp_size", "pp_max_micro_batch_size", "eplb_rebalance_num_iterations",
-                 "dist_timeout")
+                 "eplb_rebalance_layers_per_chunk", "dist_timeout")
         at_least(self, 0, "ep_num_redundant_experts")
         if min(self.numa_node, default=-1) < -1:
             raise ConfigError(f"--numa-node takes numbers of nodes, or -1, not {min(self.numa_node)}.")

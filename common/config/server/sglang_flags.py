@@ -84,7 +84,6 @@ _BY_HANDSHAKE = "prefill and decode servers learn each other's layout in their h
 _SMALL_SUMS = "small sums of ranks go through peer memory where peers reach each other"
 _NO_COMPILE = ("decode steps are fused kernels in CUDA graphs as they are, and torch.compile, which cannot trace their "
                "launchers, made steps slower where it was tried, on a CPU: it is off")
-_NO_LAYER_OVERRIDES = "the placement of experts is found by one rule, for all layers at once; leave it out"
 
 ATTENTION = Values(
     to={"fa3": "flashinfer", "flashmla": "flashinfer", "cutlass_mla": "flashinfer", "torch_native": "torch",
@@ -116,6 +115,9 @@ VALUES: dict[str, Values] = {
         ("ascend", "mori"), "it is for other accelerators; use nixl, mooncake or ipc")),
     "--device": Values(refused=dict.fromkeys(
         ("xpu", "hpu", "npu", "rocm", "mps", "musa", "tpu"), "engines run on NVIDIA GPUs (cuda) and on the CPU")),
+    "--eplb-algorithm": Values(refused=dict.fromkeys(
+        ("deepseek_vec", "deepseek_vec_hierarchical", "elasticity_aware"),
+        "experts are placed by the tokens of an interval as a whole; use deepseek")),
     "--expert-distribution-recorder-mode": Values(refused=dict.fromkeys(
         ("stat_approx", "per_pass", "per_token"), "tokens are counted for each expert alone; use stat")),
 }
@@ -190,13 +192,6 @@ _REFUSED: dict[str, Foreign] = {
     **_refused(_NO_DUMPS, "--debug-tensor-dump-output-folder", "--debug-tensor-dump-input-file",
                "--debug-tensor-dump-inject", "--debug-tensor-dump-prefill-only"),
     **_refused(_NO_MULTIPLEX, "--enable-pdmux", "--sm-group-num"),
-    **_refused(_NO_LAYER_OVERRIDES, "--eplb-rebalance-layers-per-chunk", "--ep-dispatch-algorithm"),
-    **_refused(_NO_LAYER_OVERRIDES, "--init-expert-location", harmless=("trivial",)),
-    **_refused(_NO_LAYER_OVERRIDES, "--eplb-algorithm", harmless=("auto",)),
-    **_refused("experts are moved every --eplb-rebalance-num-iterations steps; use that",
-               "--eplb-min-rebalancing-utilization-threshold", harmless=("1", "1.0")),
-    **_refused("all steps between start and stop are counted; leave it out",
-               "--expert-distribution-recorder-buffer-size", harmless=("-1",)),
     **_refused("/dump_expert_distribution_record writes the counts; use --expert-distribution-recorder-mode stat",
                "--enable-expert-distribution-metrics"),
     **_refused("--moe-a2a-backend peer has no settings; leave it out", "--deepep-config"),

@@ -3,12 +3,15 @@
 The global policy of DeepSeek's EPLB (github.com/deepseek-ai/EPLB, arXiv:2412.19437, 3.4): the physical experts beyond
 one for each logical expert go, one by one, to the expert whose replicas have the highest load; then the replicas, those
 of the highest load first, go to the rank with the lowest load. Here a rank never has two replicas of an expert, and an
-expert stays on its rank where it can.
+expert stays on its rank where it can. The hierarchical policy gives each node whole groups of experts first, those of
+the highest load to the node with the lowest, and then does so within each node.
 
 A placement is the map ``physical_to_logical`` [ranks, experts of a rank].
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -57,14 +60,20 @@ def _swap_in(packed: list[list[int]], expert: int, rank: int, each: np.ndarray, 
 def minimize_moves(packed: list[list[int]], before: np.ndarray) -> np.ndarray:
     """Assigns the sets of ``packed`` to the ranks that have most of each in ``before``; an expert that stays on its
     rank keeps its local index. Returns ``[ranks, experts of a rank]``."""
-    overlap = np.array([[len(set(experts) & set(row)) for row in before.tolist()] for experts in packed])
     after = np.empty_like(before)
-    for _ in packed:
-        group, rank = np.unravel_index(overlap.argmax(), overlap.shape)
-        overlap[group, :] = -1
-        overlap[:, rank] = -1
+    for group, rank in _match(packed, before.tolist()):
         after[rank] = _keep_indices(packed[group], before[rank].tolist())
     return after
+
+
+def _match(sets: Sequence[Sequence[int]], places: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
+    """Assigns ``sets`` of experts to as many ``places`` that have some: first where most are there."""
+    overlap = np.array([[len(set(experts) & set(place)) for place in places] for experts in sets])
+    for _ in sets:
+        group, place = (int(index) for index in np.unravel_index(overlap.argmax(), overlap.shape))
+        overlap[group, :] = -1
+        overlap[:, place] = -1
+        yield group, place
 
 
 def _keep_indices(experts: list[int], before: list[int]) -> list[int]:
@@ -72,11 +81,24 @@ def _keep_indices(experts: list[int], before: list[int]) -> list[int]:
     return [expert if expert in experts else next(new) for expert in before]
 
 
-def rebalance(load: np.ndarray, before: np.ndarray) -> np.ndarray:
-    """Returns a better placement than ``before`` for experts of these loads."""
-    ranks, num_local = before.shape
-    count = replica_counts(load, ranks * num_local, ranks)
-    return minimize_moves(pack_experts(load, count, ranks, num_local), before)
+def rebalance(load: np.ndarray, before: np.ndarray, num_nodes: int = 1, num_groups: int = 1) -> np.ndarray:
+    """Returns a better placement than ``before`` for experts of these loads, on ``num_nodes`` nodes of neighbouring
+    ranks: with several each gets as many of the ``num_groups`` groups of neighbouring experts."""
+    if num_nodes == 1:
+        return minimize_moves(_pack(load, *before.shape), before)
+    groups = np.arange(len(load)).reshape(num_groups, -1)
+    nodes = before.reshape(num_nodes, -1, before.shape[1])
+    packed = pack_experts(load[groups].sum(1), np.ones(num_groups, np.int64), num_nodes, num_groups // num_nodes)
+    sets = [groups[sorted(each)].ravel() for each in packed]
+    after = np.empty_like(nodes)
+    for index, node in _match([each.tolist() for each in sets], nodes.reshape(num_nodes, -1).tolist()):
+        own = [sets[index][local].tolist() for local in _pack(load[sets[index]], *nodes.shape[1:])]
+        after[node] = minimize_moves(own, nodes[node])
+    return after.reshape(before.shape)
+
+
+def _pack(load: np.ndarray, ranks: int, num_local: int) -> list[list[int]]:
+    return pack_experts(load, replica_counts(load, ranks * num_local, ranks), ranks, num_local)
 
 
 def initial_placement(num_experts: int, ranks: int, num_local: int) -> np.ndarray:

@@ -35,6 +35,7 @@ class MoE:
 
     def __init__(self, name: str, spec: MoESpec, hidden_size: int, share: ExpertParallel, allocate: Allocate):
         self.share = share
+        self._spec = spec
         self.dispatches_tokens = share.dispatches_tokens
         self.router = Router(f"{name}.{spec.router_name}", spec, hidden_size, allocate)
         self.experts = Experts(f"{name}.experts", spec, hidden_size, share, allocate)
@@ -44,7 +45,7 @@ class MoE:
         self.placement: Placement | None = None
         if share.eplb:
             initial = initial_placement(spec.num_experts, share.ep_size, self.experts.num_local)
-            self.placement = Placement(initial, spec.num_experts, device)
+            self.placement = Placement(initial, spec.num_experts, device, share.ep_rank)
             self.experts.physical_to_logical = initial[share.ep_rank].tolist()
         self.shared: SharedExpert | None = None
         if spec.shared_size:
@@ -95,12 +96,14 @@ class MoE:
     def _routed_experts(self, x: torch.Tensor, rows: StepRows) -> torch.Tensor:
         """Returns this rank's experts' summand for all ranks' tokens ``x``."""
         first_id = self.share.ep_rank * self.experts.num_local
-        if self.counts is None and self.placement is None:
+        if self.counts is None and self.placement is None and self.share.dispatch != "fake":
             local_ids, weights = self.router(x, rows.live, first_id)
         else:
             ids, weights = self.router(x)
             exchange = self.share.low_latency
             counted = exchange.local_rows(ids) if exchange and self.share.uses_all_to_all else ids
+            if self.share.dispatch == "fake":
+                ids, counted = self._fake_ids(ids), self._fake_ids(counted)
             physical_ids = self._physical_ids(ids, counted=counted)
             local_ids = physical_ids - first_id if first_id else physical_ids
         return self.experts(x, local_ids, weights)
@@ -123,7 +126,10 @@ class MoE:
     def _dispatch(self, x: torch.Tensor, rows: StepRows) -> MaybeDeferred:
         assert self.share.uses_all_to_all
         ids, weights = self.router(x, self._local_live(len(x), rows))
-        physical_ids = self._physical_ids(ids, counted=ids, shift=self.share.group.rank)
+        if self.share.dispatch == "fake":
+            ids = self._fake_ids(ids)
+        physical_ids = self._physical_ids(ids, counted=ids, shift=self.share.group.rank,
+                                          own=self.share.dispatch == "static")
         addend = None if self.shared is None else self.shared.partial(x)
         num_local, all_to_all = self.experts.num_local, self.share.all_to_all
         if all_to_all is not None and all_to_all.can_dispatch(rows):
@@ -149,18 +155,33 @@ class MoE:
         parts = group.all_gather_last_dim(padded.flatten()).view(group.size * each, x.shape[1])
         return parts[:x.shape[0]]
 
-    def _physical_ids(self, ids: torch.Tensor, *, counted: torch.Tensor, shift: int = 0) -> torch.Tensor:
-        """Maps expert ids to physical ones; counts the tokens of ``counted``, this rank's part of them."""
+    def _fake_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        """Returns experts in turn, in place of ``ids`` [T, K]; those of rows without a token stay negative."""
+        turns = torch.arange(ids.numel(), device=ids.device, dtype=ids.dtype).view_as(ids) % self._spec.num_experts
+        return torch.where(ids < 0, ids, turns)
+
+    def _physical_ids(self, ids: torch.Tensor, *, counted: torch.Tensor, shift: int = 0,
+                      own: bool = False) -> torch.Tensor:
+        """Maps expert ids to physical ones; counts the tokens of ``counted``, this rank's part of them. ``own``: each
+        expert's is always the same."""
         if self.counts is not None:
             self.counts.scatter_add_(0, counted.flatten(), torch.ones_like(counted).flatten())
-        return ids if self.placement is None else self.placement.to_physical(ids, shift=shift)
+        if self.placement is None:
+            return ids
+        return self.placement.to_own(ids) if own else self.placement.to_physical(ids, shift=shift)
 
     def rebalance(self, load: np.ndarray) -> int:
         """Moves experts so that recent tokens (``load`` [num_experts], equal on all ranks) would load the ranks evenly.
         All ranks call it between two steps. Returns how many experts this rank got from others."""
         assert self.placement is not None
+        return self.place(rebalance(load, self.placement.physical_to_logical, self.share.num_nodes,
+                                    self._spec.num_groups))
+
+    def place(self, after: np.ndarray) -> int:
+        """Moves experts to the placement ``after`` [ranks, experts of a rank], equal on all ranks; as ``rebalance``.
+        """
+        assert self.placement is not None
         before = self.placement.physical_to_logical
-        after = rebalance(load, before)
         moved = move_experts(self.share.group, before, after, self.experts.stacks)
         self.placement.update(after)
         self.experts.physical_to_logical = after[self.share.ep_rank].tolist()

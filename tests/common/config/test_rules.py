@@ -15,6 +15,7 @@ from baton.common.config.server import ServerConfig
 from baton.router.config import RouterConfig
 
 DP = {"enable_dp_attention": True, "dp_size": 2, "tp_size": 2}
+EPLB = {"enable_eplb": True, "tp_size": 2, "ep_size": 2}
 PP = {"pp_size": 2}
 PREFILL, DECODE = {"disaggregation_mode": "prefill"}, {"disaggregation_mode": "decode"}
 TREES = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "x", "speculative_eagle_topk": 2}
@@ -73,6 +74,13 @@ SERVERS: list[tuple[dict[str, Any], str]] = [
     ({"moe_a2a_backend": "alltoall", "tp_size": 4}, "--moe-a2a-backend alltoall needs whole experts on every rank:"),
     ({"ep_num_redundant_experts": 2}, "--enable-eplb and --ep-num-redundant-experts need several ranks with whole"),
     ({"eplb_rebalance_num_iterations": 5}, "--eplb-rebalance-num-iterations is for --enable-eplb: give both."),
+    ({"eplb_rebalance_layers_per_chunk": 5}, "--eplb-rebalance-layers-per-chunk and --eplb-min-rebalancing-utiliz"),
+    ({"eplb_algorithm": "deepseek"}, "--eplb-algorithm deepseek is for --enable-eplb and --init-expert-location: give"),
+    ({"init_expert_location": "a.json"}, "--init-expert-location needs experts that have a place of their own: set"),
+    (EPLB | {"eplb_min_rebalancing_utilization_threshold": 1.5}, "threshold must be above 0 and at most 1."),
+    (EPLB | {"ep_dispatch_algorithm": "static"}, "--ep-dispatch-algorithm static is for tokens that are sent to"),
+    (EPLB | {"expert_distribution_recorder_buffer_size": 0}, "--expert-distribution-recorder-buffer-size must be 1"),
+    ({"expert_distribution_recorder_buffer_size": 9}, "--expert-distribution-recorder-buffer-size is for --expert-"),
     (PP | DECODE, "--pp-size is for prefill and unified servers: decode steps are too short for a pipeline; use --tp"),
     ({"moe_a2a_backend": "low_latency", "tp_size": 2}, "--moe-a2a-backend low_latency is for several ranks that each"),
     ({"dp_size": 2, "tp_size": 2}, "--dp-size 2 needs --enable-dp-attention; for whole replicas start several servers"),

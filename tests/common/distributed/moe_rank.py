@@ -4,8 +4,10 @@ computed to OUT. CHECKPOINTS holds one folder a model family; DEVICE is place_of
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,7 +47,7 @@ def main(rank: int, size: int, init_method: str, out: str, checkpoints: str, dev
     balanced = {"none": while_experts_move(folders[0], world, "none"),
                 "alltoall": while_experts_move(folders[-1], world, "alltoall")}
     torch.save({"logits": logits, "spread": spread(world), "apart": apart(world),
-                "balanced": balanced}, out)
+                "balanced": balanced, "variants": variants(folders[-1], world)}, out)
     end_rank(world)
 
 
@@ -68,10 +70,27 @@ def config_of(folder: Path, args: ParallelArgs, device: torch.device) -> ServerC
     return dataclasses.replace(server_config(folder, tp=args.tp_size, dtype="float32"), parallel=args, kernels=kernels)
 
 
-def while_experts_move(folder: Path, world: TPGroup, a2a: AllToAll) -> dict:
+def variants(folder: Path, world: TPGroup) -> dict:
+    """The same by other flags of the balancing."""
+    mapped = json.dumps({"physical_to_logical_map": [np.resize(np.roll(np.arange(8), shift), 8 + world.size).tolist()
+                                                     for shift in (1, 3)]})
+    counted = json.dumps({"layers": [0, 1], "logical_count": [[[1, 2, 3, 4, 5, 6, 7, 80], [80, *[1] * 7]]]})
+    flags: dict[str, dict[str, Any]] = {
+        "static": {"moe_a2a_backend": "alltoall", "ep_dispatch_algorithm": "static"},
+        "chunks": {"eplb_rebalance_layers_per_chunk": 1, "eplb_rebalance_num_iterations": 4},
+        "threshold": {"eplb_min_rebalancing_utilization_threshold": 0.01},
+        "mapped": {"init_expert_location": mapped, "eplb_rebalance_num_iterations": 1000},
+        "counted": {"init_expert_location": counted, "eplb_rebalance_num_iterations": 1000},
+        "last steps": {"moe_a2a_backend": "alltoall", "expert_distribution_recorder_buffer_size": 4},
+        "fake": {"ep_dispatch_algorithm": "fake", "eplb_rebalance_num_iterations": 1000},
+    }
+    return {name: while_experts_move(folder, world, "none", **each) for name, each in flags.items()}
+
+
+def while_experts_move(folder: Path, world: TPGroup, a2a: AllToAll, **flags: Any) -> dict:
     """20 tokens at once and 10 decode steps, in which experts move four times; then the weights are loaded anew."""
-    args = ParallelArgs(tp_size=world.size, ep_size=world.size, moe_a2a_backend=a2a, enable_eplb=True,
-                        ep_num_redundant_experts=world.size, eplb_rebalance_num_iterations=3)
+    args = ParallelArgs(**{"moe_a2a_backend": a2a, "eplb_rebalance_num_iterations": 3, "tp_size": world.size,
+                           "ep_size": world.size, "enable_eplb": True, "ep_num_redundant_experts": world.size} | flags)
     runner = load_runner(config_of(folder, args, world.device),
                          Parallel(world, experts=ExpertParallel.from_args(args, world)),
                          world.device)
@@ -86,7 +105,8 @@ def while_experts_move(folder: Path, world: TPGroup, a2a: AllToAll) -> dict:
     said = runner.expert_record.stop()
     runner.update_weights(str(folder), None)
     again = forward(runner, [(TOKENS, 0, pages)]).cpu()
-    return {"logits": torch.cat(logits), "again": again, "placements": placements, "said": said}
+    counts = ExpertCounts(runner._model).totals().tolist()
+    return {"logits": torch.cat(logits), "again": again, "placements": placements, "said": said, "counts": counts}
 
 
 def layer(share: ExpertParallel) -> MoE:

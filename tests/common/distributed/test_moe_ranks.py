@@ -3,7 +3,9 @@ transformers."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +14,12 @@ from baton.common.api.errors import ConfigError
 from baton.common.config.moe import MoESpec
 from baton.common.config.server import ParallelArgs
 from baton.common.distributed.expert_parallel import ExpertParallel
+from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.tp import TPGroup
+from baton.common.runner.expert_location import place_experts
 from baton.tests.common.distributed.moe_rank import TOKENS, layer, local_tokens, two_tokens
 from baton.tests.helpers.rank_processes import run_ranks
-from baton.tests.helpers.small_models import expected_logits
+from baton.tests.helpers.small_models import expected_logits, load_runner, server_config
 from baton.tests.helpers.small_moe import save_moe
 
 MOE_RANK = Path(__file__).with_name("moe_rank.py")
@@ -35,6 +39,9 @@ def test_ranks_equal_transformers(tmp_path, size, families):
         for a2a, moved in found["balanced"].items():
             check_moved(moved, want[families[0 if a2a == "none" else -1]], a2a)
             assert moved["placements"] == ranks[0]["balanced"][a2a]["placements"]
+        check_variants(found["variants"], want[families[-1]], size)
+        for name, each in found["variants"].items():
+            assert each["placements"] == ranks[0]["variants"][name]["placements"], name
         with torch.inference_mode():
             torch.testing.assert_close(found["spread"], alone(local_tokens(rank)), atol=1e-5, rtol=1e-4)
             for sent, met, _ in found["apart"]:
@@ -53,6 +60,51 @@ def check_moved(moved: dict, want: torch.Tensor, a2a: str) -> None:
     assert steps[0] == steps[1] != steps[2] == steps[3] == steps[4], "the third step's forward pass moves experts first"
     assert len({str(step) for step in steps}) >= 3
     assert moved["said"] == f"Recorded {30 * 3 * 2} choices of experts."
+
+
+def check_variants(variants: dict, want: torch.Tensor, size: int) -> None:
+    for name, found in variants.items():
+        assert (name == "fake") is bool((found["logits"] - want).abs().max() > 1e-3), name
+    chunks = variants["chunks"]["placements"]
+    first, second = zip(*chunks)
+    assert first[2] != first[3] == first[4] and second[3] != second[4] == second[5], "one layer before each step"
+    assert len({str(step) for step in variants["threshold"]["placements"]}) == 1, "ranks are used well enough"
+    (one, other), *later = variants["mapped"]["placements"]
+    assert [sum(each, [])[:8] for each in (one, other)] == [[7, *range(7)], [5, 6, 7, 0, 1, 2, 3, 4]]
+    assert later == [[one, other]] * 10
+    for placed, busiest in zip(variants["counted"]["placements"][0], (7, 0)):
+        assert sum(busiest in rank for rank in placed) == size, "the busiest expert is on all ranks"
+    assert variants["last steps"]["said"] == f"Recorded {4 * 3 * 2} choices of experts."
+    assert all(max(counts) - min(counts) <= 12 for counts in variants["fake"]["counts"])
+
+
+@pytest.mark.parametrize(("value", "sentence"), [
+    ("nowhere.json", "Cannot read --init-expert-location nowhere.json: No such file"),
+    ("random", "must be trivial, JSON"),
+    ("{", "Cannot read"), ("{}", "must have a physical_to_logical_map or a logical_count"),
+    ('{"logical_count": "x"}', "must be an array of whole numbers"),
+    ('{"logical_count": [[1, 2]]}', "must have a row for each of the model's 2 layers"),
+    ('{"logical_count": [[1, 2], [3, 4]]}', "a number of tokens for each of the model's 8 experts"),
+    ('{"physical_to_logical_map": [[1, 2], [3, 4]]}', "must have 8 experts in each layer"),
+    ('{"physical_to_logical_map": [[0, 0, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7]]}', "none twice on a rank")])
+def test_locations_that_do_not_fit_are_refused(tmp_path, value, sentence):
+    save_moe(tmp_path, "Qwen3Moe", num_hidden_layers=2)
+    share = ExpertParallel(TPGroup(), eplb=True)
+    model = load_runner(server_config(tmp_path, dtype="float32"), Parallel(experts=share))._model
+    with pytest.raises(ConfigError, match=sentence):
+        place_experts(SimpleNamespace(init_expert_location=value, ep_dispatch_algorithm="dynamic"), model)
+
+
+def test_a_record_is_a_location(tmp_path):
+    save_moe(tmp_path, "Qwen3Moe", num_hidden_layers=2)
+    share = ExpertParallel(TPGroup(), eplb=True)
+    model = load_runner(server_config(tmp_path, dtype="float32"), Parallel(experts=share))._model
+    counts = torch.arange(16).view(2, 8)
+    torch.save({"logical_count": counts[None]}, tmp_path / "a.pt")
+    (tmp_path / "b.json").write_text(json.dumps({"layers": [0, 1], "logical_count": counts.tolist()}))
+    for name in ("a.pt", "b.json"):
+        location = str(tmp_path / name)
+        place_experts(SimpleNamespace(init_expert_location=location, ep_dispatch_algorithm="dynamic"), model)
 
 
 def test_shares_of_experts():

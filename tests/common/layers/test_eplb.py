@@ -86,6 +86,27 @@ def test_one_hot_expert_alone_needs_replicas():
     assert imbalance(load, rebalance(load, initial_placement(8, 4, 3))) < 1.1
 
 
+def test_nodes_have_whole_groups_that_are_even():
+    """Of 8 groups on 2 nodes of 2 ranks; replicas stay on their node."""
+    load = np.random.default_rng(1).permutation(1000 / np.arange(1, 33) ** 0.8)
+    before = initial_placement(32, 4, 10)
+    after = rebalance(load, before, 2, 8)
+    nodes = [set((after.reshape(2, -1)[node] // 4).tolist()) for node in range(2)]
+    assert len(nodes[0]) == len(nodes[1]) == 4 and not nodes[0] & nodes[1]
+    assert np.bincount(after.ravel(), minlength=32).min() == 1 and all(len(set(own)) == 10 for own in after.tolist())
+    loads = [load.reshape(8, 4)[sorted(groups)].sum() for groups in nodes]
+    assert max(loads) / min(loads) < 1.2 and imbalance(load, after) < min(1.2, imbalance(load, before))
+    assert rebalance(load, after, 2, 8).tolist() == after.tolist(), "a second time nothing moves"
+
+
+def test_a_rank_s_own_replica_computes_its_tokens():
+    ids, map_ = torch.tensor([[0, 3], [1, 2]]), np.array([[0, 1, 2], [2, 3, 0]])
+    first, second = (Placement(map_, 4, torch.device("cpu"), rank) for rank in (0, 1))
+    assert first.to_own(ids).tolist() == [[0, 4], [1, 2]] and second.to_own(ids).tolist() == [[5, 4], [1, 3]]
+    second.update(np.array([[3, 1, 2], [2, 3, 0]]))
+    assert second.to_own(ids).tolist() == [[5, 4], [1, 3]]
+
+
 def test_replicas_take_turns_and_follow_moves():
     placement = Placement(np.array([[0, 1, 2], [2, 3, 0]]), 4, torch.device("cpu"))
     ids = torch.tensor([[0, 3], [0, 3], [1, 2], [1, 2]])
