@@ -38,12 +38,13 @@ from baton.common.obs.buckets import Buckets
 from baton.common.obs.engine_metrics import COUNTERS, GAUGES
 from baton.common.obs.metrics import ServerMetrics
 from baton.common.obs.sglang_aliases import SGLANG_NAMES
+from baton.common.serving.protocol.unsupported_fields import NO_EFFECT
 from baton.kvtransfer.bench.args import BenchArgs
 from baton.launch import ClusterConfig
 from baton.router.config import RouterConfig
 from baton.router.obs.metrics import Metrics
 from baton.router.workers.registry import Registry
-from baton.tests.helpers import layers
+from baton.tests.helpers import layers, request_fields
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTE = "<!-- Written by docs/generate.py from the code: change it there, then run `make docs`. -->"
@@ -205,6 +206,37 @@ def by_reason(kind: type[Foreign]) -> Iterator[str]:
 def marked(text: str) -> str:
     """Prose with its flags and paths as code."""
     return re.sub(r"(?<![\w`])(--?[a-z][\w-]+|/[a-z]\w*(?:/[a-z]\w*)*)", r"`\1`", text)
+
+
+# ---------------------------------------------------------------------- fields of requests
+
+
+def fields_page() -> str:
+    lines = ["# Fields of requests", "", NOTE, "",
+             "The fields that SGLang (0.5.2 and 0.5.23), OpenAI's and Anthropic's clients send. Those that work have "
+             "their meaning there. Those that are refused get a 400 that names them where they ask for something: "
+             "null, false, empty values and those in parentheses ask for nothing. Those that are ignored change no "
+             "answer, for the reason that is stated last. Fields of other names are ignored.", ""]
+    for body, outcomes in request_fields.listed().items():
+        title, _, table = request_fields.BODIES[body]
+        lines += [f"## {title}", ""]
+        for outcome in ("works", "ignored"):
+            if names := [name for name, each in outcomes.items() if each == outcome]:
+                lines += [f"{outcome.capitalize()}: {code(names)}.", ""]
+        if refused := [name for name, each in outcomes.items() if each == "refused"]:
+            lines += ["| refused | instead |", "|---|---|"]
+            by_alternative: dict[str, list[str]] = {}
+            for name in refused:
+                harmless = ", ".join(f"`{value}`" for value in table[name].harmless)
+                by_alternative.setdefault(table[name].instead, []).append(
+                    f"`{name}`" + (f" ({harmless})" if harmless else ""))
+            lines += [*(row(", ".join(names), marked(text)) for text, names in by_alternative.items()), ""]
+    lines += ["## Why fields are ignored", "", "| fields | because |", "|---|---|"]
+    reasons: dict[str, list[str]] = {}
+    for name, reason in NO_EFFECT.items():
+        reasons.setdefault(reason, []).append(name)
+    lines += [row(code(names), reason) for reason, names in reasons.items()]
+    return "\n".join([*lines, ""])
 
 
 # ---------------------------------------------------------------------- metrics
@@ -490,6 +522,7 @@ def flags_of(sentence: str) -> Iterable[str]:
 
 
 PAGES: dict[str, Callable[[], str]] = {"flags.md": flags_page, "sglang-flags.md": sglang_page,
+                                       "request-fields.md": fields_page,
                                        "metrics.md": metrics_page, "errors.md": errors_page,
                                        "layers.md": layers.page, "admin.md": admin_page,
                                        "compatibility.md": compatibility_page,

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+_SGLANG_TYPES = {401: "AuthenticationError", 404: "NotFoundError", 409: "ConflictError", 429: "RateLimitError",
+                 503: "ServiceUnavailableError"}
+
 
 class ServingError(Exception):
     """Base of all errors that end a request.
@@ -37,8 +40,14 @@ class ServingError(Exception):
         return own if self.code == own else f"{own}:{self.code}"
 
     def to_openai(self) -> dict[str, Any]:
-        """The response body: ``{"error": {"message", "type", "param", "code"}}``."""
+        """OpenAI's error object: ``{"error": {"message", "type", "param", "code"}}``."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def response_body(self) -> dict[str, Any]:
+        """A response: OpenAI's error object, and beside it SGLang's fields, whose ``code`` is the HTTP status."""
+        kind = _SGLANG_TYPES.get(self.status, "BadRequestError" if self.status < 500 else "InternalServerError")
+        return {**self.to_openai(), "object": "error", "message": self.message, "type": kind, "param": self.param,
+                "code": self.status}
 
 
 class InvalidRequest(ServingError):

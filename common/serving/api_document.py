@@ -37,9 +37,14 @@ class ErrorDetails(msgspec.Struct):
 
 
 class ErrorBody(msgspec.Struct):
-    """OpenAI's error object."""
+    """OpenAI's error object, and SGLang's fields beside it: ``code`` is the HTTP status."""
 
     error: ErrorDetails
+    message: str
+    type: str
+    param: str | None
+    code: int
+    object: str = "error"
 
 
 class _Shape(NamedTuple):

@@ -50,4 +50,4 @@ def error_response(error: ServingError, body: Any = None) -> web.Response:
         headers["Retry-After"] = str(max(1, round(error.retry_after)))
     if isinstance(error, EngineDead):
         headers["X-Baton-Engine"] = "dead"
-    return json_bytes(encode(error.to_openai() if body is None else body), error.status, headers)
+    return json_bytes(encode(error.response_body() if body is None else body), error.status, headers)

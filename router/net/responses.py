@@ -37,7 +37,7 @@ class Response:
     def error(cls, error: ServingError, path: bytes = b"") -> Response:
         """A response with OpenAI's error object, or Anthropic's for its ``path``; with Retry-After if known."""
         headers = (("retry-after", str(max(1, round(error.retry_after)))),) if error.retry_after is not None else ()
-        body = error_body(error) if path.startswith(_ANTHROPIC) else error.to_openai()
+        body = error_body(error) if path.startswith(_ANTHROPIC) else error.response_body()
         return cls(error.status, msgspec.json.encode(body), headers=headers)
 
     def encode(self, request_id: bytes, *, head_only: bool = False, close: bool = False,

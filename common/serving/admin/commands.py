@@ -55,7 +55,7 @@ def route(endpoint: Endpoint) -> Callable[[ServingContext, web.Request], Awaitab
             message = await run_endpoint(context, endpoint, await request.read())
         except ServingError as error:
             log_failure(error, request)
-            return error_response(error, {"success": False, "message": error.message, **error.to_openai()})
+            return error_response(error, {"success": False, **error.response_body()})
         if endpoint.returns_json:
             return web.Response(text=message, content_type="application/json")
         return json_response({"success": True, **endpoint.fields, "message": message})

@@ -83,7 +83,8 @@ class ChatFormatter:
         header = ResponseHeader.of(body, "chatcmpl-", context.model.name)
         self._id, self._created, self._model = name or header.id, header.created, header.model
         self._hidden_size = context.model.spec.hidden_size
-        self._with_ids = with_ids
+        self._with_ids = with_ids or bool(body.return_token_ids)
+        self._with_prompt = bool(body.return_token_ids or body.return_prompt_token_ids)
         self._body = body
         self._output_format = output_format
         self._reports_cached = context.config.answers.enable_cache_report
@@ -106,7 +107,8 @@ class ChatFormatter:
         return ChatChoice(choice.index, message,
                           None if logprobs is None else chat_logprobs(logprobs, self._token_bytes),
                           _finish_reason(choice, bool(message.tool_calls)), choice.finish.matched,
-                          self._last_state(choice))
+                          self._last_state(choice), choice.prompt_ids if self._with_prompt else UNSET,
+                          choice.token_ids if self._body.return_token_ids else UNSET)
 
     # ------------------------------------------------------------------ chunks
 
@@ -120,7 +122,8 @@ class ChatFormatter:
         stream = self._streams[choice.index]
         first = not choice.started
         delta = choice.take_delta()
-        events = [ChatChunkChoice(choice.index, ChatDelta(role="assistant", content=""))] if first else []
+        events = [ChatChunkChoice(choice.index, ChatDelta(role="assistant", content=""),
+                                  prompt_token_ids=choice.prompt_ids if self._with_prompt else UNSET)] if first else []
         new_logprobs = choice.visible(logprobs_of(delta.logprobs))
         logprobs = (chat_logprobs(new_logprobs, self._token_bytes)
                     if new_logprobs is not None and new_logprobs.token_ids else None)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...api.errors import InvalidRequest
 from ...tokenizer.tokenizer import Tokenizer
-from ..protocol.unsupported_fields import MESSAGE, refuse
+from ..protocol.unsupported_fields import MESSAGE, TOOL, refuse
 from .schema import ChatRequest, ContentPart, Message, MessageToolCall, Reasoning, Tool
 from .tool_choice import ToolChoice
 
@@ -51,6 +51,8 @@ def template_tools(tools: Iterable[Tool]) -> list[dict[str, Any]] | None:
     """Tool definitions for the template, None where there are none."""
     definitions = []
     for tool in tools:
+        for deferred in (tool.defer_loading, tool.function.defer_loading):
+            refuse(TOOL, "defer_loading", deferred)
         function: dict[str, Any] = {"name": tool.function.name}
         if tool.function.description is not None:
             function["description"] = tool.function.description
@@ -67,6 +69,9 @@ def template_options(request: ChatRequest) -> dict[str, Any]:
     if effort is not None:
         options.setdefault("reasoning_effort", effort)
     thinks = asked.enabled if effort is None else effort != "none"
+    if request.thinking is not None:
+        thinks = request.thinking.type != "disabled"
+        options.setdefault("thinking_mode", request.thinking.type)
     if thinks is not None:  # models' templates know either of these names
         options.setdefault("enable_thinking", thinks)
         options.setdefault("thinking", thinks)

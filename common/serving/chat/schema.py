@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -40,7 +40,9 @@ class Message(msgspec.Struct):
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    prefix: bool | None = None  # DeepSeek's: the answer continues this last message of the assistant
     # refused (see unsupported_fields.MESSAGE)
+    phase: Any = None
     function_call: Any = None
     tools: Any = None
     audio: Any = None
@@ -60,9 +62,15 @@ class Function(msgspec.Struct):
     strict: bool | None = None
 
 
+    # refused (see unsupported_fields.TOOL)
+    defer_loading: Any = None
+
+
 class Tool(msgspec.Struct):
     function: Function
     type: str = "function"
+    # refused (see unsupported_fields.TOOL)
+    defer_loading: Any = None
 
 
 class Reasoning(msgspec.Struct):
@@ -70,6 +78,12 @@ class Reasoning(msgspec.Struct):
 
     effort: str | None = None
     enabled: bool | None = None
+
+
+class ThinkingOptions(msgspec.Struct):
+    """Whether the model shall reason, as GLM's, Kimi's and DeepSeek's APIs ask for it."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
 
 
 class ChatRequest(CommonFields, kw_only=True):
@@ -82,12 +96,14 @@ class ChatRequest(CommonFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     reasoning: Reasoning | None = None
+    thinking: ThinkingOptions | None = None
     # SGLang's and vLLM's
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
+    return_prompt_token_ids: bool | None = None
 
     @property
     def requested_tokens(self) -> int | None:
@@ -105,6 +121,8 @@ def decode_chat(body: bytes) -> ChatRequest:
 def check_chat(request: ChatRequest) -> ChatRequest:
     """The same request, whose values agree with each other. Raises InvalidRequest."""
     check_common_fields(request)
+    if request.messages and request.messages[-1].prefix:
+        request.continue_final_message = True
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
     check_range("top_logprobs", request.top_logprobs, 0, MAX_TOP_LOGPROBS)
@@ -137,6 +155,8 @@ class ChatChoice(msgspec.Struct):
     finish_reason: FinishReason
     matched_stop: int | str | None = None
     hidden_states: list[float] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    response_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct):
@@ -177,6 +197,7 @@ class ChatChunkChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
     matched_stop: int | str | None | UnsetType = UNSET
 
 

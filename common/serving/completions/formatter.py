@@ -26,7 +26,7 @@ class CompletionFormatter:
         self._id, self._created, self._model = ResponseHeader.of(body, "cmpl-", context.model.name)
         self._reports_cached = context.config.answers.enable_cache_report
         self._hidden_size = context.model.spec.hidden_size
-        self._with_ids = with_ids
+        self._with_ids = with_ids or bool(body.return_token_ids)
         self._body = body
         self._echo = echo
         self._token_bytes = context.status.serving_tokenizer().token_bytes
@@ -37,8 +37,12 @@ class CompletionFormatter:
         usage = self._usage(choices)
         prompts = {choice.rid: self._echo.text(choice) for choice in choices} if self._echo else {}
         chosen = best(choices, self._body.num_generated, self._body.num_choices)
-        return self._completion([self._choice(choice, prompts.get(choice.rid), choice.text, choice.logprobs, 0)
-                                 for choice in chosen], usage, AnswerMetadata.of(chosen))
+        formatted = [self._choice(choice, prompts.get(choice.rid), choice.text, choice.logprobs, 0)
+                     for choice in chosen]
+        if self._body.return_token_ids:
+            for choice, answer in zip(chosen, formatted):
+                answer.token_ids, answer.prompt_token_ids = choice.token_ids, choice.prompt_ids
+        return self._completion(formatted, usage, AnswerMetadata.of(chosen))
 
     def start(self, choices: Sequence[Choice]) -> None:
         self._text_offsets = [0] * len(choices)
@@ -47,6 +51,7 @@ class CompletionFormatter:
             self._echo.start(choices)
 
     def delta(self, choice: Choice) -> list[Completion]:
+        first = not choice.started
         delta = choice.take_delta()
         prompt = None if self._echo is None else self._echo.take(choice)
         formatted = self._choice(choice, prompt, delta.text, joined(delta.logprobs), self._text_offsets[choice.index])
@@ -54,7 +59,9 @@ class CompletionFormatter:
             self._text_offsets[choice.index] += sum(map(len, formatted.logprobs.tokens))
         pending = self._pending_ids[choice.index]
         pending += delta.token_ids
-        if not formatted.text and formatted.logprobs is None and choice.finish is None:
+        if self._body.return_token_ids and first:
+            formatted.prompt_token_ids = choice.prompt_ids
+        elif not formatted.text and formatted.logprobs is None and choice.finish is None:
             return []
         if self._with_ids:
             formatted.token_ids = pending

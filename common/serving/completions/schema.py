@@ -53,6 +53,7 @@ class CompletionChoice(msgspec.Struct):
     matched_stop: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
     hidden_states: list[float] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct):

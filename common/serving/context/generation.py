@@ -86,6 +86,12 @@ class Choice:
         return self._total.token_ids
 
     @property
+    def prompt_ids(self) -> list[int]:
+        """The client's prompt, without output that another server sent."""
+        ids = self.request.input_ids
+        return ids[:len(ids) - self.request.num_answered]
+
+    @property
     def logprobs(self) -> Logprobs | None:
         return joined(self._total.logprobs)
 

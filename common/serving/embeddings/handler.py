@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from aiohttp import web
+from msgspec import UNSET
 
 from ...api.errors import InvalidRequest
 from ...api.messages import Generate
@@ -159,11 +160,15 @@ async def score_body(context: ServingContext, data: bytes) -> ScoreAnswer:
         context.model.check_generates()
         if not body.label_token_ids:
             raise InvalidRequest("label_token_ids is empty; send at least one.", param="label_token_ids")
+        if not 0 < body.temperature < math.inf:
+            raise InvalidRequest(f"temperature must be above 0, got {body.temperature}.", param="temperature")
         check_ids(body.label_token_ids, context.model.spec.vocab_size, "label_token_ids")
         prompts = await _score_prompts(context, body)
     choices = await _label_logprobs(context, prompts, body.label_token_ids)
-    scores = [_probabilities(choice, body.apply_softmax) for choice in choices]
-    return ScoreAnswer(scores, body.model or context.model.name, _usage(choices))
+    logprobs = [_logprobs(choice) for choice in choices]
+    scores = [_probabilities(values, body.apply_softmax, body.temperature) for values in logprobs]
+    return ScoreAnswer(scores, body.model or context.model.name, _usage(choices),
+                       token_logprobs=logprobs if body.return_token_logprobs else UNSET)
 
 
 # ---------------------------------------------------------------------- vectors
@@ -214,7 +219,8 @@ async def _score_by_yes_no(context: ServingContext, body: RerankRequest) -> list
     labels = [tokenizer.encode(word, add_special_tokens=False)[0] for word in ("yes", "no")]
     texts = await asyncio.to_thread(lambda: [_question(tokenizer, body, document) for document in body.documents])
     ids = await context.planner.prompt_ids(Prompts(texts=texts), "documents", add_special_tokens=False)
-    return [(_probabilities(choice, softmax=True)[0], choice) for choice in await _label_logprobs(context, ids, labels)]
+    return [(_probabilities(_logprobs(choice), softmax=True)[0], choice)
+            for choice in await _label_logprobs(context, ids, labels)]
 
 
 def _question(tokenizer: Tokenizer, body: RerankRequest, document: str) -> str:
@@ -248,11 +254,17 @@ async def _label_logprobs(context: ServingContext, ids: list[list[int]], labels:
     return await _complete(context, requests)
 
 
-def _probabilities(choice: Choice, softmax: bool) -> list[float]:
+def _logprobs(choice: Choice) -> list[float]:
     assert choice.logprobs is not None
-    values = [math.exp(value) for _, value in choice.logprobs.of_ids[0]]
-    total = sum(values)
-    return [value / total for value in values] if softmax and total else values
+    return [value for _, value in choice.logprobs.of_ids[0]]
+
+
+def _probabilities(logprobs: list[float], softmax: bool, temperature: float = 1.0) -> list[float]:
+    """The labels' shares of their own probabilities where ``softmax``, at that temperature."""
+    if not softmax or max(logprobs) == -math.inf:
+        return [math.exp(value) for value in logprobs]
+    powers = [math.exp((value - max(logprobs)) / temperature) for value in logprobs]
+    return [power / sum(powers) for power in powers]
 
 
 # ---------------------------------------------------------------------- requests

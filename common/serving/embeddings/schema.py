@@ -8,12 +8,13 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from msgspec import UNSET, UnsetType
 
 from ...api.errors import InvalidRequest
-from ...api.wire import Int32
+from ...api.wire import Float32, Int32
 from ..protocol.decoding import BodyDecoder
 from ..protocol.prompts import Prompts, parse_prompts
-from ..protocol.unsupported_fields import EMBEDDING
+from ..protocol.unsupported_fields import EMBEDDING, ENCODE, SCORE
 
 Vector = np.ndarray  # [dimensions] float32
 
@@ -69,6 +70,8 @@ class ScoreRequest(msgspec.Struct, kw_only=True):
     items: str | list[str | list[Int32]]
     label_token_ids: list[Int32]
     apply_softmax: bool = False
+    temperature: Float32 = 1.0
+    return_token_logprobs: bool = False
     item_first: bool = False
     model: str | None = None
 
@@ -82,6 +85,7 @@ class Embedding(msgspec.Struct):
 class EmbeddingUsage(msgspec.Struct):
     prompt_tokens: int
     total_tokens: int
+    completion_tokens: int = 0
 
 
 class EmbeddingAnswer(msgspec.Struct):
@@ -126,13 +130,14 @@ class ScoreAnswer(msgspec.Struct):
     model: str
     usage: EmbeddingUsage
     object: str = "scoring"
+    token_logprobs: list[list[float]] | UnsetType = UNSET
 
 
 decode_embedding = BodyDecoder(EmbeddingRequest, EMBEDDING).decode
-decode_encode = BodyDecoder(EncodeRequest, EMBEDDING).decode
+decode_encode = BodyDecoder(EncodeRequest, ENCODE).decode
 decode_classify = BodyDecoder(ClassifyRequest, EMBEDDING).decode
 decode_rerank = BodyDecoder(RerankRequest, EMBEDDING).decode
-decode_score = BodyDecoder(ScoreRequest, EMBEDDING).decode
+decode_score = BodyDecoder(ScoreRequest, SCORE).decode
 
 
 def truncated(vector: Vector, dimensions: int | None) -> Vector:

@@ -29,10 +29,12 @@ class MessageFormatter:
 
     def __init__(self, body: MessagesRequest, header: ResponseHeader, num_prompt_tokens: int):
         self._blocks = AnswerBlocks()
+        self._omits_thinking = body.thinking is not None and body.thinking.display == "omitted"
         self._message = AnswerMessage(header.id, header.model, [], MessageUsage(num_prompt_tokens, 0))
 
     def full(self, choice: ChatChoice, completion: ChatCompletion) -> AnswerMessage:
-        self._message.content = [_block(block, block.text) for block in AnswerBlocks.of(choice.message, []).blocks]
+        self._message.content = [_block(block, "" if self._omits(block) else block.text)
+                                 for block in AnswerBlocks.of(choice.message, []).blocks]
         self._set_stop_reason(choice)
         self._set_usage(completion.usage)
         return self._message
@@ -49,7 +51,8 @@ class MessageFormatter:
         events: list[bytes] = []
         for choice in chunk.choices:
             self._set_stop_reason(choice)
-            events += [_event(change) for change in self._blocks.add(choice.delta, [])]
+            events += [_event(change) for change in self._blocks.add(choice.delta, [])
+                       if not (isinstance(change, BlockDelta) and self._omits(change.block))]
         return events
 
     def finish(self) -> list[bytes]:
@@ -61,6 +64,9 @@ class MessageFormatter:
 
     def fail(self, error: Exception) -> bytes:
         return event("error", error=error_body(client_error(error)).error)
+
+    def _omits(self, block: ContentBlock) -> bool:
+        return self._omits_thinking and block.kind == "reasoning"
 
     def _set_stop_reason(self, choice: ChatChoice | ChatChunkChoice) -> None:
         if choice.finish_reason is None:

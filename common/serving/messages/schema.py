@@ -13,6 +13,7 @@ from ..protocol.bootstrap import BootstrapFields
 from ..protocol.continuation import Continuation
 from ..protocol.decoding import BodyDecoder
 from ..protocol.encoding import encode
+from ..protocol.unsupported_fields import ANTHROPIC
 
 
 class ContentBlock(msgspec.Struct):
@@ -40,6 +41,8 @@ class ToolDefinition(msgspec.Struct):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
+    # refused (see unsupported_fields.TOOL)
+    defer_loading: Any = None
 
 
 class ToolChoice(msgspec.Struct):
@@ -49,8 +52,10 @@ class ToolChoice(msgspec.Struct):
 
 
 class Thinking(msgspec.Struct):
+    """``display`` omitted: answers have empty blocks of thinking."""
+
     type: str
-    budget_tokens: Int32 | None = None
+    display: Literal["summarized", "omitted"] | None = None
 
 
 class OutputFormat(msgspec.Struct):
@@ -91,8 +96,8 @@ class MessagesRequest(Conversation, kw_only=True):
     continuation: Continuation | None = None
 
 
-_messages = BodyDecoder(MessagesRequest)
-_count = BodyDecoder(Conversation)
+_messages = BodyDecoder(MessagesRequest, ANTHROPIC)
+_count = BodyDecoder(Conversation, ANTHROPIC)
 
 
 def decode_messages(body: bytes) -> MessagesRequest:

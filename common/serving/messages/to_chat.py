@@ -118,7 +118,8 @@ def _tools(request: Conversation) -> list[Tool]:
         if tool.type not in (None, "custom"):
             raise InvalidRequest(f"tools[{i}] is of type {tool.type[:80]!r}, and this server runs no tools; it must "
                                  "be 'custom'.", param=f"tools[{i}].type", code="unsupported_parameter")
-        tools.append(Tool(Function(tool.name, tool.description, tool.input_schema, tool.strict)))
+        tools.append(Tool(Function(tool.name, tool.description, tool.input_schema, tool.strict),
+                          defer_loading=tool.defer_loading))
     return tools
 
 

@@ -18,8 +18,10 @@ class GenerateFormatter:
     """Formats each choice's complete answer so far, as SGLang's clients expect; see ``respond.ResponseFormatter``."""
 
     def __init__(self, token_bytes: TokenBytes | None, batched: bool, session: SessionTurn | None, hidden_size: int, *,
-                 stream_output: bool = False):
-        """``stream_output``: each event of a stream has the output since the one before, not that so far."""
+                 stream_output: bool = False, with_prompt: bool = False):
+        """``stream_output``: each event of a stream has the output since the one before, not that so far.
+        ``with_prompt``: the end of each answer has its prompt's token ids."""
+        self._with_prompt = with_prompt
         self._stream_output = stream_output
         self._hidden_size = hidden_size
         self._session = session
@@ -40,7 +42,7 @@ class GenerateFormatter:
         if not self._stream_output:
             return [self._answer(choice, index)]
         info = self._info(choice, choice.visible(joined(delta.logprobs)))
-        return [GenerateAnswer(delta.text, delta.token_ids, info, index)]
+        return [GenerateAnswer(delta.text, delta.token_ids, info, index, self._prompt(choice))]
 
     def finish(self, choices: Sequence[Choice]) -> list[GenerateAnswer]:
         if self._session is not None:
@@ -48,7 +50,11 @@ class GenerateFormatter:
         return []
 
     def _answer(self, choice: Choice, index: int | None = None) -> GenerateAnswer:
-        return GenerateAnswer(choice.text, choice.token_ids, self._info(choice, choice.logprobs), index)
+        return GenerateAnswer(choice.text, choice.token_ids, self._info(choice, choice.logprobs), index,
+                              self._prompt(choice))
+
+    def _prompt(self, choice: Choice) -> list[int] | None:
+        return choice.prompt_ids if self._with_prompt and choice.finish is not None else None
 
     def _info(self, choice: Choice, logprobs: Logprobs | None) -> dict[str, Any]:
         """``meta_info``, with the output's ``logprobs``."""

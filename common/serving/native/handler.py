@@ -96,7 +96,8 @@ async def plan_generate(context: ServingContext, body: GenerateRequest, *, arriv
     continued = await context.planner.resume(body.continuation, requests, None)
     token_bytes = context.status.serving_tokenizer().token_bytes if body.return_text_in_logprobs else None
     answer = GenerateFormatter(token_bytes, batched, session, context.model.spec.hidden_size,
-                               stream_output=context.config.answers.stream_output)
+                               stream_output=context.config.answers.stream_output,
+                               with_prompt=bool(body.return_prompt_token_ids))
     return NativeRun(context, requests, answer, arrived=arrived, continued=continued)
 
 

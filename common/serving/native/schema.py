@@ -58,6 +58,7 @@ class NativeSampling(msgspec.Struct, kw_only=True):
     # refused (see unsupported_fields.SAMPLING)
     beam_width: Any = None
     stream_interval: Any = None
+    watermark: Any = None
 
     def fill(self, preferred: NativeSampling) -> None:
         """Sets the parameters that the request leaves out to ``preferred`` ones."""
@@ -98,6 +99,7 @@ class GenerateRequest(BootstrapFields, kw_only=True):
     input_embeds: Embeddings | None = None
     return_hidden_states: bool | list[bool] | None = None
     custom_logit_processor: str | list[str | None] | None = None
+    return_prompt_token_ids: bool | None = None
 
     def prompts(self) -> Prompts:
         """The prompts of a request without ``input_embeds``."""
@@ -210,3 +212,4 @@ class GenerateAnswer(msgspec.Struct, omit_defaults=True):
     output_ids: list[int]
     meta_info: dict[str, Any]
     index: int | None = None
+    prompt_token_ids: list[int] | None = None

@@ -37,14 +37,21 @@ _CACHE = {"extra_key": _SALT, "cache_salt": _SALT}
 _IN_GENERATE = Refused("/generate takes it")
 _IN_CHAT = Refused("/v1/chat/completions and /generate take it")
 _SEND = "send {} instead".format
+_CHAT_ONLY = Refused("/v1/chat/completions takes it")
+_SAMPLED = {
+    "return_sampling_mask": _PLAIN,
+    "sampling_logprobs_mode": Refused("start the server with --return-original-logprob"),
+    "return_flat_raw_output_top_logprobs": Refused("top log-probabilities come in lists"),
+    "return_flat_raw_top_logprobs_b64": Refused("top log-probabilities come in lists"),
+}
 
 _OPENAI: Table = {
     **_MEDIA, **_ROUTED,
     "lora_path": _NO_LORA,
     "prompt_logprobs": Refused("/v1/completions returns log-probabilities of the prompt with echo and logprobs, "
                                "/generate with logprob_start_len"),
-    "return_cached_tokens_details": _PLAIN, "return_token_ids": Refused("/generate returns them"),
-    "return_prompt_token_ids": Refused("/tokenize returns them"), "return_meta_info": Refused("/generate returns it"),
+    "return_cached_tokens_details": _PLAIN, "return_meta_info": Refused("/generate returns it"),
+    "return_spec_tokens_details": Refused("/generate has them in meta_info"), "watermark": _PLAIN,
     "ngram_corpus_id": _PLAIN, "session_params": _IN_GENERATE,
     # vLLM's
     "guided_json": Refused(_SEND("json_schema")), "guided_regex": Refused(_SEND("regex")),
@@ -64,9 +71,11 @@ CHAT: Table = {
     "input_ids": Refused("/generate takes them"), "task": _PLAIN, "documents": Refused("put them into messages"),
     "echo": Refused("/v1/completions takes it"), "best_of": Refused("/v1/completions takes it", (1,)),
     "modalities": Refused("this model writes text only", (["text"],)), "audio": _TEXT_ONLY,
-    "web_search_options": Refused("this server runs no tools"),
+    "web_search_options": Refused("this server runs no tools"), "video_config": _TEXT_ONLY,
+    "return_input_ids_in_sglext": Refused(_SEND("return_prompt_token_ids")),
+    "return_output_ids_in_sglext": Refused(_SEND("return_token_ids")), **_SAMPLED, "moderation": _PLAIN,
 }
-COMPLETION = _OPENAI
+COMPLETION: Table = {**_OPENAI, "return_prompt_token_ids": Refused(_SEND("return_token_ids"))}
 RESPONSE: Table = {
     **{name: refused for name, refused in _OPENAI.items() if name != "truncation"},
     "conversation": _PLAIN, "background": _PLAIN, "prompt": _PLAIN, "truncation": Refused(harmless=("disabled",)),
@@ -75,18 +84,21 @@ RESPONSE: Table = {
     "previous_response_id": Refused("it names a stored response, and this server stores none; send the conversation as "
                                     "input items"),
     "n": Refused("an answer is one response", (1,)), "input_ids": Refused("/generate takes them"),
+    "return_token_ids": Refused("/v1/chat/completions returns them"),
+    "return_prompt_token_ids": Refused("/v1/chat/completions returns them"),
+    "background_options": _PLAIN, "context_management": _PLAIN, "image": _TEXT_ONLY, "moderation": _PLAIN,
+    "access_programs": _PLAIN,
 }
 _WITH_MEDIA = dict.fromkeys(("image_data", "video_data", "audio_data", "mm_hashes", "mm_content_hashes",
                              "video_config", "image_max_dynamic_patch", "video_max_dynamic_patch"), _TEXT_ONLY)
 GENERATE: Table = {
-    **_MEDIA, **_ROUTED, **_WITH_MEDIA,
-    "lora_path": _NO_LORA, "lora_id": _NO_LORA, "background": _PLAIN, "return_sampling_mask": _PLAIN,
+    **_MEDIA, **_ROUTED, **_WITH_MEDIA, **_SAMPLED,
+    "lora_path": _NO_LORA, "lora_id": _NO_LORA, "background": _PLAIN, "watermark": _PLAIN,
     "return_flat_raw_top_logprobs": Refused("top_logprobs_num returns them in lists"),
-    "return_flat_raw_top_logprobs_b64": Refused("top_logprobs_num returns them in lists"),
-    "return_indexer_topk": _PLAIN,
+    "return_indexer_topk": _PLAIN, "mm_processor_kwargs": _TEXT_ONLY,
     "positional_embed_overrides": Refused(_SEND("input_embeds")), "require_reasoning": _PLAIN,
     "max_thinking_tokens": _PLAIN, "no_logs": Refused("start the server without --log-requests"),
-    "return_entropy": _PLAIN, "return_prompt_token_ids": Refused("/tokenize returns them"),
+    "return_entropy": _PLAIN,
     "multi_item_delimiter_indices": Refused("/v1/score takes items"),
 }
 _OVERRIDES = dict.fromkeys(("embed_overrides", "embed_override_token_id", "positional_embed_overrides",
@@ -94,27 +106,52 @@ _OVERRIDES = dict.fromkeys(("embed_overrides", "embed_override_token_id", "posit
 EMBEDDING: Table = {
     **_WITH_MEDIA, **_OVERRIDES, **_CACHE, "lora_path": _NO_LORA, "lora_id": _NO_LORA,
     "return_pooled_hidden_states": _PLAIN, "input_embeds": Refused("/generate takes them"),
+    "return_prompt_token_ids": Refused("/tokenize returns them"), "decision_layout": _PLAIN, "background": _PLAIN,
     "is_cross_encoder_request": Refused("/v1/rerank takes pairs"),
     "multi_item_delimiter_indices": Refused("/v1/score takes items"),
 }
+ENCODE: Table = {**EMBEDDING, "dimensions": Refused("/v1/embeddings takes it")}
+SCORE: Table = {**EMBEDDING, "score_extraction_token": _PLAIN}
+_ANTHROPIC: Table = {  # of Anthropic's own servers
+    "container": _PLAIN, "context_management": _PLAIN, "mcp_servers": Refused("this server runs no tools"),
+    "compaction": _PLAIN, "thread": _PLAIN,
+}
+ANTHROPIC: Table = {
+    **_ANTHROPIC, "repetition_penalty": _CHAT_ONLY, "frequency_penalty": _CHAT_ONLY, "presence_penalty": _CHAT_ONLY,
+    "min_p": _CHAT_ONLY, "seed": _CHAT_ONLY, "logit_bias": _CHAT_ONLY, "stop": Refused(_SEND("stop_sequences")),
+    "n": Refused("an answer is one message", (1,)), "lora_path": _NO_LORA,
+}
 SAMPLING: Table = {
     "beam_width": Refused(harmless=(1,)), "stream_interval": Refused("start the server with --stream-interval"),
+    "watermark": _PLAIN,
 }
+TOOL: Table = {"defer_loading": Refused("send the tool when it is needed")}
 MESSAGE: Table = {
+    "phase": _PLAIN,
     "function_call": Refused(_SEND("tool_calls")), "tools": Refused("send tools next to messages"), "audio": _TEXT_ONLY,
 }
 
 _TRACKING = "names the request for logs, metrics or billing of whoever sends it"
 _HINT = "a hint to routers or caches, which changes no token"
 _INTERNAL = "passed between processes of SGLang"
+_VENDOR = "about the vendor's own service: where, how fast and for whom it computes"
 NO_EFFECT: Mapping[str, str] = {
     **dict.fromkeys(("user", "session_id", "metadata", "store", "service_tier", "safety_identifier", "custom_labels",
                      "conversation_id", "log_metrics", "request_id", "label"), _TRACKING),
     **dict.fromkeys(("prompt_cache_key", "prediction", "routing_key", "kv_router_hint", "bootstrap_pair_key",
-                     "decode_tp_size", "verbosity"), _HINT),
+                     "decode_tp_size", "verbosity", "kv_hints", "cache_control", "prompt_cache_options",
+                     "prompt_cache_retention"), _HINT),
+    **dict.fromkeys(("task_budget", "budget_tokens"), "a target, as Anthropic calls it, and no limit"),
     **dict.fromkeys(("http_worker_ipc", "external_trace_header", "received_time", "return_bytes",
-                     "need_wait_for_mm_inputs", "num_items_assigned", "encoder_urls", "is_single"), _INTERNAL),
-    "modalities": "describes image_data, which is refused", "spaces_between_special_tokens":
+                     "need_wait_for_mm_inputs", "num_items_assigned", "encoder_urls", "is_single",
+                     "token_indices_to_pool", "stop_strs", "stop_regex_strs", "stop_str_max_len",
+                     "stop_regex_max_len", "is_normalized", "ebnf_full_assistant", "key_order"), _INTERNAL),
+    **dict.fromkeys(("betas", "billing_policy", "diagnostics", "fallback_credit_token", "fallbacks", "inference_geo",
+                     "speed", "user_profile_id", "workspace_id"), _VENDOR),
+    "modalities": "describes image_data, which is refused",
+    "stream_options": "streams of responses end with their usage and hold no padding that hides lengths",
+    "sampling_params": "vectors are not sampled",
+    "spaces_between_special_tokens":
         "fast tokenizers, the only ones that are used here, put no spaces",
 }
 """Fields that are accepted and ignored, each with the reason."""

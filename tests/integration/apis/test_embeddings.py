@@ -133,14 +133,16 @@ def test_scores_of_labels(unified):
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
     labels = [tokenizer.encode(word, add_special_tokens=False)[0] for word in ("Paris", "Rome")]
     body = {"query": "The capital is ", "items": ["France", "Italy"], "label_token_ids": labels}
-    for softmax in (False, True):
-        status, answer = post_json(unified.url + "/v1/score", body | {"apply_softmax": softmax})
-        assert status == 200
+    for softmax, temperature in ((False, 1.0), (True, 1.0), (True, 0.5)):
+        status, answer = post_json(unified.url + "/v1/score", body | {
+            "apply_softmax": softmax, "temperature": temperature, "return_token_logprobs": True})
+        assert status == 200 and answer["usage"]["completion_tokens"] == 0
         for item, scores in zip(body["items"], answer["scores"]):
             with torch.no_grad():
                 logits = model(torch.tensor([tokenizer.encode(body["query"] + item)])).logits[0, -1]
-            expected = logits[labels].softmax(-1) if softmax else logits.softmax(-1)[labels]
+            expected = (logits[labels] / temperature).softmax(-1) if softmax else logits.softmax(-1)[labels]
             np.testing.assert_allclose(scores, expected.numpy(), atol=1e-4)
+        np.testing.assert_allclose(answer["token_logprobs"][-1], logits.log_softmax(-1)[labels].numpy(), atol=1e-3)
     _, ranked = post_json(unified.url + "/v1/rerank", {"query": "a", "documents": ["b", "c"]})
     assert sorted(found["index"] for found in ranked) == [0, 1] and all(0 <= found["score"] <= 1 for found in ranked)
     many = ["b"] * 2049
