@@ -7,7 +7,7 @@ import gc
 import logging
 import ssl
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 
 from ..common.api.errors import ConfigError, WorkerUnavailable
@@ -30,6 +30,7 @@ from .obs.tracing import Tracer
 from .policies.cache_exact import CacheExact
 from .relay.admission_gate import AdmissionGate
 from .relay.dispatcher import RETRY_AFTER_SECONDS, Dispatcher, Watch
+from .relay.pair import PairRelay
 from .workers.registry import Worker, WorkerMetadata
 
 logger = logging.getLogger("baton.router")
@@ -58,6 +59,7 @@ class Router:
         self._activity_task: asyncio.Task[None] | None = None
         self._tracer = Tracer(exporter_for(config.observe.traces_to)) if config.observe.traces_to else None
         self._gate: AdmissionGate | None = None
+        self.update_lock = asyncio.Lock()
 
     # ------------------------------------------------------------------ start and stop
 
@@ -68,6 +70,8 @@ class Router:
         components = self._components
         self.dispatcher = components.dispatcher(self.config, self.registry, self.metrics, self._rng,
                                                 self._health.suspect)
+        self.dispatcher.running = lambda: [connection.handler for connection in self._connections
+                                           if isinstance(connection.handler, PairRelay)]
         if self.dispatcher.policies.exact is not None:
             self.dispatcher.watch = _kv_watch(self.dispatcher, self.dispatcher.policies.exact)
         rules = self.config.admission.rules
@@ -202,6 +206,26 @@ class Router:
                 worker.api_key = api_key
                 self.dispatcher.update_key(worker)
         self.registry.rebuild()
+
+    def take_out(self, url: str, reason: str, epoch: str | None) -> None:
+        """Cuts all requests of a server, and lets it take none as long as it has this epoch. Raises NotFound."""
+        worker = self.remove_worker(url, force=True)[0].renewed()
+        self.add_worker(worker)
+        self._health.take_out(worker, reason, epoch)
+
+    async def apply_changes(self) -> None:
+        """Returns once all processes of the router act on what the registry says, and the workers' loads are those of
+        all of them."""
+        await self._components.apply_changes()
+
+    async def relearn(self, seconds: float) -> None:
+        """Reads anew what healthy workers say of themselves, and tries their pairs; returns once that is done, or after
+        so many seconds."""
+        await self._health.relearn(self.dispatcher, seconds)
+
+    def settle_weights(self, updated: Sequence[Worker]) -> None:
+        """Lets the weights of these workers be those of the cluster: who has others gets no requests."""
+        self._health.settle_weights(updated)
 
     def _leave(self, worker: Worker) -> None:
         self.registry.remove(worker.url)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from random import Random
 from typing import Any, Protocol
 
@@ -30,6 +30,9 @@ class Health(Protocol):
     def watch(self, worker: Worker, client: WorkerClient) -> None: ...
     def unwatch(self, worker: Worker) -> None: ...
     def suspect(self, worker: Worker, failure: Failure) -> None: ...
+    async def relearn(self, client: WorkerClient, seconds: float) -> None: ...
+    def settle_weights(self, updated: Sequence[Worker]) -> None: ...
+    def take_out(self, worker: Worker, reason: str, epoch: str | None) -> None: ...
     async def close(self) -> None: ...
 
 
@@ -47,6 +50,8 @@ class Components(Protocol):
     def admission(self, rules: AdmissionRules, loop: asyncio.AbstractEventLoop) -> AdmissionControl: ...
     def fail_calls(self, dispatcher: Dispatcher, worker: Worker) -> None:
         """Fails the calls that run on a worker."""
+    async def apply_changes(self) -> None:
+        """Returns once all processes act on what the registry says, and its loads are those of all of them."""
     def answer(self, router: ClusterView, request: Request) -> Response | Coroutine[Any, Any, Response]:
         """Answers a request to the router itself, now or later; raises ServingError."""
         ...
@@ -76,6 +81,9 @@ class LocalComponents:
 
     def fail_calls(self, dispatcher: Dispatcher, worker: Worker) -> None:
         dispatcher.fail_calls(worker)
+
+    async def apply_changes(self) -> None:
+        await asyncio.sleep(0)  # what was scheduled runs now
 
     def answer(self, router: ClusterView, request: Request) -> Response | Coroutine[Any, Any, Response]:
         return answer_locally(router, request)

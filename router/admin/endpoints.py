@@ -20,14 +20,16 @@ from ..monitoring import dashboard
 from ..monitoring.cluster_view import ClusterView
 from ..monitoring.engine_metrics import merge
 from ..net.request import Request
-from ..net.responses import Response, error_message
+from ..net.responses import Response
 from ..relay.dispatcher import RETRY_AFTER_SECONDS
 from ..routes import RELAYED, broadcasts
-from ..workers.ask import WorkerResponse, ask, ask_models, get
+from ..workers.ask import ask_models, get
 from ..workers.compatibility import misfits_of
 from ..workers.dp_ranks import report_of, server_url
 from ..workers.registry import Worker, WorkerMetadata
 from ..workers.roles import REGULAR, roles_of
+from .weight_updates import HANDLERS
+from .worker_answers import ask_all, combined, servers
 
 Handler = Callable[[ClusterView, Request], Response | Coroutine[Any, Any, Response]]
 _BROADCAST_SECONDS = 30.0
@@ -126,43 +128,28 @@ async def broadcast(router: ClusterView, request: Request) -> Response:
     """
     _, kind = broadcasts()[request.path]
     seconds = (router.config.http.request_timeout_secs or _FOREVER) if kind.slow else _BROADCAST_SECONDS
-    servers = _servers(router)
-    answers = await asyncio.gather(*(ask(router.dispatcher, w, request, seconds) for w in servers.values()))
+    answers = await ask_all(router, servers(router), request, seconds)
     if kind.renames:
         await asyncio.gather(*(ask_models(router.dispatcher, worker, _REPORT_SECONDS) for worker in router.registry))
-    failed = [answer.status for answer in answers if not answer.ok]
-    refused = all(400 <= status < 500 for status in failed)
-    result: dict[str, Any] = {"success": not failed, "workers": {url: a.status for url, a in zip(servers, answers)}}
-    if failed:
-        result["errors"] = {url: a.detail or error_message(a.body) for url, a in zip(servers, answers) if not a.ok}
-    if kind.combine is not None:
-        result |= kind.combine({url: a.json_object() for url, a in zip(servers, answers) if a.ok})
-    return Response.json(result, 200 if not failed else max(failed) if refused else 502)
+    more = {} if kind.combine is None else kind.combine({
+        worker.endpoint.url: answer.json_object() for worker, answer in answers.items() if answer.ok})
+    return combined(answers, **more)
 
 
 async def engine_metrics(router: ClusterView, request: Request) -> Response:
     """Merges the metrics of all servers into one page; 502 when none answers."""
-    servers = _servers(router)
-    answers = await asyncio.gather(*(ask(router.dispatcher, w, get("/metrics"), _REPORT_SECONDS)
-                                     for w in servers.values()))
-    pages = {url: answer.body for url, answer in zip(servers, answers) if answer.ok}
-    return Response(200 if pages or not servers else 502, merge(pages), "text/plain; version=0.0.4; charset=utf-8")
+    answers = await ask_all(router, servers(router), get("/metrics"), _REPORT_SECONDS)
+    pages = {worker.endpoint.url: answer.body for worker, answer in answers.items() if answer.ok}
+    return Response(200 if pages or not answers else 502, merge(pages), "text/plain; version=0.0.4; charset=utf-8")
 
 
 async def loads(router: ClusterView, request: Request) -> Response:
     """Lists each worker's load: ``load`` as the router counts it, ``report`` by the worker itself (null: no answer)."""
-    servers = _servers(router)
-    answers = await asyncio.gather(*(ask(router.dispatcher, w, get("/get_load"), _REPORT_SECONDS)
-                                     for w in servers.values()))
-    reports = dict(zip(servers, map(WorkerResponse.json, answers)))
+    answers = await ask_all(router, servers(router), get("/get_load"), _REPORT_SECONDS)
+    reports = {worker.endpoint.url: answer.json() for worker, answer in answers.items()}
     return Response.json({"workers": [
         {"worker": worker.url, "role": worker.role, "load": worker.load,
          "report": report_of(worker, reports.get(worker.endpoint.url))} for worker in router.registry]})
-
-
-def _servers(router: ClusterView) -> dict[str, Worker]:
-    """Returns one worker of each server by the server's URL: a server is asked once, not each of its ranks."""
-    return {worker.endpoint.url: worker for worker in router.registry}
 
 
 def parameters_of(request: Request) -> dict[str, Any]:
@@ -264,7 +251,8 @@ def admin_routes() -> dict[bytes, tuple[tuple[bytes, ...], Handler]]:
     """Methods and handler of the router's own paths; raises ConfigError for a command's plug-in that does not load or
     takes a path of the router."""
     refuse_taken_paths(path.decode() for path in broadcasts().keys() & {*_ADMIN_ROUTES, *RELAYED})
-    return _ADMIN_ROUTES | {path: (methods, broadcast) for path, (methods, _) in broadcasts().items()}
+    return _ADMIN_ROUTES | {path: (methods, HANDLERS.get(path, broadcast))
+                            for path, (methods, _) in broadcasts().items()}
 
 
 OPEN_PATHS = frozenset((b"/", b"/health", b"/liveness", b"/readiness", b"/ping", b"/metrics", b"/dashboard"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Protocol
 
 from ..config import RouterConfig
@@ -21,6 +23,8 @@ class ClusterView(Protocol):
     dispatcher: Dispatcher
     sampler: Sampler
     reports: WorkerReports
+    update_lock: asyncio.Lock
+    """Held while weights are updated."""
 
     def add_worker(self, worker: Worker) -> None:
         """Raises Conflict when its URL is taken."""
@@ -30,5 +34,19 @@ class ClusterView(Protocol):
     def remove_worker(self, url: str, *, force: bool = False) -> list[Worker]: ...
 
     def update_worker(self, url: str, metadata: WorkerMetadata, api_key: str | None) -> None: ...
+
+    def take_out(self, url: str, reason: str, epoch: str | None) -> None:
+        """Cuts all requests of a server, and lets it take none as long as it has this epoch."""
+
+    async def apply_changes(self) -> None:
+        """Returns once all processes of the router act on what the registry says, and the workers' loads are those of
+        all of them."""
+
+    async def relearn(self, seconds: float) -> None:
+        """Reads anew what healthy workers say of themselves, and tries their pairs; returns once that is done, or after
+        so many seconds."""
+
+    def settle_weights(self, updated: Sequence[Worker]) -> None:
+        """Lets the weights of these workers be those of the cluster: who has others gets no requests."""
 
     def counts(self) -> dict[str, int]: ...

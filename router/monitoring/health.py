@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -26,6 +26,7 @@ from ..workers.ask import WorkerClient, ask, ask_models, get
 from ..workers.dp_ranks import count_of
 from ..workers.registry import DEFAULT_BOOTSTRAP_PORT, Registry, Worker
 from ..workers.roles import can_serve_as, role_of_mode
+from ..workers.weight_versions import WeightVersions
 from .pair_trials import PairTrials
 
 logger = logging.getLogger("baton.router")
@@ -35,6 +36,7 @@ _MIN_PAUSE_SECONDS = 0.05
 """Least time between two checks of a worker, however many requests fail."""
 _LATE_SECONDS = 0.25
 """A timer of ours that is later than this shows that this process stalled: the answer may be there, unread."""
+_POLL_SECONDS = 0.01
 _MODELS_SECONDS = 10.0
 """Between two requests for a healthy worker's models: adapters are loaded and unloaded while it serves."""
 
@@ -59,6 +61,7 @@ class HealthMonitor:
         self._wake: dict[Worker, asyncio.Event] = {}
         self._reported: set[Worker] = set()
         self._trials = PairTrials(registry, self._check_soon)
+        self._weights = WeightVersions(registry)
         self._to_relearn: set[Worker] = set()
         """Workers whose server information is asked for again: a peer refused to pair with them."""
 
@@ -91,6 +94,22 @@ class HealthMonitor:
                 self._to_relearn.add(worker)
                 self._trials.retry(worker)
             self._wake[worker].set()
+
+    async def relearn(self, client: WorkerClient, seconds: float) -> None:
+        """Reads anew what the workers that take requests say of themselves, and tries their pairs; returns once that is
+        done, or after so many seconds."""
+        deadline = client.loop.time() + seconds
+        await asyncio.gather(*(self._learn(worker, client) for worker in self._registry if worker.state == "healthy"))
+        while self._trials.untried and client.loop.time() < deadline:
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def settle_weights(self, updated: Sequence[Worker]) -> None:
+        """Lets the weights of these workers be those of the cluster."""
+        self._weights.settle(updated)
+
+    def take_out(self, worker: Worker, reason: str, epoch: str | None) -> None:
+        """Lets a worker take no requests as long as it has this epoch."""
+        self._weights.take_out(worker, reason, epoch)
 
     def _check_soon(self, worker: Worker) -> None:
         """Ends the pause before a worker's next check."""
@@ -197,7 +216,11 @@ class HealthMonitor:
             apply_server_info(worker, info)
             if not worker.facts.transfers_kv:
                 logger.error("Worker %s is neither a prefill nor a decode server: it gets no requests.", worker.url)
-        if worker in self._wake and self._trials.update(worker, info, client) and worker.state == "healthy":
+        if worker not in self._wake:
+            return None
+        updated = self._trials.update(worker, info, client)
+        self._weights.check()
+        if updated and worker.state == "healthy":
             for wake in self._wake.values():  # Its weights were replaced: others' may have been, too.
                 wake.set()
         return None

@@ -84,12 +84,22 @@ class PairTrials:
         before = worker.model_fingerprint
         if (epoch := _text(info.get("epoch"))) != worker.epoch:
             worker.epoch = epoch
-            worker.pair_key = _text(info.get("pair_key")) if worker.facts.transfers_kv else None
+            worker.pair_key = _kind(info) if worker.facts.transfers_kv else None
             self._forget_trials(worker)
         worker.model_fingerprint = _text(info.get("model_fingerprint"))
+        worker.weight_version = _text(info.get("weight_version"))
         self._refit()
         self._schedule(worker)
         return before is not None and before != worker.model_fingerprint
+
+    @property
+    def untried(self) -> bool:
+        """True while it is not known if two kinds of healthy workers, which may serve together, fit."""
+        able = [worker for worker in self._registry if worker.state == "healthy" and worker.pair_key is not None
+                and not worker.outdated]
+        senders, receivers = ({worker.pair_key: worker for worker in able if worker.role == role} for role in PAIR)
+        return any(_may_share_model(prefill, decode) and self._verdict(_Pair(prefill, decode)) is None
+                   for prefill in senders.values() for decode in receivers.values())
 
     def retry(self, worker: Worker) -> None:
         """Try a worker's pairs again, as its peer refused a request. Many requests may be refused at the same time."""
@@ -124,6 +134,10 @@ class PairTrials:
         if prefill.pair_key is None or decode.pair_key is None:
             return ""
         verdict = self._verdicts.get(pair.kinds)
+        if not verdict and None not in (prefill.weight_version, decode.weight_version) \
+                and prefill.weight_version != decode.weight_version:
+            return (f"the weight version is {decode.weight_version} here and {prefill.weight_version} there (decode, "
+                    "prefill)")
         if not verdict and None not in (prefill.model_fingerprint, decode.model_fingerprint) \
                 and prefill.model_fingerprint != decode.model_fingerprint:
             return (f"the model is of fingerprint {decode.model_fingerprint} here and {prefill.model_fingerprint} "
@@ -287,6 +301,12 @@ class PairTrials:
 def _may_share_model(one: Worker, other: Worker) -> bool:
     """True if requests for one model may go to both."""
     return not (one.model_ids and other.model_ids and set(one.model_ids).isdisjoint(other.model_ids))
+
+
+def _kind(info: dict[str, Any]) -> str | None:
+    """The kind of a server, by its ``/get_server_info``: weights of another version make another kind."""
+    key, version = _text(info.get("pair_key")), _text(info.get("weight_version"))
+    return key if key is None or version is None else f"{key}@{version}"
 
 
 def _text(value: Any) -> str | None:

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 import uvloop
@@ -17,6 +17,7 @@ import uvloop
 from ...common.api.errors import ConfigError, WorkerUnavailable
 from ...common.api.link import Link
 from ...common.obs.logging import setup_logging
+from ..admin.weight_updates import HANDLERS
 from ..admin.worker_routes import changes_workers
 from ..admission.admission import AdmissionControl
 from ..app import Router
@@ -66,6 +67,8 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PARENT_TIMEOUT_SECONDS = 20.0
 """Longest wait for the parent, which itself waits at most a few seconds for the other children."""
+_UPDATE_TIMEOUT_SECONDS = 24 * 3600.0
+"""Longest wait for an update of weights, whose end the parent decides."""
 _REFRESH_SECONDS = 0.25
 """Between two times that a process without requests takes in what the others published."""
 _PARENT_ANSWERS = frozenset((b"/metrics", b"/dashboard/data", b"/add_worker", b"/remove_worker", b"/drain_worker"))
@@ -182,12 +185,17 @@ class Child:
     def fail_calls(self, dispatcher: Dispatcher, worker: Worker) -> None:
         dispatcher.fail_calls(worker)
 
+    async def apply_changes(self) -> None:
+        raise AssertionError("the parent updates weights")
+
     def answer(self, router: ClusterView, request: Request) -> Response | Coroutine[Any, Any, Response]:
+        if request.path in HANDLERS:
+            return self._ask_parent(request, _UPDATE_TIMEOUT_SECONDS)
         if request.path in _PARENT_ANSWERS or changes_workers(request):
-            return self._ask_parent(request)
+            return self._ask_parent(request, _PARENT_TIMEOUT_SECONDS)
         return answer_locally(router, request)
 
-    async def _ask_parent(self, request: Request) -> Response:
+    async def _ask_parent(self, request: Request, timeout: float) -> Response:
         """Passes a request on to the parent; returns its response."""
         self._num_asked += 1
         number = self._num_asked
@@ -195,7 +203,7 @@ class Child:
         self._pending[number] = answer
         self._link.send(AdminRequest(number, request.method, request.path, request.query, request.body))
         try:
-            response = await asyncio.wait_for(answer, _PARENT_TIMEOUT_SECONDS)
+            response = await asyncio.wait_for(answer, timeout)
         except asyncio.TimeoutError:
             return Response.error(WorkerUnavailable("The router's parent process does not answer.", retry_after=1.0))
         finally:
@@ -276,6 +284,15 @@ class _FailureReporter:
                 logging.getLogger("baton.router").warning("Worker %s takes no requests: %s.", worker.url,
                                                           failure.detail)
             self._link.send(WorkerSuspected(worker.id, failure.reason, failure.detail, failure.refused))
+
+    async def relearn(self, client: WorkerClient, seconds: float) -> None:
+        raise AssertionError("the parent updates weights")
+
+    def settle_weights(self, updated: Sequence[Worker]) -> None:
+        raise AssertionError("the parent updates weights")
+
+    def take_out(self, worker: Worker, reason: str, epoch: str | None) -> None:
+        raise AssertionError("the parent updates weights")
 
     async def close(self) -> None:
         pass

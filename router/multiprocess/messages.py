@@ -40,6 +40,9 @@ class WorkerUpdate(msgspec.Struct, frozen=True):
     fitting: frozenset[str] | None
     misfits: tuple[Misfit, ...]
     stage: str
+    weight_version: str | None
+    outdated: str
+    hold: str
     circuit: CircuitState
     troubled: bool
     probing: bool
@@ -47,7 +50,7 @@ class WorkerUpdate(msgspec.Struct, frozen=True):
     worker_fields: ClassVar[tuple[str, ...]] = (
         "role", "bootstrap_port", "model_ids", "model_cards", "state", "hung", "draining", "is_baton", "keeps_files",
         "checked", "always_healthy", "named", "metadata", "pair_key", "model_fingerprint", "fitting", "misfits",
-        "stage")
+        "stage", "weight_version", "outdated", "hold")
     """Fields that are attributes of a worker and may change."""
 
 

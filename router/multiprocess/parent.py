@@ -133,6 +133,10 @@ class Parent:
         """The children fail the calls, which are theirs."""
         self._feed.to_cut.add(worker.id)
 
+    async def apply_changes(self) -> None:
+        await self._wait_applied()
+        self._read_loads()
+
     def answer(self, router: ClusterView, request: Request) -> Response | Coroutine[Any, Any, Response]:
         return self._answer(request)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from typing import Protocol
 
@@ -28,6 +28,7 @@ from ..workers.dp_ranks import with_rank
 from ..workers.registry import Registry, Reservation, Role, Worker, without
 from ..workers.roles import PAIR, REGULAR, WORKER_ROLES
 from .poison_guard import PoisonGuard
+from .request_hold import RequestHold, Running
 from .retry import FAILURES, Backoff, Outcome, Retries
 
 logger = logging.getLogger("baton.router")
@@ -61,6 +62,9 @@ class Dispatcher:
         self._circuit_seconds = config.circuit.cb_timeout_duration_secs
         self.policies = PolicySets({role: config.policy.policy_for(role) for role in WORKER_ROLES}, config.policy, rng)
         self.watch: Watch | None = None
+        self.running: Callable[[], Iterable[Running]] = tuple
+        """Gives the pairs' requests that run in this process."""
+        self.hold = RequestHold(registry, lambda: self.running())
         self._hung_seconds = config.health.health_check_timeout_secs
         self.poison = PoisonGuard(self, config.retry.poison_refusal_secs,
                                   (config.health.health_check_endpoint, config.health.health_check_timeout_secs))

@@ -130,6 +130,9 @@ class PairRelay:
         assert self._phase.start is SEND
         dispatcher, response, fields = self.dispatcher, self.response, self._fields
         assert fields is not None
+        if dispatcher.registry.hold:
+            dispatcher.hold.add(self)
+            return
         request, suspect = response.request, response.suspect
         log = response.log if response.began else None  # Of a stream that this attempt continues.
         self._relayed = None
@@ -322,8 +325,16 @@ class PairRelay:
             peer = self._other(call)
             self.dispatcher.poison.on_death(self.response, peer.worker, peer.role, by_peer=True, proceed=proceed)
 
+    def take_back(self) -> None:
+        """Gives up an attempt whose prompt prefill still computes; it begins anew, and that costs no retry."""
+        prefill = self._prefill
+        if self._phase in (OPENING, RESUMING) and prefill is not None and prefill.upstream is not None:
+            self._cancel_calls()
+            self.start()
+
     def _stop(self) -> None:
         assert self._phase.cancel is STOP
+        self.dispatcher.hold.leave(self)
         if self.retries is not None:
             self.retries.cancel()
         self._cancel_calls()

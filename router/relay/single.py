@@ -42,6 +42,9 @@ class Relay:
     def start(self) -> None:
         """Make an attempt; answers 503 when no worker is available."""
         response = self.response
+        if self.dispatcher.registry.hold and response.request.method in (b"POST", b"PUT"):
+            self.dispatcher.hold.add(self)
+            return
         log = response.log if response.began else None  # Of a stream that this attempt continues.
         workers = self.dispatcher.candidates(self._role, self.retries, response.request.group,
                                              baton_only=self._baton_only or log is not None, pinned=self._pinned,
@@ -109,12 +112,14 @@ class Relay:
     # ------------------------------------------------------------------ the client's side
 
     def cancel(self) -> None:
+        self.dispatcher.hold.leave(self)
         if self.retries is not None:
             self.retries.cancel()
         self._drop()
         self.response.abandon()
 
     def expire(self, error: ServingError) -> None:
+        self.dispatcher.hold.leave(self)
         if self.retries is not None:
             self.retries.cancel()
         at_boundary = self._call is not None and self._call.at_boundary

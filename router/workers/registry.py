@@ -63,6 +63,9 @@ class Worker:
       release, and each of ``load_orders`` with each change of the load; ``peak_load``: the most since somebody set it.
     - ``cached_tokens``: tokens in its prefix cache, None unless its KV events are followed (see ``kv_event_watch``).
     - ``draining``: it gets no new requests, and is removed once its load is 0.
+    - Weights: ``weight_version``, their name as it reports it; ``outdated``, why it gets no requests although it is
+      healthy: the cluster serves other weights, "" if it does not (see ``weight_versions``); ``hold``, the mode of the
+      update that runs on it, "" without one: requests wait meanwhile (see ``relay.request_hold``).
     - ``circuit``: its circuit breaker, changed by the registry once the worker is in it.
     """
 
@@ -70,7 +73,7 @@ class Worker:
                  "asks_models", "model_ids", "model_cards", "state", "failures", "successes", "hung", "known_load",
                  "load_orders", "on_release", "draining", "is_baton", "circuit", "cached_tokens", "rank", "root",
                  "peak_load", "keeps_files", "checked", "always_healthy", "named", "metadata", "pair_key",
-                 "model_fingerprint", "epoch", "fitting", "misfits", "stage")
+                 "model_fingerprint", "epoch", "fitting", "misfits", "stage", "weight_version", "outdated", "hold")
 
     def __init__(self, endpoint: Endpoint, role: Role = REGULAR, *, asks_role: bool = False,
                  bootstrap_port: int | None | Literal["ask"] = "ask", api_key: str | None = None,
@@ -109,6 +112,9 @@ class Worker:
         self.epoch: str | None = None
         self.fitting: frozenset[str] | None = None
         self.misfits: tuple[Misfit, ...] = ()
+        self.weight_version: str | None = None
+        self.outdated = ""
+        self.hold = ""
         self.checked = False
         self.always_healthy = always_healthy
         self.named = named
@@ -150,14 +156,23 @@ class Worker:
                       model_id=None if self.asks_models else self.model_ids[0],
                       always_healthy=self.always_healthy, named=self.named, metadata=self.metadata)
 
+    def renewed(self) -> Worker:
+        """Returns a new worker for the same server, of which nothing is known yet."""
+        return Worker(self.endpoint, self.role, asks_role=self.asks_role, api_key=self.api_key,
+                      bootstrap_port="ask" if self.asks_port else self.bootstrap_port,
+                      model_id=None if self.asks_models else self.model_ids[0],
+                      always_healthy=self.always_healthy, named=self.named, metadata=self.metadata)
+
     def describe(self) -> dict[str, Any]:
         """Returns the worker as ``/list_workers`` shows it."""
         shown: dict[str, Any] = {"id": str(self.id), "url": self.url, "role": self.role, "state": self.state,
                                  "healthy": self.state == "healthy", "load": self.load, "circuit": self.circuit.state,
                                  "draining": self.draining, "models": list(self.model_ids),
                                  "cached_tokens": self.cached_tokens, "dp_rank": self.rank,
-                                 "model_fingerprint": self.model_fingerprint,
+                                 "model_fingerprint": self.model_fingerprint, "weight_version": self.weight_version,
                                  "misfits": [{"worker": other.worker, "why": other.why} for other in self.misfits]}
+        if self.outdated:
+            shown["outdated"] = self.outdated
         if self.stage:
             shown["stage"] = self.stage
         if self.facts.sends_kv:
@@ -196,6 +211,8 @@ class Registry:
         self.models = models or Models()
         self.unchecked: tuple[Worker, ...] = ()
         """The workers whose first check is not over."""
+        self.hold = ""
+        """The mode of the update of weights for which requests wait; "" if there is none."""
         self.listeners: list[Callable[[], None]] = []
         """Called whenever workers come, go, or become available or not."""
         self.on_probe: Callable[[Worker, bool], None] = lambda worker, runs: None
@@ -381,7 +398,7 @@ class Registry:
     def update_available(self) -> None:
         """Derives the available workers by role and group; tuples that did not change stay the same objects."""
         ready = [worker for worker in self._workers.values() if worker.state == "healthy"
-                 and worker.circuit.admits and not worker.draining]
+                 and worker.circuit.admits and not worker.draining and not worker.outdated]
         by_key: dict[tuple[str, Group], list[Worker]] = {(role, None): [] for role in WORKER_ROLES}
         groups = self.models.groups
         for worker in ready:
@@ -396,6 +413,7 @@ class Registry:
             old = before.get(key, now)
             self._available[key] = old if old == now else now
         self.unchecked = tuple(worker for worker in self._workers.values() if not worker.checked)
+        self.hold = next((worker.hold for worker in self._workers.values() if worker.hold), "")
         for listener in self.listeners:
             listener()
 

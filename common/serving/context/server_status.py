@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+import zlib
 
 from ...api.errors import EngineDead, WorkerUnavailable
 from ...api.messages import Loading, Ready
@@ -46,7 +47,8 @@ class ServerStatus:
     def epoch(self) -> str:
         """An id that changes whenever what this server reported about its engine may have changed."""
         identity = None if self.ready is None else self.ready.model
-        return f"{self._instance}-{0 if identity is None else identity.updates}"
+        version = zlib.crc32(self._model.weight_version.encode())
+        return f"{self._instance}-{0 if identity is None else identity.updates}-{version:08x}"
 
     def freeze_garbage(self) -> None:
         """Freezes the garbage collector of this process, and of those that serve its clients."""

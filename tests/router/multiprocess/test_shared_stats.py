@@ -269,7 +269,7 @@ def test_an_update_has_what_changed_once(stats):
 def test_all_that_makes_a_worker_is_sent_to_the_children():
     """A new attribute of Worker belongs into WorkerUpdate, or into ``own``: it is a process's own."""
     own = {"endpoint", "url", "asks_role", "asks_port", "asks_models", "failures", "successes", "known_load",
-           "load_orders", "on_release", "cached_tokens", "epoch"}
+           "load_orders", "on_release", "cached_tokens", "epoch", "peak_load"}
     assert {*WorkerUpdate.__struct_fields__} - {"row", "server", "troubled", "probing"} == {*Worker.__slots__} - own
 
 

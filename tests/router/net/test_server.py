@@ -160,7 +160,7 @@ async def test_workers_join_and_leave(start_router, worker, request_to, chat, sc
     assert listed["workers"][0] | {"id": "", "url": ""} == {
         "id": "", "url": "", "role": "regular", "state": "healthy", "healthy": True, "load": 0, "circuit": "closed",
         "draining": False, "models": ["tiny"], "cached_tokens": None, "dp_rank": None,
-        "model_fingerprint": None, "misfits": []}
+        "model_fingerprint": None, "weight_version": None, "misfits": []}
     assert (await chat(router)).status == 200
     assert (await request_to(router, "POST", f"/remove_worker?url={mock.url}")).status == 200
     assert (await request_to(router, "POST", f"/remove_worker?url={mock.url}")).status == 404
