@@ -145,7 +145,13 @@ async def _update(router: ClusterView, request: Request, fields: UpdateFields) -
         return combined(staged, message="Nothing was changed: not all workers took the weights.")
     options = {name: value for name in ("weight_version", "flush_cache") if (
         value := getattr(fields, name)) is not None}
-    return await _commit(router, workers, command(_END, options), mode)
+    done = None
+    try:
+        done = await _commit(router, workers, command(_END, options), mode)
+    finally:
+        if done is None or done.status != 200:
+            await ask_all(router, _at(router, workers), command(_DISCARD), _INFO_SECONDS)
+    return done
 
 
 async def _end(router: ClusterView, request: Request, fields: UpdateFields) -> Response:

@@ -165,6 +165,58 @@ def test_a_rolling_update_mixes_nothing(cluster, other):
         server.assert_clean()
 
 
+@pytest.mark.parametrize("mode", ["wait", "retract", "in_place", "abort"])
+def test_an_update_through_the_router_mixes_nothing(cluster, other, mode):
+    """Each answer that began before or ended after is of one of the weights, whatever ran in between."""
+    answers: list[tuple[float, float, int, int, list[int], str]] = []
+    new = None
+
+    async def client(session, first):
+        turn = first
+        while new is None or turn < first + 4:
+            number, began = turn % len(PROMPTS), time.monotonic()
+            async with session.post(cluster.url + "/generate", json=body(PROMPTS[number])) as answer:
+                found = await answer.json()
+                answers.append((began, time.monotonic(), answer.status, number, found["output_ids"],
+                                found["meta_info"]["weight_version"]))
+            turn = turn + 1 if new is None else max(turn, first) + 1
+
+    async def update():
+        nonlocal new
+        async with aiohttp.ClientSession() as session:
+            clients = [asyncio.create_task(client(session, first)) for first in range(6)]
+            await asyncio.to_thread(wait_until, lambda: len(answers) > 8, 20.0)
+            began = time.monotonic()
+            async with session.post(cluster.url + "/update_weights_from_disk", json={
+                    "model_path": other, "weight_version": mode, "pause_mode": mode}) as answer:
+                told = await answer.json()
+            ended = time.monotonic()
+            assert answer.status == 200 and told["weight_version"] == mode, told
+            count = len(answers)
+            await asyncio.to_thread(wait_until, lambda: len(answers) > count + 12, 20.0)
+            new = True
+            await asyncio.gather(*clients)
+            return began, ended
+
+    for server in cluster.workers:
+        load_weights(server, "tinychat")
+    wait_until(lambda: "baton_router_pairs 4.0" in metrics(cluster), 10.0)
+    old = tokens(cluster.decode[0].url)
+    began, ended = asyncio.run(update())
+    fresh = tokens(cluster.decode[0].url)
+    assert [answer for answer in answers if answer[2] != 200] == []
+    before = [answer for answer in answers if answer[1] < began]
+    after = [answer for answer in answers if answer[0] > ended]
+    assert before and after
+    assert all(ids == old[number] for _, _, _, number, ids, _ in before)
+    assert all(ids == fresh[number] and version == mode for _, _, _, number, ids, version in after)
+    if mode == "wait":
+        assert all(ids in (old[number], fresh[number]) for _, _, _, number, ids, _ in answers)
+    assert len({fingerprint(server) for server in cluster.workers}) == 1
+    for server in cluster.workers:
+        server.assert_clean()
+
+
 def test_readiness_says_when_no_pair_fits(cluster, other):
     """Decode goes on alone, with the weights that it has."""
     for server in cluster.decode:

@@ -113,6 +113,18 @@ async def test_requests_that_do_not_end_leave_all_as_it_was(start_router, engine
     assert (await running).status in (200, 504)
 
 
+async def test_staged_weights_that_cannot_be_applied_are_dropped(start_router, engines, updates, generates, script):
+    (engine,), workers = await engines(1)
+    router = await start_router(*workers, request_timeout_secs=0.3)
+    engine.released.clear()
+    running = generates(router)
+    await script.until(lambda: engine.paths)
+    assert (await updates(router, "/update_weights_from_tensor")).status == 409
+    assert engine.commands == [*STAGED[:2], "/discard_weight_update"]
+    engine.released.set()
+    assert (await running).status in (200, 504)
+
+
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 async def test_workers_are_paused_around_an_update(start_router, engines, updates, mode):
     (p, d), workers = await engines(2)
