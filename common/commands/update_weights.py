@@ -19,8 +19,8 @@ _ABORT_GRACE_SECONDS = 10.0  # aborted requests free their pages once their peer
 class UpdateWeights(msgspec.Struct, frozen=True):
     """Load another checkpoint of the same architecture, from a local folder or the hub, and drop the prefix cache.
 
-    Refused while requests run. The checkpoint is checked before the first weight is changed: one that does not fit
-    changes nothing.
+    Refused while requests run that are not paused. The checkpoint is checked before the first weight is changed: one
+    that does not fit changes nothing.
     """
 
     model_path: str
@@ -62,7 +62,7 @@ def _check_on_all_ranks(rank: Rank, check: Callable[[], None]) -> None:
 
 
 async def update_weights_from_disk(server: Server, body: UpdateWeightsRequest) -> str:
-    """Loads another checkpoint of the same architecture; 400 where it does not fit, 409 while requests run.
+    """Loads another checkpoint of the same architecture; 400 where it does not fit, 409 while requests run unpaused.
 
     One that does not fit changes nothing. ``abort_all_requests`` aborts running requests instead of refusing.
     ``weight_version`` names the new weights.
@@ -95,4 +95,4 @@ COMMANDS.register("update_weights_from_disk")(Command(UpdateWeights, run, (
     Endpoint("/update_weights_from_disk", update_weights_from_disk, UpdateWeightsRequest,
              broadcast=Broadcast(slow=True, renames=True)),
     Endpoint("/update_weights", update_weights, UpdateWeightsRequest, broadcast=Broadcast(slow=True, renames=True)),
-), timeout=LOAD_SECONDS))
+), while_paused=True, synchronizes=True, timeout=LOAD_SECONDS))

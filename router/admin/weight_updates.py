@@ -66,6 +66,8 @@ class _Facts(NamedTuple):
     fingerprint: str | None
     epoch: str | None
     paused: bool
+    staging: bool
+    """True where an update of several requests has begun."""
 
     @property
     def weights(self) -> tuple[str | None, str | None]:
@@ -132,13 +134,13 @@ async def _update(router: ClusterView, request: Request, fields: UpdateFields) -
     sent = command(request.path.decode(), request.body)
     if not request.path.startswith(b"/update_weights_from_") or request.path.endswith(b"_disk"):
         return await _commit(router, workers, sent, mode)
+    if any(facts.staging for facts in (await _facts(router, workers)).values()):
+        return combined(await ask_all(router, workers, sent, _seconds(router)))  # of the caller's own update
     began = await ask_all(router, workers, command(_BEGIN), _INFO_SECONDS)
-    statuses = {answer.status for answer in began.values()}
-    if statuses <= {404, 405}:  # another engine, which has no staging
+    if all(answer.status in (404, 405) for answer in began.values()):  # another engine, which has no staging
         return await _commit(router, workers, sent, mode)
-    staged = began if not statuses <= {200, 409} else await ask_all(router, workers, sent, _seconds(router))
-    if 409 in statuses:
-        return combined(staged)  # The caller's own update of several requests goes on.
+    all_began = all(answer.ok for answer in began.values())
+    staged = await ask_all(router, workers, sent, _seconds(router)) if all_began else began
     if not all(answer.ok for answer in staged.values()):
         await ask_all(router, [worker for worker, answer in began.items() if answer.ok], command(_DISCARD),
                       _INFO_SECONDS)
@@ -240,7 +242,8 @@ async def _facts(router: ClusterView, workers: Sequence[Worker]) -> dict[Worker,
         info = answer.json_object()
         version, fingerprint, epoch = (value if isinstance(value := info.get(name), str) else None
                                        for name in ("weight_version", "model_fingerprint", "epoch"))
-        found[worker] = _Facts(version, fingerprint, epoch, info.get("paused") is True)
+        found[worker] = _Facts(version, fingerprint, epoch, info.get("paused") is True,
+                              info.get("staging_weights") is True)
     return found
 
 

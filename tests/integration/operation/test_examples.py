@@ -23,6 +23,7 @@ EXPECTED = {
     "tools.py": ["get_weather({", "Paris"],
     "structured_output.py": ["capital: "],
     "batch.py": ["completed: 5 of 5 lines", "What is 1 plus 3? 4"],
+    "rl_round.py": ["sent: 2 of 2 workers", "32 answers of step 1", "trainer and server differ by 0.00"],
 }
 
 
@@ -81,6 +82,8 @@ def run(name: str, *argv: str, **environment: str) -> str:
 def test_client(hosts, name):
     shown = run(name, BATON_URL=hosts.url)
     assert [text for text in EXPECTED[name] if text not in shown] == [], shown
+    if name == "rl_round.py":
+        assert float(shown.partition("by up to ")[2].split()[0]) > 0.1 and shown.count("differ by 0.00") == 2, shown
 
 
 def test_autoscaler(hosts):
