@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from baton.common.tinychat import CHECKPOINT
 
 URL = os.environ.get("BATON_URL", "http://127.0.0.1:30000")
-QUESTIONS = ["What is the capital of France?", "Tell me about the sea.", "How do you spell banana?", "Write a poem."]
+PROMPTS = ["The", "In the morning", "My friend says", "One of"]
 SAMPLES, CLIP, EPOCHS = 8, 0.2, 3
 PART_BYTES = 8 << 20
 
@@ -54,10 +54,10 @@ def difference(answers):
 
 
 def improve(answers):
-    """PPO's clipped objective over the answers, each compared with the others to its question."""
+    """PPO's clipped objective over the answers, each compared with the others to its prompt."""
     rewards = torch.tensor([one["reward"] for one in answers]).view(-1, SAMPLES)
     advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).flatten()
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=5e-4)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4)
     for _ in range(EPOCHS):
         for one, advantage in zip(answers, advantages):
             ratio = (logprobs_of(one) - one["logprobs"]).exp()
@@ -80,8 +80,7 @@ def send(version):
     return post("/end_weight_update", weight_version=version, pause_mode="retract")
 
 
-prompts = [tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True,
-                                         return_dict=False) for question in QUESTIONS]
+prompts = [tokenizer.encode(text) for text in PROMPTS]
 before = sample(prompts)
 print(f"{len(before)} answers, mean reward {sum(one['reward'] for one in before) / len(before):.3f}; "
       f"trainer and server differ by {difference(before):.4f}")

@@ -31,11 +31,12 @@ def init_group(router: ClusterView, request: Request) -> Coroutine[Any, Any, Res
 async def _init_group(router: ClusterView, request: Request) -> Response:
     body = _object(request.body)
     first, world_size = body.get("rank_offset", 1), body.get("world_size")
-    if not isinstance(first, int) or not isinstance(world_size, int):
-        raise InvalidRequest("rank_offset and world_size must be integers.", param="world_size")
     workers = [worker for worker in servers(router) if worker.state == "healthy"]
     if not workers:
         raise Conflict("No worker takes requests: there is none to join the group.")
+    if not isinstance(first, int) or not isinstance(world_size, int):
+        return combined(await ask_all(router, workers, command(  # They say what is wrong.
+            "/init_weights_update_group", request.body), _INFO_SECONDS))
     ranks = await _ranks(router, workers)
     if world_size != first + sum(ranks.values()):
         raise InvalidRequest(

@@ -18,8 +18,7 @@ ALL = ["/flush_cache", "/update_weights_from_disk", "/update_weights", "/release
        "/start_profile", "/stop_profile", "/abort_request", "/set_internal_state", "/freeze_gc", "/slow_down",
        "/configure_logging",
        "/update_weight_version", "/begin_weight_update", "/end_weight_update", "/weights_checker",
-       "/update_weights_from_tensor",
-       "/update_weights_from_distributed", "/init_weights_update_group", "/destroy_weights_update_group",
+       "/init_weights_update_group", "/destroy_weights_update_group",
        "/start_expert_distribution_record", "/stop_expert_distribution_record", "/dump_expert_distribution_record"]
 
 
