@@ -74,7 +74,7 @@ class LayerStack(Generic[L]):
         for index in range(count):
             memory = _Arena(ring.buffer_of(index)) if index in self._offloaded else None
             self.layers.append(make(index, dataclasses.replace(allocate, memory=memory)))
-        log.info("the weights of %d of %d layers, %.2f GiB, are in host memory, and pass through %d buffers of %.2f "
+        log.info("the weights of %d of %d layers, %.3g GiB, are in host memory, and pass through %d buffers of %.3g "
                  "GiB on the device", len(chosen), count, sum(map(len, sources)) / _GIB, len(buffers),
                  len(buffers[0]) / _GIB)
 
