@@ -1,6 +1,6 @@
 """A decode step on a CPU as it is, and compiled by torch.compile: ``python -m baton.tests.bench.torch_compile``.
 
-Says into how many graphs torch cuts the step, and why, and the best time of a step of each batch size with each backend,
+Says into how many graphs torch cuts the step, and why, and the best time of a step of each size with each backend,
 with the seconds until it was compiled.
 """
 
