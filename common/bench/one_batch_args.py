@@ -58,7 +58,7 @@ class BenchOneBatch:
         **dict.fromkeys(("enable_eplb", "ep_num_redundant_experts", "eplb_rebalance_num_iterations",
                          "eplb_algorithm", "eplb_rebalance_layers_per_chunk", "init_expert_location",
                          "eplb_min_rebalancing_utilization_threshold", "expert_distribution_recorder_mode",
-                         "expert_distribution_recorder_buffer_size"),
+                         "expert_distribution_recorder_buffer_size", "enable_expert_distribution_metrics"),
                         "random tokens do not tell which experts are busy")})
 
     @property

@@ -54,7 +54,8 @@ class ExpertParallel:
         """Creates the part that the flags describe, of ranks on ``nnodes`` hosts."""
         return ExpertParallel(group, args.ep_size, args.moe_a2a_backend, redundant=args.ep_num_redundant_experts,
                            eplb=args.enable_eplb or args.ep_num_redundant_experts > 0,
-                           counts_tokens=args.enable_eplb or args.expert_distribution_recorder_mode is not None,
+                           counts_tokens=(args.enable_eplb or args.expert_distribution_recorder_mode is not None
+                                          or args.enable_expert_distribution_metrics),
                            whole_dense=args.moe_dense_tp_size is not None, dispatch=args.ep_dispatch_algorithm,
                            num_nodes=nnodes if args.eplb_algorithm == "deepseek_hierarchical" else 1)
 

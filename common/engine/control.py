@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 
 import msgspec
@@ -41,6 +41,11 @@ class Control:
         self.profiler = Profiler(tp.rank, runner.device, runner)
         self.weights = WeightReceiver(tp, runner, config.parallel.dist_timeout, custom_loaders(config.model))
         self._unfinished: list[tuple[int, Future[str]]] = []
+
+    @property
+    def gauges(self) -> Mapping[str, float]:
+        """Those of the model runner."""
+        return self.runner.expert_gauges
 
     @property
     def model(self) -> ModelIdentity:

@@ -260,6 +260,7 @@ class EngineLoop:
             cached_pages=cache.num_cached, page_size=cache.page_size, num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting, num_transferring=scheduler.num_transferring,
             counters={**self._tracker.counters, **scheduler.counters},
-            gauges={"token_usage": 1 - cache.num_available / cache.num_pages, **cache.group_gauges, **scheduler.gauges},
+            gauges={"token_usage": 1 - cache.num_available / cache.num_pages, **cache.group_gauges, **scheduler.gauges,
+                    **self._control.gauges},
             dp_rank=self._dp_rank, model=self._control.model, pair_key=self._peers.key,
         )

@@ -41,4 +41,4 @@ def merge_states(states: Sequence[State]) -> State:
 
 
 def _is_mean(gauge: str) -> bool:
-    return gauge.endswith("token_usage") or gauge.startswith("spec_")
+    return gauge.endswith("token_usage") or gauge.startswith(("spec_", "expert_"))

@@ -35,7 +35,7 @@ def shared_flags(config: ServerConfig) -> Message:
                 "moe_a2a_backend", "enable_eplb", "ep_num_redundant_experts", "eplb_rebalance_num_iterations",
                 "eplb_algorithm", "eplb_rebalance_layers_per_chunk", "eplb_min_rebalancing_utilization_threshold",
                 "init_expert_location", "ep_dispatch_algorithm", "expert_distribution_recorder_mode",
-                "expert_distribution_recorder_buffer_size")},
+                "expert_distribution_recorder_buffer_size", "enable_expert_distribution_metrics")},
             "enable_dp_lm_head": config.data_parallel.enable_dp_lm_head}
 
 

@@ -71,6 +71,9 @@ GAUGES: dict[str, EngineMetric] = {
     "spec_num_steps": EngineMetric("Passes of the drafter in a step, at most", DECODES, speculative=True),
     "spec_num_draft_tokens": EngineMetric("Rows of a request in a step at present: its newest token and its drafts",
                                           DECODES, speculative=True),
+    "expert_utilization": EngineMetric(
+        "Tokens that ranks have for their experts over those of the busiest rank, 1 is even: the mean of the layers, "
+        "over the last 100 steps, with --enable-expert-distribution-metrics"),
     "token_usage": EngineMetric("Share of the KV pool that is in use by running requests, 0 to 1"),
     "swa_token_usage": EngineMetric("As token_usage, of the KV pool of layers with a sliding window"),
     "swa_kv_pages_free": EngineMetric("Free KV pages of layers with a sliding window"),

@@ -15,10 +15,12 @@ from ..config.model import ModelSpec
 from ..config.server import ParallelArgs, ServerConfig
 from ..distributed.parallel import Parallel
 from ..layers.moe import MoE
-from ..layers.moe.eplb_algorithm import imbalance
+from ..layers.moe.eplb_algorithm import imbalance, initial_placement
 from ..models.decoder.causal_lm import CausalLM
 
 log = logging.getLogger("baton.engine")
+
+_STEPS_OF_UTILIZATION = 100
 
 
 def expert_layers(model: CausalLM) -> dict[int, MoE]:
@@ -150,6 +152,29 @@ class ExpertRecord:
         return self._counts.totals()
 
 
+class ExpertUtilization:
+    """Measures how evenly ranks are used, over every so many steps. Ranks call ``count_step`` together."""
+
+    def __init__(self, counts: ExpertCounts, num_steps: int = _STEPS_OF_UTILIZATION):
+        self._counts = counts
+        self._interval_steps = num_steps
+        self._num_steps = 0
+        self._last_totals = counts.totals()
+        self.gauges: dict[str, float] = {"expert_utilization": 1.0}
+
+    def count_step(self) -> None:
+        """Counts a step, before its forward pass."""
+        self._num_steps += 1
+        if self._num_steps < self._interval_steps:
+            return
+        self._num_steps = 0
+        totals = self._counts.totals()
+        loads, self._last_totals = totals - self._last_totals, totals
+        found = [1 / _imbalance(layer, load) for layer, load in zip(self._counts.layers.values(), loads) if load.any()]
+        if found:
+            self.gauges = {"expert_utilization": float(np.mean(found))}
+
+
 class ExpertBalancer:
     """Rebalances experts every so many steps, by the tokens of these steps, unless ranks are used well enough already.
     Ranks call ``count_step`` together."""
@@ -199,5 +224,7 @@ class ExpertBalancer:
 
 
 def _imbalance(layer: MoE, load: np.ndarray) -> float:
-    assert layer.placement is not None
-    return imbalance(load, layer.placement.physical_to_logical)
+    if layer.placement is not None:
+        return imbalance(load, layer.placement.physical_to_logical)
+    share = layer.share
+    return imbalance(load, initial_placement(len(load), share.ep_size, len(load) // share.ep_size))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -48,7 +48,7 @@ from .cuda_graphs.prefill_graph_selection import PrefillGraphSelection
 from .device_memory import DeviceMemory
 from .dp_sync import DPStepInfo, DPSync
 from .draft_weights import DraftWeights
-from .eplb import ExpertBalancer, ExpertCounts, ExpertRecord, connect_experts, expert_layers
+from .eplb import ExpertBalancer, ExpertCounts, ExpertRecord, ExpertUtilization, connect_experts, expert_layers
 from .expert_location import place_experts
 from .kv_sizing import cache_layouts, count_pages, kv_scales, page_counts, resolve_dtype
 from .layer_group_events import LayerGroupEvents
@@ -108,6 +108,9 @@ class ModelRunner:
         size = args.expert_distribution_recorder_buffer_size
         self.expert_record = ExpertRecord(counts, None if size < 0 else size)
         self._expert_balancer = None
+        self._expert_utilization = None
+        if args.enable_expert_distribution_metrics and counts is not None:
+            self._expert_utilization = ExpertUtilization(counts)
         if args.enable_eplb and counts is not None:
             self._expert_balancer = ExpertBalancer(counts, args)
         self.draft_model: DraftModel | None = None
@@ -486,10 +489,17 @@ class ModelRunner:
         self._rebalance_experts()
         return self._model.hidden_states(self.plan(batch, info))
 
+    @property
+    def expert_gauges(self) -> Mapping[str, float]:
+        """How evenly ranks are used, where that is measured."""
+        return {} if self._expert_utilization is None else self._expert_utilization.gauges
+
     def _rebalance_experts(self) -> None:
         """Moves experts where it is time. Every rank calls it once a step, whether it replays a graph or not."""
         if self._expert_balancer is not None:
             self._expert_balancer.count_step()
+        if self._expert_utilization is not None:
+            self._expert_utilization.count_step()
         self.expert_record.count_step()
 
     @torch.inference_mode()

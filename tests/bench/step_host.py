@@ -60,6 +60,7 @@ class FreeModel:
     """What an Executor asks of a ModelRunner; all logits are equal but for one token's."""
 
     model = None  # of which weights nobody asks
+    expert_gauges: dict[str, float] = {}
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")

@@ -54,6 +54,8 @@ class ParallelArgs:
         "stat counts the tokens of every expert, for /start_expert_distribution_record"))
     expert_distribution_recorder_buffer_size: int = flag(-1, help=(
         "the last steps that a record of experts has; -1 for all since its start"))
+    enable_expert_distribution_metrics: bool = flag(False, help=(
+        "count the tokens of every expert, and export how evenly ranks are used"))
     numa_node: tuple[int, ...] = flag((), some=True, help=(
         "NUMA node for each GPU of this host (on a CPU for each rank), whose CPUs and memory its rank uses; -1: all. "
         "By default a rank is bound to the node of its GPU, as the system states it"))
@@ -102,6 +104,9 @@ class ParallelArgs:
         Rule(lambda c: c.expert_distribution_recorder_buffer_size != -1 and not (
             c.enable_eplb or c.expert_distribution_recorder_mode is not None),
              "--expert-distribution-recorder-buffer-size is for --expert-distribution-recorder-mode: give both."),
+        Rule(lambda c: c.enable_expert_distribution_metrics and (c.ep_size == 1 or c.pp_size > 1),
+             "--enable-expert-distribution-metrics compares ranks with experts of their own: set --ep-size to 2 or "
+             "more, without --pp-size."),
     )
     flag_rules: ClassVar[tuple[ServerRule, ...]] = (
         Rule(lambda c: c.parallel.pp_size > 1 and not c.role.computes_prompts,

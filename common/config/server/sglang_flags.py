@@ -192,8 +192,6 @@ _REFUSED: dict[str, Foreign] = {
     **_refused(_NO_DUMPS, "--debug-tensor-dump-output-folder", "--debug-tensor-dump-input-file",
                "--debug-tensor-dump-inject", "--debug-tensor-dump-prefill-only"),
     **_refused(_NO_MULTIPLEX, "--enable-pdmux", "--sm-group-num"),
-    **_refused("/dump_expert_distribution_record writes the counts; use --expert-distribution-recorder-mode stat",
-               "--enable-expert-distribution-metrics"),
     **_refused("--moe-a2a-backend peer has no settings; leave it out", "--deepep-config"),
     **_refused("pools of layers with a window are sized by --swa-full-tokens-ratio; use that",
                "--hybrid-kvcache-ratio"),

@@ -80,6 +80,7 @@ SERVERS: list[tuple[dict[str, Any], str]] = [
     (EPLB | {"eplb_min_rebalancing_utilization_threshold": 1.5}, "threshold must be above 0 and at most 1."),
     (EPLB | {"ep_dispatch_algorithm": "static"}, "--ep-dispatch-algorithm static is for tokens that are sent to"),
     (EPLB | {"expert_distribution_recorder_buffer_size": 0}, "--expert-distribution-recorder-buffer-size must be 1"),
+    ({"enable_expert_distribution_metrics": True}, "--enable-expert-distribution-metrics compares ranks with experts"),
     ({"expert_distribution_recorder_buffer_size": 9}, "--expert-distribution-recorder-buffer-size is for --expert-"),
     (PP | DECODE, "--pp-size is for prefill and unified servers: decode steps are too short for a pipeline; use --tp"),
     ({"moe_a2a_backend": "low_latency", "tp_size": 2}, "--moe-a2a-backend low_latency is for several ranks that each"),

@@ -20,7 +20,7 @@ from baton.common.distributed.low_latency import GatheredTokens
 from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.tp import TPGroup, init_tp
 from baton.common.layers.moe import MoE
-from baton.common.runner.eplb import ExpertCounts
+from baton.common.runner.eplb import ExpertCounts, ExpertUtilization
 from baton.common.weights.slots import allocator
 from baton.tests.helpers.dummy_weights import fill_dummy
 from baton.tests.helpers.rank_processes import end_rank, place_of
@@ -96,9 +96,10 @@ def while_experts_move(folder: Path, world: TPGroup, a2a: AllToAll, **flags: Any
                          world.device)
     layers = list(ExpertCounts(runner._model).layers.values())
     pages = scattered_pages(runner, 1, 30)[0]
-    placements, logits = [], []
+    placements, logits, utilization = [], [], ExpertUtilization(ExpertCounts(runner._model), 5)
     runner.expert_record.start()
     for start, stop in [(0, 20), *((i, i + 1) for i in range(20, 30))]:
+        utilization.count_step()
         made = forward(runner, [(TOKENS[start:stop], start, pages)])
         logits.append(made.cpu())  # a graph's logits are overwritten by the next
         placements.append([layer.placement.physical_to_logical.tolist() for layer in layers])
@@ -106,7 +107,8 @@ def while_experts_move(folder: Path, world: TPGroup, a2a: AllToAll, **flags: Any
     runner.update_weights(str(folder), None)
     again = forward(runner, [(TOKENS, 0, pages)]).cpu()
     counts = ExpertCounts(runner._model).totals().tolist()
-    return {"logits": torch.cat(logits), "again": again, "placements": placements, "said": said, "counts": counts}
+    return {"logits": torch.cat(logits), "again": again, "placements": placements, "said": said, "counts": counts,
+            "gauges": utilization.gauges}
 
 
 def layer(share: ExpertParallel) -> MoE:

@@ -75,6 +75,8 @@ def check_variants(variants: dict, want: torch.Tensor, size: int) -> None:
     for placed, busiest in zip(variants["counted"]["placements"][0], (7, 0)):
         assert sum(busiest in rank for rank in placed) == size, "the busiest expert is on all ranks"
     assert variants["last steps"]["said"] == f"Recorded {4 * 3 * 2} choices of experts."
+    used = {name: found["gauges"]["expert_utilization"] for name, found in variants.items()}
+    assert all(0 < value <= 1 for value in used.values()) and used["threshold"] < 1
     assert all(max(counts) - min(counts) <= 12 for counts in variants["fake"]["counts"])
 
 
