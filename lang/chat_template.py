@@ -24,7 +24,7 @@ class ChatTemplate:
     stop: tuple[str, ...] = field(default=())
 
     def begin(self, role: str, before: str | None) -> str:
-        """What begins a turn of ``role`` after one of ``before`` (None: the first); raises ProgramError."""
+        """Returns what begins a turn of ``role`` after one of ``before`` (None: the first). Raises ProgramError."""
         if role not in self.turns:
             raise ProgramError(f"The chat template has no role {role}: use one of {', '.join(self.turns)}.")
         opening = self.opening if before is None and role != "system" else ""

@@ -29,7 +29,7 @@ from .sampling import SamplingParams
 
 @dataclass(frozen=True)
 class Run:
-    """What the states of one run share."""
+    """The data that all states of one run share."""
 
     backend: Backend
     defaults: SamplingParams
@@ -131,7 +131,7 @@ class Interpreter:
         return list(self._messages)
 
     def forked_text(self) -> str:
-        """What was appended since the fork."""
+        """The text that was appended since the fork."""
         return self.text()[self._forked_at:]
 
     def variables(self) -> dict[str, Any]:

@@ -103,7 +103,7 @@ class ProgramState:
         self._interpreter.wait()
 
     def error(self) -> Exception | None:
-        """What ended the state's growth early, if anything did."""
+        """The error that ended the state's growth early, if any did."""
         return self._interpreter.error()
 
     def text(self) -> str:

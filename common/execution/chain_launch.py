@@ -29,8 +29,8 @@ SampleRows = Callable[[StepInput, torch.Tensor, torch.Tensor], "LaunchedStep"]
 
 @dataclass(frozen=True)
 class LaunchedChains:
-    """A chain step that was launched. ``result``: its requests' rows of ChainState.packed, each of so many
-    ``columns``; ``sampled``: the samples of a step with row extras, whose tokens count."""
+    """A chain step that was launched. ``result``: its requests' rows of ChainState.packed, each of
+    ``columns`` numbers; ``sampled``: the samples of a step with row extras, whose tokens count."""
 
     step: StepInput
     result: SampledTokens

@@ -25,7 +25,7 @@ class Buckets:
 
     @classmethod
     def of_flags(cls, args: ObserveArgs) -> Buckets:
-        """Those of a server's flags; raises ConfigError."""
+        """Returns the buckets that a server's flags name. Raises ConfigError."""
         tokens = (token_buckets("--prompt-tokens-buckets", args.prompt_tokens_buckets) or _PROMPT,
                   token_buckets("--generation-tokens-buckets", args.generation_tokens_buckets) or _GENERATION)
         return cls(_sorted(args.bucket_time_to_first_token) or _TTFT, _sorted(args.bucket_inter_token_latency) or _ITL,

@@ -135,7 +135,7 @@ class ServerMetrics:
             self._requests.labels(**labels, outcome=outcome)
         self._by_outcome: dict[str, Counter] = {}  # a lookup by labels takes as long as the rest of a token's work
         self.others = SummedCounts()
-        """What other processes of this server counted, which this one exports too."""
+        """Metrics that other processes of this server counted, which this one exports too."""
         summed = _Summed(self.registry, self.others)
         self._exposed = CollectorRegistry(auto_describe=False)
         self._exposed.register(WithSGLangAliases(summed) if sglang_names else summed)
@@ -149,7 +149,7 @@ class ServerMetrics:
                              for counter in counters for family in counter.collect()))
 
     def counts(self) -> Counts:
-        """What this process counted, without the engine's counters."""
+        """Returns what this process counted, without the engine's counters."""
         return counts_of(metric for metric in self.registry.collect() if not metric.name.startswith("baton:engine_"))
 
     def observe_end(self, seconds: float, prompt_tokens: int, generated_tokens: int) -> None:

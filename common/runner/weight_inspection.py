@@ -13,7 +13,7 @@ from ..weights.digest import tensor_digest
 from ..weights.slots import Slot
 
 _LOADS, _NDIM, _START, _SHAPE_AT, _MAX_DIMS = 0, 1, 2, 3, 6
-"""What ranks tell each other of their slices: whether it is converted, its dimensions, first index and whole shape."""
+"""Facts that ranks tell each other of a slice: whether it is converted, its dimensions, first index and whole shape."""
 
 
 def stored_tensors(slots: Iterable[Slot]) -> Iterator[tuple[str, Slot]]:

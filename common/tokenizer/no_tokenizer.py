@@ -14,7 +14,7 @@ def no_tokenizer() -> Tokenizer:
 
 
 class _NoVocabulary:
-    """What ``Tokenizer`` uses of a transformers tokenizer."""
+    """The part of a transformers tokenizer that ``Tokenizer`` uses."""
 
     all_special_ids: tuple[int, ...] = ()
     bos_token_id = None

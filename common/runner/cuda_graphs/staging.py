@@ -16,7 +16,7 @@ Layout = dict[str, tuple[int, int, type]]
 
 
 def layout_of(int64: Mapping[str, int], int32: Mapping[str, int]) -> tuple[Layout, int]:
-    """Returns the layout of arrays with so many entries, one after the other, and the bytes of all.
+    """Returns the layout of arrays with these numbers of entries, one after the other, and the bytes of all.
 
     Every array starts aligned: Triton compiles a kernel anew for pointers that are not 16-byte aligned.
     """
