@@ -122,6 +122,10 @@ class CommandMethods(ABC):
         revision: str | None = None,
         abort_all_requests: bool | None = None,
         weight_version: str | None = None,
+        load_format: str | None = None,
+        is_async: bool | None = None,
+        keep_pause: bool | None = None,
+        token_step: int | None = None,
     ) -> str: ...
     def update_weights(
         self,
@@ -129,6 +133,10 @@ class CommandMethods(ABC):
         revision: str | None = None,
         abort_all_requests: bool | None = None,
         weight_version: str | None = None,
+        load_format: str | None = None,
+        is_async: bool | None = None,
+        keep_pause: bool | None = None,
+        token_step: int | None = None,
     ) -> str: ...
 
 def signature_of(endpoint: Endpoint) -> Any: ...

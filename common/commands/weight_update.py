@@ -119,7 +119,7 @@ async def _apply(server: Server, options: UpdateOptions) -> str:
     context, loop = server.context, asyncio.get_running_loop()
     if options.abort_all_requests:
         context.client.abort("")
-    async with _without_requests(server):
+    async with weights_changing(server), _without_requests(server):
         waits = bool(options.abort_all_requests) or not context.client.generation_paused
         deadline = loop.time() + (_ABORT_GRACE_SECONDS if waits else 0.0)
         while True:
@@ -146,6 +146,17 @@ async def _without_requests(server: Server) -> AsyncIterator[None]:
             yield
         finally:
             client.send_held("weights")
+
+
+@contextlib.asynccontextmanager
+async def weights_changing(server: Server) -> AsyncIterator[None]:
+    """Lets a server of a pair refuse requests meanwhile, which other servers may take."""
+    status = server.context.status
+    status.weights_changing = True
+    try:
+        yield
+    finally:
+        status.weights_changing = False
 
 
 async def refresh_identity(server: Server) -> None:

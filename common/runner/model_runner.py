@@ -254,17 +254,19 @@ class ModelRunner:
         """True where plain decode steps are CUDA graphs."""
         return self._captures_decode
 
-    def check_weights(self, model_path: str, revision: str | None) -> None:
+    def check_weights(self, model_path: str, revision: str | None, load_format: str = "auto") -> None:
         """Raises ConfigError where ``update_weights`` could not load this checkpoint; changes nothing."""
-        self._weights.check(model_path, revision, self._scales)
+        args = self._weights.args_of(model_path, revision, load_format)
+        self._weights.check(args, self._scales)
         if self._draft_weights is not None:
-            self._draft_weights.check(self._weights.args_of(model_path, revision))
+            self._draft_weights.check(args)
 
-    def update_weights(self, model_path: str, revision: str | None) -> None:
+    def update_weights(self, model_path: str, revision: str | None, load_format: str = "auto") -> None:
         """Loads another checkpoint, which ``check_weights`` accepted, over the weights. No step is in flight."""
-        self._weights.update(model_path, revision)
+        args = self._weights.args_of(model_path, revision, load_format)
+        self._weights.update(args)
         if self._draft_weights is not None:
-            self._draft_weights.update(self._weights.args_of(model_path, revision))
+            self._draft_weights.update(args)
 
     def destinations(self, *, draft: bool = True) -> list[Destination]:
         """Returns what takes weights that a trainer sends: the model, and with ``draft`` a draft model whose weights

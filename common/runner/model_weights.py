@@ -51,25 +51,24 @@ class ModelWeights:
                               f"smaller --dtype than {dtype}, or host memory with --cpu-offload-gb.") from None
         return weights
 
-    def check(self, model_path: str, revision: str | None, current_scales: Scales) -> None:
+    def check(self, args: ModelArgs, current_scales: Scales) -> None:
         """Raises ConfigError where ``update`` could not load this checkpoint; changes nothing. ``current_scales``:
         those of the rank's KV cache."""
-        args = self.args_of(model_path, revision)
         spec = load_model_spec(args)
         stated, current = spec.facts(), self.spec.facts()
         differing = [name for name in {**stated, **current} if stated.get(name) != current.get(name)
                      and name not in ("dtype", "eos_token_ids", "dropped_eos_ids")]
         if differing:
-            raise ConfigError(f"{model_path} is another model than the one that runs: {', '.join(differing)} differ.")
+            raise ConfigError(f"{args.model_path} is another model than the one that runs: {', '.join(differing)} "
+                              "differ.")
         if scales_of(kv_scales(self._config.cache, args, spec), self._layers) != current_scales:
-            raise ConfigError(f"{model_path} has other scales for a KV cache in float8 than those that run, which "
+            raise ConfigError(f"{args.model_path} has other scales for a KV cache in float8 than those that run, which "
                               "peers know: start servers with it, or give all --quantization-param-path.")
         check_weights(open_weights(args), self.model.slots(), parts=tensor_parts(spec))
 
     @torch.no_grad()
-    def update(self, model_path: str, revision: str | None) -> None:
+    def update(self, args: ModelArgs) -> None:
         """Loads another checkpoint, which ``check`` accepted, over the weights. No step is in flight."""
-        args = self.args_of(model_path, revision)
         self._read(args, silent)
         self.identity = self._checkpoint = identify(args, self.spec, self.identity.updates + 1)
         self._unpack = unpacking(read_config(args) or {})
@@ -87,10 +86,10 @@ class ModelWeights:
         return (is_redundant(name, self.spec.tie_word_embeddings) or name.startswith(self.spec.unused_names)
                 or self._on_other_stage(name))
 
-    def args_of(self, model_path: str, revision: str | None) -> ModelArgs:
+    def args_of(self, model_path: str, revision: str | None, load_format: str) -> ModelArgs:
         """Returns the flags of the server with another checkpoint."""
-        return dataclasses.replace(self._config.model, model_path=model_path, revision=revision, load_format="auto",
-                                   model_fingerprint=None)
+        return dataclasses.replace(self._config.model, model_path=model_path, revision=revision,
+                                   load_format=load_format, model_fingerprint=None)
 
     def _read(self, args: ModelArgs, progress: Progress) -> None:
         load_weights(open_weights(args), self.model.slots(), progress, tied=self.spec.tie_word_embeddings,

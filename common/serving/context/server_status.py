@@ -27,6 +27,7 @@ class ServerStatus:
         self.num_freezes = 0
         """Times that the garbage collector was frozen on request."""
         self.weights_lock = asyncio.Lock()  # one weight update at a time
+        self.weights_changing = False  # not while they are received beside the steps
         self.staging_weights = False  # a weight update of several requests has begun
         self._transfers_kv = config.role.transfers_kv
         self._model = model
@@ -74,5 +75,5 @@ class ServerStatus:
     def check_weights_stable(self) -> None:
         """Raises WorkerUnavailable while a server of a pair loads other weights: its peers are not connected, and a
         request that waited for that would fail by its deadline where another worker could serve it."""
-        if self.weights_lock.locked() and self._transfers_kv:
+        if self.weights_changing and self._transfers_kv:
             raise WorkerUnavailable("The server is loading other weights.", retry_after=1.0)

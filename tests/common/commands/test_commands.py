@@ -70,7 +70,8 @@ def test_each_endpoint_is_a_method_of_the_engine():
         assert list(inspect.signature(method).parameters) == ["self", *(each.name for each in required_first)]
     assert str(signature_of(next(each for each in own_endpoints() if each.name == "update_weights_from_disk"))) == (
         "(self, model_path: 'str', revision: 'str | None' = None, abort_all_requests: 'bool | None' = None, "
-        "weight_version: 'str | None' = None) -> 'str'")
+        "weight_version: 'str | None' = None, load_format: 'str | None' = None, is_async: 'bool | None' = None, "
+        "keep_pause: 'bool | None' = None, token_step: 'int | None' = None) -> 'str'")
 
 
 def test_each_endpoint_is_a_broadcast_of_the_router():
