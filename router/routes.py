@@ -47,7 +47,7 @@ UNSUPPORTED: dict[bytes, str] = {
 
 _OTHER_BROADCASTS: dict[bytes, Broadcast] = {
     **dict.fromkeys((b"/abort_request", b"/configure_logging", b"/reset_prefix_cache"), Broadcast()),
-    **dict.fromkeys((b"/update_weights_from_ipc", b"/update_weight_version"), Broadcast(slow=True)),
+    b"/update_weight_version": Broadcast(slow=True),
     **dict.fromkeys((b"/load_lora_adapter", b"/unload_lora_adapter", b"/v1/load_lora_adapter",
                      b"/v1/unload_lora_adapter"),
                     Broadcast(slow=True, renames=True)),

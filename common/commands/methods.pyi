@@ -100,6 +100,13 @@ class CommandMethods(ABC):
         load_format: str | None = None,
         disable_draft_model: bool | None = None,
     ) -> str: ...
+    def update_weights_from_ipc(
+        self,
+        flush_cache: bool | None = None,
+        abort_all_requests: bool | None = None,
+        weight_version: str | None = None,
+        zmq_handles: Mapping[str, Any] = {},
+    ) -> str: ...
     def start_profile(
         self,
         output_dir: str | None = None,

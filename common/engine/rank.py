@@ -145,6 +145,8 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
         log.info("and %d KV pages for layers with %s", group.num_pages, group.rule)
     control = Control(spec.config, parallel.world, parts.runner, parts.batcher, scheduler.peers,
                       parts.tracker)
+    if spec.rank == 0 and spec.config.model.enable_pickled_weights:
+        log.warning("--enable-pickled-weights: whoever reaches /update_weights_from_tensor is trusted with this server")
     timeout = spec.config.observe.watchdog_timeout
     watchdog = Watchdog(timeout) if timeout else None
     freeze_collector()

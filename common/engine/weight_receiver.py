@@ -14,12 +14,14 @@ import numpy as np
 import torch
 
 from ..api.errors import Conflict, InvalidRequest
+from ..commands.weights_from_tensor import TensorForm
 from ..distributed.tp import TPGroup
 from ..distributed.update_group import UpdateGroup, join_update_group
 from ..runner.model_runner import ModelRunner
 from ..runner.weight_inspection import digests_of, read_rows, stored_tensors
 from ..weights.custom_loaders import WeightLoader, load_by
 from ..weights.digest import combined_digest, tensor_digest
+from ..weights.pickled import unpickled
 from ..weights.pushed import NamedTensor, dtype_of, from_safetensors, num_bytes, split_bucket
 from ..weights.slots import Slot, finish_loading
 from ..weights.staging import Staging
@@ -122,18 +124,24 @@ class WeightReceiver:
 
         return self.stage(tensors)
 
-    def stage_safetensors(self, contents: Sequence[bytes], *, draft: bool,
-                          loader: str | None = None) -> Future[str]:
-        """Stages the tensors of a safetensors file, one for all ranks or one for each, which ``loader`` converts; see
+    def stage_contents(self, contents: Sequence[bytes], form: TensorForm, *, draft: bool,
+                       loader: str | None = None) -> Future[str]:
+        """Stages the tensors of a file or pickle, one for all ranks or one for each, which ``loader`` converts; see
         ``stage``."""
         if len(contents) not in (1, self._world.size):
             raise InvalidRequest(f"serialized_named_tensors has {len(contents)} entries: send one for all ranks, or "
                                  f"one for each of the {self._world.size}.", param="serialized_named_tensors")
         content = contents[self._world.rank if len(contents) > 1 else 0]
+
+        def tensors() -> Iterable[NamedTensor]:
+            if form == "safetensors":
+                return from_safetensors(content)
+            return unpickled(content, self._world.rank, flattened=form == "pickled_bucket")
+
         if loader is None:
-            return self.stage(lambda: from_safetensors(content), draft=draft)
+            return self.stage(tensors, draft=draft)
         convert = self._loaders[loader]
-        return self.stage(lambda: load_by(loader, convert, from_safetensors(content)), draft=draft)
+        return self.stage(lambda: load_by(loader, convert, tensors()), draft=draft)
 
     def stage(self, tensors: Callable[[], Iterable[NamedTensor]], *, draft: bool = True) -> Future[str]:
         """Stages whole tensors, which the background gets from ``tensors``; without ``draft`` for the model alone. All

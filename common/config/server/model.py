@@ -35,6 +35,9 @@ class ModelArgs:
     served_model_name: str | None = flag(None, help="model name in the API; by default --model-path")
     weight_version: str = flag("default", help=(
         "a name for the weights, in the answers of /generate, /get_weight_version and /get_model_info"))
+    enable_pickled_weights: bool = flag(False, help=(
+        "let /update_weights_from_tensor take tensors as SGLang's clients pickle them, on GPUs as handles of their "
+        "memory: only where all that reach the endpoint are trusted with the server"))
     load_format: str = flag("auto", choices=Choices.of(LOAD_FORMATS), help=(
         "source of the weights: auto is safetensors, or torch's .bin files (pt) where there are no others; dummy fills "
         "them with random values, for benchmarks without a checkpoint"))

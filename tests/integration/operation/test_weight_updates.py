@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import os
+import pickle
 import shutil
 import threading
 from collections.abc import Iterator
@@ -37,7 +39,8 @@ def trained(tmp_path_factory):
 def server(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     argv = ["server", "--model-path", "tinychat", "--device", "cpu", "--log-level", "warning", "--page-size", "16",
-            "--tp-size", str(request.param), "--max-payload-size", str(1 << 28), "--max-total-tokens", "4096"]
+            "--tp-size", str(request.param), "--max-payload-size", str(1 << 28), "--max-total-tokens", "4096",
+            "--enable-pickled-weights"]
     server = Server("baton.launch", argv, free_port(), folder / "server.log").start()
     server.tp_size = request.param
     try:
@@ -131,6 +134,33 @@ def test_what_does_not_fit_is_named_and_changes_nothing(server, trained):
         post(server, "/update_weights_from_tensor", {"serialized_named_tensors": [entry]}, status=400)
     assert logprobs(server) == before
     assert get_json(server.url + "/get_weight_version")["weight_version"] != "never"
+
+
+def test_pickles_of_tensors_are_read_and_no_others(server, trained):
+    before, tensors = logprobs(server), load_file(trained / "model.safetensors")
+
+    def send(content: object, status: int = 200, load_format: str | None = None) -> str:
+        body = {"serialized_named_tensors": [base64.b64encode(pickle.dumps(content)).decode()]}
+        return post(server, "/update_weights_from_tensor", body | {"load_format": load_format}, status)["message"]
+
+    assert f"names {os.system.__module__}.system" in send([("model.norm.weight", Caller())], 400)
+    assert "another form" in send([1], 400)
+    assert logprobs(server) == before
+    send(list(tensors.items()))
+    expected = logprobs(server)
+    post(server, "/update_weights_from_tensor", {"serialized_named_tensors": [content(CHECKPOINT)]})
+    post(server, "/update_weights_from_tensor", {"serialized_named_tensors": [content(trained)]})
+    assert logprobs(server) == expected != before
+    post(server, "/update_weights_from_tensor", {"serialized_named_tensors": [content(CHECKPOINT)]})
+    assert "checkpoint-engine" in post(server, "/update_weights_from_ipc", {"zmq_handles": {"0": "ipc://a"}},
+                                       status=400)["message"]
+
+
+class Caller:
+    """What a pickle must not call."""
+
+    def __reduce__(self):
+        return os.system, ("true",)
 
 
 def test_parts_of_an_update_are_applied_together(server, trained):
