@@ -6,6 +6,7 @@ import base64
 import binascii
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import Literal
 
 import msgspec
 

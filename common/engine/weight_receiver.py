@@ -133,7 +133,7 @@ class WeightReceiver:
                                  f"one for each of the {self._world.size}.", param="serialized_named_tensors")
         content = contents[self._world.rank if len(contents) > 1 else 0]
 
-        def tensors() -> Iterable[NamedTensor]:
+        def tensors() -> list[NamedTensor]:
             if form == "safetensors":
                 return from_safetensors(content)
             return unpickled(content, self._world.rank, flattened=form == "pickled_bucket")
