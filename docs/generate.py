@@ -335,7 +335,8 @@ FAMILIES = (
            ("common/config/cli.py", "common/config/foreign_flags.py", "common/config/logs.py",
             "common/config/rules.py", "common/config/server",
             "common/registry.py", "common/commands", "launch.py",
-            "offline.py", "common/serving/offline.py", "common/serving/native")),
+            "offline.py", "common/serving/offline.py", "common/serving/native",
+            "common/serving/tool_servers")),
     Family("Packages and GPUs",
            "Something is not installed, or the host shows no GPU. Install the extras that the sentence names "
            "([install](deployment.md#install)); in a container check that it was given its GPUs.",

@@ -22,7 +22,7 @@ from .net.request import Request
 from .net.responses import Response, check_method
 from .obs.access_log import AccessLog
 from .obs.tracing import Tracer
-from .relay import stored_objects
+from .relay import stored_objects, stored_responses
 from .relay.admission_gate import AdmissionGate
 from .relay.client_response import ClientResponse, note_failure
 from .relay.continuation import TOKEN_IDS_HEADER, StreamLog, is_continuable
@@ -170,6 +170,8 @@ class RequestHandler:
                 connection.handler = _Task(self._relay_stored(connection, request, route),
                                            partial(self._refuse, connection, request))
                 return
+        if path.startswith(stored_responses.PATH) and self._relay_response(connection, request, route, fields, pair):
+            return
         needs_no_affinity = fields is not None and route.runs_on_pair and not fields.session_params
         pinned = None if needs_no_affinity else self._pinned_worker(request)
         self._start_relay(connection, request, route, fields, pinned, pair)
@@ -189,6 +191,48 @@ class RequestHandler:
         except ServingError as error:
             self._refuse(connection, request, error)
 
+    def _relay_response(self, connection: ClientConnection, request: Request, route: Route,
+                        fields: RoutingFields | None, pair: bool) -> bool:
+        """Relay a request that concerns a stored answer of /v1/responses, or one with tools that its worker runs; False
+        if it is neither."""
+        if name := stored_responses.stored_id(request):
+            task = self._relay_to_holder(connection, request, route, name)
+        else:
+            needs = stored_responses.needs_of(request.body)
+            if needs.previous_id is None:
+                if needs.server_tools and pair:
+                    self._start_relay(connection, request, route, fields, None, pair=False)
+                    return True
+                return False
+            task = self._relay_continued(connection, request, route, needs, pair)
+        connection.handler = _Task(task, partial(self._refuse, connection, request))
+        return True
+
+    async def _relay_to_holder(self, connection: ClientConnection, request: Request, route: Route, name: str) -> None:
+        """Relay a request for a stored answer to the worker that stores it."""
+        try:
+            worker = await stored_responses.find_worker(self._dispatcher, self._role, request, name, "response_id")
+            request.group = None  # Whatever its model is.
+            self._start_relay(connection, request, route, None, worker, pair=False)
+        except ServingError as error:
+            self._refuse(connection, request, error)
+
+    async def _relay_continued(self, connection: ClientConnection, request: Request, route: Route,
+                               needs: stored_responses.Needs, pair: bool) -> None:
+        """Relay a request that continues a stored answer, with its conversation."""
+        name = needs.previous_id
+        assert name is not None
+        try:
+            worker = await stored_responses.find_worker(self._dispatcher, self._role, request, name,
+                                                        "previous_response_id")
+            pinned = None if worker.is_baton else worker
+            if pinned is None:
+                request.body = await stored_responses.with_conversation(self._dispatcher, worker, request, name)
+            pair = pair and not needs.server_tools
+            self._start_relay(connection, request, route, require_object(request.body), pinned, pair)
+        except ServingError as error:
+            self._refuse(connection, request, error)
+
     def _start_relay(self, connection: ClientConnection, request: Request, route: Route, fields: RoutingFields | None,
                      pinned: Worker | None, pair: bool) -> None:
         """Relay a request. ``pinned``: the one worker that can answer."""
@@ -201,7 +245,7 @@ class RequestHandler:
             response.log = StreamLog(request.body, cumulative=request.path == b"/generate")
             request.headers += TOKEN_IDS_HEADER
         relay = self._make_relay(response, fields, pinned, pair)
-        if self._gate is not None and request.method in COMPUTING:
+        if self._gate is not None and request.method in COMPUTING and not stored_responses.stored_id(request):
             response.permit = self._gate.admission.try_acquire()
             if response.permit is None:
                 self._gate.start(response, relay)

@@ -66,6 +66,11 @@ _SHAPES: dict[str, _Shape] = {
                     _Shape(chat.ChatRequest, chat.ChatCompletion, chat.ChatChunk)),
     "POST /v1/completions": _Shape(completions.CompletionRequest, completions.Completion, completions.Completion),
     "POST /v1/responses": _Shape(responses.ResponseRequest, responses.ResponseObject, dict[str, Any]),
+    "GET /v1/responses/{response_id}": _Shape(response=responses.ResponseObject, query=("stream", "starting_after")),
+    "DELETE /v1/responses/{response_id}": _Shape(response=responses.ResponseDeleted),
+    "POST /v1/responses/{response_id}/cancel": _Shape(response=responses.ResponseObject),
+    "GET /v1/responses/{response_id}/input_items": _Shape(response=dict[str, Any], query=_PAGE),
+    "GET /v1/responses/{response_id}/conversation": _Shape(response=dict[str, Any]),
     "POST /v1/messages": _Shape(messages.MessagesRequest, messages.AnswerMessage, dict[str, Any]),
     "POST /v1/messages/count_tokens": _Shape(messages.Conversation, messages.TokenCount),
     **dict.fromkeys(("POST /generate", "PUT /generate"), _Shape(

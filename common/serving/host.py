@@ -30,6 +30,7 @@ from ..tokenizer.no_tokenizer import no_tokenizer
 from ..tokenizer.tokenizer import Tokenizer, load_tokenizer
 from .context.served_model import ChatFormats
 from .context.serving_context import ServingContext
+from .tool_servers.start import start_tool_servers
 
 log = logging.getLogger("baton.server")
 
@@ -90,6 +91,7 @@ class EngineHost:
 
     async def start(self, services: Sequence[Service] = ()) -> None:
         """Starts the services and the ranks, which load; raises ConfigError where a service cannot run."""
+        self.context.tool_servers = await start_tool_servers(self.config.responses.tool_server)
         for service in services:
             await self._stack.enter_async_context(service())
         config, channel = self.config, self._channel

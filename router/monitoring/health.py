@@ -210,6 +210,8 @@ class HealthMonitor:
             return str(mode)
         worker.is_baton = info.get("stream_continuation") is True
         worker.keeps_files = bool(info.get("file_storage_path"))
+        tag = info.get("response_tag")
+        worker.response_tag = tag if isinstance(tag, str) else None
         if self._on_ranks is not None and info:
             self._on_ranks(worker, count_of(info))
         if worker.asks_role or (worker.facts.sends_kv and worker.asks_port):

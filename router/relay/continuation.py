@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from ...common.api.unreadable import UNREADABLE
+from ...common.serving.responses.schema import SERVER_TOOLS
 from ..net.upstream_response import Failure, engine_died
 
 TOKEN_IDS_HEADER = b"x-baton-token-ids: 1\r\n"
@@ -54,6 +55,8 @@ class _Fields(_Sampling):
     return_hidden_states: Any = None
     sampling_params: _Sampling | None = None
     continuation: Any = None
+    background: Any = None
+    tools: Any = None
 
 
 _decode = msgspec.json.Decoder(_Fields).decode
@@ -69,8 +72,15 @@ def is_continuable(body: bytes) -> bool:
     repeatable = (sampling.temperature == 0 or sampling.top_k == 1 or sampling.seed is not None
                   or sampling.sampling_seed is not None)
     extras = (found.logprobs, found.top_logprobs, found.include, found.return_logprob, found.return_hidden_states,
-              found.continuation)
-    return bool(found.stream and repeatable and sampling.n in (None, 1) and not any(extras))
+              found.continuation, found.background)
+    return bool(found.stream and repeatable and sampling.n in (None, 1) and not any(extras)
+                and not _has_server_tools(found.tools))
+
+
+def _has_server_tools(tools: Any) -> bool:
+    """True if an answer may consist of several, with tools that the worker runs between them."""
+    return isinstance(tools, list) and any(
+        isinstance(tool, dict) and isinstance(kind := tool.get("type"), str) and kind in SERVER_TOOLS for tool in tools)
 
 
 class StreamLog:

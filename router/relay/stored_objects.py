@@ -75,7 +75,7 @@ async def find_worker(dispatcher: Dispatcher, role: Role, request: Request, path
     available."""
     workers = _storing_workers(dispatcher, role)
     available = [worker for worker in workers if worker in dispatcher.registry.available(role)]
-    for worker, response in zip(available, await _ask_all(dispatcher, available, request, path)):
+    for worker, response in zip(available, await ask_all(dispatcher, available, request, path)):
         if response.ok:
             return worker
     if len(available) < len(workers):
@@ -86,7 +86,7 @@ async def find_worker(dispatcher: Dispatcher, role: Role, request: Request, path
 async def merged_list(dispatcher: Dispatcher, role: Role, request: Request) -> Response:
     """The lists of all storing workers in one, newest first; raises WorkerUnavailable if one does not answer."""
     workers = _storing_workers(dispatcher, role)
-    responses = await _ask_all(dispatcher, workers, request, request.target.decode("latin-1"))
+    responses = await ask_all(dispatcher, workers, request, request.target.decode("latin-1"))
     if any(not response.status for response in responses):
         raise affine_worker_unavailable()
     if refused := [response for response in responses if not response.ok]:
@@ -107,8 +107,9 @@ def _storing_workers(dispatcher: Dispatcher, role: Role) -> list[Worker]:
     return [worker for worker in dict.fromkeys(found) if worker is not None]
 
 
-async def _ask_all(dispatcher: Dispatcher, workers: list[Worker], request: Request,
-                   target: str) -> list[WorkerResponse]:
+async def ask_all(dispatcher: Dispatcher, workers: list[Worker], request: Request,
+                  target: str) -> list[WorkerResponse]:
+    """The responses of all ``workers`` to a GET of ``target`` by the client of ``request``."""
     query = get(target)
     query.authorization_line = request.authorization_line
     return await asyncio.gather(*(ask(dispatcher, worker, query, _ASK_SECONDS) for worker in workers))

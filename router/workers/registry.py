@@ -53,7 +53,8 @@ class Worker:
     - Learnt from the worker before it first takes traffic: ``role`` when ``asks_role``; ``bootstrap_port`` (None: the
       router sends null) when ``asks_port``; ``model_ids`` (none: unknown) and their ``model_cards`` (see
       ``/v1/models``) when ``asks_models``; ``is_baton``: one of our servers, which serves a whole request alone, and
-      continues answers of others; ``keeps_files``: it has a folder for them.
+      continues answers of others; ``keeps_files``: it has a folder for them; ``response_tag``: what the ids of the
+      answers that it stores begin with.
     - Pairs: ``pair_key`` (equal for workers that fit with the same others; None: unknown), ``model_fingerprint``,
       ``epoch`` (another one when what was learnt may have changed), and as trials showed (see ``compatibility``)
       ``fitting``, the kinds of decode workers that a prefill worker fits with (None: all), and ``misfits``.
@@ -72,8 +73,9 @@ class Worker:
     __slots__ = ("id", "endpoint", "url", "api_key", "role", "bootstrap_port", "asks_role", "asks_port",
                  "asks_models", "model_ids", "model_cards", "state", "failures", "successes", "hung", "known_load",
                  "load_orders", "on_release", "draining", "is_baton", "circuit", "cached_tokens", "rank", "root",
-                 "peak_load", "keeps_files", "checked", "always_healthy", "named", "metadata", "pair_key",
-                 "model_fingerprint", "epoch", "fitting", "misfits", "stage", "weight_version", "outdated", "hold")
+                 "peak_load", "keeps_files", "response_tag", "checked", "always_healthy", "named", "metadata",
+                 "pair_key", "model_fingerprint", "epoch", "fitting", "misfits", "stage", "weight_version", "outdated",
+                 "hold")
 
     def __init__(self, endpoint: Endpoint, role: Role = REGULAR, *, asks_role: bool = False,
                  bootstrap_port: int | None | Literal["ask"] = "ask", api_key: str | None = None,
@@ -103,6 +105,7 @@ class Worker:
         self.draining = False
         self.is_baton = False
         self.keeps_files = False
+        self.response_tag: str | None = None
         self.circuit = Circuit(CircuitRules())
         self.cached_tokens: int | None = None
         self.pair_key: str | None = None

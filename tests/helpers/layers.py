@@ -23,7 +23,7 @@ FLOORS: dict[str, list[list[str]]] = {
                ["layers", "attention"], ["models"], ["request"], ["grammar", "speculative"], ["sampling"],
                ["scheduler"], ["runner"],
                ["execution"], ["engine"], ["engine_client"], ["serving", "cluster"], ["bench"]],
-    "common/serving": [["protocol"], ["storage"], ["context"], ["web"],
+    "common/serving": [["protocol"], ["storage", "tool_servers"], ["context"], ["web"],
                        ["sse", "stats_logger", "forward"], ["respond", "host"],
                        ["chat", "completions", "native", "embeddings", "sessions", "files", "admin"],
                        ["messages", "responses", "tokens", "batches"], ["api_document", "offline"], ["app"],

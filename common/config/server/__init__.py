@@ -21,6 +21,7 @@ from .model import ModelArgs
 from .observe import ObserveArgs
 from .offload import OffloadArgs
 from .parallel import DataParallelArgs, NodeArgs, ParallelArgs
+from .responses import ResponsesArgs
 from .schedule import ScheduleArgs
 from .speculative import SpeculativeArgs
 from .storage import StorageArgs
@@ -28,6 +29,7 @@ from .storage import StorageArgs
 __all__ = [
     "AnswerArgs", "CacheArgs", "ChatArgs", "DataParallelArgs", "DisaggregationArgs", "EventsArgs", "GrammarArgs",
     "HttpArgs", "KernelArgs", "LogArgs", "ModelArgs", "NodeArgs", "ObserveArgs", "OffloadArgs", "ParallelArgs",
+    "ResponsesArgs",
     "ScheduleArgs", "ServerConfig", "ServerSections", "SpeculativeArgs", "StorageArgs",
 ]
 
@@ -48,6 +50,7 @@ class ServerSections:
     observe: ObserveArgs = ObserveArgs()
     grammar: GrammarArgs = GrammarArgs()
     storage: StorageArgs = StorageArgs()
+    responses: ResponsesArgs = ResponsesArgs()
     answers: AnswerArgs = AnswerArgs()
     data_parallel: DataParallelArgs = DataParallelArgs()
     nodes: NodeArgs = NodeArgs()

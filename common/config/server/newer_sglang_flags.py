@@ -241,7 +241,7 @@ NEWER: dict[str, Foreign] = {
                    "--enable-mixed-chunk; use these", ("0",)), "prefill-decode-interval-min-bs"),
     **_all(Refused("priorities are ignored without --enable-priority-scheduling; leave it out"),
            "abort-on-priority-when-disabled"),
-    **_all(Refused("/v1/responses stores no answers; send the conversation with each request"),
+    **_all(Automatic("answers of /v1/responses are stored, within --response-store-entries"),
            "enable-response-store"),
     **_all(Refused("tokenizers are those of Hugging Face; leave it out", ("huggingface",)), "tokenizer-backend"),
     **_all(Refused("servers speak HTTP/1.1 at the paths of their documents; put a proxy before the router"),

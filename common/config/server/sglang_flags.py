@@ -199,7 +199,6 @@ _REFUSED: dict[str, Foreign] = {
     **_refused("--quantization fp8 quantizes weights at start; use that", "--torchao-config", harmless=("",)),
     **_refused("logits are not searched for NaN; leave it out", "--enable-nan-detection"),
     **_refused("prompts that are too long are answered with 400; shorten them in the client", "--allow-auto-truncate"),
-    **_refused("/v1/responses calls no built-in tools; call them in the client", "--tool-server"),
     **_refused("attention groups are added up; start servers behind the router to see each one's",
                "--enable-metrics-for-all-schedulers"),
     **_refused("the metric event_loop_lag_seconds measures such pauses; use that", "--gc-warning-threshold-secs",

@@ -163,8 +163,8 @@ async def server_facts(context: ServingContext) -> dict[str, Any]:
     info["api_key"] = info["admin_api_key"] = info["cluster_secret"] = None  # secrets
     info.update(version=__version__, status="ready" if context.status.is_ready else "not ready",
                 served_model_name=context.model.name, stream_continuation=True, paused=context.client.paused,
-                staging_weights=context.status.staging_weights,
-                epoch=context.status.epoch)
+                staging_weights=context.status.staging_weights, epoch=context.status.epoch,
+                response_tag=context.response_store.tag if context.response_store.enabled else None)
     if (ready := context.status.ready) is not None:
         info.update(max_total_num_tokens=ready.max_total_tokens, max_req_input_len=ready.max_request_tokens,
                     pair_key=ready.pair_key)

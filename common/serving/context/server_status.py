@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 import zlib
+from contextvars import ContextVar
 
 from ...api.errors import EngineDead, WorkerUnavailable
 from ...api.messages import Loading, Ready
@@ -13,6 +14,9 @@ from ...engine_client.client import EngineClient
 from ...garbage_collector import freeze_collector
 from ...tokenizer.tokenizer import Tokenizer
 from .served_model import ServedModel
+
+CONTINUES: ContextVar[bool] = ContextVar("continues", default=False)
+"""True where a request that a stopping server still answers asks its engine once more."""
 
 
 class ServerStatus:
@@ -60,7 +64,7 @@ class ServerStatus:
         """The tokenizer of a server that takes requests; raises WorkerUnavailable while it takes none."""
         if self.dead is not None:
             raise EngineDead(self.dead)
-        if self.stopping:
+        if self.stopping and not CONTINUES.get():
             raise WorkerUnavailable("The server is shutting down.")
         tokenizer = self._model.tokenizer
         if self.ready is None or tokenizer is None:

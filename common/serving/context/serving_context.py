@@ -8,11 +8,13 @@ from ...api.messages import Generate
 from ...config.model import ModelSpec
 from ...config.server import ServerConfig
 from ...engine_client.client import EngineClient
+from ..tool_servers.base import ToolServers
 from .api_keys import ApiKeys
 from .client_timeouts import ClientTimeouts
 from .generation import Generation
 from .in_flight import InFlightRequests
 from .request_planner import Grammars, RequestPlanner
+from .response_store import ResponseStore
 from .served_model import ServedModel
 from .server_status import ServerStatus
 from .sessions import Sessions
@@ -34,6 +36,10 @@ class ServingContext:
         http = config.http
         self.client_timeouts = ClientTimeouts(http.client_header_timeout_secs, http.client_body_timeout_secs)
         self.sessions = Sessions()
+        responses = config.responses
+        self.response_store = ResponseStore(responses.stored_entries if config.role.answers_clients else 0,
+                                            responses.response_store_mb * 2**20)
+        self.tool_servers: ToolServers = {}
 
     def generation(self, requests: Sequence[Generate], arrived: float, continued: Sequence[int] = ()) -> Generation:
         """The generations of one HTTP request, observed by this server's telemetry; see Generation."""

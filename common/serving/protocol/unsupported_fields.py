@@ -78,11 +78,10 @@ CHAT: Table = {
 COMPLETION: Table = {**_OPENAI, "return_prompt_token_ids": Refused(_SEND("return_token_ids"))}
 RESPONSE: Table = {
     **{name: refused for name, refused in _OPENAI.items() if name != "truncation"},
-    "conversation": _PLAIN, "background": _PLAIN, "prompt": _PLAIN, "truncation": Refused(harmless=("disabled",)),
-    "max_tool_calls": _PLAIN, "custom_logit_processor": _IN_CHAT, "custom_params": _IN_CHAT,
+    "conversation": Refused(_SEND("previous_response_id")), "prompt": _PLAIN,
+    "truncation": Refused(harmless=("disabled",)),
+    "custom_logit_processor": _IN_CHAT, "custom_params": _IN_CHAT,
     "return_hidden_states": Refused("/v1/chat/completions and /generate return them"),
-    "previous_response_id": Refused("it names a stored response, and this server stores none; send the conversation as "
-                                    "input items"),
     "n": Refused("an answer is one response", (1,)), "input_ids": Refused("/generate takes them"),
     "return_token_ids": Refused("/v1/chat/completions returns them"),
     "return_prompt_token_ids": Refused("/v1/chat/completions returns them"),

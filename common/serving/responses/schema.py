@@ -16,16 +16,23 @@ from ..protocol.logprobs import TokenLogprob
 from ..protocol.sampling import MAX_TOP_LOGPROBS, check_range
 from ..protocol.unsupported_fields import RESPONSE
 
+BUILT_IN_TOOLS = {"web_search": "browser", "web_search_preview": "browser", "code_interpreter": "python"}
+"""OpenAI's types of built-in tools, and the labels of the tool servers that run them, as SGLang names these."""
+SERVER_TOOLS = frozenset((*BUILT_IN_TOOLS, "mcp"))
+"""Types of tools that the server runs."""
 
-class InputPart(msgspec.Struct):
+
+class InputPart(msgspec.Struct, omit_defaults=True):
     type: str
     text: str | None = None
     refusal: str | None = None
 
 
-class InputItem(msgspec.Struct):
-    """A message, a function call or its output, or reasoning, by ``type``; without one it is a message."""
+class InputItem(msgspec.Struct, omit_defaults=True):
+    """A message, a function call or its output, a call that the server ran, or reasoning, by ``type``; without one it
+    is a message."""
 
+    id: str | None = None
     type: str | None = None
     role: str | None = None
     content: str | list[InputPart] | None = None
@@ -34,16 +41,24 @@ class InputItem(msgspec.Struct):
     arguments: str | None = None
     output: str | list[InputPart] | None = None
     summary: list[InputPart] | None = None
+    status: str | None = None
+    server_label: str | None = None
+    error: str | None = None
 
 
 class FunctionTool(msgspec.Struct):
-    """Tools of other types are refused."""
+    """A function of the client's, or by another ``type`` tools that this server runs."""
 
     type: str
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    server_label: str | None | UnsetType = UNSET
+    allowed_tools: Any = UNSET
+    require_approval: Any = UNSET
+    server_url: Any = UNSET
+    connector_id: Any = UNSET
 
 
 class TextFormat(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -81,6 +96,10 @@ class ResponseRequest(BootstrapFields, kw_only=True):
     stream: bool | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    max_tool_calls: Int32 | None = None
     # SGLang's
     top_k: Int32 | None = None
     min_p: Float32 | None = None
@@ -104,6 +123,7 @@ class ResponseRequest(BootstrapFields, kw_only=True):
     priority: Int32 | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # ours
+    previous_items: list[InputItem] | None = None  # the conversation of previous_response_id, which a router has read
     continuation: Continuation | None = None
 
 
@@ -114,6 +134,7 @@ def decode_response(body: bytes) -> ResponseRequest:
     """Raises InvalidRequest."""
     request = _decoder.decode(body)
     check_range("top_logprobs", request.top_logprobs, 0, MAX_TOP_LOGPROBS)
+    check_range("max_tool_calls", request.max_tool_calls, 1, 2**31 - 1)
     return request
 
 
@@ -157,7 +178,21 @@ class OutputCall(msgspec.Struct):
     type: str = "function_call"
 
 
-OutputItem = OutputMessage | OutputReasoning | OutputCall
+class OutputServerCall(msgspec.Struct):
+    """A call of a tool that the server ran, or runs."""
+
+    id: str
+    server_label: str
+    name: str
+    arguments: str
+    status: str
+    output: str | None = None
+    error: str | None = None
+    approval_request_id: None = None
+    type: str = "mcp_call"
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputServerCall
 
 
 class InputTokensDetails(msgspec.Struct):
@@ -191,7 +226,8 @@ class IncompleteDetails(msgspec.Struct):
 
 
 class ResponseObject(msgspec.Struct, kw_only=True):
-    """``output`` holds OutputItems; ``status`` is in_progress, completed, incomplete or failed."""
+    """``output`` holds OutputItems; ``status`` is queued, in_progress, completed, incomplete, failed or
+    cancelled."""
 
     id: str
     created_at: int
@@ -214,12 +250,25 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
     completed_at: int | None = None
-    previous_response_id: None = None
+    previous_response_id: str | None = None
+    max_tool_calls: int | None = None
     background: bool = False
     store: bool = False
     truncation: str = "disabled"
     service_tier: str = "default"
     object: str = "response"
+
+
+class ResponseDeleted(msgspec.Struct):
+    id: str
+    object: str = "response"
+    deleted: bool = True
+
+
+class Conversation(msgspec.Struct):
+    """All items of a response, its input and its output: what ``previous_response_id`` stands for."""
+
+    items: list[msgspec.Raw]
 
 
 class Events:

@@ -1,11 +1,8 @@
-"""The conversion of requests of ``/v1/responses`` to chats.
-
-This server stores no responses: every request holds the complete conversation, as input items, and an answer to
-``store: true``, OpenAI's default, says ``store: false``.
-"""
+"""The conversion of requests of ``/v1/responses`` to chats."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ...api.errors import InvalidRequest
@@ -13,6 +10,7 @@ from ..chat.schema import ChatRequest, Function, FunctionCall, Message, MessageT
 from ..protocol.bootstrap import BootstrapFields
 from ..protocol.decoding import required
 from ..protocol.sampling import StreamOptions
+from .request_tools import RequestTools
 from .schema import FunctionTool, InputItem, InputPart, ResponseRequest, TextOptions
 
 WITH_LOGPROBS = "message.output_text.logprobs"
@@ -26,12 +24,14 @@ _SAME = ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "st
 _NAMES = {"max_completion_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format"}
 
 
-def as_chat(request: ResponseRequest) -> ChatRequest:
-    """The equivalent chat request. Raises InvalidRequest."""
-    tools, choice = _tools(request)
+def as_chat(request: ResponseRequest, before: Sequence[InputItem], server_tools: RequestTools,
+            after: Iterable[InputItem] = ()) -> ChatRequest:
+    """The equivalent chat request, with the conversation ``before`` its input, and what came ``after`` it. Raises
+    InvalidRequest."""
+    tools, choice = _tools(request, server_tools)
     with_logprobs = WITH_LOGPROBS in (request.include or ())
     return ChatRequest(
-        messages=_messages(request), model=request.model, stream=request.stream,
+        messages=_messages(request, before, after, server_tools), model=request.model, stream=request.stream,
         stream_options=StreamOptions(include_usage=True) if request.stream else None,
         max_completion_tokens=request.max_output_tokens, tools=tools, tool_choice=choice,
         response_format=_response_format(request.text), logprobs=with_logprobs or None,
@@ -52,20 +52,26 @@ def translate_error(error: InvalidRequest) -> InvalidRequest:
 # ---------------------------------------------------------------- input
 
 
-def _messages(request: ResponseRequest) -> list[Message]:
+def _messages(request: ResponseRequest, before: Sequence[InputItem], after: Iterable[InputItem],
+              server_tools: RequestTools) -> list[Message]:
     items = request.input
     if isinstance(items, str):
         items = [InputItem(role="user", content=items)]
-    conversation = _Conversation(request.instructions)
+    conversation = _Conversation(request.instructions, server_tools)
+    for i, item in enumerate(before):
+        conversation.add(item, f"previous_items[{i}]")
     for i, item in enumerate(items):
         conversation.add(item, f"input[{i}]")
+    for item in after:
+        conversation.add(item, "output")
     return conversation.messages
 
 
 class _Conversation:
     """Items to messages: reasoning, text and calls that follow each other are one message of the assistant."""
 
-    def __init__(self, instructions: str | None):
+    def __init__(self, instructions: str | None, server_tools: RequestTools):
+        self._server_tools = server_tools
         self.messages = [] if instructions is None else [Message("system", instructions)]
         self._names: dict[str, str] = {}  # of functions, by the ids of their calls
 
@@ -78,6 +84,12 @@ class _Conversation:
         elif kind == "function_call_output":
             call_id = required(item.call_id, f"{path}.call_id")
             self.messages.append(Message("tool", _text(item.output, f"{path}.output"), self._names.get(call_id),
+                                         tool_call_id=call_id))
+        elif kind == "mcp_call":
+            call_id, name = required(item.id, f"{path}.id"), required(item.name, f"{path}.name")
+            name = self._server_tools.function_of(item.server_label, name)
+            self._add_call(InputItem(call_id=call_id, name=name, arguments=item.arguments), path)
+            self.messages.append(Message("tool", _text(item.output, f"{path}.output") or item.error or "", name,
                                          tool_call_id=call_id))
         elif kind == "reasoning":
             reasoning_text = _text(item.content, f"{path}.content") or _text(item.summary, f"{path}.summary")
@@ -129,9 +141,12 @@ def _text(content: str | list[InputPart] | None, path: str) -> str:
 # ---------------------------------------------------------------- options
 
 
-def _tools(request: ResponseRequest) -> tuple[list[Tool] | None, str | dict[str, Any] | None]:
+def _tools(request: ResponseRequest,
+           server_tools: RequestTools) -> tuple[list[Tool] | None, str | dict[str, Any] | None]:
     """The chat's tools and tool_choice; ``allowed_tools`` leaves the others out."""
-    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools or ())]
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools or ()) if tool.type == "function"]
+    tools += [Tool(Function(name, tool.description, tool.parameters))
+              for name, tool in server_tools.functions.items()]
     choice = request.tool_choice
     if not isinstance(choice, dict):
         return tools or None, choice
@@ -147,9 +162,6 @@ def _tools(request: ResponseRequest) -> tuple[list[Tool] | None, str | dict[str,
 
 
 def _tool(tool: FunctionTool, path: str) -> Tool:
-    if tool.type != "function":
-        raise InvalidRequest(f"{path}.type must be 'function', got {tool.type[:80]!r}: this server runs no tools.",
-                             param=f"{path}.type", code="unsupported_parameter")
     return Tool(Function(required(tool.name, f"{path}.name"), tool.description, tool.parameters, tool.strict))
 
 

@@ -47,6 +47,7 @@ SERVERS: list[tuple[dict[str, Any], str]] = [
     (PREFILL | {"is_embedding": True}, "--is-embedding needs a unified server: leave --disaggregation-mode at null."),
     (PP | {"is_embedding": True}, "--is-embedding does not work across the stages of --pp-size: leave one of them"),
     (PREFILL | {"file_storage_path": "files"}, "--file-storage-path is for unified and decode servers"),
+    (PREFILL | {"tool_server": "demo"}, "--tool-server is for unified and decode servers"),
     ({"schedule_low_priority_values_first": True}, "--schedule-low-priority-values-first needs --enable-priority-"),
     ({"priority_scheduling_preemption_threshold": 1}, "--priority-scheduling-preemption-threshold needs --enable-pri"),
     ({"default_priority_value": 1}, "--default-priority-value needs --enable-priority-scheduling."),

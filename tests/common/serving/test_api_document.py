@@ -13,6 +13,7 @@ from baton.common.serving import app
 
 # What POSTs take no body, or none that is JSON.
 BODILESS = {"/begin_weight_update", "/v1/files", "/generate_from_file", "/v1/batches/{batch_id}/cancel", "/flush_cache",
+            "/v1/responses/{response_id}/cancel",
             "/continue_generation", "/stop_profile",
             "/start_expert_distribution_record", "/stop_expert_distribution_record", "/get_memory_pool_size",
             "/freeze_gc"}

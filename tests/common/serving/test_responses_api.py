@@ -24,7 +24,7 @@ async def test_a_text(client: openai.AsyncOpenAI) -> None:
     assert answer.output[0].type == "message" and answer.output[0].status == "completed"
     default = await client.responses.create(model="tiny", input="one two three", store=True, extra_body={
         "stop": "o th", "frequency_penalty": 0.5})
-    assert default.output_text == "one tw" and default.store is False  # type: ignore[attr-defined]
+    assert default.output_text == "one tw" and default.store is True  # type: ignore[attr-defined]
 
 
 async def test_all_kinds_of_input_become_one_prompt(client: openai.AsyncOpenAI) -> None:
@@ -125,9 +125,14 @@ async def test_failures(client: openai.AsyncOpenAI, http: aiohttp.ClientSession)
 
 
 @pytest.mark.parametrize("body, param", [
-    ({"input": []}, "input"), ({"input": 3}, "input"),
-    ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
-    ({"input": "x", "background": True}, "background"), ({"input": "x", "truncation": "auto"}, "truncation"),
+    ({"input": []}, "input"), ({"input": 3}, "input"), ({"input": "x", "truncation": "auto"}, "truncation"),
+    ({"input": "x", "background": True, "store": False}, "background"),
+    ({"input": "x", "max_tool_calls": 0}, "max_tool_calls"), ({"input": "x", "conversation": "c"}, "conversation"),
+    ({"input": "x", "tools": [{"type": "mcp"}]}, "tools[0].server_label"),
+    ({"input": "x", "tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0].server_label"),
+    ({"input": "x", "tools": [{"type": "mcp", "server_label": "x", "server_url": "http://x"}]}, "tools[0].server_url"),
+    ({"input": "x", "tools": [{"type": "mcp", "server_label": "x", "require_approval": "always"}]},
+     "tools[0].require_approval"), ({"input": "x", "tools": [{"type": "file_search"}]}, "tools[0].type"),
     ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name"),
     ({"input": "x", "tool_choice": {"type": "mcp"}}, "tool_choice"),
@@ -143,10 +148,3 @@ async def test_refusals(http: aiohttp.ClientSession, body: dict[str, Any], param
         error = (await answer.json())["error"]
     assert answer.status == 400 and error["param"] == param and error["message"].endswith(".")
     assert "messages" not in error["message"] and "max_completion_tokens" not in error["message"]
-
-
-async def test_nothing_is_stored(client: openai.AsyncOpenAI) -> None:
-    with pytest.raises(openai.NotFoundError):
-        await client.responses.retrieve("resp_1")
-    with pytest.raises(openai.NotFoundError):
-        await client.responses.delete("resp_1")

@@ -49,7 +49,7 @@ def test_responses(ai, server):
     assert final.status == "completed" and final.usage.output_tokens == answer.usage.output_tokens
     cut = ai.responses.create(model="tinychat", input=QUESTION, max_output_tokens=2)
     assert cut.status == "incomplete" and cut.usage.output_tokens == 2
-    with pytest.raises(openai.BadRequestError):
+    with pytest.raises(openai.NotFoundError):
         ai.responses.create(model="tinychat", input=QUESTION, previous_response_id="resp_1")
     clean(server)
 
