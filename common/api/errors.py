@@ -10,6 +10,7 @@ from typing import Any
 
 _SGLANG_TYPES = {401: "AuthenticationError", 404: "NotFoundError", 409: "ConflictError", 429: "RateLimitError",
                  503: "ServiceUnavailableError"}
+NON_FINITE_LOGITS = "non_finite_logits"
 
 
 class ServingError(Exception):

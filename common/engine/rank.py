@@ -197,6 +197,7 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
     runner = ModelRunner.load(config, model, parallel, parallel.device, progress)
     cache = KVCacheManager(runner.num_pages, runner.layout.page_size, not config.cache.disable_radix_cache,
                            runner.new_cache_groups(), runner.lookahead)
+    cache.zero_pages = runner.zero_pages
     tracker = RequestTracker(
         send,
         eos_ids=frozenset(model.eos_token_ids),
@@ -210,7 +211,8 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
     sampler = Sampler(model.vocab_size, runner.device, config.model.random_seed + parallel.dp_rank, parallel.attn_tp,
                       original_logprobs=config.model.return_original_logprob, backend=config.kernels.sampling_backend,
                       dtype=getattr(torch, resolve_dtype(config, model, runner.device)),
-                      accept_thresholds=config.speculative.accept_thresholds)
+                      accept_thresholds=config.speculative.accept_thresholds,
+                      checks_finite=config.observe.enable_nan_detection)
     grammars = None
     if parallel.attn_tp.rank == 0 and (parallel.pp.is_first or parallel.pp.is_last):
         grammars = GrammarStore(config.grammar.whitespace, model.vocab_size, tracker.eos_ids,

@@ -13,9 +13,11 @@ from ...kernels.arguments import CHAIN_COUNT, CHAIN_TOKENS
 from ..forward.chain_rows import ChainRows
 from ..forward.forward_batch import indptr_of, ragged_positions
 from ..forward.host_copies import upload_joined
+from ..request.sampling_metadata import NOT_FINITE
 from ..request.step_input import StepInput
-from ..request.step_output import StepOutput
+from ..request.step_output import RowOutput, StepOutput
 from ..sampling.sampled_tokens import SampledTokenBuffers, SampledTokens
+from .non_finite import fail_non_finite
 
 if TYPE_CHECKING:
     from ..runner.cuda_graphs.chain_graphs import Verified
@@ -53,7 +55,10 @@ class LaunchedChains:
         tokens: list[int] = []
         for begin, count in zip(begins, counts):
             tokens += found[begin + samples:begin + samples + count]
-        return StepOutput(step.sample_index, counts, tokens, chain_drafts=drafts)
+        extras: dict[int, RowOutput] = {}
+        if NOT_FINITE in tokens:
+            fail_non_finite(step, counts, tokens, extras)
+        return StepOutput(step.sample_index, counts, tokens, extras, chain_drafts=drafts)
 
 
 class ChainLauncher:
@@ -81,6 +86,8 @@ class ChainLauncher:
         elif not greedy:
             self._sampler.launch_chains(verified.logits, [req.sampling for req in step.reqs], verified.placed,
                                         verified.samples)
+        elif self._sampler.checks_finite:
+            verified.samples.copy_(self._sampler.mark(verified.samples, verified.logits))
         self._runner.draft_chains(verified, step.reqs, greedy=greedy)
         result = self._buffers.copy(verified.result)
         return LaunchedChains(step, result, len(verified.result) // len(step.reqs), sampled)

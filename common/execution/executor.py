@@ -15,7 +15,7 @@ from ..api.errors import InvalidRequest
 from ..forward.forward_batch import AfterGroup, ForwardBatch, ModelInput, TokenIds
 from ..grammar.store import GrammarStore
 from ..request.extras import Report, RowState, row_extras
-from ..request.sampling_metadata import FAILED, SamplingMetadata
+from ..request.sampling_metadata import FAILED, NOT_FINITE, SamplingMetadata
 from ..request.step_input import StepInput
 from ..request.step_output import RowOutput, StepOutput, keep_accepted
 from ..sampling.extras.embeds import embeds_of
@@ -27,6 +27,7 @@ from .chain_launch import ChainLauncher
 from .draft_pass import ComputedStep, DraftPass
 from .extra_rows import ExtraRow, extra_rows, fill_masks
 from .launched import Launched
+from .non_finite import fail_non_finite
 from .simulated_samples import SimulatedSamples
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class LaunchedStep:
                 self._add_failures(found, extras)
             if step.drafts:
                 keep_accepted(step, found.counts, found.rows, extras)
+        if self.sample.checks_finite and NOT_FINITE in found.tokens:
+            fail_non_finite(step, found.counts, found.tokens, extras)
         if self.move is not None:
             self.move(found)
         num_drafts = (step.num_samples[step.sample_index] - 1).tolist() if step.drafts else []

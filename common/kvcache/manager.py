@@ -6,7 +6,7 @@ Every page is free, allocated to exactly one request, or owned by the prefix cac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -122,6 +122,7 @@ class KVCacheManager:
         self.prefix_cache = PrefixCache(page_size, groups, lookahead) if prefix_cache else None
         self.partial_pages = PartialPages(groups)
         self.tier: KVTier | None = None
+        self.zero_pages: Callable[[int, np.ndarray], None] | None = None  # of a cache group, on the device
         self._tier_waits = False
         self._num_allocated = 0
         self._without_draft: np.ndarray | None = None  # [pages] bool of cached pages, once there is any
@@ -455,6 +456,14 @@ class KVCacheManager:
     def is_cacheable(self, table: PageTable) -> bool:
         """True where the full pages of ``table`` may stay in the prefix cache."""
         return self.prefix_cache is not None and table.node is not None
+
+    def scrub(self, table: PageTable) -> None:
+        """Zero the pages that are freed with a request: attention reads whole pages and masks by weight, so that NaN
+        in them would reach the requests that get them next."""
+        if self.zero_pages is not None:
+            self.zero_pages(0, table.ids[table.owned])
+            for index, own in enumerate(table.groups):
+                self.zero_pages(index + 1, own.ids[own.owned])
 
     def release(self, table: PageTable, tokens: np.ndarray | None = None) -> None:
         """Free a table's pages. ``tokens``, where given, are as in ``commit``: their full pages stay in the cache."""

@@ -36,6 +36,8 @@ class EngineMetric(NamedTuple):
 COUNTERS: dict[str, EngineMetric] = {
     "finished_requests": EngineMetric("Requests that finished in the engine"),
     "failed_requests": EngineMetric("Requests that failed in the engine"),
+    "non_finite_requests": EngineMetric("Of the failed requests those whose logits were not finite; counted with "
+                                        "--enable-nan-detection"),
     "retracted_requests": EngineMetric("Times that a running request was retracted: its KV pages were freed",
                                        DECODES),
     "preempted_requests": EngineMetric("Times that a running request was preempted by one of a higher priority",

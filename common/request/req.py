@@ -81,6 +81,7 @@ class Req:
     drafts: Drafts | None = None  # what its next step verifies
     swapped_out: SwappedOut | None = None  # while it waits after a retraction
     finish: Finish | None = None
+    keeps_pages: bool = True  # when it ends, in the prefix cache: False where its keys and values may not be finite
     prompt_logprobs: Logprobs | None = None
     pooling: Pooling | None = None
     reported: bool = False

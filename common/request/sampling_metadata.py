@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 FAILED = -1
+NOT_FINITE = -2
 """The token id of a row whose logit processor has failed. It reaches all ranks as tokens do."""
 
 FillAllowed = Callable[["torch.Tensor", int], None]

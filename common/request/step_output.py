@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from ..api.drafts import Drafts
-from ..api.errors import ServingError, from_code
+from ..api.errors import NON_FINITE_LOGITS, ServingError, from_code
 from ..api.messages import Logprobs
 
 if TYPE_CHECKING:
@@ -107,6 +107,8 @@ def row_results(step: StepInput, output: StepOutput, chosen: Sequence[int] | Non
         index = output.req_index[i]
         extra = output.extras.get(index)
         error = None if extra is None or extra.error_code is None else from_code(extra.error_code, extra.error)
+        if error is not None and error.code == NON_FINITE_LOGITS:
+            step.reqs[index].keeps_pages = False
         yield RowResult(step.reqs[index], output.tokens[ends[i] - output.counts[i]:ends[i]],
                         None if extra is None else extra.logprobs, error, output.drafts.get(index),
                         output.num_drafts[i] if output.num_drafts else 0)

@@ -468,6 +468,17 @@ class ModelRunner:
             for group in pool.groups:
                 move_slots(group, own.page_of_token, own.offset_in_page, first_rows, paths)
 
+    @torch.inference_mode()
+    def zero_pages(self, index: int, page_ids: np.ndarray) -> None:
+        """Zeroes pages of a cache group, in the draft model's pool too; waits, because a transfer may write to them
+        next."""
+        pools = [self.pools[index], *([self.draft_pool] if self.draft_pool is not None and index == 0 else [])]
+        for pool in pools:
+            for group in pool.groups:
+                group[torch.from_numpy(page_ids).to(group.device)] = 0
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
     def _replay(self, step: ModelInput, info: DPStepInfo | None) -> StepLogits | None:
         """Computes a plain decode step on a graph; returns None where there is none of its size."""
         size = self._graph_size(step.columns.num_reqs, info)

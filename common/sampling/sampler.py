@@ -10,11 +10,12 @@ import msgspec
 import torch
 
 from ...kernels.arguments import PlacedChains
+from ...kernels.sampling.argmax import argmax as argmax_and_value
 from ..api.sampling import SamplingParams
 from ..distributed.tp import TPGroup
 from ..forward.host_copies import upload
 from ..request.extras import Extra, Report
-from ..request.sampling_metadata import FAILED, SamplingMetadata
+from ..request.sampling_metadata import FAILED, NOT_FINITE, SamplingMetadata
 from ..request.step_output import RowOutput
 from .extras.logprobs import LOGPROBS, LogprobReport, SampledLogprobs, TokenLogprob
 from .extras.processor import PROCESSOR
@@ -31,7 +32,8 @@ class Sample(NamedTuple):
     runner's.
 
     A step that computes on ``tokens`` before the host has read them gets a token of the vocabulary even in rows that
-    have failed: its results are dropped with the request. ``failures`` says why, by row.
+    have failed: its results are dropped with the request. ``failures`` says why, by row. ``checks_finite``: rows may
+    have NOT_FINITE.
     """
 
     tokens: torch.Tensor
@@ -39,9 +41,10 @@ class Sample(NamedTuple):
     reports: Sequence[Report] = ()
     failures: Mapping[int, str] = _NO_FAILURES
     is_argmax: bool = False
+    checks_finite: bool = False
 
     def token_ids(self) -> list[int]:
-        """Waits for the tokens; those of failed rows are FAILED."""
+        """Waits for the tokens; those of failed rows are FAILED, or NOT_FINITE."""
         return self.copied.token_ids()
 
 
@@ -60,13 +63,15 @@ class Sampler:
 
     def __init__(self, vocab_size: int, device: torch.device | str, seed: int, tp: TPGroup | None = None, *,
                  original_logprobs: bool = False, backend: str = "auto", dtype: torch.dtype = torch.float32,
-                 accept_thresholds: tuple[float, float] = (1.0, 1.0)):
+                 accept_thresholds: tuple[float, float] = (1.0, 1.0), checks_finite: bool = False):
         """``original_logprobs``: log-probabilities are those before temperature. ``dtype`` is that of the logits.
-        ``accept_thresholds``: those of LooseSampling. Raises ConfigError where ``backend`` cannot run."""
+        ``accept_thresholds``: those of LooseSampling. ``checks_finite``: rows whose logits have NaN or infinity get
+        NOT_FINITE. Raises ConfigError where ``backend`` cannot run."""
         self._vocab_size = vocab_size
         self._device = torch.device(device)
         self._tp = tp or TPGroup()
         self._original_logprobs = original_logprobs
+        self._checks_finite = checks_finite
         own_backend = backend if self._tp.rank == 0 else "torch"
         self._backend: SamplingKernels = select_sampling_backend(own_backend, vocab_size, self._device, seed, dtype)
         self._loose: LooseSampling | None = None
@@ -116,7 +121,8 @@ class Sampler:
             return Sample(tokens, self._buffers.copy(tokens))
         if not extra_rows and argmax is not None:
             # Every rank has the whole logits, bit by bit the same: so each computes the same argmax.
-            return Sample(argmax, self._buffers.copy(argmax), is_argmax=True)
+            return Sample(argmax, self._buffers.copy(self.mark(argmax, logits)), is_argmax=True,
+                          checks_finite=self._checks_finite)
         return self._launch(logits, rows, previous, extra_rows, argmax, index)
 
     @torch.inference_mode()
@@ -132,8 +138,17 @@ class Sampler:
                 tokens = self._backend(logits, rows, positions)
             else:
                 tokens = self._loose(logits, rows, positions, drafts_in_chains(placed, len(params)))
-            out.copy_(tokens)
+            out.copy_(self.mark(tokens, logits))
         self._tp.broadcast(out)
+
+    def mark(self, tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Returns the ``tokens`` [R], NOT_FINITE where ``logits`` [R, vocab] have NaN or infinity; on the device, and
+        only where this sampler checks. The largest logit is NaN where any is; -infinity alone is a masked token."""
+        return tokens.masked_fill(_not_finite(logits), NOT_FINITE) if self._checks_finite else tokens
+
+    @property
+    def checks_finite(self) -> bool:
+        return self._checks_finite
 
     def _rows_of_chains(self, params: Sequence[SamplingParams], width: int) -> Sequence[SamplingMetadata]:
         """Returns the metadata of ``width`` rows of each request, without positions."""
@@ -148,7 +163,8 @@ class Sampler:
                 extra_rows: Sequence[int], argmax: torch.Tensor | None, index: Sequence[int] | None) -> Sample:
         if not extra_rows:
             tokens = self._tp.broadcast(self._plain(logits, rows))
-            return Sample(tokens, self._buffers.copy(tokens))
+            return Sample(tokens.clamp(min=0) if self._checks_finite else tokens, self._buffers.copy(tokens),
+                          checks_finite=self._checks_finite)
         reports: list[Report] = []
         failures: Mapping[int, str] = _NO_FAILURES
         if self._tp.rank > 0:
@@ -156,7 +172,8 @@ class Sampler:
         else:
             tokens, reports, failures = self._with_extras(logits, rows, previous, extra_rows, argmax, index)
         self._tp.broadcast(tokens)
-        return Sample(tokens.clamp(min=0), self._buffers.copy(tokens), reports, self._shared(failures, rows))
+        return Sample(tokens.clamp(min=0), self._buffers.copy(tokens), reports, self._shared(failures, rows),
+                      checks_finite=self._checks_finite)
 
     def _shared(self, failures: Mapping[int, str], rows: Sequence[SamplingMetadata]) -> Mapping[int, str]:
         """Returns the sampling rank's ``failures`` on all ranks: each of them reports a failed request to its peers."""
@@ -168,13 +185,16 @@ class Sampler:
     def _plain(self, logits: torch.Tensor, rows: Sequence[SamplingMetadata]) -> torch.Tensor:
         if self._tp.rank > 0:
             return torch.empty(len(rows), dtype=torch.int64, device=self._device)
-        return self._backend(logits, rows)
+        return self.mark(self._backend(logits, rows), logits)
 
     def _with_extras(self, logits: torch.Tensor, rows: Sequence[SamplingMetadata], previous: torch.Tensor | None,
                      extra_rows: Sequence[int], argmax: torch.Tensor | None,
                      index: Sequence[int] | None) -> tuple[torch.Tensor, list[Report], dict[int, str]]:
         """Returns the tokens of all rows, reports, and why rows have failed."""
         chosen = [rows[row] for row in extra_rows]
+        bad = _not_finite(logits) if self._checks_finite else None
+        if bad is not None:  # extras and reports of these rows mean nothing, but must not fail
+            logits = logits.masked_fill(bad[:, None], 0)
         if len(extra_rows) == len(rows):
             tokens, final, failed = self._sample_changed(logits.float(), chosen, previous)
             sampled = tokens
@@ -185,6 +205,8 @@ class Sampler:
             tokens[on_device] = sampled
         reports = self._logprob_reports(final, sampled.clamp(min=0), chosen,
                                         [row if index is None else index[row] for row in extra_rows])
+        if bad is not None:
+            tokens = tokens.masked_fill(bad, NOT_FINITE)
         return tokens, reports, {extra_rows[i]: reason for i, reason in failed.items()}
 
     def _sample_changed(self, logits: torch.Tensor, rows: Sequence[SamplingMetadata],
@@ -220,3 +242,7 @@ class Sampler:
             logits[on_device] = scaled_logits(logits[on_device], [params[i] for i in scaled])
         return [SampledLogprobs(LogprobReport(logits, tokens, [value for _, value in requested]),
                                 [index[i] for i in chosen])]
+
+
+def _not_finite(logits: torch.Tensor) -> torch.Tensor:
+    return torch.isfinite(argmax_and_value(logits)[0]).logical_not_()

@@ -84,8 +84,11 @@ class PageBudget:
 
     def release(self, reqs: Sequence[Req], *, keep: bool) -> None:
         """Free the requests' pages; ``keep`` leaves the full ones in the prefix cache."""
+        for req in reqs:
+            if not req.keeps_pages and req.page_table is not None:
+                self.cache.scrub(req.page_table)
         self.cache.release_all([(req.page_table, req.computed(self.cache.lookahead)
-                                 if keep and self.cache.is_cacheable(req.page_table) else None)
+                                 if keep and req.keeps_pages and self.cache.is_cacheable(req.page_table) else None)
                                 for req in reqs if req.page_table is not None])
         for req in reqs:
             req.page_table = None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from ..api.errors import AbortRequested, Conflict, InvalidRequest, Overloaded, ServingError
+from ..api.errors import NON_FINITE_LOGITS, AbortRequested, Conflict, InvalidRequest, Overloaded, ServingError
 from ..api.messages import Failed, Finish, FromEngine, Generate, Logprobs, OutputBatch
 from ..api.token_ids import check_request_ids
 from ..request.req import Req
@@ -36,7 +36,8 @@ class RequestTracker:
         self._outputs = OutputBatch([], [])
         self.live: dict[str, Req] = {}
         self.counters: dict[str, float] = dict.fromkeys(
-            ("prompt_tokens", "cached_tokens", "generation_tokens", "finished_requests", "failed_requests"), 0)
+            ("prompt_tokens", "cached_tokens", "generation_tokens", "finished_requests", "failed_requests",
+             "non_finite_requests"), 0)
 
     def accept(self, message: Generate, now: float) -> Req | None:
         """Register a request; returns None where it is refused, after sending its terminal message."""
@@ -101,6 +102,7 @@ class RequestTracker:
             return
         self._close(req)
         self.counters["failed_requests"] += 1
+        self.counters["non_finite_requests"] += error.code == NON_FINITE_LOGITS
         self.flush()  # tokens generated before the error are reported before it
         self._send(Failed(req.rid, error.wire_code, error.message))
 

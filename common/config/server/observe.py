@@ -30,6 +30,8 @@ class ObserveArgs:
     show_time_cost: bool = flag(False, help="log how long each stage of starting took")
     watchdog_timeout: float = flag(300.0, help=(
         "seconds after which a rank whose loop hangs prints its threads' stacks and ends (0: never)"))
+    enable_nan_detection: bool = flag(False, help=(
+        "end requests whose logits are NaN or infinite with an error, instead of answers without meaning"))
     enable_trace: bool = flag(False, help="trace requests to --otlp-traces-endpoint")
     otlp_traces_endpoint: str | None = flag(None, help=(
         "OpenTelemetry collector: HOST:PORT (gRPC) or http://HOST:PORT/v1/traces; turns tracing on (default with "

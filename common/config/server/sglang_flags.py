@@ -197,7 +197,6 @@ _REFUSED: dict[str, Foreign] = {
                "--hybrid-kvcache-ratio"),
     **_refused("/start_profile and /stop_profile profile a running server; use these", "--enable-profile-cuda-graph"),
     **_refused("--quantization fp8 quantizes weights at start; use that", "--torchao-config", harmless=("",)),
-    **_refused("logits are not searched for NaN; leave it out", "--enable-nan-detection"),
     **_refused("prompts that are too long are answered with 400; shorten them in the client", "--allow-auto-truncate"),
     **_refused("attention groups are added up; start servers behind the router to see each one's",
                "--enable-metrics-for-all-schedulers"),
