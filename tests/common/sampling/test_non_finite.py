@@ -75,9 +75,10 @@ EXTRAS = [Question(each.prompt, replace_sampling(each.sampling, frequency_penalt
 
 
 @pytest.mark.parametrize(("asked", "flags", "chains"), [
-    (ASKED, (), False), (SAMPLED, (), False), (EXTRAS, (), False), (ASKED, algorithm_flags("NGRAM"), False),
-    (ASKED, algorithm_flags("EAGLE3"), True), (SAMPLED, algorithm_flags("EAGLE3"), True),
-    (EXTRAS, algorithm_flags("EAGLE3"), True)],
+    (ASKED, (), False), pytest.param(SAMPLED, (), False, marks=pytest.mark.slow), (EXTRAS, (), False),
+    (ASKED, algorithm_flags("NGRAM"), False), (ASKED, algorithm_flags("EAGLE3"), True),
+    (SAMPLED, algorithm_flags("EAGLE3"), True),
+    pytest.param(EXTRAS, algorithm_flags("EAGLE3"), True, marks=pytest.mark.slow)],
     ids=["greedy", "seeded", "extras", "drafts", "chains", "seeded chains", "chains with extras"])
 def test_only_their_requests_fail(asked, flags, chains):
     """A token that some answers contain spoils all that comes after it; the other answers are as ever."""
