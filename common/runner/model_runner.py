@@ -475,7 +475,7 @@ class ModelRunner:
         pools = [self.pools[index], *([self.draft_pool] if self.draft_pool is not None and index == 0 else [])]
         for pool in pools:
             for group in pool.groups:
-                group[torch.from_numpy(page_ids).to(group.device)] = 0
+                group.view(torch.uint8)[torch.from_numpy(page_ids).to(group.device)] = 0
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
