@@ -4,6 +4,28 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
+import time
+
+log = logging.getLogger("baton.gc")
+
+
+def warn_of_collections(seconds: float) -> None:
+    """Log a warning for each collection of this process that takes longer than ``seconds``, unless these are 0: all
+    streams wait for it."""
+    if not seconds:
+        return
+    began = 0.0
+
+    def notice(phase: str, facts: dict[str, int]) -> None:
+        nonlocal began
+        if phase == "start":
+            began = time.perf_counter()
+        elif (took := time.perf_counter() - began) > seconds:
+            log.warning("a garbage collection of generation %d took %.3f s", facts["generation"], took,
+                        extra={"fields": {"collected": facts["collected"], "frozen": gc.get_freeze_count()}})
+
+    gc.callbacks.append(notice)
 
 
 def freeze_collector() -> None:

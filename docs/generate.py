@@ -279,7 +279,7 @@ def server_families(mode: str) -> Iterable[Any]:
     gauges = {name: 0.0 for name, gauge in GAUGES.items() if gauge.exported_by(role)}
     counters = {name: 0.0 for name, counter in COUNTERS.items() if counter.exported_by(role) and counter.label is None}
     numbers = {name: 0 for name, hint in typing.get_type_hints(State).items() if hint is int}
-    metrics.engine.state = State(**{**numbers, "page_size": 1, "total_pages": 1}, counters=counters, gauges=gauges)
+    metrics.engine.states = [State(**{**numbers, "page_size": 1, "total_pages": 1}, counters=counters, gauges=gauges)]
     return metrics.registry.collect()
 
 

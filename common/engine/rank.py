@@ -29,7 +29,7 @@ from ..execution.executor import Executor
 from ..execution.pp_channel import PPChannel
 from ..execution.pp_executor import PPExecutor
 from ..execution.simulated_samples import SimulatedSamples
-from ..garbage_collector import freeze_collector
+from ..garbage_collector import freeze_collector, warn_of_collections
 from ..grammar.store import GrammarStore
 from ..kvcache.manager import KVCacheManager
 from ..models.registry import load_model_spec
@@ -150,6 +150,7 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     timeout = spec.config.observe.watchdog_timeout
     watchdog = Watchdog(timeout) if timeout else None
     freeze_collector()
+    warn_of_collections(spec.config.observe.gc_warning_threshold_secs)
     ticker = Ticker(channel, parallel.tp) if pp_channel is None else PPTicker(channel, pp_channel)
     loop = EngineLoop(ticker, parts.tracker, scheduler, cache, control, send, events, watchdog,
                       parts.grammars, parts.runner.dp_sync if parallel.dp_size > 1 else None,

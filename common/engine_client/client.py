@@ -18,6 +18,7 @@ from ..api.errors import (
     from_code,
 )
 from ..api.grammar import GrammarSpec, Vocabulary
+from ..api.merged_states import merge_states
 from ..api.messages import (
     Abort,
     ConnectPeer,
@@ -45,7 +46,7 @@ from ..api.messages import (
 )
 from ..commands.registry import name_of
 from .dp_balancer import DPBalancer
-from .dp_states import merge_states, with_rank_totals
+from .dp_states import with_rank_totals
 from .engine_channel import EngineChannel
 from .engine_rpc import EngineRPC, RPCReply, RPCRequest
 from .output_stream import OutputStream

@@ -28,6 +28,7 @@ from .context.client_timeouts import SlowBody, SlowRequest
 from .context.in_flight import shut_down
 from .context.request_planner import CLIENT
 from .context.serving_context import ServingContext
+from .context.telemetry import CUSTOM_LABELS
 from .context.traces import TRACEPARENT
 from .embeddings import handler as embedding_routes
 from .files import handler as file_routes
@@ -204,12 +205,16 @@ def _forwarded(path: str, route: Route, forwarder: Forwarder) -> Route:
 
 def _guard(context: ServingContext, for_clients: Set[str]) -> Any:
     """A middleware that checks the key, and turns every error into the API's error object."""
-    http, in_flight = context.config.http, context.in_flight
+    http, in_flight, observe = context.config.http, context.in_flight, context.config.observe
+    custom_labels = (observe.tokenizer_metrics_custom_labels_header if observe.tokenizer_metrics_allowed_custom_labels
+                     else None)
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         if context.telemetry.traces is not None:
             TRACEPARENT.set(request.headers.get("traceparent"))
+        if custom_labels is not None:
+            CUSTOM_LABELS.set(request.headers.get(custom_labels))
         CLIENT.set(functools.partial(_client, request))
         task = asyncio.current_task()
         assert task is not None

@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from ..config.server import ServerConfig
-from ..garbage_collector import freeze_collector
+from ..garbage_collector import freeze_collector, warn_of_collections
 from ..obs.tracing import Tracing, exporter_for
 from .context.serving_context import ServingContext
 from .context.traces import Traces
@@ -64,6 +64,7 @@ class HTTPServer:
         async def observe() -> None:
             await ready.wait()
             freeze_collector()
+            warn_of_collections(self._context.config.observe.gc_warning_threshold_secs)
             await observe_loop_lag(self._context.telemetry.metrics.event_loop_lag.observe)
 
         self._stack.callback(asyncio.create_task(observe()).cancel)

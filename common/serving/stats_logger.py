@@ -8,8 +8,8 @@ import time
 from typing import Any
 
 from ..api.errors import WorkerUnavailable
+from ..api.merged_states import merge_states
 from ..api.messages import State
-from ..engine_client.dp_states import merge_states
 from ..obs.metrics import TokenTotals
 from .context.serving_context import ServingContext
 from .web import failures

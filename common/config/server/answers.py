@@ -33,6 +33,9 @@ class AnswerArgs:
     preferred_sampling_params: str | None = flag(None, metavar="JSON", help=(
         "a JSON object of sampling parameters, for requests to /generate that leave them out; /get_model_info reports "
         "it"))
+    allow_auto_truncate: bool = flag(False, help=(
+        "shorten prompts that exceed the context length to their beginning, and lower max_tokens to what is left, "
+        "instead of refusing such requests"))
     stream_output: bool = flag(False, names=("--incremental-streaming-output",), help=(
         "give in each event of a stream of /generate the text and the output_ids since the event before, not those so "
         "far"))

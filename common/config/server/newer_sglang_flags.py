@@ -217,7 +217,7 @@ NEWER: dict[str, Foreign] = {
            "log-requests-format log-requests-target"),
     **_all(Refused("no HTTP access log is written; leave it out"), "uvicorn-access-log-exclude-prefixes"),
     **_all(Refused("metrics have the labels model_name and mode; add others in the scraper's configuration"),
-           "tokenizer-metrics-custom-labels-header tokenizer-metrics-allowed-custom-labels extra-metric-labels"),
+           "extra-metric-labels"),
     **_all(Refused("/metrics and /get_load tell how busy a server is; use these"),
            "enable-mfu-metrics load-publish-endpoint enable-forward-pass-metrics forward-pass-metrics-worker-id "
            "forward-pass-metrics-ipc-name export-metrics-to-file export-metrics-to-file-dir"),

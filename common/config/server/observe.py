@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from ...api.errors import ConfigError
 from ..cli import flag
+
+_OWN_LABELS = frozenset(("model_name", "mode", "simulated", "outcome", "le", "dp_rank"))
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,16 @@ class ObserveArgs:
         "characters of the answer, 3 all of them"))
     crash_dump_folder: str | None = flag(None, help=(
         "folder to which the requests of the last five minutes are written when the engine dies"))
+    enable_request_time_stats_logging: bool = flag(False, help=(
+        "log how long each request waited, was prefilled, transferred and decoded"))
+    enable_metrics_for_all_schedulers: bool = flag(False, help=(
+        "export the engine's metrics of each data-parallel rank, with the label dp_rank, instead of their sum"))
+    tokenizer_metrics_custom_labels_header: str = flag("x-custom-labels", help=(
+        "header in which a request gives values of --tokenizer-metrics-allowed-custom-labels: a JSON object"))
+    tokenizer_metrics_allowed_custom_labels: tuple[str, ...] = flag((), help=(
+        "further labels of the metrics of requests; a request that gives a label no value has an empty one"))
+    gc_warning_threshold_secs: float = flag(0.0, help=(
+        "log a warning for each garbage collection that takes longer, in the API server and in ranks (0: never)"))
     show_time_cost: bool = flag(False, help="log how long each stage of starting took")
     watchdog_timeout: float = flag(300.0, help=(
         "seconds after which a rank whose loop hangs prints its threads' stacks and ends (0: never)"))
@@ -40,6 +53,12 @@ class ObserveArgs:
     def __post_init__(self) -> None:
         if self.watchdog_timeout < 0:
             raise ConfigError(f"--watchdog-timeout must be 0 or more, not {self.watchdog_timeout}.")
+        if not self.gc_warning_threshold_secs >= 0:
+            raise ConfigError(f"--gc-warning-threshold-secs must be 0 or more, not {self.gc_warning_threshold_secs:g}.")
+        for name in self.tokenizer_metrics_allowed_custom_labels:
+            if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", name) or name.startswith("__") or name in _OWN_LABELS:
+                raise ConfigError(f"--tokenizer-metrics-allowed-custom-labels: {name} cannot be a label; take letters, "
+                                  f"digits and underscores, and none of {', '.join(sorted(_OWN_LABELS))}.")
         for name in ("bucket_time_to_first_token", "bucket_inter_token_latency", "bucket_e2e_request_latency"):
             if (least := min(getattr(self, name), default=1.0)) <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')} must be above 0, not {least:g}.")

@@ -197,12 +197,6 @@ _REFUSED: dict[str, Foreign] = {
                "--hybrid-kvcache-ratio"),
     **_refused("/start_profile and /stop_profile profile a running server; use these", "--enable-profile-cuda-graph"),
     **_refused("--quantization fp8 quantizes weights at start; use that", "--torchao-config", harmless=("",)),
-    **_refused("prompts that are too long are answered with 400; shorten them in the client", "--allow-auto-truncate"),
-    **_refused("attention groups are added up; start servers behind the router to see each one's",
-               "--enable-metrics-for-all-schedulers"),
-    **_refused("the metric event_loop_lag_seconds measures such pauses; use that", "--gc-warning-threshold-secs",
-               harmless=("0", "0.0")),
-    **_refused("--enable-trace has the stages of each request; use that", "--enable-request-time-stats-logging"),
 }
 
 SGLANG_FLAGS = ForeignFlags({**_AUTOMATIC, **_MAPPED, **_REFUSED, **NEWER}, VALUES, abbreviates=True)

@@ -20,7 +20,6 @@ from ...api.errors import (
 )
 from ...api.messages import Generate, State
 from ...api.sampling import SamplingParams
-from ...engine_client.dp_states import merge_states
 from ...obs.about_page import POLICY, about
 from ...obs.metrics import CONTENT_TYPE
 from ...version import __version__
@@ -259,5 +258,5 @@ async def metrics(context: ServingContext, request: web.Request) -> web.Response
     states = await _states(context)
     if context.telemetry.collect_others is not None:
         await context.telemetry.collect_others()
-    body = context.telemetry.metrics.render(merge_states(states) if states else None)
+    body = context.telemetry.metrics.render(states)
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})

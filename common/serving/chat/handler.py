@@ -15,7 +15,7 @@ from ...api.messages import Generate
 from ..context.serving_context import ServingContext
 from ..protocol.grammar_fields import grammar_field
 from ..protocol.logprobs import LogprobOptions
-from ..protocol.prompts import Prompts, output_limit
+from ..protocol.prompts import Prompts
 from ..protocol.sampling import sampling_params
 from ..respond import PlannedResponse, respond
 from .answer_form import answer_form
@@ -57,8 +57,8 @@ async def plan_chat(context: ServingContext, body: ChatRequest, *, arrived: floa
     form = answer_form(model.chat_formats, body, choice, prompt, asked and asked.spec)
     ids = await planner.prompt_ids(Prompts(texts=[prompt]), "messages", add_special_tokens=False)
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    limit = output_limit(len(ids[0]), body.requested_tokens, planner.token_limit, tokens_name=limit_name)
-    params = sampling_params(body, body.requested_tokens, limit, vocab_size=model.spec.vocab_size,
+    limit, asked_tokens = planner.output_limit(ids[0], body.requested_tokens, tokens_name=limit_name)
+    params = sampling_params(body, asked_tokens, limit, vocab_size=model.spec.vocab_size,
                              grammar=form.grammar, tokens_name=limit_name)
     stops, stop_ids = tokenizer.chat_stops(model.spec.vocab_size)
     if stops or stop_ids:

@@ -7,7 +7,7 @@ from aiohttp import web
 from ..context.serving_context import ServingContext
 from ..protocol.grammar_fields import grammar_field
 from ..protocol.logprobs import LogprobOptions
-from ..protocol.prompts import output_limit, parse_prompts
+from ..protocol.prompts import parse_prompts
 from ..protocol.sampling import sampling_params
 from ..respond import PlannedResponse, respond
 from .echo import Echo
@@ -33,8 +33,8 @@ async def plan_completion(context: ServingContext, body: CompletionRequest, *, a
     asked = grammar_field(body, body.response_format)
     samplings = []
     for prompt in ids:
-        limit = output_limit(len(prompt), body.max_tokens, planner.token_limit, tokens_name="max_tokens")
-        samplings.append(sampling_params(body, body.max_tokens, min(DEFAULT_TOKENS, limit),
+        limit, asked_tokens = planner.output_limit(prompt, body.max_tokens, tokens_name="max_tokens")
+        samplings.append(sampling_params(body, asked_tokens, min(DEFAULT_TOKENS, limit),
                                          vocab_size=model.spec.vocab_size, grammar=asked and asked.spec))
     ranked = body.num_generated > body.num_choices
     start = 0 if body.echo and body.logprobs is not None else -1

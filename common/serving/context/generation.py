@@ -22,6 +22,7 @@ from ..protocol.logprobs import joined
 from ..protocol.usage import CompletionTokensDetails, Usage
 from .draft_counts import DraftCounts, Speculation
 from .request_log import RequestLog
+from .time_stats import TimeStats
 from .traces import Traces
 
 
@@ -232,13 +233,14 @@ class Generation:
     def __init__(self, client: EngineClient, tokenizer: Tokenizer, metrics: ServerMetrics, requests: Sequence[Generate],
                  arrived: float, continued: Sequence[int] = (), request_log: RequestLog | None = None,
                  traces: Traces | None = None, count_drafts: Callable[[], DraftCounts | None] = lambda: None,
-                 weight_version: Callable[[], str] = lambda: "default"):
+                 weight_version: Callable[[], str] = lambda: "default", time_stats: TimeStats | None = None):
         """``arrived``: the HTTP request's arrival, on the monotonic clock in seconds. ``continued``: output of the only
         choice that another server answered. ``count_drafts`` makes the counts of a choice's drafts,
         ``weight_version`` names the weights of now."""
         self._metrics = metrics
         self._request_log = request_log
         self._traces = traces
+        self._time_stats = time_stats
         self._requests = requests
         self._arrived = arrived
         self._stream: OutputStream = client.open(requests)
@@ -254,6 +256,8 @@ class Generation:
             self._request_log.start(self._requests)
         if self._traces is not None:
             self._traces.start(self._requests, self._arrived)
+        if self._time_stats is not None:
+            self._time_stats.start(self._requests)
         try:
             self._stream.__enter__()
         except ServingError as error:
@@ -286,6 +290,10 @@ class Generation:
             if self._traces is not None:
                 self._traces.end(choice.rid, reached, arrived=self._arrived, stages=choice.stages,
                                  num_output_tokens=choice.num_output_tokens)
+            if self._time_stats is not None:
+                self._time_stats.end(choice.rid, reached, arrived=self._arrived, stages=choice.stages,
+                                     num_prompt_tokens=choice.num_prompt_tokens,
+                                     num_output_tokens=choice.num_output_tokens)
 
     @property
     def live(self) -> bool:

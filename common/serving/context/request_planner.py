@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import uuid
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -26,11 +27,16 @@ from ..protocol.continuation import Continuation, continue_after
 from ..protocol.logprobs import LogprobOptions
 from ..protocol.namespaces import namespaces_of
 from ..protocol.per_prompt import per_prompt
-from ..protocol.prompts import Prompts
+from ..protocol.prompts import Prompts, output_limit
 from ..protocol.row_extras import custom_processor, set_row_extras
 from .served_model import ServedModel
 from .server_status import ServerStatus
 
+log = logging.getLogger("baton.server")
+
+_ANSWER_TOKENS = 6
+"""Of the context, those that a truncated prompt leaves to its answer, as in SGLang."""
+_MARGIN_TOKENS = 64
 DEFAULT_SEED = 42
 """The seed of requests without one to a deterministic server, as in SGLang."""
 CLIENT: ContextVar[Callable[[], str]] = ContextVar("client", default=str)
@@ -89,8 +95,11 @@ class RequestPlanner:
         tokenizer = self._status.serving_tokenizer()
         self.check_count(len(prompts), param)
         if prompts.texts is not None:
-            token_ids = await tokenizer.encode_many(prompts.texts, limit=self._model.spec.context_length,
-                                                    add_special_tokens=add_special_tokens)
+            limit, texts = self._model.spec.context_length, prompts.texts
+            if self._config.answers.allow_auto_truncate:  # what is cut here is far behind the last token that stays
+                texts = [text[:(limit + _MARGIN_TOKENS) * tokenizer.longest_token] for text in texts]
+                limit += _MARGIN_TOKENS
+            token_ids = await tokenizer.encode_many(texts, limit=limit, add_special_tokens=add_special_tokens)
         else:
             token_ids = prompts.ids or []
         for ids in token_ids:
@@ -98,6 +107,21 @@ class RequestPlanner:
         if not all(token_ids):
             raise InvalidRequest(f"{param} is empty; send at least one token.", param=param)
         return token_ids
+
+    def output_limit(self, prompt: list[int], requested: int | None, *, tokens_name: str) -> tuple[int, int | None]:
+        """Tokens that may follow the prompt, and as many as are ``requested``. Raises InvalidRequest where they exceed
+        the limit; with --allow-auto-truncate both are made to fit: the prompt loses its end."""
+        if self._config.answers.allow_auto_truncate:
+            self.truncate(prompt, self._model.spec.context_length - (0 if requested == 0 else _ANSWER_TOKENS))
+            if requested is not None and len(prompt) < self.token_limit:
+                requested = min(requested, self.token_limit - len(prompt))
+        return output_limit(len(prompt), requested, self.token_limit, tokens_name=tokens_name), requested
+
+    def truncate(self, prompt: list[int], most: int) -> None:
+        """Shortens a prompt to its first ``most`` tokens, with --allow-auto-truncate."""
+        if self._config.answers.allow_auto_truncate and len(prompt) > most:
+            log.warning("a prompt of %d tokens was truncated to %d", len(prompt), most)
+            del prompt[most:]
 
     def placements(self, fields: BootstrapFields, num_prompts: int, n: int) -> list[Placement]:
         """Bootstrap room and data-parallel rank of each choice, ``n`` for each prompt; raises InvalidRequest, and

@@ -44,6 +44,7 @@ class ServingContext:
     def generation(self, requests: Sequence[Generate], arrived: float, continued: Sequence[int] = ()) -> Generation:
         """The generations of one HTTP request, observed by this server's telemetry; see Generation."""
         telemetry = self.telemetry
-        return Generation(self.client, self.status.serving_tokenizer(), telemetry.metrics, requests, arrived, continued,
+        return Generation(self.client, self.status.serving_tokenizer(), telemetry.request_metrics, requests, arrived,
+                          continued,
                           telemetry.request_log if telemetry.request_log.active else None, telemetry.traces,
-                          telemetry.count_drafts, lambda: self.model.weight_version)
+                          telemetry.count_drafts, lambda: self.model.weight_version, telemetry.time_stats)

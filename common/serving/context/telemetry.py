@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+
+import msgspec
 
 from ...api.errors import ServingError
 from ...config.server import ServerConfig
@@ -11,7 +14,19 @@ from ...obs.buckets import Buckets
 from ...obs.metrics import ServerMetrics
 from .draft_counts import DraftCounts
 from .request_log import RequestLog
+from .time_stats import TimeStats
 from .traces import Traces
+
+CUSTOM_LABELS: ContextVar[str | None] = ContextVar("custom_labels", default=None)
+"""Holds the header --tokenizer-metrics-custom-labels-header of the HTTP request that is being handled."""
+
+
+def _labels(header: str) -> dict[str, str]:
+    """The labels that a header gives; none where it is no JSON object of strings, for a request does not fail by it."""
+    try:
+        return msgspec.json.decode(header, type=dict[str, str])
+    except (msgspec.DecodeError, UnicodeError):
+        return {}
 
 
 class Telemetry:
@@ -24,11 +39,20 @@ class Telemetry:
         self.metrics = ServerMetrics(
             config.model_name, config.mode, sglang_names=config.observe.sglang_metrics,
             speculates=self._speculates, simulated=self._simulated,
-            buckets=Buckets.of_flags(config.observe))
+            buckets=Buckets.of_flags(config.observe), by_rank=config.observe.enable_metrics_for_all_schedulers,
+            custom_labels=config.observe.tokenizer_metrics_allowed_custom_labels)
         self.request_log = RequestLog(config.observe.log_level_of_requests, config.observe.dump_folder)
+        self.time_stats = (TimeStats("decode" if config.role.decodes else "transfer")
+                           if config.observe.enable_request_time_stats_logging else None)
         self.traces: Traces | None = None
         self.collect_others: Callable[[], Awaitable[None]] | None = None
         """Brings what other processes of the server counted up to date."""
+
+    @property
+    def request_metrics(self) -> ServerMetrics:
+        """The metrics that count the current HTTP request, by the labels that it gives."""
+        given = CUSTOM_LABELS.get()
+        return self.metrics if given is None else self.metrics.labelled(_labels(given))
 
     def count_drafts(self) -> DraftCounts | None:
         """Returns new counts for a request; None on a server that verifies no drafts."""
@@ -40,5 +64,5 @@ class Telemetry:
         try:
             yield
         except ServingError as error:
-            self.metrics.count_outcome(error.code)
+            self.request_metrics.count_outcome(error.code)
             raise

@@ -274,6 +274,7 @@ def _requests(context: ServingContext, ids: list[list[int]], sampling: SamplingP
               priority: int | None, param: str, logprobs: LogprobOptions = _NO_LOGPROBS) -> list[Generate]:
     """Raises InvalidRequest for a prompt that is too long."""
     for prompt in ids:
+        context.planner.truncate(prompt, context.model.spec.context_length - sampling.max_new_tokens)
         if len(prompt) + sampling.max_new_tokens > context.planner.token_limit:
             raise too_long(f"A prompt in {param}", len(prompt), context.planner.token_limit, param=param)
     placements = [Placement(None, None)] * len(ids)

@@ -16,7 +16,6 @@ from ..context.serving_context import ServingContext
 from ..context.sessions import SessionTurn
 from ..protocol.encoding import encode
 from ..protocol.namespaces import namespaces_of
-from ..protocol.prompts import output_limit
 from ..protocol.row_extras import set_row_extras
 from ..respond import PlannedResponse, respond
 from ..web import json_bytes
@@ -114,8 +113,8 @@ async def _plan(context: ServingContext, body: GenerateRequest) -> tuple[list[Ge
         raise InvalidRequest("sampling_params must ask for the same n everywhere.", param="sampling_params.n")
     samplings = []
     for prompt, sampling in zip(ids, given):
-        limit = output_limit(len(prompt), sampling.max_new_tokens, context.planner.token_limit,
-                             tokens_name="max_new_tokens")
+        limit, asked = context.planner.output_limit(prompt, sampling.max_new_tokens, tokens_name="max_new_tokens")
+        sampling = msgspec.structs.replace(sampling, max_new_tokens=asked)
         samplings.append(sampling.params(min(DEFAULT_TOKENS, limit), context.model.spec.vocab_size))
     n = counts.pop()
     if session is not None and n > 1:
@@ -127,7 +126,8 @@ async def _plan(context: ServingContext, body: GenerateRequest) -> tuple[list[Ge
     set_row_extras(requests, body.processors(given), body.returns_hidden_states(len(ids)), context.config.answers,
                    context.model.spec.hidden_size)
     if embeds is not None:
-        _set_embeds(requests, embeds)
+        row_bytes = 4 * context.model.spec.hidden_size
+        _set_embeds(requests, [rows[:len(prompt) * row_bytes] for rows, prompt in zip(embeds, ids)])
     return requests, batched or n > 1, session
 
 

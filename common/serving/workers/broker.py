@@ -21,9 +21,12 @@ worker's abort."""
 class Broker:
     """Sends the requests of one worker to the engine, and their outputs back: those of a step in one message."""
 
-    def __init__(self, context: ServingContext, send: Callable[[msgspec.Struct], None]):
+    def __init__(self, context: ServingContext, send: Callable[[msgspec.Struct], None],
+                 publish_state: Callable[[], object]):
         self._context = context
         self._send = send
+        self._publish_state = publish_state
+        self._weight_version = ""
         self._open: set[str] = set()
         self._retried: dict[str, tuple[Generate, asyncio.TimerHandle]] = {}
         self._outputs = OutputBatch([], [])
@@ -109,5 +112,8 @@ class Broker:
 
     def _flush(self) -> None:
         if self._outputs.rids:
+            if self._weight_version != self._context.model.weight_version:  # these tokens are counted as of it
+                self._weight_version = self._context.model.weight_version
+                self._publish_state()
             outputs, self._outputs = self._outputs, OutputBatch([], [])
             self._send(outputs)

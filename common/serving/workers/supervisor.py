@@ -54,7 +54,7 @@ _KILL_AFTER_SECONDS = 2.0
 class _Process:
     """One worker's process, its link and its requests."""
 
-    def __init__(self, host: EngineHost, spec: WorkerSpec):
+    def __init__(self, host: EngineHost, spec: WorkerSpec, publish_state: Callable[[], object]):
         self._host = host
         self.spec = spec
         self.listening = False
@@ -62,7 +62,7 @@ class _Process:
         self.applied_version = -1
         self.reported = 0
         """Number of the last request for counts that it answered."""
-        self.broker = Broker(host.context, self.send)
+        self.broker = Broker(host.context, self.send, publish_state)
         self.changed = asyncio.Event()
         """Set at each of its messages, and at its end."""
         self._link: Link | None = None
@@ -175,7 +175,7 @@ class Workers:
     async def before_answer(self, request: web.Request, response: web.StreamResponse) -> None:
         """Sends workers what the request changed; returns when they have it. A signal handler of
         ``on_response_prepare``."""
-        if self._changed():
+        if self._publish_changes():
             version = self._state.version
             await self._until(lambda process: process.applied_version >= version)
 
@@ -188,10 +188,10 @@ class Workers:
     async def _publish(self) -> None:
         """Sends workers what changed by itself: the progress of starting, or the engine's end."""
         while True:
-            self._changed()
+            self._publish_changes()
             await asyncio.sleep(_STATE_PERIOD_SECONDS)
 
-    def _changed(self) -> bool:
+    def _publish_changes(self) -> bool:
         """Sends the state if it changed; returns whether it did."""
         state = state_of(self._context, self._state.version)
         if state == self._state:
@@ -220,7 +220,7 @@ class Workers:
         """Runs a worker, and another one when it ends, until the server stops."""
         while not self._stopping.is_set():
             began = time.monotonic()
-            process = self._processes[spec.index] = _Process(self._host, spec)
+            process = self._processes[spec.index] = _Process(self._host, spec, self._publish_changes)
             watching = asyncio.create_task(self._watch_start(process))
             try:
                 code = await process.run(lambda: self._state)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from baton.common.api.merged_states import merge_states
 from baton.common.api.messages import Generate, State
 from baton.common.api.sampling import SamplingParams
 from baton.common.config.cli import parse
@@ -16,7 +17,6 @@ from baton.common.config.server import ServerConfig
 from baton.common.distributed.token_exchange import TokenExchange
 from baton.common.distributed.tp import TPGroup
 from baton.common.engine_client.dp_balancer import DPBalancer
-from baton.common.engine_client.dp_states import merge_states
 from baton.tests.helpers.deepseek_models import save_deepseek
 from baton.tests.helpers.gpt_oss_models import save_gpt_oss
 from baton.tests.helpers.hand_driven import Engine, tokens_of

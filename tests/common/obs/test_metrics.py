@@ -100,3 +100,46 @@ def test_every_cause_and_name_in_the_code_is_in_the_tables():
     assert set(re.findall(r'cause="(\w+)"', source)) | {"peer"} == set(BREAKAGES)
     counted = set(re.findall(r'counters\["(\w+)"\]', source))
     assert counted and counted <= COUNTERS.keys() | COUNTED_BY_API_SERVER
+
+
+def test_metrics_by_rank_have_its_label():
+    metrics = ServerMetrics("m", "null", by_rank=True)
+    states = [State(seq=0, total_pages=4, free_pages=free, held_pages=0, cached_pages=0, page_size=16, num_running=1,
+                    num_waiting=0, num_transferring=0, gauges={"token_usage": 0.25}, dp_rank=rank,
+                    counters={"generation_tokens": 1.0, "retracted_requests": 3.0 + rank})
+              for rank, free in enumerate((1, 2))]
+    found = told(metrics, states)
+    for rank in (0, 1):
+        labels = f'{{dp_rank="{rank}",mode="null",model_name="m"}}'
+        assert found[f"baton:kv_pages_free{labels}"] == found[f"baton:kv_pages_free{labels}"] == f"{rank + 1}.0"
+        assert found[f"baton:engine_retracted_requests_total{labels}"] == f"{3 + rank}.0"
+        assert found[f"sglang:num_running_reqs{labels}"] == "1.0"
+    assert told(ServerMetrics("m", "null"), states)['baton:kv_pages_free{mode="null",model_name="m"}'] == "3.0"
+
+
+def test_clients_cannot_make_metrics_grow_for_ever():
+    metrics = ServerMetrics("m", "null", custom_labels=("team",))
+    for i in range(1100):
+        metrics.labelled({"team": f"{i}" * 200}).count_outcome("stop")
+    found = [name for name in told(metrics, None) if name.startswith("baton:num_requests_total")
+             and 'outcome="stop"' in name]
+    assert len(found) == 1002, "1,000 sets, those without labels, and all others"
+    assert metrics.labelled({}) is metrics
+
+
+def test_counts_of_other_processes_are_added_and_stay_when_these_end():
+    worker, main = ServerMetrics("m", "null"), ServerMetrics("m", "null")
+    worker.ttft.observe(0.3)
+    worker.generation_tokens.inc(5)
+    worker.count_outcome("odd_code")
+    main.ttft.observe(0.3)
+    labels = '{mode="null",model_name="m"}'
+    for _ in range(2):
+        main.others.update(1, worker.counts())
+        found = told(main, None)
+        assert found[f"baton:time_to_first_token_seconds_count{labels}"] == "2.0"
+        assert found[f"sglang:generation_tokens_total{labels}"] == "5.0" and main.tokens.generated == 5
+        assert found['baton:num_requests_total{mode="null",model_name="m",outcome="odd_code"}'] == "1.0"
+    main.others.end(1)
+    main.others.update(1, ServerMetrics("m", "null").counts())
+    assert told(main, None)[f"baton:generation_tokens_total{labels}"] == "5.0"

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from baton.tests.helpers.fake_engine import Seed
+from baton.tests.helpers.fake_engine import CONTEXT, Seed
 from baton.tests.helpers.serving import Server, assert_gone, generate, user, wait_running
 
 WORKERS = 2
@@ -24,7 +24,9 @@ LONG = {"max_new_tokens": 400, "ignore_eos": True}
 def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("workers")
     server = Server(folder / "log", "--model-path", str(checkpoint), "--tokenizer-worker-num", str(WORKERS),
-                    "--admin-api-key", "boss", "--file-storage-path", str(folder / "files"))
+                    "--admin-api-key", "boss", "--file-storage-path", str(folder / "files"), "--allow-auto-truncate",
+                    "--tokenizer-metrics-allowed-custom-labels", "team", "--enable-request-time-stats-logging",
+                    "--enable-metrics-for-all-schedulers", "--gc-warning-threshold-secs", "1e-9")
     try:
         yield server.wait_ready()
     finally:
@@ -106,6 +108,51 @@ async def test_requests_are_served_by_each_worker_and_counted_together(
         assert (await generate(http, text=""))[0] == 400
     for http in workers:
         assert await counter(http, "baton:num_requests_total") == before[0] + 12, "refusals too"
+
+
+async def test_requests_are_counted_by_the_labels_that_they_give(workers: list[aiohttp.ClientSession]) -> None:
+    for http in workers:
+        for header in ('{"team": "red", "other": "x"}', "no JSON", '["red"]', '{"team": 5}'):
+            async with http.post("/generate", json={"text": "hello"}, headers={"x-custom-labels": header}) as answer:
+                assert answer.status == 200
+        async with http.post("/generate", json={"text": ""}, headers={"x-custom-labels": '{"team": "red"}'}) as answer:
+            assert answer.status == 400
+    start = 'baton:num_requests_total{mode="null",model_name="' + await model_name(workers[0]) + '",outcome='
+    assert await counter(workers[0], start + '"stop",team="red"}') == 2
+    assert await counter(workers[1], start + '"invalid_request",team="red"}') == 2
+    assert await counter(workers[0], start + '"stop",team=""}') >= 6
+    async with workers[0].get("/metrics") as answer:
+        assert 'baton:num_requests_running{dp_rank="0",' in await answer.text()
+
+
+async def model_name(http: aiohttp.ClientSession) -> str:
+    async with http.get("/v1/models") as answer:
+        return (await answer.json())["data"][0]["id"]
+
+
+async def test_long_prompts_are_truncated(workers: list[aiohttp.ClientSession]) -> None:
+    for http in workers:
+        ids = [50 + i % 40 for i in range(600)]
+        status, answer = await generate(http, input_ids=ids, sampling_params={"max_new_tokens": 100})
+        assert status == 200, answer
+        assert answer["meta_info"]["prompt_tokens"] == CONTEXT - 6 and answer["meta_info"]["completion_tokens"] == 6
+        assert answer["output_ids"] == ids[:6], "the beginning stays"
+        status, answer = await generate(http, text="hello " * 100_000)
+        assert status == 200 and answer["meta_info"]["prompt_tokens"] == CONTEXT - 6
+        body = {"messages": user("hello " * 1000), "max_tokens": 400}
+        status, answer = await post(http, "/v1/chat/completions", body)
+        assert status == 200 and answer["usage"]["prompt_tokens"] == CONTEXT - 6
+        status, answer = await generate(http, input_ids=ids[:500], sampling_params={"max_new_tokens": 100})
+        assert status == 200 and answer["meta_info"]["completion_tokens"] == CONTEXT - 500
+
+
+async def test_times_of_requests_and_slow_collections_are_logged(server: Server) -> None:
+    async with aiohttp.ClientSession(server.url) as http:
+        assert (await generate(http, text="hello", rid="timed"))[0] == 200
+        assert (await post(http, "/freeze_gc", {}))[0] == 200
+    server.wait(lambda: "rid=timed" in server.log.read_text() and "a garbage collection of" in server.log.read_text())
+    line = next(line for line in server.log.read_text().splitlines() if "rid=timed" in line)
+    assert "request times" in line and "outcome=stop" in line and "total_ms=" in line
 
 
 async def test_errors_of_the_engine_keep_their_status(workers: list[aiohttp.ClientSession]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from baton.common.api.merged_states import merge_states
 from baton.common.api.messages import OutputBatch, State, decode_from_engine, encode
-from baton.common.engine_client.dp_states import merge_states
 from baton.common.obs.metrics import ServerMetrics
 from baton.common.scheduler.draft_stats import DraftStats
 from baton.common.serving.context.draft_counts import DraftCounts
