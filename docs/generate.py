@@ -354,6 +354,7 @@ FAMILIES = (
             "common/config/moe.py", "common/config/mla.py",
             "common/config/rope.py", "common/config/window.py", "common/models",
             "common/config/checkpoint.py", "common/config/hub.py", "common/weights", "common/runner/model_weights.py",
+            "common/runner/remote_instance.py",
             "common/speculative")),
     Family("Quantization",
            "The checkpoint's scheme is not supported, or its blocks do not fit the ranks "

@@ -19,6 +19,8 @@ class ModelIdentity(msgspec.Struct, frozen=True):
     fingerprint: str
     source: str
     updates: int = 0
+    version: str | None = None
+    """The name of weights that another server has sent, where they were not loaded."""
 
     def updated(self, digest: str, updates: int) -> ModelIdentity:
         """Returns the identity of these weights once tensors were sent over them; ``digest`` is that of all tensors

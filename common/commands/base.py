@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..engine.peers import Peers
     from ..engine.profiler import Profiler
     from ..engine.weight_receiver import WeightReceiver
+    from ..engine.weight_sender import WeightSender
     from ..runner.model_runner import ModelRunner
     from ..scheduler.batcher import Batcher
     from ..serving.context.serving_context import ServingContext
@@ -43,6 +44,7 @@ class Rank(Protocol):
     peers: Peers
     profiler: Profiler
     weights: WeightReceiver
+    weight_sender: WeightSender
     released: set[MemoryKind]
     """The kinds of memory that are released."""
     step_delay: float

@@ -41,6 +41,15 @@ class CommandMethods(ABC):
         name: str,
         truncate_size: int = 100,
     ) -> str: ...
+    def init_weights_send_group_for_remote_instance(
+        self,
+        master_address: str,
+        ports: str,
+        group_rank: int = 0,
+        world_size: int = 2,
+        group_name: str = 'weight_send_group',
+        backend: Literal['nccl', 'gloo'] = 'nccl',
+    ) -> str: ...
     def init_weights_update_group(
         self,
         master_address: str,
@@ -82,6 +91,12 @@ class CommandMethods(ABC):
     def resume_memory_occupation(
         self,
         tags: Sequence[Literal['weights', 'kv_cache']] | None = None,
+    ) -> str: ...
+    def send_weights_to_remote_instance(
+        self,
+        master_address: str,
+        ports: str,
+        group_name: str = 'weight_send_group',
     ) -> str: ...
     def set_internal_state(
         self,

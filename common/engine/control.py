@@ -22,6 +22,7 @@ from ..weights.custom_loaders import custom_loaders
 from .peers import NoPeers, Peers
 from .profiler import Profiler
 from .weight_receiver import WeightReceiver
+from .weight_sender import WeightSender
 
 
 class Control:
@@ -40,6 +41,7 @@ class Control:
         self.step_delay = 0.0
         self.profiler = Profiler(tp.rank, runner.device, runner)
         self.weights = WeightReceiver(tp, runner, config.parallel.dist_timeout, custom_loaders(config.model))
+        self.weight_sender = WeightSender(tp, runner, config.parallel.dist_timeout)
         self._unfinished: list[tuple[int, Future[str]]] = []
 
     @property
@@ -108,3 +110,4 @@ class Control:
     def close(self) -> None:
         """Leaves what was joined at run time."""
         self.weights.close()
+        self.weight_sender.close()

@@ -21,6 +21,7 @@ from ..weights.loader import Progress, check_weights, is_redundant, load_weights
 from ..weights.source import open_weights
 from ..weights.staging import Destination
 from .kv_sizing import kv_scales, scales_of
+from .remote_instance import load_from_instance
 
 
 class ModelWeights:
@@ -45,7 +46,10 @@ class ModelWeights:
         try:
             offloading = dataclasses.replace(spec, offload=config.offload)
             weights = cls(config, spec, build_model(offloading, parallel, getattr(torch, dtype), device), parallel)
-            weights._read(config.model, progress)
+            if config.model.from_instance:
+                weights._receive(parallel, device)
+            else:
+                weights._read(config.model, progress)
         except torch.OutOfMemoryError:
             raise ConfigError(f"The model's weights do not fit on {device}: use more GPUs with --tp-size, a "
                               f"smaller --dtype than {dtype}, or host memory with --cpu-offload-gb.") from None
@@ -90,6 +94,13 @@ class ModelWeights:
         """Returns the flags of the server with another checkpoint."""
         return dataclasses.replace(self._config.model, model_path=model_path, revision=revision,
                                    load_format=load_format, model_fingerprint=None)
+
+    @torch.no_grad()
+    def _receive(self, parallel: Parallel, device: torch.device) -> None:
+        manifest = load_from_instance(self._config, self.model.slots(), parallel.world, device)
+        fingerprint = self._config.model.model_fingerprint or manifest.identity.fingerprint
+        self.identity = self._checkpoint = ModelIdentity(fingerprint, manifest.identity.source,
+                                                         version=manifest.weight_version)
 
     def _read(self, args: ModelArgs, progress: Progress) -> None:
         load_weights(open_weights(args), self.model.slots(), progress, tied=self.spec.tie_word_embeddings,

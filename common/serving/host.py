@@ -149,6 +149,7 @@ class EngineHost:
                 if self.config.observe.show_time_cost:
                     self._log_stage(time.monotonic())
                 self.context.status.ready = message
+                self.context.model.take_version(message.model)
                 self.check_ready()
             case StartFailed():
                 self.context.client.engine_died(message.message)

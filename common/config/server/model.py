@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -40,7 +41,8 @@ class ModelArgs:
         "memory: only where all that reach the endpoint are trusted with the server"))
     load_format: str = flag("auto", choices=Choices.of(LOAD_FORMATS), help=(
         "source of the weights: auto is safetensors, or torch's .bin files (pt) where there are no others; dummy fills "
-        "them with random values, for benchmarks without a checkpoint"))
+        "them with random values, for benchmarks without a checkpoint; remote_instance takes them from a running "
+        "server"))
     custom_weight_loader: tuple[str, ...] = flag((), some=True, help=(
         "functions by their import paths, package.module.function, that load_format of /update_weights_from_tensor may "
         "name: function(model, named_tensors) gets what a trainer sends, and calls model.load_weights with tensors of "
@@ -54,6 +56,13 @@ class ModelArgs:
     delete_ckpt_after_loading: bool = flag(False, help=(
         "remove the weights' files of the folder --model-path once they are loaded, for hosts with little disk; the "
         "other files stay"))
+    remote_instance_weight_loader_seed_instance_ip: str | None = flag(None, help=(
+        "host of the running server whose weights --load-format remote_instance takes; it has the same model, --dtype "
+        "and parallel sizes, and the same admin or API key"))
+    remote_instance_weight_loader_seed_instance_service_port: int | None = flag(None, help=(
+        "HTTP port of that server"))
+    remote_instance_weight_loader_send_weights_group_ports: str | None = flag(None, metavar="JSON", help=(
+        "free ports of that server's host, one for each rank, as a JSON list: [29600, 29601]"))
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = flag(
         "auto", help="type of weights and KV cache; auto is the checkpoint's on a GPU and float32 on a CPU")
     quantization: str | None = flag(None, choices=Choices.of(QUANTIZATIONS), help=(
@@ -84,6 +93,13 @@ class ModelArgs:
         Rule(lambda c: c.model.delete_ckpt_after_loading and c.model.load_format == "dummy",
              "--delete-ckpt-after-loading removes what was loaded, and --load-format dummy loads nothing: leave one of "
              "them out."),
+        Rule(lambda c: c.model.from_instance and c.parallel.pp_size > 1,
+             "--load-format remote_instance takes the weights of a server without stages: leave --pp-size out."),
+        Rule(lambda c: c.model.from_instance and c.speculative.is_device,
+             "--load-format remote_instance takes the weights of the model alone: leave --speculative-algorithm out, "
+             "or load the checkpoint."),
+        Rule(lambda c: c.model.from_instance and c.parallel.enable_eplb,
+             "--load-format remote_instance takes weights in their first places: leave --enable-eplb out."),
         Rule(lambda c: c.model.is_embedding and not c.role.serves_alone,
              "--is-embedding needs a unified server: leave --disaggregation-mode at null."),
         Rule(lambda c: c.model.model_impl == "transformers" and c.parallel.world_size > 1,
@@ -105,9 +121,34 @@ class ModelArgs:
         at_least(self, 1, "gpu_id_step")
         if unnamed := [path for path in self.custom_weight_loader if not all(path.split(".")) or "." not in path]:
             raise ConfigError(f"--custom-weight-loader takes package.module.function, not {unnamed[0]}.")
-        _ = self.config_overrides, self.loader_threads  # Raise for what they cannot read.
+        _ = self.config_overrides, self.loader_threads, self.seed_ports  # Raise for what they cannot read.
+        if self.from_instance != (self.remote_instance_weight_loader_seed_instance_ip is not None):
+            raise ConfigError("--load-format remote_instance and --remote-instance-weight-loader-seed-instance-ip go "
+                              "together: give both, or neither.")
+        if self.from_instance and not (self.remote_instance_weight_loader_seed_instance_service_port and
+                                       self.seed_ports):
+            raise ConfigError("--load-format remote_instance needs "
+                              "--remote-instance-weight-loader-seed-instance-service-port and "
+                              "--remote-instance-weight-loader-send-weights-group-ports.")
         if not -(2**63) <= self.random_seed < 2**63:
             raise ConfigError(f"--random-seed must fit into 64 bits, {self.random_seed} does not.")
+
+    @property
+    def from_instance(self) -> bool:
+        """True where the weights are those of a running server."""
+        return self.load_format == "remote_instance"
+
+    @property
+    def seed_ports(self) -> tuple[int, ...]:
+        """The ports at which ranks of the running server send their weights; raises ConfigError."""
+        name = "--remote-instance-weight-loader-send-weights-group-ports"
+        try:
+            found = json.loads(self.remote_instance_weight_loader_send_weights_group_ports or "[]")
+        except ValueError:
+            found = None
+        if not isinstance(found, list) or not all(type(port) is int and 0 < port < 65536 for port in found):
+            raise ConfigError(f"{name} is a JSON list of ports, such as [29600, 29601].")
+        return tuple(found)
 
     @property
     def config_overrides(self) -> dict[str, Any]:

@@ -205,8 +205,6 @@ NEWER: dict[str, Foreign] = {
            "rl-on-policy-target"),
     **_all(Refused("config.json is read as it is; leave it at auto", ("auto",)), "model-config-parser"),
     **_all(Refused("checkpoints are safetensors or torch's .bin files on a disk or the hub"),
-           "remote-instance-weight-loader-seed-instance-ip remote-instance-weight-loader-seed-instance-service-port "
-           "remote-instance-weight-loader-send-weights-group-ports remote-instance-weight-loader-backend "
            "remote-instance-weight-loader-start-seed-via-transfer-engine engine-info-bootstrap-port "
            "modelexpress-config model-checksum decrypted-config-file decrypted-draft-config-file "
            "checkpoint-engine-wait-weights-before-ready weight-cache-socket weight-cache-timeout "

@@ -109,7 +109,7 @@ VALUES: dict[str, Values] = {
          "petit_nvfp4", "w8a8_int8", "moe_wna16", "qoq", "w4afp8"),
         "weights are in 16 bits, float8 or MXFP4; use fp8, or a checkpoint in float8")),
     "--load-format": Values(refused=dict.fromkeys(
-        ("npcache", "sharded_state", "gguf", "bitsandbytes", "layered", "remote", "remote_instance"),
+        ("npcache", "sharded_state", "gguf", "bitsandbytes", "layered", "remote"),
         "checkpoints are safetensors or torch's .bin files; leave it at auto")),
     "--disaggregation-transfer-backend": Values(refused=dict.fromkeys(
         ("ascend", "mori"), "it is for other accelerators; use nixl, mooncake or ipc")),

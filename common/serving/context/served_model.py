@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...api.errors import InvalidRequest, NotFound
+from ...api.identity import ModelIdentity
 from ...api.messages import Pooling
 from ...config.checkpoint import read_config, resolve_pooling
 from ...config.model import ModelSpec
@@ -42,6 +43,11 @@ class ServedModel:
         self.tokenizer: Tokenizer | None = None
         self.chat_formats = ChatFormats(None, None)
         self._args = config.model
+
+    def take_version(self, identity: ModelIdentity | None) -> None:
+        """Takes the name of weights that another server has sent, unless --weight-version names them."""
+        if identity is not None and identity.version is not None and self._args.weight_version == "default":
+            self.weight_version = identity.version
 
     @cached_property
     def pooling(self) -> Pooling:

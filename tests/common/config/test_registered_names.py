@@ -63,7 +63,8 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
     "common/models": (MODELS, {"registry"}),
     "common/weights": (LOAD_FORMATS, {
         "custom_loaders", "digest", "expert_names", "files", "fingerprint", "interleaved_experts", "kv_scales", "lazy",
-        "loader", "pickled", "plain_reads", "pushed", "removal", "samples", "slots", "source", "staging"}),
+        "loader", "pickled", "plain_reads", "pushed", "removal", "samples", "slots", "source", "staging",
+        "instance_transfer"}),
     "common/kvcache/tiers": (KV_TIERS, {"base"}),
     "kvtransfer/backends": (TRANSFER_BACKENDS, {"base", "cuda_driver", "ipc_cuda", "ipc_host"}),
 }
