@@ -20,6 +20,9 @@ PP = {"pp_size": 2}
 PREFILL, DECODE = {"disaggregation_mode": "prefill"}, {"disaggregation_mode": "decode"}
 TREES = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "x", "speculative_eagle_topk": 2}
 NGRAM = {"speculative_algorithm": "NGRAM"}
+SEED = {"load_format": "remote_instance", "remote_instance_weight_loader_seed_instance_ip": "h",
+        "remote_instance_weight_loader_seed_instance_service_port": 1,
+        "remote_instance_weight_loader_send_weights_group_ports": "[2]"}
 TRANSFORMERS = {"model_impl": "transformers"}
 FIXED = {"enable_deterministic_inference": True}
 SERVERS: list[tuple[dict[str, Any], str]] = [
@@ -83,6 +86,9 @@ SERVERS: list[tuple[dict[str, Any], str]] = [
     (EPLB | {"expert_distribution_recorder_buffer_size": 0}, "--expert-distribution-recorder-buffer-size must be 1"),
     ({"enable_expert_distribution_metrics": True}, "--enable-expert-distribution-metrics compares ranks with experts"),
     ({"expert_distribution_recorder_buffer_size": 9}, "--expert-distribution-recorder-buffer-size is for --expert-"),
+    (SEED | PP, "--load-format remote_instance takes the weights of a server without stages: leave --pp-size out."),
+    (SEED | EPLB, "--load-format remote_instance takes weights in their first places: leave --enable-eplb out."),
+    (SEED | NGRAM, "--load-format remote_instance takes the weights of the model alone: leave --speculative-algorithm"),
     (PP | DECODE, "--pp-size is for prefill and unified servers: decode steps are too short for a pipeline; use --tp"),
     ({"moe_a2a_backend": "low_latency", "tp_size": 2}, "--moe-a2a-backend low_latency is for several ranks that each"),
     ({"dp_size": 2, "tp_size": 2}, "--dp-size 2 needs --enable-dp-attention; for whole replicas start several servers"),
