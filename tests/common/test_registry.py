@@ -59,6 +59,8 @@ def test_an_entry_is_imported_when_it_is_asked_for(toys):
 
 def test_traits_are_known_without_importing(toys):
     assert toys.TOYS.has("secret", "dark") and not toys.TOYS.has("ball", "dark") and not toys.TOYS.has("kite", "dark")
+    choices = Choices.of(toys.TOYS, toys.OTHERS)
+    assert choices.has("secret", "dark") and not choices.has("ball", "dark") and not choices.has("kite", "dark")
 
 
 def test_all_entries(toys, tmp_path):

@@ -88,7 +88,7 @@ SERVERS: list[tuple[dict[str, Any], str]] = [
     ({"expert_distribution_recorder_buffer_size": 9}, "--expert-distribution-recorder-buffer-size is for --expert-"),
     (SEED | PP, "--load-format remote_instance takes the weights of a server without stages: leave --pp-size out."),
     (SEED | EPLB, "--load-format remote_instance takes weights in their first places: leave --enable-eplb out."),
-    (SEED | NGRAM, "--load-format remote_instance takes the weights of the model alone: leave --speculative-algorithm"),
+    (SEED | TREES, "--load-format remote_instance takes the weights of the model alone: leave --speculative-algorithm"),
     (PP | DECODE, "--pp-size is for prefill and unified servers: decode steps are too short for a pipeline; use --tp"),
     ({"moe_a2a_backend": "low_latency", "tp_size": 2}, "--moe-a2a-backend low_latency is for several ranks that each"),
     ({"dp_size": 2, "tp_size": 2}, "--dp-size 2 needs --enable-dp-attention; for whole replicas start several servers"),

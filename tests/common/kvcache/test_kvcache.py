@@ -522,3 +522,30 @@ def test_pages_past_the_prompt_are_given_back(cached):
     assert cache.keep_partial_page(table, tokens) is not None if cached else True
     cache.release(table)
     cache.check_integrity()
+
+
+def test_pages_of_other_weights_stay_with_their_readers_alone():
+    cache = KVCacheManager(8, 2)
+    told = []
+
+    class Listener:
+        def stored(self, *_): ...
+
+        def removed(self, *_): ...
+
+        def weights_changed(self, weights):
+            told.append(weights)
+
+    cache.prefix_cache.listeners.append(Listener())
+    read, left = tokens(1, 2, 3, 4), tokens(5, 6, 7, 8)
+    for prompt in (read, left):
+        table = cache.match_prefix(prompt, 0)
+        assert cache.allocate_slots(table, 4)
+        cache.release(table, prompt)
+    reader = cache.match_prefix(read, 4)
+    assert (reader.count, cache.num_cached) == (2, 4)
+    cache.change_weights("new")
+    assert told == ["new"] and cache.num_cached == 2
+    cache.release(reader)
+    cache.check_integrity()
+    KVCacheManager(8, 2, prefix_cache=False).change_weights("new")
