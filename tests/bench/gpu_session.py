@@ -79,7 +79,7 @@ PLANS: dict[str, list[Step]] = {
         *parts("speculation", 240, "mixed and EAGLE3", "mixed", "float8"),
         tests("steps-in-flight", 120), tests("int8-format", 120), tests("user-family", 120),
         tests("kv-ipc", 120), tests("grammar", 240), tests("scheduling", 240), tests("prefill-graphs", 120),
-        tests("chain-graphs", 120),
+        tests("chain-graphs", 120), tests("invariant-products", 120), tests("offload", 180),
         tests("all-reduce", 240), tests("small-m-matmul", 120), tests("dense-warp-specialized", 120),
         tests("split-k-warp-specialized", 120), tests("models-sampler", 240), tests("gather-scatter-norm", 120),
         tests("decode-warp-specialized", 120), tests("batched-splits", 120),

@@ -56,4 +56,5 @@ def num_following(file: str) -> list[int]:
     return [int(each.read_text()) for each in path.parent.glob(f"{path.name}.*")]
 
 
-SPECULATIVE_ALGORITHMS.register("EAGLE3_CHAINS", traits=("device", "shifted", "draft_path"))(Algorithm(load=load))
+SPECULATIVE_ALGORITHMS.register("EAGLE3_CHAINS", traits=("device", "shifted", "draft_path"),
+                                hidden=True)(Algorithm(load=load))

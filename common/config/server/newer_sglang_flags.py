@@ -204,6 +204,8 @@ NEWER: dict[str, Foreign] = {
     **_all(Refused("--enable-deterministic-inference gives the same tokens in every batch; use that"),
            "rl-on-policy-target"),
     **_all(Refused("config.json is read as it is; leave it at auto", ("auto",)), "model-config-parser"),
+    **_all(Refused("weights of a running server come over NCCL between GPUs, over gloo between CPUs; leave it out"),
+           "remote-instance-weight-loader-backend"),
     **_all(Refused("checkpoints are safetensors or torch's .bin files on a disk or the hub"),
            "remote-instance-weight-loader-start-seed-via-transfer-engine engine-info-bootstrap-port "
            "modelexpress-config model-checksum decrypted-config-file decrypted-draft-config-file "
