@@ -91,7 +91,7 @@ class ChainDevice:
         if not all(req.draft_gap for req in step.reqs):
             def draft(found):
                 return self._draft_other(step, found)
-        return LaunchedStep(step, SimpleNamespace(token_ids=token_ids, failures={}), [], draft)
+        return LaunchedStep(step, SimpleNamespace(token_ids=token_ids, failures={}, checks_finite=False), [], draft)
 
     def _tokens(self, step):
         known, rows, sources, follows = step.tokens

@@ -74,7 +74,8 @@ def variants(folder: Path, world: TPGroup) -> dict:
     """The same by other flags of the balancing."""
     mapped = json.dumps({"physical_to_logical_map": [np.resize(np.roll(np.arange(8), shift), 8 + world.size).tolist()
                                                      for shift in (1, 3)]})
-    counted = json.dumps({"layers": [0, 1], "logical_count": [[[1, 2, 3, 4, 5, 6, 7, 80], [80, *[1] * 7]]]})
+    first = json.loads((folder / "config.json").read_text()).get("first_k_dense_replace", 0)
+    counted = json.dumps({"layers": [first, first + 1], "logical_count": [[[1, 2, 3, 4, 5, 6, 7, 80], [80, *[1] * 7]]]})
     flags: dict[str, dict[str, Any]] = {
         "static": {"moe_a2a_backend": "alltoall", "ep_dispatch_algorithm": "static"},
         "chunks": {"eplb_rebalance_layers_per_chunk": 1, "eplb_rebalance_num_iterations": 4},
