@@ -18,7 +18,7 @@ PLAIN = {
     "rid", "tokens", "num_prompt_tokens", "namespace", "bootstrap", "arrived", "deadline", "priority", "extras",
     # the scheduler's
     "page_table", "num_cached_tokens", "num_computed_tokens", "num_pending", "num_retractions", "swapped_out",
-    "drafts",
+    "drafts", "keeps_pages",
     # an embedding server's, which samples nothing
     "pooling", "embedding",
     # the API server's

@@ -22,7 +22,8 @@ from baton.common.serving.context.serving_context import ServingContext
 
 OPEN = {"/", "/health", "/health_generate", "/ping", "/metrics"}
 INFERENCE = {
-    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/{response_id}", "/v1/messages",
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/{response_id}",
+    "/v1/responses/{response_id}/cancel", "/v1/messages",
     "/v1/messages/count_tokens", "/generate", "/generate_from_file", "/vertex_generate", "/invocations",
     "/v1/tokenize", "/tokenize",
     "/v1/detokenize",
