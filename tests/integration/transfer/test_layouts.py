@@ -64,7 +64,7 @@ def assert_all_counted(prefill, decode, num_requests):
     prompts = received["prompt_tokens"]
     assert prompts > received["cached_tokens"] and received["generation_tokens"] >= num_requests
     shared = {"kv_transfers_done": num_requests, "finished_requests": num_requests, "failed_requests": 0,
-              "prompt_tokens": prompts}
+              "non_finite_requests": 0, "prompt_tokens": prompts}
     assert sent == shared | {"kv_bytes_sent": sent["kv_bytes_sent"], "cached_tokens": sent["cached_tokens"],
                              "generation_tokens": num_requests, "reused_prompts": 0}
     assert received == shared | {
