@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from ...api.errors import InvalidRequest, ServingError
+from ...api.errors import Aborted, InvalidRequest, ServingError
 from ..chat.handler import PlannedChat, plan_chat
 from ..chat.schema import check_chat
 from ..context.generation import refuse_aborted
@@ -114,9 +114,11 @@ class ResponseRun:
                     yield ready
                 return
             except ServingError as error:
-                if started or not self._may_compute_alone or self.body.bootstrap_room is None or error.status < 500:
+                # The pair's other half goes with the connection that began a response of the background: as an error
+                # of the transfer, or as the abort of a client that left.
+                lost = error.status >= 500 or error.code == Aborted.code
+                if started or not self._may_compute_alone or self.body.bootstrap_room is None or not lost:
                     raise
-                # The pair's other half went with the connection that began a response of the background.
                 log.info("%s: %s It is computed by this server alone.", self.header.id, error.message)
                 self._may_compute_alone = False
                 self.planned = await self._plan(_alone(self.body), self._tools, time.monotonic())
