@@ -197,9 +197,9 @@ def test_matched_stops(server):
     assert chat == ("stop", r"[s.!?]\s*$")
     (reason, matched), _ = run(max_tokens=100)
     assert reason == "stop" and isinstance(matched, int)
-    told = ask(server, "/generate", {"text": PROMPT, "sampling_params": {
-        "temperature": 0, "max_new_tokens": 50, "stop": "e"}})
-    assert told["meta_info"]["finish_reason"] == {"type": "stop", "matched": "e"}
+    told = ask(server, "/generate", {"text": "Once upon a time there was", "sampling_params": {
+        "temperature": 0, "max_new_tokens": 100, "stop": "a"}})
+    assert told["meta_info"]["finish_reason"] == {"type": "stop", "matched": "a"}
 
 
 # ---------------------------------------------------------------- grammars
