@@ -6,22 +6,30 @@ import asyncio
 import gc
 import subprocess
 import sys
+from contextlib import ExitStack
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
-from baton.common.serving import server
+from baton.common.serving import http_server
 
 
 async def test_the_api_server_freezes_the_collector_once_all_is_loaded(monkeypatch) -> None:
-    freeze = Mock()
-    monkeypatch.setattr(server, "freeze_collector", freeze)
-    host = SimpleNamespace(ready=asyncio.Event())
-    task = asyncio.create_task(server._Server(host)._freeze_garbage())
-    await asyncio.sleep(0)
-    freeze.assert_not_called()
-    host.ready.set()
-    await task
-    freeze.assert_called_once_with()
+    freeze, ready, lag = Mock(), asyncio.Event(), asyncio.Event()
+    context = MagicMock()
+    context.config.observe.gc_warning_threshold_secs = 0.0
+
+    async def observed(observe: object) -> None:
+        lag.set()
+
+    monkeypatch.setattr(http_server, "freeze_collector", freeze)
+    monkeypatch.setattr(http_server, "observe_loop_lag", observed)
+    with ExitStack() as stack:
+        http_server.HTTPServer.observe_process(SimpleNamespace(_context=context, _stack=stack), ready)
+        await asyncio.sleep(0)
+        freeze.assert_not_called()
+        ready.set()
+        await lag.wait()
+        freeze.assert_called_once_with()
 
 
 def test_loaded_objects_are_not_walked_and_tokens_trigger_no_full_collection() -> None:

@@ -250,7 +250,8 @@ def server_families() -> dict[str, set[str]]:
     metrics.engine.states = [State(
         seq=0, total_pages=1, free_pages=1, held_pages=0, cached_pages=0, page_size=1, num_running=0, num_waiting=0,
         num_transferring=0, counters={**counters, "retracted_requests": 1.0},
-        gauges={"token_usage": 0.0, **windowed.group_gauges, **prefill.gauges, **drafts.gauges})]
+        gauges={"token_usage": 0.0, "expert_utilization": 1.0, **windowed.group_gauges, **prefill.gauges,
+                **drafts.gauges})]
     return families(metrics.registry.collect())
 
 

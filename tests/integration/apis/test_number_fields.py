@@ -121,7 +121,7 @@ def test_numbers_are_found(unified):
     found = list(requests(document_of(unified.url)))
     assert len(found) > 200 and {path for path, _ in found} >= BODIES.keys() - {
         "/separate_reasoning", "/close_session", "/abort_request", "/update_weights_from_disk"}
-    for name in ("disagg_prefill_dp_rank", "logit_bias", "label_token_ids", "budget_tokens", "custom_params", "seconds",
+    for name in ("disagg_prefill_dp_rank", "logit_bias", "label_token_ids", "custom_params", "seconds",
                  "chunked_prefill_size", "input_embeds", "continuation"):
         assert any(f'"{name}"' in text for _, text in found), name
 
