@@ -209,18 +209,19 @@ class AttentionPolicy:
             return INVARIANT_SPLITS
         return DecodeSplits(2, 64) if self.mla_is_narrow(num_heads, itemsize) else DecodeSplits()
 
-    def mla_verify(self, num_heads: int, itemsize: int) -> VerifyTile:
-        """The tile of a few rows of ``num_heads`` heads over latents: 32 rows and heads, of which two programs fit an
-        SM, or 64 where there are more heads than 32."""
+    def mla_verify(self, num_heads: int, q_len: int, itemsize: int) -> VerifyTile:
+        """The tile of up to ``q_len`` rows of ``num_heads`` heads over latents: 64 rows and heads at most. Of up to 32
+        two programs fit an SM."""
         if itemsize > 2:
             tile = self.numbers.mla_float32
             return VerifyTile(1 if self.batch_invariant else max(1, 16 // num_heads), *tile[:3], heads=16)
         heads = min(num_heads, 64)
         if self.batch_invariant:
             return VerifyTile(1, 32, 8, 4 if heads > 32 else 5, heads=heads, transposed=heads <= 32)
-        if heads > 32:
-            return VerifyTile(1, 32, 8, 4, heads=heads)
-        return VerifyTile(32 // heads, 64, 4, 2, heads=heads)
+        rows = max(1, 64 // num_heads)
+        if min(rows, 1 << (q_len - 1).bit_length()) * heads <= 32:
+            return VerifyTile(rows, 64, 4, 2, heads=heads)
+        return VerifyTile(rows, 32, 8, 4, heads=heads)
 
     def mla_verify_splits(self) -> DecodeSplits:
         """As many splits of verified rows as programs that run at once."""

@@ -207,7 +207,7 @@ class Latents:
         at = torch.cat([torch.arange(b * width, (b + 1) * width, device="cuda") for b in some])
         want = reference.mla_attention(q[at].float(), qr[at].float(), self.pool[:, 0],
                                        int32(range(0, len(at) + 1, width)), *table, 192**-0.5)
-        usual, found = policy.mla_verify(self.heads, 2), []
+        usual, found = policy.mla_verify(self.heads, width, 2), []
         tried = [(usual, policy.mla_verify_splits())]
         tried += [(usual._replace(tokens=t, warps=w, stages=s, transposed=across), cut)
                   for t, w, s, across in LATENT_TILES for cut in LATENT_SPLITS]
@@ -394,7 +394,7 @@ def warm(share: int, shares: int) -> None:
                 case.step(width, VerifyTile(usual.rows, *size), SPLITS[0], q, rows, None, 2)
             else:
                 case = cases.get(of) or cases.setdefault(of, Latents(of, 1, 512))
-                usual = policy_of(case.pool.device).attention.mla_verify(of, 2)
+                usual = policy_of(case.pool.device).attention.mla_verify(of, width, 2)
                 case.step(width, usual._replace(tokens=size[0], warps=size[1], stages=size[2], transposed=size[3]),
                           LATENT_SPLITS[1], *case.q(width), 1)
         except Exception as failed:  # measured later, it says so there

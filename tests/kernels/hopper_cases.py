@@ -212,7 +212,7 @@ def decode_latents(requests: int, heads: int, dtype: torch.dtype, cache: torch.d
 
 def verify_latents(requests: int, q_len: int, heads: int, dtype: torch.dtype, cache: torch.dtype | None = None,
                    masked: bool = False, tile: VerifyTile | None = None) -> None:
-    tile = tile or H200.attention.mla_verify(heads, dtype.itemsize)
+    tile = tile or H200.attention.mla_verify(heads, q_len, dtype.itemsize)
     rows, table = int32(requests + 1), (int32(requests + 1), int32(requests))
     planned = plan_verify(rows, *table, PAGE, tile.head_blocks(heads), 132, q_len, 2048, tile,
                           H200.attention.mla_verify_splits(), masked=masked)

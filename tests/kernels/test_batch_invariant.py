@@ -54,14 +54,14 @@ ASKED: dict[str, Chooser] = {
     "attention.mla_decode": lambda p, rows: p.attention.mla_decode(16, 2),
     "attention.mla_is_narrow": lambda p, rows: p.attention.mla_is_narrow(16, 2),
     "attention.mla_splits": lambda p, rows: p.attention.mla_splits(16, 2),
-    "attention.mla_verify": lambda p, rows: tuple(p.attention.mla_verify(heads, 2) for heads in (8, 16, 128)),
+    "attention.mla_verify": lambda p, rows: tuple(p.attention.mla_verify(heads, rows, 2) for heads in (8, 16, 128)),
     "attention.mla_verify_splits": lambda p, rows: p.attention.mla_verify_splits(),
     "moe.tiles": lambda p, rows: tuple(p.moe.tiles(rows, 128, 2048, 768, 8, BF16, warp) for warp in (False, True)),
 }
 INDEPENDENT = {"attention.verifies", "attention.mla_verify_splits", "gemm.invariant", "gemm.invariant_tiles",
                "gemm.is_persistent", "gemm.fuses_activation", "attention.prefill", "attention.fixed_split",
                "attention.mla_prefill", "attention.mla_head_block", "attention.mla_decode", "attention.mla_is_narrow",
-               "attention.mla_splits", "attention.mla_verify"}
+               "attention.mla_splits"}
 """Choices that take no number of rows, or only where the mode is on; listed so that none is forgotten."""
 SAME_ORDER = {"gemm.invariant"}
 """Choices that follow the rows and leave the order of sums as it is, which tests/gpu compares to the last bit."""

@@ -130,7 +130,7 @@ class MLATritonBackend:
 
     def _verify(self, plan: MLATritonPlan, rows: ForwardBatch, q: torch.Tensor, q_rope: torch.Tensor,
                 pages: torch.Tensor, page_scale: float) -> torch.Tensor:
-        tile = self._policy.mla_verify(self._num_heads, q.element_size())
+        tile = self._policy.mla_verify(self._num_heads, rows.max_q_len, q.element_size())
         if plan.verify is None:
             plan.verify = [self._plan_verify(part, rows, plan.longest, tile) for part in self._parts(rows)]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
