@@ -72,8 +72,7 @@ def _by_invariant_tile(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
         return _persistent(x, weight, bias, tile, gated)
     if tile is None:
         y = reference.batch_invariant_matmul(x, weight, bias)
-    elif isinstance(tile, WarpSpecializedTile) and bias is None and _has_aligned_rows(x) and (
-            _is_aligned(x) and _is_aligned(weight)):
+    elif isinstance(tile, WarpSpecializedTile) and bias is None and _reads_by_tma(x, weight):
         y = _warp_specialized(x, weight, tile)
     else:
         y = batch_invariant_matmul(x if x.stride(-1) == 1 else x.contiguous(), weight, bias,
@@ -86,6 +85,11 @@ def _persistent(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     from .persistent_matmul import persistent_matmul  # not there without Triton
     x = x.contiguous()
     return persistent_matmul(x if _is_aligned(x) else x.clone(), weight, bias, tile, gated)
+
+
+def _reads_by_tma(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Says whether TMA can read both; ``weight`` is contiguous."""
+    return _has_aligned_rows(x) and _is_aligned(x) and _is_aligned(weight)
 
 
 def _is_aligned(matrix: torch.Tensor) -> bool:
@@ -102,8 +106,7 @@ def activation_tile(x: torch.Tensor, weight: torch.Tensor) -> WarpSpecializedTil
     """dense_warp_specialized.py's tile of a product that ends in the activation; None where cuBLAS's, and the
     activation after it, are as fast, or its loads cannot read both."""
     tile = policy_of(weight.device).gemm.warp_specialized(len(x), *weight.shape, weight.itemsize)
-    readable = tile is not None and _has_aligned_rows(x) and x.dtype == weight.dtype and weight.is_contiguous() and (
-        _is_aligned(x) and _is_aligned(weight))
+    readable = tile is not None and x.dtype == weight.dtype and weight.is_contiguous() and _reads_by_tma(x, weight)
     return tile if readable else None
 
 

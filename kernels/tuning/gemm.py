@@ -229,7 +229,7 @@ class GemmPolicy:
             return InvariantTile(64, 64, 64, 4, 3)
         numbers = self.numbers.invariant
         if rows <= numbers.persistent_max_rows:
-            return self._whole_columns(rows, 128 if rows <= 64 else 64)
+            return self._persistent_tile(rows, 64, 1, 128 if rows <= 64 else 64)
         return min(self.invariant_tiles, key=lambda tile: self._invariant_cost(tile, rows, out))
 
     @property
@@ -280,13 +280,13 @@ class GemmPolicy:
             block, depth = 64, 64
         else:
             return None
-        padded = PersistentTile(block, 2, depth, 1).padded_rows(rows)
-        return PersistentTile(block, 2, depth, self.numbers.persistent.ring_bytes // ((block + 2 * padded) * depth * 2))
+        return self._persistent_tile(rows, block, 2, depth)
 
-    def _whole_columns(self, rows: int, depth: int) -> PersistentTile:
-        """A tile without folds."""
-        tile = PersistentTile(64, 1, depth, 1)
-        return replace(tile, stages=self.numbers.persistent.ring_bytes // ((64 + tile.padded_rows(rows)) * depth * 2))
+    def _persistent_tile(self, rows: int, block: int, folds: int, depth: int) -> PersistentTile:
+        """A tile with as many steps in flight as the ring holds."""
+        tile = PersistentTile(block, folds, depth, 1)
+        step_bytes = (block + folds * tile.padded_rows(rows)) * depth * 2
+        return replace(tile, stages=self.numbers.persistent.ring_bytes // step_bytes)
 
     @lru_cache(_CACHED_SHAPES)  # noqa: B019
     def small_m(self, rows: int, out: int, width: int, dtype: torch.dtype) -> SmallMTile:
