@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
+from baton.tests.helpers.small_models import save_model
+
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, WIDTH, VOCAB, EPS, THETA = 4, 2, 12, 48, 88, 131, 1e-5, 5000.0
 CONFIG = {"hidden_size": HIDDEN, "intermediate_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": HEADS,
           "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "vocab_size": VOCAB, "rms_norm_eps": EPS,
@@ -203,3 +205,13 @@ def reference_chain(combine: Any, layer: Reference, features: torch.Tensor, toke
         else:
             hidden, following = torch.cat([hidden, states[-1:]]), torch.cat([following, draft])
     return found
+
+
+def save_with_token_map(folder: Path) -> tuple[Any, list[int]]:
+    """Saves a model, a smaller one and a map of every third token as ``model``, ``draft`` and ``map.txt``; returns the
+    smaller one and the tokens."""
+    save_model(folder / "model", "Llama")
+    small = save_model(folder / "draft", "Qwen2", tie_word_embeddings=True)
+    ids = list(range(0, 131, 3))
+    (folder / "map.txt").write_text(" ".join(map(str, ids)))
+    return small, ids

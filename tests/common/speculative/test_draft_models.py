@@ -23,7 +23,14 @@ from baton.common.models.registry import MODELS, family_of
 from baton.common.runner.dp_sync import DPStepInfo
 from baton.common.speculative.base import DraftStep
 from baton.tests.helpers.deepseek_models import save_with_predictors
-from baton.tests.helpers.draft_models import add_nextn, reference_chain, save_eagle, save_eagle3, save_nextn
+from baton.tests.helpers.draft_models import (
+    add_nextn,
+    reference_chain,
+    save_eagle,
+    save_eagle3,
+    save_nextn,
+    save_with_token_map,
+)
 from baton.tests.helpers.rank_processes import run_ranks
 from baton.tests.helpers.small_models import load_runner, save_model, scattered_pages, server_config
 from baton.tests.helpers.small_moe import save_moe
@@ -291,10 +298,7 @@ def test_standalone(tmp_path, family, page_size):
 
 
 def test_standalone_token_map(tmp_path):
-    save_model(tmp_path / "model", "Llama")
-    small = save_model(tmp_path / "draft", "Qwen2", tie_word_embeddings=True)
-    ids = list(range(0, 131, 3))
-    (tmp_path / "map.txt").write_text(" ".join(map(str, ids)))
+    small, ids = save_with_token_map(tmp_path)
     runner = load_runner(drafting_config(tmp_path / "model", tmp_path / "draft", "STANDALONE",
                                          speculative_token_map=str(tmp_path / "map.txt")))
     tokens, pages = np.random.default_rng(7).integers(0, 131, 21), scattered_pages(runner, 1, 48)[0]
