@@ -7,12 +7,14 @@ TYPES := /tmp/baton-types-$(shell id -u)
 # Tests of the modules in pyproject.toml's [tool.coverage.run], which must cover all of their lines and branches.
 PURE := $(filter-out %/test_tool_routes.py,$(wildcard tests/common/parsers/test_*.py)) \
   tests/common/kvcache/test_kvcache.py tests/common/kvcache/test_cache_groups.py \
-  tests/common/kvcache/test_draft_gaps.py \
+  tests/common/kvcache/test_draft_gaps.py tests/common/kvcache/test_tier_writes.py \
+  tests/common/kvcache/test_eviction.py tests/common/scheduler/test_tier_simulation.py \
   tests/common/scheduler/test_scheduling.py tests/kvtransfer/test_group_transfers.py \
   tests/common/test_registry.py tests/common/config/test_rules.py tests/common/tokenizer/test_tokenizer.py \
   tests/common/speculative/test_draft_length.py tests/common/speculative/test_simulated.py \
   tests/kvtransfer/protocol tests/router/policies \
-  tests/router/relay/test_pair_states.py tests/router/workers/test_circuit.py
+  tests/router/relay/test_pair_states.py tests/router/workers/test_circuit.py \
+  tests/router/workers/test_tier_index.py
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
 # Files of tests run in as many processes as there are cores, up to 4. Tests that have a GPU need it alone.
 PROCESSES := $(if $(HAS_GPU),,--numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder)

@@ -9,16 +9,19 @@ if TYPE_CHECKING:
     from .common.config.load_format import register_load_format
     from .common.config.quantization import register_quantization
     from .common.models.registry import register_model
+    from .common.weights.shared_tensors import share_tensors
     from .offline import Engine
 
 # distinguishes this package from the registry's unrelated ``baton``: see common/__init__.py
 _DISTRIBUTION = "baton-serve"
-__all__ = ["Engine", "__version__", "register_load_format", "register_model", "register_quantization"]
+__all__ = ["Engine", "__version__", "register_load_format", "register_model", "register_quantization",
+           "share_tensors"]
 
 from .common.version import __version__  # noqa: E402
 
 _MODULES = {"register_load_format": ".common.config.load_format", "register_model": ".common.models.registry",
-            "register_quantization": ".common.config.quantization"}
+            "register_quantization": ".common.config.quantization",
+            "share_tensors": ".common.weights.shared_tensors"}
 
 
 def __getattr__(name: str) -> Any:

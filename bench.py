@@ -76,7 +76,3 @@ def _engine(config: BenchOffline) -> Engine:
         return Engine(**config.engine_flags)
     gpu = config.offline.decode_base_gpu_id
     return Engine(**config.engine_flags, prefill={}, decode={} if gpu is None else {"base_gpu_id": gpu})
-
-
-if __name__ == "__main__":
-    bench_offline_throughput()

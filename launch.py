@@ -36,6 +36,9 @@ def launch_server(argv: Sequence[str] | None = None) -> None:
     if (copies := copies_of(values)) is not None:
         print(f"launch_server: --dp-size {copies.cluster.dp_size} starts as many whole servers behind a router.",
               file=sys.stderr, flush=True)
+        if "dist_init_addr" in values:
+            print(f"launch_server: --dist-init-addr is not needed: {DECIDED_BY_CLUSTER['dist_init_addr']}.",
+                  file=sys.stderr, flush=True)
         _start_cluster(copies, [])
     config = build(ServerConfig, values)
     sys.exit(importlib.import_module(config.role.launcher).run(config))
@@ -47,7 +50,8 @@ DECIDED_BY_CLUSTER = {
     "host": "--host is the router's; the servers listen on 127.0.0.1",
     "port": "--port is the router's; the servers take the ports after it",
     "dp_size": "--dp-size counts whole servers, and attention groups with --enable-dp-attention",
-    **dict.fromkeys(("nnodes", "node_rank", "dist_init_addr"),
+    "dist_init_addr": "all servers run on this host, and the ranks of each meet by themselves",
+    **dict.fromkeys(("nnodes", "node_rank"),
                     "all servers run on this host; for several hosts use launch_prefill and launch_decode"),
 }
 """Flags of a server that launch_cluster does not hand on, by field name, with the reason."""
@@ -103,7 +107,7 @@ _BALANCING = {"round_robin": "round_robin", "shortest_queue": "least_loaded", "m
 def copies_of(values: Mapping[str, Any]) -> ClusterConfig | None:
     """The cluster that a server's flags ask for by ``--dp-size`` without ``--enable-dp-attention``: whole servers
     behind a router at the server's address. None where they ask for one server. Raises ConfigError."""
-    if values.get("dp_size", 1) == 1 or values.get("enable_dp_attention") or not ROLES.get(
+    if values.get("dp_size", 1) <= 1 or values.get("enable_dp_attention") or not ROLES.get(
             values.get("disaggregation_mode", "null")).serves_alone or values.get("nnodes", 1) > 1:
         return None
     config = {key: value for key, value in values.items() if key not in (*DECIDED_BY_CLUSTER, "load_balance_method")}
@@ -136,7 +140,8 @@ class ClusterPlan:
             parts.append(ClusterProcess(name, [sys.executable, "-m", *server.role.argv, *to_argv(server)],
                                         f"http://127.0.0.1:{server.http.port}", folder / f"{name}.log"))
         argv = [sys.executable, "-m", "baton.router.launch", *to_argv(self.router)]
-        return [*parts, ClusterProcess("router", argv, args.url, folder / "router.log", "/readiness")]
+        return [*parts, ClusterProcess("router", argv, args.url, folder / "router.log", "/readiness",
+                                      is_last=True)]
 
 
 def plan_cluster(config: ClusterConfig, num_gpus: int, router_flags: Sequence[str] = ()) -> ClusterPlan:

@@ -1,7 +1,8 @@
 """Starts and supervises the processes of a cluster on one host, for demos and to try Baton on a laptop.
 
-A part is one server process with an HTTP port. All are started together, each shows one status line until it is
-ready, and all stop together: on Ctrl-C, on SIGTERM, when the terminal is closed, or when one of them dies.
+A part is one server process with an HTTP port. The servers are started together, the router when they are ready, so
+that its port answers no request before; each shows one status line until it is ready, and all stop together: on Ctrl-C,
+on SIGTERM, when the terminal is closed, or when one of them dies.
 """
 
 from __future__ import annotations
@@ -41,9 +42,11 @@ class ClusterProcess:
     url: str
     log: Path
     probe: str = "/health"
+    is_last: bool = False
+    """True if it is started when all others are ready."""
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     ready: bool = field(default=False, init=False)
-    status: str = field(default="starting", init=False)
+    status: str = field(default="waiting", init=False)
     misfit: str | None = field(default=None, init=False)
     """The reason why a router will never be ready: its prefill and decode servers do not fit together."""
 
@@ -54,6 +57,7 @@ class ClusterProcess:
             # It must not outlive the supervisor either: it would occupy its port unnoticed.
             self.process = subprocess.Popen(self.argv, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
                                             preexec_fn=partial(die_with, os.getpid()))
+        self.status = "starting"
 
     @property
     def dead(self) -> bool:
@@ -134,8 +138,7 @@ def run_parts(parts: Sequence[ClusterProcess], when_ready: Callable[[], bool], l
     """
     stop, logs = _StopFlag(), logs or LogArgs()
     try:
-        for part in parts:
-            part.start()
+        _start(parts)
         board = _Board(parts, logs)
         greeted = False
         while not stop.raised:
@@ -144,6 +147,7 @@ def run_parts(parts: Sequence[ClusterProcess], when_ready: Callable[[], bool], l
             _cut_logs(parts, logs.max_bytes)
             if not greeted:
                 greeted = _all_ready(parts)
+                _start(parts)
                 board.draw()
                 if misfit := next((part.misfit for part in parts if part.misfit), None):
                     print(misfit, file=sys.stderr, flush=True)
@@ -174,9 +178,17 @@ class _StopFlag:
         self.raised = True
 
 
+def _start(parts: Sequence[ClusterProcess]) -> None:
+    """Starts the parts that run not yet and have nothing to wait for."""
+    others_ready = all(part.ready for part in parts if not part.is_last)
+    for part in parts:
+        if part.process is None and (others_ready or not part.is_last):
+            part.start()
+
+
 def _all_ready(parts: Sequence[ClusterProcess]) -> bool:
     for part in parts:
-        if not part.ready:
+        if part.process is not None and not part.ready:
             part.check()
     return all(part.ready for part in parts)
 

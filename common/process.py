@@ -26,6 +26,9 @@ def available_host_bytes() -> int:
     available = int(meminfo["MemAvailable"].split()[0]) << 10
     try:
         limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
-        return available if limit == "max" else min(available, int(limit) - int(used))
-    except (OSError, ValueError):
+        if limit == "max":
+            return available
+        stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+        return min(available, int(limit) - int(used) + int(stat["inactive_file"]))  # files' pages leave when needed
+    except (OSError, ValueError, KeyError):
         return available

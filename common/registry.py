@@ -37,8 +37,8 @@ class Registry(Generic[T]):
     """The implementations of one interface ``T``, by the names that users give them.
 
     ``kind`` is the noun of errors ("attention backend"). ``package``, e.g. "baton.common.attention", is the package
-    whose modules (those of its subpackages are left out) register entries: with the registry imported at the top, and
-    names and options as literals:
+    whose modules (those of its subpackages are left out) register entries, as those of ``further`` packages do: with
+    the registry imported at the top, and names and options as literals:
 
         @ATTENTION_BACKENDS.register("triton")
         class TritonBackend: ...
@@ -47,9 +47,9 @@ class Registry(Generic[T]):
     registers it.
     """
 
-    def __init__(self, kind: str, package: str = "", *, group: str = ""):
+    def __init__(self, kind: str, package: str = "", *further: str, group: str = ""):
         self.kind = kind
-        self.package = package
+        self.packages = (package, *further) if package else ()
         self._group = group
         self._entries: dict[str, T] = {}
         self._given: dict[str, _Declared] = {}
@@ -137,17 +137,16 @@ class Registry(Generic[T]):
 
     @functools.cached_property
     def _declared(self) -> dict[str, _Declared]:
-        """The names that the package's files register, read from their source."""
+        """The names that the packages' files register, read from their source."""
         found: dict[str, _Declared] = {}
-        if not self.package:
-            return found
-        folder = importlib.util.find_spec(self.package)
-        assert folder is not None and folder.submodule_search_locations is not None, self.package
-        for file in pkgutil.iter_modules(folder.submodule_search_locations, f"{self.package}."):
-            for name, declared in () if file.ispkg else self._read(file):
-                if name in found:
-                    raise ConfigError(f"The {self.kind} {name} is registered twice.")
-                found[name] = declared
+        for package in self.packages:
+            folder = importlib.util.find_spec(package)
+            assert folder is not None and folder.submodule_search_locations is not None, package
+            for file in pkgutil.iter_modules(folder.submodule_search_locations, f"{package}."):
+                for name, declared in () if file.ispkg else self._read(file):
+                    if name in found:
+                        raise ConfigError(f"The {self.kind} {name} is registered twice.")
+                    found[name] = declared
         return found
 
     def _read(self, file: pkgutil.ModuleInfo) -> Iterator[tuple[str, _Declared]]:

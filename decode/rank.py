@@ -15,4 +15,5 @@ def main(spec: RankSpec) -> None:
 
 def _make_scheduler(parts: EngineParts) -> DecodeScheduler:
     receiver = KVReceiver(**transport_arguments(parts))
-    return DecodeScheduler(parts.make_unified_scheduler(), receiver, parts.tp)
+    return DecodeScheduler(parts.make_unified_scheduler(), receiver, parts.agreeing,
+                           scrubs_failed=parts.config.observe.enable_nan_detection)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ..common.api.drafts import Drafts
 from ..common.api.errors import ServingError, TransferFailed
-from ..common.distributed.tp import TPGroup
+from ..common.distributed.agreement import RankAgreement
 from ..common.engine.unified_scheduler import UnifiedScheduler
 from ..common.request.req import Req
 from ..kvtransfer.protocol.states import Phase
@@ -22,14 +22,19 @@ from .peers import PrefillPeers
 class DecodeScheduler:
     """Reserves pages, receives KV caches and decodes."""
 
-    def __init__(self, unified: UnifiedScheduler, receiver: KVReceiver, tp: TPGroup):
+    def __init__(self, unified: UnifiedScheduler, receiver: KVReceiver, group: RankAgreement, *,
+                 scrubs_failed: bool = False):
+        """``scrubs_failed``: zero the pages of transfers that fail or are aborted, because prefill sends a layer's keys
+        and values before it knows whether they are finite."""
+        self._scrubs_failed = scrubs_failed
         self.unified = unified
         self.batcher = unified.batcher
         self.tracker = unified.tracker
         self.receiver = receiver
-        self.transfers = TransferTable(receiver, tp)
+        self.transfers = TransferTable(receiver, group)
         self.peers = PrefillPeers(receiver)
         self.arrived = self.batcher.make_queue()
+        self._new: list[Req] = []  # of the arrived ones
         self._started: list[TransferRequest] = []  # in this step
 
     @property
@@ -69,6 +74,7 @@ class DecodeScheduler:
             self.unified.add(req)
         else:
             self.arrived.append(req)
+            self._new.append(req)
 
     def abort(self, req: Req, error: ServingError) -> None:
         transfer = self.transfers.find(req)
@@ -77,6 +83,7 @@ class DecodeScheduler:
         elif req in self.arrived or self._is_loading_first(req):
             if req in self.arrived:
                 self.arrived.remove(req)
+                self.batcher.remove([req])
             else:
                 self.batcher.finish(req)
             assert req.bootstrap is not None
@@ -88,6 +95,10 @@ class DecodeScheduler:
         for progress in self.transfers.poll():
             self._advance(progress)
         self._reserve_arrived()
+        for req in self._new:
+            if req in self.arrived:  # there is time: prefill need not send what comes from a storage meanwhile
+                self.batcher.prefetch(req, req.num_prompt_tokens)
+        self._new.clear()
         self.tracker.flush()  # so that first tokens which arrived do not wait for the step that is launched now
         self._close_started()
         return self.unified.step(now)
@@ -142,6 +153,7 @@ class DecodeScheduler:
                 if progress.phase is Phase.DONE:  # it was aborted after all had arrived
                     self.receiver.acknowledge(transfer.room)
                 self.transfers.close(transfer)
+                transfer.req.keeps_pages = not self._scrubs_failed
                 self.batcher.finish(transfer.req, keep=False)
         elif progress.failing:
             self._fail(transfer, self.transfers.error_for(transfer))
@@ -172,8 +184,9 @@ class DecodeScheduler:
         self._started.append(transfer)
         assert req.page_table is not None
         req.num_computed_tokens = req.num_prompt_tokens
-        req.num_cached_tokens = max(result.num_cached_tokens,
-                                    req.page_table.num_cached_pages * self.batcher.cache.page_size)
+        req.num_cached_tokens = req.page_table.num_cached_pages * self.batcher.cache.page_size
+        if result.num_cached_tokens >= req.num_cached_tokens:
+            req.num_cached_tokens, req.loaded = result.num_cached_tokens, result.loaded
         req.prompt_logprobs = result.prompt_logprobs
         if req.hidden is not None and result.hidden_states is not None:
             req.hidden.add_prefilled(result.hidden_states, req.num_prompt_tokens)

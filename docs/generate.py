@@ -25,6 +25,7 @@ from baton.common.bench.offline_args import BenchOffline
 from baton.common.bench.one_batch_args import BenchOneBatch
 from baton.common.bench.one_batch_server_args import BenchOneBatchServer
 from baton.common.bench.serving_args import BenchServing
+from baton.common.calibration.channel_args import CalibrateDoubleSparsity
 from baton.common.commands.base import Endpoint
 from baton.common.commands.methods import signature_of
 from baton.common.commands.registry import own_endpoints
@@ -76,6 +77,8 @@ COMMANDS = (
     Command("bench_eval", BenchEval, "The share of right answers to MMLU, GSM8K or HellaSwag: "
             "[benchmarks](benchmarks.md#accuracy)."),
     Command("bench_draft_acceptance", BenchDraft, "How many draft tokens a model's MTP layers would get accepted."),
+    Command("calibrate_double_sparsity", CalibrateDoubleSparsity, "The heavy channels of a model's heads, from a text: "
+            "[sparse attention](sparse-attention.md). `python -m baton.calibrate_double_sparsity` is the same."),
     Command("bench_kvtransfer", BenchArgs, "KV transfers between processes: [KV transfer](transfer.md#measure)."),
 )
 
@@ -249,7 +252,8 @@ def metrics_page() -> str:
              "`baton_build_info` (versions as labels).", "", "## Servers", "",
              "All have the labels `model_name` and `mode` (`null` for a unified server, `prefill`, `decode`). Counters "
              "are there from the start; the engine's gauges appear once weights are loaded. Those of `spec_` are there "
-             "with `--speculative-algorithm`, the histograms of tokens with `--collect-tokens-histogram`, and with "
+             "with `--speculative-algorithm`, those of `tier_`, `prefetch` and `storage_` with "
+             "`--enable-hierarchical-cache`, the histograms of tokens with `--collect-tokens-histogram`, and with "
              "`--speculative-simulate-acceptance` all metrics have the label "
              "`simulated=\"true\"`.", "",
              "| metric | type | servers | further labels | meaning | SGLang's name |", "|---|---|---|---|---|---|"]
@@ -273,7 +277,7 @@ def server_rows() -> Iterator[str]:
 def server_families(mode: str) -> Iterable[Any]:
     """The metrics of a server whose engine has reported once."""
     role = ROLES.get(mode)
-    metrics = ServerMetrics("m", mode, speculates=role.decodes,
+    metrics = ServerMetrics("m", mode, speculates=role.decodes, tiered=True,
                             buckets=Buckets.of_flags(ObserveArgs(collect_tokens_histogram=True)))
     metrics.count_outcome("stop")
     gauges = {name: 0.0 for name, gauge in GAUGES.items() if gauge.exported_by(role)}
@@ -351,6 +355,7 @@ FAMILIES = (
            "The model's folder is incomplete, of an architecture or form that is not supported ([models](models.md)), "
            "or does not match its config.json.",
            ("common/config/model.py", "common/config/model_config.py", "common/config/draft_model.py",
+            "common/config/draft_kind.py",
             "common/config/moe.py", "common/config/mla.py",
             "common/config/rope.py", "common/config/window.py", "common/models",
             "common/config/checkpoint.py", "common/config/hub.py", "common/weights", "common/runner/model_weights.py",
@@ -366,17 +371,24 @@ FAMILIES = (
            "The chosen backend does not support this model, type or device. Without the flag the right one is chosen "
            "([compatibility](compatibility.md)).",
            ("common/attention", "common/sampling")),
+    Family("Sparse attention",
+           "The model has no keys that could be read in part, or the file of channels is another model's: calibrate "
+           "this one ([sparse attention](sparse-attention.md#channels)).",
+           ("common/kvcache/channel_order.py", "common/calibration", "common/runner/attention_choice.py")),
     Family("Memory",
            "Weights or KV pool do not fit. Lower `--max-total-tokens`, `--mem-fraction-static` or "
            "`--chunked-prefill-size`, or use more GPUs.",
            ("common/runner/kv_sizing.py", "common/runner/model_runner.py", "common/scheduler",
-            "common/kvcache/tiers")),
+            "common/kvcache/eviction", "common/kvcache/tiers")),
     Family("Parallel layouts", "The sizes do not divide each other or the model ([parallelism](parallelism.md)).",
            ("common/distributed", "common/runner/two_batch_overlap.py", "common/runner/expert_location.py")),
     Family("KV transfer", "The backend does not start or cannot share the KV pool ([backends](transfer.md#backends)).",
            ("kvtransfer/backends", "kvtransfer/endpoint.py", "kvtransfer/bootstrap.py")),
+    Family("KV storage", "It does not start, or has no such option (`--hicache-storage-backend-extra-config`).",
+           ("common/kvcache/storage", "kvtransfer/pages")),
     Family("Folders that a server writes to", "The folder cannot be made or written; give another one.",
-           ("common/serving/storage", "common/serving/context", "common/obs/logging.py")),
+           ("common/serving/storage", "common/serving/context", "common/obs/logging.py",
+            "common/runner/tensor_dump.py", "common/runner/cuda_graphs/capture_profile.py")),
     Family("Router",
            "Flags of the router that exclude each other, keys and certificates that cannot be read, or flags of sglang-"
            "router that have no meaning here ([router](router.md)).",

@@ -14,6 +14,7 @@ import zmq
 from ..common.api.errors import ConfigError
 from ..common.api.identity import ModelIdentity
 from ..common.kvcache.layout import KVLayout
+from ..common.kvcache.storage.page_servers import PageServers
 from .backends import make_backend
 from .backends.base import Backend, Region
 from .protocol.messages import MAX_MESSAGE_BYTES, DraftInfo, RankInfo
@@ -44,7 +45,14 @@ def transport_arguments(parts: EngineParts) -> dict[str, Any]:
         "num_pages": runner.pool.num_pages, "spare_page": runner.scratch_page,
         "regions": [region for one in pools for region in one.regions()],
         "further": [FurtherGroup(one.layout, one.num_pages, one.num_pages - 1) for one in runner.pools[1:]],
+        "page_servers": page_servers_of(parts),
         "draft": draft_info(runner), "deterministic": config.kernels.enable_deterministic_inference}
+
+
+def page_servers_of(parts: EngineParts) -> PageServers:
+    """Returns the page servers that an engine's rank knows, with its own one, where it has one."""
+    loads = parts.batcher.loads
+    return PageServers() if loads is None or loads.prefetches is None else loads.prefetches.page_servers
 
 
 def draft_info(runner: ModelRunner) -> DraftInfo | None:
@@ -71,11 +79,12 @@ def pool_groups(first: FurtherGroup, further: Sequence[FurtherGroup], draft: Dra
 def rank_info(*, endpoint: str, rank: int, tp_size: int, layout: KVLayout, backend: Backend, dp_rank: int,
               dp_size: int, pp_rank: int = 0, pp_size: int = 1, model: ModelIdentity | None = None,
               server: str = "", further: Sequence[FurtherGroup] = (), draft: DraftInfo | None = None,
-              deterministic: bool = False) -> RankInfo:
+              deterministic: bool = False, page_server: str = "") -> RankInfo:
     """Returns our identity, with a fresh instance id (the epoch of this process)."""
     return RankInfo(secrets.token_hex(8), endpoint, rank, tp_size, layout, backend.name, dp_rank=dp_rank,
                     dp_size=dp_size, pp_rank=pp_rank, pp_size=pp_size, model=model, server=server,
-                    further_layouts=tuple(group.layout for group in further), draft=draft, deterministic=deterministic)
+                    further_layouts=tuple(group.layout for group in further), draft=draft, deterministic=deterministic,
+                    page_server=page_server)
 
 
 class PairKey:
@@ -140,18 +149,31 @@ def control_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.So
     return sock
 
 
-def bind_control(sock: zmq.Socket[bytes], host: str) -> str:
-    """Binds to a free port of ``host`` and returns the endpoint; raises ConfigError where it is no address of ours."""
+def bind_control(sock: zmq.Socket[bytes], host: str, port: int = 0) -> str:
+    """Binds to ``port`` of ``host``, 0: a free one, and returns the endpoint; raises ConfigError where that is
+    impossible."""
     try:
         address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
         if address[0] == socket.AF_INET6:
             sock.setsockopt(zmq.IPV6, 1)
-            port = sock.bind_to_random_port(f"tcp://[{address[4][0]}]")
-            return f"tcp://[{address[4][0]}]:{port}"
-        port = sock.bind_to_random_port(f"tcp://{address[4][0]}")
-        return f"tcp://{address[4][0]}:{port}"
+            endpoint = f"tcp://[{address[4][0]}]"
+        else:
+            endpoint = f"tcp://{address[4][0]}"
+        if not port:
+            return f"{endpoint}:{sock.bind_to_random_port(endpoint)}"
+        sock.bind(f"{endpoint}:{port}")
+        return f"{endpoint}:{port}"
     except (OSError, zmq.ZMQError) as error:
-        raise ConfigError(f"Cannot listen on --host {host} for KV transfers: {error}.") from None
+        raise ConfigError(f"Cannot listen on --host {host}{f', port {port},' if port else ''} for KV transfers: "
+                          f"{error}.") from None
+
+
+def reachable_endpoint(host: str, endpoint: str) -> str:
+    """Returns where to connect: a server that listens on all addresses is reached at ``host``."""
+    for wildcard in ("tcp://0.0.0.0:", "tcp://[::]:"):
+        if endpoint.startswith(wildcard) and host:
+            return f"tcp://{f'[{host}]' if ':' in host else host}:{endpoint[len(wildcard):]}"
+    return endpoint
 
 
 def receive_all(sock: zmq.Socket[bytes], handle: Callable[[list[bytes]], None]) -> None:

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-import numpy as np
-
 from ..common.api.errors import Aborted, ServingError, TransferFailed
 from ..common.distributed.agreement import RankAgreement
 from ..common.request.req import Req
@@ -126,11 +124,13 @@ class TransferTable:
         if not self._transfers:
             return []
         transfers = list(self)
-        agreed = self._group.min_by_key("transfers", [transfer.number for transfer in transfers],
-                                   np.array([self._local_state(transfer) for transfer in transfers], np.int64),
-                                   (Phase.RESERVING, False, True))
+        agreed = self._group.min_by_key("transfers", [transfer.number for transfer in transfers], self._local_states,
+                                        (Phase.RESERVING, False, True))
         return [Progress(transfer, Phase(phase), bool(settled), not connected)
                 for transfer, (phase, settled, connected) in zip(transfers, agreed)]
+
+    def _local_states(self) -> dict[int, tuple[int, ...]]:
+        return {transfer.number: self._local_state(transfer) for transfer in self}
 
     def _local_state(self, transfer: TransferRequest) -> tuple[Phase, bool, bool]:
         """Returns this rank's phase, whether it is final, and False where the client is known to have disconnected."""

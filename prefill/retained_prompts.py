@@ -95,7 +95,7 @@ class RetainedPrompts:
         self._remove(room)
         req.page_table = page_table
         self.num_reused += 1
-        return msgspec.structs.replace(prompt.result, num_cached_tokens=req.num_prompt_tokens)
+        return msgspec.structs.replace(prompt.result, num_cached_tokens=req.num_prompt_tokens, loaded=None)
 
     def drop(self, room: int) -> None:
         """Drops the prompt of a room, if there is one."""
@@ -114,14 +114,17 @@ class RetainedPrompts:
         rooms = [room for room, prompt in self._prompts.items() if prompt.transferred]
         if rooms:
             acknowledged = self._group.min_by_key(
-                "retained", [self._prompts[room].number for room in rooms],
-                np.array([[self._sender.is_acknowledged(room)] for room in rooms], np.int64), (False,))
+                "retained", [self._prompts[room].number for room in rooms], self._acknowledged, (False,))
             for room, (by_all,) in zip(rooms, acknowledged):
                 if by_all:
                     self.drop(room)
         for room in [room for room, prompt in self._prompts.items()
                      if prompt.expires is not None and prompt.expires <= now]:
             self.drop(room)
+
+    def _acknowledged(self) -> dict[int, tuple[int]]:
+        return {prompt.number: (self._sender.is_acknowledged(room),) for room, prompt in self._prompts.items()
+                if prompt.transferred}
 
     def _remove(self, room: int) -> None:
         if self._prompts.pop(room).transferred:

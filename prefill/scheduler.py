@@ -48,7 +48,8 @@ class PrefillScheduler:
         self.transfers = TransferTable(sender, group)
         self._kv_push = KVPush(sender, batcher.cache, layer_groups, transfer_overlap, lambda: executor.event(),
                                draft_groups)
-        self._pipeline = make_pipeline(batcher, executor, self._take_in, overlap=overlap)
+        self._rate = None if batcher.rates is None else batcher.rates.prefill_rate
+        self._pipeline = make_pipeline(batcher, executor, self._take_in, overlap=overlap, rate=self._rate)
         self._first_tokens: dict[int, tuple[list[int], Logprobs | None]] = {}  # by room
         self._retained = RetainedPrompts(batcher.cache, sender, group, kv_retain_seconds)
         self.peers = DecodePeers(sender, self._retained, register)
@@ -76,7 +77,7 @@ class PrefillScheduler:
 
     @property
     def counters(self) -> dict[str, float]:
-        return {**self.sender.counters, "reused_prompts": self._retained.num_reused}
+        return {**self.sender.counters, **self.batcher.tier_counters, "reused_prompts": self._retained.num_reused}
 
     @property
     def gauges(self) -> dict[str, float]:
@@ -85,7 +86,7 @@ class PrefillScheduler:
                 "kv_transfers_in_flight": self.transfers.count(TransferStatus.SENDING),
                 "kv_transfers_draining": self.transfers.count(TransferStatus.DRAINING),
                 "kv_writes_queued": queued, "kv_writes_in_flight": in_flight,
-                "kv_prompts_retained": len(self._retained)}
+                "kv_prompts_retained": len(self._retained), **self.batcher.tier_gauges}
 
     def add(self, req: Req) -> None:
         if req.bootstrap is None:
@@ -95,6 +96,7 @@ class PrefillScheduler:
         self.sender.expect(req.bootstrap.room, req.prompt_digest, req.num_prompt_tokens)
         self._retained.drop(req.bootstrap.room)
         self.transfers.open(req, TransferStatus.BOOTSTRAPPING)
+        self.batcher.prefetch(req, req.prefix_limit)
 
     def abort(self, req: Req, error: ServingError) -> None:
         transfer = self.transfers.find(req)
@@ -109,12 +111,13 @@ class PrefillScheduler:
         self._retained.sweep(now)
         for progress in self.transfers.poll():
             self._advance(progress)
-        self.batcher.poll_loads()
+        self.batcher.poll_loads(now)
         batch = None if self.paused else self.batcher.next_prefill(step_tokens(self.batcher))
-        if batch is None:
-            return self._pipeline.advance(None)
-        self._kv_push.push_cached(batch)
-        return self._pipeline.advance(batch, self._kv_push.callback_for(batch))
+        if batch is not None:
+            self._kv_push.push_cached(batch)
+        launched = self._pipeline.advance(batch, None if batch is None else self._kv_push.callback_for(batch))
+        self.batcher.flush_stores()
+        return launched
 
     def synchronize(self) -> None:
         self._pipeline.synchronize()
@@ -148,8 +151,9 @@ class PrefillScheduler:
         transfer.advance(TransferStatus.COMPUTING)
         req = transfer.req
         if (result := self._retained.reuse(req)) is None:
-            self.batcher.waiting.append(req)
+            self.batcher.enqueue(req)
             return
+        self.batcher.remove([req])  # its prefetch
         assert req.page_table is not None
         req.num_computed_tokens = req.num_cached_tokens = req.num_prompt_tokens
         req.prompt_logprobs = result.prompt_logprobs
@@ -158,6 +162,8 @@ class PrefillScheduler:
 
     def _take_in(self, launched: Launched) -> None:
         step, output = launched.step, launched.wait()
+        if self._rate is not None:
+            self._rate.end()
         add_prompt_results(step, output)
         for req, token_ids, logprobs, error, drafts, _ in row_results(step, output):
             transfer = self.transfers.find(req)
@@ -173,7 +179,7 @@ class PrefillScheduler:
                 self.batcher.cache.trim(req.page_table, req.num_prompt_tokens)
             hidden = None if req.hidden is None else req.hidden.take()
             self._hand_over(transfer, req.append_pending(*token_ids), PrefillResult(
-                token_ids[0], req.num_cached_tokens, logprobs, req.prompt_logprobs, hidden, drafts))
+                token_ids[0], req.num_cached_tokens, logprobs, req.prompt_logprobs, hidden, drafts, req.loaded))
 
     def _hand_over(self, transfer: TransferRequest, token_ids: list[int], result: PrefillResult) -> None:
         """Sends the first token after the pages of a computed prompt."""

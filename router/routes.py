@@ -64,7 +64,8 @@ def broadcasts() -> dict[bytes, tuple[tuple[bytes, ...], Broadcast]]:
         for path, broadcast in _OTHER_BROADCASTS.items()}
     for endpoint in all_endpoints():
         if endpoint.broadcast is not None:
-            found[endpoint.path.encode()] = tuple(map(str.encode, endpoint.methods)), endpoint.broadcast
+            others, _ = found.get(path := endpoint.path.encode(), ((), endpoint.broadcast))
+            found[path] = (*others, *map(str.encode, endpoint.methods)), endpoint.broadcast
     return found
 
 

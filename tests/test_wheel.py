@@ -36,7 +36,10 @@ def test_contents(wheel):
     tops = {name.split("/")[0] for name in names}
     assert tops == {"baton", next(t for t in tops if t.endswith(".dist-info"))}
     inside = {name.split("/")[1] for name in names if name.startswith("baton/")}
-    assert inside == {"py.typed", "__init__.py", "launch.py", "launch_server.py", "offline.py", "utils.py", "bench.py",
+    assert inside == {"py.typed", "__init__.py", "launch.py", "offline.py", "utils.py", "bench.py",
+                      *(f"launch_{name}.py" for name in ("router", "server", "cluster", "prefill", "decode")),
+                      "calibrate_double_sparsity.py", *(f"bench_{name}.py" for name in (
+                          "serving", "one_batch", "one_batch_server", "offline_throughput")),
                       "common", "kernels", "kvtransfer", "prefill", "decode", "router", "lang"}
     shipped = {name.removeprefix("baton/common/tinychat/") for name in names if "/tinychat/" in name}
     assert {name for name in shipped if name.endswith(".py")} == {"__init__.py"}, "training code is not for users"

@@ -51,6 +51,13 @@ class ServingError(Exception):
                 "code": self.status}
 
 
+class PeerFailed(ServingError):
+    """The other server of the pair failed in computing the request; its ``code`` is kept. Answers have the header
+    ``X-Baton-Failed: peer``, so that a router blames that server."""
+
+    code = "peer_failed"
+
+
 class InvalidRequest(ServingError):
     status = 400
     type = "invalid_request_error"
@@ -144,12 +151,13 @@ class DeadlineExceeded(ServingError):
 
 _BY_CODE: dict[str, type[ServingError]] = {
     leaf.code: leaf
-    for leaf in (ServingError, InvalidRequest, Unauthorized, NotFound, Conflict, TooLarge, Overloaded, Aborted,
-                 AbortRequested, TransferFailed, PairMismatch, WorkerUnavailable, EngineDead, DeadlineExceeded)
+    for leaf in (ServingError, PeerFailed, InvalidRequest, Unauthorized, NotFound, Conflict, TooLarge, Overloaded,
+                 Aborted, AbortRequested, TransferFailed, PairMismatch, WorkerUnavailable, EngineDead,
+                 DeadlineExceeded)
 }
 
 
-ERROR_CODES = tuple(_BY_CODE)
+ERROR_CODES = tuple(code for code in _BY_CODE if code != PeerFailed.code)  # which has the code of what failed there
 """The default codes of all errors."""
 
 

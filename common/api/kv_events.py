@@ -6,7 +6,8 @@ before them, tokens, page size, ...), ``BlockRemoved`` (hashes) and ``AllBlocksC
 releases write maps with the same names instead; ``decode`` reads both.
 
 Our servers' hashes are ``page_hashes``: chained, so that one hash identifies a whole prefix, and the
-same for equal tokens on every server, so that routers can compute them from a prompt's tokens. The pages of a
+same for equal tokens on every server, so that routers can compute them from a prompt's tokens. ``medium`` says where
+pages are: on the GPU, in host memory, or in the storage behind it. The pages of a
 namespace follow its seed (``Namespace.seed``): their hashes differ from those of all other namespaces, and readers
 that know no namespaces see pages that follow one they never saw. The salt itself is not sent.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -29,10 +30,23 @@ PROMPT_PAGES_HEADER = "x-baton-prompt-pages"
 _MAX_ENCODED_PAGES = 64
 
 Hash = int | bytes
+Medium = Literal["GPU", "CPU_PINNED", "DISK"]
+GPU: Medium = "GPU"
+HOST: Medium = "CPU_PINNED"
+DISK: Medium = "DISK"
+"""Storage of any kind. The names are SGLang's."""
+
+_MEDIA: dict[str | None, Medium] = {
+    None: GPU, "GPU": GPU,
+    **dict.fromkeys(("CPU_PINNED", "CPU", "CPU_TIER1"), HOST),
+    **dict.fromkeys(("DISK", "STORAGE", "CPU_TIER2", "EXTERNAL"), DISK),
+}
+"""The names that peers have given them: vLLM's CPU, SGLang's older CPU_TIER1 and CPU_TIER2, Dynamo's STORAGE."""
 
 
 class Stored(NamedTuple):
-    """Pages entered the cache: ``hashes[i]`` covers all tokens up to the end of page i of ``token_ids``.
+    """Pages entered the cache, or its tier ``medium``: ``hashes[i]`` covers all tokens up to the end of page i of
+    ``token_ids``.
 
     ``parent`` is the hash of the page before the first one; at the beginning of a prompt its namespace's seed, or None.
     """
@@ -41,16 +55,18 @@ class Stored(NamedTuple):
     parent: Hash | None
     token_ids: Sequence[int]
     page_size: int
+    medium: Medium = GPU
 
 
 class Removed(NamedTuple):
-    """Pages left the cache."""
+    """Pages left the cache, or its tier ``medium``."""
 
     hashes: Sequence[Hash]
+    medium: Medium = GPU
 
 
 class Cleared(NamedTuple):
-    """The cache is empty."""
+    """The cache is empty, with its tier in host memory."""
 
 
 Event = Stored | Removed | Cleared
@@ -95,16 +111,16 @@ def encode(ts: float, events: Sequence[Event]) -> bytes:
 def _as_array(event: Event) -> tuple[Any, ...]:
     # lora_id, medium and lora_name have no default in the readers' array forms: without them they refuse the event.
     match event:
-        case Stored(hashes, parent, token_ids, page_size):
-            return "BlockStored", hashes, parent, token_ids, page_size, None, "GPU", None
-        case Removed(hashes):
-            return "BlockRemoved", hashes, "GPU"
+        case Stored(hashes, parent, token_ids, page_size, medium):
+            return "BlockStored", hashes, parent, token_ids, page_size, None, medium, None
+        case Removed(hashes, medium):
+            return "BlockRemoved", hashes, medium
         case Cleared():
             return ("AllBlocksCleared",)
 
 
 def decode(payload: bytes) -> list[Event]:
-    """The events of a batch; unknown ones, and those of memory other than the GPU's, are left out.
+    """The events of a batch; unknown ones, and those of an unknown medium, are left out.
 
     Raises ValueError where the payload is no batch.
     """
@@ -134,17 +150,20 @@ def _read(event: Any) -> Event | None:
     if name == "AllBlocksCleared":
         return Cleared()
     # Layer groups after the first are no prefixes.
-    if name not in _FIELDS or fields.get("medium") not in (None, "GPU") or fields.get("group_idx"):
+    medium = _MEDIA.get(fields.get("medium"))
+    if name not in _FIELDS or medium is None or fields.get("group_idx"):
         return None
     if name == "BlockRemoved":
-        return Removed(_hashes(fields["block_hashes"]))
+        return Removed(_hashes(fields["block_hashes"]), medium)
     # Pages of a LoRA, and those with extra keys (salts, images), have other content for the same tokens.
     if fields.get("lora_id") is not None or fields.get("lora_name") is not None or any(fields.get("extra_keys") or ()):
         return None
     parent, token_ids = fields["parent_block_hash"], fields["token_ids"]
     if not isinstance(parent, (int, bytes, type(None))) or not isinstance(token_ids, list):
         raise ValueError("parent_block_hash must be a hash or null, and token_ids a list")
-    return Stored(_hashes(fields["block_hashes"]), parent, token_ids, _count(fields["block_size"]))
+    # Where vLLM's connector of host memory reports a page, it names the hash alone.
+    page_size = 1 if medium != GPU and not token_ids else _count(fields["block_size"])
+    return Stored(_hashes(fields["block_hashes"]), parent, token_ids, page_size, medium)
 
 
 def _hashes(value: Any) -> Sequence[Hash]:

@@ -162,11 +162,21 @@ class Logprobs(msgspec.Struct, array_like=True):
     of_ids: list[list[tuple[int, float]]] = []
 
 
+class LoadedTokens(msgspec.Struct, frozen=True, array_like=True):
+    """Those of a prompt's cached tokens that came from KV tiers: from ``host`` memory, and from the storage that is
+    named, if the server has one."""
+
+    host: int = 0
+    storage: int = 0
+    storage_backend: str | None = None
+
+
 class PromptUsage(msgspec.Struct, frozen=True, array_like=True):
-    """Prompt tokens of a request, and how many of them came from a cache."""
+    """Prompt tokens of a request, and how many of them came from a cache, ``loaded`` from tiers below it."""
 
     num_tokens: int
     num_cached_tokens: int
+    loaded: LoadedTokens | None = None
 
 
 class OutputExtras(msgspec.Struct, omit_defaults=True):

@@ -13,8 +13,8 @@ class Namespace(msgspec.Struct, frozen=True, array_like=True):
     ``salt`` and ``extra_key`` are the request's ``cache_salt`` (vLLM's and SGLang's) and ``extra_key`` (SGLang's).
     They are fields of their own: joined to one text, "a" + "bc" and "ab" + "c" would share pages.
 
-    ``weights`` is an engine's own: how often its weights have been replaced. A request that was admitted before that
-    keeps its pages, and the namespace in which others no longer find them.
+    ``weights`` is an engine's own: how often its weights have been replaced, and the fingerprint of those of now. A
+    request that was admitted before that keeps its pages, and the namespace in which others no longer find them.
     """
 
     salt: str = ""

@@ -17,6 +17,7 @@ from ...kernels.attention.fixed_split_attention import (
     plan_rows,
     plan_verified_rows,
 )
+from ...kernels.tuning.attention import FixedSplitTile
 from ...kernels.tuning.policy import policy_of
 from ..forward.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
@@ -33,7 +34,7 @@ class InvariantTritonBackend:
         self._window = window
         self._group = num_heads // pool.layout.num_kv_heads
         self._policy = policy_of(pool.groups[0].device).attention
-        self._block_rows = self._policy.fixed_split(pool.layout.head_dim, dtype.itemsize).rows
+        self._head_size = pool.layout.head_dim, dtype.itemsize, pool.groups[0].itemsize
 
     def plan(self, batch: ForwardBatch, workspace: AttentionWorkspace, *, max_length: int | None = None,
              out: torch.Tensor | None = None) -> InvariantTritonPlan:
@@ -43,11 +44,16 @@ class InvariantTritonBackend:
             return InvariantTritonPlan(self, batch, workspace, max_length or int(self._lengths(batch).max()))
         if batch.is_decode:
             longest = max_length or int(self._lengths(batch).max())
-            rows = plan_decode_rows(batch.num_reqs, self._group, self._block_rows, longest, self._window, device)
+            rows = plan_decode_rows(batch.num_reqs, self._group, self._tile(1), longest, self._window, device)
         else:
-            rows = plan_rows(batch.qo_indptr_cpu, self._lengths(batch), self._group, self._block_rows, self._window,
-                             device)
+            q_lens = np.diff(batch.qo_indptr_cpu)
+            rows = plan_rows(batch.qo_indptr_cpu, self._lengths(batch), self._group, self._tile(int(q_lens.max())),
+                             self._window, device)
         return InvariantTritonPlan(self, batch, workspace, 0, rows)
+
+    def _tile(self, q_len: int) -> FixedSplitTile:
+        """Returns the tile of up to ``q_len`` rows a request."""
+        return self._policy.fixed_split(*self._head_size, q_len * self._group)
 
     def _lengths(self, batch: ForwardBatch) -> np.ndarray:
         """Returns the tokens [B] of each request; a step that is captured has none in host memory."""
@@ -71,16 +77,17 @@ class InvariantTritonBackend:
         plan = self.plan(batch.last_tokens, workspace, max_length=ANY_LENGTH)
         return self.attend(plan, layer, q[batch.logits_rows], sinks)
 
-    def attend(self, plan: InvariantTritonPlan, layer: int, q: torch.Tensor,
-               sinks: torch.Tensor | None) -> torch.Tensor:
+    def attend(self, plan: InvariantTritonPlan, layer: int, q: torch.Tensor, sinks: torch.Tensor | None,
+               inputs_ready: bool = False) -> torch.Tensor:
         """Attends to the stored keys and values of the plan's batch."""
         batch, (k_scale, v_scale) = plan.batch, self.pool.layout.scales_of(layer)
         if plan.rows is None:
             plan.rows = plan_verified_rows(batch.qo_indptr, batch.positions, batch.max_q_len, self._group,
-                                           self._block_rows, plan.longest, self._window)
+                                           self._tile(batch.max_q_len), plan.longest, self._window)
         return fixed_split_attention(q, *self.pool.layer(layer), plan.rows, batch.positions, batch.qo_indptr,
                                      batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len,
-                                     self.pool.layout.head_dim ** -0.5 * k_scale, v_scale, self._window, sinks)
+                                     self.pool.layout.head_dim ** -0.5 * k_scale, v_scale, self._window, sinks,
+                                     inputs_ready)
 
 
 @dataclass(eq=False)
@@ -93,12 +100,15 @@ class InvariantTritonPlan:
     workspace: AttentionWorkspace
     longest: int
     rows: FixedSplitPlan | None = None
+    launched: bool = False
+    """A layer's attention, which starts when all before it has ended, was launched: see kernels/_triton.py."""
     attends_last_tokens: bool = True
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos_sin: torch.Tensor | None = None,
             norms: HeadNorms | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        store(self.backend.pool, self.batch, layer, q, k, v, cos_sin, norms)
-        return self.backend.attend(self, layer, q, sinks)
+        inputs_ready, self.launched = self.launched, True
+        store(self.backend.pool, self.batch, layer, q, k, v, cos_sin, norms, inputs_ready)
+        return self.backend.attend(self, layer, q, sinks, inputs_ready)
 
     def run_last_tokens(self, *inputs: Any) -> torch.Tensor:
         return self.backend.run_last_tokens(self.batch, self.workspace, *inputs)

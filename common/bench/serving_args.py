@@ -24,7 +24,7 @@ class TargetArgs:
     base_url: str | None = flag(None, help="the server's or router's address, in place of --host and --port")
     host: str = flag("127.0.0.1", help="the server's host")
     port: int = flag(30000, help="the server's port")
-    model: str | None = flag(None, names=("--served-model-name",), help=(
+    model: str | None = flag(None, names=("--model-path", "--served-model-name"), help=(
         "model to ask for; the default is the first that is served"))
     tokenizer: str | None = flag(None, help=(
         "tokenizer folder or hub id that prompts are made with; the default is the one that the server names"))
@@ -114,6 +114,3 @@ class BenchServing:
 
     def __post_init__(self) -> None:
         assert self.target.headers is not None and self.target.extra is not None  # raise ConfigError where unreadable
-        if self.dataset.apply_chat_template and self.target.backend.endswith("-chat"):
-            raise ConfigError(f"--apply-chat-template is not for --backend {self.target.backend}: the server applies "
-                              "the template of chats.")

@@ -25,7 +25,13 @@ def _trace_times(values: Sequence[str], ours: Mapping[str, Any]) -> Mapping[str,
     return {}
 
 
+def _chat_template(values: Sequence[str], ours: Mapping[str, Any]) -> Mapping[str, Any]:
+    """In chats the server applies the template."""
+    return {} if ours.get("backend", "").endswith("-chat") else {"apply_chat_template": True}
+
+
 _FLAGS: dict[str, Foreign] = {
+    "--apply-chat-template": Mapped(_chat_template, "the same, not needed in chats"),
     "--use-trace-timestamps": Mapped(_trace_times, "a trace's own times, unless --request-rate is given", "?"),
     "--pd-separated": Automatic("a router's /start_profile reaches prefill and decode servers"),
     "--profile-prefill-url": Automatic("a router's /start_profile reaches all prefill servers", "*"),
@@ -40,7 +46,7 @@ _FLAGS: dict[str, Foreign] = {
 BENCH_SERVING_FLAGS = ForeignFlags(_FLAGS, {
     "--backend": Values(to={"sglang-native": "sglang", "lmdeploy": "openai", "lmdeploy-chat": "openai-chat"},
                         refused=dict.fromkeys(("trt", "gserver", "truss"), _OTHER_API)),
-    "--dataset-name": Values(refused={
+    "--dataset-name": Values(to={"mooncake-conversation": "mooncake"}, refused={
         **dict.fromkeys(("image", "random-image", "mmmu"), _NO_IMAGES),
         **dict.fromkeys(("agentic-trace", "burstgpt", "custom", "longbench_v2", "openai"), _OTHER_FILE)}),
 }, abbreviates=True)

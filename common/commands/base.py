@@ -91,8 +91,9 @@ def messages_by_worker(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, An
 class Endpoint:
     """An HTTP endpoint that gives a command, which is also a method of ``baton.Engine``.
 
-    The method is called as the last part of ``path``; its parameters are the fields of ``body``. The docstring of
-    ``serve`` describes both.
+    The method is called as the last part of ``path``, or ``method_name``; its parameters are the fields of ``body``.
+    The docstring of ``serve`` describes both. Endpoints of one path have other ``methods``, names of their own and the
+    same ``broadcast``.
     """
 
     path: str
@@ -110,10 +111,11 @@ class Endpoint:
     """True where a client's key opens it; else it takes an administrator's."""
     broadcast: Broadcast | None = Broadcast()
     """None: the router has no such endpoint."""
+    method_name: str = ""
 
     @property
     def name(self) -> str:
-        return self.path.rpartition("/")[2]
+        return self.method_name or self.path.rpartition("/")[2]
 
     @property
     def parameters(self) -> tuple[msgspec.structs.FieldInfo, ...]:

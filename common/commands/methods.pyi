@@ -16,6 +16,13 @@ class CommandMethods(ABC):
         weight_version: str | None = None,
         discard: bool | None = None,
     ) -> str: ...
+    def attach_hicache_storage_backend(
+        self,
+        hicache_storage_backend: str,
+        hicache_storage_backend_extra_config_json: str | None = None,
+        hicache_storage_prefetch_policy: Literal['best_effort', 'wait_complete', 'timeout'] | None = None,
+        hicache_write_policy: str | None = None,
+    ) -> str: ...
     def begin_weight_update(
         self,
     ) -> str: ...
@@ -23,12 +30,21 @@ class CommandMethods(ABC):
         self,
         action: Literal['checksum', 'snapshot', 'reset_tensors', 'compare'] = 'checksum',
     ) -> str: ...
+    def clear_hicache_storage_backend(
+        self,
+    ) -> str: ...
+    def clear_hicache_storage(
+        self,
+    ) -> str: ...
     def continue_generation(
         self,
     ) -> str: ...
     def destroy_weights_update_group(
         self,
         group_name: str = 'weight_update_group',
+    ) -> str: ...
+    def detach_hicache_storage_backend(
+        self,
     ) -> str: ...
     def flush_cache(
         self,
@@ -40,6 +56,9 @@ class CommandMethods(ABC):
         self,
         name: str,
         truncate_size: int = 100,
+    ) -> str: ...
+    def hicache_storage_backend(
+        self,
     ) -> str: ...
     def init_weights_send_group_for_remote_instance(
         self,

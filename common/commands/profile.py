@@ -51,6 +51,11 @@ class ProfileRequest(msgspec.Struct):
     merge_profiles: bool | None = None
 
 
+def default_folder() -> str:
+    """Returns the folder of traces that no request names."""
+    return os.environ.get("SGLANG_TORCH_PROFILER_DIR") or tempfile.gettempdir()
+
+
 def run_start(rank: Rank, command: StartProfile) -> str:
     return rank.profiler.start(command)
 
@@ -67,7 +72,7 @@ async def start_profile(server: Server, body: ProfileRequest) -> str:
     if body.merge_profiles:
         raise InvalidRequest("merge_profiles is not supported here; each rank writes a file of its own.",
                              param="merge_profiles", code="unsupported_parameter")
-    folder = body.output_dir or os.environ.get("SGLANG_TORCH_PROFILER_DIR") or tempfile.gettempdir()
+    folder = body.output_dir or default_folder()
     return await server.execute(StartProfile(
         folder, body.num_steps, body.activities or ("CPU", "GPU"), bool(body.with_stack), bool(body.record_shapes),
         bool(body.profile_by_stage), body.start_step, body.profile_prefix, body.profile_id))

@@ -19,7 +19,8 @@ def all_endpoints() -> list[Endpoint]:
     """The endpoints of all commands, whose files are imported. Raises ConfigError for a plug-in that does not load, or
     takes the path of another command."""
     endpoints = _endpoints(COMMANDS.names)
-    refuse_taken_paths(Counter(endpoint.path for endpoint in endpoints) - Counter({each.path for each in endpoints}))
+    times = Counter((endpoint.path, method) for endpoint in endpoints for method in endpoint.methods)
+    refuse_taken_paths(path for (path, _), count in times.items() if count > 1)
     return endpoints
 
 

@@ -15,10 +15,11 @@ from .base import LOAD_SECONDS, Broadcast, Command, Endpoint, Rank, Server
 from .registry import COMMANDS
 from .weight_update import UpdateOptions, send_weights
 
-TensorForm = Literal["safetensors", "pickled", "pickled_bucket"]
+TensorForm = Literal["safetensors", "handles", "pickled", "pickled_bucket"]
 
 _PICKLED: dict[str, TensorForm] = {"direct": "pickled", "flattened_bucket": "pickled_bucket"}
 """SGLang's values of ``load_format`` for tensors that are pickled."""
+_UNPICKLED: dict[str, TensorForm] = {"safetensors": "safetensors", "handles": "handles"}
 
 
 class StageTensors(msgspec.Struct, frozen=True):
@@ -50,19 +51,20 @@ async def update_weights_from_tensor(server: Server, body: FromTensorRequest) ->
     them.
 
     ``serialized_named_tensors`` has one entry for all ranks, or one for each: base64 of a safetensors file's bytes
-    (``safetensors.torch.save``). Names are those of the checkpoint; some of the model's suffice. 400 names those that
-    do not fit, and none is applied. ``disable_draft_model`` leaves the draft model as it is. ``load_format`` names a
-    function of ``--custom-weight-loader`` that makes tensors of these names of those that are sent. With
-    ``--enable-pickled-weights`` entries may be what SGLang's clients pickle, also with the ``load_format``
-    ``flattened_bucket``.
+    (``safetensors.torch.save``), or with the ``load_format`` ``handles`` the ``entry`` of ``baton.share_tensors``,
+    which says where tensors are in the memory of a GPU or of the host. Names are those of the checkpoint; some of the
+    model's suffice. 400 names those that do not fit, and none is applied. ``disable_draft_model`` leaves the draft
+    model as it is. ``load_format`` may also name a function of ``--custom-weight-loader`` that makes tensors of these
+    names of those that are sent. With ``--enable-pickled-weights`` entries may be what SGLang's clients pickle, also
+    with the ``load_format`` ``flattened_bucket``.
     """
     loaders = server.context.config.model.custom_weight_loader
-    if body.load_format not in (None, "safetensors", *_PICKLED, *loaders):
-        raise InvalidRequest(f"load_format {body.load_format} is not known: leave it out, or name one of "
-                             f"--custom-weight-loader ({', '.join(loaders) or 'none'}).", param="load_format")
+    if body.load_format not in (None, *_UNPICKLED, *_PICKLED, *loaders):
+        raise InvalidRequest(f"load_format {body.load_format} is not known: leave it out, or name handles, or "
+                             f"one of --custom-weight-loader ({', '.join(loaders) or 'none'}).", param="load_format")
     loader = body.load_format if body.load_format in loaders else None
     contents = _decoded(body.serialized_named_tensors)
-    form: TensorForm = "safetensors"
+    form = _UNPICKLED.get(body.load_format or "", "safetensors")
     if body.load_format in _PICKLED or any(map(_is_pickle, contents)):
         if not server.context.config.model.enable_pickled_weights:
             raise InvalidRequest("serialized_named_tensors is pickled, which the server takes only with "
@@ -73,10 +75,11 @@ async def update_weights_from_tensor(server: Server, body: FromTensorRequest) ->
 
 
 async def update_weights_from_ipc(server: Server, body: FromIPCRequest) -> str:
-    """400: checkpoint-engine's sockets carry pickles, which a server does not read;
-    ``/update_weights_from_distributed`` takes its tensors from a process group."""
-    raise InvalidRequest("This server reads no pickled handles from checkpoint-engine's sockets: send the tensors by "
-                         "/update_weights_from_distributed or /update_weights_from_tensor.", param="zmq_handles")
+    """400: checkpoint-engine's sockets carry pickles, which a server does not read; ``/update_weights_from_tensor``
+    takes handles that are not pickled, ``/update_weights_from_distributed`` tensors from a process group."""
+    raise InvalidRequest("This server reads no pickled handles from checkpoint-engine's sockets: send those of "
+                         "baton.share_tensors by /update_weights_from_tensor with the load_format handles, or the "
+                         "tensors by /update_weights_from_distributed.", param="zmq_handles")
 
 
 def _is_pickle(content: bytes) -> bool:

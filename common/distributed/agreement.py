@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 import torch.distributed as dist
 
+Sample = Callable[[], Mapping[int, Sequence[int]]]
+
 
 class RankAgreement(Protocol):
     """Ranks that make the same calls in the same order."""
 
-    def min_by_key(self, topic: str, keys: Sequence[int], values: np.ndarray, unknown: Sequence[int]) -> np.ndarray:
-        """Returns the element-wise minimum over the ranks of int64 ``values`` [n, k], row i of which belongs to
-        ``keys[i]``; equal on all ranks.
+    def min_by_key(self, topic: str, keys: Sequence[int], sample: Sample, unknown: Sequence[int]) -> np.ndarray:
+        """Returns the element-wise minimum over the ranks of the rows of ``keys`` [n, k] int64, in order of ``keys``;
+        equal on all ranks. ``sample`` returns this rank's rows of all open keys of the topic, which are ``keys`` now;
+        it may be called again until the next call.
 
-        A key has one meaning within its ``topic``. The minimum may lag behind; a rank that had not reported a key by
-        then counts as ``unknown`` [k].
+        A key has one meaning within its ``topic``. The minimum may lag behind; where a rank had not reported a key by
+        then it is ``unknown`` [k].
         """
 
 

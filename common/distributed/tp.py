@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ...kernels.tuning.policy import is_batch_invariant
+from .agreement import Sample
 
 DistBackend = Literal["nccl", "gloo"]
 """The transport of tensors on GPUs; gloo copies them through host memory."""
@@ -250,9 +251,10 @@ class TPGroup:
         """Returns whether ``condition`` is true on every rank."""
         return bool(self.min_reduce(np.array([condition], np.int64))[0])
 
-    def min_by_key(self, topic: str, keys: Sequence[int], values: np.ndarray, unknown: Sequence[int]) -> np.ndarray:
-        """Implements RankAgreement: the minimum of this moment, so that nothing is unknown."""
-        return self.min_reduce(values)
+    def min_by_key(self, topic: str, keys: Sequence[int], sample: Sample, unknown: Sequence[int]) -> np.ndarray:
+        """Implements RankAgreement by a collective: the minimum of this moment, so that nothing is unknown."""
+        rows = sample()
+        return self.min_reduce(np.array([rows[key] for key in keys], np.int64).reshape(len(keys), len(unknown)))
 
     def gather_ints(self, values: np.ndarray) -> np.ndarray:
         """Gathers ``[n]`` integers on each rank to ``[size, n]`` int64, in rank order."""

@@ -62,7 +62,8 @@ class Control:
 
     def forget_pages(self) -> None:
         """Lets no page that was computed with other weights than those of now be read by a request that has none."""
-        weights = str(self.runner.model.updates)
+        model = self.runner.model
+        weights = f"{model.updates} {model.fingerprint}"  # two servers that were updated once may have other weights
         self.batcher.cache.change_weights(weights)
         if self._tracker is not None:
             self._tracker.change_weights(weights)

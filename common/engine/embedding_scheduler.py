@@ -50,15 +50,16 @@ class EmbeddingScheduler:
 
     @property
     def gauges(self) -> dict[str, float]:
-        return {}
+        return self.batcher.tier_gauges
 
     @property
     def counters(self) -> dict[str, float]:
-        return {}
+        return self.batcher.tier_counters
 
     def add(self, req: Req) -> None:
         assert req.pooling is not None
-        self.batcher.waiting.append(req)
+        self.batcher.prefetch(req, req.prefix_limit)
+        self.batcher.enqueue(req)
 
     def abort(self, req: Req, error: ServingError) -> None:
         self._sums.pop(req, None)
@@ -71,7 +72,7 @@ class EmbeddingScheduler:
         """There is nothing to close: the process's end frees its memory."""
 
     def step(self, now: float) -> bool:
-        self.batcher.poll_loads()
+        self.batcher.poll_loads(now)
         step = None if self.paused else self.batcher.next_prefill()
         if step is None:
             self._runner.run_idle_batch()

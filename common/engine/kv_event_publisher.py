@@ -14,20 +14,29 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import zmq
 
 from ..api.errors import ConfigError
-from ..api.kv_events import END_OF_REPLAY, TOPIC, Cleared, Event, Removed, Stored, chained, encode
+from ..api.kv_events import DISK, END_OF_REPLAY, TOPIC, Cleared, Event, Removed, Stored, chained, encode
 from ..api.namespace import Namespace
 from ..config.server import ServerConfig
-from ..kvcache.prefix_cache import PrefixCache
+from ..kvcache.prefix_cache import Node, PrefixCache
+from ..kvcache.tiers.base import HostSlots, KVTier
+from .tier_event_recorder import TierEventRecorder
+
+if TYPE_CHECKING:
+    from ..kvcache.storage.storage import Storage
 
 REPLAY_BUFFER_BATCHES = 1000
 HEARTBEAT_SECONDS = 2.0
 """An empty batch is sent after this silence: its number shows a subscriber that it lost the last batch."""
 _SEND_QUEUE_BATCHES = 100_000
+MAX_TIER_PAGES = 2**18
+"""Pages outside the prefix cache whose hashes are remembered: 4 million tokens in pages of 16, 80 MB at worst."""
 
 
 class PageRecorder:
@@ -37,15 +46,19 @@ class PageRecorder:
     have one hash, which is removed with the last of them.
     """
 
-    def __init__(self, page_size: int):
-        self._page_size = page_size
+    def __init__(self, cache: PrefixCache, tiers: TierEventRecorder | None = None):
+        """``tiers`` learns all pages, and its events follow those of the prefix cache."""
+        self._cache = cache
+        self._page_size = cache.page_size
+        self._tiers = tiers
         self._hash_of: dict[int, int] = {}
         self._num_pages: Counter[int] = Counter()  # by hash
         self.events: list[Event] = []
         self._weights = ""
 
-    def stored(self, namespace: Namespace, parent: int | None, pages: np.ndarray, tokens: np.ndarray) -> None:
+    def stored(self, node: Node, parent: int | None, pages: np.ndarray, tokens: np.ndarray) -> None:
         """``pages`` (int64), computed from ``tokens`` (int32, whole pages), follow page ``parent`` (None: nothing)."""
+        namespace = node.namespace
         if namespace.weights != self._weights:
             return
         before = namespace.seed if parent is None else self._hash_of[parent]
@@ -53,6 +66,8 @@ class PageRecorder:
         self._hash_of.update(zip(pages.tolist(), hashes))
         self._num_pages.update(hashes)
         self.events.append(Stored(hashes, before, tokens.tolist(), self._page_size))
+        if self._tiers is not None:
+            self._tiers.learn(self._cache.page_keys(node), hashes, before, tokens.tolist())
 
     def removed(self, namespace: Namespace, pages: np.ndarray) -> None:
         if namespace.weights == self._weights:
@@ -74,27 +89,33 @@ class PageRecorder:
 
     def take(self) -> list[Event]:
         events, self.events = self.events, []
-        return [Cleared()] if events and not self._hash_of else events
+        in_tiers = [] if self._tiers is None else self._tiers.take()
+        if (events or in_tiers) and not self._hash_of and not self._tiers:
+            return [Cleared(), *(event for event in in_tiers if isinstance(event, Removed) and event.medium == DISK)]
+        return events + in_tiers
 
-    def snapshot(self, cache: PrefixCache) -> list[Event]:
-        """Events that make an empty copy equal to ``cache``, including changes not taken yet."""
+    def snapshot(self) -> list[Event]:
+        """Events that make an empty copy equal to the cache and its tiers, including changes not taken yet."""
         events: list[Event] = [Cleared()]
-        for namespace, parent, pages, tokens in cache.edges():
+        for namespace, parent, pages, tokens in self._cache.edges():
             if namespace.weights != self._weights:
                 continue
             before = namespace.seed if parent is None else self._hash_of[parent]
             events.append(Stored([self._hash_of[page] for page in pages.tolist()], before, tokens.tolist(),
                                  self._page_size))
-        return events
+        return events if self._tiers is None else [*events, *self._tiers.snapshot()]
 
 
 class KVEventPublisher:
     """Records a prefix cache's changes and publishes them, one batch per iteration of the engine's loop."""
 
-    def __init__(self, cache: PrefixCache, host: str, port: int):
-        """Listens on ``port`` and the one above it; raises ConfigError where one is not free."""
-        self._cache = cache
-        self._listener = PageRecorder(cache.page_size)
+    def __init__(self, cache: PrefixCache, host: str, port: int, tiers: TierEventRecorder | None = None,
+                 storage: Callable[[], Storage | None] = lambda: None):
+        """Listens on ``port`` and the one above it; raises ConfigError where one is not free. ``storage`` returns the
+        one that is attached now."""
+        self._tiers, self._storage = tiers, storage
+        self._storage_contents: tuple[Storage, int] | None = None
+        self._listener = PageRecorder(cache, tiers)
         cache.listeners.append(self._listener)
         self._number = int(time.time() * 1000)
         self._replay_buffer: deque[tuple[int, bytes]] = deque(maxlen=REPLAY_BUFFER_BATCHES)
@@ -115,12 +136,23 @@ class KVEventPublisher:
 
         ``now`` is a monotonic clock's seconds.
         """
+        if self._tiers is not None:
+            self._record_storage(self._tiers)
         events = self._listener.take()
         if events or now >= self._next_heartbeat:
             self._publish(events)
             self._next_heartbeat = now + HEARTBEAT_SECONDS
         while self._replays.poll(0):
             self._replay(self._replays.recv_multipart())
+
+    def _record_storage(self, tiers: TierEventRecorder) -> None:
+        storage = self._storage()
+        contents = None if storage is None else (storage, storage.num_clears)
+        if contents != self._storage_contents:  # another storage, or it was emptied
+            self._storage_contents = contents
+            tiers.storage_cleared()
+        if storage is not None:
+            tiers.written(storage.take_seen())
 
     def _publish(self, events: list[Event]) -> None:
         self._number += 1
@@ -137,7 +169,7 @@ class KVEventPublisher:
         if oldest <= first <= self._number + 1:
             batches = [batch for batch in self._replay_buffer if batch[0] >= first]
         else:
-            batches = [(self._number, encode(time.time(), self._listener.snapshot(self._cache)))]
+            batches = [(self._number, encode(time.time(), self._listener.snapshot()))]
         try:
             for number, payload in batches:
                 self._replays.send_multipart((peer, b"", number.to_bytes(8, "big"), payload), zmq.NOBLOCK)
@@ -149,14 +181,20 @@ class KVEventPublisher:
         self._context.destroy(linger=0)
 
 
-def start_publisher(config: ServerConfig, cache: PrefixCache | None) -> KVEventPublisher | None:
-    """A publisher, None where the configuration has none; raises ConfigError where it cannot start."""
+def start_publisher(config: ServerConfig, cache: PrefixCache | None, tier: KVTier | None = None,
+                    storage: Callable[[], Storage | None] = lambda: None) -> KVEventPublisher | None:
+    """A publisher, None where the configuration has none; raises ConfigError where it cannot start. It tells of what
+    ``tier`` keeps, too, where that has listeners, and of what the ``storage`` behind it has written."""
     port = config.events.kv_events_port
     if not port:
         return None
     if cache is None:
         raise ConfigError("--kv-events-port publishes the prefix cache; drop --disable-radix-cache.")
-    return KVEventPublisher(cache, config.http.host, port)
+    if not hasattr(tier, "listeners"):
+        return KVEventPublisher(cache, config.http.host, port)
+    recorder = TierEventRecorder(cache.page_size, MAX_TIER_PAGES)
+    cast(HostSlots, tier).listeners.append(recorder)
+    return KVEventPublisher(cache, config.http.host, port, recorder, storage)
 
 
 def _address(host: str) -> str:

@@ -155,7 +155,8 @@ class EngineLoop:
         return 0 if busy else self._poll_timeout_ms()
 
     def _poll_timeout_ms(self) -> int:
-        waits = self._peers.busy or self._control.busy or (self._grammars is not None and self._grammars.busy)
+        waits = (self._peers.busy or self._control.busy or (self._grammars is not None and self._grammars.busy)
+                 or (self._cache.tier is not None and self._cache.tier.busy))
         return IDLE_WAIT_MS if self._scheduler.idle and not waits else TRANSFER_WAIT_MS
 
     def _handle(self, message: ToEngine, now: float) -> None:

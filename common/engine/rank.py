@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import msgspec
 import torch
@@ -22,6 +23,7 @@ from ..distributed.agreement import RankAgreement, is_lost_peer
 from ..distributed.expert_parallel import ExpertParallel
 from ..distributed.parallel import Parallel, init_parallel
 from ..distributed.peer_all_reduce import connect_all
+from ..distributed.tick_agreement import TickAgreement
 from ..distributed.tp import TPGroup
 from ..execution.draft_costs import measure_costs
 from ..execution.draft_pass import DraftPass
@@ -31,7 +33,9 @@ from ..execution.pp_executor import PPExecutor
 from ..execution.simulated_samples import SimulatedSamples
 from ..garbage_collector import freeze_collector, warn_of_collections
 from ..grammar.store import GrammarStore
+from ..kvcache.eviction.base import make_order
 from ..kvcache.manager import KVCacheManager
+from ..kvcache.storage.storage import Storage
 from ..models.registry import load_model_spec
 from ..obs.logging import setup_logging
 from ..runner.kv_sizing import resolve_dtype
@@ -70,6 +74,7 @@ class EngineParts:
     tracker: RequestTracker
     grammars: GrammarStore | None = None  # on the ranks that sample tokens or send to the API server
     pp_channel: PPChannel | None = None  # between pipeline stages
+    tick_agreement: TickAgreement | None = None  # of the ranks of ``tp``
 
     def make_unified_scheduler(self) -> UnifiedScheduler:
         return UnifiedScheduler(self.batcher, self.executor, self.tracker, overlap=self.overlap)
@@ -82,7 +87,7 @@ class EngineParts:
     @property
     def agreeing(self) -> RankAgreement:
         """The ranks that take the same decisions: those of ``tp``, of all pipeline stages."""
-        return self.pp_channel or self.tp
+        return self.pp_channel or self.tick_agreement or self.tp
 
     @property
     def overlap(self) -> bool:
@@ -124,9 +129,18 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
             connect_all(parallel,
                         spec.config.largest_captured if parallel.token_exchange.low_latency is not None else 0)
         pp_channel = PPChannel(parallel, spec.config.nodes.first_host or "127.0.0.1") if parallel.pp.size > 1 else None
-        parts = build_parts(spec, parallel, send, progress, pp_channel)
+        agreement = None
+        if pp_channel is None and parallel.attn_tp.size > 1:
+            agreement = TickAgreement(parallel, spec.config.nodes.first_host or "127.0.0.1")
+        parts = build_parts(spec, parallel, send, progress, pp_channel, agreement)
         scheduler = make_scheduler(parts)
-        events = start_publisher(spec.config, parts.batcher.cache.prefix_cache) if spec.rank == 0 else None
+        cache = parts.batcher.cache
+        events = None
+        if spec.rank == 0:
+            loads = parts.batcher.loads
+            prefetches = None if loads is None else loads.prefetches
+            events = start_publisher(spec.config, cache.prefix_cache, cache.tier, lambda: cast(
+                "Storage | None", None if prefetches is None else prefetches.storage))
         parallel.world.barrier()  # Ready means that every rank is up
         if spec.local_rank == 0 and spec.config.model.delete_ckpt_after_loading:
             remove_weights(resolve_checkpoint(spec.config.model))
@@ -151,12 +165,12 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     watchdog = Watchdog(timeout) if timeout else None
     freeze_collector()
     warn_of_collections(spec.config.observe.gc_warning_threshold_secs)
-    ticker = Ticker(channel, parallel.tp) if pp_channel is None else PPTicker(channel, pp_channel)
+    ticker = Ticker(channel, parallel.tp, agreement=agreement) if pp_channel is None else PPTicker(channel, pp_channel)
     loop = EngineLoop(ticker, parts.tracker, scheduler, cache, control, send, events, watchdog,
                       parts.grammars, parts.runner.dp_sync if parallel.dp_size > 1 else None,
                       None if _is_group_leader(spec) else channel.send)
     _run_loop(loop)
-    for closing in (watchdog, events, cache.tier, pp_channel, channel, parallel):
+    for closing in (watchdog, events, parts.batcher.loads, cache.tier, pp_channel, agreement, channel, parallel):
         if closing is not None:
             closing.close()
 
@@ -190,14 +204,16 @@ def _failure_sentence(spec: RankSpec, error: Exception) -> str:
 
 
 def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine], None],
-                progress: Callable[[str, float], None], pp_channel: PPChannel | None = None) -> EngineParts:
-    """Builds the engine's parts. ``pp_channel``: with several pipeline stages. Raises ConfigError, or
-    torch.OutOfMemoryError, where the engine cannot be built."""
+                progress: Callable[[str, float], None], pp_channel: PPChannel | None = None,
+                agreement: TickAgreement | None = None) -> EngineParts:
+    """Builds the engine's parts. ``pp_channel``: with several pipeline stages; ``agreement``: with several
+    tensor-parallel ranks. Raises ConfigError, or torch.OutOfMemoryError, where the engine cannot be built."""
     config = spec.config
     model: ModelSpec = load_model_spec(config.model)
     runner = ModelRunner.load(config, model, parallel, parallel.device, progress)
     cache = KVCacheManager(runner.num_pages, runner.layout.page_size, not config.cache.disable_radix_cache,
-                           runner.new_cache_groups(), runner.lookahead)
+                           runner.new_cache_groups(), runner.lookahead,
+                           make_order(config.cache.radix_eviction_policy, config.cache.radix_eviction_policy_config))
     cache.zero_pages = runner.zero_pages
     tracker = RequestTracker(
         send,
@@ -225,11 +241,11 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
     executor: Executor | PPExecutor = here
     if pp_channel is not None:
         executor = PPExecutor(here, pp_channel, parallel, one_step=config.schedule.disable_overlap_schedule)
-    batcher = make_batcher(config, runner, cache, parallel.attn_tp)
+    batcher = make_batcher(config, runner, cache, parallel.attn_tp, agreement)
     if config.speculative.speculative_adaptive and config.role.decodes and batcher.drafting is not None:
         batcher.drafting.adapt(_draft_length(config, here, runner, cache, parallel.attn_tp,
                                               batcher.drafting.on_device))
-    return EngineParts(config, parallel, runner, batcher, executor, tracker, grammars, pp_channel)
+    return EngineParts(config, parallel, runner, batcher, executor, tracker, grammars, pp_channel, agreement)
 
 
 def _draft_length(config: ServerConfig, executor: Executor, runner: ModelRunner, cache: KVCacheManager, tp: TPGroup,

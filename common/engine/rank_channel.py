@@ -13,6 +13,7 @@ import msgspec
 import zmq
 
 from ..api.messages import FromEngine, ToEngine, decode_to_engine, encode
+from ..distributed.tick_agreement import Rows, TickAgreement
 from ..distributed.tp import TPGroup
 from ..execution.pp_channel import PPChannel
 
@@ -23,6 +24,7 @@ class Tick(msgspec.Struct, array_like=True):
     now: float
     messages: list[ToEngine]
     ready: int = 0  # pipeline-parallel steps whose results have arrived
+    agreed: list[Rows] = []  # minima over ranks, of TickAgreement
 
 
 _tick_decoder = msgspec.msgpack.Decoder(Tick)
@@ -47,11 +49,17 @@ class RankChannel:
     def inbox(self) -> zmq.Socket[bytes] | None:
         return self._inbox
 
-    def receive(self, wait_ms: int) -> list[ToEngine]:
-        """All messages that have arrived; waits up to ``wait_ms`` for a first one."""
+    def receive(self, wait_ms: int, reports: zmq.Socket[bytes] | None = None) -> list[ToEngine]:
+        """All messages that have arrived; waits up to ``wait_ms`` for a first one, or for one of ``reports``."""
         inbox = self._inbox
         assert inbox is not None, "only rank 0 receives from the API server"
         messages: list[ToEngine] = []
+        if wait_ms and reports is not None:
+            poller = zmq.Poller()
+            poller.register(inbox, zmq.POLLIN)
+            poller.register(reports, zmq.POLLIN)
+            poller.poll(wait_ms)
+            wait_ms = 0
         if inbox.poll(wait_ms):
             while True:
                 try:
@@ -66,21 +74,29 @@ class RankChannel:
 
 
 class Ticker:
-    """Yields the same ticks on all ranks of a group."""
+    """Yields the same ticks on all ranks of a group, which carry the minima of ``agreement``."""
 
-    def __init__(self, channel: RankChannel, tp: TPGroup, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, channel: RankChannel, tp: TPGroup, clock: Callable[[], float] = time.monotonic,
+                 agreement: TickAgreement | None = None):
         self._channel = channel
         self._tp = tp
         self._clock = clock
+        self._agreement = agreement
 
     def next(self, wait_ms: int) -> Tick:
+        agreement = self._agreement
         if self._tp.size == 1:
             return Tick(messages=self._channel.receive(wait_ms), now=self._clock())
         data = None
         if self._tp.rank == 0:
-            messages = self._channel.receive(wait_ms)
-            data = encode(Tick(self._clock(), messages))
-        return _tick_decoder.decode(self._tp.broadcast_bytes(data))
+            messages = self._channel.receive(wait_ms, None if agreement is None else agreement.socket)
+            data = encode(Tick(self._clock(), messages, agreed=[] if agreement is None else agreement.minima()))
+        elif agreement is not None:
+            agreement.report()
+        tick = _tick_decoder.decode(self._tp.broadcast_bytes(data))
+        if agreement is not None:
+            agreement.apply(tick.agreed)
+        return tick
 
 
 class PPTicker:

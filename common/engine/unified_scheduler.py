@@ -56,7 +56,7 @@ class UnifiedScheduler:
         self.tracker = tracker
         self._drafting = batcher.drafting
         self._drafts_on_device = batcher.drafting is not None and batcher.drafting.on_device
-        self._rate = None if batcher.swap is None else batcher.swap.prefill_rate
+        self._rate = None if batcher.rates is None else batcher.rates.prefill_rate
         self._draft_prefill: DraftPrefill | None = None
         if self._drafts_on_device and isinstance(executor, Executor) and executor.drafts_from_tokens:
             self._draft_prefill = DraftPrefill(batcher, executor)
@@ -83,7 +83,7 @@ class UnifiedScheduler:
 
     @property
     def gauges(self) -> dict[str, float]:
-        return {} if self._drafting is None else self._drafting.stats.gauges
+        return {**self.batcher.tier_gauges, **({} if self._drafting is None else self._drafting.stats.gauges)}
 
     @property
     def counters(self) -> dict[str, float]:
@@ -91,10 +91,12 @@ class UnifiedScheduler:
         return {"retracted_requests": batcher.retraction.num_retracted,
                 "preempted_requests": batcher.retraction.num_preempted,
                 "swapped_out_requests": 0 if batcher.swap is None else batcher.swap.num_swapped_out,
+                **batcher.tier_counters,
                 **({} if self._drafting is None else self._drafting.stats.counters)}
 
     def add(self, req: Req) -> None:
-        self.batcher.waiting.append(req)
+        self.batcher.prefetch(req, req.prefix_limit)
+        self.batcher.enqueue(req)
 
     def abort(self, req: Req, error: ServingError) -> None:
         """Remove the request, and free its pages. ``synchronize`` must have been called: no step is in flight."""
@@ -105,16 +107,19 @@ class UnifiedScheduler:
     def step(self, now: float) -> bool:
         """Launch a batch and process the results of the previous one; False where there was neither."""
         finishes = self._drafts_on_device and self._pipeline.in_flight is not None
-        if finishes and self._must_finish():
+        if self._must_finish():
             self.synchronize()  # the drafts that the step ends with are verified next
         if self._draft_prefill is not None:
             self._close_draft_gaps(self._draft_prefill)
-        return self._pipeline.advance(self._next_batch()) or finishes
+        launched = self._pipeline.advance(self._next_batch(now))
+        if not self._must_finish():  # else the draft model has yet to write into the pages
+            self.batcher.flush_stores()
+        return launched or finishes
 
     def _must_finish(self) -> bool:
         """True where a step is in flight whose drafts come at its end, otherwise than in a chain step."""
         in_flight = self._pipeline.in_flight
-        if in_flight is None:
+        if in_flight is None or not self._drafts_on_device:
             return False
         return self.batcher.chains is None or (isinstance(in_flight, LaunchedStep) and in_flight.draft is not None)
 
@@ -170,9 +175,9 @@ class UnifiedScheduler:
             self.synchronize()  # a victim's last token must be known; other requests may end by theirs
             batcher.preempt_for(req, num_tokens, prefix_limit)
 
-    def _next_batch(self) -> StepInput | None:
+    def _next_batch(self, now: float) -> StepInput | None:
         batcher = self.batcher
-        batcher.poll_loads()
+        batcher.poll_loads(now)
         if batcher.paused is not None:
             return None
         if batcher.priorities.enabled and (head := batcher.waiting.peek()) is not None:

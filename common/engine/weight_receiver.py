@@ -23,6 +23,7 @@ from ..weights.custom_loaders import WeightLoader, load_by
 from ..weights.digest import combined_digest, tensor_digest
 from ..weights.pickled import unpickled
 from ..weights.pushed import NamedTensor, dtype_of, from_safetensors, num_bytes, split_bucket
+from ..weights.shared_tensors import map_tensors
 from ..weights.slots import Slot, finish_loading
 from ..weights.staging import Staging
 from .background import BackgroundTasks
@@ -136,24 +137,32 @@ class WeightReceiver:
         def tensors() -> list[NamedTensor]:
             if form == "safetensors":
                 return from_safetensors(content)
+            if form == "handles":
+                return map_tensors(content, self._runner.device)
             return unpickled(content, self._world.rank, flattened=form == "pickled_bucket")
 
         if loader is None:
-            return self.stage(tensors, draft=draft)
+            return self.stage(tensors, draft=draft, borrowed=form == "handles")
         convert = self._loaders[loader]
         return self.stage(lambda: load_by(loader, convert, tensors()), draft=draft)
 
-    def stage(self, tensors: Callable[[], Iterable[NamedTensor]], *, draft: bool = True) -> Future[str]:
+    def stage(self, tensors: Callable[[], Iterable[NamedTensor]], *, draft: bool = True,
+              borrowed: bool = False) -> Future[str]:
         """Stages whole tensors, which the background gets from ``tensors``; without ``draft`` for the model alone. All
-        of them are dropped, on all ranks, where one does not fit."""
+        of them are dropped, on all ranks, where one does not fit. ``borrowed``: see Staging."""
         if not self.begun:
             self._staging = None
         before = self._staging
         self._runner.hold_experts(True)
 
         def task() -> str:
-            staging = Staging(self._runner.destinations(draft=draft))
-            if reasons := list(self._add_all(staging, tensors())):
+            staging, sent = Staging(self._runner.destinations(draft=draft), borrowed=borrowed), tensors()
+            try:
+                reasons = list(self._add_all(staging, sent))
+            finally:
+                if borrowed and self._runner.device.type == "cuda":
+                    torch.cuda.current_stream(self._runner.device).synchronize()  # before they are unmapped
+            if reasons:
                 more = f" And {len(reasons) - _MAX_REASONS} more." if len(reasons) > _MAX_REASONS else ""
                 raise InvalidRequest(" ".join(reasons[:_MAX_REASONS]) + more, param="names")
             self._staging = staging if before is None else before.merged(staging)
@@ -166,9 +175,10 @@ class WeightReceiver:
 
     def _add_all(self, staging: Staging, tensors: Iterable[NamedTensor]) -> Iterator[str]:
         """Stages tensors; yields why some do not fit."""
+        device, leads = self._runner.device, self._world.rank == 0  # a CPU takes minutes for large models' digests
         for name, tensor in tensors:
             try:
-                staging.add(name, tensor, tensor_digest(tensor) if self._world.rank == 0 else "")
+                staging.add(name, tensor, tensor_digest(tensor, device) if leads else "")
             except InvalidRequest as error:
                 yield error.message
         try:

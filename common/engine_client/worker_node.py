@@ -19,8 +19,8 @@ _GRACE_SECONDS = 5.0
 
 
 def run_node(config: ServerConfig, target: RankTarget) -> int:
-    """Run ranks until node 0 ends or sends ``stop``; returns the process's exit code, with a sentence on stderr where
-    it is not 0."""
+    """Run ranks until node 0 ends or sends ``stop``, or until a signal; returns the process's exit code, with a
+    sentence on stderr where it is not 0."""
     setup_logging(config.logs, f"node{config.nodes.node_rank}")
     try:
         asyncio.run(_Node(config, target).run())
@@ -37,15 +37,16 @@ class _Node:
 
     async def run(self) -> None:
         """Run until the node ends; raises ConfigError, with a sentence for the operator, unless a stop was
-        requested."""
+        requested, of node 0 or of this one."""
         self._ended: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._is_stopped = False
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._finish, "The node was asked to stop.")
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         joining = asyncio.create_task(join(self._config))
         await asyncio.wait((joining, self._ended), return_when=asyncio.FIRST_COMPLETED)
         if not joining.done():
             joining.cancel()
-            raise ConfigError("The node was stopped before node 0 was there.")
+            return
         connection, from_engine = joining.result()
         specs = rank_specs(self._config, "", from_engine, f"tcp://{self._config.nodes.dist_init_addr}")
         ranks = RankProcesses(self._target, specs, self._on_rank_exit)
@@ -60,8 +61,13 @@ class _Node:
             listening.cancel()
             await connection.close()
             await ranks.stop(_GRACE_SECONDS if self._ended.done() and self._ended.result() is None else 0.0)
-        if reason is not None:
+        if reason is not None and not self._is_stopped:
             raise ConfigError(reason)
+
+    def _on_signal(self) -> None:
+        if not self._ended.done():
+            self._is_stopped = True
+            self._finish("The node was asked to stop.")
 
     async def _listen(self, connection: NodeLink) -> None:
         message = await connection.receive()

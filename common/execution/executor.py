@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -169,11 +170,12 @@ class Executor:
         if self._runner.before_step is not None:
             self._runner.before_step(step.num_prefill)
         self._runner.step(ModelInput(step.columns, self._token_ids(step), np.empty(0, np.int64),
-                                     embeds=embeds_of(step)), after_group)
+                                     embeds=embeds_of(step), num_prefill=step.num_prefill), after_group)
 
     def draft_prompt(self, step: StepInput) -> Drafts | None:
         """Computes a chunk of a prompt by the draft model alone; see DraftPass.run_prompt."""
         assert self._draft_pass is not None
+        self._runner.wait_for_loads()
         return self._draft_pass.run_prompt(step, self._runner.device)
 
     def run_idle_batch(self) -> None:
@@ -181,12 +183,26 @@ class Executor:
         self._runner.run_idle_batch()
 
     def event(self) -> torch.cuda.Event | None:
-        """Records an event after all launched steps; returns None where launching computes."""
+        """Records an event after all launched steps, and after the loads of pages for which the next one waits; returns
+        None where launching computes."""
         if not self.asynchronous:
             return None
         event = torch.cuda.Event()
-        event.record()
+        if not (loads := self._runner.step_loads):
+            event.record()
+            return event
+        launched = torch.cuda.current_stream()
+        with torch.cuda.stream(self._beside):
+            self._beside.wait_stream(launched)
+            for load in loads:
+                load.wait_on_device()
+            event.record()
         return event
+
+    @functools.cached_property
+    def _beside(self) -> torch.cuda.Stream:
+        """A stream that computes nothing."""
+        return torch.cuda.Stream(self._runner.device)
 
     @property
     def _previous(self) -> torch.Tensor | None:
@@ -200,13 +216,13 @@ class Executor:
         features = self._draft_pass.features if self._draft_pass is not None and drafts else None
         if not step.extra_index:
             return ModelInput(step.columns, token_ids, rows, follows_argmax=follows_argmax,
-                              drafts=drafts, features=features)
+                              drafts=drafts, features=features, num_prefill=step.num_prefill)
         if prompt or hidden:
             sampled = step.columns.qo_indptr[1:] - np.int64(1) if rows is None else rows
             rows = np.concatenate([sampled, [row.row for row in prompt],
                                    *(np.arange(part.start, part.stop) for part in hidden)]).astype(np.int64)
         return ModelInput(step.columns, token_ids, rows, sum(part.stop - part.start for part in hidden),
-                          embeds_of(step), follows_argmax, drafts, features)
+                          embeds_of(step), follows_argmax, drafts, features, step.num_prefill)
 
     def _token_ids(self, step: StepInput) -> TokenIds | torch.Tensor:
         known, rows, sources, follows = step.tokens

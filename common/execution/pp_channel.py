@@ -17,6 +17,7 @@ import numpy as np
 import zmq
 
 from ..api.errors import ConfigError
+from ..distributed.agreement import Sample
 from ..distributed.parallel import Parallel
 from ..request.step_output import StepOutput
 
@@ -131,18 +132,18 @@ class PPChannel:
         self.replicate(_encode(result))
         return result
 
-    def min_by_key(self, topic: str, keys: Sequence[int], values: np.ndarray, unknown: Sequence[int]) -> np.ndarray:
+    def min_by_key(self, topic: str, keys: Sequence[int], sample: Sample, unknown: Sequence[int]) -> np.ndarray:
         """Implements RankAgreement, by the last report of each stage that rank 0 has."""
-        own = self._tp.min_reduce(values)
+        own = self._tp.min_by_key(topic, keys, sample, unknown)
         if not self.is_leader:
             if not self._pp.is_first and self._tp.rank == 0:
                 self._report_minimum(topic, dict(zip(keys, own.tolist())))
-            return np.array(_rows_decoder.decode(self.replicate(None)), np.int64).reshape(values.shape)
+            return np.array(_rows_decoder.decode(self.replicate(None)), np.int64).reshape(own.shape)
         self._drain()
         minimum = own.copy()
         for stage in range(1, self._pp.size):
             rows = self._stage_minima.get((topic, stage), {})
-            reported = np.array([rows.get(key, unknown) for key in keys], np.int64).reshape(values.shape)
+            reported = np.array([rows.get(key, unknown) for key in keys], np.int64).reshape(own.shape)
             minimum = np.minimum(minimum, reported)
         self.replicate(_encode(minimum.tolist()))
         return minimum

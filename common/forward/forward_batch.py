@@ -215,7 +215,7 @@ class ModelInput(NamedTuple):
     it is empty.
 
     ``logits_rows`` [R] int64 and ``embeds`` are those of ``ForwardBatch.from_columns``. The last ``num_hidden`` of the
-    logits rows get hidden states instead.
+    logits rows get hidden states instead. ``num_prefill`` requests compute prompts.
     """
 
     columns: BatchColumns
@@ -226,6 +226,7 @@ class ModelInput(NamedTuple):
     follows_argmax: bool = False
     drafts: bool = False
     features: Sequence[int] | None = None
+    num_prefill: int = 0
 
     @property
     def num_logits(self) -> int:

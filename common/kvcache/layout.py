@@ -39,6 +39,9 @@ class KVLayout(msgspec.Struct, frozen=True):
     A pool may have the layers of one cache group only (cache_group.py): ``layers`` are their numbers in the model, and
     ``first_layer``, ``of_layers`` count the model's layers of this group. Of a request it has the pages that a token
     reads which sees the last ``retained_tokens`` tokens, its own included; None: all pages.
+
+    ``channel_order`` is the digest of the order in which keys' channels are stored (channel_order.py), empty for the
+    model's own.
     """
 
     groups: Annotated[tuple[Count, ...], msgspec.Meta(min_length=1, max_length=4096)]
@@ -53,6 +56,7 @@ class KVLayout(msgspec.Struct, frozen=True):
     windows: tuple[int | None, ...] = ()
     layers: tuple[int, ...] = ()
     retained_tokens: Count | None = None
+    channel_order: str = ""
 
     def __post_init__(self) -> None:
         if any(len(entries) not in (0, self.num_layers) for entries in (self.scales, self.windows, self.layers)):

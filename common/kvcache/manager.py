@@ -14,12 +14,15 @@ import numpy as np
 from ..api.namespace import SHARED, Namespace
 from .allocator import PageAllocator
 from .cache_group import ABSENT, CacheGroup, GroupTable
-from .page_keys import PageKey
+from .page_keys import PageKey, namespace_key, page_keys
 from .partial_pages import PartialPage, PartialPages
 from .prefix_cache import Node, PrefixCache
+from .tier_writes import TierWrites
 
 if TYPE_CHECKING:
+    from .eviction.base import EvictionOrder
     from .tiers.base import KVTier
+    from .write_policies.base import WritePolicy
 
 
 class PageTable:
@@ -29,11 +32,11 @@ class PageTable:
     ``owned[i]`` is True where page i is allocated to the request and freed with it, False where the prefix cache owns
     it and ``node``'s lock protects it. A table without a ``node`` has nothing to do with the prefix cache.
     ``partial_page`` belongs to the cache too; it is the last page. ``draft_gap``: the first token whose keys and values
-    the draft model's pool lacks; None where it has all.
+    the draft model's pool lacks; None where it has all. ``priority``: how urgent the request is, larger first.
     """
 
     __slots__ = ("_ids", "_new", "_owned", "count", "draft_gap", "groups", "node", "num_cached_pages", "num_published",
-                 "partial_page")
+                 "partial_page", "priority")
 
     def __init__(self, cached: np.ndarray, node: Node | None, groups: Sequence[GroupTable] = ()):
         self.groups = groups
@@ -47,6 +50,7 @@ class PageTable:
         self.num_published = self.count  # leading pages that the prefix cache has, these or equal ones
         self.partial_page: PartialPage | None = None
         self.draft_gap: int | None = None
+        self.priority = 0
 
     def __repr__(self) -> str:
         owned = np.count_nonzero(self.owned)
@@ -112,18 +116,19 @@ class KVCacheManager:
     tensor-parallel group, fed the same calls, have equal page tables."""
 
     def __init__(self, num_pages: int, page_size: int, prefix_cache: bool = True, groups: Sequence[CacheGroup] = (),
-                 lookahead: int = 0):
+                 lookahead: int = 0, order: EvictionOrder | None = None):
         """``num_pages`` of the first cache group, whose layers read all tokens; ``groups`` are the further ones, with
-        pages of the same number of tokens. ``lookahead``: tokens after a page on which its content depends."""
+        pages of the same number of tokens. ``lookahead``: tokens after a page on which its content depends. ``order``:
+        the prefix cache's eviction policy."""
         self.page_size = page_size
         self.lookahead = lookahead
         self.allocator = PageAllocator(num_pages)
         self.groups = groups
-        self.prefix_cache = PrefixCache(page_size, groups, lookahead) if prefix_cache else None
+        self.prefix_cache = PrefixCache(page_size, groups, lookahead, order) if prefix_cache else None
         self.partial_pages = PartialPages(groups)
         self.tier: KVTier | None = None
         self.zero_pages: Callable[[int, np.ndarray], None] | None = None  # of a cache group, on the device
-        self._tier_waits = False
+        self._writes: TierWrites | None = None
         self._num_allocated = 0
         self._without_draft: np.ndarray | None = None  # [pages] bool of cached pages, once there is any
 
@@ -156,11 +161,37 @@ class KVCacheManager:
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    def attach_tier(self, tier: KVTier, *, shared: bool) -> None:
-        """Keep what is evicted from the prefix cache in ``tier``. ``shared``: not only this device's stream writes into
-        free pages (transfers do), so that a page is freed only after it was copied. The cache has no further groups."""
-        assert self.prefix_cache is not None and not self.groups
-        self.tier, self._tier_waits = tier, shared
+    def attach_tier(self, tier: KVTier, policy: WritePolicy, *, shared: bool, alone: bool = True) -> None:
+        """Keep pages of the prefix cache in ``tier``, as ``policy`` says. ``shared``: not only this device's stream
+        writes into free pages (transfers do), so that a page is freed only after it was copied; unless ``alone``, on
+        all ranks. Not with further groups."""
+        assert self.prefix_cache is not None and not (shared and self.groups)
+        self.tier = tier
+        self._writes = TierWrites(tier, policy, self.prefix_cache, self.allocator, shared=shared, alone=alone,
+                                  has_draft=self._has_draft)
+
+    @property
+    def writes_windows(self) -> bool:
+        """True where pages of further groups are copied to a tier."""
+        return self._writes is not None and bool(self.groups)
+
+    def leaves_window(self, table: PageTable, num_tokens: int) -> bool:
+        """True where a page that is not published is about to leave a further group, with ``num_tokens`` computed."""
+        return table.node is not None and any(
+            group.first_page(num_tokens + 2 * self.page_size) > table.num_published for group in self.groups)
+
+    def poll_tier(self, min_copied: Callable[[Callable[[], int]], int] = lambda own: own()) -> None:
+        """Advance copies to and from the tier, and free pages that have been copied; once a step. ``min_copied``
+        returns the minimum of a number over all ranks."""
+        if (writes := self._writes) is not None:
+            writes.poll()
+            if writes.num_leaving:
+                writes.free_copied(min_copied(lambda: writes.num_copied))
+
+    @property
+    def num_leaving(self) -> int:
+        """Pages that are free once a tier has copied them."""
+        return 0 if self._writes is None else self._writes.num_leaving
 
     def match_prefix(self, tokens: np.ndarray, limit: int, namespace: Namespace = SHARED) -> PageTable:
         """A page table with the cached prefix of ``tokens`` (int32) in a namespace, of at most ``limit`` tokens, which
@@ -203,6 +234,13 @@ class KVCacheManager:
             return len(pages)
         return int(lacking.argmax())
 
+    def _has_draft(self, pages: np.ndarray) -> np.ndarray:
+        """[n] bool: which of cached ``pages`` have the draft model's keys and values."""
+        if self._without_draft is None:
+            return np.ones(len(pages), bool)
+        present: np.ndarray = ~self._without_draft[pages]
+        return present
+
     @property
     def has_draft_gaps(self) -> bool:
         """True once cached pages have lacked the draft model's keys and values."""
@@ -212,7 +250,10 @@ class KVCacheManager:
         """Record that the draft model's pool has the keys and values of only the first ``num_tokens`` tokens of
         ``table``, whose pages may have been published."""
         table.draft_gap = num_tokens
-        self._note_draft_gap(table, num_tokens // self.page_size, table.num_published)
+        first = num_tokens // self.page_size
+        self._note_draft_gap(table, first, table.num_published)
+        if self._writes is not None and table.node is not None:
+            self._writes.draft_lost(table.node, first)
 
     def close_draft_gap(self, table: PageTable) -> None:
         """Record that the draft model's pool has the keys and values of all computed tokens of ``table``."""
@@ -228,40 +269,43 @@ class KVCacheManager:
             group.begin(own, group.first_page(num_tokens), table.ids)
         return table
 
-    def allocate_slots(self, table: PageTable, num_tokens: int) -> bool:
-        """Extend ``table`` to cover ``num_tokens`` tokens; False, and no change, where pages are short."""
+    def allocate_slots(self, table: PageTable, num_tokens: int, *, waits: bool = True) -> bool:
+        """Extend ``table`` to cover ``num_tokens`` tokens; False, and no change of it, where pages are short. With
+        ``waits`` those that a tier is copying are waited for; else they count once it has."""
         missing = self.pages_for(num_tokens) - table.count
         if missing <= 0:
             return True
-        if missing > self.num_available:
+        if missing > self.num_available + (self.num_leaving if waits else 0):
             return False
         if missing > self.num_free:
             assert self.prefix_cache is not None
-            # An eviction walks the whole tree: take a little more than asked, so that not every step has to walk.
-            self._evict(max(missing - self.num_free, self.num_pages // 128))
-            self.allocator.free(self.partial_pages.evict(max(0, missing - self.num_free)))
+            self._evict(missing - self.num_free - self.num_leaving)
+            self.allocator.free(self.partial_pages.evict(max(0, missing - self.num_free - self.num_leaving)))
+            if missing > self.num_free:
+                assert self._writes is not None
+                if not waits:
+                    return False
+                self._writes.reclaim(missing)
         table.extend(self.allocator.allocate(missing))
         self._num_allocated += missing
         return True
 
     def _evict(self, count: int) -> None:
-        """Free ``count`` pages of the prefix cache, or all that no request reads; a tier keeps their content."""
-        cache, tier = self.prefix_cache, self.tier
-        assert cache is not None
-        if tier is None:
-            self.allocator.free(cache.evict(count))
-            return
-        keys: list[PageKey] = []
-        pages = cache.evict(count, lambda node: keys.extend(cache.page_keys(node)))
-        stored = pages
-        if self._without_draft is not None:
-            whole = ~self._without_draft[pages]
-            keys, stored = [key for key, kept in zip(keys, whole.tolist()) if kept], pages[whole]
-        if keys:
-            task = tier.store(keys, stored)
-            if self._tier_waits:
-                task.wait()
-        self.allocator.free(pages)
+        """Free ``count`` pages of the prefix cache, or all that no request reads; a tier keeps their content. With
+        transfers, some may be free later."""
+        assert self.prefix_cache is not None
+        if self._writes is not None:
+            self._writes.evict(count)
+        else:
+            self.allocator.free(self.prefix_cache.evict(count))
+
+    def record_use(self, table: PageTable, priority: int) -> None:
+        """Count the request of ``table`` as a reader of its cached pages, and of those that it commits later."""
+        table.priority = priority
+        if self.prefix_cache is not None and table.node is not None:
+            self.prefix_cache.record_use(table.node, priority)
+            if self._writes is not None:
+                self._writes.reused(table.node)
 
     def tier_keys(self, table: PageTable, tokens: np.ndarray, limit: int) -> list[PageKey]:
         """The keys of the full pages of the first ``limit`` ``tokens`` (int32) that the prefix cache did not have when
@@ -272,6 +316,50 @@ class KVCacheManager:
         first, end = table.num_cached_pages, limit // self.page_size
         return self.prefix_cache.keys_below(table.node, tokens[first * self.page_size:
                                                                end * self.page_size + self.lookahead])
+
+    def keys_beyond_cache(self, tokens: np.ndarray, limit: int, namespace: Namespace = SHARED) -> list[PageKey]:
+        """The keys of the full pages of the first ``limit`` ``tokens`` (int32) that the prefix cache does not have now.
+        Empty without a tier."""
+        if self.tier is None or self.prefix_cache is None:
+            return []
+        covered = tokens[:limit // self.page_size * self.page_size + self.lookahead]
+        node, pages = self.prefix_cache.match(covered, namespace)
+        return self.prefix_cache.keys_below(node, covered[len(pages) * self.page_size:])
+
+    def computed_pages(self, table: PageTable, tokens: np.ndarray) -> tuple[list[PageKey], np.ndarray]:
+        """The keys and ids of the full pages of ``table`` that ``tokens`` (int32, all computed) fill, those that a tier
+        may keep; none where content is not known by tokens."""
+        if table.node is None:
+            return [], np.empty(0, np.int64)
+        keys = page_keys(namespace_key(table.node.namespace), tokens, self.page_size, self.lookahead)
+        count = len(keys)
+        if self.groups:  # whose pages the table lacks: only those that the tier has
+            assert self.tier is not None
+            count = self.tier.lookup(keys)
+        if table.draft_gap is not None:
+            count = min(count, table.draft_gap // self.page_size)
+        count = self._num_with_draft(table.ids[:count])
+        return keys[:count], table.ids[:count].copy()
+
+    def allocate_loaded(self, table: PageTable, num_pages: int) -> np.ndarray | None:
+        """Pages [cache groups, n] for ``num_pages`` that a tier fills, after those that ``table``, which has the first
+        group's, found in the prefix cache. In further groups only those that later tokens read, ABSENT for the others.
+        None, and no change, where a further group's are short."""
+        first, end = table.num_cached_pages, table.num_cached_pages + num_pages
+        firsts = [group.first_page(end * self.page_size) for group in self.groups]
+        if not all(self._free_in_group(index, end - max(begin, own.end))
+                   for index, (own, begin) in enumerate(zip(table.groups, firsts))):
+            return None
+        rows = [table.ids[first:end]]
+        for group, own, begin in zip(self.groups, table.groups, firsts):
+            group.drop_before(own, begin)
+            if not len(own.ids):
+                own.first = own.unread = begin
+            group.extend(own, end)
+            rows.append(np.full(num_pages, ABSENT, np.int64))
+            loaded = max(first, own.first)
+            rows[-1][loaded - first:] = own.span(loaded, end)
+        return np.stack(rows)
 
     def add_loaded(self, table: PageTable, tokens: np.ndarray, num_pages: int) -> None:
         """Publish ``num_pages`` pages of ``tokens`` (int32), after those that ``table`` found in the prefix cache: a
@@ -300,7 +388,7 @@ class KVCacheManager:
                 own.first = own.unread = first
         if not all(self._free_in_group(index, count - own.end) for index, own in enumerate(table.groups)):
             return False
-        if not self.allocate_slots(table, num_tokens + num_next):
+        if not self.allocate_slots(table, num_tokens + num_next, waits=False):
             return False
         for group, own in zip(self.groups, table.groups):
             group.extend(own, count)
@@ -339,7 +427,7 @@ class KVCacheManager:
         if count > group.num_available:
             return False
         assert self.prefix_cache is not None
-        # As in ``allocate_slots``: not every step has to walk the tree.
+        # It walks the whole tree: a little more than asked, so that not every step has to walk.
         self.prefix_cache.evict_from_group(index, max(count - group.num_free, group.num_pages // 128))
         while count > group.num_free:
             self.allocator.free(self.partial_pages.evict(1))
@@ -386,7 +474,7 @@ class KVCacheManager:
             return
         first = table.num_published  # table.node covers the pages before
         node, present = cache.insert(tokens[first * self.page_size : count * self.page_size + self.lookahead],
-                                     table.ids[first:count], table.node)
+                                     table.ids[first:count], table.node, table.priority)
         present += first
         cache.move_lock(table.node, node)
         table.node = node
@@ -398,6 +486,8 @@ class KVCacheManager:
             self._note_draft_gap(table, present, count)
         table.num_published = count
         self._publish_groups(table)
+        if self._writes is not None and count > present:
+            self._writes.committed(node, count - present)
 
     def _note_draft_gap(self, table: PageTable, first: int, end: int) -> None:
         """Record which of the pages ``first`` to ``end`` of ``table``, which enter the prefix cache, lack the draft
@@ -534,7 +624,9 @@ class KVCacheManager:
         """Asserts ``free + allocated + cached == total`` and the tree's own counts. Cheap enough for idle moments."""
         if self.prefix_cache is not None:
             self.prefix_cache.check_integrity()
-        assert self.num_free + self.num_allocated + self.num_cached == self.num_pages, repr(self)
+        if self.tier is not None:
+            self.tier.check_integrity()
+        assert self.num_free + self.num_leaving + self.num_allocated + self.num_cached == self.num_pages, repr(self)
         for index, group in enumerate(self.groups):
             cached = [self.partial_pages.cached_in_group(index)]
             if self.prefix_cache is not None:

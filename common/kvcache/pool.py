@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from .host_memory import shared_bytes
+from ..shared_memory.host import shared_bytes
 from .layout import KVLayout, shape_of_group
 
 
@@ -15,7 +15,8 @@ class KVPool:
 
     ``groups[g]`` is ``[num_pages, layers_in_group, planes, num_kv_heads, page_size, head_dim]``, contiguous and zeroed:
     attention kernels read whole pages and mask by weight, and 0 * NaN of uninitialised memory would be NaN.
-    ``shared``: processes of this host can map the memory (always true of a GPU; host_memory.py does it for a CPU).
+    ``shared``: processes of this host can map the memory (always true of a GPU; shared_memory/host.py does it for a
+    CPU).
     """
 
     def __init__(self, layout: KVLayout, num_pages: int, device: torch.device | str, *, shared: bool = False):

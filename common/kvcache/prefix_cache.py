@@ -15,7 +15,6 @@ make useful and that were not evicted since, which they are before the edge is.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
@@ -23,6 +22,8 @@ import numpy as np
 
 from ..api.namespace import SHARED, Namespace
 from .cache_group import ABSENT, CacheGroup
+from .eviction.base import EvictionOrder, EvictionQueue, Usage
+from .eviction.lru import LeastRecentlyUsed
 from .page_keys import PageKey, namespace_key, page_keys
 
 
@@ -30,13 +31,13 @@ class Node:
     """An edge of the tree and the point it leads to.
 
     ``tokens`` (int32) has ``page_size`` entries for each of ``pages`` (int64), and the lookahead. ``locks`` counts the
-    requests that read this node or one below it: a locked node is not evicted. A root has neither tokens, locks nor a
-    parent.
+    requests that read this node or one below it: a locked node is not evicted. ``usage`` is what eviction policies go
+    by. A root has neither tokens, locks nor a parent.
     ``group_pages`` has the page ids (int64) of each further group, ABSENT for those that it lacks. ``keys`` are those
     under which tiers keep copies of the pages; None until they are asked for.
     """
 
-    __slots__ = ("namespace", "tokens", "pages", "group_pages", "keys", "parent", "children", "locks", "last_used")
+    __slots__ = ("namespace", "tokens", "pages", "group_pages", "keys", "parent", "children", "locks", "usage")
 
     def __init__(self, namespace: Namespace, tokens: np.ndarray, pages: np.ndarray, parent: Node | None,
                  group_pages: Sequence[np.ndarray] = ()):
@@ -48,21 +49,19 @@ class Node:
         self.parent = parent
         self.children: dict[bytes, Node] = {}
         self.locks = 0
-        self.last_used = 0
+        self.usage = Usage()
 
     def __repr__(self) -> str:
         return f"Node({len(self.pages)} pages, {self.locks} locks, {len(self.children)} children)"
-
-    def __lt__(self, other: Node) -> bool:
-        return self.last_used < other.last_used
 
 
 class CacheListener(Protocol):
     """Listener that is called for every page that enters or leaves the tree."""
 
-    def stored(self, namespace: Namespace, parent: int | None, pages: np.ndarray, tokens: np.ndarray) -> None:
-        """``pages`` of ``tokens``, without a lookahead, follow page ``parent`` (None: they begin a prompt); both arrays
-        are the tree's own. Equal pages that differ in their lookahead are stored, and removed, one by one."""
+    def stored(self, node: Node, parent: int | None, pages: np.ndarray, tokens: np.ndarray) -> None:
+        """``pages`` of ``tokens``, without a lookahead, follow page ``parent`` (None: they begin a prompt) and are a
+        new ``node``; both arrays are the tree's own. Equal pages that differ in their lookahead are stored, and
+        removed, one by one."""
 
     def removed(self, namespace: Namespace, pages: np.ndarray) -> None: ...
 
@@ -86,9 +85,10 @@ class PrefixCache:
     ``listeners`` are called on changes, in order; they are added while the cache is empty.
     """
 
-    def __init__(self, page_size: int, groups: Sequence[CacheGroup] = (), lookahead: int = 0):
+    def __init__(self, page_size: int, groups: Sequence[CacheGroup] = (), lookahead: int = 0,
+                 order: EvictionOrder | None = None):
         """``groups`` are the further groups, whose pages enter by ``CacheGroup.give_to_cache``. ``lookahead``: tokens
-        after a page on which its content depends."""
+        after a page on which its content depends. ``order``: the eviction policy, by default LRU."""
         self.page_size = page_size
         self.lookahead = lookahead
         self._groups = groups
@@ -97,6 +97,9 @@ class PrefixCache:
         self.num_locked = 0
         self.version = 0  # grows with every change of what can be matched
         self._clock = 0
+        self._order: EvictionOrder = LeastRecentlyUsed() if order is None else order
+        self._evictable: EvictionQueue[Node] = EvictionQueue(self._order)
+        """The unlocked leaves."""
         self.listeners: list[CacheListener] = []
 
     def __repr__(self) -> str:
@@ -166,12 +169,13 @@ class PrefixCache:
             node = child
         return node, np.concatenate(pages) if pages else np.empty(0, np.int64)
 
-    def insert(self, tokens: np.ndarray, pages: np.ndarray, below: Node | None = None) -> tuple[Node, int]:
+    def insert(self, tokens: np.ndarray, pages: np.ndarray, below: Node | None = None,
+               priority: int = 0) -> tuple[Node, int]:
         """Make ``tokens`` (int32, whole pages and the lookahead) a path of the tree that begins below ``below``, which
         ``match`` returned (None: at the root of ``SHARED``).
 
         Takes ownership of ``pages[n:]`` and returns the path's last node with n, the number of leading pages that the
-        tree had already: the caller keeps those of ``pages``.
+        tree had already: the caller keeps those of ``pages``. ``priority`` is that of the request.
         """
         assert len(tokens) == len(pages) * self.page_size + self.lookahead
         if below is None or below.parent is None:  # that root may have left, and another come
@@ -183,16 +187,29 @@ class PrefixCache:
             rest = tokens[present * self.page_size :]
             absent = [np.full(len(pages) - present, ABSENT, np.int64) for _ in self._groups]
             leaf = Node(node.namespace, rest.copy(), pages[present:].copy(), node, absent)
+            leaf.usage.priority = priority
+            leaf.usage.begin = node.usage.begin + len(node.pages) * self.page_size
+            leaf.usage.history = leaf.usage.begin + len(leaf.pages) * self.page_size
+            self._evictable.discard(node)
             node.children[self._key(rest)] = leaf
             if node.parent is None:
                 self._roots[node.namespace] = node
             self.num_pages += len(leaf.pages)
             self.version += 1
             for listener in self.listeners:
-                listener.stored(leaf.namespace, _last_page(node), leaf.pages, self._own_tokens(leaf))
+                listener.stored(leaf, _last_page(node), leaf.pages, self._own_tokens(leaf))
             node = leaf
         self._touch(node)
         return node, present
+
+    def record_use(self, node: Node, priority: int) -> None:
+        """Count a request that reads the path to ``node``."""
+        step: Node | None = node
+        while step is not None and step.parent is not None:
+            step.usage.num_uses += 1
+            step.usage.priority = max(step.usage.priority, priority)
+            step = step.parent
+        self._queue(node)
 
     def lock(self, node: Node) -> None:
         self._add_locks(node, +1)
@@ -205,17 +222,15 @@ class PrefixCache:
         self._add_locks(node, +1, above)
 
     def evict(self, count: int, on_evicted: Callable[[Node], None] | None = None) -> np.ndarray:
-        """Remove least recently used unlocked leaves until ``count`` pages are removed or none is left.
+        """Remove unlocked leaves, in the order of the policy, until ``count`` pages are removed or none is left.
 
         Returns the removed page ids, which now belong to the caller. May remove more than ``count``: a leaf is removed
         as a whole. ``on_evicted`` is called with each leaf, in the order of their pages in the result.
         """
-        leaves = [node for node in self._nodes() if not node.children and not node.locks]
-        heapq.heapify(leaves)
         freed: list[np.ndarray] = []
         total = 0
-        while leaves and total < count:
-            leaf = heapq.heappop(leaves)
+        while self._evictable and total < count:
+            leaf = self._evictable.pop()
             parent = leaf.parent
             assert parent is not None
             del parent.children[self._key(leaf.tokens)]
@@ -227,21 +242,30 @@ class PrefixCache:
             for listener in self.listeners:
                 listener.removed(leaf.namespace, leaf.pages)
             total += len(leaf.pages)
-            if parent.children:
-                continue
-            if parent.parent is None:
+            if parent.parent is None and not parent.children:
                 del self._roots[parent.namespace]
-            elif not parent.locks:
-                heapq.heappush(leaves, parent)
+            self._queue(parent)
         self.num_pages -= total
         self.version += bool(total)
         return np.concatenate(freed) if freed else np.empty(0, np.int64)
 
+    def next_evicted(self, count: int) -> list[Node]:
+        """The leaves with ``count`` pages that ``evict`` would remove first, or all that it can remove now. They stay.
+        """
+        leaves: list[Node] = []
+        total = 0
+        while self._evictable and total < count:
+            leaves.append(leaf := self._evictable.pop())
+            total += len(leaf.pages)
+        for leaf in leaves:
+            self._queue(leaf)
+        return leaves
+
     def evict_from_group(self, index: int, count: int) -> None:
-        """Free ``count`` pages of a further group that no request reads, or all of these: of the least recently used
-        edges, and of each the first, without which the prefixes that end behind them can still be reused."""
+        """Free ``count`` pages of a further group that no request reads, or all of these: of the edges that the policy
+        evicts first, and of each the first, without which the prefixes that end behind them can still be reused."""
         group = self._groups[index]
-        for node in sorted(self._nodes(), key=lambda node: node.last_used):
+        for node in sorted(self._nodes(), key=lambda node: self._order.rank(node.usage)):
             if count <= 0:
                 break
             ids = node.group_pages[index]
@@ -285,6 +309,9 @@ class PrefixCache:
         assert len(np.unique(pages)) == len(pages) == self.num_pages, "the tree's page count is off"
         assert sum(len(n.pages) for n in nodes if n.locks) == self.num_locked, "the tree's lock count is off"
         assert all(root.children for root in self._roots.values()), "a namespace without pages was kept"
+        leaves = [node for node in nodes if not node.children and not node.locks]
+        assert len(leaves) == len(self._evictable) and all(leaf in self._evictable for leaf in leaves), (
+            "a leaf that can be evicted is not queued, or another one is")
 
     def cached_in_group(self, index: int) -> np.ndarray:
         """Ids of all pages of a further group that the tree has."""
@@ -319,13 +346,15 @@ class PrefixCache:
         assert node.parent is not None and 0 < pages < len(node.pages)
         upper = Node(node.namespace, node.tokens[:cut + self.lookahead], node.pages[:pages], node.parent,
                      [ids[:pages] for ids in node.group_pages])
-        upper.locks, upper.last_used = node.locks, node.last_used
+        upper.locks, upper.usage = node.locks, node.usage.copy()
+        node.usage.begin += cut
         if node.keys is not None:
             upper.keys, node.keys = node.keys[:pages], node.keys[pages:]
         node.parent.children[self._key(node.tokens)] = upper
         node.tokens, node.pages, node.parent = node.tokens[cut:], node.pages[pages:], upper
         node.group_pages = [ids[pages:] for ids in node.group_pages]
         upper.children[self._key(node.tokens)] = node
+        self._queue(node)
         return upper
 
     def _add_locks(self, node: Node, delta: int, until: Node | None = None) -> None:
@@ -336,13 +365,27 @@ class PrefixCache:
             if bool(before) != bool(step.locks):
                 self.num_locked += delta * len(step.pages)
             step = step.parent
+        if node.locks:
+            self._evictable.discard(node)
+        else:
+            self._queue(node)
+
+    def _queue(self, node: Node) -> None:
+        """Let a node be evicted from now on, by its usage of now, where it is an unlocked leaf."""
+        if not node.children and not node.locks and node.parent is not None:
+            self._evictable.put(node, node.usage)
 
     def _touch(self, node: Node) -> None:
+        """Record a use of the path to ``node``, which may have grown."""
         self._clock += 1
+        history = node.usage.history
         step: Node | None = node
         while step is not None:
-            step.last_used = self._clock
+            usage = step.usage
+            usage.last_used = self._clock
+            usage.history = history = max(history, usage.history)
             step = step.parent
+        self._queue(node)
 
 
 def _root(namespace: Namespace) -> Node:

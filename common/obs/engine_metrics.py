@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..api.errors import ERROR_CODES
 from ..config.roles import Role
@@ -24,13 +24,18 @@ BREAKAGES = ("silent", "connection_lost", "ended", "write_failed", "damaged", "m
 class EngineMetric(NamedTuple):
     """``exported_by``: true for the roles whose servers have it. ``label``: its values are appended to the name in the
     engine's report (``kv_transfers_broken_silent``); ``values`` are those that are exported as 0 before they occur.
-    ``speculative``: only servers that draft have it."""
+    ``speculative``: only servers that draft have it; ``tiered``: those with --enable-hierarchical-cache."""
 
     help: str
     exported_by: Callable[[Role], bool] = lambda role: True
     label: str | None = None
     values: tuple[str, ...] = ()
     speculative: bool = False
+    tiered: bool = False
+
+
+def _of_tiers(help: str, **facts: Any) -> EngineMetric:
+    return EngineMetric(help, tiered=True, **facts)
 
 
 COUNTERS: dict[str, EngineMetric] = {
@@ -64,6 +69,29 @@ COUNTERS: dict[str, EngineMetric] = {
                                             "position", ("1",), speculative=True),
     "kv_transfers_broken": EngineMetric("Of the failed KV transfers those that broke, by cause; peer: the other "
                                         "server counts the cause itself", TRANSFERS, "cause", BREAKAGES),
+    "tier_pages_stored": _of_tiers("KV pages copied to host memory"),
+    "tier_pages_loaded": _of_tiers("KV pages copied from host memory to the device, for prompts that found them"),
+    "tier_pages_loaded_from_storage": _of_tiers("Of the loaded pages those that had come from the storage"),
+    "tier_pages_computed": _of_tiers("KV pages that host memory had, and that were cheaper to compute"),
+    "tier_pages_evicted": _of_tiers("KV pages that left host memory to make room"),
+    "tier_bytes_stored": _of_tiers("Bytes of KV pages copied to host memory by the first rank"),
+    "tier_bytes_loaded": _of_tiers("Bytes of KV pages copied from host memory by the first rank"),
+    "prefetches": _of_tiers("Requests whose pages the storage was asked for"),
+    "prefetched_pages": _of_tiers("KV pages read from the storage into host memory"),
+    "prefetches_refused": _of_tiers("Prefetches that were not begun because computing was cheaper"),
+    "prefetch_wait_seconds": _of_tiers("Seconds that requests waited for their prefetches"),
+    "storage_pages_read": _of_tiers("KV pages that the first rank read from the storage"),
+    "storage_pages_written": _of_tiers("KV pages that the first rank wrote to the storage"),
+    "storage_bytes_read": _of_tiers("Bytes that the first rank read from the storage"),
+    "storage_bytes_written": _of_tiers("Bytes that the first rank wrote to the storage"),
+    "storage_read_seconds": _of_tiers("Seconds in reads of the storage, summed over threads"),
+    "storage_write_seconds": _of_tiers("Seconds in writes to the storage, summed over threads"),
+    "storage_pages_dropped": _of_tiers("KV pages that were not written: the queue was full, or they had left host "
+                                       "memory before"),
+    "storage_objects_evicted": _of_tiers("Objects that this server removed from the storage to make room"),
+    "storage_times_aside": _of_tiers("Times that the storage was put aside because it failed or hung"),
+    "storage_errors": _of_tiers("Objects of the storage that were damaged or another model's, and failed calls",
+                                label="kind", values=("corrupt", "foreign", "read", "write", "query")),
 }
 GAUGES: dict[str, EngineMetric] = {
     "spec_accept_length": EngineMetric("Tokens that a step with drafts yields a request, over the last steps", DECODES,
@@ -76,6 +104,9 @@ GAUGES: dict[str, EngineMetric] = {
     "expert_utilization": EngineMetric(
         "Tokens that ranks have for their experts over those of the busiest rank, 1 is even: the mean of the layers, "
         "over the last 100 steps, with --enable-expert-distribution-metrics"),
+    "hicache_host_used_tokens": EngineMetric("Tokens whose KV pages are in host memory, with "
+                                             "--enable-hierarchical-cache"),
+    "hicache_host_total_tokens": EngineMetric("Tokens whose KV pages fit into host memory"),
     "token_usage": EngineMetric("Share of the KV pool that is in use by running requests, 0 to 1"),
     "swa_token_usage": EngineMetric("As token_usage, of the KV pool of layers with a sliding window"),
     "swa_kv_pages_free": EngineMetric("Free KV pages of layers with a sliding window"),
@@ -87,6 +118,8 @@ GAUGES: dict[str, EngineMetric] = {
     "kv_writes_queued": EngineMetric("Writes of KV pages that wait for their forward pass or a lease", SENDS),
     "kv_writes_in_flight": EngineMetric("Writes of KV pages in flight", SENDS),
     "kv_prompts_retained": EngineMetric("Prompts retained for another attempt", SENDS),
+    "storage_pages_queued": _of_tiers("KV pages that wait to be written to the storage"),
+    "storage_healthy": _of_tiers("1 while pages are read from the storage, 0 while it is put aside"),
 }
 COUNTED_BY_API_SERVER = frozenset(("prompt_tokens", "generation_tokens", "cached_tokens"))
 """Counters that the API server counts when a request ends; the engine's own counts would double them."""

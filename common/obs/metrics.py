@@ -44,12 +44,14 @@ _STATE_GAUGES = {
 class EngineCollector(Collector):
     """Exports the latest ``State`` of the engine; before the first one, its counters at 0."""
 
-    def __init__(self, labels: dict[str, str], role: Role, *, speculates: bool, by_rank: bool = False):
+    def __init__(self, labels: dict[str, str], role: Role, *, speculates: bool, tiered: bool = False,
+                 by_rank: bool = False):
         """``by_rank``: each data-parallel rank by itself, with its label, instead of their sum."""
         self._labels = labels
         self._by_rank = by_rank
         self._names = [name for name, metric in COUNTERS.items()
-                       if metric.exported_by(role) and (speculates or not metric.speculative)]
+                       if metric.exported_by(role) and (speculates or not metric.speculative)
+                       and (tiered or not metric.tiered)]
         self.states: Sequence[State] = ()
         self.throughput = Throughput()
 
@@ -115,15 +117,16 @@ class ServerMetrics:
     """Counters and histograms of one server; each server has its own registry, so that several fit one process."""
 
     def __init__(self, model_name: str, mode: str, *, sglang_names: bool = True, speculates: bool = False,
-                 simulated: bool = False, buckets: Buckets | None = None, by_rank: bool = False,
+                 simulated: bool = False, tiered: bool = False, buckets: Buckets | None = None, by_rank: bool = False,
                  custom_labels: tuple[str, ...] = ()):
         """``sglang_names``: export metrics that SGLang has, too, a second time under its names. ``speculates``: the
-        server drafts; ``simulated``: its acceptance is drawn, which all metrics say by a label. ``by_rank``: export the
-        engine's metrics of each data-parallel rank. ``custom_labels``: names of further labels of requests' metrics."""
+        server drafts; ``simulated``: its acceptance is drawn, which all metrics say by a label. ``tiered``: it has KV
+        tiers. ``by_rank``: export the engine's metrics of each data-parallel rank. ``custom_labels``: names of further
+        labels of requests' metrics."""
         buckets = buckets or Buckets()
         labels = {"model_name": model_name, "mode": mode, **({"simulated": "true"} if simulated else {})}
         self.registry = CollectorRegistry()
-        self.engine = EngineCollector(labels, ROLES.get(mode), speculates=speculates, by_rank=by_rank)
+        self.engine = EngineCollector(labels, ROLES.get(mode), speculates=speculates, tiered=tiered, by_rank=by_rank)
         self.registry.register(self.engine)
         names = [*labels, *custom_labels]
 

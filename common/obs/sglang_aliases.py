@@ -22,6 +22,8 @@ SGLANG_NAMES: Mapping[str, str] = {
     "baton:generation_tokens_histogram": "sglang:generation_tokens_histogram",
     "baton:num_requests_running": "sglang:num_running_reqs",
     "baton:num_requests_waiting": "sglang:num_queue_reqs",
+    "baton:hicache_host_used_tokens": "sglang:hicache_host_used_tokens",
+    "baton:hicache_host_total_tokens": "sglang:hicache_host_total_tokens",
     "baton:num_used_tokens": "sglang:num_used_tokens",
     "baton:max_total_num_tokens": "sglang:max_total_num_tokens",
     "baton:token_usage": "sglang:token_usage",

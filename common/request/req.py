@@ -15,6 +15,7 @@ from ..api.messages import (
     Finish,
     Generate,
     LatencySpan,
+    LoadedTokens,
     Logprobs,
     OutputExtras,
     Pooling,
@@ -75,6 +76,7 @@ class Req:
     # filled by the scheduler
     page_table: PageTable | None = None
     num_cached_tokens: int = 0
+    loaded: LoadedTokens | None = None  # of the cached tokens
     num_computed_tokens: int = 0
     num_pending: int = 0
     num_retractions: int = 0
@@ -255,6 +257,7 @@ class Req:
         first, self.reported = not self.reported, True
         spans, self.spans = self.spans or [], None if self.spans is None else []
         return OutputExtras(
-            usage=PromptUsage(self.num_prompt_tokens, self.num_cached_tokens) if first else None, finish=self.finish,
+            usage=PromptUsage(self.num_prompt_tokens, self.num_cached_tokens, self.loaded) if first else None,
+            finish=self.finish,
             logprobs=logprobs, prompt_logprobs=self.prompt_logprobs if first else None, embedding=self.embedding,
             hidden_states=None if self.hidden is None else self.hidden.take(), spans=spans)

@@ -15,6 +15,7 @@ from ..config.model import ModelSpec
 from ..config.server import CacheArgs, ModelArgs, ServerConfig
 from ..distributed.parallel import Parallel
 from ..kvcache.cache_group import SlidingWindow
+from ..kvcache.channel_order import ChannelOrder
 from ..kvcache.layout import DTYPE_BYTES, KVLayout, split_layers
 from ..scheduler.prefill_budget import LOGPROB_CHUNK_TOKENS
 from ..weights.kv_scales import KV_DTYPES, Scales, read_kv_scales
@@ -70,6 +71,9 @@ def cache_layouts(config: ServerConfig, spec: ModelSpec, parallel: Parallel, dty
     cache, tp_size = config.cache, parallel.attn_tp.size
     own = parallel.pp.layers(spec.num_layers)
     whole = kv_layout(cache, spec, tp_size, dtype, scales, own)
+    order = ChannelOrder.read(config.sparsity, spec)
+    if order is not None:
+        whole = msgspec.structs.replace(whole, channel_order=order.digest)
     windows = spec.windows_of(range(spec.num_layers))
     kinds = sorted(set(windows), key=lambda window: window or 0)
     stages = [] if len(kinds) == 1 else parallel.pp.layers_of_stages(spec.num_layers)

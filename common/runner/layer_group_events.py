@@ -1,4 +1,5 @@
-"""Events at the ends of layer groups in a forward pass: after one, a group's pages may be transferred."""
+"""Events at the ends of layer groups in a forward pass: after one, a group's pages may be transferred. And waits at
+their beginnings, for pages that are being loaded."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch
 
 from ..forward.forward_batch import AfterGroup
 from ..kvcache.layout import KVLayout
+from ..kvcache.tiers.base import PageLoad
 
 
 class LayerGroupEvents:
@@ -19,12 +21,23 @@ class LayerGroupEvents:
         first = min(layout.number_of(0) for layout in layouts)
         last_layers = [layout.number_of(end - 1) - first for layout in layouts for end in accumulate(layout.groups)]
         self._group_of_last_layer = {layer: group for group, layer in enumerate(last_layers)}
+        self._groups_from: dict[int, list[int]] = {}
+        first_layers = [layout.number_of(end - size) - first for layout in layouts
+                        for end, size in zip(accumulate(layout.groups), layout.groups)]
+        for group, layer in enumerate(first_layers):
+            self._groups_from.setdefault(layer, []).append(group)
+        self._last_layer = max(last_layers)
         self._device = device
 
-    def after_layer(self, after_group: AfterGroup | None) -> Callable[[int], None]:
+    def after_layer(self, after_group: AfterGroup | None, loads: Sequence[PageLoad] = ()) -> Callable[[int], None]:
         """Returns the callback for a model to call after each layer; it calls ``after_group`` after a group's last one.
-        """
+        Before a group's first layer the current stream waits for its pages of ``loads``, after the model's last one for
+        all that is left of them, which is a draft model's. The waits for the first layer are made at once."""
+        self._wait(loads, 0)
+
         def after_layer(layer: int) -> None:
+            if loads:
+                self._wait(loads, layer + 1)
             group = self._group_of_last_layer.get(layer)
             if group is None or after_group is None:
                 return
@@ -35,3 +48,10 @@ class LayerGroupEvents:
             after_group(group, event)
 
         return after_layer
+
+    def _wait(self, loads: Sequence[PageLoad], layer: int) -> None:
+        for load in loads:
+            for group in self._groups_from.get(layer, ()):
+                load.wait_on_device(group)
+            if layer > self._last_layer:
+                load.wait_on_device()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +34,8 @@ from ..forward.step_context import StepContext
 from ..kvcache.cache_group import CacheGroup, SlidingWindow
 from ..kvcache.layout import KVLayout
 from ..kvcache.pool import KVPool
+from ..kvcache.tiers.base import PageLoad, StepLoads
+from ..models.decoder.module_calls import ModuleCall
 from ..quantization.float8 import check_float8
 from ..request.req import Req
 from ..speculative.base import DraftContext, Drafter, DraftModel
@@ -41,6 +44,7 @@ from ..weights.loader import Progress, silent
 from ..weights.staging import Destination
 from .attention_choice import AttentionChoice
 from .chain_steps import ChainSteps, chain_drafter
+from .cuda_graphs.capture_profile import capture_profile
 from .cuda_graphs.chain_graphs import ChainModel, ChainPool, Verified
 from .cuda_graphs.collection_paused import collection_paused
 from .cuda_graphs.decode_graphs import DecodeGraphs, GraphPages, sizes_to_capture
@@ -53,7 +57,9 @@ from .expert_location import place_experts
 from .kv_sizing import cache_layouts, count_pages, kv_scales, page_counts, resolve_dtype
 from .layer_group_events import LayerGroupEvents
 from .model_weights import ModelWeights
+from .nvtx_ranges import mark_ranges
 from .preflight import check_pool, draft_token_bytes, pool_layers, token_bytes
+from .tensor_dump import TensorDump
 from .two_batch_overlap import TwoBatchOverlap
 
 _WARM_UP_PREFILL_ROWS = 64
@@ -97,6 +103,8 @@ class ModelRunner:
         self.num_pages = self.pool.num_pages - 1
         self.before_step: Callable[[int], None] | None = None
         """Called before each step of the engine with its number of requests in prefill."""
+        self.page_loads: StepLoads | None = None
+        """The tier whose loads steps wait for, layer group by layer group where no CUDA graph has the whole step."""
         self._captures_decode = False
         self._decode_graphs: DecodeGraphs | None = None
         self._weights = weights
@@ -132,6 +140,7 @@ class ModelRunner:
         }
         self._no_ids = torch.empty(0, dtype=torch.int64, device=device)
         self._two_batch_overlap: TwoBatchOverlap | None = None
+        self._tensor_dump: TensorDump | None = None
         self.prefill_graphs = PrefillGraphSelection(model, self._parallel)
         self.chain_steps = self._make_chain_steps()
         self._layer_group_events = LayerGroupEvents([pool.layout for pool in pools], device)
@@ -180,15 +189,26 @@ class ModelRunner:
             runner._warm_up(progress)
             decodes = config.role.decodes and not config.model.is_embedding
             captures_prefill = config.captured_prompts(spec.context_length) > 0
-            captures = weights.model.supports_cuda_graphs and not config.kernels.disable_cuda_graph
+            captures = weights.model.supports_cuda_graphs and config.captures_graphs
             if (decodes or captures_prefill) and captures and may_capture(parallel):
                 runner._captures_decode = decodes
                 runner.prefill_graphs.select(config, spec)
                 if runner.chain_steps is not None:
                     runner.chain_steps.select(config)
-            runner._capture(progress)
+            profiles = config.debug.enable_profile_cuda_graph
+            with capture_profile(parallel.world.rank, device) if profiles else nullcontext():
+                runner._capture(progress)
+        runner._observe_modules()
         progress("ready", 1.0)
         return runner
+
+    def _observe_modules(self) -> None:
+        """Dumps tensors and marks ranges from now on, where that is asked for. Raises ConfigError."""
+        args = self._config.debug
+        if args.debug_tensor_dump_output_folder is not None:
+            self._tensor_dump = TensorDump(args, self._model, self.spec.num_layers, self._parallel)
+        if args.enable_layerwise_nvtx_marker:
+            mark_ranges([ModuleCall(("step",), self, "step"), *self._model.module_calls()])
 
     def _warm_up(self, progress: Progress) -> None:
         """Compiles the kernels now: FlashInfer takes about 100 s, which the first request would wait for."""
@@ -372,8 +392,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def plan(self, batch: ForwardBatch, info: DPStepInfo | None = None, after_group: AfterGroup | None = None,
-             workspace: AttentionWorkspace | None = None) -> StepContext:
-        """Plans a step, for ``run``; see ``forward`` for the arguments.
+             workspace: AttentionWorkspace | None = None, loads: Sequence[PageLoad] = ()) -> StepContext:
+        """Plans a step, for ``run``; see ``forward`` for the arguments. Its layers wait for ``loads``.
 
         A step that is planned before the runner's others have run has a ``workspace`` of its own, which the caller
         keeps: it is not split, and replays no piecewise graphs.
@@ -382,12 +402,14 @@ class ModelRunner:
             assert self._parallel.dp_size == 1, "sync_dp returns the step of several attention groups"
             info = DPStepInfo([batch.num_tokens], [batch.num_tokens], all_decode=batch.is_decode)
         rows, logits = self._rows_of(info)
-        after_layer = self._layer_group_events.after_layer(after_group)
+        after_layer = self._layer_group_events.after_layer(after_group, loads)
         if workspace is not None:
             return StepContext(batch, self._attention.plan(batch, workspace), rows, logits, after_layer)
         split = self._split_counts(info)
         if split is not None:
             assert self._two_batch_overlap is not None
+            for load in loads:  # the first micro-batch is ahead of the calls of ``after_layer``
+                load.wait_on_device()
             microbatches = self._two_batch_overlap.plan(batch, split)
             return StepContext(batch, microbatches[-1].step.attention, rows, logits, after_layer, microbatches)
         piecewise = self.prefill_graphs.step_for(batch, info)
@@ -416,10 +438,9 @@ class ModelRunner:
         first, *further = [np.array([page]) for page in self.scratch_pages]
         rows = [Row([0], 0, first, further=further)] * (1 if self._split_counts(info) is None else 2)
         batch = build_forward_batch(rows, self.layout.page_size, self.device, [])
-        if can_decode:
-            self.forward(batch, info=info)
-        else:
-            self.hidden_states(batch, info=info)
+        self._rebalance_experts()
+        compute = self._model.forward if can_decode else self._model.hidden_states
+        compute(self.plan(batch, info))
 
     @torch.inference_mode()
     def step(self, step: ModelInput, after_group: AfterGroup | None = None) -> StepLogits:
@@ -438,7 +459,15 @@ class ModelRunner:
             columns = columns._replace(verifies=False)
         batch = ForwardBatch.from_columns(columns, step.token_ids, self.device, step.logits_rows, step.embeds)
         self._rebalance_experts()
-        context = self.plan(batch, info, after_group)
+        context = self.plan(batch, info, after_group, loads=self._take_loads())
+        with self._dumped(batch, prefill=step.num_prefill > 0):
+            return self._compute(step, batch, context)
+
+    def _dumped(self, batch: ForwardBatch, *, prefill: bool) -> AbstractContextManager[None]:
+        """Returns the context of a step's computation, which may be dumped."""
+        return nullcontext() if self._tensor_dump is None else self._tensor_dump.recorded(batch, prefill=prefill)
+
+    def _compute(self, step: ModelInput, batch: ForwardBatch, context: StepContext) -> StepLogits:
         if not step.num_hidden and step.features is None:
             return StepLogits(self._model.forward(context), batch=batch)
         features = None
@@ -450,9 +479,23 @@ class ModelRunner:
         hidden = states[step.num_logits:] if step.num_hidden else None
         return StepLogits(logits, None, hidden, features, batch)
 
+    @property
+    def step_loads(self) -> Sequence[PageLoad]:
+        """Loads of pages for which the next step waits."""
+        return () if self.page_loads is None else self.page_loads.step_loads
+
+    def wait_for_loads(self) -> None:
+        """Lets the current stream wait for ``step_loads``."""
+        for load in self._take_loads():
+            load.wait_on_device()
+
+    def _take_loads(self) -> Sequence[PageLoad]:
+        return () if self.page_loads is None else self.page_loads.take_step_loads()
+
     def verify_chains(self, chains: ChainRows) -> Verified:
         """Computes the model of a step of ``chain_levels``; see ChainSteps."""
         assert self.chain_steps is not None
+        self.wait_for_loads()
         self._rebalance_experts()
         return self.chain_steps.verify(chains)
 
@@ -484,6 +527,7 @@ class ModelRunner:
         size = self._graph_size(step.columns.num_reqs, info)
         if self._decode_graphs is None or size is None:
             return None
+        self.wait_for_loads()
         self._rebalance_experts()
         return StepLogits(*self._decode_graphs.decode(step, size))
 
@@ -493,14 +537,16 @@ class ModelRunner:
         """Returns float32 logits ``[R, vocab]`` of ``batch.logits_rows``, as ``step`` without decode graphs. ``info``
         is what ``sync_dp`` returned for the batch; with one attention group it may be left out."""
         self._rebalance_experts()
-        return self._model.forward(self.plan(batch, info, after_group)).float()
+        return self._model.forward(self.plan(batch, info, after_group, loads=self._take_loads())).float()
 
     @torch.inference_mode()
     def hidden_states(self, batch: ForwardBatch, info: DPStepInfo | None = None) -> torch.Tensor:
         """Returns hidden states ``[R, hidden]`` of ``batch.logits_rows`` after the final norm. ``info`` as in
         ``forward``."""
         self._rebalance_experts()
-        return self._model.hidden_states(self.plan(batch, info))
+        context = self.plan(batch, info, loads=self._take_loads())
+        with self._dumped(batch, prefill=True):
+            return self._model.hidden_states(context)
 
     @property
     def expert_gauges(self) -> Mapping[str, float]:

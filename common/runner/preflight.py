@@ -7,12 +7,14 @@ import os
 from ..api.errors import ConfigError
 from ..config.addresses import check_free
 from ..config.checkpoint import check_removable
+from ..config.draft_kind import check_draft
 from ..config.draft_model import draft_args, naming_draft
 from ..config.model import ModelSpec
 from ..config.packages import is_installed
 from ..config.server import CacheArgs, ServerConfig
 from ..config.server.disaggregation import TRANSFER_BACKENDS
 from ..config.server.kernels import ATTENTION_CHOICES, SAMPLING_CHOICES
+from ..kvcache.eviction.base import make_order
 from ..kvcache.layout import DTYPE_BYTES
 from ..models.registry import load_model_spec
 from ..process import available_host_bytes
@@ -34,13 +36,13 @@ def preflight(config: ServerConfig, spec: ModelSpec) -> None:
     _check_backends(config)
     if config.model.chat_template is not None:
         check_template(config.model.chat_template)
+    make_order(config.cache.radix_eviction_policy, config.cache.radix_eviction_policy_config)
     if config.events.kv_events_port:
         for port in (config.events.kv_events_port, config.events.kv_events_port + 1):  # events, and replays
             check_free(config.http.host, port, "--kv-events-port")
-    if config.nodes.nnodes > 1:  # on node 0; the others do not listen
-        host, port = config.nodes.link_address
-        for number in (port - 1, port):
-            check_free(host, number, "--dist-init-addr", "--dist-init-addr")
+    check_draft(config, spec)
+    for host, port in config.nodes.listen_addresses:  # on node 0; the others do not listen
+        check_free(host, port, "--dist-init-addr", "--dist-init-addr")
     if not _may_have_gpu(config):
         _check_host_pool(config, spec)
 
@@ -66,11 +68,13 @@ def _check_backends(config: ServerConfig) -> None:
         chosen.append(("--disaggregation-transfer-backend", Choices.of(TRANSFER_BACKENDS),
                        config.disaggregation.disaggregation_transfer_backend))
     may_have_gpu = _may_have_gpu(config) or os.environ.get("TRITON_INTERPRET") == "1"
+    why = "--device is cpu" if config.model.device == "cpu" else "this host shows none (no driver's /dev/nvidiactl)"
+    for flag, given in [("--enable-layerwise-nvtx-marker", config.debug.enable_layerwise_nvtx_marker),
+                        ("--enable-profile-cuda-graph", config.debug.enable_profile_cuda_graph)]:
+        if given and not _may_have_gpu(config):
+            raise ConfigError(f"{flag} needs a GPU, and {why}: leave it out.")
     for flag, choices, name in chosen:
         if not may_have_gpu and choices.has(name, "gpu"):
-            why = "--device is cpu"
-            if config.model.device != "cpu":
-                why = "this host shows none (no driver's /dev/nvidiactl)"
             raise ConfigError(f"{flag} {name} needs a GPU, and {why}: give the flag the value torch, or leave it out.")
         for module, package in choices.needs_of(name).items():
             if not is_installed(module):

@@ -31,6 +31,7 @@ from .request_queues import RequestQueues
 from .waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
+    from .preemption.copy_rates import AgreedRates
     from .preemption.swap_space import SwapSpace
     from .tier_loads import Then, TierLoads
 
@@ -41,16 +42,18 @@ class Batcher:
     def __init__(self, cache: KVCacheManager, args: ScheduleArgs, *, decodes: bool = True, seed: int = 0,
                  swap: SwapSpace | None = None, loads: TierLoads | None = None, pp_size: int = 1,
                  max_micro_batch: int | None = None, drafting: Drafting | None = None,
-                 chains: ChainPlanner | None = None):
+                 chains: ChainPlanner | None = None, rates: AgreedRates | None = None):
         """``decodes``: output follows the prompts on this server, so that pages are reserved for it. ``seed``: of the
         random policy, equal on all ranks. ``swap``: the host memory for retracted requests' pages. ``loads``: of the
         cache's tier. With a ``pp_size`` above 1, a decode step takes a share of the running requests, so that the
         other pipeline stages have the others, and no step takes more than ``max_micro_batch`` requests. ``drafting``:
-        with speculative decoding, not with a pipeline; ``chains``: where chain steps are captured."""
+        with speculative decoding, not with a pipeline; ``chains``: where chain steps are captured. ``rates``: with
+        ``swap`` or ``loads``, which weigh copies by them."""
         self.cache = cache
         self.args = args
         self.swap = swap
         self.loads = loads
+        self.rates = rates
         self.drafting = drafting
         self.chains = chains
         self.priorities = Priorities.of(args)
@@ -61,8 +64,8 @@ class Batcher:
         self.waiting, self.prefilling = self.queues.waiting, self.queues.prefilling
         self.running, self.transferring = self.queues.running, self.queues.transferring
         self.page_budget = PageBudget(cache, NewTokenRatio(args.schedule_conservativeness if decodes else 0.0),
-                                      self.queues)
-        self.retraction = Retraction(self.queues, self.page_budget, self.priorities, swap, self.remove)
+                                      self.queues, self.priorities)
+        self.retraction = Retraction(self.queues, self.page_budget, self.priorities, swap, self.remove, loads)
         self.paused: PauseMode | None = None
         """The owner launches no step while this is set."""
         self._input_batch: InputBatch | None = None  # the last decode batch; None after requests decoded otherwise
@@ -77,12 +80,21 @@ class Batcher:
 
     @property
     def idle(self) -> bool:
-        return not (self.waiting or self.prefilling or self.running or self.loads)
+        return not (self.waiting or self.prefilling or self.running or self.loads or self.queues.prefetching)
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait for pages, or for the content of theirs."""
-        return len(self.waiting) + len(self.queues.loading)
+        return len(self.queues.prefetching) + len(self.waiting) + len(self.queues.loading)
+
+    @property
+    def tier_counters(self) -> dict[str, float]:
+        """What the KV tiers did, for the engine's report."""
+        return {} if self.loads is None else self.loads.counters
+
+    @property
+    def tier_gauges(self) -> dict[str, float]:
+        return {} if self.loads is None else self.loads.gauges
 
     @property
     def has_slot(self) -> bool:
@@ -94,6 +106,19 @@ class Batcher:
         self.paused = mode
         if mode == "retract":
             self.retraction.retract_all()
+
+    def prefetch(self, req: Req, limit: int) -> None:
+        """Begin to fetch pages of the first ``limit`` tokens of a request that has arrived from a storage, if there is
+        one; ``enqueue``, a transfer or ``remove`` follows."""
+        if self.loads is not None:
+            self.loads.prefetch(req, limit)
+
+    def enqueue(self, req: Req) -> None:
+        """Let a request wait for pages; for its prefetch first, as the policy of prefetches says."""
+        if self.loads is None or self.loads.is_ready(req):
+            self.waiting.append(req)
+        else:
+            self.queues.prefetching[req] = None
 
     def make_queue(self) -> WaitingQueue:
         """An empty queue, ordered by the current policy and by each that is set later."""
@@ -174,12 +199,27 @@ class Batcher:
         self.queues.add_remaining(remaining_output(req))
         return True
 
-    def poll_loads(self) -> None:
-        """Resume requests whose pages a tier has loaded; once a step, also while paused."""
-        for req, then in self.loads.finished() if self.loads is not None else ():
+    def poll_loads(self, now: float) -> None:
+        """Resume requests whose pages a tier has loaded, or whose prefetch they need not wait for any more; once a step
+        at time ``now``, also while paused."""
+        if self.rates is not None:
+            self.rates.poll()
+        if self.loads is None:
+            return
+        finished = self.loads.finished(now)
+        for req in [req for req in self.queues.prefetching if self.loads.is_ready(req)]:
+            del self.queues.prefetching[req]
+            self.loads.waited(req)
+            self.waiting.append(req)
+        for req, then in finished:
             self.queues.loading.remove(req)
             self.queues.add_remaining(-remaining_output(req))
             then(req)
+
+    def flush_stores(self) -> None:
+        """Start the copies to the tier that a step has queued, after its launch."""
+        if self.loads is not None:
+            self.loads.flush()
 
     def _begin_loaded(self, req: Req) -> None:
         self._begin(req)
@@ -190,7 +230,8 @@ class Batcher:
         """Start an admitted request; True where its prompt is to be computed."""
         self._start_after_prefix(req)
         self.queues.add_remaining(remaining_output(req))
-        computes = req.length - req.num_computed_tokens > 1 or not req.num_output_tokens  # else all of it was copied in
+        computes = (req.length - req.num_computed_tokens > 1 or not req.num_output_tokens
+                    or not self.page_budget.allocate_next(req))  # else all of it was found
         if computes:
             self.prefilling.append(req)
         else:
@@ -273,6 +314,7 @@ class Batcher:
             if input_batch is None:
                 return True
             rows = input_batch.rows_without_page()
+            self._commit_windows([input_batch.reqs[row] for row in rows])
             if not rows or input_batch.pages.append_pages(self.cache, rows):
                 return True
             allocated = [self._allocate_row(input_batch, row) for row in rows]
@@ -280,8 +322,17 @@ class Batcher:
         page_size = self.cache.page_size
         short = [req for req in self.running
                  if req.page_table is None or req.page_table.count * page_size < req.length]
+        self._commit_windows(short)
         allocated = [self.page_budget.allocate_next(req) for req in short]
         return all(allocated)
+
+    def _commit_windows(self, reqs: Sequence[Req]) -> None:
+        """Publish what ``reqs``, which need a page, have computed, where pages of further groups would be given back
+        before a tier has them."""
+        for req in reqs if self.cache.writes_windows else ():
+            known = min(req.num_computed_tokens + self.cache.lookahead, len(req.tokens))
+            if req.page_table is not None and self.cache.leaves_window(req.page_table, known):
+                self.cache.commit(req.page_table, req.tokens.view(0, known))
 
     def _allocate_row(self, input_batch: InputBatch, row: int) -> bool:
         allocated = self.page_budget.allocate_next(input_batch.reqs[row])
@@ -348,7 +399,7 @@ class Batcher:
         them."""
         if not reqs:
             return
-        if self.loads:
+        if self.loads is not None:
             self.loads.abandon(reqs)
         if self._input_batch is not None:
             self._input_batch.remove(reqs)

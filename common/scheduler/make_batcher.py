@@ -5,23 +5,29 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..api.errors import ConfigError
 from ..config.server import ServerConfig
-from ..config.server.cache import KV_TIERS
 from ..config.server.speculative import SPECULATIVE_ALGORITHMS
+from ..config.server.tiers import KV_TIERS, WRITE_POLICIES
+from ..distributed.agreement import RankAgreement
 from ..distributed.tp import TPGroup
+from ..kvcache.eviction.base import make_order
 from ..kvcache.manager import KVCacheManager
 from ..kvcache.pool import KVPool
+from ..kvcache.storage.page_servers import PageServers
 from ..kvcache.tiers.base import KVTier, TierContext
 from ..kvcache.tiers.host import HostTier
 from .batcher import Batcher
 from .chain_planner import ChainPlanner
 from .drafting import Drafting
-from .preemption.copy_rates import PrefillRate, measure_link_bandwidth
+from .kv_storage import open_rank_storage
+from .preemption.copy_rates import AgreedRates, measure_link_bandwidth
 from .preemption.swap_space import SwapSpace
 from .tier_loads import TierLoads
+from .tier_prefetch import Prefetches
 
 if TYPE_CHECKING:
     from ..config.model import ModelSpec
@@ -31,23 +37,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def make_batcher(config: ServerConfig, runner: ModelRunner, cache: KVCacheManager, group: TPGroup) -> Batcher:
-    """Builds the batcher; ``group``: the ranks that take the same decisions."""
+def make_batcher(config: ServerConfig, runner: ModelRunner, cache: KVCacheManager, group: TPGroup,
+                 agreement: RankAgreement | None = None) -> Batcher:
+    """Builds the batcher; ``group``: the ranks that take the same decisions, with their ``agreement`` where that is not
+    by collectives."""
     num_bytes = int(config.schedule.retract_host_memory_gb * 2**30)
-    swap = loads = None
-    if num_bytes:
+    swap = loads = rates = None
+    if num_bytes or config.tiers.enable_hierarchical_cache:
+        rates = AgreedRates(measure_link_bandwidth(runner.device), agreement or group)
+    if rates is not None and num_bytes:
         tiers = _host_tiers(runner.pools, runner.draft_pool, num_bytes)
-        swap = SwapSpace(tiers, cache, measure_link_bandwidth(runner.device), PrefillRate(), group.min_reduce,
-                         shared=config.role.receives_kv)
-    if config.cache.kv_tier is not None:
+        swap = SwapSpace(tiers, cache, rates, shared=config.role.receives_kv)
+    if rates is not None and config.tiers.enable_hierarchical_cache:
         if cache.groups:
-            raise ConfigError("--kv-tier does not keep the pages of sliding windows yet; leave it out, or set "
-                              "--disable-hybrid-swa-memory.")
-        num_bytes = int(config.cache.kv_tier_gb * 2**30)
-        tier: KVTier = KV_TIERS.get(config.cache.kv_tier)(TierContext(runner.pool, num_bytes, "--kv-tier-gb",
-                                                                      runner.draft_pool))
-        cache.attach_tier(tier, shared=config.role.receives_kv)
-        loads = TierLoads(cache, tier, group.min_reduce)
+            _check_windows(config)
+        tier = make_tier(config, runner)
+        policy = WRITE_POLICIES.get(config.tiers.hicache_write_policy)()
+        cache.attach_tier(tier, policy, shared=config.role.receives_kv, alone=group.size == 1)
+        if isinstance(tier, HostTier):
+            runner.page_loads = tier
+        prefetches = make_prefetches(config, runner, cache, tier, group, agreement or group, rates)
+        loads = TierLoads(cache, tier, agreement or group, rates, prefetches, alone=group.size == 1,
+                          shared=config.role.receives_kv)
     pp_size, max_micro_batch = config.parallel.pp_size, None
     if pp_size > 1:
         max_micro_batch = (config.parallel.pp_max_micro_batch_size
@@ -60,7 +71,7 @@ def make_batcher(config: ServerConfig, runner: ModelRunner, cache: KVCacheManage
             chains = ChainPlanner(runner.chain_levels, cache, drafting, runner.spec.context_length)
     return Batcher(cache, config.schedule, decodes=config.role.decodes, seed=config.model.random_seed, swap=swap,
                    loads=loads, pp_size=pp_size, max_micro_batch=max_micro_batch,
-                   drafting=drafting, chains=chains)
+                   drafting=drafting, chains=chains, rates=rates)
 
 
 def make_drafting(config: ServerConfig, cache: KVCacheManager, spec: ModelSpec, group: TPGroup) -> Drafting | None:
@@ -88,6 +99,45 @@ def _keeps_drafts(config: ServerConfig, runner: ModelRunner) -> bool:
     if not config.speculative.is_shifted:
         return False
     return not runner.captures_decode if runner.chain_levels is None else runner.chain_levels.has_plain
+
+
+def make_tier(config: ServerConfig, runner: ModelRunner) -> KVTier:
+    """Builds the tier behind a rank's pools. Raises ConfigError where the host lacks its memory."""
+    args = config.tiers
+    order = make_order(config.cache.radix_eviction_policy, config.cache.radix_eviction_policy_config)
+    context = TierContext(runner.pool, 0, args.host_flag, runner.draft_pool, io_backend=args.hicache_io_backend,
+                          in_background=runner.device.type == "cuda", order=order, further=runner.pools[1:])
+    num_bytes = args.host_bytes(sum(group.nbytes for group in context.groups))
+    tier: KVTier = KV_TIERS.get(args.kv_tier)(dataclasses.replace(context, num_bytes=num_bytes))
+    return tier
+
+
+def _check_windows(config: ServerConfig) -> None:
+    """Raises ConfigError for what the tier cannot do with pages of sliding windows."""
+    args, unless = config.tiers, "or set --disable-hybrid-swa-memory."
+    if config.role.receives_kv:
+        raise ConfigError("--enable-hierarchical-cache does not keep the pages of sliding windows on a decode server: "
+                          f"leave it out, {unless}")
+    if args.hicache_write_policy != "write_through":
+        raise ConfigError(f"--hicache-write-policy {args.hicache_write_policy} would come too late for the pages of "
+                          f"sliding windows, which requests give back before: leave it at write_through, {unless}")
+    if args.kv_tier != "host":
+        raise ConfigError(f"--kv-tier {args.kv_tier} does not keep the pages of sliding windows: leave it at host, "
+                          f"{unless}")
+
+
+def make_prefetches(config: ServerConfig, runner: ModelRunner, cache: KVCacheManager, tier: KVTier, group: TPGroup,
+                    agreement: RankAgreement, rates: AgreedRates) -> Prefetches | None:
+    """Builds the prefetches into host memory, from the storage of the flags or from one that is attached later; None
+    where the tier is another. Raises ConfigError where the storage cannot be opened."""
+    if not isinstance(tier, HostTier):
+        return None
+    args, storage, servers = config.tiers, None, PageServers()
+    open_storage = partial(open_rank_storage, config, runner, tier, group, servers)
+    if args.hicache_storage_backend is not None:
+        storage = open_storage(args.hicache_storage_backend, args.storage_config)
+    return Prefetches(cache, tier, storage, agreement, rates, args.hicache_storage_prefetch_policy,
+                      args.prefetch_limits, open_storage, servers)
 
 
 def _host_tiers(pools: Sequence[KVPool], draft_pool: KVPool | None, num_bytes: int) -> list[HostTier]:

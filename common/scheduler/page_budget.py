@@ -7,16 +7,19 @@ from collections.abc import Sequence
 from ..kvcache.manager import KVCacheManager, PageTable
 from ..request.req import Req
 from .new_token_ratio import NewTokenRatio, remaining_output
+from .policies.priority import Priorities
 from .request_queues import RequestQueues
 
 
 class PageBudget:
     """Allocates one rank's pages. Reserves some for the output that admitted requests are expected to generate."""
 
-    def __init__(self, cache: KVCacheManager, new_token_ratio: NewTokenRatio, queues: RequestQueues):
+    def __init__(self, cache: KVCacheManager, new_token_ratio: NewTokenRatio, queues: RequestQueues,
+                 priorities: Priorities):
         self.cache = cache
         self.new_token_ratio = new_token_ratio
         self._queues = queues
+        self._priorities = priorities
 
     def __repr__(self) -> str:
         return f"PageBudget({self.cache}, {self.new_token_ratio})"
@@ -35,6 +38,7 @@ class PageBudget:
             self.cache.release(table)
             return False
         req.page_table = table
+        self.cache.record_use(table, self._priorities.urgency(req))
         return True
 
     def shortfalls(self, req: Req, num_tokens: int, prefix_limit: int) -> list[int]:

@@ -10,15 +10,17 @@ from .waiting_queue import WaitingQueue
 
 
 class RequestQueues:
-    """waiting -> prefilling (pages for all its tokens allocated, computed chunk by chunk) -> running (decode). On a
-    decode server, ``transferring`` requests have pages that another server is filling. Those of ``loading`` requests
-    are filled by a KV tier, before they are computed or transferred. A request is in one queue.
+    """prefetching (a storage is asked for their pages) -> waiting -> prefilling (pages for all its tokens allocated,
+    computed chunk by chunk) -> running (decode). On a decode server, ``transferring`` requests have pages that another
+    server is filling. Those of ``loading`` requests are filled by a KV tier, before they are computed or transferred. A
+    request is in one queue.
 
     The caller that moves an admitted request reports the change of its ``remaining_output`` by ``add_remaining``.
     """
 
     def __init__(self, waiting: WaitingQueue):
         self.waiting = waiting
+        self.prefetching: dict[Req, None] = {}
         self.loading: list[Req] = []
         self.prefilling: list[Req] = []
         self.running: list[Req] = []
@@ -28,11 +30,13 @@ class RequestQueues:
         self._remaining: int | None = None  # once counted
 
     def __repr__(self) -> str:
-        return (f"RequestQueues(waiting {len(self.waiting)}, loading {len(self.loading)}, "
+        return (f"RequestQueues(prefetching {len(self.prefetching)}, waiting {len(self.waiting)}, "
+                f"loading {len(self.loading)}, "
                 f"prefilling {len(self.prefilling)}, running {len(self.running)}, "
                 f"transferring {len(self.transferring)})")
 
     def __iter__(self) -> Iterator[Req]:
+        yield from self.prefetching
         yield from self.waiting
         yield from self.admitted()
 
@@ -71,6 +75,10 @@ class RequestQueues:
     def remove(self, reqs: Sequence[Req]) -> None:
         """Remove requests from their queues; those in no queue are ignored."""
         leaving = set(reqs)
+        for req in reqs if self.prefetching else ():
+            if req in self.prefetching:
+                del self.prefetching[req]
+                leaving.discard(req)
         for req in reqs if len(self.waiting) else ():
             if req in self.waiting:
                 self.waiting.remove(req)

@@ -6,7 +6,15 @@ from collections.abc import Callable
 
 import msgspec
 
-from ..api.errors import NON_FINITE_LOGITS, AbortRequested, Conflict, InvalidRequest, Overloaded, ServingError
+from ..api.errors import (
+    NON_FINITE_LOGITS,
+    AbortRequested,
+    Conflict,
+    InvalidRequest,
+    Overloaded,
+    PeerFailed,
+    ServingError,
+)
 from ..api.messages import Failed, Finish, FromEngine, Generate, Logprobs, OutputBatch
 from ..api.token_ids import check_request_ids
 from ..request.req import Req
@@ -102,7 +110,8 @@ class RequestTracker:
             return
         self._close(req)
         self.counters["failed_requests"] += 1
-        self.counters["non_finite_requests"] += error.code == NON_FINITE_LOGITS
+        is_own = not isinstance(error, PeerFailed)
+        self.counters["non_finite_requests"] += is_own and error.code == NON_FINITE_LOGITS
         self.flush()  # tokens generated before the error are reported before it
         self._send(Failed(req.rid, error.wire_code, error.message))
 

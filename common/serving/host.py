@@ -95,9 +95,9 @@ class EngineHost:
         for service in services:
             await self._stack.enter_async_context(service())
         config, channel = self.config, self._channel
-        rendezvous = f"file://{channel.folder}/ranks"
+        address = config.nodes.dist_init_addr
+        rendezvous = f"file://{channel.folder}/ranks" if address is None else f"tcp://{address}"
         if config.nodes.nnodes > 1:
-            rendezvous = f"tcp://{config.nodes.dist_init_addr}"
             endpoint = channel.listen(config.nodes.link_address[0])
             self._nodes = await self._stack.enter_async_context(NodeServer(config, endpoint, self._on_lost))
         ranks = RankProcesses(self._rank_target, rank_specs(config, channel.to_engine, channel.from_engine, rendezvous),

@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import http, web
 
-from ..api.errors import Aborted, EngineDead, ServingError
+from ..api.errors import Aborted, EngineDead, PeerFailed, ServingError
 from ..obs.failures import FailureLog
 from .protocol.encoding import encode
 
@@ -50,4 +50,6 @@ def error_response(error: ServingError, body: Any = None) -> web.Response:
         headers["Retry-After"] = str(max(1, round(error.retry_after)))
     if isinstance(error, EngineDead):
         headers["X-Baton-Engine"] = "dead"
+    if isinstance(error, PeerFailed):
+        headers["X-Baton-Failed"] = "peer"
     return json_bytes(encode(error.response_body() if body is None else body), error.status, headers)

@@ -56,4 +56,5 @@ def _has_mtp_layers(context: DraftContext) -> bool:
     return bool(values.get("num_nextn_predict_layers"))
 
 
-SPECULATIVE_ALGORITHMS.register("EAGLE", traits=("device", "shifted", "token_map"))(Algorithm(load=load))
+SPECULATIVE_ALGORITHMS.register("EAGLE", traits=(
+    "device", "shifted", "token_map", "reads_eagle", "reads_mtp"))(Algorithm(load=load))

@@ -113,4 +113,5 @@ def _token_ids(checkpoint: DraftCheckpoint, offsets: torch.Tensor) -> torch.Tens
     return ids
 
 
-SPECULATIVE_ALGORITHMS.register("EAGLE3", traits=("device", "shifted", "draft_path"))(Algorithm(load=load))
+SPECULATIVE_ALGORITHMS.register("EAGLE3", traits=(
+    "device", "shifted", "draft_path", "reads_eagle3"))(Algorithm(load=load))

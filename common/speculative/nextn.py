@@ -81,4 +81,4 @@ def _is_not_own(first: int, depth: int) -> OnOtherStage:
     return is_not_own
 
 
-SPECULATIVE_ALGORITHMS.register("NEXTN", traits=("device", "shifted", "token_map"))(Algorithm(load=load))
+SPECULATIVE_ALGORITHMS.register("NEXTN", traits=("device", "shifted", "token_map", "reads_mtp"))(Algorithm(load=load))

@@ -159,4 +159,5 @@ def load(context: DraftContext) -> DraftModel:
                                 draft_layout(context.config, spec, local.attn_tp.size, context.dtype))
 
 
-SPECULATIVE_ALGORITHMS.register("STANDALONE", traits=("device", "draft_path", "token_map"))(Algorithm(load=load))
+SPECULATIVE_ALGORITHMS.register("STANDALONE", traits=(
+    "device", "draft_path", "token_map", "reads_model"))(Algorithm(load=load))

@@ -12,6 +12,7 @@ from ..config.quantization import Unpack
 from .lazy import InMemory, LazyTensor
 from .loader import TensorParts
 from .slots import Slot, finish_loading
+from .uploads import upload
 
 _SPARE_BYTES = 1 << 30
 """Device memory that staged weights leave to the steps beside which they are staged."""
@@ -37,7 +38,9 @@ class Destination:
 class Staging:
     """Tensors of one update, or of a part of it: this rank's slices, in the trainer's types."""
 
-    def __init__(self, destinations: Sequence[Destination]):
+    def __init__(self, destinations: Sequence[Destination], *, borrowed: bool = False):
+        """``borrowed``: the tensors' memory is the trainer's, who overwrites it once they are staged."""
+        self._borrowed = borrowed
         self._destinations = destinations
         self._slots = [{slot.name: slot for slot in each.slots()} for each in destinations]
         self._unpacks = any(each.unpack is not None for each in destinations)
@@ -77,7 +80,8 @@ class Staging:
                     known = True
                     slot.kind.check(slot.name, part, slot.shape, ORIGIN)
                     if slot.target.numel():
-                        self._staged[index, slot.name] = _kept(slot.part_of(part), slot.target.device)
+                        kept = _kept(slot.part_of(part), slot.target.device, borrowed=self._borrowed)
+                        self._staged[index, slot.name] = kept
         except ConfigError as error:
             raise InvalidRequest(str(error), param="names") from None
         if not known:
@@ -117,30 +121,32 @@ class Staging:
                 if part is None:
                     continue
                 filled.append(slot)
-                part = part.to(slot.target.device, non_blocking=True)
-                if slot.load is None and slot.memory is None and part.shape == slot.target.shape:
-                    targets.append(slot.target)
+                target = slot.target
+                plain = slot.load is None and slot.memory is None and part.shape == target.shape
+                if plain and part.device == target.device:
+                    targets.append(target)
                     parts.append(part)
+                elif plain and part.dtype == target.dtype:
+                    target.copy_(part, non_blocking=True)  # no other copy on the device, where there may be no room
                 else:
-                    slot.write(part)
+                    slot.write(part.to(target.device, non_blocking=True))
         assert not self._staged, "slots left the model while their tensors were staged"
         if targets:
             torch._foreach_copy_(targets, parts)  # one call: a mixture of experts has 30,000 slots
         finish_loading(filled)
-        if targets and targets[0].is_cuda:
-            torch.cuda.synchronize(targets[0].device)  # before the staging's memory is used again
+        if filled and filled[0].target.is_cuda:
+            torch.cuda.synchronize(filled[0].target.device)  # before the staging's memory is used again
 
 
-def _kept(part: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a slice that keeps no more memory than its own: on the device where there is room, else in pinned host
-    memory."""
-    if part.device != device and device.type == "cuda":
-        if _has_room(device, part.nbytes):
-            return part.to(device)
-        return part.contiguous().pin_memory()
-    if part.is_cuda and not _has_room(device, part.nbytes):
-        return part.to("cpu", copy=True).pin_memory()
-    return part if part.nbytes == part.untyped_storage().nbytes() else part.clone()
+def _kept(part: torch.Tensor, device: torch.device, *, borrowed: bool) -> torch.Tensor:
+    """Returns a slice that keeps no more memory than its own, of ``borrowed`` memory a copy: on the device where there
+    is room, else in pinned host memory."""
+    if device.type == "cuda":
+        if not _has_room(device, part.nbytes):
+            return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part)
+        if not part.is_cuda:
+            return upload(part, device)
+    return part if not borrowed and part.nbytes == part.untyped_storage().nbytes() else part.clone()
 
 
 def _has_room(device: torch.device, num_bytes: int) -> bool:

@@ -70,10 +70,13 @@ def _by_invariant_tile(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
                        tile: AnyInvariantTile | None) -> torch.Tensor:
     if isinstance(tile, PersistentTile) and len(x) and _is_aligned(weight):
         return _persistent(x, weight, bias, tile, gated)
+    stores_by_tma = bias is None and not len(weight) % (16 if gated else 8)
+    if isinstance(tile, WarpSpecializedTile | SplitKTile) and stores_by_tma and _reads_by_tma(x, weight):
+        if isinstance(tile, SplitKTile):
+            return _split_k().split_k_matmul(x, weight, tile, gated=gated)
+        return _warp_specialized(x, weight, tile, gated=gated, exact=True)
     if tile is None:
         y = reference.batch_invariant_matmul(x, weight, bias)
-    elif isinstance(tile, WarpSpecializedTile) and bias is None and _reads_by_tma(x, weight):
-        y = _warp_specialized(x, weight, tile)
     else:
         y = batch_invariant_matmul(x if x.stride(-1) == 1 else x.contiguous(), weight, bias,
                                    tile if isinstance(tile, InvariantTile) else INVARIANT_LARGE)
@@ -111,9 +114,9 @@ def activation_tile(x: torch.Tensor, weight: torch.Tensor) -> WarpSpecializedTil
 
 
 def _warp_specialized(x: torch.Tensor, weight: torch.Tensor, tile: WarpSpecializedTile, *,
-                      gated: bool = False) -> torch.Tensor:
+                      gated: bool = False, exact: bool = False) -> torch.Tensor:
     from .dense_warp_specialized import warp_specialized_matmul  # not there without Triton
-    return warp_specialized_matmul(x, weight, tile, gated=gated)
+    return warp_specialized_matmul(x, weight, tile, gated=gated, exact=exact)
 
 
 def _split_k() -> ModuleType:
@@ -170,7 +173,7 @@ def compile_tiles(weight: torch.Tensor, *, gated: bool = False) -> None:
             dense_matmul(weight.new_zeros((rows, width)), weight, gated=gated)
         if isinstance(policy.invariant(1, out, width, weight.itemsize), PersistentTile):
             for many in policy.invariant_tiles:
-                _by_invariant_tile(weight.new_zeros((1, width)), weight, None, False, many)
+                _by_invariant_tile(weight.new_zeros((1, width)), weight, None, gated, many)
         return
     for rows in (1, 2, 9, 17, 33):
         if rows <= policy.small_m_max_rows(out, width, weight.itemsize):

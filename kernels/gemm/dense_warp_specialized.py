@@ -28,6 +28,7 @@ from .._gluon import tma_load
 from ..device import num_sms
 from ..tuning.gemm import WarpSpecializedTile
 from .tma_tiles import tma_descriptor
+from .warp_specialized_gate import gate_times_exactly
 from .warp_specialized_products import store, store_gated, wait_for_step
 
 DEPTH = gl.constexpr(64)
@@ -64,7 +65,7 @@ def _load(a_desc, b_desc, ring, step, row, column, other, start, more, GROUPS: g
 
 @gluon.jit
 def _multiply(descs, out, ring, work, columns, depth, GROUP: gl.constexpr, GROUPS: gl.constexpr, GATED: gl.constexpr,
-              STAGES: gl.constexpr):
+              EXACT: gl.constexpr, STAGES: gl.constexpr):
     """Runs a multiplying group, for each tile's rows from the 64 * ``GROUP``-th on."""
     a_desc, b_desc, out_desc = descs
     a_bufs, b_bufs, ready, empty = ring
@@ -97,7 +98,9 @@ def _multiply(descs, out, ring, work, columns, depth, GROUP: gl.constexpr, GROUP
         made = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((step + AHEAD) % STAGES))
         left, right = made.reshape([64, 2, 128]).permute(0, 2, 1).split()
-        if GATED:
+        if EXACT:
+            store(out_desc, gate_times_exactly(left, right, out_desc.dtype), out, row + 64 * GROUP, column)
+        elif GATED:
             store_gated(out_desc, left, right, out, row + 64 * GROUP, column, columns, None, 0.0, out_desc.dtype)
         else:
             store(out_desc, left, out, row + 64 * GROUP, column)
@@ -109,7 +112,7 @@ def _multiply(descs, out, ring, work, columns, depth, GROUP: gl.constexpr, GROUP
 # Sizes that change with every step must not recompile the kernel.
 @gluon.jit(do_not_specialize=["row_blocks", "band"])
 def _dense_warp_specialized_kernel(a_desc, b_desc, out_desc, row_blocks, columns, depth, band, GATED: gl.constexpr,
-                                   GROUPS: gl.constexpr, STAGES: gl.constexpr):
+                                   EXACT: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr):
     """``depth`` is a multiple of a step's."""
     outs = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, 64, 128], out_desc.layout)
     a_bufs = gl.allocate_shared_memory(b_desc.dtype, [GROUPS * STAGES, 64, DEPTH], b_desc.layout)
@@ -125,21 +128,27 @@ def _dense_warp_specialized_kernel(a_desc, b_desc, out_desc, row_blocks, columns
     descs, work = (a_desc, b_desc, out_desc), (row_blocks, gl.cdiv(columns, COLUMNS), band)
     if GROUPS == 2:
         gl.warp_specialize([
-            (_multiply, (descs, outs.index(0), ring, work, columns, depth, gl.constexpr(0), GROUPS, GATED, STAGES)),
-            (_multiply, (descs, outs.index(1), ring, work, columns, depth, gl.constexpr(1), GROUPS, GATED, STAGES)),
+            (_multiply, (descs, outs.index(0), ring, work, columns, depth, gl.constexpr(0), GROUPS, GATED, EXACT,
+                         STAGES)),
+            (_multiply, (descs, outs.index(1), ring, work, columns, depth, gl.constexpr(1), GROUPS, GATED, EXACT,
+                         STAGES)),
         ], [4], [168])
     else:
         gl.warp_specialize([
-            (_multiply, (descs, outs.index(0), ring, work, columns, depth, gl.constexpr(0), GROUPS, GATED, STAGES)),
-            (_multiply, (descs, outs.index(1), ring, work, columns, depth, gl.constexpr(1), GROUPS, GATED, STAGES)),
-            (_multiply, (descs, outs.index(2), ring, work, columns, depth, gl.constexpr(2), GROUPS, GATED, STAGES)),
+            (_multiply, (descs, outs.index(0), ring, work, columns, depth, gl.constexpr(0), GROUPS, GATED, EXACT,
+                         STAGES)),
+            (_multiply, (descs, outs.index(1), ring, work, columns, depth, gl.constexpr(1), GROUPS, GATED, EXACT,
+                         STAGES)),
+            (_multiply, (descs, outs.index(2), ring, work, columns, depth, gl.constexpr(2), GROUPS, GATED, EXACT,
+                         STAGES)),
         ], [4, 4], [168, 168])
 
 
 def warp_specialized_matmul(x: torch.Tensor, weight: torch.Tensor, tile: WarpSpecializedTile, *,
-                            gated: bool = False) -> torch.Tensor:
+                            gated: bool = False, exact: bool = False) -> torch.Tensor:
     """``x`` [T, in] ``@ weight`` [out, in] ``.T``: ``[T, out]``; or ``silu_and_mul`` of that, [T, out / 2]. Both are of
-    16 bits, their rows multiples of 16 bytes and longer than ``tile.stages`` - 2 steps."""
+    16 bits, their rows multiples of 16 bytes and longer than ``tile.stages`` - 2 steps. ``exact``: the activation has
+    the bits of that kernel's, which rounds gates and ups first."""
     columns, depth = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     steps = -(-depth // 64)
     assert steps >= tile.stages - 1
@@ -148,5 +157,6 @@ def warp_specialized_matmul(x: torch.Tensor, weight: torch.Tensor, tile: WarpSpe
     programs = min(num_sms(x.device), row_blocks * -(-columns // (128 if gated else 256)))
     _dense_warp_specialized_kernel[(programs,)](
         tma_descriptor(x, 64, 64), tma_descriptor(weight, 128, 64), tma_descriptor(out, 64, 128), row_blocks, columns,
-        64 * steps, tile.band, GATED=gated, GROUPS=tile.rows // 64, STAGES=tile.stages, num_warps=4, maxnreg=REGISTERS)
+        64 * steps, tile.band, GATED=gated, EXACT=gated and exact, GROUPS=tile.rows // 64, STAGES=tile.stages,
+        num_warps=4, maxnreg=REGISTERS)
     return out

@@ -10,6 +10,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..rowwise.silu_and_mul import silu_times
+
 
 @gluon.jit
 def _sigmoid(x):
@@ -64,3 +66,9 @@ def rounded(x, TYPE: gl.constexpr):
     else:
         made = x.to(TYPE).to(gl.float32)
     return made
+
+
+@gluon.jit
+def gate_times_exactly(gate, up, TYPE: gl.constexpr):
+    """``silu_and_mul`` of gates and ups in 16 bits, bit by bit as its own kernel computes it."""
+    return silu_times(rounded(gate, TYPE), rounded(up, TYPE))

@@ -60,12 +60,16 @@ class DecodeSplits(NamedTuple):
 
 
 class FixedSplitTile(NamedTuple):
-    """The tile of fixed_split_attention.py: ``rows`` (tokens and heads of a group) by ``tokens`` of keys."""
+    """The tile of fixed_split_attention.py: ``rows`` (tokens and heads of a group) by ``tokens`` of keys. Where rows
+    are few, about ``programs_per_sm`` programs share all splits; ``prefetched`` tiles of each are fetched into the L2
+    cache while the previous kernel runs."""
 
     rows: int
     tokens: int
     warps: int
     stages: int = 2
+    prefetched: int = 1
+    programs_per_sm: int = 4
 
 
 INVARIANT_SPLITS = DecodeSplits(8, 256, 0)
@@ -144,11 +148,20 @@ class AttentionPolicy:
         """Says whether the warp-specialized kernel is faster for ``kv_heads`` of all requests."""
         return not self.batch_invariant and self.facts.runs_gluon and kv_heads > self.numbers.few_kv_heads
 
-    def fixed_split(self, dim: int, itemsize: int) -> FixedSplitTile:
-        """The one tile of all rows, few or many: 64 rows are what the tensor cores of a Hopper GPU multiply at once."""
+    def fixed_split(self, dim: int, itemsize: int, cache_itemsize: int, rows: int) -> FixedSplitTile:
+        """The tile of up to ``rows`` (tokens and heads of a group) of each request. All of them have the same tokens,
+        and a row's bits are the same in each (tests/gpu/kernels/test_fixed_splits.py). Keys in float8 are multiplied in
+        another order by tiles of fewer rows than a warp group of a Hopper GPU takes."""
         if itemsize > 2:
             return FixedSplitTile(16, 32, 4)
-        return FixedSplitTile(64, 64, 4) if dim <= 128 else FixedSplitTile(64, 32, 8)
+        wide = dim > 128
+        if not self.facts.is_hopper:
+            return FixedSplitTile(64, 32, 8) if wide else FixedSplitTile(64, 64, 4)
+        if rows <= 32 and cache_itemsize == itemsize:
+            return FixedSplitTile(16 if rows <= 16 else 32, 32 if wide else 64, 4, 3)
+        if wide:
+            return FixedSplitTile(64, 32, 8)
+        return FixedSplitTile(64, 64, 4) if rows <= 64 else FixedSplitTile(128, 64, 8, 3)
 
     def verifies(self, max_q_len: int) -> bool:
         """Says whether verify_attention.py's kernel computes a step of up to ``max_q_len`` causal rows a request."""

@@ -87,7 +87,7 @@ class InvariantTile(NamedTuple):
     stages: int
 
 
-AnyInvariantTile = InvariantTile | PersistentTile | WarpSpecializedTile
+AnyInvariantTile = InvariantTile | PersistentTile | WarpSpecializedTile | SplitKTile
 
 
 class BatchedSplits(NamedTuple):
@@ -117,12 +117,14 @@ class SmallMNumbers:
 @dataclass(frozen=True)
 class PersistentNumbers:
     """``min_bytes`` of a weight, and its ``min_depth``: the small-M kernel is faster with less. ``wide_columns`` give
-    each SM more than one tile. ``ring_bytes`` of shared memory are for loads in flight; a tile's end takes the rest."""
+    each SM more than one tile. ``ring_bytes`` of shared memory are for loads in flight; a tile's end takes the rest.
+    Where ``min_busy_sms`` of the SMs have a tile of many rows, more programs gain nothing."""
 
     min_bytes: int
     min_depth: int
     wide_columns: int
     ring_bytes: int
+    min_busy_sms: float = 0.7
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,7 @@ class GemmNumbers:
             PersistentNumbers(per_sm * facts.num_sms, 4096, 64 * facts.num_sms, shared - (23 << 10)),
             SplitKNumbers(65, 128, per_sm * facts.num_sms, 8, 0.8, SplitKTile(128, 128, 64, 4),
                           SplitKTile(128, 64, 64, 6)),
-            BatchedSplitsNumbers(225, 256, 4096, 0.8),
+            BatchedSplitsNumbers(129, 256, 4096, 0.8),
             WarpSpecializedNumbers(1024, 0.9, 0.03, WarpSpecializedTile(192, 3, 11), WarpSpecializedTile(128, 4, 16)))
 
 
@@ -228,8 +230,11 @@ class GemmPolicy:
         if not self.facts.runs_gluon or itemsize != 2 or width % 8 or width < 256:
             return InvariantTile(64, 64, 64, 4, 3)
         numbers = self.numbers.invariant
+        if rows <= 64:
+            return self._persistent_tile(rows, 128 if rows > 32 and self._has_many_columns(out) else 64, 1, 128)
         if rows <= numbers.persistent_max_rows:
-            return self._persistent_tile(rows, 64, 1, 128 if rows <= 64 else 64)
+            whole = self._whole_tile(out, width)
+            return self._persistent_tile(rows, 64, 1, 64) if whole is None else whole
         return min(self.invariant_tiles, key=lambda tile: self._invariant_cost(tile, rows, out))
 
     @property
@@ -267,20 +272,24 @@ class GemmPolicy:
 
     @lru_cache(_CACHED_SHAPES)  # noqa: B019
     def persistent(self, rows: int, out: int, width: int) -> PersistentTile | None:
-        """The persistent kernel's tile, None where the small-M kernel is faster. The number of rows changes the loads
-        in flight, not the order in which a row is summed up, in two parts."""
-        wide = out > self.numbers.persistent.wide_columns
-        if self.batch_invariant:
+        """The persistent kernel's tile, None where the small-M kernel is faster. Rows are summed up in two parts, so
+        that more programs share the columns. More than 16, each of which comes from the L2 cache once a tile, are
+        summed up whole where each SM has a tile of 64 columns, or more than 32 where it has one of 128."""
+        if self.batch_invariant or rows > 64:
             return None
         if rows <= 16:
-            block, depth = 64, 128
-        elif rows <= 32 and wide:  # each row comes from the L2 cache once a tile
-            block, depth = 128, 64
-        elif rows <= 64 and not wide:
-            block, depth = 64, 64
-        else:
-            return None
-        return self._persistent_tile(rows, block, 2, depth)
+            return self._persistent_tile(rows, 64, 2, 128)
+        if out > self.numbers.persistent.wide_columns:
+            if rows <= 32:
+                return self._persistent_tile(rows, 128, 2, 64)
+            return self._persistent_tile(rows, 128, 1, 128) if self._has_many_columns(out) else None
+        if self.numbers.persistent.min_busy_sms * self.facts.num_sms <= -(-out // 64) <= self.facts.num_sms:
+            return self._persistent_tile(rows, 64, 1, 128)
+        return self._persistent_tile(rows, 64, 2, 64)
+
+    def _has_many_columns(self, out: int) -> bool:
+        """Says whether each SM has a tile of 128."""
+        return out >= 128 * self.facts.num_sms
 
     def _persistent_tile(self, rows: int, block: int, folds: int, depth: int) -> PersistentTile:
         """A tile with as many steps in flight as the ring holds."""
@@ -334,9 +343,13 @@ class GemmPolicy:
         kernel does not run."""
         if not self._takes_split_k(rows, out, width, itemsize):
             return None
-        numbers = self.numbers.split_k
-        tiles = -(-out // numbers.whole.weight_rows)
-        return numbers.whole if numbers.min_busy_sms * self.facts.num_sms <= tiles <= self.facts.num_sms else None
+        return self._whole_tile(out, width)
+
+    def _whole_tile(self, out: int, width: int) -> SplitKTile | None:
+        """The tile of split_k_warp_specialized.py without splits, where about each SM has one and steps are whole."""
+        numbers, tiles = self.numbers.split_k, -(-out // self.numbers.split_k.whole.weight_rows)
+        busy = numbers.min_busy_sms * self.facts.num_sms <= tiles <= self.facts.num_sms
+        return numbers.whole if busy and not width % numbers.whole.depth and not out % 16 else None
 
     @lru_cache(_CACHED_SHAPES)  # noqa: B019
     def fused_reduce(self, rows: int, out: int, width: int, itemsize: int) -> SplitKTile | BatchedSplits | None:

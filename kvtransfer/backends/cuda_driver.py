@@ -1,8 +1,8 @@
 """Bindings to the CUDA driver (ctypes), in the context that torch uses on a GPU.
 
-torch has CUDA IPC only for whole tensors of its own, and its and Triton's launches release the interpreter's lock: in a
-server whose scheduler computes meanwhile, each of them may return milliseconds later. Calls that return at once hold
-the lock here (``_quick``); those that map and unmap memory release it.
+torch's and Triton's launches release the interpreter's lock: in a server whose scheduler computes meanwhile, each of
+them may return milliseconds later. Calls that return at once hold the lock here (``_quick``); those that map and unmap
+memory release it.
 """
 
 from __future__ import annotations
@@ -13,20 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-_ENABLE_PEER_ACCESS = 1
+from ...common.shared_memory.cuda import CudaIpc, DriverError
+
 _DISABLE_TIMING = 2
 _NOT_READY = 600
 _PORTABLE, _MAPPED = 1, 2
-
-
-class DriverError(Exception):
-    """An error code of the driver, as its text."""
-
-
-class Handle(ctypes.Structure):
-    """CUDA IPC handle of an allocation."""
-
-    _fields_ = [("reserved", ctypes.c_ubyte * 64)]
 
 
 class Staging(NamedTuple):
@@ -46,36 +37,11 @@ class Driver:
     """
 
     def __init__(self, device: int):
-        self._lib = ctypes.CDLL("libcuda.so.1")
+        self.ipc = CudaIpc(device)
+        self._call, self._check = self.ipc.call, self.ipc.check
         self._quick = ctypes.PyDLL("libcuda.so.1")
-        ordinal, self._context = ctypes.c_int(), ctypes.c_void_p()
-        self._check(self._lib.cuDeviceGet(ctypes.byref(ordinal), device))
-        self._check(self._lib.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), ordinal))
         self._torch_stream = torch.cuda.Stream(device, priority=-1)
         self._stream = ctypes.c_void_p(self._torch_stream.cuda_stream)
-
-    # -- memory of other processes --------------------------------------------------------------------------------
-
-    def allocation_of(self, address: int) -> int:
-        begin, size = ctypes.c_uint64(), ctypes.c_size_t()
-        self._call("cuMemGetAddressRange_v2", ctypes.byref(begin), ctypes.byref(size), ctypes.c_uint64(address))
-        return begin.value
-
-    def handle_of(self, begin: int) -> bytes:
-        handle = Handle()
-        self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(begin))
-        return bytes(handle)
-
-    def open(self, handle: bytes) -> int:
-        if len(handle) != ctypes.sizeof(Handle):
-            raise DriverError("the handle is none of CUDA's")
-        begin = ctypes.c_uint64()
-        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(begin), Handle.from_buffer_copy(handle),
-                   ctypes.c_uint(_ENABLE_PEER_ACCESS))
-        return begin.value
-
-    def close(self, begin: int) -> None:
-        self._call("cuIpcCloseMemHandle", ctypes.c_uint64(begin))
 
     def map_host(self, address: int, num_bytes: int) -> int:
         """Maps host memory and returns its address on the GPU."""
@@ -95,7 +61,7 @@ class Driver:
 
     def enter(self) -> None:
         """Makes our GPU's context current for the calls that follow in this thread."""
-        self._check(self._quick.cuCtxSetCurrent(self._context))
+        self._check(self._quick.cuCtxSetCurrent(self.ipc.context))
 
     def new_event(self) -> ctypes.c_void_p:
         event = ctypes.c_void_p()
@@ -138,13 +104,3 @@ class Driver:
 
     def synchronize(self) -> None:
         self._call("cuStreamSynchronize", self._stream)
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        self._check(self._lib.cuCtxSetCurrent(self._context))  # this thread may have none yet
-        self._check(getattr(self._lib, name)(*arguments))
-
-    def _check(self, code: int) -> None:
-        if code != 0:
-            text = ctypes.c_char_p()
-            self._lib.cuGetErrorString(code, ctypes.byref(text))
-            raise DriverError((text.value or b"error %d" % code).decode())

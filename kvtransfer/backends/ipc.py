@@ -27,7 +27,7 @@ import numpy as np
 from ...common.api.errors import ConfigError, TransferFailed
 from ...common.api.unreadable import UNREADABLE
 from ...common.config.server.disaggregation import TRANSFER_BACKENDS
-from ...common.kvcache.host_memory import HostHandle, handle_of, map_handle, shared_bytes
+from ...common.shared_memory.host import HostHandle, handle_of, map_handle, shared_bytes
 from .base import Backend, BackendSettings, PageCounts, Region, WriteState, pack_counts
 
 logger = logging.getLogger(__name__)

@@ -19,10 +19,11 @@ import numpy as np
 
 from ...common.api.errors import ConfigError, TransferFailed
 from ...common.api.unreadable import UNREADABLE
+from ...common.shared_memory.cuda import DriverError
 from ...kernels import _triton
 from ...kernels.comm.copy_blocks import BlockShape, compiled
 from .base import Region, WriteState
-from .cuda_driver import Driver, DriverError, Staging
+from .cuda_driver import Driver, Staging
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +55,8 @@ class CudaMemory:
 
     def export(self, region: Region) -> bytes:
         try:
-            begin = self._driver.allocation_of(region.address)
-            handle = self._driver.handle_of(begin)
+            begin = self._driver.ipc.allocation_of(region.address).begin
+            handle = self._driver.ipc.handle_of(begin)
         except DriverError as error:
             raise ConfigError(f"The KV pool cannot be shared with other processes ({error}); "
                               f"--disaggregation-transfer-backend ipc does not work with expandable_segments in "
@@ -70,7 +71,7 @@ class CudaMemory:
             return region.address
         try:
             exported = msgspec.msgpack.decode(handle, type=_Exported)
-            begin = self._driver.open(exported.handle)
+            begin = self._driver.ipc.open(exported.handle)
         except (DriverError, *UNREADABLE) as error:
             raise TransferFailed(f"the peer's GPU memory cannot be mapped ({error}): both GPUs must be visible to both "
                                  f"servers and reach each other, or use --disaggregation-transfer-backend nixl.",
@@ -83,7 +84,7 @@ class CudaMemory:
         begin = self._mapped[address]
         try:
             if begin is not None:
-                self._driver.close(begin)
+                self._driver.ipc.close(begin)
         except DriverError as error:
             logger.warning("GPU memory of a peer stays mapped: %s", error)
 

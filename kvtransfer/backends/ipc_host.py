@@ -12,7 +12,7 @@ import numpy as np
 
 from ...common.api.errors import ConfigError, TransferFailed
 from ...common.api.unreadable import UNREADABLE
-from ...common.kvcache.host_memory import HostHandle, handle_of, map_handle
+from ...common.shared_memory.host import HostHandle, handle_of, map_handle
 from .base import Region, WriteState
 
 _BYTES_PER_POLL = 8 << 20
@@ -20,7 +20,7 @@ _BYTES_PER_POLL = 8 << 20
 
 
 class HostMemory:
-    """Pools in memory of ``common.kvcache.host_memory``; polling a copy copies, in the caller's thread."""
+    """Pools in memory of ``common.shared_memory.host``; polling a copy copies, in the caller's thread."""
 
     def __init__(self) -> None:
         self._mapped: dict[int, np.ndarray] = {}

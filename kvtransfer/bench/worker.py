@@ -16,8 +16,8 @@ import torch
 from ...common.api.errors import ServingError
 from ...common.config.server import DisaggregationArgs
 from ...common.config.server.disaggregation import TRANSFER_BACKENDS
-from ...common.kvcache.host_memory import shared_bytes
 from ...common.kvcache.layout import KVLayout
+from ...common.shared_memory.host import shared_bytes
 from ..backends import make_backend
 from ..bootstrap import BootstrapServer, register_rank
 from ..io_thread import sleep_precisely

@@ -40,7 +40,7 @@ import numpy as np
 from ...common.api import errors
 from ...common.api.drafts import Drafts
 from ...common.api.identity import ModelIdentity
-from ...common.api.messages import Logprobs
+from ...common.api.messages import LoadedTokens, Logprobs
 from ...common.kvcache.layout import KVLayout
 from .reshard import RankLayout, find_group_mismatch, find_mismatch
 
@@ -58,7 +58,8 @@ class PrefillResult(msgspec.Struct, frozen=True):
     """Result of a prompt's computation: the first token, and how much of the prompt prefill had cached.
 
     ``hidden_states`` are the prompt's, as float32 rows, where the request asks for them: 32 MiB at most. ``drafts``:
-    what may follow the first token, where the prefill server drafts.
+    what may follow the first token, where the prefill server drafts. ``loaded``: of the cached tokens, where a tier of
+    the prefill server had any.
     """
 
     token_id: int
@@ -67,6 +68,7 @@ class PrefillResult(msgspec.Struct, frozen=True):
     prompt_logprobs: Logprobs | None = None
     hidden_states: bytes | None = None
     drafts: Drafts | None = None
+    loaded: LoadedTokens | None = None
 
     def merge(self, other: PrefillResult | None) -> PrefillResult:
         """Returns the result that has log-probabilities of the token, which only one of the ranks reports."""
@@ -103,7 +105,7 @@ class RankInfo(msgspec.Struct, frozen=True):
     ``rank`` of ``tp_size`` is its rank in its attention group, which is data-parallel rank ``dp_rank`` of ``dp_size``,
     or pipeline stage ``pp_rank`` of ``pp_size``, whose layers are in ``layout``. ``model`` is None for a peer that does
     not send it; ``server`` is its name in logs. ``deterministic``: its rows do not depend on
-    their batch.
+    their batch. ``page_server``: where other ranks read the pages of its host memory, "" where they cannot.
     """
 
     instance: str
@@ -122,6 +124,7 @@ class RankInfo(msgspec.Struct, frozen=True):
     further_layouts: tuple[KVLayout, ...] = ()
     draft: DraftInfo | None = None
     deterministic: bool = False
+    page_server: str = ""
 
     def __post_init__(self) -> None:
         ranks = ((self.rank, self.tp_size), (self.dp_rank, self.dp_size), (self.pp_rank, self.pp_size))
@@ -264,6 +267,12 @@ class FirstTokenAck(msgspec.Struct, tag="taken", frozen=True):
     stamp: int
 
 
+def _error_of_peer(code: str, message: str) -> errors.ServingError:
+    """Returns the error with which the peer ended a transfer."""
+    error = errors.from_code(code, message)
+    return errors.PeerFailed(message, code=error.code) if type(error) is errors.ServingError else error
+
+
 class Decline(msgspec.Struct, tag="decline", frozen=True):
     room: int
     code: str
@@ -271,7 +280,7 @@ class Decline(msgspec.Struct, tag="decline", frozen=True):
 
     @property
     def error(self) -> errors.ServingError:
-        return errors.from_code(self.code, self.message)
+        return _error_of_peer(self.code, self.message)
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
@@ -282,7 +291,7 @@ class Abort(msgspec.Struct, tag="abort", frozen=True):
 
     @property
     def error(self) -> errors.ServingError:
-        return errors.from_code(self.code, self.message)
+        return _error_of_peer(self.code, self.message)
 
 
 class Stopped(msgspec.Struct, tag="stopped", frozen=True):

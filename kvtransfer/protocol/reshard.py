@@ -107,6 +107,11 @@ def find_mismatch(prefill: RankLayout, decode: RankLayout) -> str | None:
         theirs, ours = getattr(prefill.layout, name), getattr(decode.layout, name)
         if ours != theirs:
             return f"{name} of the KV layout is {ours!r} here and {theirs!r} there"
+    theirs, ours = (side.layout.channel_order or "as in the model" for side in (prefill, decode))
+    if ours != theirs:
+        return (f"the order of keys' channels is {ours} here and {theirs} there: give both servers "
+                "--enable-double-sparsity with the same --ds-channel-config-path and --ds-heavy-channel-type, or "
+                "neither")
     first, last = prefill.layout.first_layer, prefill.layout.first_layer + prefill.layout.num_layers - 1
     if decode.layout.num_layers != prefill.layout.model_layers or last >= decode.layout.num_layers:
         in_stage = f" ({first} to {last} in this stage)" if prefill.layout.of_layers else ""

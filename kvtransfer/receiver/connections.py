@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from ...common.api.errors import PairMismatch, ServingError, TransferFailed
+from ..endpoint import reachable_endpoint
 from ..expiring import MAX_WAITING
 from ..protocol import messages as m
 from ..protocol.reshard import make_group_plan, writer_ranks
@@ -112,7 +113,7 @@ class Connections:
         session = ReceiverSession(secrets.token_hex(16).encode(), address, info.instance, heard=now,
                                   last_pong=-float("inf"), dp_rank=info.dp_rank)
         self.sessions[session.id] = session
-        self.effects.append(Connect(session, _reachable_endpoint(address, info.endpoint)))
+        self.effects.append(Connect(session, reachable_endpoint(address[0], info.endpoint)))
         self.send(session, msgspec.structs.replace(self.hello, expected=info.instance))
         return session
 
@@ -159,7 +160,7 @@ class Connections:
 
     def decline(self, room: int, address: Address, error: ServingError, now: float) -> None:
         """Tells the senders there, now or once connected, that nothing will be reserved for a room."""
-        decline = m.Decline(room, error.code, error.message)
+        decline = m.Decline(room, error.wire_code, error.message)
         if (server := self.connection_to(address)) is not None:
             for session in server.sessions.values():
                 self.send(session, decline)
@@ -240,12 +241,3 @@ class Connections:
     def _send_bye(self, session: ReceiverSession) -> None:
         self.send(session, m.Bye())
         self.effects.append(Close(session.id))
-
-
-def _reachable_endpoint(address: Address, endpoint: str) -> str:
-    """Returns where to connect: a server that listens on all addresses is reached at its bootstrap server's host."""
-    for wildcard in ("tcp://0.0.0.0:", "tcp://[::]:"):
-        if endpoint.startswith(wildcard):
-            host = f"[{address[0]}]" if ":" in address[0] else address[0]
-            return f"tcp://{host}:{endpoint[len(wildcard):]}"
-    return endpoint

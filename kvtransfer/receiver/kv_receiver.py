@@ -17,6 +17,7 @@ from ...common.api.identity import ModelIdentity
 from ...common.api.unreadable import UNREADABLE
 from ...common.config.server import DisaggregationArgs
 from ...common.kvcache.layout import KVLayout
+from ...common.kvcache.storage.page_servers import PageServers
 from ..backends.base import Backend
 from ..bootstrap import NotRegistered, SecretMismatch, fetch_ranks
 from ..checksum import block_positions, make_checksum, resolve_extent
@@ -27,6 +28,7 @@ from ..endpoint import (
     control_socket,
     pool_groups,
     rank_info,
+    reachable_endpoint,
     receive_all,
     register_pool,
     with_weights,
@@ -65,7 +67,7 @@ class KVReceiver:
                  num_pages: int, regions: list[tuple[int, int, int]], backend: Backend, dp_rank: int = 0,
                  dp_size: int = 1, model: ModelIdentity | None = None, server: str = "",
                  spare_page: int | None = None, further: Sequence[FurtherGroup] = (), draft: DraftInfo | None = None,
-                 deterministic: bool = False):
+                 deterministic: bool = False, page_servers: PageServers | None = None):
         pool = register_pool(backend, pool_groups(FurtherGroup(layout, num_pages, spare_page), further, draft), regions)
         self._checksum = make_checksum(pool.regions, pool.num_pages)
         self._extent = resolve_extent(args.kv_checksum, pool.regions)
@@ -77,6 +79,7 @@ class KVReceiver:
         self.info: RankInfo = rank_info(endpoint="", rank=rank, tp_size=tp_size, layout=layout, backend=backend,
                                         dp_rank=dp_rank, dp_size=dp_size, model=model, server=server,
                                         further=further, draft=draft, deterministic=deterministic)
+        self._page_servers = page_servers or PageServers()
         self._pair_key = PairKey(args.cluster_secret, backend, regions)
         self._core = ReceiverCore(self.info, self._timing, num_pages, backend.local_metadata(), self._extent,
                                   backend.quarantine_seconds, spare_page,
@@ -262,6 +265,7 @@ class KVReceiver:
             with self._driver as core:
                 core.unreachable(address, str(error), time.monotonic())
         else:
+            self._page_servers.add(reachable_endpoint(address[0], info.page_server) for info in ranks)
             with self._driver as core:
                 core.connect_to_ranks(address, ranks, time.monotonic())
 

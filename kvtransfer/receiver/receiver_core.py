@@ -351,8 +351,8 @@ class ReceiverCore:
             self._count_end(transfer, now)
         for session_id in transfer.writers.pending:
             if session_id != reported_by:
-                self.connections.send_if_open(session_id, m.Abort(transfer.room, transfer.reserve.stamp, error.code,
-                                                                  error.message))
+                self.connections.send_if_open(session_id, m.Abort(transfer.room, transfer.reserve.stamp,
+                                                                  error.wire_code, error.message))
 
     def _count_end(self, transfer: RecvTransfer, now: float) -> None:
         if transfer.phase is Phase.DONE:

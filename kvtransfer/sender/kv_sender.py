@@ -18,6 +18,7 @@ from ...common.api.identity import ModelIdentity
 from ...common.api.unreadable import UNREADABLE
 from ...common.config.server import DisaggregationArgs
 from ...common.kvcache.layout import KVLayout
+from ...common.kvcache.storage.page_servers import PageServers
 from ..backends.base import Backend, WriteState
 from ..checksum import block_positions, make_checksum
 from ..driver import Driver
@@ -68,7 +69,8 @@ class KVSender:
                  num_pages: int, regions: list[tuple[int, int, int]], backend: Backend, dp_rank: int = 0,
                  dp_size: int = 1, pp_rank: int = 0, pp_size: int = 1, model: ModelIdentity | None = None,
                  server: str = "", spare_page: int | None = None, further: Sequence[FurtherGroup] = (),
-                 draft: DraftInfo | None = None, deterministic: bool = False):
+                 draft: DraftInfo | None = None, deterministic: bool = False,
+                 page_servers: PageServers | None = None):
         groups = pool_groups(FurtherGroup(layout, num_pages, spare_page), further, draft)
         pool = register_pool(backend, groups, regions)
         self._checksum = make_checksum(pool.regions, pool.num_pages)
@@ -78,7 +80,8 @@ class KVSender:
         self.info: RankInfo = rank_info(endpoint=bind_control(self._router, host), rank=rank, tp_size=tp_size,
                                         layout=layout, backend=backend, dp_rank=dp_rank, dp_size=dp_size,
                                         pp_rank=pp_rank, pp_size=pp_size, model=model, server=server,
-                                        further=further, draft=draft, deterministic=deterministic)
+                                        further=further, draft=draft, deterministic=deterministic,
+                                        page_server="" if page_servers is None else page_servers.own)
         self._pair_key = PairKey(args.cluster_secret, backend, regions)
         self._channels = Channels(make_secret(args.cluster_secret))
         self._timing = Timing.of(args)

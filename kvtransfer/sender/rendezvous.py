@@ -162,7 +162,7 @@ class Rendezvous:
 
     def _refuse(self, destination: Destination, error: ServingError) -> None:
         room, stamp = destination.room, destination.stamp
-        self.sessions.send(destination.session.id, m.Abort(room, stamp, error.code, error.message))
+        self.sessions.send(destination.session.id, m.Abort(room, stamp, error.wire_code, error.message))
         self.sessions.send(destination.session.id, m.Stopped(room, stamp))
 
     def _unmatched_for(self, room: int) -> list[Destination]:

@@ -226,7 +226,7 @@ class SenderCore:
         for destination in transfer.destinations:
             if destination.session is not reported_by:
                 self.sessions.send_if_open(destination.session,
-                                           m.Abort(transfer.room, destination.stamp, error.code, error.message))
+                                           m.Abort(transfer.room, destination.stamp, error.wire_code, error.message))
         self._finish_if_drained(transfer, now)
 
     def _finish_if_drained(self, transfer: SendTransfer, now: float) -> None:

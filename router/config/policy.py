@@ -34,6 +34,9 @@ class PolicyArgs:
     eviction_interval: float = flag(
         60.0, names=("--eviction-interval-secs",),
         help="cache_aware: seconds after which text that was not seen again is forgotten, once memory fills up")
+    host_page_cost: float = flag(0.12, help=(
+        "cache_exact: time to load a page from a worker's host memory, as a share of that to compute it"))
+    storage_page_cost: float = flag(0.6, help="cache_exact: the same of a page in the workers' storage")
     hash_header: str = flag("x-session-id", help=(
         "consistent_hash: header that names a session; without it session_params.id, session_id, prompt_cache_key or "
         "user of the body does"))
@@ -53,7 +56,7 @@ class PolicyArgs:
     def __post_init__(self) -> None:
         if not 0 <= self.cache_threshold <= 1:
             raise ConfigError(f"--cache-threshold must be between 0 and 1, not {self.cache_threshold}.")
-        not_negative(self, "max_tree_size", "max_idle_secs")
+        not_negative(self, "max_tree_size", "max_idle_secs", "host_page_cost", "storage_page_cost")
         positive(self, "eviction_interval", "bucket_adjust_interval_secs", "prefix_token_count",
                  "prefix_hash_load_factor")
         if not self.hash_header.strip() or any(c in self.hash_header for c in ": \t\r\n"):

@@ -154,6 +154,8 @@ class KVListener(Protocol):
         """A worker's pages changed; ``native``: hashes are ``page_hashes``."""
     def on_cleared(self, worker: Worker) -> None:
         """A worker has no pages, or its pages are unknown."""
+    def on_storage(self, worker: Worker, present: bool) -> None:
+        """A worker has a storage of pages behind its host memory, or none."""
     def on_lost(self, worker: Worker) -> None:
         """A worker's events are not followed any more."""
     def on_memory(self, worker: Worker, report: MemoryReport) -> None:
@@ -198,6 +200,7 @@ class KVWatch:
                 info = (await ask(self._client, worker, get("/get_server_info"), TIMEOUT_SECONDS)).json_object()
                 source = source_of(worker, info)
                 if source is not None:
+                    self._listener.on_storage(worker, bool(info.get("hicache_storage_backend")))
                     await self._follow(worker, source)
                 elif info and not silent:
                     silent = True

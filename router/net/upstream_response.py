@@ -8,6 +8,8 @@ import msgspec
 
 PAIR_MISMATCH = b"\r\nx-error-code: pair_mismatch\r\n"
 """A header of our servers' 502 responses: the two servers can never transfer a KV cache."""
+PEER_FAILED = b"\r\nx-baton-failed: peer\r\n"
+"""A header of our servers' 500 responses: it is the other server of the pair that failed."""
 ENGINE_DEAD = b"\r\nx-baton-engine: dead\r\n"
 """A header, in lower case, of our servers' 503 responses: their engine has died, and all of its requests with it."""
 

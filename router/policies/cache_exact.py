@@ -5,12 +5,14 @@ The KV index is exact: workers publish every page that enters or leaves their pr
 exact for token ids, which are hashed as the workers hash them; for texts and chats they are learnt from the
 workers' answers (``text_pages``). Two shorter memories fill the gaps: where a prompt was sent in the last
 seconds (its pages are not stored yet), and where prompts were sent whose worker publishes nothing. Events overrule
-both: of a worker that clears its cache, they forget everything.
+both: of a worker that clears its cache, they forget everything. Pages that a worker has in host memory or storage count
+at the cost of loading them (``--host-page-cost``, ``--storage-page-cost``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from heapq import nlargest
 from operator import itemgetter
 from random import Random
@@ -22,14 +24,22 @@ from ..config.policy import ROUTING_POLICIES, PolicyArgs
 from ..net.body import RoutingFields
 from ..net.request import Request
 from ..net.upstream_response import ResponseHead
-from ..workers.kv_index import KVIndex
 from ..workers.memory_report import MemoryReport
 from ..workers.registry import Worker
 from ..workers.roles import RECEIVER
+from ..workers.tier_index import TierIndex, TierMatch
 from .base import Amendment, Decision, Replication
 from .cache_aware import BLOCK, MAX_BLOCKS, PrefixMemory, covered_bytes
 from .load_view import LoadView
-from .page_costs import SAME_HOST_TRANSFER_COST, TRANSFER_COST, KVMemory, PageCosts, PrefixMatch
+from .page_costs import (
+    HOST_COST,
+    SAME_HOST_TRANSFER_COST,
+    STORAGE_COST,
+    TRANSFER_COST,
+    KVMemory,
+    PageCosts,
+    PrefixMatch,
+)
 from .text_pages import TextPages, text_blocks
 from .token_pages import TokenPages, TokenSegments, split
 from .worker_groups import WorkerGroups
@@ -72,19 +82,23 @@ class CacheExact:
     """
 
     def __init__(self, *, balance_abs_threshold: int = 32, balance_rel_threshold: float = 1.0001,
-                 max_tree_size: int = 2**24, shared: CacheExact | None = None):
-        """``shared``: another model's policy, whose KV index this one uses."""
+                 max_tree_size: int = 2**24, host_cost: float = HOST_COST, storage_cost: float = STORAGE_COST,
+                 shared: CacheExact | None = None):
+        """``host_cost`` and ``storage_cost`` are those of loading a page, in pages computed. ``shared``: another
+        model's policy, whose KV index this one uses."""
         self._abs = balance_abs_threshold
         self._rel = balance_rel_threshold
         self._blocks_per_worker = max_tree_size // BLOCK
-        self.kv_index: KVIndex = shared.kv_index if shared is not None else KVIndex()
+        self.tier_index: TierIndex = shared.tier_index if shared is not None else TierIndex()
+        self.kv_index = self.tier_index.gpu
         self.texts = TextPages(4 * self._blocks_per_worker)
         self.tokens: TokenPages = shared.tokens if shared is not None else TokenPages()
         self.followed: set[int] = shared.followed if shared is not None else set()
         """Ids of workers whose KV events are followed now."""
         self._of_all_models: WeakSet[CacheExact] = shared._of_all_models if shared is not None else WeakSet()
         self._of_all_models.add(self)
-        self.costs = PageCosts(self.kv_index)
+        self._load_costs = host_cost, storage_cost
+        self.costs = PageCosts(self.kv_index, host_cost, storage_cost)
         if shared is not None:
             self.costs.memory = shared.costs.memory
         self.max_blocks = MAX_BLOCKS // 2
@@ -100,7 +114,8 @@ class CacheExact:
     def of_another_model(self) -> CacheExact:
         """Returns a policy for prompts of another model, whose texts have other pages; it shares the KV index."""
         return CacheExact(balance_abs_threshold=self._abs, balance_rel_threshold=self._rel,
-                          max_tree_size=self._blocks_per_worker * BLOCK, shared=self)
+                          max_tree_size=self._blocks_per_worker * BLOCK, host_cost=self._load_costs[0],
+                          storage_cost=self._load_costs[1], shared=self)
 
     def on_followed(self, worker: Worker) -> None:
         """A worker's events are followed from now on: what is remembered of it without them counts no more."""
@@ -110,14 +125,18 @@ class CacheExact:
 
     def on_events(self, worker: Worker, events: Sequence[Event], *, native: bool = True) -> None:
         """Takes in a worker's events; ``native`` where its hashes are ``page_hashes``."""
-        self.kv_index.apply(worker.id, events, native=native)
+        self.tier_index.apply(worker.id, events, native=native)
         if any(isinstance(event, Cleared) for event in events):
             self._forget_recent(worker)
 
     def on_cleared(self, worker: Worker) -> None:
         """A worker has no pages, or its pages are unknown."""
-        self.kv_index.clear(worker.id)
+        self.tier_index.clear(worker.id)
         self._forget_recent(worker)
+
+    def on_storage(self, worker: Worker, present: bool) -> None:
+        """A followed worker reads and writes a storage of pages, or has none."""
+        (self.tier_index.with_storage.add if present else self.tier_index.with_storage.discard)(worker.id)
 
     def _forget_recent(self, worker: Worker) -> None:
         for policy in self._of_all_models:
@@ -127,7 +146,7 @@ class CacheExact:
     def on_lost(self, worker: Worker) -> None:
         """A worker's events are not followed any more."""
         self.followed.discard(worker.id)
-        self.kv_index.clear(worker.id)
+        self.tier_index.clear(worker.id)
 
     def on_memory(self, worker: Worker, report: MemoryReport) -> None:
         """Notes a worker's report of its KV memory."""
@@ -142,7 +161,7 @@ class CacheExact:
 
     def on_removed(self, worker: Worker) -> None:
         """Forgets a worker that left."""
-        self.kv_index.forget(worker.id)
+        self.tier_index.forget(worker.id)
         self.followed.discard(worker.id)
         self.costs.memory.pop(worker.id, None)
 
@@ -297,26 +316,33 @@ class CacheExact:
         return self._pair_ids[2]
 
     def _match(self, prompt: Prompt, among: frozenset[int]) -> PrefixMatch:
-        pages, cached = self._cached_pages(prompt)
+        pages, cached, loads = self._cached_pages(prompt)
         for memory in (self.recent, self.recent_decode, self.sent):
             workers, depth = memory.longest_match(prompt.blocks, among)
             if depth:
+                sent = round(pages * prompt.share_of(depth))
                 for worker_id in workers:
-                    cached[worker_id] = max(cached.get(worker_id, 0), round(pages * prompt.share_of(depth)))
-        return PrefixMatch(pages, cached, max(cached.values(), default=0))
+                    cached[worker_id] = max(cached.get(worker_id, 0), sent)
+                    if (load := loads.get(worker_id)) is not None:
+                        loads[worker_id] = TierMatch(*(max(place, sent) for place in load))
+        return PrefixMatch(pages, cached, max(cached.values(), default=0), loads)
 
-    def _cached_pages(self, prompt: Prompt) -> tuple[float, dict[int, int]]:
-        """Returns the prompt's pages (an estimate for text), and how many leading ones each worker has cached."""
+    def _cached_pages(self, prompt: Prompt) -> tuple[float, dict[int, int], dict[int, TierMatch]]:
+        """Returns the prompt's pages (an estimate for text), and how many leading ones each worker has, and where."""
         if prompt.ids is None:
             known = self.texts.pages_of(prompt.blocks)
             estimate = prompt.size / self.texts.bytes_per_page
             pages = max(estimate, known[-1][0]) if known else estimate
-            return pages, self.kv_index.match((page, (page_hash,)) for page, page_hash in known)
+            return pages, *self.tier_index.match(lambda: ((page, (page_hash,)) for page, page_hash in known))
+        ids = prompt.ids
         cached: dict[int, int] = {}
-        sizes = set(self.kv_index.page_sizes.values())
+        loads: dict[int, TierMatch] = {}
+        sizes = self.tier_index.page_sizes
         for size in sizes:
-            cached.update(self.kv_index.match(self.tokens.runs(prompt.ids, size)))
-        return prompt.ids.num_tokens / max(sizes, default=16), cached
+            of_size, loads_of_size = self.tier_index.match(partial(self.tokens.runs, ids, size))
+            cached.update(of_size)
+            loads.update(loads_of_size)
+        return ids.num_tokens / max(sizes, default=16), cached, loads
 
     def _record(self, prompt: Prompt, worker: Worker, num_workers: int) -> None:
         recent = self.recent_decode if worker.role == RECEIVER else self.recent
@@ -356,4 +382,5 @@ def _is_token_ids(text: bytes) -> bool:
 @ROUTING_POLICIES.register("cache_exact")
 def make(args: PolicyArgs, rng: Random) -> CacheExact:
     return CacheExact(balance_abs_threshold=args.balance_abs_threshold,
-                      balance_rel_threshold=args.balance_rel_threshold, max_tree_size=args.max_tree_size)
+                      balance_rel_threshold=args.balance_rel_threshold, max_tree_size=args.max_tree_size,
+                      host_cost=args.host_page_cost, storage_cost=args.storage_page_cost)

@@ -1,7 +1,7 @@
 """Costs of a prompt at each worker, in pages to compute.
 
-- Whole and prefill workers: missing pages (x DUPLICATION_COST: copies, and pages that do not fit) + requests in flight
-  x REMAINING_FRACTION x the recent mean of missing pages.
+- Whole and prefill workers: missing pages (x DUPLICATION_COST: copies, and pages that do not fit) + pages to load from
+  host memory and storage x their costs + requests in flight x REMAINING_FRACTION x the recent mean of missing pages.
 - Decode workers: pages to transfer x TRANSFER_COST + requests in flight, or the number that their memory use
   amounts to, x TRANSFER_COST x the mean pages of a prompt; FULL_MEMORY_COST where the prompt does not fit.
 - Pairs: both together, with the cheaper transfer where they share a host.
@@ -9,16 +9,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..workers.kv_index import KVIndex
 from ..workers.registry import Worker
+from ..workers.tier_index import TierMatch
 
 TRANSFER_COST = 0.1
 """Cost of sending a page from prefill to decode, in pages computed: an 8B model computes 16 tokens in 0.4 ms on
 an H200 and sends their 2 MB in 0.04 ms over 400 Gb/s."""
 SAME_HOST_TRANSFER_COST = 0.02
 """The same cost where both are on one host."""
+HOST_COST = 0.12
+"""Cost of loading a page from host memory, in pages computed: an 8B model's 2 MB take 0.04 ms at 55 GB/s, and 0.4 ms to
+compute on an H200."""
+STORAGE_COST = 0.6
+"""The same cost from storage, at 8 GB/s; one NVMe disk wins little, a storage over 400 Gb/s much."""
 FULL_MEMORY_COST = 1e6
 """Cost of a decode worker whose memory cannot take the prompt: it is only chosen when none can."""
 DUPLICATION_COST = 2.0
@@ -31,12 +38,19 @@ MIN_MEAN_PAGES = 4.0
 
 
 class PrefixMatch(NamedTuple):
-    """A prompt's pages, and how many leading ones each worker has cached (by worker id)."""
+    """A prompt's pages, and how many leading ones each worker need not compute (by worker id)."""
 
     pages: float
     cached: dict[int, int]
+    """Pages on the worker's GPU, in its host memory or in its storage."""
     longest: int = 0
     """Pages that the worker with the most of them has."""
+    loads: Mapping[int, TierMatch] = {}
+    """Of these, where they are, for workers that have some elsewhere than on the GPU."""
+
+    def on_gpu(self, worker_id: int) -> int:
+        load = self.loads.get(worker_id)
+        return self.cached.get(worker_id, 0) if load is None else load.gpu
 
 
 class KVMemory(NamedTuple):
@@ -59,8 +73,10 @@ class KVMemory(NamedTuple):
 class PageCosts:
     """Costs by the KV index, loads and ``memory``, the last report of each worker that sends any, by worker id."""
 
-    def __init__(self, kv_index: KVIndex):
+    def __init__(self, kv_index: KVIndex, host_cost: float = HOST_COST, storage_cost: float = STORAGE_COST):
         self._kv_index = kv_index
+        self._host_cost = host_cost
+        self._storage_cost = storage_cost
         self.memory: dict[int, KVMemory] = {}
         self._mean_missing = MIN_MEAN_PAGES
         self.mean_pages = MIN_MEAN_PAGES
@@ -71,10 +87,17 @@ class PageCosts:
         memory = self.memory.get(worker.id)
         free = 0.0 if memory is None else memory.total - self._kv_index.sizes.get(worker.id, 0)
         duplicated = min(missing, max(0.0, missing - free, match.longest - cached))
-        return missing + (DUPLICATION_COST - 1) * duplicated + worker.load * REMAINING_FRACTION * self._mean_missing
+        return (missing + (DUPLICATION_COST - 1) * duplicated + self._load_cost(worker, match) +
+                worker.load * REMAINING_FRACTION * self._mean_missing)
+
+    def _load_cost(self, worker: Worker, match: PrefixMatch) -> float:
+        load = match.loads.get(worker.id)
+        if load is None:
+            return 0.0
+        return (load.host - load.gpu) * self._host_cost + (load.storage - load.host) * self._storage_cost
 
     def decode_cost(self, worker: Worker, match: PrefixMatch, transfer_cost: float) -> float:
-        missing = max(0.0, match.pages - match.cached.get(worker.id, 0))
+        missing = max(0.0, match.pages - match.on_gpu(worker.id))
         memory = self.memory.get(worker.id)
         running: float = worker.load
         full = 0.0

@@ -14,7 +14,7 @@ import msgspec
 from ...common.api.errors import ServingError, TransferFailed, WorkerUnavailable
 from ..net.body import Body, RoutingFields, with_bootstrap, with_previous_room
 from ..net.upstream import Call
-from ..net.upstream_response import PAIR_MISMATCH, Failure, ResponseHead
+from ..net.upstream_response import PAIR_MISMATCH, PEER_FAILED, Failure, ResponseHead
 from ..workers.dp_ranks import with_prefill_rank
 from ..workers.registry import Reservation, Role, Worker, without
 from ..workers.roles import SENDER
@@ -209,9 +209,10 @@ class PairRelay:
         status = head.facts.status
         accepted = status < 400
         outcome = PASSED_ON if accepted else outcome_of(status, pair=True)
+        failed = self._other(call) if not accepted and head.has_line(PEER_FAILED) else call
         if not accepted or call.worker.circuit.troubled or (call is self._decode and self.retries is not None):
             retries = self.retries if call is self._decode else None  # Prefill's 200 says nothing yet.
-            self.dispatcher.on_status(call.worker, status, outcome, retries)
+            self.dispatcher.on_status(failed.worker, status, outcome, retries)
             if status == TransferFailed.status and head.has_line(PAIR_MISMATCH):
                 self.dispatcher.on_misfit(*self.response.workers)
         phase = self._phase
@@ -222,8 +223,8 @@ class PairRelay:
         if action is RELAY:
             self._relay(call, head, RELAYING)
         elif action is RETRY_OR_REFUSE:
-            if outcome.retried and self._blame(call, outcome):
-                self._retry(call, outcome, f"{call.role}_status_{status}", at_once=outcome.busy)
+            if outcome.retried and self._blame(failed, outcome):
+                self._retry(failed, outcome, f"{failed.role}_status_{status}", at_once=outcome.busy)
             else:
                 self._refuse(call, head, outcome)
         elif action is RESUME_OR_RETRY and head.starts_stream:
@@ -231,8 +232,8 @@ class PairRelay:
             self.response.continue_stream(head)
             self._pause_relayed()
         elif action is RESUME_OR_RETRY or action is RETRY:
-            untried = self._blame(call, outcome)
-            self._retry(call, outcome, f"continuation_status_{status}", at_once=untried and outcome.busy)
+            untried = self._blame(failed, outcome)
+            self._retry(failed, outcome, f"continuation_status_{status}", at_once=untried and outcome.busy)
         else:
             raise InvalidTransition(f"{call.role} {'accepted' if accepted else 'refused'} in {phase.name}")
 
@@ -356,7 +357,7 @@ class PairRelay:
         return other
 
     def _blame(self, call: PairCall, outcome: Outcome) -> bool:
-        """Note which worker is to blame for a call's error; returns whether another attempt may repair it.
+        """Note which worker is to blame for the error of ``call``; returns whether another attempt may repair it.
 
         A failed transfer excludes no worker: the same pair may be tried again, but first others than the peer of the
         call that reports it. Everything else needs a worker that has not failed this request yet.

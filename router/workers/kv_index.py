@@ -55,6 +55,17 @@ class KVIndex:
         if worker_id in self._pages:
             self.sizes[worker_id] = len(self._pages[worker_id])
 
+    def has(self, worker_id: int, own_hash: Hash) -> bool:
+        """True where the worker has stored a page under this hash of its own."""
+        return own_hash in self._pages.get(worker_id, ())
+
+    def copy_worker(self, worker_id: int, other: KVIndex) -> None:
+        """Adds the pages that the worker has in another index."""
+        if (size := other.page_sizes.get(worker_id)) is not None:
+            pages = other._pages.get(worker_id, {})
+            self.page_sizes[worker_id] = size
+            self._add(worker_id, pages.keys(), pages.values())
+
     def clear(self, worker_id: int) -> None:
         """Removes all pages of a worker."""
         for page in set(self._pages.pop(worker_id, {}).values()):
@@ -102,12 +113,15 @@ class KVIndex:
             matched.update(dict.fromkeys(workers, reached))
 
     def _store(self, worker_id: int, event: Stored, native: bool) -> None:
-        known = self._pages.setdefault(worker_id, {})
         self.page_sizes[worker_id] = event.page_size
-        pages = self._page_hashes(known, event, native)
+        known = self._pages.setdefault(worker_id, {})
+        self._add(worker_id, event.hashes, self._page_hashes(known, event, native))
+
+    def _add(self, worker_id: int, own_hashes: Iterable[Hash], pages: Iterable[int]) -> None:
+        known = self._pages.setdefault(worker_id, {})
         workers_of, sets = self._workers_of, self._sets
         singleton = sets.singleton(worker_id)
-        for own_hash, page in zip(event.hashes, pages):
+        for own_hash, page in zip(own_hashes, pages):
             if len(known) >= MAX_PAGES_PER_WORKER:
                 return
             known[own_hash] = page

@@ -67,6 +67,13 @@ def bench(module: str, seconds: float, *argv: str, name: str = "", json: str = "
     return Step(step, ["-m", f"baton.tests.bench.{module}", *argv, *wanted], seconds, tail)
 
 
+def weight_updates(source: str, *argv: str) -> Step:
+    """16 GB from the GPU that serves, or from its host."""
+    filled = "-filled" if "--fill-gpu" in argv else ""
+    return bench("weight_updates", 120, "--model", "llama-8b", "--device", "cuda", "--source", source, *argv,
+                 name=f"weight_updates-{source}{filled}", tail=4)
+
+
 PLANS: dict[str, list[Step]] = {
     "one": [
         # What takes FlashInfer two minutes to compile comes first.
@@ -78,23 +85,28 @@ PLANS: dict[str, list[Step]] = {
         *parts("mla", 240, "twins", "flashinfer"), *parts("moe", 240, "twin"), *parts("models", 240, "flashinfer"),
         *parts("speculation", 240, "mixed and EAGLE3", "mixed", "float8"),
         tests("steps-in-flight", 120), tests("int8-format", 120), tests("user-family", 120),
-        tests("kv-ipc", 120), tests("grammar", 240), tests("scheduling", 240), tests("prefill-graphs", 120),
-        tests("chain-graphs", 120), tests("invariant-products", 120), tests("offload", 180),
+        tests("kv-ipc", 120), tests("shared-tensors", 120), tests("grammar", 240), tests("scheduling", 240),
+        tests("prefill-graphs", 120), tests("chain-graphs", 120), tests("invariant-products", 120),
+        tests("fixed-splits", 120), tests("offload", 180),
         tests("all-reduce", 240), tests("small-m-matmul", 120), tests("dense-warp-specialized", 120),
         tests("split-k-warp-specialized", 120), tests("models-sampler", 240), tests("gather-scatter-norm", 120),
         tests("decode-warp-specialized", 120), tests("batched-splits", 120),
         tests("all-to-all", 120), tests("batch-sizes", 180), tests("hidden-states", 120), tests("other-weights", 120),
-        tests("long-contexts", 120),
+        tests("long-contexts", 120), tests("host-tier", 180), *parts("double-sparsity", 180, "faster")[1:],
+        *parts("double-sparsity", 60, "faster", alone=True)[:1],
         tests("one-batch", 90, alone=True), tests("memory-occupation", 90, alone=True),
         bench("decode_step", 120, json="--out"),
         bench("speculation_speed", 180, json="--out", tail=10),
         bench("relay", 240, "--skip-chat", "--only", "unified", json="--out", tail=16),
         bench("small_model", 60, json="--out"), bench("prefix_cache", 150, json="--out"), bench("grammar", 120),
         bench("prefill_layer", 60, json="--out", tail=5),
-        bench("paged_decode", 60, json="--out", tail=20),
+        bench("paged_decode", 60, json="--out", tail=20), bench("double_sparsity", 90, json="--out", tail=16),
         bench("small_m_matmul", 60, json="--output", tail=50), bench("windows", 60, tail=20),
         bench("fp8_gemm", 60, json="--output", tail=24), bench("fp8_serving", 90, json="--out", tail=6),
         bench("grouped_gemm", 90, json="--output", tail=30), bench("mla_decode", 90, json="--out", tail=24),
+        bench("host_tier", 180, json="--out", tail=8), bench("tier_cost", 180, json="--out", tail=4),
+        weight_updates("gpu-handles", "--rounds", "3"), weight_updates("host-handles", "--rounds", "2"),
+        weight_updates("host-handles", "--rounds", "2", "--fill-gpu"),
         bench("tune_moe", 300),
     ],
     "two": [
@@ -102,6 +114,7 @@ PLANS: dict[str, list[Step]] = {
         *parts("four-ranks", 150, "expert_parallel", "each_other", "groups and 2", "groups"),
         *parts("moe", 150, "two_gpus")[:1], tests("tensor-parallel", 150), tests("pipeline", 150), tests("relay", 200),
         tests("all-to-all", 150), tests("dead-rank", 150, alone=True), tests("kv-ipc", 120, alone=True),
+        tests("shared-tensors", 120),
         bench("copy_blocks", 60, json="--out", tail=34), bench("transfer_exposed", 150, json="--out", tail=26),
         bench("all_reduce", 60, json="--out", tail=16), bench("token_exchange", 60, json="--out"),
         bench("decode_tp", 120, json="--out"), bench("pipeline", 120, json="--out"),

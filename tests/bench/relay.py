@@ -14,7 +14,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -57,13 +57,15 @@ def unified(flags: list[str], logs: Path) -> Iterator[str]:
 
 
 @contextmanager
-def relay(flags: list[str], logs: Path, gpus: tuple[int, int]) -> Iterator[str]:
+def relay(flags: list[str], logs: Path, gpus: tuple[int, int], prefill_flags: Sequence[str] = (),
+          decode_flags: Sequence[str] = ()) -> Iterator[str]:
     """Router, one prefill and one decode server on the given GPUs."""
     share = ["--mem-fraction-static", "0.42"] if gpus[0] == gpus[1] else []
     ports = free_ports(4)
-    prefill = Server("baton.prefill.launch", [*flags, *share, "--base-gpu-id", str(gpus[0]),
+    prefill = Server("baton.prefill.launch", [*flags, *prefill_flags, *share, "--base-gpu-id", str(gpus[0]),
                      "--disaggregation-bootstrap-port", str(ports[0])], ports[1], logs / "prefill.log")
-    decode = Server("baton.decode.launch", [*flags, *share, "--base-gpu-id", str(gpus[1])], ports[2],
+    decode = Server("baton.decode.launch", [*flags, *decode_flags, *share, "--base-gpu-id", str(gpus[1])],
+                    ports[2],
                     logs / "decode.log")
     router = Server("baton.router.launch", ["--pd-disaggregation", "--policy", "round_robin", "--log-level", "warning",
                     "--prefill", prefill.url, str(ports[0]), "--decode", decode.url], ports[3], logs / "router.log")

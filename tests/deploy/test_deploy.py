@@ -17,12 +17,15 @@ import yaml
 from baton.common.api.messages import State
 from baton.common.config.cli import parse
 from baton.common.config.server import HttpArgs, ObserveArgs, ServerConfig
+from baton.common.distributed.tp import TPGroup
 from baton.common.kvcache.cache_group import CacheGroup, SlidingWindow
 from baton.common.kvcache.manager import KVCacheManager
+from baton.common.kvcache.storage.storage import StorageCounters
 from baton.common.obs.buckets import Buckets
 from baton.common.obs.metrics import ServerMetrics
 from baton.common.scheduler.draft_stats import DraftStats
 from baton.common.scheduler.request_tracker import RequestTracker
+from baton.common.scheduler.tier_prefetch import Prefetches
 from baton.common.serving import host
 from baton.kvtransfer.receiver.receiver_core import ReceiverCore
 from baton.kvtransfer.sender.sender_core import SenderCore
@@ -31,6 +34,7 @@ from baton.router.config import RouterConfig
 from baton.router.obs.metrics import Metrics
 from baton.router.workers.registry import Registry
 from baton.tests.helpers.layers import imports_of
+from baton.tests.helpers.tier_simulation import SimulatedRank
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -187,8 +191,10 @@ def test_stops_wait_for_the_drain():
 def test_dockerfile(path):
     steps = instructions(path)
     copied = [word for name, rest in steps if name == "COPY" and "--from" not in rest for word in rest.split()[:-1]]
-    assert all((ROOT / source).exists() for source in copied)
-    assert needed_by_the_package() <= set(copied), "baton.Engine, the commands or the benches lack a part"
+    found = {source: {path.name for path in ROOT.glob(source)} for source in copied}
+    assert all(found.values())
+    lacking = needed_by_the_package() - set().union(*found.values())
+    assert not lacking, "baton.Engine, the commands or the benches lack a part"
     assert [rest for name, rest in steps if name == "USER"] == ["10001"]
     project = (ROOT / "pyproject.toml").read_text()
     for extras in (rest.partition("=")[2] for name, rest in steps if name == "ARG" and rest.startswith("EXTRAS=")):
@@ -239,19 +245,23 @@ def server_families() -> dict[str, set[str]]:
     counters["kv_transfers_failed_kv_transfer_failed"] = 1.0  # by the error's code, once there is one
     counters["kv_transfers_broken_silent"] = 1.0
     sender: Any = SimpleNamespace(counters={}, writes_waiting=(0, 0))
-    prefill = PrefillScheduler(SimpleNamespace(cache=None), None, None, sender, None, [1], register=None,  # type: ignore
+    tiered = SimulatedRank(TPGroup(), 0).batcher
+    storage: Any = SimpleNamespace(counters=StorageCounters(), num_queued_writes=0, healthy=True)
+    prefetches = Prefetches(tiered.cache, None, storage, None, None)  # type: ignore[arg-type]
+    counters |= prefetches.storage_counters
+    prefill = PrefillScheduler(tiered, None, None, sender, None, [1], register=None,  # type: ignore
                                overlap=False, kv_retain_seconds=0.0)
     drafts = DraftStats(3, 3)
     counters |= {**prefill.counters, **drafts.counters}
     windowed = KVCacheManager(1, 16, groups=[CacheGroup(SlidingWindow(8), 3, 16)])
-    metrics = ServerMetrics("m", "decode", speculates=True,
+    metrics = ServerMetrics("m", "decode", speculates=True, tiered=True,
                             buckets=Buckets.of_flags(ObserveArgs(collect_tokens_histogram=True)))
     metrics.count_outcome("stop")
     metrics.engine.states = [State(
         seq=0, total_pages=1, free_pages=1, held_pages=0, cached_pages=0, page_size=1, num_running=0, num_waiting=0,
         num_transferring=0, counters={**counters, "retracted_requests": 1.0},
         gauges={"token_usage": 0.0, "expert_utilization": 1.0, **windowed.group_gauges, **prefill.gauges,
-                **drafts.gauges})]
+                **drafts.gauges, **prefetches.storage_gauges})]
     return families(metrics.registry.collect())
 
 

@@ -3,6 +3,7 @@ computed. What a step should accept is computed beforehand, after each token of 
 
 from __future__ import annotations
 
+import json
 import pickle
 import tempfile
 import time
@@ -197,9 +198,9 @@ def after_retraction(flags: Sequence[str], asked: Sequence[Question]) -> list[An
 def after_swap(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
     """All requests are retracted in the midst of their answers, and their pages kept in host memory."""
     engine = FlagEngine(*BASE, *ROOMY, "--retract-host-memory-gb", "0.05", *flags)
-    swap = engine.parts.batcher.swap
-    assert swap is not None
-    swap._link_bandwidth = 1e18  # pretend that copies cost nothing, so that each retraction is one
+    swap, rates = engine.parts.batcher.swap, engine.parts.batcher.rates
+    assert swap is not None and rates is not None
+    rates._link_bandwidth = 1e18  # pretend that copies cost nothing, so that each retraction is one
     reqs = [engine.start(str(number), question) for number, question in enumerate(asked)]
     run(engine, until=lambda: max(req.num_output_tokens for req in reqs) > MAX_NEW_TOKENS // 8)
     engine.scheduler.synchronize()
@@ -270,7 +271,7 @@ def data_parallel(flags: Sequence[str], asked: Sequence[Question]) -> list[Answe
 
 def host_tier(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
     """All prompts are in host memory, to which the prefix cache has evicted them."""
-    engine = FlagEngine(*BASE, *ROOMY, "--kv-tier", "host", "--kv-tier-gb", "0.2", *flags)
+    engine = FlagEngine(*BASE, *ROOMY, "--enable-hierarchical-cache", "--hicache-size", "0.2", *flags)
     engine.answers(asked)
     engine.cache._evict(engine.cache.num_cached)
     assert not engine.cache.num_cached
@@ -278,6 +279,35 @@ def host_tier(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
     loads = engine.parts.batcher.loads
     assert loads is not None and loads.num_loaded > len(asked), "nothing was loaded from host memory"
     return answers
+
+
+def storage(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
+    """All prompts are in a storage, where an engine that is gone has written them."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"storage_dir": folder, "min_free_space": 0, "use_direct_io": False, "prefetch_threshold": PAGE_SIZE,
+                   "stall_seconds": 10}
+        tiers = ("--enable-hierarchical-cache", "--hicache-size", "0.2", "--hicache-storage-backend", "file",
+                 "--hicache-storage-prefetch-policy", "wait_complete",
+                 "--hicache-storage-backend-extra-config", json.dumps(options))
+        first = _engine_of_tiers(*tiers, *flags)
+        first.answers(asked)
+        first.cache._evict(first.cache.num_cached)
+        first.cache.poll_tier()
+        first.parts.batcher.loads.close()
+        engine = _engine_of_tiers(*tiers, *flags)
+        answers = engine.answers(asked)
+        loads = engine.parts.batcher.loads
+        assert loads.num_loaded_stored > len(asked), "nothing was loaded from the storage"
+        loads.close()
+        return answers
+
+
+def _engine_of_tiers(*flags: str) -> FlagEngine:
+    """An engine that takes computing for slow: what a tier has is loaded."""
+    engine = FlagEngine(*BASE, *ROOMY, *flags)
+    rate = engine.parts.batcher.rates.prefill_rate
+    rate.end = rate._in_flight.popleft
+    return engine
 
 
 def float8_cache(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
@@ -357,6 +387,7 @@ SCENARIOS: Mapping[str, Scenario] = {
     "unified": unified, "chunked": chunked, "mixed chunk": mixed_chunk, "prefix hit": cached_prefix,
     "retraction": after_retraction, "small pool": small_pool, "retraction to host": after_swap,
     "continuation": continued, "TP 2": tensor_parallel, "DP attention": data_parallel, "host tier": host_tier,
+    "storage": storage,
     "FP8 KV": float8_cache, "PD, FP8 KV": pair_with_float8_cache,
     "PD": pair, "PD, chunked": pair_of_chunks, "PD, prefix delta": pair_with_delta, "PD, failover": after_failover,
     "PD, continuation": pair_continued, "PD, retraction": pair_retracted}

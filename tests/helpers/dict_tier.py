@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from baton.common.config.server.cache import KV_TIERS
+from baton.common.config.server.tiers import KV_TIERS
 from baton.common.kvcache.page_keys import PageKey
-from baton.common.kvcache.tiers.base import FinishedTask, TierContext, TierCounters
+from baton.common.kvcache.tiers.base import FinishedTask, TierContext, TierCounters, TierTask
 
 SLOW_POLLS = 3
 
@@ -17,6 +17,7 @@ SLOW_POLLS = 3
 @KV_TIERS.register("dict", hidden=True)
 class DictTier:
     capacity = 1 << 30
+    busy = False
 
     def __init__(self, context: TierContext):
         self._groups = context.groups
@@ -31,7 +32,7 @@ class DictTier:
     def lookup(self, keys: Sequence[PageKey]) -> int:
         return next((i for i, key in enumerate(keys) if key not in self.pages), len(keys))
 
-    def load(self, keys: Sequence[PageKey], page_ids: np.ndarray) -> FinishedTask:
+    def load(self, keys: Sequence[PageKey], page_ids: np.ndarray, compute_seconds: float = 0.0) -> FinishedTask:
         count = self.lookup(keys)
         for key, page in zip(keys[:count], page_ids.tolist()):
             for group, content in zip(self._groups, self.pages[key]):
@@ -52,8 +53,23 @@ class DictTier:
     def clear(self) -> None:
         self.pages.clear()
 
+    def finish(self, task: TierTask) -> None:
+        """A load pins nothing."""
+
+    def flush(self) -> None:
+        """Nothing is queued."""
+
+    def pin(self, keys: Sequence[PageKey]) -> None:
+        """Nothing is evicted."""
+
+    def unpin(self, keys: Sequence[PageKey]) -> None:
+        """Nothing is evicted."""
+
     def poll(self) -> None:
         """Nothing is in flight."""
+
+    def check_integrity(self) -> None:
+        """A dict is as it is."""
 
     def close(self) -> None:
         """There is nothing to close."""
@@ -84,6 +100,9 @@ class SlowTask:
         if self._finished is None:
             self._finished = self._load()
 
+    def wait_on_device(self, group: int | None = None) -> None:
+        self.wait()
+
 
 @KV_TIERS.register("slow-dict", hidden=True)
 class SlowDictTier(DictTier):
@@ -91,7 +110,8 @@ class SlowDictTier(DictTier):
         super().__init__(context)
         self._tasks: list[SlowTask] = []
 
-    def load(self, keys: Sequence[PageKey], page_ids: np.ndarray) -> SlowTask:  # type: ignore[override]
+    def load(self, keys: Sequence[PageKey], page_ids: np.ndarray,  # type: ignore[override]
+             compute_seconds: float = 0.0) -> SlowTask:
         self._tasks.append(SlowTask(lambda: super(SlowDictTier, self).load(keys, page_ids)))
         return self._tasks[-1]
 

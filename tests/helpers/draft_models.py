@@ -215,3 +215,15 @@ def save_with_token_map(folder: Path) -> tuple[Any, list[int]]:
     ids = list(range(0, 131, 3))
     (folder / "map.txt").write_text(" ".join(map(str, ids)))
     return small, ids
+
+
+SAVE = {"EAGLE3": save_eagle3, "EAGLE": save_eagle, "NEXTN": save_nextn,
+        "STANDALONE": lambda folder, target: save_model(folder, "Qwen2", num_hidden_layers=1)}
+"""By algorithm: saves a draft model of random weights ``(folder, target)``."""
+
+
+def save_models(folder: Path) -> None:
+    """Saves a ``model``, and a draft model of it for each algorithm."""
+    target = save_model(folder / "model", "Qwen3", eos_token_id=None)
+    for algorithm, save in SAVE.items():
+        save(folder / algorithm, target)

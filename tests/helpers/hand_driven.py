@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from baton.common.api.grammar import GrammarSpec
 from baton.common.api.messages import Generate, PrepareGrammar
 from baton.common.api.sampling import SamplingParams
@@ -16,6 +18,8 @@ from baton.common.config.server import (
     ParallelArgs,
     ScheduleArgs,
     ServerConfig,
+    SparsityArgs,
+    TierArgs,
 )
 from baton.common.config.server.speculative import SpeculativeArgs
 from baton.common.distributed.parallel import Parallel
@@ -46,12 +50,13 @@ class Engine:
                  load_format="auto", schedule=None, parallel=None, vocabulary=None, quantization=None,
                  kv_cache_dtype="auto", line=None, parts=None, groups=None, cache=None, proposer=None, max_drafts=4,
                  drafter=None, features=None, speculative=None, simulated=None, model_impl="baton", chains=None,
-                 offload=None, grammar_backend="xgrammar"):
+                 offload=None, grammar_backend="xgrammar", tiers=None, sparsity=None):
         """``schedule``: further fields of ScheduleArgs; by default nothing is reserved for output, so that small pools
         see retractions. ``vocabulary``: of grammars. ``line``: between the pipeline stages of ``parts`` (ParallelArgs).
         ``groups``: DataParallelArgs. ``cache``: further fields of CacheArgs. ``drafter`` on the device, which reads
         ``features``; ``speculative`` (SpeculativeArgs) names one that the runner loads. ``simulated``: shares of
-        accepted drafts, by position. ``chains``: sizes of the chain steps that are recorded, by drafts."""
+        accepted drafts, by position. ``chains``: sizes of the chain steps that are recorded, by drafts.
+        ``tiers``: fields of TierArgs."""
         cache_args = CacheArgs(page_size=page_size, max_total_tokens=max_total_tokens, disable_radix_cache=not radix,
                                kv_cache_dtype=kv_cache_dtype, **(cache or {}))
         schedule = ScheduleArgs(**{"schedule_conservativeness": 0.0} | dict(schedule or {}), chunked_prefill_size=chunk,
@@ -60,7 +65,8 @@ class Engine:
                           model_impl=model_impl)
         config = ServerConfig(model, cache_args, schedule, parts or ParallelArgs(), kernels or KernelArgs(),
                               DisaggregationArgs(), HttpArgs(), data_parallel=groups or DataParallelArgs(),
-                              speculative=speculative or SpeculativeArgs(), offload=offload or OffloadArgs())
+                              speculative=speculative or SpeculativeArgs(), offload=offload or OffloadArgs(),
+                              tiers=TierArgs(**tiers or {}), sparsity=sparsity or SparsityArgs())
         spec = load_model_spec(config.model)
         self.config, self.parallel = config, parallel or Parallel()
         runner = self.runner = ModelRunner.load(config, spec, self.parallel, device, lambda what, share: None)
@@ -125,3 +131,21 @@ def tokens_of(outputs):
     for item in outputs:
         tokens.setdefault(item.rid, []).extend(item.token_ids)
     return tokens
+
+
+def finishes_of(outputs):
+    return {item.rid: item.finish for item in outputs if item.finish is not None}
+
+
+def sharing_prompts(count, vocab):
+    """Random prompts of up to 62 tokens; every third begins as the others of these do."""
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, vocab, 40).tolist()
+    return [shared[:int(rng.integers(0, 40)) * (i % 3 == 0)] + rng.integers(0, vocab, 1 + i % 23).tolist()
+            for i in range(count)]
+
+
+def start_all(engine, prompts, requests, max_new_tokens=30):
+    """Starts a request of each prompt, with the sampling parameters of ``requests`` in turn."""
+    return [engine.start(str(i), prompt, **{"max_new_tokens": max_new_tokens} | requests[i % len(requests)])
+            for i, prompt in enumerate(prompts)]

@@ -15,6 +15,7 @@ from baton.kernels.attention import fixed_split_attention
 from baton.kernels.attention.fixed_split_attention import plan_decode_rows, plan_rows, plan_verified_rows
 from baton.kernels.attention.mla_verify import mla_verify
 from baton.kernels.attention.verify_attention import plan_verify
+from baton.kernels.tuning.attention import FixedSplitTile
 from baton.kernels.tuning.policy import policy_of, set_batch_invariant
 from baton.tests.helpers.deepseek_models import save_deepseek
 from baton.tests.helpers.gpt_oss_models import save_gpt_oss
@@ -71,11 +72,11 @@ def test_decoded_verified_and_prompt_rows(monkeypatch, window, with_sinks, store
         lengths = stops.numpy() - np.array(first) * page
         positions, group = torch.cat([torch.arange(start, stop) for _, start, stop in parts]), heads // kv_heads
         if step == "decode":
-            rows = plan_decode_rows(len(parts), group, 64, 1000, window, CPU)
+            rows = plan_decode_rows(len(parts), group, FixedSplitTile(16, 64, 4), 1000, window, CPU)
         elif step == "verify":
-            rows = plan_verified_rows(qo, positions, max(counts), group, 16, 1000, window)
+            rows = plan_verified_rows(qo, positions, max(counts), group, FixedSplitTile(16, 64, 4), 1000, window)
         else:
-            rows = plan_rows(qo.numpy(), lengths, group, 64, window, CPU)
+            rows = plan_rows(qo.numpy(), lengths, group, FixedSplitTile(64, 64, 4), window, CPU)
         indices = torch.cat([ids[b][begin:-(-stop // page)] for (b, _, stop), begin in zip(parts, first)])
         out = fixed_split_attention.fixed_split_attention(
             torch.cat([q[b][start:stop] for b, start, stop in parts]), k, v, rows, positions, qo, kv, indices,

@@ -31,16 +31,21 @@ from baton.kernels.attention.decode_plan import DecodePlan, plan_decode
 from baton.kernels.attention.decode_warp_specialized import decode_warp_specialized
 from baton.kernels.attention.dequantize_pages import dequantize_pages
 from baton.kernels.attention.fixed_split_attention import FixedSplitPlan, fixed_split_attention
+from baton.kernels.attention.label_scores import label_scores
 from baton.kernels.attention.mla_decode import mla_decode
 from baton.kernels.attention.mla_prefill import mla_prefill, plan_mla_prefill
 from baton.kernels.attention.mla_rope_and_store import mla_rope_and_store
 from baton.kernels.attention.mla_verify import mla_verify
 from baton.kernels.attention.move_slots import move_slots
+from baton.kernels.attention.order_channels import order_channels
 from baton.kernels.attention.paged_decode import paged_decode
 from baton.kernels.attention.paged_prefill import paged_prefill, plan_prefill
 from baton.kernels.attention.per_head_matmul import per_head_matmul
 from baton.kernels.attention.rope_and_store import rope_and_store
 from baton.kernels.attention.scale_by_sinks import scale_by_sinks
+from baton.kernels.attention.select_tokens import select_tokens
+from baton.kernels.attention.sparse_decode import sparse_decode
+from baton.kernels.attention.sparse_decode_plan import SparseDecodePlan, TokenScores, plan_sparse_decode
 from baton.kernels.attention.verify_attention import plan_verify, verify_attention
 from baton.kernels.comm.all_reduce import (
     MIN_SLOTS,
@@ -146,6 +151,22 @@ def decode_heads(requests: int, heads: int, kv_heads: int, dim: int, dtype: torc
                  inputs_ready=inputs_ready, window=window, sinks=fp32(heads) if sinks else None, current_kv=current_kv)
 
 
+def sparse_heads(requests: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
+                 cache: torch.dtype | None = None, norms: bool = False) -> None:
+    q, k, _ = of(requests, heads + 2 * kv_heads, dim, dtype=dtype).split([heads, kv_heads, kv_heads], 1)
+    weights = HeadNorms(of(dim, dtype=dtype), of(dim, dtype=dtype), 1e-6) if norms else None
+    q, _ = order_channels(q, k, int32(kv_heads, dim), fp32(8192, dim), int64(requests), weights)
+    sparse = SparseDecodePlan.empty(requests, META)
+    keys, values = pool(kv_heads, dim, cache or dtype)
+    table = (int32(requests + 1), int32(requests * 8))
+    plan_sparse_decode(table[0], int32(requests), PAGE, 4096, 1 << 20, sparse)
+    scores = TokenScores.empty(heads, 1 << 20, META)
+    label_scores(q, keys, *table, dim // 4, dim**-0.5, sparse, plan(requests, kv_heads), scores)
+    selected = select_tokens(scores, sparse, 256)
+    sparse_decode(q, keys, values, *table, selected, sparse.lengths, dim**-0.5, 0.5, of(requests, heads, dim,
+                                                                                         dtype=dtype))
+
+
 def many_heads(requests: int, heads: int, kv_heads: int, dtype: torch.dtype, inputs_ready: bool = True) -> None:
     splits = H200.attention.decode_splits(128, 2, 2, requests * kv_heads)._asdict()
     outs = of(requests, heads, 128, dtype=dtype), fp32(requests + 66, heads, 128), fp32(requests + 66, heads)
@@ -190,11 +211,12 @@ def fixed_split_heads(requests: int, heads: int, kv_heads: int, dim: int, dtype:
     """Rows of a decode step where there are ``splits``, else prompts of 32 rows."""
     count, group = requests if splits else 32 * requests, heads // kv_heads
     q = of(count, heads + 2 * kv_heads, dim, dtype=dtype)[:, :heads]
-    blocks = -(-group * count // H200.attention.fixed_split(dim, dtype.itemsize).rows)
-    planned = FixedSplitPlan(int32(blocks), int32(blocks), int32(blocks), splits)
+    tile = H200.attention.fixed_split(dim, dtype.itemsize, (cache or dtype).itemsize, group * (1 if splits else 32))
+    blocks = -(-group * count // tile.rows)
+    planned = FixedSplitPlan(int32(blocks), int32(blocks), int32(blocks), splits, tile)
     fixed_split_attention(q, *pool(kv_heads, dim, cache or dtype), planned, int64(count), int32(requests + 1),
                           int32(requests + 1), int32(requests * 8), int32(requests), dim**-0.5, 0.5 if cache else 1.0,
-                          window, fp32(heads) if sinks else None)
+                          window, fp32(heads) if sinks else None, inputs_ready=bool(splits))
 
 
 def store_latents(tokens: int, heads: int, dtype: torch.dtype, cache: torch.dtype | None = None) -> None:
@@ -276,9 +298,10 @@ def few_rows(rows: int, out: int, width: int, float8: bool = False, gated: bool 
         small_m_matmul(of(rows, width), of(out, width), tile=tile, gated=gated)
 
 
-def many_rows(rows: int, out: int, width: int, gated: bool = False, dtype: torch.dtype = BF16, tall: int = 192) -> None:
+def many_rows(rows: int, out: int, width: int, gated: bool = False, dtype: torch.dtype = BF16, tall: int = 192,
+              exact: bool = False) -> None:
     tile = WarpSpecializedTile(tall, 3 if tall == 192 else 4, 16)
-    warp_specialized_matmul(of(rows, width, dtype=dtype), of(out, width, dtype=dtype), tile, gated=gated)
+    warp_specialized_matmul(of(rows, width, dtype=dtype), of(out, width, dtype=dtype), tile, gated=gated, exact=exact)
 
 
 def drawn(logits: torch.Tensor, truncates: bool) -> None:
@@ -371,6 +394,11 @@ CASES: dict[str, Callable[[], object]] = {
     "paged_prefill 256 wide": lambda: prefill_heads(40, 8, 4, 256, BF16),
     "paged_prefill float32": lambda: prefill_heads(40, 32, 8, 128, FP32),
     # gpt-oss-20b: 64 heads over 8, each 64 wide, 32 experts of 2880; and Mistral-7B-v0.1's window.
+    "sparse_decode Llama": lambda: sparse_heads(7, 32, 8, 128, BF16),
+    "sparse_decode Llama, float8": lambda: sparse_heads(7, 32, 8, 128, BF16, FP8),
+    "sparse_decode Qwen3": lambda: sparse_heads(7, 32, 4, 128, FP16, norms=True),
+    "sparse_decode float32": lambda: sparse_heads(7, 32, 8, 128, FP32),
+    "sparse_decode 256 wide": lambda: sparse_heads(7, 8, 4, 256, BF16),
     "paged_decode gpt-oss": lambda: decode_heads(7, 64, 8, 64, BF16, sinks=True),
     "paged_decode gpt-oss, window": lambda: decode_heads(7, 64, 8, 64, BF16, window=128, sinks=True),
     "paged_decode gpt-oss, window, float8": lambda: decode_heads(7, 64, 8, 64, BF16, FP8, window=128, sinks=True),
@@ -480,6 +508,7 @@ CASES: dict[str, Callable[[], object]] = {
     "warp_specialized_matmul Llama": lambda: many_rows(8192, 4096, 14336),
     "warp_specialized_matmul Llama, gated": lambda: many_rows(8192, 28672, 4096, True),
     "warp_specialized_matmul Llama, gated, 128 rows": lambda: many_rows(1024, 28672, 4096, True, tall=128),
+    "warp_specialized_matmul Llama, gated exactly": lambda: many_rows(8192, 28672, 4096, True, exact=True),
     "warp_specialized_matmul float16, gated": lambda: many_rows(8192, 28672, 4096, True, FP16),
     "batch_invariant_matmul": lambda: batch_invariant_matmul(
         of(100, 4096), of(4096, 4096), None, InvariantTile(64, 64, 64, 4, 3)),
@@ -499,6 +528,8 @@ CASES: dict[str, Callable[[], object]] = {
                                                                  tile=H200.gemm.persistent(7, 28672, 4096)),
     "small_m_matmul 30 rows, persistent and gated": lambda: few_rows(30, 28672, 4096, gated=True,
                                                                   tile=H200.gemm.persistent(30, 28672, 4096)),
+    "small_m_matmul 60 rows, persistent, wide": lambda: few_rows(60, 28672, 4096, gated=True,
+                                                                 tile=H200.gemm.persistent(60, 28672, 4096)),
     "small_m_matmul 60 rows, persistent": lambda: few_rows(60, 4096, 14336, tile=H200.gemm.persistent(60, 4096, 14336)),
     "small_m_matmul 7 rows of float8": lambda: few_rows(7, 4096, 4096, True),
     "small_m_matmul 7 rows of float8, wide": lambda: few_rows(7, 28672, 4096, True),
@@ -549,6 +580,7 @@ CASES: dict[str, Callable[[], object]] = {
 
 FEW = ["rmsnorm 4096, residual", "scale_by_sinks", "fp8_rmsnorm 4096, a scale a group", "silu_and_mul 14336",
        "rope_and_store Qwen3, float8", "paged_decode Qwen3", "paged_prefill Llama", "mla_rope_and_store V2-Lite",
+       "sparse_decode Llama",
        "paged_decode Llama, many requests", "verify_attention Llama, 8 rows",
        "fixed_split Llama, decode", "fixed_split Llama, prompts", "move_slots Llama",
        "chains of 3", "chains without drafts", "chains of 7, simulated",
@@ -572,6 +604,7 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "chains of 3": lambda n: chains(n, 3, False),
     "drafts of chains": drafted_in_chains,
     "scale_by_sinks": lambda n: scale_by_sinks(of(n, 64, 64), fp32(n, 64), fp32(64)),
+    "sparse_decode Llama": lambda n: sparse_heads(n, 32, 8, 128, BF16),
     "paged_decode gpt-oss, window": lambda n: decode_heads(n, 64, 8, 64, BF16, window=128, sinks=True),
     "paged_prefill gpt-oss, window": lambda n: prefill_heads(n * 32, 64, 8, 64, BF16, window=128, sinks=True),
     "move_slots Llama": lambda n: move_slots(of(64, 16, 2, 8, 64, 128), int64(4 * n), int64(4 * n), int64(n),

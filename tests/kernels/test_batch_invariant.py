@@ -45,7 +45,7 @@ ASKED: dict[str, Chooser] = {
     "attention.verifies": lambda p, rows: p.attention.verifies(8),
     "attention.verify": lambda p, rows: tuple(p.attention.verify(4, q_len, dim, 2, 2, 8 * rows)
                                               for q_len in (2, 4, 8) for dim in (64, 128, 256)),
-    "attention.fixed_split": lambda p, rows: tuple(p.attention.fixed_split(dim, size) for dim in (64, 256)
+    "attention.fixed_split": lambda p, rows: tuple(p.attention.fixed_split(dim, size, size, rows) for dim in (64, 256)
                                                    for size in (2, 4)),
     "attention.per_head_rows": lambda p, rows: p.attention.per_head_rows(rows),
     "attention.prefill": lambda p, rows: p.attention.prefill(256, 2),
@@ -59,11 +59,11 @@ ASKED: dict[str, Chooser] = {
     "moe.tiles": lambda p, rows: tuple(p.moe.tiles(rows, 128, 2048, 768, 8, BF16, warp) for warp in (False, True)),
 }
 INDEPENDENT = {"attention.verifies", "attention.mla_verify_splits", "gemm.invariant", "gemm.invariant_tiles",
-               "gemm.is_persistent", "gemm.fuses_activation", "attention.prefill", "attention.fixed_split",
+               "gemm.is_persistent", "gemm.fuses_activation", "attention.prefill",
                "attention.mla_prefill", "attention.mla_head_block", "attention.mla_decode", "attention.mla_is_narrow",
                "attention.mla_splits"}
 """Choices that take no number of rows, or only where the mode is on; listed so that none is forgotten."""
-SAME_ORDER = {"gemm.invariant"}
+SAME_ORDER = {"gemm.invariant", "attention.fixed_split"}
 """Choices that follow the rows and leave the order of sums as it is, which tests/gpu compares to the last bit."""
 
 
@@ -99,7 +99,8 @@ def test_products_of_the_mode_have_the_fastest_of_tiles_with_one_order():
         return INVARIANT.gemm.invariant(rows, out, width, 2)
 
     assert of(1, 4096) == PersistentTile(64, 1, 128, 11) and of(16, 4096) == PersistentTile(64, 1, 128, 10)
-    assert of(64, 28672) == PersistentTile(64, 1, 128, 6) and of(128, 28672) == PersistentTile(64, 1, 64, 8)
+    assert of(64, 4096) == PersistentTile(64, 1, 128, 6) and of(128, 4096) == PersistentTile(64, 1, 64, 8)
+    assert of(64, 28672) == PersistentTile(128, 1, 128, 4) and of(128, 28672) == INVARIANT.gemm.numbers.split_k.whole
     usual, tall, large, small = INVARIANT.gemm.invariant_tiles
     assert (of(256, 4096), of(256, 6144), of(256, 28672)) == (small, large, usual)
     assert (of(1024, 4096), of(4096, 4096), of(4096, 6144), of(4096, 28672)) == (usual, usual, tall, tall)

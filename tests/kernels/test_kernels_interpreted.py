@@ -29,6 +29,10 @@ def test_kernels_equal_their_twins():
     run_interpreted("kernel_cases.py", "window_cases.py")
 
 
+def test_sparse_decode_equals_its_twins():
+    run_interpreted("sparse_cases.py", "sparse_model_cases.py")
+
+
 def test_verified_rows_equal_their_twin():
     run_interpreted("verify_cases.py")
 

@@ -16,8 +16,8 @@ import pytest
 
 from baton.common.api.errors import ConfigError
 from baton.common.config.server import DisaggregationArgs
-from baton.common.kvcache.host_memory import shared_bytes
 from baton.common.kvcache.layout import KVLayout
+from baton.common.shared_memory.host import shared_bytes
 from baton.kvtransfer.backends import make_backend
 from baton.kvtransfer.bootstrap import BootstrapServer, register_rank
 from baton.kvtransfer.protocol.messages import PrefillResult

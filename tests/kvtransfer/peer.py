@@ -12,8 +12,8 @@ import sys
 import numpy as np
 
 from baton.common.config.server import DisaggregationArgs
-from baton.common.kvcache.host_memory import shared_bytes
 from baton.common.kvcache.layout import KVLayout
+from baton.common.shared_memory.host import shared_bytes
 from baton.kvtransfer.backends import make_backend
 from baton.kvtransfer.bootstrap import register_rank
 from baton.kvtransfer.protocol.messages import PrefillResult

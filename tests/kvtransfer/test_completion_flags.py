@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from baton.common.api.errors import Aborted
-from baton.common.kvcache.host_memory import shared_bytes
+from baton.common.shared_memory.host import shared_bytes
 from baton.kvtransfer.backends import ipc, ipc_host
 from baton.kvtransfer.backends.base import Region, WriteState
 from baton.kvtransfer.backends.ipc import IpcBackend

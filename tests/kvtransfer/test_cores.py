@@ -6,8 +6,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.common.api.errors import Aborted
+from baton.common.api.errors import Aborted, InvalidRequest, PeerFailed, from_code
 from baton.common.kvcache.layout import KVLayout
+from baton.common.serving.web import error_response
 from baton.kvtransfer import expiring
 from baton.kvtransfer.protocol import messages as m
 from baton.kvtransfer.protocol.states import Phase
@@ -298,3 +299,13 @@ def test_a_rank_that_cannot_be_is_unreadable(fields):
     hello = msgspec.to_builtins(m.Hello(DECODE, "prefill", 8, b"")) | {"info": info}
     with pytest.raises(msgspec.ValidationError):
         m.decode_to_sender(msgspec.msgpack.encode(hello))
+
+
+@pytest.mark.parametrize("message", [m.Abort(1, 5, "internal_error:non_finite_logits", "NaN"),
+                                     m.Decline(1, "internal_error:non_finite_logits", "NaN")])
+def test_what_fails_in_the_peer_is_blamed_on_it(message):
+    assert type(message.error) is PeerFailed and message.error.to_openai()["error"]["code"] == "non_finite_logits"
+    again = from_code(message.error.wire_code, "NaN")
+    assert type(again) is PeerFailed and error_response(again).headers["X-Baton-Failed"] == "peer"
+    refused = m.Abort(1, 5, "invalid_request", "too long").error
+    assert type(refused) is InvalidRequest and "X-Baton-Failed" not in error_response(refused).headers

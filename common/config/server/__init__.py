@@ -14,6 +14,7 @@ from ..roles import Role
 from ..rules import check_rules
 from .answers import AnswerArgs, ChatArgs, GrammarArgs
 from .cache import CacheArgs
+from .debug import DebugArgs
 from .disaggregation import DisaggregationArgs, EventsArgs
 from .http import HttpArgs
 from .kernels import KernelArgs
@@ -23,14 +24,16 @@ from .offload import OffloadArgs
 from .parallel import DataParallelArgs, NodeArgs, ParallelArgs
 from .responses import ResponsesArgs
 from .schedule import ScheduleArgs
+from .sparsity import SparsityArgs
 from .speculative import SpeculativeArgs
 from .storage import StorageArgs
+from .tiers import TierArgs
 
 __all__ = [
-    "AnswerArgs", "CacheArgs", "ChatArgs", "DataParallelArgs", "DisaggregationArgs", "EventsArgs", "GrammarArgs",
-    "HttpArgs", "KernelArgs", "LogArgs", "ModelArgs", "NodeArgs", "ObserveArgs", "OffloadArgs", "ParallelArgs",
-    "ResponsesArgs",
-    "ScheduleArgs", "ServerConfig", "ServerSections", "SpeculativeArgs", "StorageArgs",
+    "AnswerArgs", "CacheArgs", "ChatArgs", "DataParallelArgs", "DebugArgs", "DisaggregationArgs", "EventsArgs",
+    "GrammarArgs", "HttpArgs", "KernelArgs", "LogArgs", "ModelArgs", "NodeArgs", "ObserveArgs", "OffloadArgs",
+    "ParallelArgs", "ResponsesArgs", "ScheduleArgs", "ServerConfig", "ServerSections", "SparsityArgs",
+    "SpeculativeArgs", "StorageArgs", "TierArgs",
 ]
 
 
@@ -57,6 +60,9 @@ class ServerSections:
     speculative: SpeculativeArgs = SpeculativeArgs()
     logs: LogArgs = LogArgs()
     offload: OffloadArgs = OffloadArgs()
+    tiers: TierArgs = TierArgs()
+    debug: DebugArgs = DebugArgs()
+    sparsity: SparsityArgs = SparsityArgs()
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,11 @@ class ServerConfig(ServerSections):
         check_rules(self)
 
     @property
+    def captures_graphs(self) -> bool:
+        """False if all kernels are launched one by one."""
+        return not self.kernels.disable_cuda_graph and self.debug.debug_tensor_dump_output_folder is None
+
+    @property
     def largest_captured(self) -> int:
         """The largest decode batch that runs as a CUDA graph."""
         return min(self.kernels.cuda_graph_max_bs, self.schedule.max_running_requests)
@@ -74,7 +85,7 @@ class ServerConfig(ServerSections):
     def captured_prompts(self, context_length: int) -> int:
         """Returns the largest prefill step, in tokens of an attention group, that runs as CUDA graphs; 0: none does."""
         kernels = self.kernels
-        if kernels.disable_cuda_graph or kernels.disable_piecewise_cuda_graph or self.parallel.pp_size > 1:
+        if not self.captures_graphs or kernels.disable_piecewise_cuda_graph or self.parallel.pp_size > 1:
             return 0
         return min(max(kernels.piecewise_cuda_graph_tokens, default=kernels.piecewise_cuda_graph_max_tokens),
                    self.schedule.largest_prefill(context_length))

@@ -11,8 +11,9 @@ from ...registry import Choices, Registry
 from ..cli import flag
 from ..rules import Rule, ServerRule, at_least, check_own_rules
 
-KV_TIERS: Registry[Callable[[Any], Any]] = Registry("KV tier", "baton.common.kvcache.tiers", group="baton.kv_tiers")
-"""Functions that make a ``KVTier`` from a ``TierContext``; both types are in kvcache/tiers/base.py."""
+EVICTION_POLICIES: Registry[Callable[..., Any]] = Registry("eviction policy", "baton.common.kvcache.eviction")
+"""Classes of ``EvictionOrder`` (kvcache/eviction/base.py), whose parameters are the settings of
+--radix-eviction-policy-config."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,13 @@ class CacheArgs:
     mem_fraction_static: float = flag(0.88, help="share of GPU memory for weights and KV pool together")
     max_total_tokens: int | None = flag(None, help="KV pool size in tokens; the default is what memory allows")
     disable_radix_cache: bool = flag(False, help="keep no prefix cache: free the pages of finished requests")
+    radix_eviction_policy: str = flag("lru", choices=Choices.of(EVICTION_POLICIES), help=(
+        "pages that leave the prefix cache and the host tier first: those least recently used (lru), least often used "
+        "(lfu), used once (slru), of the least urgent requests (priority), or at the ends of conversations, as far as "
+        "these are computed again soon enough (tlru)"))
+    radix_eviction_policy_config: str = flag("{}", metavar="JSON", help=(
+        'settings of the eviction policy: {"protected_threshold": USES} of slru, {"threshold": TOKENS, '
+        '"next_prompt_estimate": TOKENS} of tlru'))
     swa_full_tokens_ratio: float = flag(0.8, help=(
         "tokens in the KV pool of layers with a sliding window, as a share of those in the pool of the other layers"))
     disable_hybrid_swa_memory: bool = flag(False, help=(
@@ -32,27 +40,23 @@ class CacheArgs:
     quantization_param_path: str | None = flag(None, help=(
         "JSON file with the scales of a KV cache in float8 ({\"kv_cache\": {\"scaling_factor\": {RANK: {LAYER: "
         "FACTOR}}}}); without it they are the checkpoint's, or 1"))
-    kv_tier: str | None = flag(None, choices=Choices.of(KV_TIERS), help=(
-        "tier that keeps what is evicted from the prefix cache, for later prompts; without one it is computed again"))
-    kv_tier_gb: float = flag(4.0, help="memory of the KV tier, in GiB for each rank")
 
     own_flag_rules: ClassVar[tuple[Rule[CacheArgs], ...]] = (
         Rule(lambda c: c.quantization_param_path is not None and c.kv_cache_dtype == "auto",
              "--quantization-param-path is for a KV cache in float8: set --kv-cache-dtype too."),
-        Rule(lambda c: c.kv_tier is not None and c.disable_radix_cache,
-             "--kv-tier keeps pages of the prefix cache; drop --disable-radix-cache, or leave it out."),
+        Rule(lambda c: c.radix_eviction_policy != "lru" and c.disable_radix_cache,
+             "--radix-eviction-policy orders the pages of the prefix cache; drop --disable-radix-cache, or leave it "
+             "out."),
     )
     flag_rules: ClassVar[tuple[ServerRule, ...]] = (
-        Rule(lambda c: c.cache.kv_tier is not None and c.parallel.pp_size > 1,
-             "--kv-tier does not work across the stages of --pp-size: leave one of them out."),
+        Rule(lambda c: c.cache.radix_eviction_policy == "priority" and not c.schedule.enable_priority_scheduling,
+             "--radix-eviction-policy priority needs --enable-priority-scheduling."),
     )
 
     def __post_init__(self) -> None:
         at_least(self, 1, "page_size", "num_layer_groups")
         if not 0 < self.mem_fraction_static < 1:
             raise ConfigError(f"--mem-fraction-static must be between 0 and 1, not {self.mem_fraction_static}.")
-        if not self.kv_tier_gb > 0:
-            raise ConfigError(f"--kv-tier-gb must be above 0, not {self.kv_tier_gb:g}.")
         if not 0 < self.swa_full_tokens_ratio <= 1:
             raise ConfigError(f"--swa-full-tokens-ratio {self.swa_full_tokens_ratio:g} must be above 0 and at most 1.")
         check_own_rules(self)

@@ -51,6 +51,8 @@ NEWER: dict[str, Foreign] = {
     **_all(Mapped(_detokenizers, "--tokenizer-worker-num: the same processes detokenize", "1"),
            "detokenizer-worker-num"),
     **_all(Mapped(_whitespace, "--constrained-json-whitespace-pattern", "1"), "constrained-json-max-whitespace-cnt"),
+    **_all(Mapped(lambda values, ours: {"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+           "enable-hicache disaggregation-decode-enable-offload-kvcache"),
     # ------------------------------------------------------------------ always so here
     **_all(Automatic("kernels are chosen by the shapes of a step", "1"),
            "fp8-gemm-backend bf16-gemm-backend triton-attention-split-tile-size speculative-moe-runner-backend "
@@ -142,17 +144,19 @@ NEWER: dict[str, Foreign] = {
     **_all(Refused("logits are computed in the model's type, and sampled in float32; leave it out"),
            "enable-fp32-lm-head"),
     **_all(Refused("matrices in float32 are multiplied in float32; leave it out"), "enable-tf32-matmul"),
-    **_all(Refused("--kv-tier host keeps evicted pages in host memory, as many GiB as --kv-tier-gb says; use these"),
-           "enable-hicache hicache-host-memory-mode hicache-host-memory-fraction "
-           "disaggregation-decode-enable-offload-kvcache"),
-    **_all(Refused("the prefix cache has no tier beyond host memory (--kv-tier host)"),
-           "hicache-storage-prefetch-retry-poll-interval hicache-storage-prefetch-retry-max-attempts "
+    **_all(Refused("--hicache-size and --hicache-ratio set the host memory of --enable-hierarchical-cache; use these"),
+           "hicache-host-memory-fraction"),
+    **_all(Refused("host memory keeps what it is given until it needs the room; leave it out", ("cache",)),
+           "hicache-host-memory-mode"),
+    **_all(Refused("a prefetch is not tried again: what it lacks is computed; leave it out"),
+           "hicache-storage-prefetch-retry-poll-interval hicache-storage-prefetch-retry-max-attempts"),
+    **_all(Refused("the prefix cache has its own tiers; use --enable-hierarchical-cache with "
+                   "--hicache-storage-backend"),
            "enable-unified-cache-external-linker unified-cache-external-linker-backend "
            "unified-cache-external-linker-config enable-linker-mla-dedup lmcache-config-file enable-flexkv "
            "flexkv-config-file radix-cache-backend"),
-    **_all(Refused("the least recently used pages are evicted first; leave it out", ("lru",)), "radix-eviction-policy"),
-    **_all(Refused("the least recently used pages are evicted first; leave it out"),
-           "radix-eviction-policy-config enable-session-radix-cache strip-thinking-cache"),
+    **_all(Refused("pages are evicted by --radix-eviction-policy; leave it out"),
+           "enable-session-radix-cache strip-thinking-cache"),
     **_all(Refused("the pools of a model with windows are sized by --swa-full-tokens-ratio; use that"),
            "enable-page-major-kv-layout enable-unified-memory prefill-only-disable-kv-cache"),
     **_all(Refused("retracted requests keep their KV cache by --retract-host-memory-gb; use that", ("none",)),
@@ -198,7 +202,7 @@ NEWER: dict[str, Foreign] = {
                    "these"),
            "cuda-graph-config cuda-graph-max-seq-len-prefill disable-decode-cuda-graph debug-cuda-graph"),
     **_all(Refused("/start_profile and /stop_profile profile a running server; use these"),
-           "enable-torch-compile-debug-mode enable-layerwise-nvtx-marker"),
+           "enable-torch-compile-debug-mode"),
     **_all(Refused("sums of ranks are fused where that is faster; --disable-custom-all-reduce leaves them to NCCL"),
            "enforce-disable-flashinfer-allreduce-fusion"),
     **_all(Refused("--enable-deterministic-inference gives the same tokens in every batch; use that"),
@@ -226,8 +230,8 @@ NEWER: dict[str, Foreign] = {
     **_all(Refused("KV pages are compared after transfers (--kv-checksum); leave it out", ("none",)),
            "kv-canary kv-canary-real-data"),
     **_all(Refused("KV pages are compared after transfers (--kv-checksum); leave it out"), "kv-canary-sweep-interval"),
-    **_all(Refused("no tensors are dumped; /generate returns hidden states and log-probabilities"),
-           "debug-tensor-dump-layers forward-hooks msprobe-dump-config"),
+    **_all(Refused("--debug-tensor-dump-output-folder dumps what the model's modules compute; use that"),
+           "forward-hooks msprobe-dump-config"),
     **_all(Refused("--watchdog-timeout ends a rank that hangs; use that"), "soft-watchdog-timeout"),
     **_all(Refused("chunks follow each other through the stages without a limit; leave it out", ("0",)),
            "pp-async-batch-depth"),

@@ -164,7 +164,8 @@ class DataParallelArgs:
              "--dp-size {data_parallel.dp_size} needs --enable-dp-attention; for whole replicas start several servers "
              "behind the router (launch_cluster --dp-size does)."),
         Rule(lambda c: c.dp_size == 1 and (c.data_parallel.enable_dp_attention or c.data_parallel.enable_dp_lm_head),
-             "--enable-dp-attention and --enable-dp-lm-head need a --dp-size above 1."),
+             "--enable-dp-attention and --enable-dp-lm-head need a --dp-size above 1: as large as --tp-size for an "
+             "attention group on each rank."),
         Rule(lambda c: c.parallel.tp_size % c.dp_size,
              "--dp-size {data_parallel.dp_size} must divide --tp-size {parallel.tp_size}, which counts all ranks of "
              "the server."),
@@ -197,13 +198,14 @@ class NodeArgs:
         "hosts that share the ranks of --tp-size and --pp-size; each runs the same command with its --node-rank"))
     node_rank: int = flag(0, help="this host's number; HTTP is served by host 0 alone")
     dist_init_addr: str | None = flag(None, names=("--nccl-init-addr",), help=(
-        "HOST:PORT of host 0, where the ranks of all hosts connect; the next port is used too"))
+        "HOST:PORT of host 0, where all ranks connect; with several hosts the next port is used too (default: a socket "
+        "of the one host)"))
 
     own_flag_rules: ClassVar[tuple[Rule[NodeArgs], ...]] = (
         Rule(lambda c: c.nnodes < 1 or not 0 <= c.node_rank < c.nnodes,
              "--node-rank {node_rank} must be 0 or more and below --nnodes {nnodes}."),
-        Rule(lambda c: (c.nnodes > 1) != (c.dist_init_addr is not None),
-             "--nnodes above 1 and --dist-init-addr HOST:PORT go together."),
+        Rule(lambda c: c.nnodes > 1 and c.dist_init_addr is None,
+             "--nnodes {nnodes} needs the address where the hosts meet: set --dist-init-addr HOST:PORT, on host 0."),
     )
     flag_rules: ClassVar[tuple[ServerRule, ...]] = (
         Rule(lambda c: c.parallel.pp_size == 1 and c.parallel.tp_size % c.nodes.nnodes,
@@ -223,10 +225,23 @@ class NodeArgs:
     @property
     def first_host(self) -> str | None:
         """Host 0's address; None where there is one host."""
-        return None if self.dist_init_addr is None else self.dist_init_addr.rpartition(":")[0].strip("[]")
+        return self._init_address[0] if self.nnodes > 1 else None
 
     @property
     def link_address(self) -> tuple[str, int]:
         """The address at which host 0 listens for the others."""
-        assert self.dist_init_addr is not None and self.first_host is not None
-        return self.first_host, int(self.dist_init_addr.rpartition(":")[2]) + 1
+        host, port = self._init_address
+        return host, port + 1
+
+    @property
+    def listen_addresses(self) -> list[tuple[str, int]]:
+        """Addresses at which host 0 listens for ranks and hosts."""
+        if self.dist_init_addr is None:
+            return []
+        return [self._init_address, *([self.link_address] if self.nnodes > 1 else [])]
+
+    @property
+    def _init_address(self) -> tuple[str, int]:
+        assert self.dist_init_addr is not None
+        host, _, port = self.dist_init_addr.rpartition(":")
+        return host.strip("[]"), int(port)

@@ -70,6 +70,8 @@ class ScheduleArgs:
              "--retract-host-memory-gb is for servers that decode; leave it out here."),
         Rule(lambda c: c.schedule.retract_host_memory_gb and c.parallel.pp_size > 1,
              "--retract-host-memory-gb does not work across the stages of --pp-size: leave one of them out."),
+        Rule(lambda c: c.schedule.retract_host_memory_gb and c.tiers.enable_hierarchical_cache,
+             "--enable-hierarchical-cache keeps retracted requests too: leave --retract-host-memory-gb out."),
     )
 
     def __post_init__(self) -> None:

@@ -65,6 +65,12 @@ def _even_split(values: Sequence[str], ours: Mapping[str, Any]) -> dict[str, Any
     return {}
 
 
+def _host_layout(values: Sequence[str], ours: Mapping[str, Any]) -> dict[str, Any]:
+    if values[0] not in (known := ("layer_first", "page_first", "page_first_direct", "page_head")):
+        raise ConfigError(f"--hicache-mem-layout must be {', '.join(known[:-1])} or {known[-1]}, not {values[0]!r}.")
+    return {}
+
+
 def _refused(reason: str, *names: str, harmless: tuple[str, ...] = ()) -> dict[str, Foreign]:
     return dict.fromkeys(names, Refused(reason, harmless))
 
@@ -72,11 +78,9 @@ def _refused(reason: str, *names: str, harmless: tuple[str, ...] = ()) -> dict[s
 _NO_MEDIA = "images, video and audio are not supported"
 _NO_LORA = "adapters are not supported; merge the adapter into the checkpoint"
 _NO_STATE_SPACES = "models with state-space layers are not supported"
-_HOST_TIER = "--kv-tier host keeps evicted pages in host memory, as many GiB as --kv-tier-gb says; use these"
-_NO_STORE = "the prefix cache has no tier beyond host memory (--kv-tier host)"
-_NO_SPARSITY = "attention reads the whole context"
+_NO_LMCACHE = "the prefix cache has its own tiers; use --enable-hierarchical-cache with --hicache-storage-backend"
 _OFFLOAD_MODE = "layers of --cpu-offload-gb and --offload-group-size are in host memory; leave it at cpu"
-_NO_DUMPS = "no tensors are dumped; /generate returns hidden states and log-probabilities"
+_NO_INJECTION = "no tensors are read into a model; --debug-tensor-dump-output-folder dumps what it computes"
 _NO_MULTIPLEX = ("one GPU is not divided between prompts and decode steps; use --enable-mixed-chunk, or prefill and "
                  "decode servers")
 _EXPERT_KERNELS = "the kernel of the experts is chosen by the shape of a step"
@@ -115,9 +119,13 @@ VALUES: dict[str, Values] = {
         ("ascend", "mori"), "it is for other accelerators; use nixl, mooncake or ipc")),
     "--device": Values(refused=dict.fromkeys(
         ("xpu", "hpu", "npu", "rocm", "mps", "musa", "tpu"), "engines run on NVIDIA GPUs (cuda) and on the CPU")),
+    "--hicache-storage-backend": Values(refused=dict.fromkeys(
+        ("hf3fs", "aibrix", "lmcache", "eic", "flexkv", "dynamic", "mori", "simm", "umbp", "mmap", "shm"),
+        "pages are kept in files, in Mooncake Store or behind NIXL; use file, mooncake or nixl")),
     "--eplb-algorithm": Values(refused=dict.fromkeys(
         ("deepseek_vec", "deepseek_vec_hierarchical", "elasticity_aware"),
         "experts are placed by the tokens of an interval as a whole; use deepseek")),
+    "--speculative-num-draft-tokens": Values({"64": "63"}),  # in the documents; trees have at most 63 rows
     "--expert-distribution-recorder-mode": Values(refused=dict.fromkeys(
         ("stat_approx", "per_pass", "per_token"), "tokens are counted for each expert alone; use stat")),
 }
@@ -173,6 +181,8 @@ _MAPPED: dict[str, Foreign] = {
                                          "where none is given", "1"),
     "--tbo-token-distribution-threshold": Mapped(
         _even_split, "not needed: steps are split into halves of equal tokens", "1"),
+    "--hicache-mem-layout": Mapped(
+        _host_layout, "not needed: a page is whole in host memory, as page_first and page_first_direct ask", "1"),
     "--oltp-traces-endpoint": Mapped(lambda values, ours: {"otlp_traces_endpoint": values[0]},
                                      "--otlp-traces-endpoint", "1"),
 }
@@ -182,20 +192,13 @@ _REFUSED: dict[str, Foreign] = {
     **_refused(_NO_LORA, "--enable-lora", "--max-lora-rank", "--lora-target-modules", "--lora-paths",
                "--max-loras-per-batch", "--max-loaded-loras", "--lora-backend"),
     **_refused(_NO_STATE_SPACES, "--max-mamba-cache-size", "--mamba-ssm-dtype"),
-    **_refused(_HOST_TIER, "--enable-hierarchical-cache", "--hicache-ratio", "--hicache-size", "--hicache-write-policy",
-               "--hicache-io-backend", "--hicache-mem-layout"),
-    **_refused(_NO_STORE, "--hicache-storage-backend", "--hicache-storage-prefetch-policy",
-               "--hicache-storage-backend-extra-config", "--enable-lmcache"),
-    **_refused(_NO_SPARSITY, "--enable-double-sparsity", "--ds-channel-config-path", "--ds-heavy-channel-num",
-               "--ds-heavy-token-num", "--ds-heavy-channel-type", "--ds-sparse-decode-threshold"),
+    **_refused(_NO_LMCACHE, "--enable-lmcache"),
     **_refused(_OFFLOAD_MODE, "--offload-mode", harmless=("cpu",)),
-    **_refused(_NO_DUMPS, "--debug-tensor-dump-output-folder", "--debug-tensor-dump-input-file",
-               "--debug-tensor-dump-inject", "--debug-tensor-dump-prefill-only"),
+    **_refused(_NO_INJECTION, "--debug-tensor-dump-input-file", "--debug-tensor-dump-inject"),
     **_refused(_NO_MULTIPLEX, "--enable-pdmux", "--sm-group-num"),
     **_refused("--moe-a2a-backend peer has no settings; leave it out", "--deepep-config"),
     **_refused("pools of layers with a window are sized by --swa-full-tokens-ratio; use that",
                "--hybrid-kvcache-ratio"),
-    **_refused("/start_profile and /stop_profile profile a running server; use these", "--enable-profile-cuda-graph"),
     **_refused("--quantization fp8 quantizes weights at start; use that", "--torchao-config", harmless=("",)),
 }
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 SPECULATIVE_ALGORITHMS: Registry[Algorithm] = Registry("speculative algorithm", "baton.common.speculative",
                                                        group="baton.speculative")
 """Traits: "device" for algorithms with a draft model, "shifted" where its keys and values depend on the next token,
-"draft_path" where it needs a checkpoint of its own, "token_map" where its vocabulary can be restricted."""
+"draft_path" where it needs a checkpoint of its own, "token_map" where its vocabulary can be restricted; the kinds of
+checkpoints that it reads, of ``draft_kind.KINDS``."""
 
 _DEFAULT_STEPS = {"NGRAM": 11}
 _OTHER_STEPS = 3

@@ -1,145 +1,453 @@
-"""Host memory as a KV tier: the least recently used pages make room for new ones."""
+"""Host memory as a KV tier: pages make room for new ones in the order of an eviction policy."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from ...api.errors import ConfigError
-from ...config.server.cache import KV_TIERS
+from ...config.server.tiers import KV_TIERS
 from ..allocator import PageAllocator
+from ..cache_group import ABSENT
+from ..eviction.base import EvictionQueue, RecencyQueue, Usage
+from ..eviction.lru import LeastRecentlyUsed
 from ..page_keys import PageKey
-from ..pool import KVPool
-from .base import TierContext, TierCounters
+from .base import HostListener, TierContext, TierCounters, TierTask
+from .page_copies import IO_BACKENDS, Copy, HostPageCopies, PageCopies
+from .slot_memory import OutOfHostMemory, SlotMemory
+
+_MIN_MEASURED_BYTES = 8 << 20
+_NEWEST_RATE_WEIGHT = 0.3  # in the moving average
 
 
-@dataclass(frozen=True)
-class StreamTask:
-    """A copy that was queued on the pool's current stream."""
+class InFlight:
+    """Copies of one direction, which end in the order in which they began, by the slots and pages that they use."""
 
-    num_pages: int
-    pool: KVPool
-    done: bool = True
+    def __init__(self, num_slots: int, num_pages: int):
+        self._of_slot = np.zeros(num_slots, np.int64)  # the number of the last copy, from 1 on
+        self._of_page = np.zeros(num_pages, np.int64)
+        self._copies: dict[int, Copy] = {}
+        self._last = 0
+
+    def __iter__(self) -> Iterator[Copy]:
+        return iter(list(self._copies.values()))
+
+    def add(self, copy: Copy, slots: np.ndarray, page_ids: np.ndarray) -> None:
+        self._last += 1
+        self._copies[self._last] = copy
+        self._of_slot[slots] = self._of_page[page_ids] = self._last
+
+    def of_slots(self, slots: np.ndarray) -> Copy | None:
+        """The last incomplete copy from or to ``slots``. Any thread."""
+        return self._incomplete(self._of_slot[slots])
+
+    def of_pages(self, page_ids: np.ndarray) -> Copy | None:
+        return self._incomplete(self._of_page[page_ids])
+
+    def pop_complete(self) -> Iterator[Copy]:
+        """Yields copies that have become complete, in order."""
+        for number, copy in list(self._copies.items()):
+            if not copy.complete:
+                return
+            del self._copies[number]
+            yield copy
+
+    def _incomplete(self, numbers: np.ndarray) -> Copy | None:
+        copy = self._copies.get(int(numbers.max(initial=0)))
+        return None if copy is None or copy.complete else copy
+
+
+class StoreTask:
+    """A store, queued or in flight, of pages whose slots were ``slots``. Later content of a slot delays it, no more."""
+
+    def __init__(self, tier: HostTier, num_pages: int, slots: np.ndarray):
+        self.num_pages = num_pages
+        self._tier: HostTier | None = tier
+        self._slots = slots
+
+    @property
+    def done(self) -> bool:
+        if self._tier is not None and not self._tier.is_queued(self._slots) and (
+                self._tier.stores.of_slots(self._slots) is None):
+            self._tier = None
+        return self._tier is None
 
     def wait(self) -> None:
-        if self.pool.groups[0].is_cuda:
-            torch.cuda.current_stream(self.pool.groups[0].device).synchronize()
+        if (copy := self._launched()) is not None:
+            copy.synchronize()
+
+    def wait_on_device(self, group: int | None = None) -> None:
+        if (copy := self._launched()) is not None:
+            copy.wait_on_device()
+
+    def _launched(self) -> Copy | None:
+        if self._tier is None:
+            return None
+        if self._tier.is_queued(self._slots):
+            self._tier.flush()
+        return self._tier.stores.of_slots(self._slots)
+
+
+class LoadTask:
+    """A load that was launched; done once the rest of it is hidden by ``compute_seconds`` of the step that reads it."""
+
+    def __init__(self, tier: HostTier, keys: Sequence[PageKey], copy: Copy | None, compute_seconds: float):
+        self.num_pages = len(keys)
+        self.keys = keys
+        self.copy = copy
+        self.num_clears = tier.num_clears
+        self._tier = tier
+        self._compute_seconds = compute_seconds
+        self._done = False
+
+    @property
+    def done(self) -> bool:
+        self._done = (self._done or self.copy is None or self.copy.complete
+                      or self._tier.is_hidden(self.copy, self._compute_seconds))
+        return self._done
+
+    def wait(self) -> None:
+        if self.copy is not None:
+            self.copy.synchronize()
+
+    def wait_on_device(self, group: int | None = None) -> None:
+        if self.copy is not None:
+            self.copy.wait_on_device(group)
 
 
 @KV_TIERS.register("host")
 class HostTier:
-    """Slots for as many pages as fit into the context's bytes, allocated at once because pinning memory takes long.
+    """Slots for as many pages as fit into the context's bytes; see base.py for what its calls guarantee.
 
-    Copies run on the device's current stream, after the kernels that compute the pages and before those that will
-    overwrite them: the host waits for none of them.
+    A copy waits on the device for the copies in flight with the same slots or pages, so that a slot may change hands,
+    and a page be evicted, while the device still reads it.
     """
 
-    def __init__(self, context: TierContext):
-        """Raises ConfigError where the host lacks this memory, or no page fits into it."""
-        self._pool, self._device_groups = context.pool, context.groups
+    def __init__(self, context: TierContext, make_copies: Callable[[SlotMemory], PageCopies] | None = None):
+        """Raises ConfigError where the host lacks this memory, or no page fits into it. ``make_copies``: by default
+        those of the pool's device."""
+        groups = context.groups
+        sizes = [group[0].nbytes for group in groups]
+        on_gpu = groups[0].is_cuda
         self.counters = TierCounters()
-        self.page_bytes = sum(group[0].nbytes for group in self._device_groups)
+        self.listeners: list[HostListener] = []
+        self.page_bytes = sum(sizes)
         count, gigabytes = context.num_bytes // self.page_bytes, context.num_bytes / 2**30
         if not count:
             raise ConfigError(f"{context.flag} {gigabytes:g} holds no page of {self.page_bytes} bytes; raise it, or "
                               "leave it out.")
         try:
-            self._groups = [torch.empty((count, *group.shape[1:]), dtype=group.dtype)
-                            for group in self._device_groups]
-        except RuntimeError:  # torch's for memory of the host
-            raise ConfigError(f"The host has no {gigabytes:g} GiB for {context.flag}; lower it.") from None
-        if self._device_groups[0].is_cuda:
-            self._pin(context.flag)
+            pin, unpin = partial(_pin, groups[0].device), partial(_unpin, groups[0].device)
+            self.memory = SlotMemory(sizes, count, pin=pin if on_gpu else None, unpin=unpin if on_gpu else None,
+                                     in_background=context.in_background)
+        except OutOfHostMemory as problem:
+            raise ConfigError(f"The host has no {gigabytes:g} GiB for {context.flag} ({problem}); lower it.") from None
+        if make_copies is not None:
+            self._copies = make_copies(self.memory)
+        elif on_gpu:
+            self._copies = IO_BACKENDS[context.io_backend](context, self.memory)
+        else:
+            self._copies = HostPageCopies(context, self.memory)
+        sizes = [pool.num_pages for pool in (context.pool, *context.further)]
+        self._first_number = np.cumsum([0, *sizes[:-1]])[:, None]
+        self.loads, self.stores = (InFlight(count, sum(sizes)) for _ in range(2))
+        self.num_clears = 0
+        self.link_rate = 0.0
+        """Bytes a second of loads, a moving average; 0 before the first one."""
+        self.capacity = 0
         self._slots = PageAllocator(count)
-        self._slot_of: dict[PageKey, int] = {}  # the least recently used first
+        self._slots.allocate(count)
+        self.grow(self.num_allocated)
+        self._slot_of: dict[PageKey, int] = {}
+        self._usage: dict[PageKey, Usage] = {}
+        self._clock = 0
+        order = context.order or LeastRecentlyUsed()
+        self._evictable: EvictionQueue[PageKey] | RecencyQueue[PageKey] = (
+            RecencyQueue() if isinstance(order, LeastRecentlyUsed) else EvictionQueue(order))
+        """The keys without a pin."""
+        self._pins: Counter[PageKey] = Counter()
+        self._generation = np.zeros(count, np.int64)  # counts a slot's contents
+        self._queued: dict[int, tuple[PageKey, np.ndarray]] = {}  # slot: key, and page of each cache group
+        self._reserved: dict[int, int] = {}  # slot: the number of clears before
+        self._stored: dict[Copy, list[tuple[PageKey, int]]] = {}  # keys and generations, for the listeners
+        self._step_loads: list[Copy] = []
 
     def __repr__(self) -> str:
         return f"HostTier({self.num_pages} of {self.capacity} pages)"
 
-    def _pin(self, flag: str) -> None:
-        """Pin the memory by CUDA's own call: torch's allocator of pinned memory rounds up to a power of two."""
-        cudart: Any = torch.cuda.cudart()
-        for group in self._groups:
-            if int(cudart.cudaHostRegister(group.data_ptr(), group.nbytes, 0)) != 0:
-                raise ConfigError(f"{group.nbytes / 2**30:.1f} GiB of host memory cannot be pinned; lower {flag}, or "
-                                  "raise the limit of locked memory.")
-            weakref.finalize(self, _unpin, group).atexit = False
+    # -- capacity --------------------------------------------------------------------------------
 
     @property
-    def capacity(self) -> int:
-        return self._slots.num_pages
+    def num_allocated(self) -> int:
+        return self.memory.num_allocated
+
+    def grow(self, num_pages: int) -> None:
+        assert self.capacity <= num_pages <= self.num_allocated
+        self._slots.free(np.arange(self.capacity, num_pages))
+        self.capacity = num_pages
 
     @property
     def num_pages(self) -> int:
         return len(self._slot_of)
 
+    @property
+    def busy(self) -> bool:
+        return bool(self._queued or self._stored)
+
+    # -- copies ----------------------------------------------------------------------------------
+
     def lookup(self, keys: Sequence[PageKey]) -> int:
         return next((i for i, key in enumerate(keys) if key not in self._slot_of), len(keys))
 
-    @torch.no_grad()
-    def store(self, keys: Sequence[PageKey], page_ids: np.ndarray) -> StreamTask:
-        present = [key for key in keys if key in self._slot_of]
-        self._touch(present)
-        new = [i for i, key in enumerate(keys) if key not in self._slot_of][:self.capacity - len(present)]
-        if len(new) > self._slots.num_free:
-            self._evict(len(new) - self._slots.num_free)
-        slots = self._slots.allocate(len(new))
-        for slot, page, count in _runs(slots, page_ids[new]):
-            for host, device in zip(self._groups, self._device_groups):
-                host[slot:slot + count].copy_(device[page:page + count], non_blocking=True)
-        self._slot_of.update(zip([keys[i] for i in new], slots.tolist()))
-        self.counters.stored += len(new)
-        return StreamTask(self.lookup(keys), self._pool)
-
-    @torch.no_grad()
-    def load(self, keys: Sequence[PageKey], page_ids: np.ndarray) -> StreamTask:
+    def load(self, keys: Sequence[PageKey], page_ids: np.ndarray, compute_seconds: float = 0.0) -> LoadTask:
         present = keys[:self.lookup(keys)]
-        slots = np.array([self._slot_of[key] for key in present], np.int64)
-        for slot, page, count in _runs(slots, page_ids[:len(present)]):
-            for host, device in zip(self._groups, self._device_groups):
-                device[page:page + count].copy_(host[slot:slot + count], non_blocking=True)
         self._touch(present)
+        for key in present:
+            self._usage[key].num_uses += 1
+        self.pin(present)
+        if not present:
+            return LoadTask(self, present, None, 0.0)
+        slots, pages = self._slots_of(present), np.atleast_2d(page_ids)[:, :len(present)]
+        if self.is_queued(slots):
+            self.flush()
+        numbers = self._numbers_of(pages)
+        copy = self._copies.load(slots, pages, _not_none(self.stores.of_slots(slots), self.stores.of_pages(numbers)))
+        self.loads.add(copy, slots, numbers)
         self.counters.loaded += len(present)
-        return StreamTask(len(present), self._pool)
+        return LoadTask(self, present, copy, compute_seconds)
 
-    def free(self, keys: Sequence[PageKey]) -> None:
-        """A copy from the slots may still be queued: the next owner writes after it on the stream."""
-        slots = [slot for key in keys if (slot := self._slot_of.pop(key, None)) is not None]
-        self._slots.free(np.array(slots, np.int64))
+    def finish(self, task: TierTask) -> None:
+        assert isinstance(task, LoadTask)
+        if task.num_clears == self.num_clears:
+            self.unpin(task.keys)
+        if task.copy is not None and not task.copy.complete:
+            self._step_loads.append(task.copy)
 
-    def clear(self) -> None:
-        self.free(list(self._slot_of))
+    @property
+    def step_loads(self) -> list[Copy]:
+        """Loads that were finished while they are in flight."""
+        self._step_loads = [copy for copy in self._step_loads if not copy.complete]
+        return self._step_loads
+
+    def take_step_loads(self) -> list[Copy]:
+        loads, self._step_loads = self.step_loads, []
+        return loads
+
+    def is_hidden(self, copy: Copy, compute_seconds: float) -> bool:
+        """True where a step that computes so long, and begins now, would not wait for the rest of a load: each layer
+        group is there before the layers before it are computed."""
+        if not self.link_rate or not compute_seconds or next(iter(self.loads), copy) is not copy:
+            return False
+        missing = copy.num_groups - copy.num_complete
+        load, compute = copy.num_bytes / self.link_rate / copy.num_groups, compute_seconds / copy.num_groups
+        return load <= (copy.num_groups - missing) * compute and missing * load <= (copy.num_groups - 1) * compute
+
+    def store(self, keys: Sequence[PageKey], page_ids: np.ndarray) -> StoreTask:
+        self._touch([key for key in keys if key in self._slot_of])
+        new = [i for i, key in enumerate(keys) if key not in self._slot_of]
+        new = new[:self._make_room(len(new), set(keys))]
+        slots = self._slots.allocate(len(new))
+        self._generation[slots] += 1
+        for i, slot, pages in zip(new, slots.tolist(), np.atleast_2d(page_ids)[:, new].T):
+            self._queued[slot] = keys[i], pages
+            self._slot_of[keys[i]] = slot
+        self._add_usage([keys[i] for i in new])
+        self.counters.stored += len(new)
+        return StoreTask(self, self.lookup(keys), self._slots_of([key for key in keys if key in self._slot_of]))
+
+    def flush(self) -> None:
+        if not self._queued:
+            return
+        queued = self._queued
+        slots, pages = np.array(list(queued)), np.stack([ids for _, ids in queued.values()], 1)
+        numbers = self._numbers_of(pages)
+        copy = self._copies.store(slots, pages, _not_none(self.loads.of_slots(slots), self.loads.of_pages(numbers)))
+        self.stores.add(copy, slots, numbers)
+        self._stored[copy] = [(key, int(self._generation[slot])) for slot, (key, _) in queued.items()]
+        self._queued = {}  # not before: a slot is always queued or in flight for other threads
+
+    def _numbers_of(self, page_ids: np.ndarray) -> np.ndarray:
+        """Numbers pages [cache groups, n] through all cache groups; without those that are ABSENT."""
+        numbers: np.ndarray = (page_ids + self._first_number)[page_ids != ABSENT]
+        return numbers
+
+    def is_queued(self, slots: np.ndarray) -> bool:
+        """True where a slot waits for ``flush``."""
+        return bool(self._queued) and any(slot in self._queued for slot in slots.tolist())
 
     def poll(self) -> None:
-        """There is nothing to advance: the stream does it."""
+        for copy in self.loads.pop_complete():
+            if copy.num_bytes >= _MIN_MEASURED_BYTES and (seconds := copy.seconds):
+                newest = copy.num_bytes / seconds
+                self.link_rate += _NEWEST_RATE_WEIGHT * (newest - self.link_rate) if self.link_rate else newest
+        for copy in self.stores.pop_complete():
+            stored = self._stored.pop(copy)
+            if self.listeners:
+                self._call_stored([key for key, generation in stored
+                                   if (slot := self._slot_of.get(key)) is not None
+                                   and self._generation[slot] == generation])
 
     def close(self) -> None:
-        """There is nothing to close: the memory goes with the object."""
+        for copy in (*self.loads, *self.stores):
+            copy.synchronize()
+        self.memory.close()
+
+    # -- what is kept ----------------------------------------------------------------------------
+
+    def pin(self, keys: Sequence[PageKey]) -> None:
+        assert all(key in self._slot_of for key in keys)
+        self._pins.update(keys)
+        for key in keys:
+            self._evictable.discard(key)
+
+    def unpin(self, keys: Sequence[PageKey]) -> None:
+        for key in reversed(keys):
+            if self._pins[key] > 1:
+                self._pins[key] -= 1
+                continue
+            del self._pins[key]
+            if key in self._slot_of:
+                self._evictable.put(key, self._usage[key])
+
+    def free(self, keys: Sequence[PageKey]) -> None:
+        freed = self._drop(keys)
+        if freed:
+            for listener in self.listeners:
+                listener.dropped(freed)
+
+    def clear(self) -> None:
+        self._drop(list(self._slot_of))
+        self.num_clears += 1
+        for listener in self.listeners:
+            listener.cleared()
+
+    def _drop(self, keys: Sequence[PageKey]) -> list[PageKey]:
+        """Free the slots of ``keys``; copies that are in flight go on, and the next ones wait for them."""
+        dropped = [key for key in keys if key in self._slot_of]
+        slots = np.array([self._slot_of.pop(key) for key in dropped], np.int64)
+        self._generation[slots] += 1
+        for key, slot in zip(dropped, slots.tolist()):
+            self._pins.pop(key, None)
+            self._queued.pop(slot, None)
+            del self._usage[key]
+            self._evictable.discard(key)
+        self._slots.free(slots)
+        return dropped
 
     def _touch(self, keys: Sequence[PageKey]) -> None:
-        for key in keys:
-            self._slot_of[key] = self._slot_of.pop(key)
+        self._clock += 1
+        for key in reversed(keys):
+            self._usage[key].last_used = self._clock
+            if key in self._evictable:
+                self._evictable.put(key, self._usage[key])
 
-    def _evict(self, count: int) -> None:
-        self.free([key for key, _ in zip(self._slot_of, range(count))])
-        self.counters.evicted += count
+    def _add_usage(self, keys: Sequence[PageKey]) -> None:
+        """Let new ``keys`` be evicted, of equal usage the last page first: the others are of use without it."""
+        for key in reversed(keys):
+            self._usage[key] = usage = Usage(self._clock)
+            self._evictable.put(key, usage)
+
+    def _make_room(self, count: int, keep: set[PageKey] | frozenset[PageKey]) -> int:
+        """Evict until ``count`` slots are free, but pinned pages and those of ``keep``; returns how many of ``count``
+        are."""
+        missing = count - self._slots.num_free
+        evicted: list[PageKey] = []
+        kept: list[PageKey] = []
+        while len(evicted) < missing and self._evictable:
+            key = self._evictable.pop()
+            (kept if key in keep else evicted).append(key)
+        for key in kept:
+            self._evictable.put(key, self._usage[key])
+        self.free(evicted)
+        self.counters.evicted += len(evicted)
+        return min(count, self._slots.num_free)
+
+    def _slots_of(self, keys: Sequence[PageKey]) -> np.ndarray:
+        return np.array([self._slot_of[key] for key in keys], np.int64)
+
+    # -- what a storage fills and reads ----------------------------------------------------------
+
+    def reserve(self, count: int) -> np.ndarray | None:
+        if count > self._slots.num_free + self.num_pages - len(self._pins):
+            return None
+        self._make_room(count, frozenset())
+        slots = self._slots.allocate(count)
+        self._generation[slots] += 1
+        self._reserved.update(dict.fromkeys(slots.tolist(), self.num_clears))
+        return slots
+
+    def publish(self, keys: Sequence[PageKey], slots: np.ndarray) -> None:
+        published: list[PageKey] = []
+        unused = []
+        self._clock += 1
+        for key, slot in zip(keys, slots.tolist(), strict=True):
+            if self._reserved.pop(slot) != self.num_clears or key in self._slot_of:
+                unused.append(slot)
+            else:
+                self._slot_of[key] = slot
+                published.append(key)
+        self._slots.free(np.array(unused, np.int64))
+        self._add_usage(published)
+        if published:
+            self._call_stored(published)
+
+    def unreserve(self, slots: np.ndarray) -> None:
+        for slot in slots.tolist():
+            del self._reserved[slot]
+        self._slots.free(slots)
+
+    def slot_views(self, slot: int) -> list[np.ndarray]:
+        for copies in (self.loads, self.stores):
+            if (copy := copies.of_slots(np.array([slot]))) is not None:
+                copy.synchronize()
+        return [array[slot] for array in self.memory.arrays]
+
+    def read_slot(self, key: PageKey, into: np.ndarray) -> bool:
+        slot = self._slot_of.get(key)
+        if slot is None:
+            return False
+        generation, begin = self._generation[slot], 0
+        if (self._slot_of.get(key) != slot or slot in self._queued
+                or self.stores.of_slots(np.array([slot])) is not None):
+            return False
+        for array in self.memory.arrays:
+            end = begin + array.shape[1]
+            into[begin:end] = array[slot]
+            begin = end
+        return bool(self._generation[slot] == generation)
+
+    def check_integrity(self) -> None:
+        """Asserts that each slot is free, reserved or has one key."""
+        taken = [*self._slot_of.values(), *self._reserved]
+        assert len(set(taken)) == len(taken) == self.capacity - self._slots.num_free, repr(self)
+        assert self._pins.keys() <= self._slot_of.keys() and min(self._pins.values(), default=1) > 0, "pins are off"
+        assert all(key in self._evictable for key in self._slot_of.keys() - self._pins.keys())
+        assert len(self._evictable) == len(self._slot_of) - len(self._pins), "a page that can be evicted is not queued"
+        assert all(self._slot_of[key] == slot for slot, (key, _) in self._queued.items()), "a dropped page is queued"
+
+    def _call_stored(self, keys: list[PageKey]) -> None:
+        for listener in self.listeners:
+            listener.stored(keys)
 
 
-def _unpin(group: torch.Tensor) -> None:
-    """Unpin memory before it is freed."""
+def _not_none(*copies: Copy | None) -> list[Copy]:
+    return [copy for copy in copies if copy is not None]
+
+
+def _pin(device: torch.device, address: int, num_bytes: int) -> bool:
+    """Pin by CUDA's own call: torch's allocator of pinned memory rounds up to a power of two. A thread of its own would
+    otherwise open a context on the first GPU."""
     cudart: Any = torch.cuda.cudart()
-    cudart.cudaHostUnregister(group.data_ptr())
+    with torch.cuda.device(device):
+        return int(cudart.cudaHostRegister(address, num_bytes, 0)) == 0
 
 
-def _runs(slots: np.ndarray, page_ids: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Yields ``(first slot, first page, count)`` of the runs in which both are contiguous: one copy each."""
-    assert len(slots) == len(page_ids)
-    breaks = np.flatnonzero((np.diff(slots) != 1) | (np.diff(page_ids) != 1)) + 1
-    begins = [0, *breaks.tolist()] if len(slots) else []
-    for begin, end in zip(begins, [*begins[1:], len(slots)]):
-        yield int(slots[begin]), int(page_ids[begin]), end - begin
+def _unpin(device: torch.device, address: int) -> None:
+    cudart: Any = torch.cuda.cudart()
+    with torch.cuda.device(device):
+        cudart.cudaHostUnregister(address)

@@ -23,6 +23,7 @@ from .blocks import Blocks, Norm
 from .features import CapturedStates
 from .layer import DecoderLayer
 from .micro_batches import run_interleaved
+from .module_calls import ModuleCall
 
 
 class CausalLM:
@@ -61,7 +62,7 @@ class CausalLM:
         self.token_exchange, self.logits_exchange = parallel.token_exchange, parallel.logits_exchange
         # Data-parallel attention groups compute the last MLP together, of as many rows as they agreed on; and where
         # experts' tokens are counted, all tokens are.
-        self._trims_last_layer = self.pp.is_last and not (
+        self.trims_last_layer = self.pp.is_last and not (
             parallel.token_exchange.spans_dp or parallel.experts.counts_tokens)
         rotary_dim = blocks.rotary_dim or blocks.rope.rotary_dim(spec.head_dim)
         self.cos_sin = rotary_table(blocks.rope, rotary_dim, spec.context_length, device)
@@ -124,7 +125,7 @@ class CausalLM:
 
     def _trims(self, step: StepContext) -> bool:
         """Returns whether the last layer computes the batch's ``last_tokens`` only."""
-        return (self._trims_last_layer and step.batch.last_tokens is not None
+        return (self.trims_last_layer and step.batch.last_tokens is not None
                 and step.attention.attends_last_tokens)
 
     def _run_layers(self, step: StepContext, trims: bool,
@@ -225,6 +226,17 @@ class CausalLM:
         if batch.embeds is not None:
             x[batch.embeds_rows] = batch.embeds.to(x.dtype)
         return x, None
+
+    def module_calls(self) -> Iterator[ModuleCall]:
+        """Yields the calls of this stage's modules, in their order in a step."""
+        if self.pp.is_first and self.embed_tokens is not None:
+            yield ModuleCall(("model.embed_tokens",), self.embed_tokens, "embed")
+        for layer in self.layers:
+            yield from layer.module_calls()
+        if self.norm is not None:
+            yield ModuleCall(("model.norm",), self.norm, "add_norm")
+        if self.lm_head is not None and self.pp.is_last:
+            yield ModuleCall(("lm_head", "logits_processor"), self, "compute_logits")
 
     def slots(self) -> Iterator[Slot]:
         if self.embed_tokens is not None:

@@ -17,6 +17,7 @@ from ...forward.step_context import MicroBatch, StepContext
 from ...layers.norm import unquantized
 from ...weights.slots import Allocate, Slot
 from .blocks import Blocks, LayerMLP
+from .module_calls import ModuleCall
 
 
 def mlp_over_dp(mlp: LayerMLP, exchange: TokenExchange) -> Callable[[Any, StepRows], MaybeDeferred]:
@@ -33,7 +34,7 @@ class DecoderLayer:
     def __init__(self, index: int, kv_layer: int, spec: ModelSpec, parallel: Parallel, allocate: Allocate,
                  blocks: Blocks):
         """Builds layer ``index`` of the model, whose keys and values are layer ``kv_layer`` of the pool."""
-        name = f"model.layers.{index}"
+        self.name = name = f"model.layers.{index}"
         self.input_norm = blocks.norm(f"{name}.input_layernorm", spec.hidden_size, allocate, None)
         self.attention = blocks.attention(f"{name}.self_attn", kv_layer, spec, parallel.attn_tp, allocate)
         self.mlp = blocks.mlp(f"{name}.mlp", index, spec, parallel.tp, allocate)
@@ -86,6 +87,16 @@ class DecoderLayer:
         assert isinstance(normed, torch.Tensor)
         x = yield from microbatch.exchange.apply_partial_overlapped(self.mlp.partial, normed, microbatch.step.rows)
         return x, residual
+
+    def module_calls(self) -> Iterator[ModuleCall]:
+        """Yields the calls of a step that is not in micro-batches, in their order."""
+        attention = f"{self.name}.self_attn"
+        yield ModuleCall((f"{self.name}.input_layernorm",), self.input_norm, "add_norm_as")
+        yield ModuleCall((f"{attention}.qkv_proj",), self.attention, "project")
+        yield ModuleCall((f"{attention}.attn",), self.attention, "attend")
+        yield ModuleCall((attention, f"{attention}.o_proj"), self.attention.output, "forward_deferred")
+        yield ModuleCall((f"{self.name}.post_attention_layernorm",), self.mlp_norm, "add_norm_as")
+        yield ModuleCall((f"{self.name}.mlp",), self, "mlp_over_dp")
 
     def slots(self) -> Iterator[Slot]:
         for module in (self.input_norm, self.attention, self.mlp_norm, self.mlp):

@@ -22,6 +22,7 @@ from ...distributed.step_rows import ONE_GROUP, StepRows
 from ...forward.forward_batch import ForwardBatch
 from ...forward.step_context import StepContext
 from ...weights.slots import Slot
+from .module_calls import ModuleCall
 
 _ATTENTION = "baton_paged"
 _STEP: ContextVar[StepContext | _Trial] = ContextVar("step")
@@ -78,7 +79,7 @@ class TransformersModel:
     """The model of ``spec``, made by transformers of a ``config``; its weights are uninitialised until a loader has
     filled ``slots()``. It is on one rank, and computes its rows without CUDA graphs."""
 
-    supports_microbatches = supports_cuda_graphs = False
+    supports_microbatches = supports_cuda_graphs = trims_last_layer = False
     layers: tuple[Any, ...] = ()
     classifier = embed_tokens = None
 
@@ -140,6 +141,12 @@ class TransformersModel:
 
     def compute_logits(self, hidden: torch.Tensor, rows: StepRows = ONE_GROUP) -> torch.Tensor:
         raise AssertionError("models scale logits outside of their heads: forward computes them")
+
+    def module_calls(self) -> Iterator[ModuleCall]:
+        """Yields the calls of all modules."""
+        for name, module in self._model.named_modules():
+            if name:
+                yield ModuleCall((name,), module, "forward", one_sequence=True)
 
     def slots(self) -> Iterator[Slot]:
         seen = set()

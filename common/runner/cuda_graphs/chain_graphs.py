@@ -26,6 +26,7 @@ from ...forward.chain_rows import ChainRows
 from ...forward.step_context import StepContext
 from ...models.decoder.causal_lm import CausalLM
 from ...speculative.base import ChainDrafter, ChainSampler, ChainStep, Features
+from .capture_profile import captured_size
 from .chain_inputs import ChainInputs
 from .piecewise_graphs import Recorder, Replay
 
@@ -109,7 +110,8 @@ class ChainGraphs:
         pairs = [(size, width) for width, each in self._sizes.items() for size in each]
         # The largest first: the smaller ones then fit into its memory.
         for done, (size, width) in enumerate(sorted(pairs, key=lambda pair: -pair[0] * pair[1]), 1):
-            self._record(size, width)
+            with captured_size(f"steps of {width - 1} drafts", size):
+                self._record(size, width)
             progress(done / len(pairs))
 
     def verify(self, chains: ChainRows) -> Verified:

@@ -21,7 +21,7 @@ def chain_sizes(config: ServerConfig) -> dict[int, list[int]]:
     """Returns the sizes, in requests, of each number of drafts of which ``config`` lets chain steps be captured."""
     args = config.speculative
     if (not args.is_device or args.topk > 1 or not config.role.decodes or config.dp_size > 1
-            or config.parallel.pp_size > 1 or config.kernels.disable_cuda_graph
+            or config.parallel.pp_size > 1 or not config.captures_graphs
             or args.speculative_attention_mode == "prefill"):
         return {}
     levels, most_rows = [args.num_drafts], _MAX_ROWS

@@ -23,6 +23,7 @@ from ...distributed.step_rows import StepRows
 from ...forward.forward_batch import ForwardBatch, ModelInput, Row, TokenIds, build_forward_batch
 from ...forward.step_context import AttentionPlan, StepContext
 from ...models.decoder.causal_lm import CausalLM
+from .capture_profile import captured_size
 from .decode_inputs import DecodeInputs
 
 
@@ -72,7 +73,8 @@ class DecodeGraphs:
         memory = torch.cuda.graph_pool_handle()
         # The largest first: the smaller ones then fit into its memory.
         for done, size in enumerate(reversed(self._sizes)):
-            self._capture(size, model, rows_of(size), pages[0].max_pages * page_size, memory)
+            with captured_size("decode steps", size):
+                self._capture(size, model, rows_of(size), pages[0].max_pages * page_size, memory)
             progress((done + 1) / len(self._sizes))
 
     def size_for(self, num_reqs: int) -> int | None:

@@ -27,6 +27,7 @@ from ...forward.host_copies import upload_joined
 from ...forward.piecewise import Projected
 from ...layers.moe import MoE
 from ...models.decoder.causal_lm import CausalLM
+from .capture_profile import captured_size
 
 _MAX_PADDING_RATIO = 1.0625
 """Rows computed for each token, at most, where padding costs something."""
@@ -98,7 +99,8 @@ class PrefillGraphs:
         # The largest first: the smaller ones then fit into its memory.
         for done, size in enumerate(reversed(self._sizes), 1):
             rows = rows_of(size).with_live(self._live[:groups * size])
-            self._pieces[size] = self._record(model, size, rows, recorder)
+            with captured_size("prompts", size):
+                self._pieces[size] = self._record(model, size, rows, recorder)
             progress(done / len(self._sizes))
 
     def _record(self, model: CausalLM, size: int, rows: StepRows, recorder: Recorder) -> list[LayerGraph]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
 
 import torch
+
+from ...distributed.agreement import RankAgreement
 
 _PROBE_BYTES = 16 << 20
 _MIN_STEP_TOKENS = 32  # shorter steps measure the cost of a launch
@@ -55,6 +58,82 @@ class PrefillRate:
         self._last_end = now
         if num_tokens < _MIN_STEP_TOKENS:
             return
-        newest = num_tokens / max(now - max(launched, previous_end), 1e-9)
-        average = self.tokens_per_second or newest
-        self.tokens_per_second = (1 - _NEWEST_STEP_WEIGHT) * average + _NEWEST_STEP_WEIGHT * newest
+        self.tokens_per_second = _with_newest(self.tokens_per_second, num_tokens, now - max(launched, previous_end))
+
+
+class CopyRate:
+    """Moving average of the bytes a second of copies of one kind, which share a link; 0 before the first one."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self.clock = clock
+        self._last_end = 0.0
+        self.bytes_per_second = 0.0
+
+    def add(self, began: float, num_bytes: int) -> None:
+        """Record a copy that ends now and began at ``began`` of the clock, or when the previous one ended."""
+        now, previous_end = self.clock(), self._last_end
+        self._last_end = now
+        self.bytes_per_second = _with_newest(self.bytes_per_second, num_bytes, now - max(began, previous_end))
+
+    def raise_by(self, share: float) -> None:
+        """Believe in more, so that what was too slow once is tried again some time."""
+        self.bytes_per_second *= 1 + share
+
+
+class AgreedRates:
+    """The rates of the slowest rank, by which all ranks of a group decide alike; ``poll`` once a step.
+
+    ``link``: bytes a second between device and host memory; ``prefill``: prompt tokens a second; ``storage``: bytes a
+    second of reads. The last two are 0 while they are not known.
+    """
+
+    def __init__(self, link_bandwidth: float, group: RankAgreement, prefill_rate: PrefillRate | None = None,
+                 storage_rate: CopyRate | None = None):
+        self.prefill_rate = prefill_rate or PrefillRate()
+        self.storage_rate = storage_rate or CopyRate()
+        self._link_bandwidth = link_bandwidth
+        self._group = group
+        self._measured = (-1.0, -1.0, -1.0)
+        self._rounded: dict[int, tuple[int, int, int]] = {}
+        self.link, self.prefill, self.storage = 0, 0, 0
+        self.poll()
+
+    def poll(self) -> None:
+        """Take over what the ranks agree on."""
+        ((self.link, self.prefill, self.storage),) = self._group.min_by_key("rates", [0], self._sample,
+                                                                            (0, 0, 0)).tolist()
+
+    def _sample(self) -> dict[int, tuple[int, int, int]]:
+        """Values in steps of 5 %, so that ranks need not report each small change."""
+        measured = self._link_bandwidth, self.prefill_rate.tokens_per_second, self.storage_rate.bytes_per_second
+        if measured != self._measured:
+            self._measured = measured
+            link, prefill, storage = map(_rounded, measured)
+            self._rounded = {0: (link, prefill, storage)}
+        return self._rounded
+
+    def load_is_cheaper(self, num_bytes: int, num_tokens: int) -> bool:
+        """True where copying ``num_bytes``, those that are queued before included, takes less time than computing
+        ``num_tokens``; also without a measured prefill rate (decode servers compute no prompts)."""
+        return self._is_cheaper(num_bytes, num_tokens, self.link)
+
+    def read_is_cheaper(self, num_bytes: int, num_tokens: int) -> bool:
+        """``load_is_cheaper`` of pages that come from the storage; True until that was measured."""
+        return self._is_cheaper(num_bytes, num_tokens, self.storage)
+
+    def _is_cheaper(self, num_bytes: int, num_tokens: int, bandwidth: int) -> bool:
+        return not self.prefill or not bandwidth or num_bytes * self.prefill < num_tokens * bandwidth
+
+    def compute_seconds(self, num_tokens: int) -> float:
+        """Seconds that computing ``num_tokens`` takes; 0 where that is not known."""
+        return num_tokens / self.prefill if self.prefill else 0.0
+
+
+def _with_newest(average: float, amount: int, seconds: float) -> float:
+    """The moving average of a rate after ``amount`` in ``seconds``; 0 before the first one."""
+    newest = amount / max(seconds, 1e-9)
+    return (1 - _NEWEST_STEP_WEIGHT) * (average or newest) + _NEWEST_STEP_WEIGHT * newest
+
+
+def _rounded(value: float) -> int:
+    return int(1.05 ** int(math.log(value, 1.05))) if value >= 1 else 0

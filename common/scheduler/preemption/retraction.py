@@ -11,6 +11,7 @@ from ..policies.priority import Priorities
 from ..request_queues import RequestQueues
 
 if TYPE_CHECKING:
+    from ..tier_loads import TierLoads
     from .swap_space import SwapSpace
 
 
@@ -18,14 +19,15 @@ class Retraction:
     """Picks victims and frees their pages. A retracted request waits before its equals, and is resumed later."""
 
     def __init__(self, queues: RequestQueues, page_budget: PageBudget, priorities: Priorities, swap: SwapSpace | None,
-                 remove: Callable[[Sequence[Req]], None]):
-        """``swap``: the host cache that victims' pages may be swapped out to. ``remove`` takes requests out of their
-        queues and batches."""
+                 remove: Callable[[Sequence[Req]], None], loads: TierLoads | None = None):
+        """``swap``: the host cache that victims' pages may be swapped out to; ``loads``: of the tier that keeps them
+        instead. ``remove`` takes requests out of their queues and batches."""
         self._queues = queues
         self._page_budget = page_budget
         self._priorities = priorities
         self._swap = swap
         self._remove = remove
+        self._loads = loads
         self.num_retracted = 0
         self.num_preempted = 0
 
@@ -72,8 +74,10 @@ class Retraction:
         if self._swap is not None:
             for req in self._queues.waiting:
                 self._swap.discard(req)
+        if self._loads is not None:
+            self._loads.forget([*self._queues.waiting])
         for req in sorted([*self._queues.running, *self._queues.prefilling], key=lambda req: -req.arrived):
-            self._free(req)
+            self._free(req, keep=False)
 
     def _preemptible(self, req: Req) -> list[Req]:
         if not self._priorities.enabled:
@@ -87,13 +91,16 @@ class Retraction:
 
     def _retract(self, req: Req) -> None:
         """Leave its full pages in the prefix cache, so that those that survive until it is resumed need not be
-        recomputed; and swap all of them out to host memory, where that is cheaper."""
+        recomputed; and swap all of them out to host memory, where that is cheaper, or keep the full ones in the
+        tier."""
         if self._swap is not None:
             req.swapped_out = self._swap.swap_out(req)
-        self._free(req)
+        self._free(req, keep=True)
 
-    def _free(self, req: Req) -> None:
+    def _free(self, req: Req, *, keep: bool) -> None:
         self._remove([req])
+        if keep and self._loads is not None:
+            self._loads.keep(req)
         self._page_budget.release([req], keep=True)
         req.num_retractions += 1
         self._queues.waiting.requeue(req)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,27 +12,21 @@ from ...request.req import Req, SwappedOut
 if TYPE_CHECKING:
     from ...kvcache.manager import KVCacheManager
     from ...kvcache.tiers.base import KVTier
-    from .copy_rates import PrefillRate
+    from .copy_rates import AgreedRates
 
 
 class SwapSpace:
     """Swaps out to tiers, one for each cache group, what is cheaper to copy out and in again than to recompute. The
     tiers are its own, and never have to make room: a request's pages stay there until it returns.
-
-    ``min_reduce`` takes the minimum of each number over the ranks of the group: they measure differently, and have to
-    decide alike.
     """
 
-    def __init__(self, tiers: Sequence[KVTier], cache: KVCacheManager, link_bandwidth: float, prefill_rate: PrefillRate,
-                 min_reduce: Callable[[np.ndarray], np.ndarray], *, shared: bool):
-        """``link_bandwidth`` in bytes a second. ``shared``: not only this device writes into free pages (transfers do),
-        so that a page may be freed only after it was copied."""
+    def __init__(self, tiers: Sequence[KVTier], cache: KVCacheManager, rates: AgreedRates, *, shared: bool):
+        """``shared``: not only this device writes into free pages (transfers do), so that a page may be freed only
+        after it was copied."""
         self.tiers = tiers
-        self.prefill_rate = prefill_rate
         self.num_swapped_out = 0
         self._cache = cache
-        self._link_bandwidth = link_bandwidth
-        self._min_reduce = min_reduce
+        self._rates = rates
         self._shared = shared
 
     @property
@@ -57,6 +51,8 @@ class SwapSpace:
             assert task.num_pages == len(keys)
             if self._shared:
                 task.wait()
+            else:
+                task.wait_on_device()
             pages.append((first, keys))
         self.num_swapped_out += 1
         assert req.page_table is not None
@@ -84,7 +80,9 @@ class SwapSpace:
             found = [table.num_cached_pages, *(own.cached_end for own in table.groups)]
             for tier, (first, keys), cached, (_, ids) in zip(self.tiers, swapped_out.pages, found, self._spans(req)):
                 missing = max(0, cached - first)
-                tier.load(keys[missing:], ids[missing:])
+                task = tier.load(keys[missing:], ids[missing:])
+                task.wait_on_device()
+                tier.finish(task)
         self.discard(req)
 
     def discard(self, req: Req) -> None:
@@ -97,6 +95,4 @@ class SwapSpace:
     def _is_cheaper(self, num_bytes: int, num_tokens: int) -> bool:
         """True without a measured prefill rate (decode servers compute no prompts): a recomputed prompt would delay all
         other requests."""
-        bandwidth, prefill = self._min_reduce(
-            np.array([self._link_bandwidth, self.prefill_rate.tokens_per_second], np.int64)).tolist()
-        return not prefill or 2 * num_bytes * prefill < num_tokens * bandwidth
+        return self._rates.load_is_cheaper(2 * num_bytes, num_tokens)

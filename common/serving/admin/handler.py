@@ -84,22 +84,23 @@ async def health_generate(context: ServingContext, request: web.Request) -> web.
 
 
 async def models(context: ServingContext, request: web.Request) -> web.Response:
-    """The model that is served, as a list."""
+    """The model that is served, as a list; raises WorkerUnavailable before: clients wait for this answer."""
+    context.status.check_serving()
     return json_response({"object": "list", "data": [_model(context)]})
 
 
 async def model(context: ServingContext, request: web.Request) -> web.Response:
-    """One model's entry; raises NotFound for one that is not served."""
+    """One model's entry; raises NotFound for one that is not served, WorkerUnavailable as ``models``."""
+    context.status.check_serving()
     context.model.check_name(request.match_info["model"])
     return json_response(_model(context))
 
 
 def _model(context: ServingContext) -> dict[str, Any]:
-    """``max_model_len``: prompt and output together, in tokens; while weights load, the model's own limit."""
-    limit = context.model.spec.context_length if context.status.ready is None else context.planner.token_limit
+    """``max_model_len``: prompt and output together, in tokens."""
     return {"id": context.model.name, "object": "model", "created": _STARTED, "owned_by": "baton",
             "root": context.config.model.model_path, "parent": None,
-            "max_model_len": limit}
+            "max_model_len": context.planner.token_limit}
 
 
 async def model_info(context: ServingContext, request: web.Request) -> web.Response:

@@ -24,7 +24,7 @@ from ..protocol.continuation import ResponseHeader
 from ..protocol.logprobs import chat_logprobs
 from ..protocol.logprobs import joined as logprobs_of
 from ..protocol.row_extras import last_state
-from ..protocol.usage import CompletionTokensDetails, FinishReason, Usage
+from ..protocol.usage import CompletionTokensDetails, FinishReason, SglExt, Usage
 from .schema import (
     CalledFunction,
     CalledFunctionDelta,
@@ -98,7 +98,7 @@ class ChatFormatter:
         parsers = [self._output_format.new_parser() for _ in choices]
         formatted = [self._choice(choice, parser) for choice, parser in zip(choices, parsers)]
         return ChatCompletion(self._id, self._created, self._model, formatted, self._usage(choices, parsers),
-                              AnswerMetadata.of(choices))
+                              AnswerMetadata.of(choices), sglext=self._sglext(choices))
 
     def _choice(self, choice: Choice, parser: OutputParser) -> ChatChoice:
         assert choice.finish is not None
@@ -148,10 +148,16 @@ class ChatFormatter:
         return chunks
 
     def finish(self, choices: Sequence[Choice]) -> list[ChatChunk]:
-        if not self._body.reports_usage:
-            return []
-        usage = self._usage(choices, [stream.parser for stream in self._streams])
-        return [ChatChunk(self._id, self._created, self._model, [], usage)]
+        chunks = []
+        if sglext := self._sglext(choices):
+            chunks.append(ChatChunk(self._id, self._created, self._model, [], sglext=sglext))
+        if self._body.reports_usage:
+            usage = self._usage(choices, [stream.parser for stream in self._streams])
+            chunks.append(ChatChunk(self._id, self._created, self._model, [], usage))
+        return chunks
+
+    def _sglext(self, choices: Sequence[Choice]) -> SglExt | UnsetType:
+        return SglExt.of(choices[0].cached_tokens_details, self._body.return_cached_tokens_details)
 
     def _usage(self, choices: Sequence[Choice], parsers: Sequence[OutputParser]) -> Usage:
         usage = usage_of(choices, self._body.num_choices, report_cached=self._reports_cached)

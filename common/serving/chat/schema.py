@@ -14,7 +14,7 @@ from ..protocol.decoding import BodyDecoder
 from ..protocol.logprobs import ChatLogprobs
 from ..protocol.sampling import MAX_TOP_LOGPROBS, CommonFields, check_common_fields, check_range
 from ..protocol.unsupported_fields import CHAT
-from ..protocol.usage import FinishReason, Usage
+from ..protocol.usage import FinishReason, SglExt, Usage
 
 
 class ContentPart(msgspec.Struct):
@@ -167,6 +167,7 @@ class ChatCompletion(msgspec.Struct):
     usage: Usage
     metadata: AnswerMetadata
     object: str = "chat.completion"
+    sglext: SglExt | UnsetType = UNSET
 
 
 class CalledFunctionDelta(msgspec.Struct):
@@ -209,3 +210,4 @@ class ChatChunk(msgspec.Struct):
     usage: Usage | None = None
     metadata: AnswerMetadata | UnsetType = UNSET
     object: str = "chat.completion.chunk"
+    sglext: SglExt | UnsetType = UNSET

@@ -13,7 +13,7 @@ from ..protocol.answer_metadata import AnswerMetadata
 from ..protocol.continuation import ResponseHeader
 from ..protocol.logprobs import completion_logprobs, joined
 from ..protocol.row_extras import last_state
-from ..protocol.usage import Usage
+from ..protocol.usage import SglExt, Usage
 from .best_of import best
 from .echo import Echo
 from .schema import Completion, CompletionChoice, CompletionRequest
@@ -42,7 +42,7 @@ class CompletionFormatter:
         if self._body.return_token_ids:
             for choice, answer in zip(chosen, formatted):
                 answer.token_ids, answer.prompt_token_ids = choice.token_ids, choice.prompt_ids
-        return self._completion(formatted, usage, AnswerMetadata.of(chosen))
+        return self._completion(formatted, usage, AnswerMetadata.of(chosen), self._sglext(choices))
 
     def start(self, choices: Sequence[Choice]) -> None:
         self._text_offsets = [0] * len(choices)
@@ -71,11 +71,19 @@ class CompletionFormatter:
                                  UNSET if choice.finish is None else AnswerMetadata.of([choice]))]
 
     def finish(self, choices: Sequence[Choice]) -> list[Completion]:
-        return [self._completion([], self._usage(choices))] if self._body.reports_usage else []
+        chunks = []
+        if sglext := self._sglext(choices):
+            chunks.append(self._completion([], None, sglext=sglext))
+        if self._body.reports_usage:
+            chunks.append(self._completion([], self._usage(choices)))
+        return chunks
+
+    def _sglext(self, choices: Sequence[Choice]) -> SglExt | UnsetType:
+        return SglExt.of(choices[0].cached_tokens_details, self._body.return_cached_tokens_details)
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | None,
-                    metadata: AnswerMetadata | UnsetType = UNSET) -> Completion:
-        return Completion(self._id, self._created, self._model, choices, usage, metadata)
+                    metadata: AnswerMetadata | UnsetType = UNSET, sglext: SglExt | UnsetType = UNSET) -> Completion:
+        return Completion(self._id, self._created, self._model, choices, usage, metadata, sglext=sglext)
 
     def _usage(self, choices: Sequence[Choice]) -> Usage:
         return usage_of(choices, self._body.num_generated, report_cached=self._reports_cached)

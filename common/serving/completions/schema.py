@@ -12,7 +12,7 @@ from ..protocol.decoding import BodyDecoder
 from ..protocol.logprobs import CompletionLogprobs
 from ..protocol.sampling import MAX_CHOICES, CommonFields, check_common_fields, check_range
 from ..protocol.unsupported_fields import COMPLETION
-from ..protocol.usage import FinishReason, Usage
+from ..protocol.usage import FinishReason, SglExt, Usage
 
 MAX_COMPLETION_LOGPROBS = 5
 
@@ -66,3 +66,4 @@ class Completion(msgspec.Struct):
     usage: Usage | None = None
     metadata: AnswerMetadata | UnsetType = UNSET
     object: str = "text_completion"
+    sglext: SglExt | UnsetType = UNSET

@@ -19,7 +19,7 @@ from ...obs.metrics import ServerMetrics
 from ...tokenizer.text_stream import TextStream
 from ...tokenizer.tokenizer import Tokenizer
 from ..protocol.logprobs import joined
-from ..protocol.usage import CompletionTokensDetails, Usage
+from ..protocol.usage import CachedTokensDetails, CompletionTokensDetails, Usage
 from .draft_counts import DraftCounts, Speculation
 from .request_log import RequestLog
 from .time_stats import TimeStats
@@ -58,6 +58,7 @@ class Choice:
         self._num_continued = 0
         self.num_prompt_tokens = len(request.input_ids)
         self.num_cached_tokens = 0
+        self.cached_tokens_details: CachedTokensDetails | None = None
         self.num_output_tokens = 0
         self.prompt_logprobs: Logprobs | None = None
         self.stages: list[LatencySpan] = []
@@ -184,6 +185,8 @@ class Choice:
         if (usage := extras.usage) is not None:
             self.num_prompt_tokens = usage.num_tokens - self._num_continued
             self.num_cached_tokens = min(usage.num_cached_tokens, self.num_prompt_tokens)
+            if self.num_cached_tokens:
+                self.cached_tokens_details = CachedTokensDetails.of(usage, self.num_cached_tokens)
             self._usage = usage
         if extras.prompt_logprobs is not None:
             self.prompt_logprobs = extras.prompt_logprobs

@@ -38,7 +38,7 @@ class Telemetry:
         self._simulated = speculative.simulated_acceptance is not None
         self.metrics = ServerMetrics(
             config.model_name, config.mode, sglang_names=config.observe.sglang_metrics,
-            speculates=self._speculates, simulated=self._simulated,
+            speculates=self._speculates, simulated=self._simulated, tiered=config.tiers.enable_hierarchical_cache,
             buckets=Buckets.of_flags(config.observe), by_rank=config.observe.enable_metrics_for_all_schedulers,
             custom_labels=config.observe.tokenizer_metrics_allowed_custom_labels)
         self.request_log = RequestLog(config.observe.log_level_of_requests, config.observe.dump_folder)

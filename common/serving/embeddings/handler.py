@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from aiohttp import web
 from msgspec import UNSET
@@ -296,4 +297,4 @@ def _usage(choices: Sequence[Choice]) -> EmbeddingUsage:
 
 def _meta_info(choice: Choice) -> dict[str, Any]:
     return {"id": choice.rid, "prompt_tokens": choice.num_prompt_tokens, "cached_tokens": choice.num_cached_tokens,
-            "e2e_latency": choice.latency}
+            "cached_tokens_details": msgspec.to_builtins(choice.cached_tokens_details), "e2e_latency": choice.latency}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from ...api.messages import Logprobs
 from ..context.draft_counts import Speculation
 from ..context.generation import Choice
@@ -72,6 +74,7 @@ def _meta_info(choice: Choice, output: Logprobs | None, token_bytes: TokenBytes 
     info: dict[str, Any] = {
         "id": choice.rid, "finish_reason": _finish_reason(choice), "prompt_tokens": choice.num_prompt_tokens,
         "completion_tokens": choice.num_output_tokens, "cached_tokens": choice.num_cached_tokens,
+        "cached_tokens_details": msgspec.to_builtins(choice.cached_tokens_details),
     }
     if choice.finish is not None:
         info["e2e_latency"] = choice.latency

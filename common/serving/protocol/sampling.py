@@ -61,6 +61,7 @@ class CommonFields(BootstrapFields, kw_only=True):
     custom_params: dict[str, Any] | None = None
     return_hidden_states: bool | None = None
     return_token_ids: bool | None = None
+    return_cached_tokens_details: bool | None = None
     # Baton's
     continuation: Continuation | None = None
     # grammars: one at most (see grammar_fields.py)

@@ -50,7 +50,7 @@ _OPENAI: Table = {
     "lora_path": _NO_LORA,
     "prompt_logprobs": Refused("/v1/completions returns log-probabilities of the prompt with echo and logprobs, "
                                "/generate with logprob_start_len"),
-    "return_cached_tokens_details": _PLAIN, "return_meta_info": Refused("/generate returns it"),
+    "return_meta_info": Refused("/generate returns it"),
     "return_spec_tokens_details": Refused("/generate has them in meta_info"), "watermark": _PLAIN,
     "ngram_corpus_id": _PLAIN, "session_params": _IN_GENERATE,
     # vLLM's
@@ -83,7 +83,7 @@ RESPONSE: Table = {
     "custom_logit_processor": _IN_CHAT, "custom_params": _IN_CHAT,
     "return_hidden_states": Refused("/v1/chat/completions and /generate return them"),
     "n": Refused("an answer is one response", (1,)), "input_ids": Refused("/generate takes them"),
-    "return_token_ids": Refused("/v1/chat/completions returns them"),
+    "return_token_ids": Refused("/v1/chat/completions returns them"), "return_cached_tokens_details": _IN_CHAT,
     "return_prompt_token_ids": Refused("/v1/chat/completions returns them"),
     "background_options": _PLAIN, "context_management": _PLAIN, "image": _TEXT_ONLY, "moderation": _PLAIN,
     "access_programs": _PLAIN,

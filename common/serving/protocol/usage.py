@@ -7,7 +7,40 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from ...api.messages import LoadedTokens, PromptUsage
+
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
+
+
+class CachedTokensDetails(msgspec.Struct):
+    """SGLang's: a prompt's cached tokens by where they were. The last two where the server has a KV storage."""
+
+    device: int
+    host: int = 0
+    storage: int | UnsetType = UNSET
+    storage_backend: str | UnsetType = UNSET
+
+    @classmethod
+    def of(cls, usage: PromptUsage, num_cached: int) -> CachedTokensDetails:
+        """Of the first ``num_cached`` tokens of ``usage``: pages of host memory follow those of the GPU, and the
+        storage's are last."""
+        loaded = usage.loaded or LoadedTokens()
+        device = max(0, min(num_cached, usage.num_cached_tokens - loaded.host - loaded.storage))
+        host = min(num_cached - device, loaded.host)
+        if loaded.storage_backend is None:
+            return cls(device, host)
+        return cls(device, host, num_cached - device - host, loaded.storage_backend)
+
+
+class SglExt(msgspec.Struct):
+    """What SGLang adds to answers of OpenAI's APIs."""
+
+    cached_tokens_details: CachedTokensDetails
+
+    @classmethod
+    def of(cls, details: CachedTokensDetails | None, asked: bool | None) -> SglExt | UnsetType:
+        """UNSET where nothing was cached, or ``asked`` for."""
+        return cls(details) if asked and details is not None else UNSET
 
 
 class PromptTokensDetails(msgspec.Struct):

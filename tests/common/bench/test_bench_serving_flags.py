@@ -38,6 +38,13 @@ def test_what_is_so_anyway_is_reported(capsys, trace):
     assert read(*trace, "--use-trace-timestamps", "true").load.request_rate is None
 
 
+def test_the_template_of_chats_is_the_server_s(capsys):
+    file = ["--dataset-name", "sharegpt", "--dataset-path", __file__, "--apply-chat-template"]
+    assert not read("--backend", "vllm-chat", *file).dataset.apply_chat_template
+    assert capsys.readouterr().err == "bench_serving: --apply-chat-template is not needed here.\n"
+    assert read("--backend", "vllm", *file).dataset.apply_chat_template and not capsys.readouterr().err
+
+
 def test_other_servers_of_openai_s_api():
     assert read("--backend", "lmdeploy-chat").target.backend == "openai-chat"
     assert read("--backend=sglang-native", "--return-logprob").target.return_logprob
@@ -45,8 +52,7 @@ def test_other_servers_of_openai_s_api():
 
 @pytest.mark.parametrize("argv, words", [
     (["--backend", "trt"], "--backend trt is not supported"),
-    (["--backend", "vllm-chat", "--apply-chat-template", "--dataset-name", "sharegpt", "--dataset-path", __file__],
-     "the server applies the template"),
+    (["--apply-chat-template"], "are for --dataset-name sharegpt"),
     (["--dataset-name", "mmmu"], "images are not sent"),
     (["--dataset-name", "custom"], "ShareGPT"),
     (["--image-count", "2"], "images are not sent"),

@@ -20,11 +20,12 @@ from baton.common.config.quantization import QUANTIZATIONS
 from baton.common.config.roles import ROLES
 from baton.common.config.server import ServerConfig
 from baton.common.config.server.answers import GRAMMAR_BACKENDS
-from baton.common.config.server.cache import KV_TIERS
+from baton.common.config.server.cache import EVICTION_POLICIES
 from baton.common.config.server.disaggregation import TRANSFER_BACKENDS
 from baton.common.config.server.kernels import ATTENTION_BACKENDS, LATENT_BACKENDS, SAMPLING_BACKENDS
 from baton.common.config.server.schedule import SCHEDULE_POLICIES
 from baton.common.config.server.speculative import SPECULATIVE_ALGORITHMS
+from baton.common.config.server.tiers import KV_STORAGES, KV_TIERS, WRITE_POLICIES
 from baton.common.models.registry import MODELS
 from baton.common.parsers.reasoning import REASONING_FORMATS
 from baton.common.parsers.tools import TOOL_FORMATS
@@ -36,8 +37,8 @@ from baton.tests.helpers.layers import ROOT
 
 FILES: dict[str, tuple[Registry, set[str]]] = {
     "common/attention": (ATTENTION_BACKENDS, {
-        "base", "fixed_tiles", "invariant_torch_backend", "invariant_triton_backend", "select", "per_layer_backend",
-        "prefill_decode_backend", "workspace"}),
+        "base", "channel_recorder", "double_sparsity_backend", "fixed_tiles", "invariant_torch_backend",
+        "invariant_triton_backend", "select", "per_layer_backend", "prefill_decode_backend", "workspace"}),
     "common/attention/mla": (LATENT_BACKENDS, {"base", "invariant_torch_backend", "select"}),
     "common/commands": (COMMANDS, {"base", "methods", "registry"}),
     "common/sampling": (SAMPLING_BACKENDS, {
@@ -63,9 +64,15 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
     "common/models": (MODELS, {"registry"}),
     "common/weights": (LOAD_FORMATS, {
         "custom_loaders", "digest", "expert_names", "files", "fingerprint", "interleaved_experts", "kv_scales", "lazy",
-        "loader", "pickled", "plain_reads", "pushed", "removal", "samples", "slots", "source", "staging",
-        "instance_transfer"}),
-    "common/kvcache/tiers": (KV_TIERS, {"base"}),
+        "loader", "pickled", "plain_reads", "pushed", "removal", "samples", "shared_tensors", "slots", "source",
+        "staging", "instance_transfer", "uploads"}),
+    "common/kvcache/eviction": (EVICTION_POLICIES, {"base"}),
+    "common/kvcache/write_policies": (WRITE_POLICIES, {"base"}),
+    "common/kvcache/tiers": (KV_TIERS, {"base", "page_copies", "slot_memory"}),
+    "common/kvcache/storage": (KV_STORAGES, {
+        "base", "fingerprint", "folder", "health", "objects", "open", "operations", "page_servers", "page_shape",
+        "storage"}),
+    "kvtransfer/pages": (KV_STORAGES, {"messages", "peers", "server", "staging"}),
     "kvtransfer/backends": (TRANSFER_BACKENDS, {"base", "cuda_driver", "ipc_cuda", "ipc_host"}),
 }
 """By folder: the registry of its implementations, and the files that implement nothing."""
@@ -86,6 +93,9 @@ FLAGS = {
     **dict.fromkeys(("policy", "prefill_policy", "decode_policy"), {*ROUTING_POLICIES}),
     "disaggregation_transfer_backend": {*TRANSFER_BACKENDS},
     "kv_tier": {*KV_TIERS},
+    "hicache_write_policy": {*WRITE_POLICIES},
+    "hicache_storage_backend": {*KV_STORAGES},
+    "radix_eviction_policy": {*EVICTION_POLICIES},
 }
 """Flags that take registered names, and the values that ``--help`` shows."""
 
@@ -97,10 +107,11 @@ COMMANDS = (RouterConfig, ServerConfig, BenchServing, BenchEval)
 def test_every_implementation_registers_in_its_own_file(folder):
     registry, others = FILES[folder]
     files = {path.stem for path in (ROOT / folder).glob("*.py")} - {"__init__"}
-    modules = {module for name in registry.all_names if (module := registry.module_of(name))}
-    assert {str(module).rpartition(".")[2] for module in modules} == files - others
+    package = "baton." + folder.replace("/", ".")
+    modules = {module for name in registry.all_names if (module := registry.module_of(name) or "").startswith(package)}
+    assert {module.rpartition(".")[2] for module in modules} == files - others
     assert others <= files
-    assert registry.package == "baton." + folder.replace("/", ".")
+    assert package in registry.packages
 
 
 @pytest.mark.parametrize("folder", FILES)

@@ -13,6 +13,7 @@ from baton.common.config.cli import build
 from baton.common.config.rules import Rule, at_least, check_own_rules, check_rules, json_object, rules_of
 from baton.common.config.server import ServerConfig
 from baton.router.config import RouterConfig
+from baton.tests.helpers import dict_tier  # noqa: F401 (registers its tiers)
 
 DP = {"enable_dp_attention": True, "dp_size": 2, "tp_size": 2}
 EPLB = {"enable_eplb": True, "tp_size": 2, "ep_size": 2}
@@ -23,8 +24,10 @@ NGRAM = {"speculative_algorithm": "NGRAM"}
 SEED = {"load_format": "remote_instance", "remote_instance_weight_loader_seed_instance_ip": "h",
         "remote_instance_weight_loader_seed_instance_service_port": 1,
         "remote_instance_weight_loader_send_weights_group_ports": "[2]"}
+TIERS = {"enable_hierarchical_cache": True}
 TRANSFORMERS = {"model_impl": "transformers"}
 FIXED = {"enable_deterministic_inference": True}
+SPARSE = {"enable_double_sparsity": True, "ds_channel_config_path": "x"}
 SERVERS: list[tuple[dict[str, Any], str]] = [
     (PP | {"enable_return_hidden_states": True}, "--enable-return-hidden-states does not work across the stages"),
     ({"constrained_json_whitespace_pattern": " ", "constrained_json_disable_any_whitespace": True}, "exclude each"),
@@ -37,9 +40,23 @@ SERVERS: list[tuple[dict[str, Any], str]] = [
     (FIXED | {"speculative_accept_threshold_acc": 0.9}, "leave --speculative-accept-threshold-single and"),
     (FIXED | NGRAM | {"speculative_simulate_acceptance": "2"}, "plain decoding: leave --speculative-simulate-"),
     (FIXED | TREES, "--enable-deterministic-inference verifies chains, whose keys"),
+    ({"enable_double_sparsity": True}, "--enable-double-sparsity needs --ds-channel-config-path FILE"),
+    ({"ds_heavy_token_num": 64}, "--ds-channel-config-path and the other --ds- flags need --enable-double-sparsity."),
+    (SPARSE | {"is_embedding": True}, "--enable-double-sparsity is for servers that generate"),
+    (SPARSE | TRANSFORMERS, "--enable-double-sparsity needs Baton's own layers: leave --model-impl transformers out."),
+    (SPARSE | FIXED, "--enable-double-sparsity chooses tokens by length and load, and --enable-deterministic-"),
+    (SPARSE | NGRAM, "--enable-double-sparsity is for decode steps of one row a request, and drafts are verified in"),
+    (SPARSE | {"decode_attention_backend": "flashinfer"}, "--enable-double-sparsity decodes by Baton's own kernels"),
     ({"quantization_param_path": "scales.json"}, "--quantization-param-path is for a KV cache in float8: set --kv-"),
-    ({"kv_tier": "host", "disable_radix_cache": True}, "--kv-tier keeps pages of the prefix cache; drop --disable-rad"),
-    (PP | {"kv_tier": "host"}, "--kv-tier does not work across the stages of --pp-size: leave one of them out."),
+    (TIERS | {"retract_host_memory_gb": 1.0}, "--enable-hierarchical-cache keeps retracted requests too: leave --retr"),
+    (TIERS | {"disable_radix_cache": True}, "--enable-hierarchical-cache keeps pages of the prefix cache; drop"),
+    (PP | TIERS, "--enable-hierarchical-cache does not work across the stages of --pp-size: leave one of them out."),
+    ({"hicache_storage_backend": "file"}, "--hicache-storage-backend is behind the host memory of --enable-hierarch"),
+    ({"kv_tier": "dict"}, "--kv-tier dict needs --enable-hierarchical-cache."),
+    (TIERS | {"kv_tier": "dict", "hicache_storage_backend": "file"}, "--hicache-storage-backend fills host memory"),
+    ({"radix_eviction_policy": "lfu", "disable_radix_cache": True},
+     "--radix-eviction-policy orders the pages of the prefix cache; drop --disable-radix-cache, or leave it out."),
+    ({"radix_eviction_policy": "priority"}, "--radix-eviction-policy priority needs --enable-priority-scheduling."),
     ({"disaggregation_ib_device": "mlx5_0"}, "--disaggregation-ib-device is for --disaggregation-transfer-backend"),
     ({"kv_events_port": 7000, "disable_radix_cache": True}, "publishes the prefix cache; drop --disable-radix-cache."),
     (DP | {"kv_events_port": 7000}, "--kv-events-port publishes one prefix cache, and every attention group"),
@@ -92,9 +109,13 @@ SERVERS: list[tuple[dict[str, Any], str]] = [
     (PP | DECODE, "--pp-size is for prefill and unified servers: decode steps are too short for a pipeline; use --tp"),
     ({"moe_a2a_backend": "low_latency", "tp_size": 2}, "--moe-a2a-backend low_latency is for several ranks that each"),
     ({"dp_size": 2, "tp_size": 2}, "--dp-size 2 needs --enable-dp-attention; for whole replicas start several servers"),
-    ({"enable_dp_lm_head": True}, "--enable-dp-attention and --enable-dp-lm-head need a --dp-size above 1."),
+    ({"enable_dp_lm_head": True}, "--enable-dp-attention and --enable-dp-lm-head need a --dp-size above 1: as large"),
     (DP | {"tp_size": 3}, "--dp-size 2 must divide --tp-size 3, which counts all ranks of the server."),
     (DP | PP, "--enable-dp-attention does not work across the stages of --pp-size: leave one of them out."),
+    ({"debug_tensor_dump_layers": (1,)}, "-layers and --debug-tensor-dump-prefill-only need --debug-tensor-dump-outpu"),
+    (DP | {"debug_tensor_dump_output_folder": "d", "enable_two_batch_overlap": True, "two_batch_min_tokens": 8},
+     "--debug-tensor-dump-output-folder dumps whole steps: leave --enable-two-batch-overlap out."),
+    ({"enable_profile_cuda_graph": True, "debug_tensor_dump_output_folder": "d"}, "--enable-profile-cuda-graph profil"),
     ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap overlaps the exchange of attention groups: it"),
     (DP | {"enable_two_batch_overlap": True, "moe_dense_tp_size": 1}, "every layer: leave --moe-dense-tp-size out."),
     (DP | {"enable_two_batch_overlap": True, "moe_a2a_backend": "peer", "ep_size": 2}, "--moe-a2a-backend peer: leave"),
@@ -117,7 +138,7 @@ SERVERS: list[tuple[dict[str, Any], str]] = [
     (PREFILL | NGRAM, "--speculative-algorithm is for servers that decode; leave it out here."),
     (PP | NGRAM, "--speculative-algorithm does not work across the stages of --pp-size: leave one of them out."),
     ({"node_rank": 1}, "--node-rank 1 must be 0 or more and below --nnodes 1."),
-    ({"nnodes": 2}, "--nnodes above 1 and --dist-init-addr HOST:PORT go together."),
+    ({"nnodes": 2}, "--nnodes 2 needs the address where the hosts meet: set --dist-init-addr HOST:PORT"),
     ({"nnodes": 2, "dist_init_addr": "h:1", "tp_size": 3}, "--nnodes 2 must divide --tp-size 3, which counts the"),
     (PP | {"nnodes": 3, "dist_init_addr": "h:1", "tp_size": 4}, "must divide --tp-size 4 times --pp-size 2, which"),
 ]

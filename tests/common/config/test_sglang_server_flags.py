@@ -115,6 +115,8 @@ def test_values_are_translated_or_refused(name, values, capsys):
     ("--disable-prefill-cuda-graph", "--disable-piecewise-cuda-graph"),
     ("--detokenizer-worker-num 2", "--tokenizer-worker-num 2"),
     ("--detokenizer-worker-num 2 --tokenizer-worker-num 3", "--tokenizer-worker-num 3"),
+    ("--hicache-mem-layout page_first_direct", ""), ("--enable-hicache", "--enable-hierarchical-cache"),
+    ("--disaggregation-decode-enable-offload-kvcache", "--enable-hierarchical-cache"),
     ("--disable-priority-preemption", ""),
     ("--disable-priority-preemption --enable-priority-scheduling",
      "--enable-priority-scheduling --priority-scheduling-preemption-threshold 4294967296"),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from baton.common.config.server import SpeculativeArgs
 from baton.tests.common.speculative.test_device_drafts import REQUESTS
-from baton.tests.common.speculative.test_draft_engine import SAVE
-from baton.tests.helpers.hand_driven import Engine, tokens_of
-from baton.tests.helpers.small_models import save_model, save_steep_qwen3
+from baton.tests.helpers.draft_models import SAVE, save_models
+from baton.tests.helpers.hand_driven import Engine, finishes_of, sharing_prompts, start_all, tokens_of
+from baton.tests.helpers.small_models import save_steep_qwen3
 
 VOCAB = 24
 PLAIN = [{}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.8, "seed": 6, "top_p": 0.9, "top_k": 9},
@@ -23,17 +22,12 @@ def run(folder, requests, count=26, **options):
     engine = Engine(folder, max_running=8, **options)
     steps, launch = [], engine.executor.launch
     engine.executor.launch = lambda step, *rest: (steps.append(step), launch(step, *rest))[1]
-    rng = np.random.default_rng(0)
-    shared = rng.integers(0, VOCAB, 40).tolist()
-    for i in range(count):
-        prompt = shared[:int(rng.integers(0, 40)) * (i % 3 == 0)] + rng.integers(0, VOCAB, 1 + i % 23).tolist()
-        engine.start(str(i), prompt, **{"max_new_tokens": 30} | requests[i % len(requests)])
+    start_all(engine, sharing_prompts(count, VOCAB), requests)
     outputs = engine.run()
-    reasons = {item.rid: item.finish for item in outputs if item.finish is not None}
     logprobs = {item.rid: [] for item in outputs}
     for item in outputs:
         logprobs[item.rid] += item.logprobs.values if item.logprobs else []
-    return engine, (tokens_of(outputs), reasons), logprobs, steps
+    return engine, (tokens_of(outputs), finishes_of(outputs)), logprobs, steps
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +35,7 @@ def folder(tmp_path_factory):
     """A steep model, and one of random weights with a draft model for each algorithm."""
     folder = tmp_path_factory.mktemp("chains")
     save_steep_qwen3(folder / "steep", vocab_size=VOCAB)
-    target = save_model(folder / "model", "Qwen3", eos_token_id=None)
-    for algorithm, save in SAVE.items():
-        save(folder / algorithm, target)
+    save_models(folder)
     return folder
 
 

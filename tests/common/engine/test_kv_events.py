@@ -42,7 +42,9 @@ from baton.common.engine.kv_event_publisher import (
     KVEventPublisher,
     start_publisher,
 )
+from baton.common.engine.tier_event_recorder import TierEventRecorder
 from baton.common.kvcache.manager import KVCacheManager
+from baton.common.kvcache.page_keys import namespace_key, page_keys
 from baton.tests.helpers.ports import free_ports
 
 PAGE = 4
@@ -114,7 +116,7 @@ def test_we_understand_theirs():
                                            ["AllBlocksCleared"], ["NewEvent", 3]], 0])
     assert decode(arrays) == [Stored([-7], None, [1, 2], 2), Removed([-7]), Cleared()]
     maps = msgspec.msgpack.encode(MapBatch(1.0, [
-        MapStored([b"x"], b"p", [1, 2], 2, None, "GPU", None), MapStored([b"x"], None, [1, 2], 2, None, "CPU", None),
+        MapStored([b"x"], b"p", [1, 2], 2, None, "GPU", None), MapStored([b"x"], None, [1, 2], 2, None, "TAPE", None),
         MapStored([b"x"], None, [1, 2], 2, 3, "GPU", "lora"), MapStored([b"x"], None, [1, 2], 2, None, "GPU", None, 1),
     ], 2))
     assert decode(maps) == [Stored([b"x"], b"p", [1, 2], 2)]
@@ -202,11 +204,14 @@ class Followed:
     def __init__(self, num_pages: int = 64):
         self.port = free_ports(2)[0]
         self.manager = KVCacheManager(num_pages, PAGE)
-        self.publisher = KVEventPublisher(self.manager.prefix_cache, "127.0.0.1", self.port)
+        self.publisher = self.make_publisher()
         self.context = zmq.Context()
         self.now = 0.0
         self.copy = Copy()
         self.last = None
+
+    def make_publisher(self) -> KVEventPublisher:
+        return KVEventPublisher(self.manager.prefix_cache, "127.0.0.1", self.port)
 
     def subscribe(self) -> zmq.Socket:
         socket = self.context.socket(zmq.SUB)
@@ -378,3 +383,98 @@ def test_a_publisher_that_cannot_start_gives_the_reason(followed):
         start_publisher(config(kv_events_port=free_ports(2)[0]), None)
     with pytest.raises(ConfigError, match="65534"):
         config(kv_events_port=65535)
+
+
+# ---------------------------------------------------------------------- tiers
+
+
+def test_media_travel_under_the_names_of_peers():
+    events = [Stored([1], None, [5, 6], 2, "CPU_PINNED"), Removed([1], "DISK")]
+    assert decode(encode(1.0, events)) == events
+    theirs = [["BlockStored", [b"a"], None, [], 0, None, "CPU", None], ["BlockRemoved", [7], "CPU_TIER1"],
+              ["BlockRemoved", [8], "STORAGE"], ["BlockRemoved", [9], "TAPE"]]
+    assert decode(msgspec.msgpack.encode([1.0, theirs])) == [
+        Stored([b"a"], None, [], 1, "CPU_PINNED"), Removed([7], "CPU_PINNED"), Removed([8], "DISK")]
+
+
+class Tiered(Followed):
+    """A followed cache with a host tier of a few pages and a storage, which the test plays."""
+
+    def __init__(self):
+        self.listeners = []
+        super().__init__(num_pages=16)
+
+    def make_publisher(self) -> KVEventPublisher:
+        publisher = start_publisher(config(kv_events_port=self.port), self.manager.prefix_cache, self)
+        (self.tier,) = self.listeners
+        return publisher
+
+    def keys(self, prompt) -> list[bytes]:
+        return page_keys(namespace_key(SHARED), np.array(prompt, np.int32), PAGE)
+
+
+@pytest.fixture
+def tiered():
+    made = Tiered()
+    yield made
+    made.close()
+
+
+def by_medium(events) -> dict[str, dict[int, tuple[int, ...]]]:
+    copies = {"GPU": Copy(), "CPU_PINNED": Copy(), "DISK": Copy()}
+    for event in events:
+        for medium, copy in copies.items():
+            if isinstance(event, Cleared) or event.medium == medium:
+                copy.apply([event])
+    return {medium: copy.pages for medium, copy in copies.items()}
+
+
+def test_pages_of_host_memory_and_storage_are_published_with_their_tokens(tiered):
+    prompt, other = list(range(12)), list(range(50, 58))
+    hashes, events = page_hashes(prompt, PAGE), []
+    content = {value: tuple(prompt[i * PAGE:(i + 1) * PAGE]) for i, value in enumerate(hashes)}
+    tiered.compute(prompt)
+    tiered.tier.stored(tiered.keys(prompt))
+    tiered.tier.stored(tiered.keys(other))  # of a prefetch, which no prompt has brought to the device yet
+    tiered.tier.written(tiered.keys(prompt)[:2])
+    events += tiered.publisher._listener.take()
+    assert by_medium(events) == {"GPU": content, "CPU_PINNED": content,
+                                 "DISK": {value: content[value] for value in hashes[:2]}}
+    assert len(events) == 3 and events[1].hashes == hashes and events[1].parent is None
+    tiered.manager.allocator.free(tiered.manager.prefix_cache.evict(3))
+    tiered.compute(other)
+    tiered.tier.dropped(tiered.keys(prompt)[1:])
+    events += tiered.publisher._listener.take()
+    found = by_medium(events)
+    assert set(found["GPU"]) == set(page_hashes(other, PAGE))
+    assert set(found["CPU_PINNED"]) == {hashes[0], *page_hashes(other, PAGE)} and set(found["DISK"]) == set(hashes[:2])
+    assert by_medium(tiered.publisher._listener.snapshot()) == found
+    tiered.tier.cleared()
+    tiered.manager.flush()
+    events += tiered.publisher._listener.take()
+    assert {medium: len(pages) for medium, pages in by_medium(events).items()} == {"GPU": 0, "CPU_PINNED": 0, "DISK": 2}
+    tiered.tier.storage_cleared()
+    (cleared, removed) = tiered.publisher._listener.take()
+    assert isinstance(cleared, Cleared) and set(removed.hashes) == set(hashes[:2]) and removed.medium == "DISK"
+
+
+def test_equal_pages_before_different_tokens_are_one_page_of_host_memory():
+    recorder = TierEventRecorder(PAGE, 100)
+    recorder.learn([b"a", b"b"], [7, 7], None, list(range(8)))
+    recorder.stored([b"a", b"b", b"unknown"])
+    recorder.dropped([b"a", b"unknown"])
+    assert recorder.take() == [Stored([7], None, (0, 1, 2, 3), PAGE, "CPU_PINNED")] and recorder.take() == []
+    recorder.dropped([b"b"])
+    assert recorder.take() == [Removed([7], "CPU_PINNED")] and len(recorder) == 0
+
+
+def test_a_recorder_remembers_no_more_pages_than_it_may():
+    recorder = TierEventRecorder(PAGE, 10)
+    keys = [bytes([number]) for number in range(40)]
+    recorder.learn(keys, range(40), None, list(range(160)))
+    recorder.stored(keys)
+    assert [event.hashes for event in recorder.take()] == [[*range(30, 40)]]
+    recorder.written(keys[30:])
+    recorder.learn([b"new"], [99], None, [1, 2, 3, 4])
+    recorder.written([b"new"])
+    assert {event.hashes[0] for event in recorder.snapshot() if event.medium == "DISK"} == {*range(31, 40), 99}

@@ -57,6 +57,10 @@ def no_engine(monkeypatch):
 CPU = ("--model-path", "tinychat", "--device", "cpu")
 
 
+def draft(name: str) -> tuple[str, str]:
+    return "--speculative-draft-model-path", f"tinychat-{name}"
+
+
 @pytest.mark.parametrize(("flags", "sentence"), [
     (("--max-total-tokens", "1000000000000"), "GiB: lower it to"),
     (("--host", "203.0.113.7"), "choose another --host"),
@@ -69,6 +73,12 @@ CPU = ("--model-path", "tinychat", "--device", "cpu")
     (("--kv-events-port", "7000", "--disable-radix-cache"), "drop --disable-radix-cache"),
     (("--nnodes", "2", "--tp-size", "2", "--dist-init-addr", "203.0.113.1:3000"), "choose another --dist-init-addr"),
     (("--unknown",), "--unknown"),
+    (("--dp", "0"), "--dp-size must be 1 or more, not 0"),
+    (("--speculative-algorithm", "NEXTN"), "drafts by layers of multi-token prediction, and tinychat has none"),
+    (("--speculative-algorithm", "EAGLE"), "name a draft model by --speculative-draft-model-path"),
+    (("--speculative-algorithm", "EAGLE", *draft("eagle3")), "is a head of EAGLE-3, which --speculative-algorithm"),
+    (("--speculative-algorithm", "EAGLE3", *draft("nextn")), "read: set --speculative-algorithm NEXTN."),
+    (("--speculative-algorithm", "NEXTN", *draft("draft")), "is a whole model, which --speculative-algorithm NEXTN"),
 ])
 def test_servers(capfd, no_engine, flags, sentence):
     assert sentence in refused(capfd, launch_server, *CPU, "--port", str(free_port()), *flags)
@@ -94,15 +104,16 @@ def test_a_gpu_that_is_not_there(capfd, no_engine, monkeypatch):
 
 @pytest.mark.parametrize("flags", [
     ("--attention-backend", "flashinfer"), ("--attention-backend", "fa3"), ("--attention-backend", "triton"),
-    ("--decode-attention-backend", "flashinfer"), ("--sampling-backend", "triton")], ids=" ".join)
-def test_backends_that_need_a_gpu(capfd, no_engine, monkeypatch, flags):
+    ("--decode-attention-backend", "flashinfer"), ("--sampling-backend", "triton"),
+    ("--enable-layerwise-nvtx-marker",), ("--enable-profile-cuda-graph",)], ids=" ".join)
+def test_flags_that_need_a_gpu(capfd, no_engine, monkeypatch, flags):
     """The GPU is what is missing first, whether or not their packages are installed."""
     monkeypatch.setattr(preflight, "_GPU_FILES", ())
     for device, why in (("auto", "this host shows none"), ("cpu", "--device is cpu")):
         with pytest.raises(SystemExit):
             launch_server(["--model-path", "tinychat", "--device", device, "--port", str(free_port()), *flags])
-        name = "flashinfer" if flags[1] == "fa3" else flags[1]
-        assert f"error: {flags[0]} {name} needs a GPU, and {why}" in capfd.readouterr().err
+        given = " ".join(flags).replace(" fa3", " flashinfer")
+        assert f"error: {given} needs a GPU, and {why}" in capfd.readouterr().err
 
 
 def test_templates_are_parsed(capfd, no_engine, tmp_path):

@@ -5,6 +5,7 @@ import pytest
 
 from baton.common.kvcache.manager import KVCacheManager
 from baton.common.kvcache.tiers.base import FinishedTask
+from baton.common.kvcache.write_policies.write_back import WriteBack
 
 PAGE = 2
 
@@ -78,8 +79,10 @@ def test_a_tier_gets_no_pages_that_the_draft_lacks():
             self.stored.append((len(keys), pages.tolist()))
             return FinishedTask(len(keys))
 
+        def check_integrity(self): ...
+
     cache = KVCacheManager(4, PAGE)
-    cache.attach_tier(Tier(), shared=True)
+    cache.attach_tier(Tier(), WriteBack(), shared=True)
     table = cache.match_prefix(tokens(1, 2, 3, 4, 5, 6), 0)
     assert cache.allocate_slots(table, 6)
     table.draft_gap, ids = 3, table.ids.tolist()

@@ -12,6 +12,7 @@ from baton.common.kvcache.layout import KVLayout, shape_of_group, split_layers
 from baton.common.kvcache.manager import KVCacheManager
 from baton.common.kvcache.page_keys import page_keys
 from baton.common.kvcache.prefix_cache import PrefixCache
+from baton.common.kvcache.write_policies.write_back import WriteBack
 
 SALTED = Namespace(salt="s")
 
@@ -323,8 +324,8 @@ class Recorder:
         self.changes = []
         self.namespaces = []
 
-    def stored(self, namespace, parent, pages, tokens):
-        self.namespaces.append(namespace)
+    def stored(self, node, parent, pages, tokens):
+        self.namespaces.append(node.namespace)
         self.changes.append((parent, pages.tolist(), tokens.tolist()))
 
     def removed(self, namespace, pages):
@@ -440,18 +441,29 @@ def test_a_tidied_cache_hands_out_pages_in_runs():
 
 
 class RecordingTier:
-    """Keeps keys alone, and says what it was asked."""
+    """Keeps keys alone, and says what it was asked. Its copies end when somebody waits for them."""
 
     def __init__(self):
-        self.keys, self.waits, self.num_pages = {}, 0, 0
+        self.keys, self.waits, self.num_pages, self.done = {}, 0, 0, True
 
     def store(self, keys, page_ids):
         assert len(keys) == len(page_ids)
         self.keys.update(zip(keys, page_ids.tolist()))
+        self.done = False
         return self
 
     def wait(self):
         self.waits += 1
+        self.done = True
+
+    def wait_on_device(self, group=None):
+        self.done = True
+
+    def flush(self): ...
+
+    def poll(self): ...
+
+    def check_integrity(self): ...
 
     def clear(self):
         self.keys.clear()
@@ -461,7 +473,7 @@ class RecordingTier:
 def test_evicted_pages_go_to_the_tier_under_keys_of_their_content(shared):
     """A prompt finds the keys of its pages wherever edges were split, and after all of them have left."""
     cache, tier = KVCacheManager(8, page_size=2), RecordingTier()
-    cache.attach_tier(tier, shared=shared)
+    cache.attach_tier(tier, WriteBack(), shared=shared)
     prompts = tokens(1, 2, 3, 4, 5, 6), tokens(1, 2, 3, 4, 7, 8)
     contents = {}
     for prompt in prompts:
@@ -490,14 +502,18 @@ def test_evicted_pages_go_to_the_tier_under_keys_of_their_content(shared):
         cache.release(table, prompt)
         cache.check_integrity()
         cache._evict(8)
-        assert set(stored) == set(tier.keys)
+        assert set(stored) == set(tier.keys) and bool(cache.num_leaving) == shared
+        cache.check_integrity()
+        tier.done = True
+        cache.poll_tier()
+        assert not cache.num_leaving
     cache.flush()
     assert not tier.keys and cache.num_cached == 0
 
 
 def test_nothing_is_stored_where_nothing_can_be_evicted():
     cache, tier = KVCacheManager(4, page_size=1), RecordingTier()
-    cache.attach_tier(tier, shared=True)
+    cache.attach_tier(tier, WriteBack(), shared=True)
     table = cache.match_prefix(tokens(1, 2, 3), 0)
     assert cache.allocate_slots(table, 3)
     cache.commit(table, tokens(1, 2))

@@ -10,6 +10,7 @@ from baton.common.kvcache.cache_group import CacheGroup, SlidingWindow
 from baton.common.kvcache.manager import KVCacheManager
 from baton.common.kvcache.page_keys import namespace_key, page_keys
 from baton.common.kvcache.prefix_cache import PrefixCache
+from baton.common.kvcache.write_policies.write_back import WriteBack
 
 PAGE = 2
 SALTED = Namespace(salt="s")
@@ -72,7 +73,8 @@ def test_keys_of_tiers_differ_with_the_token_after_the_page():
 
 
 def test_equal_pages_before_different_tokens_are_one_page_to_subscribers():
-    cache, recorder = PrefixCache(PAGE, lookahead=1), PageRecorder(PAGE)
+    cache = PrefixCache(PAGE, lookahead=1)
+    recorder = PageRecorder(cache)
     cache.listeners.append(recorder)
     cache.insert(tokens(1, 2, 3, 4, 5), pages(10, 11))
     older, _ = cache.insert(tokens(1, 2, 3, 4, 6), pages(20, 21))
@@ -96,10 +98,12 @@ class Simulation:
     def __init__(self, seed, groups):
         self.rng = np.random.default_rng(seed)
         self.cache = KVCacheManager(24, PAGE, groups=groups, lookahead=1)
-        self.cache.attach_tier(self, shared=False) if not groups else None
+        self.cache.attach_tier(self, WriteBack(), shared=False) if not groups else None
         self.slots = np.full((24, PAGE), -1)
         self.stored = {}
         self.num_reused = self.num_loaded = 0
+
+    def check_integrity(self): ...
 
     def store(self, keys, page_ids):
         self.stored.update(zip(keys, self.slots[page_ids].copy()))

@@ -92,7 +92,7 @@ def test_pieces_and_microbatches_have_the_same_features(tmp_path, layers):
     halves = TwoBatchOverlap(runner._attention, (workspace, workspace.fork()), exchange, 4, 0, 1)
     batch = batch_of(runner, parts)
     with torch.inference_mode():
-        runner._model._trims_last_layer = False  # as with data-parallel attention, which micro-batches need
+        runner._model.trims_last_layer = False  # as with data-parallel attention, which micro-batches need
         split = halves.plan(batch, ([24], [27]))
         step = StepContext(batch, split[-1].step.attention, microbatches=split)
         found = runner._model.hidden_states_and_features(step, layers)

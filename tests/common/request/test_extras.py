@@ -17,7 +17,7 @@ PLAIN = {
     # the request's tokens and identity
     "rid", "tokens", "num_prompt_tokens", "namespace", "bootstrap", "arrived", "deadline", "priority", "extras",
     # the scheduler's
-    "page_table", "num_cached_tokens", "num_computed_tokens", "num_pending", "num_retractions", "swapped_out",
+    "page_table", "num_cached_tokens", "loaded", "num_computed_tokens", "num_pending", "num_retractions", "swapped_out",
     "drafts", "keeps_pages",
     # an embedding server's, which samples nothing
     "pooling", "embedding",

@@ -77,12 +77,14 @@ def pools():
 @pytest.mark.parametrize("make", [HostTier, DictTier])
 def test_a_tier_keeps_the_draft_with_the_page(make):
     model, draft = pools()
-    tier = make(TierContext(model, 1 << 20, "--kv-tier-gb", draft))
+    tier = make(TierContext(model, 1 << 20, "--hicache-size", draft))
     assert tier.page_bytes == model.layout.page_bytes + draft.layout.page_bytes
     every = [*model.groups, *draft.groups]
     for number, group in enumerate(every, 1):
         group[2:4] = torch.tensor([number * 10.0, number * 10.0 + 1]).view(2, *[1] * (group.dim() - 1))
-    assert tier.store([b"a", b"b"], np.array([2, 3])).num_pages == 2
+    stored = tier.store([b"a", b"b"], np.array([2, 3]))
+    assert stored.num_pages == 2
+    stored.wait()
     for group in every:
         group.zero_()
     assert tier.load([b"a", b"b"], np.array([6, 1])).num_pages == 2

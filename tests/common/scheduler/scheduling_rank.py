@@ -29,7 +29,7 @@ def run(rank: int, parallel: Parallel, checkpoint: str, case: dict) -> dict:
     engine = Engine(checkpoint, parallel=parallel, vocabulary=VOCABULARY, **case)
     batcher = engine.scheduler.batcher
     if batcher.swap is not None:
-        batcher.swap._link_bandwidth = link_rates[rank]
+        batcher.rates._link_bandwidth = link_rates[rank]
     messages, aborted = drive(engine, list(make_requests(4, 30)), 4, abort_share=0.03)
     results = {rid: vars(result) for rid, result in took(messages).items()}
     return {"took": results, "aborted": sorted(aborted), "retracted": batcher.retraction.num_retracted,

@@ -26,6 +26,7 @@ from baton.common.scheduler.policies.order import (
     OrderInputs,
     SortedOrder,
 )
+from baton.common.scheduler.policies.priority import Priorities
 from baton.common.scheduler.prefill_budget import LOGPROB_CHUNK_TOKENS, PrefillBudget
 from baton.common.scheduler.request_queues import RequestQueues
 from baton.common.scheduler.waiting_queue import WaitingQueue
@@ -426,7 +427,7 @@ def test_a_retraction_raises_the_ratio_to_what_was_used():
 
 def test_the_page_budget_reserves_and_names_what_is_short():
     cache = KVCacheManager(8, PAGE)
-    budget = PageBudget(cache, NewTokenRatio(1.0), RequestQueues(queue_of("fcfs")))
+    budget = PageBudget(cache, NewTokenRatio(1.0), RequestQueues(queue_of("fcfs")), Priorities.of(ScheduleArgs()))
     remember(cache, range(8))
     req, embedded, large = make_req([*range(8), 1, 2, 3]), make_req(range(8)), make_req(range(100, 140))
     embedded.embeds = np.zeros((8, 2), np.float32)
@@ -446,7 +447,7 @@ def test_pages_that_may_hold_nan_are_zeroed_and_not_cached():
     """Those of a request whose logits were not finite; what it shares with others stays."""
     group = CacheGroup(SlidingWindow(5), 9, PAGE)
     cache = KVCacheManager(100, PAGE, groups=[group])
-    budget = PageBudget(cache, NewTokenRatio(0.0), RequestQueues(queue_of("fcfs")))
+    budget = PageBudget(cache, NewTokenRatio(0.0), RequestQueues(queue_of("fcfs")), Priorities.of(ScheduleArgs()))
     zeroed = []
     remember(cache, range(8))
     for scrubs in (False, True):
@@ -466,7 +467,7 @@ def test_the_page_budget_reserves_pages_of_further_groups():
     once."""
     group = CacheGroup(SlidingWindow(5), 9, PAGE)
     cache = KVCacheManager(100, PAGE, groups=[group])
-    budget = PageBudget(cache, NewTokenRatio(0.0), RequestQueues(queue_of("fcfs")))
+    budget = PageBudget(cache, NewTokenRatio(0.0), RequestQueues(queue_of("fcfs")), Priorities.of(ScheduleArgs()))
     computed, incoming, swapped = (make_req(range(begin, begin + 20)) for begin in (0, 100, 200))
     swapped.swapped_out = SwappedOut([], 18)
     assert budget.reserve(computed, 20, 19) and not len(computed.page_table.groups[0].ids)

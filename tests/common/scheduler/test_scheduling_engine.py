@@ -107,7 +107,7 @@ def alone(checkpoint):
 
 def always_swap(engine):
     """Pretend that host memory costs nothing, so that retracted requests are always swapped out."""
-    engine.scheduler.batcher.swap._link_bandwidth = 1e18
+    engine.scheduler.batcher.rates._link_bandwidth = 1e18
     return engine
 
 
@@ -301,10 +301,10 @@ def test_pages_are_swapped_in_from_host_memory(checkpoint, alone, overlap):
 def test_pages_cheaper_to_recompute_are_not_swapped_out(checkpoint):
     engine, _ = fill_and_retract(checkpoint)
     swap = engine.scheduler.batcher.swap
-    swap._link_bandwidth = 1.0
+    engine.scheduler.batcher.rates._link_bandwidth = 1.0
     engine.run()
     assert engine.scheduler.batcher.retraction.num_retracted > 0 and swap.num_swapped_out == 0
-    assert swap.prefill_rate.tokens_per_second > 0
+    assert engine.scheduler.batcher.rates.prefill > 0
 
 
 def test_full_host_memory_does_no_harm(checkpoint, alone):

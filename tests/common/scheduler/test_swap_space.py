@@ -6,6 +6,7 @@ import pytest
 
 from baton.common.api.messages import Generate
 from baton.common.api.sampling import SamplingParams
+from baton.common.distributed.tp import TPGroup
 from baton.common.kvcache.cache_group import CacheGroup, SlidingWindow
 from baton.common.kvcache.layout import KVLayout
 from baton.common.kvcache.manager import KVCacheManager
@@ -13,7 +14,7 @@ from baton.common.kvcache.pool import KVPool
 from baton.common.kvcache.tiers.base import TierContext
 from baton.common.kvcache.tiers.host import HostTier
 from baton.common.request.req import Req
-from baton.common.scheduler.preemption.copy_rates import PrefillRate
+from baton.common.scheduler.preemption.copy_rates import AgreedRates
 from baton.common.scheduler.preemption.swap_space import SwapSpace
 
 PAGE, WINDOW = 2, 5
@@ -27,7 +28,7 @@ class Engine:
         self.cache = KVCacheManager(24, PAGE, groups=[CacheGroup(SlidingWindow(WINDOW), 12, PAGE)])
         self.pools = [KVPool(LAYOUT, count, "cpu") for count in (24, 12)]
         tiers = [HostTier(TierContext(pool, num_pages * pool.groups[0][0].nbytes, "-")) for pool in self.pools]
-        self.swap = SwapSpace(tiers, self.cache, 1e18, PrefillRate(), lambda values: values, shared=True)
+        self.swap = SwapSpace(tiers, self.cache, AgreedRates(1e18, TPGroup()), shared=True)
 
     def fill(self, req: Req, sign: int) -> None:
         """Write each page's number in the prompt into it, a further group's with the other ``sign``."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from baton.common.api.namespace import Namespace
 from baton.tests.helpers import dict_tier
 from baton.tests.helpers.hand_driven import Engine, tokens_of
-from baton.tests.helpers.rank_processes import run_ranks
+from baton.tests.helpers.small_models import save_steep_qwen3
+from baton.tests.helpers.tiers import in_host
 
 VOCAB = 96
 SMALL = {"max_total_tokens": 160, "page_size": 4}
@@ -21,11 +18,7 @@ SMALL = {"max_total_tokens": 160, "page_size": 4}
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen3")
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, eos_token_id=None, initializer_range=0.3,
-    )).save_pretrained(folder)
+    save_steep_qwen3(folder, vocab_size=VOCAB, num_hidden_layers=3)
     return folder
 
 
@@ -43,7 +36,7 @@ def expected(checkpoint):
 
 
 def tiered(checkpoint, name: str, **options) -> Engine:
-    return Engine(checkpoint, **SMALL | {"cache": {"kv_tier": name, "kv_tier_gb": 0.01}} | options)
+    return Engine(checkpoint, **SMALL | {"tiers": in_host(0.01, name)} | options)
 
 
 def run(engine: Engine) -> list:
@@ -77,6 +70,10 @@ def test_evicted_prefixes_are_loaded(checkpoint, expected, name, overlap):
     hits = {item.rid: item.num_cached_tokens for item in outputs}
     assert hits == {str(i): (len(prompt) - 1) // 4 * 4 for i, prompt in enumerate(some_prompts())}
     assert loads.num_loaded - before >= 80 and len(loads) == 0 and tier.counters.loaded >= loads.num_loaded
+    usages = [item.extras.usage for item in outputs if item.extras and item.extras.usage]
+    of_prompts = sum(usage.loaded.host for usage in usages)  # retracted requests load what they had computed, too
+    assert 4 * 80 <= of_prompts <= 4 * (loads.num_loaded - before)
+    assert all(usage.loaded.host <= usage.num_cached_tokens and not usage.loaded.storage_backend for usage in usages)
     assert tokens_of(ask_all(engine, namespace=Namespace("other"))) == expected
 
 
@@ -104,7 +101,7 @@ def test_a_flush_empties_the_tier(checkpoint, expected):
 
 def test_a_small_tier_drops_the_least_recently_used(checkpoint, expected):
     page = tiered(checkpoint, "dict").cache.tier.page_bytes
-    engine = tiered(checkpoint, "host", cache={"kv_tier": "host", "kv_tier_gb": 30 * page / 2**30})
+    engine = tiered(checkpoint, "host", tiers=in_host(30.5 * page / 1e9))
     for _ in range(2):
         assert tokens_of(ask_all(engine)) == expected
         assert engine.cache.tier.num_pages <= engine.cache.tier.capacity == 30
@@ -169,14 +166,3 @@ def test_retracted_requests_return_from_the_tier(checkpoint, expected):
     assert tokens_of(outputs) == expected
     batcher = engine.scheduler.batcher
     assert batcher.retraction.num_retracted > 0 and batcher.loads.num_loaded > 0
-
-
-def test_two_ranks_take_the_pages_that_both_have(checkpoint, expected, tmp_path):
-    """The second rank's tier loses every fifth page and takes its time; both go on alike."""
-    results = run_ranks(Path(__file__).with_name("tier_rank.py"), 2, tmp_path, str(checkpoint))
-    for mine in results:
-        assert mine["first"] == mine["again"] == expected
-    for what in ("hits", "loaded", "again"):
-        assert results[0][what] == results[1][what]
-    assert 0 < sum(results[0]["hits"].values()) < sum((len(prompt) - 1) // 4 * 4 for prompt in some_prompts())
-    assert results[0]["kept"] > results[1]["kept"]

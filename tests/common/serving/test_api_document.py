@@ -16,7 +16,7 @@ BODILESS = {"/begin_weight_update", "/v1/files", "/generate_from_file", "/v1/bat
             "/v1/responses/{response_id}/cancel",
             "/continue_generation", "/stop_profile",
             "/start_expert_distribution_record", "/stop_expert_distribution_record", "/get_memory_pool_size",
-            "/freeze_gc"}
+            "/freeze_gc", "/clear_hicache_storage_backend", "/hicache/storage-backend/clear"}
 
 
 async def fetch(http: aiohttp.ClientSession) -> dict[str, Any]:

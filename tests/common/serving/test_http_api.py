@@ -121,6 +121,20 @@ async def test_completions(client: openai.AsyncOpenAI) -> None:
     assert default.usage is not None and default.usage.completion_tokens == 16
 
 
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", {"prompt": "hello"}),
+                                            ("/v1/chat/completions", {"messages": user("hello")})])
+async def test_details_of_cached_tokens(http: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> None:
+    found = {"cached_tokens_details": {"device": 1, "host": 0}}
+    async with http.post(path, json=body) as answer:
+        assert "sglext" not in await answer.json()
+    async with http.post(path, json=body | {"return_cached_tokens_details": True}) as answer:
+        assert (await answer.json())["sglext"] == found
+    async with http.post(path, json=body | {"return_cached_tokens_details": True, "stream": True}) as answer:
+        events = [json.loads(line[6:]) for line in (await answer.text()).splitlines() if line.startswith("data: {")]
+    assert (events[-1]["sglext"], events[-1]["choices"]) == (found, [])
+    assert not any("sglext" in event for event in events[:-1])
+
+
 async def test_completion_stream(client: openai.AsyncOpenAI) -> None:
     stream = await client.completions.create(model="tiny", prompt="hello wörld", max_tokens=50, stream=True,
                                              logprobs=0, stream_options={"include_usage": True})
@@ -166,6 +180,7 @@ async def test_generate(http: aiohttp.ClientSession) -> None:
     assert status == 200 and answer["text"] == "hello world" and answer["output_ids"][-1] == EOS
     assert meta["id"] == "mine" and meta["finish_reason"] == {"type": "stop", "matched": EOS}
     assert meta["completion_tokens"] == meta["prompt_tokens"] + 1 and meta["cached_tokens"] == 1
+    assert meta["cached_tokens_details"] == {"device": 1, "host": 0}
     assert meta["output_token_logprobs"][0] == [-0.5, answer["output_ids"][0], "hello"]
     assert meta["input_token_logprobs"][0][0] is None and len(meta["input_token_logprobs"]) == meta["prompt_tokens"]
     assert len(meta["output_top_logprobs"]) == meta["completion_tokens"] and meta["e2e_latency"] > 0

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from baton.tests.helpers.hand_driven import Engine, tokens_of
+from baton.tests.helpers.hand_driven import Engine, finishes_of, sharing_prompts, start_all, tokens_of
 from baton.tests.helpers.table_drafter import TableDrafter
 
 VOCAB = 24
@@ -20,14 +19,9 @@ REQUESTS = [{}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.8, "seed": 6,
 def answers(checkpoint, count=26, **options):
     """Tokens and finishes of ``count`` requests, some of which share prefixes."""
     engine = Engine(checkpoint, **options)
-    rng = np.random.default_rng(0)
-    shared = rng.integers(0, VOCAB, 40).tolist()
-    for i in range(count):
-        prompt = shared[:int(rng.integers(0, 40)) * (i % 3 == 0)] + rng.integers(0, VOCAB, 1 + i % 23).tolist()
-        engine.start(str(i), prompt, **{"max_new_tokens": 30} | REQUESTS[i % len(REQUESTS)])
+    start_all(engine, sharing_prompts(count, VOCAB), REQUESTS)
     outputs = engine.run()
-    reasons = {item.rid: item.finish for item in outputs if item.finish is not None}
-    return engine, tokens_of(outputs), reasons
+    return engine, tokens_of(outputs), finishes_of(outputs)
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +54,7 @@ def test_pauses_and_aborts(checkpoint, expected):
     """Requests whose pages are freed between steps are computed again, and the drafter is shown all of their rows."""
     drafter = TableDrafter(expected[0], VOCAB, 4)
     engine = Engine(checkpoint, drafter=drafter, overlap=True)
-    rng = np.random.default_rng(0)
-    shared = rng.integers(0, VOCAB, 40).tolist()
-    reqs = []
-    for i in range(4):
-        prompt = shared[:int(rng.integers(0, 40)) * (i % 3 == 0)] + rng.integers(0, VOCAB, 1 + i % 23).tolist()
-        reqs.append(engine.start(str(i), prompt, **{"max_new_tokens": 30} | REQUESTS[i]))
+    reqs = start_all(engine, sharing_prompts(4, VOCAB), REQUESTS)
     scheduler, batcher = engine.scheduler, engine.scheduler.batcher
     for _ in range(4):
         scheduler.step(0.0)

@@ -7,31 +7,11 @@ import pytest
 from baton.common.config.server import SpeculativeArgs
 from baton.tests.common.speculative.test_drafting_engine import answers
 from baton.tests.helpers.deepseek_models import save_with_predictors
-from baton.tests.helpers.draft_models import save_eagle, save_eagle3, save_nextn
-from baton.tests.helpers.small_models import save_model
-
-SAVE = {"EAGLE3": save_eagle3, "EAGLE": save_eagle, "NEXTN": save_nextn,
-        "STANDALONE": lambda folder, target: save_model(folder, "Qwen2", num_hidden_layers=1)}
 
 
 def drafting(folder, algorithm: str, **flags) -> SpeculativeArgs:
     return SpeculativeArgs(speculative_algorithm=algorithm, speculative_draft_model_path=folder and str(folder),
                            speculative_num_steps=4, **flags)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A model and a draft model of random weights for each algorithm."""
-    folder = tmp_path_factory.mktemp("drafts")
-    target = save_model(folder / "model", "Qwen3", eos_token_id=None)
-    for algorithm, save in SAVE.items():
-        save(folder / algorithm, target)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def expected(folder):
-    return answers(folder / "model")[1]
 
 
 OPTIONS = [{}, {"overlap": True}, {"page_size": 1, "chunk": 7}, {"max_total_tokens": 128, "chunk": 20},
@@ -41,17 +21,17 @@ OPTIONS = [{}, {"overlap": True}, {"page_size": 1, "chunk": 7}, {"max_total_toke
 @pytest.mark.parametrize(("algorithm", "options"), [
     *(("EAGLE3", options) for options in OPTIONS), *(("STANDALONE", options) for options in OPTIONS),
     ("EAGLE", OPTIONS[2]), ("NEXTN", OPTIONS[3])], ids=str)
-def test_tokens_equal_those_without_drafts(folder, expected, algorithm, options):
-    engine, found = answers(folder / "model", speculative=drafting(folder / algorithm, algorithm), **options)
-    assert found == expected
+def test_tokens_equal_those_without_drafts(models, undrafted, algorithm, options):
+    engine, found = answers(models / "model", speculative=drafting(models / algorithm, algorithm), **options)
+    assert found == undrafted
     assert engine.drafting.num_drafted > 100
 
 
-def test_the_drafts_cache_is_of_the_models_type(folder):
+def test_the_drafts_cache_is_of_the_models_type(models):
     float8 = {"kv_cache_dtype": "fp8_e4m3"}
-    expected = answers(folder / "model", **float8)[1]
+    expected = answers(models / "model", **float8)[1]
     for algorithm in ("EAGLE3", "STANDALONE"):
-        engine, found = answers(folder / "model", speculative=drafting(folder / algorithm, algorithm), **float8)
+        engine, found = answers(models / "model", speculative=drafting(models / algorithm, algorithm), **float8)
         assert found == expected and engine.runner.draft_pool.layout.dtype == "float8_e4m3fn"
 
 

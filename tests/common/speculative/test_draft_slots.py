@@ -10,6 +10,7 @@ from baton.tests.helpers import dict_tier  # noqa: F401 (registers tiers)
 from baton.tests.helpers.hand_driven import Engine, tokens_of
 from baton.tests.helpers.hash_drafter import HashDrafter
 from baton.tests.helpers.small_models import save_model
+from baton.tests.helpers.tiers import in_host
 
 VOCAB = 24
 
@@ -54,8 +55,8 @@ def expected(checkpoint):
     {}, {"page_size": 1, "chunk": 5}, {"page_size": 16, "chunk": 7, "overlap": True},
     {"max_total_tokens": 104, "chunk": 16}, {"radix": False, "max_running": 3},
     {"max_total_tokens": 104, "schedule": {"retract_host_memory_gb": 0.01}},
-    {"max_total_tokens": 104, "overlap": True, "cache": {"kv_tier": "host", "kv_tier_gb": 0.01}},
-    {"max_total_tokens": 104, "cache": {"kv_tier": "slow-dict"}},
+    {"max_total_tokens": 104, "overlap": True, "tiers": in_host(0.01)},
+    {"max_total_tokens": 104, "tiers": in_host(0.01, "slow-dict")},
     {"schedule": {"enable_mixed_chunk": True}, "chunk": 8}], ids=str)
 def test_every_slot_that_a_step_may_read_is_right(checkpoint, expected, monkeypatch, name, options):
     """The drafter compares all of them in each step."""

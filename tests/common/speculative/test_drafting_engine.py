@@ -11,7 +11,7 @@ from baton.common.api.drafts import Drafts
 from baton.common.config.server.speculative import SpeculativeArgs
 from baton.common.scheduler.drafting import _within
 from baton.common.speculative.ngram import NgramProposer
-from baton.tests.helpers.hand_driven import Engine, tokens_of
+from baton.tests.helpers.hand_driven import Engine, finishes_of, start_all, tokens_of
 from baton.tests.helpers.toy_proposer import RepeatLastTokens
 
 VOCAB = 24
@@ -50,15 +50,12 @@ REQUESTS = [{}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.8, "seed": 6,
 def answers(checkpoint, **options):
     engine = Engine(checkpoint, **options)
     rng = np.random.default_rng(0)
-    for i in range(20):
-        prompt = rng.integers(0, VOCAB, int(rng.integers(1, 50))).tolist()
-        engine.start(str(i), prompt, **{"max_new_tokens": 30} | REQUESTS[i % len(REQUESTS)])
+    start_all(engine, [rng.integers(0, VOCAB, int(rng.integers(1, 50))).tolist() for _ in range(20)], REQUESTS)
     outputs = engine.run()
-    reasons = {item.rid: item.finish for item in outputs if item.finish is not None}
     logprobs = {item.rid: 0 for item in outputs}
     for item in outputs:
         logprobs[item.rid] += len(item.logprobs.values) if item.logprobs else 0
-    return engine, (tokens_of(outputs), reasons, logprobs)
+    return engine, (tokens_of(outputs), finishes_of(outputs), logprobs)
 
 
 @pytest.fixture(scope="module")

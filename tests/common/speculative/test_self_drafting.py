@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from baton.common.config.server.speculative import SpeculativeArgs
-from baton.tests.helpers.hand_driven import Engine, tokens_of
+from baton.tests.helpers.hand_driven import Engine, sharing_prompts, start_all, tokens_of
 
 VOCAB = 24
 REQUESTS = [{}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.8, "seed": 6, "top_p": 0.9, "top_k": 9},
@@ -15,11 +14,7 @@ REQUESTS = [{}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.8, "seed": 6,
 
 def answers(checkpoint, **options):
     engine = Engine(checkpoint, **options)
-    rng = np.random.default_rng(0)
-    shared = rng.integers(0, VOCAB, 40).tolist()
-    for i in range(20):
-        prompt = shared[:int(rng.integers(0, 40)) * (i % 3 == 0)] + rng.integers(0, VOCAB, 1 + i % 23).tolist()
-        engine.start(str(i), prompt, **{"max_new_tokens": 30} | REQUESTS[i % len(REQUESTS)])
+    start_all(engine, sharing_prompts(20, VOCAB), REQUESTS)
     return engine, tokens_of(engine.run())
 
 

@@ -9,33 +9,13 @@ from baton.common.config.server import SpeculativeArgs
 from baton.common.speculative import draft_tree
 from baton.tests.common.speculative.test_drafting_engine import answers
 from baton.tests.helpers.deepseek_models import save_with_predictors
-from baton.tests.helpers.draft_models import save_eagle, save_eagle3
 from baton.tests.helpers.gpt_oss_models import save_gpt_oss
 from baton.tests.helpers.hand_driven import Engine, tokens_of
-from baton.tests.helpers.small_models import save_model
-
-SAVE = {"EAGLE3": save_eagle3, "EAGLE": save_eagle,
-        "STANDALONE": lambda folder, target: save_model(folder, "Qwen2", num_hidden_layers=1)}
 
 
 def trees(folder, algorithm: str, topk: int = 3, steps: int = 4, rows: int = 9) -> SpeculativeArgs:
     return SpeculativeArgs(speculative_algorithm=algorithm, speculative_draft_model_path=folder and str(folder),
                            speculative_num_steps=steps, speculative_eagle_topk=topk, speculative_num_draft_tokens=rows)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A model and a draft model of random weights for each algorithm."""
-    folder = tmp_path_factory.mktemp("drafts")
-    target = save_model(folder / "model", "Qwen3", eos_token_id=None)
-    for algorithm, save in SAVE.items():
-        save(folder / algorithm, target)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def expected(folder):
-    return answers(folder / "model")[1]
 
 
 OPTIONS = [{}, {"overlap": True, "page_size": 16}, {"page_size": 1, "chunk": 7},
@@ -45,9 +25,9 @@ OPTIONS = [{}, {"overlap": True, "page_size": 16}, {"page_size": 1, "chunk": 7},
 @pytest.mark.parametrize(("algorithm", "options"), [
     *(("EAGLE3", options) for options in OPTIONS), *(("STANDALONE", options) for options in OPTIONS),
     ("EAGLE", OPTIONS[2])], ids=str)
-def test_tokens_equal_those_without_drafts(folder, expected, algorithm, options):
-    engine, found = answers(folder / "model", speculative=trees(folder / algorithm, algorithm), **options)
-    assert found == expected
+def test_tokens_equal_those_without_drafts(models, undrafted, algorithm, options):
+    engine, found = answers(models / "model", speculative=trees(models / algorithm, algorithm), **options)
+    assert found == undrafted
     assert engine.drafting.num_drafted > 100
 
 
@@ -73,9 +53,9 @@ def test_paths_are_no_longer_than_a_window(tmp_path):
 
 
 @pytest.mark.parametrize("topk,steps,rows", [(2, 3, 7), (4, 2, 20)])
-def test_a_model_drafts_its_own_answers(folder, topk, steps, rows):
+def test_a_model_drafts_its_own_answers(models, topk, steps, rows):
     """The draft model is the model itself: most steps accept a path of all passes, greedy or sampled."""
-    model = folder / "model"
+    model = models / "model"
     engine = Engine(model, speculative=trees(model, "STANDALONE", topk, steps, rows))
     for i in range(6):
         engine.start(str(i), [3 + i] * (5 + i), max_new_tokens=1 + 4 * (steps + 1),
@@ -89,7 +69,7 @@ def test_a_model_drafts_its_own_answers(folder, topk, steps, rows):
     assert engine.drafting.num_accepted >= 6 * (4 * steps - 2 * steps)
 
 
-def test_candidates_follow_their_own_paths(folder, monkeypatch):
+def test_candidates_follow_their_own_paths(models, monkeypatch):
     """Every candidate's probability is the model's after the prompt and its path, though siblings' rows are computed
     beside it."""
     seen, add = [], draft_tree.DraftTrees.add
@@ -100,7 +80,7 @@ def test_candidates_follow_their_own_paths(folder, monkeypatch):
         return frontier
 
     monkeypatch.setattr(draft_tree.DraftTrees, "add", noticed)
-    model, prompt = folder / "model", [5, 9, 2, 7, 7, 1]
+    model, prompt = models / "model", [5, 9, 2, 7, 7, 1]
     engine = Engine(model, speculative=trees(model, "STANDALONE", 3, 3, 20))
     engine.start("0", prompt, max_new_tokens=30)
     engine.scheduler.step(0.0)

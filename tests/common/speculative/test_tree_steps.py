@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from baton.common.api.drafts import Drafts
@@ -12,7 +11,7 @@ from baton.common.config.server.speculative import SpeculativeArgs
 from baton.common.speculative.ngram import NgramProposer
 from baton.tests.helpers.deepseek_models import save_deepseek
 from baton.tests.helpers.gpt_oss_models import save_gpt_oss
-from baton.tests.helpers.hand_driven import Engine, tokens_of
+from baton.tests.helpers.hand_driven import Engine, finishes_of, sharing_prompts, tokens_of
 from baton.tests.helpers.rank_processes import run_ranks
 from baton.tests.helpers.tree_drafts import TreeDrafter, TreeOracle
 
@@ -25,16 +24,13 @@ REQUESTS = [{}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.8, "seed": 6,
 def answers(checkpoint, count=16, **options):
     """Tokens and finishes of requests, some of which share prefixes, and then of a second turn of each."""
     engine = Engine(checkpoint, **options)
-    rng = np.random.default_rng(0)
-    shared = rng.integers(0, VOCAB, 40).tolist()
-    prompts = [shared[:int(rng.integers(0, 40)) * (i % 3 == 0)] + rng.integers(0, VOCAB, 1 + i % 23).tolist()
-               for i in range(count)]
+    prompts = sharing_prompts(count, VOCAB)
     found, reasons = {}, {}
     for turn in range(2):
         for i, prompt in enumerate(prompts):
             engine.start(f"{i}/{turn}", prompt, **{"max_new_tokens": 25} | REQUESTS[i % len(REQUESTS)])
         outputs = engine.run()
-        reasons |= {item.rid: item.finish for item in outputs if item.finish is not None}
+        reasons |= finishes_of(outputs)
         found |= tokens_of(outputs)
         prompts = [prompt + found[f"{i}/{turn}"] + [i % VOCAB] for i, prompt in enumerate(prompts)]
     return engine, (found, reasons)

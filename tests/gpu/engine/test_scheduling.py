@@ -34,7 +34,7 @@ def run(prompts, *, first=None, **options):
     options = {"page_size": 16, "max_total_tokens": 65536, "chunk": 512, "device": "cuda"} | options
     engine = Engine(CHECKPOINT, **options)
     if engine.scheduler.batcher.swap is not None:
-        engine.scheduler.batcher.swap._link_bandwidth = 1e18
+        engine.scheduler.batcher.rates._link_bandwidth = 1e18
     for i, prompt in enumerate(prompts):
         if i == first:
             for _ in range(12):
@@ -74,12 +74,14 @@ def test_copies_are_exact_and_the_bandwidth_is_measured():
     for group in pool.groups:
         group.normal_()
     before = [group.clone() for group in pool.groups]
-    host = HostTier(TierContext(pool, 160 * layout.page_bytes, "--kv-tier-gb"))
+    host = HostTier(TierContext(pool, 160 * layout.page_bytes, "--hicache-size"))
     pages = np.random.default_rng(0).permutation(256)[:150]
     keys = [b"%d" % page for page in pages]
-    assert host.store(keys, pages).num_pages == host.num_pages == 150
+    stored = host.store(keys, pages)
+    assert stored.num_pages == host.num_pages == 150
+    stored.wait_on_device()
     for group in pool.groups:
-        group.zero_()  # after the copies on the stream
+        group.zero_()  # after the copies, by the stream
     task = host.load(keys[30:], pages[30:])
     task.wait()
     assert task.num_pages == 120 and host.lookup([*keys, b"none"]) == 150

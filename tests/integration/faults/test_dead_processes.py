@@ -108,6 +108,13 @@ def test_a_rank_that_stands_still_is_noticed(tmp_path):
         server.kill()
 
 
+def caught_signals(pid: int) -> set[int]:
+    """The signals for which a process has a handler."""
+    with open(f"/proc/{pid}/status") as file:
+        mask = next(int(line.split()[1], 16) for line in file if line.startswith("SigCgt:"))
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}
+
+
 class Hosts:
     """A server of two ranks on two hosts, both of them this one."""
 
@@ -146,6 +153,27 @@ def test_two_hosts_answer_and_stop_together(tmp_path):
         assert hosts.first.stop(ENDS_WITHIN) == 0, repr(hosts.first)
         assert hosts.second.process.wait(ENDS_WITHIN) == 0, repr(hosts.second)
         assert_all_gone(hosts.parts)
+
+
+@pytest.mark.slow
+def test_a_host_that_is_stopped_ends_in_order(tmp_path):
+    with Hosts(tmp_path) as hosts:
+        assert hosts.second.stop(ENDS_WITHIN) == 0, repr(hosts.second)
+        assert hosts.first.process.wait(ENDS_WITHIN) == 1, repr(hosts.first)
+        assert hosts.first.log.read_text().splitlines()[-1] == "error: Node 1: The node was asked to stop."
+
+
+def test_a_host_may_be_stopped_before_the_first_is_there(tmp_path):
+    hosts = Hosts(tmp_path)
+    try:
+        hosts.second.start()
+        deadline = time.monotonic() + 60
+        while signal.SIGTERM not in caught_signals(hosts.second.process.pid):
+            assert time.monotonic() < deadline and hosts.second.process.poll() is None, repr(hosts.second)
+            time.sleep(0.05)
+        assert hosts.second.stop() == 0, repr(hosts.second)
+    finally:
+        hosts.second.kill()
 
 
 @pytest.mark.parametrize("killed", ["second", pytest.param("first", marks=pytest.mark.slow)])

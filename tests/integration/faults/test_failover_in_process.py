@@ -9,10 +9,12 @@ from baton.common.api.sampling import SamplingParams
 from baton.common.engine.unified_scheduler import UnifiedScheduler
 from baton.decode.rank import _make_scheduler as make_decode
 from baton.prefill.rank import _make_scheduler as make_prefill
+from baton.tests.helpers.tiers import in_host
 from baton.tests.integration.transfer.test_relay_in_process import (  # noqa: F401 (fixtures)
     VOCAB,
     Side,
     bootstrap_port,
+    bootstrap_server,
     checkpoint,
     run,
 )
@@ -24,11 +26,11 @@ LENGTHS = (3, 4, 30, 64, 70)  # within a page, a full one, several with and with
 class Fleet:
     """A prefill server and as many decode servers as a test uses up."""
 
-    def __init__(self, folder, port, speculative=None):
+    def __init__(self, folder, port, speculative=None, tiers=None):
         self.folder, self.port, self.transfers = folder, port, iter(range(1, 1000))
-        self.speculative = speculative
+        self.speculative, self.tiers = speculative, tiers
         self.prefill = Side(folder, make_prefill, "prefill", port, "fake", chunk=23, max_total_tokens=512,
-                            speculative=speculative)
+                            speculative=speculative, tiers=tiers)
         self.decodes = []
         self.launches = 0
         launch = self.prefill.scheduler.executor.launch
@@ -41,7 +43,7 @@ class Fleet:
 
     def decode(self):
         self.decodes.append(Side(self.folder, make_decode, "decode", self.port, "fake", max_total_tokens=640,
-                                 speculative=self.speculative))
+                                 speculative=self.speculative, tiers=self.tiers))
         return self.decodes[-1]
 
     def connect(self, decode):
@@ -265,6 +267,55 @@ def test_memory_that_others_need_ends_it(fleet, answer):
     assert tokens_in(answered(fleet, second)) == answer(prompt)
     assert fleet.launches > launches
     drain(fleet)
+
+
+@pytest.fixture
+def tiered(checkpoint):  # noqa: F811
+    with bootstrap_server() as port:
+        fleet = Fleet(checkpoint, port, tiers=in_host(0.01))
+        yield fleet
+        fleet.close()
+
+
+def lose_first(fleet, prompt):
+    """An attempt whose decode server dies with all pages; returns its room."""
+    first = fleet.decode()
+    req, room = fleet.start(prompt, first)
+    fleet.until_computed(req, first)
+    wait_until(lambda: fleet.prefill.scheduler.step(0.0) or fleet.prefill.scheduler.idle, 20)
+    fleet.kill(first)
+    return room
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_server_with_host_memory_sends_it_again(tiered, answer, length):
+    prompt = prompt_of(length, 14)
+    room, second = lose_first(tiered, prompt), tiered.decode()
+    launches = tiered.launches
+    tiered.start(prompt, second, previous=room)
+    outputs = answered(tiered, second)
+    assert tiered.launches == launches and outputs[0].num_cached_tokens == length
+    assert tokens_in(outputs) == answer(prompt)
+    drain(tiered)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_what_left_for_host_memory_is_loaded_and_its_last_page_computed(tiered, answer, length):
+    prompt = prompt_of(length, 15)
+    room, second = lose_first(tiered, prompt), tiered.decode()
+    tiered.start(prompt_of(511, 16), second, sampling=SamplingParams(temperature=0.0, max_new_tokens=1))
+    answered(tiered, second)
+    assert tiered.prefill.scheduler._retained._prompts[room].partial_page is None or (
+        tiered.prefill.scheduler._retained._prompts[room].partial_page.page is None)
+    launches, loads = tiered.launches, tiered.prefill.scheduler.batcher.loads
+    loaded = loads.num_loaded
+    tiered.start(prompt, second, previous=room)
+    outputs = answered(tiered, second)
+    assert tokens_in(outputs) == answer(prompt)
+    assert tiered.launches == launches + 1, "one step computes what host memory has not"
+    assert loads.num_loaded - loaded == (length - 1) // 4
+    assert outputs[0].extras.usage.loaded.host == outputs[0].num_cached_tokens == (length - 1) // 4 * 4
+    drain(tiered)
 
 
 def test_time_ends_it_and_so_does_a_client_that_left(fleet):

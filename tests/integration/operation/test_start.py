@@ -49,6 +49,9 @@ def test_a_server_tells_how_far_its_download_is(tmp_path):
             with pytest.raises(urllib.error.HTTPError) as refused:  # it listens meanwhile
                 urllib.request.urlopen(server.url + "/generate", body, timeout=5)
             assert refused.value.code == 503 and b"downloading" in refused.value.read()
+            with pytest.raises(urllib.error.HTTPError) as unlisted:  # load balancers take what lists its models
+                urllib.request.urlopen(server.url + "/v1/models", timeout=5)
+            assert unlisted.value.code == 503
             repository.let(1.0)
             assert until(server, lambda told: told.get("status") == "ready")
             assert get_json(server.url + "/get_server_info")["revision"] == COMMIT  # which every rank then loads

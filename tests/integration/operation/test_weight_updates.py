@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
+import baton
 from baton.tests.helpers.harness import Server, get_json, post_json
 from baton.tests.helpers.ports import free_port
 from baton.tests.helpers.trainer import Trainer
@@ -96,6 +97,34 @@ def test_tensors_in_the_body_are_a_checkpoints_of_the_same_values(server, traine
     assert logprobs(server) == before
 
 
+def test_tensors_in_shared_memory_are_a_checkpoints_of_the_same_values(server, trained):
+    """The server keeps copies: after its answer the trainer's memory may change."""
+    before = logprobs(server)
+    post(server, "/update_weights_from_tensor", {"serialized_named_tensors": [content(trained)]})
+    expected = logprobs(server)
+    assert before != expected
+    shared = baton.share_tensors(load_file(CHECKPOINT / "model.safetensors"))
+    body = {"serialized_named_tensors": [shared.entry], "load_format": "handles", "weight_version": "shared"}
+    assert "79 tensors" in post(server, "/update_weights_from_tensor", body)["message"]
+    assert logprobs(server) == before
+    assert get_json(server.url + "/get_weight_version")["weight_version"] == "shared"
+    ours = [baton.share_tensors(load_file(trained / "model.safetensors")) for _ in range(server.tp_size)]
+    post(server, "/begin_weight_update")
+    post(server, "/update_weights_from_tensor", body | {"serialized_named_tensors": [each.entry for each in ours]})
+    for each in ours:
+        each.kept[0][:] = 255
+    post(server, "/end_weight_update")
+    assert logprobs(server) == expected
+    gone = shared.entry
+    del shared
+    post(server, "/update_weights_from_tensor", body | {"serialized_named_tensors": [gone]}, status=400)
+    wrong = baton.share_tensors({"model.norm.weight": torch.zeros(3)})
+    reply = post(server, "/update_weights_from_tensor", body | {"serialized_named_tensors": [wrong.entry]}, status=400)
+    assert "model.norm.weight in the update has shape" in reply["message"]
+    assert logprobs(server) == expected
+    post(server, "/update_weights_from_tensor", {"serialized_named_tensors": [content(CHECKPOINT)]})
+
+
 @pytest.mark.parametrize("flattened", [False, True], ids=["one by one", "flattened"])
 def test_a_trainer_broadcasts(server, trained, trainer, flattened):
     group, port = f"group {server.tp_size} {flattened}", free_port()
@@ -152,8 +181,8 @@ def test_pickles_of_tensors_are_read_and_no_others(server, trained):
     post(server, "/update_weights_from_tensor", {"serialized_named_tensors": [content(trained)]})
     assert logprobs(server) == expected != before
     post(server, "/update_weights_from_tensor", {"serialized_named_tensors": [content(CHECKPOINT)]})
-    assert "checkpoint-engine" in post(server, "/update_weights_from_ipc", {"zmq_handles": {"0": "ipc://a"}},
-                                       status=400)["message"]
+    assert "load_format handles" in post(server, "/update_weights_from_ipc", {"zmq_handles": {"0": "ipc://a"}},
+                                         status=400)["message"]
 
 
 class Caller:

@@ -12,6 +12,7 @@ from baton.common.api.drafts import Drafts
 from baton.decode.rank import _make_scheduler as make_decode
 from baton.prefill.rank import _make_scheduler as make_prefill
 from baton.tests.helpers.hash_drafter import HashDrafter
+from baton.tests.helpers.tiers import in_host
 from baton.tests.integration.transfer.test_relay_in_process import (  # noqa: F401 (fixtures)
     VOCAB,
     Side,
@@ -75,7 +76,7 @@ def numbered(prompts):  # noqa: F811
     ("fake", {"decode": {"max_total_tokens": 480, "schedule": {"retract_host_memory_gb": 0.01}}}),
     ("ipc", {"prefill": {"page_size": 8}, "decode": {"page_size": 4}}),
     ("fake", {"prefill": {"page_size": 4}, "decode": {"page_size": 16}}),
-    ("ipc", {"cache": {"kv_tier": "slow-dict"}, "max_total_tokens": 192}),
+    ("ipc", {"tiers": in_host(0.01, "slow-dict"), "max_total_tokens": 192}),
     ("fake", {"decode": {"schedule": {"enable_mixed_chunk": True}, "max_total_tokens": 480}})], ids=str)
 def test_disaggregated_tokens_equal_unified(make_pair, prompts, expected, bootstrap_port, algorithm,  # noqa: F811
                                             backend, options):

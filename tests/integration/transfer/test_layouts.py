@@ -26,6 +26,21 @@ async def ask(session, url, example):
         return answer.status, await answer.json()
 
 
+async def assert_answers_are_right(cluster):
+    """Asks twelve questions twice, the second time from both prefix caches; returns how many requests these were."""
+    examples = held_out(12, seed=77, tasks=("needle", "capitals", "sums"))
+    async with aiohttp.ClientSession() as session:
+        for _ in range(2):
+            answers = await asyncio.gather(*(ask(session, cluster.url, example) for example in examples))
+            assert [status for status, _ in answers] == [200] * len(examples), answers
+            right = sum(matches(example, told["choices"][0]["message"])
+                        for example, (_, told) in zip(examples, answers))
+            assert right >= 11
+    for server in cluster.workers:
+        server.assert_clean()
+    return 2 * len(examples)
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("prefill_flags, decode_flags", [
     ("--tp-size 2 --page-size 32 --num-layer-groups 2 --chunked-prefill-size 80", "--page-size 16"),
@@ -37,18 +52,9 @@ async def ask(session, url, example):
     pytest.param("--tp-size 1 --page-size 8", "--tp-size 2 --page-size 32 --num-layer-groups 3", marks=slow),
 ])
 async def test_answers_are_right_whatever_the_cut(tmp_path, prefill_flags, decode_flags):
-    examples = held_out(12, seed=77, tasks=("needle", "capitals", "sums"))
     with cluster_of(tmp_path, f"{prefill_flags} --kv-checksum full", f"{decode_flags} --kv-checksum full") as cluster:
-        async with aiohttp.ClientSession() as session:
-            for _ in range(2):  # the second time from both prefix caches
-                answers = await asyncio.gather(*(ask(session, cluster.url, example) for example in examples))
-                assert [status for status, _ in answers] == [200] * len(examples), answers
-                right = sum(matches(example, told["choices"][0]["message"])
-                            for example, (_, told) in zip(examples, answers))
-                assert right >= 11
-        for server in cluster.workers:
-            server.assert_clean()
-        assert_all_counted(cluster.prefill[0].state(), cluster.decode[0].state(), 2 * len(examples))
+        num_requests = await assert_answers_are_right(cluster)
+        assert_all_counted(cluster.prefill[0].state(), cluster.decode[0].state(), num_requests)
 
 
 def assert_all_counted(prefill, decode, num_requests):

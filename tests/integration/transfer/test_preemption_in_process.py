@@ -26,7 +26,7 @@ def pair(checkpoint, bootstrap_port):  # noqa: F811
     prefill = Side(checkpoint, make_prefill, "prefill", chunk=23, schedule=PREEMPT, **common)
     decode = Side(checkpoint, make_decode, "decode", max_total_tokens=400,
                   schedule=PREEMPT | {"retract_host_memory_gb": 0.002, "max_running_requests": 5}, **common)
-    decode.scheduler.batcher.swap._link_bandwidth = 1e18  # pretend that host memory costs nothing
+    decode.scheduler.batcher.rates._link_bandwidth = 1e18  # pretend that host memory costs nothing
     prefill.start_at = bootstrap_port
     yield prefill, decode
     prefill.scheduler.close()

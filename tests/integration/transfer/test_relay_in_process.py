@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from contextlib import contextmanager
 
 import msgspec
 import numpy as np
@@ -23,6 +24,7 @@ from baton.common.config.server import (
     ParallelArgs,
     ScheduleArgs,
     ServerConfig,
+    TierArgs,
 )
 from baton.common.config.server.speculative import SpeculativeArgs
 from baton.common.distributed.parallel import Parallel
@@ -42,6 +44,7 @@ from baton.prefill.rank import _make_scheduler as make_prefill
 from baton.tests.helpers import dict_tier  # noqa: F401 (registers its tiers)
 from baton.tests.helpers.outputs import outputs_of
 from baton.tests.helpers.ports import free_port
+from baton.tests.helpers.tiers import in_host
 
 VOCAB = 96
 
@@ -57,8 +60,9 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def bootstrap_port():
+@contextmanager
+def bootstrap_server():
+    """Yields the port of a bootstrap server of its own."""
     port, loop, started = free_port(), asyncio.new_event_loop(), threading.Event()
 
     async def serve(stop):
@@ -75,6 +79,12 @@ def bootstrap_port():
     thread.join(10)
 
 
+@pytest.fixture(scope="module")
+def bootstrap_port():
+    with bootstrap_server() as port:
+        yield port
+
+
 class OverlappedParts(EngineParts):
     overlap = True
 
@@ -83,8 +93,10 @@ class Side:
     """One server's engine, stepped by hand."""
 
     def __init__(self, folder, make, mode, port, backend, *, chunk=8192, max_total_tokens=2048, groups=2,
-                 overlap=False, cache=None, schedule=None, speculative=None, page_size=4):
-        """``cache``, ``schedule``: further fields of CacheArgs and ScheduleArgs. ``speculative``: an algorithm."""
+                 overlap=False, cache=None, schedule=None, speculative=None, page_size=4,
+                 tiers=None):
+        """``cache``, ``schedule``: further fields of CacheArgs and ScheduleArgs. ``speculative``: an algorithm.
+        ``tiers``: fields of TierArgs."""
         config = ServerConfig(
             ModelArgs(model_path=str(folder)),
             CacheArgs(page_size=page_size, max_total_tokens=max_total_tokens, num_layer_groups=groups, **(cache or {})),
@@ -92,7 +104,7 @@ class Side:
             ParallelArgs(), KernelArgs(),
             DisaggregationArgs(disaggregation_mode=mode, disaggregation_transfer_backend=backend,
                                disaggregation_bootstrap_port=port), HttpArgs(),
-            speculative=SpeculativeArgs(speculative))
+            speculative=SpeculativeArgs(speculative), tiers=TierArgs(**tiers or {}))
         spec = load_model_spec(config.model)
         runner = ModelRunner.load(config, spec, Parallel(), "cpu", lambda what, share: None)
         self.cache = KVCacheManager(runner.num_pages, page_size, groups=runner.new_cache_groups(),
@@ -402,7 +414,7 @@ def test_a_processor_that_fails_ends_both_halves(pair, prompts, late):
 @pytest.mark.parametrize("backend", ["fake", "ipc"])
 def test_both_sides_load_evicted_prefixes_from_tiers(checkpoint, bootstrap_port, prompts, expected, backend, tier):
     """Pools for a fifth of the prompts: the second time all full pages come from tiers, and decode receives none."""
-    common = {"port": bootstrap_port, "backend": backend, "cache": {"kv_tier": tier}, "max_total_tokens": 160}
+    common = {"port": bootstrap_port, "backend": backend, "tiers": in_host(0.01, tier), "max_total_tokens": 160}
     pair = (Side(checkpoint, make_prefill, "prefill", chunk=23, **common),
             Side(checkpoint, make_decode, "decode", **common))
     prefill, decode = pair
@@ -423,13 +435,14 @@ def test_both_sides_load_evicted_prefixes_from_tiers(checkpoint, bootstrap_port,
     sent = (prefill.scheduler.sender.counters["kv_bytes_sent"] - before) / page_bytes
     assert sent == all_pages - full_pages
     assert all(side.scheduler.batcher.loads.num_loaded - was > full_pages // 2 for side, was in zip(pair, loaded))
+    assert decode.scheduler.batcher.retraction.num_retracted > 0, "decode's pool was meant to be too small for all"
     for side in pair:
         side.scheduler.close()
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_request_aborted_while_it_loads_ends_on_both_sides(checkpoint, bootstrap_port, victim):
-    common = {"port": bootstrap_port, "backend": "fake", "cache": {"kv_tier": "slow-dict"}}
+    common = {"port": bootstrap_port, "backend": "fake", "tiers": in_host(0.01, "slow-dict")}
     pair = (Side(checkpoint, make_prefill, "prefill", **common), Side(checkpoint, make_decode, "decode", **common))
     prompt = [(7 * i) % VOCAB for i in range(50)]
     for attempt in range(2):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from baton.common.api.errors import ConfigError, TransferFailed
-from baton.common.kvcache.host_memory import handle_of, map_handle, shared_bytes
 from baton.common.kvcache.layout import KVLayout
 from baton.common.kvcache.pool import KVPool
+from baton.common.shared_memory.host import handle_of, map_handle, shared_bytes
 from baton.kvtransfer.backends import ipc, ipc_host
 from baton.kvtransfer.backends.base import Region, WriteState
 from baton.kvtransfer.backends.ipc import IpcBackend

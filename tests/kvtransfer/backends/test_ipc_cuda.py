@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from baton.common.api.errors import TransferFailed
+from baton.common.shared_memory.cuda import DriverError
 from baton.kernels import _triton, reference
 from baton.kvtransfer.backends import ipc_cuda
 from baton.kvtransfer.backends.base import WriteState
-from baton.kvtransfer.backends.cuda_driver import DriverError, Staging
+from baton.kvtransfer.backends.cuda_driver import Staging
 from baton.kvtransfer.backends.ipc_cuda import CudaMemory, find_runs
 
 BLOCK, BLOCKS = 1 << 20, 24

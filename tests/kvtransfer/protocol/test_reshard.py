@@ -95,6 +95,7 @@ def test_equal_layouts_move_whole_pages_and_heads_stay_together():
     ({"page_size": 3}, "page_size of the KV layout is 3 here and 2 there, and neither is a multiple of the other"),
     ({"head_dim": 4}, "head_dim of the KV layout is 4 here and 3 there"),
     ({"dtype": "bfloat16"}, "dtype of the KV layout is 'bfloat16' here and 'float32' there"),
+    ({"channel_order": "ab"}, "the order of keys' channels is ab here and as in the model there: give both servers"),
     ({"groups": (4,)}, "num_layers of the KV layout is 4 here and 5 there"),
     ({"num_kv_heads": 3}, "num_kv_heads of the KV layout, 3 on each of 1 ranks here and 4 on each of 2 ranks there")])
 def test_what_does_not_fit_is_named(change, words):

@@ -80,6 +80,19 @@ def generates(request_to):
     return lambda router: asyncio.ensure_future(request_to(router, "POST", "/generate", {"text": "a"}))
 
 
+@pytest.fixture
+def busy(start_router, engines, generates, script):
+    """``await busy()``: a router, its only worker's behaviour, and a request that runs there until ``released``."""
+    async def start(**options):
+        (engine,), workers = await engines(1)
+        router = await start_router(*workers, **options)
+        engine.released.clear()
+        running = generates(router)
+        await script.until(lambda: engine.paths)
+        return router, engine, running
+    return start
+
+
 async def test_running_requests_end_before_an_update_and_new_ones_wait(start_router, engines, updates, generates,
                                                                        script):
     (engine, other), workers = await engines(2)
@@ -101,24 +114,16 @@ async def test_running_requests_end_before_an_update_and_new_ones_wait(start_rou
     assert (await late).json == {"began": "v2", "ended": "v2"}
 
 
-async def test_requests_that_do_not_end_leave_all_as_it_was(start_router, engines, updates, generates, script):
-    (engine,), workers = await engines(1)
-    router = await start_router(*workers, request_timeout_secs=0.3)
-    engine.released.clear()
-    running = generates(router)
-    await script.until(lambda: engine.paths)
+async def test_requests_that_do_not_end_leave_all_as_it_was(busy, updates):
+    router, engine, running = await busy(request_timeout_secs=0.3)
     reply = await updates(router)
     assert (reply.status, engine.commands) == (409, []) and "pause_mode" in reply.error["message"]
     engine.released.set()
     assert (await running).status in (200, 504)
 
 
-async def test_staged_weights_that_cannot_be_applied_are_dropped(start_router, engines, updates, generates, script):
-    (engine,), workers = await engines(1)
-    router = await start_router(*workers, request_timeout_secs=0.3)
-    engine.released.clear()
-    running = generates(router)
-    await script.until(lambda: engine.paths)
+async def test_staged_weights_that_cannot_be_applied_are_dropped(busy, updates):
+    router, engine, running = await busy(request_timeout_secs=0.3)
     assert (await updates(router, "/update_weights_from_tensor")).status == 409
     assert engine.commands == [*STAGED[:2], "/discard_weight_update"]
     engine.released.set()
@@ -249,12 +254,8 @@ async def test_an_update_of_several_requests_is_the_caller_s(start_router, engin
     assert p.commands == d.commands == [STAGED[0], STAGED[1], STAGED[1], PAUSES[0], STAGED[2], PAUSES[1]]
 
 
-async def test_one_update_at_a_time(start_router, engines, updates, generates, script):
-    (engine,), workers = await engines(1)
-    router = await start_router(*workers)
-    engine.released.clear()
-    running = generates(router)
-    await script.until(lambda: engine.paths)
+async def test_one_update_at_a_time(busy, updates, script):
+    router, engine, running = await busy()
     first = asyncio.ensure_future(updates(router))
     await script.until(lambda: router.registry.hold)
     assert (await updates(router)).status == 409
@@ -262,12 +263,8 @@ async def test_one_update_at_a_time(start_router, engines, updates, generates, s
     assert [(await each).status for each in (first, running)] == [200, 200]
 
 
-async def test_an_update_goes_on_when_its_client_leaves(start_router, engines, connect, generates, script):
-    (engine,), workers = await engines(1)
-    router = await start_router(*workers)
-    engine.released.clear()
-    running = generates(router)
-    await script.until(lambda: engine.paths)
+async def test_an_update_goes_on_when_its_client_leaves(busy, connect, generates, script):
+    router, engine, running = await busy()
     client = await connect(router)
     client.send("POST", "/update_weights_from_disk", b'{"weight_version": "v2"}')
     await script.until(lambda: router.registry.hold)
@@ -277,12 +274,8 @@ async def test_an_update_goes_on_when_its_client_leaves(start_router, engines, c
     assert (await late).json["began"] == "v2" and (await running).json["ended"] == "v1"
 
 
-async def test_a_waiting_client_may_leave(start_router, engines, updates, connect, generates, script):
-    (engine,), workers = await engines(1)
-    router = await start_router(*workers)
-    engine.released.clear()
-    running = generates(router)
-    await script.until(lambda: engine.paths)
+async def test_a_waiting_client_may_leave(busy, updates, connect, script):
+    router, engine, running = await busy()
     update = asyncio.ensure_future(updates(router))
     await script.until(lambda: router.registry.hold)
     client = await connect(router)

@@ -202,11 +202,11 @@ def test_pages_of_another_namespace_are_no_hits(asked, worker):
         policy.kv_index.apply(each.id, [Stored(hashes, namespace.seed, tokens, PAGE)])
     for _ in range(2):  # then its segments are known
         subject, _ = read(policy, {"input_ids": tokens, **asked})
-        pages, cached = policy._cached_pages(subject)
+        pages, cached, _ = policy._cached_pages(subject)
         assert cached == {pool[worker].id: 20} and pages == 20
     assert policy.choose(pool, subject) == Decision(pool[worker], "cache_hit")
     subject, _ = read(policy, {"input_ids": tokens, "cache_salt": "new"})
-    assert policy._cached_pages(subject) == (20, {})
+    assert policy._cached_pages(subject) == (20, {}, {})
     assert policy.choose(pool, subject).reason == "cache_miss"
 
 

@@ -106,6 +106,37 @@ async def test_failed_prefill_is_retried_on_another_with_a_new_room(start_router
     assert d.left == 1  # the call whose prefill failed was cancelled
 
 
+@pytest.mark.parametrize("reports", ["prefill", "decode"])
+async def test_the_half_that_failed_is_left_whichever_reports_it_first(start_router, worker, script, chat, reports):
+    """Decode answers with prefill's error, and says that it is prefill's: its logits were not finite, say."""
+    peer = b"x-baton-failed: peer\r\n"
+    bad = await worker(script.status(500) if reports == "prefill" else script.silence)
+    good = await worker()
+
+    def has_room(prefill, room):
+        return room in [fields(body)["bootstrap_room"] for body in prefill.bodies]
+
+    async def decode(served):
+        room = served.json["bootstrap_room"]
+        await script.until(lambda: has_room(good, room) or has_room(bad, room))
+        if has_room(good, room):
+            served.answer()
+        elif reports == "decode":
+            served.answer(500, extra=peer)
+        else:
+            await script.silence(served)
+
+    d = await worker(decode)
+    router = await start_router(prefill=[bad, good], decode=[d], policy="round_robin", cb_failure_threshold=2,
+                                cb_timeout_duration_secs=60)
+    for _ in range(6):
+        assert (await chat(router)).status == 200
+    assert len(bad.posts) == 2
+    assert {worker.url: worker.circuit.state for worker in router.registry} == {
+        bad.url: "open", good.url: "closed", d.url: "closed"}
+    assert router.metrics.retries == {"prefill_status_500": 2}
+
+
 async def test_prefill_s_refusal_reaches_the_client_while_decode_waits(start_router, worker, script, chat):
     p, d = await worker(script.status(400)), await worker(script.silence)
     reply = await chat(await start_router(prefill=[p], decode=[d]))

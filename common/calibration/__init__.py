@@ -1,0 +1,1 @@
+"""Offline calibrations of a checkpoint, whose results servers take by a flag."""

@@ -1,0 +1,41 @@
+"""Flags that show what a model computes: dumps of its tensors, and what profilers see of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...api.errors import ConfigError
+from ..cli import flag
+from ..rules import Rule, ServerRule
+
+
+@dataclass(frozen=True)
+class DebugArgs:
+    debug_tensor_dump_output_folder: str | None = flag(None, help=(
+        "dump what the model's modules compute: each step writes FOLDER/TP0_PP0_Rank0_pid1/Pass00000.pt, where a rank "
+        "keeps tensors by their modules' names. Kernels are launched one by one"))
+    debug_tensor_dump_layers: tuple[int, ...] = flag((), help="layers to dump, instead of all")
+    debug_tensor_dump_prefill_only: bool = flag(False, help="dump only steps that compute prompts")
+    enable_layerwise_nvtx_marker: bool = flag(False, help=(
+        "show the modules of each layer to Nsight as NVTX ranges; a step that is a CUDA graph has one range alone "
+        "(--disable-cuda-graph)"))
+    enable_profile_cuda_graph: bool = flag(False, help=(
+        "profile the capture of CUDA graphs: a table by batch size in the log, and a trace in the folder of "
+        "/start_profile"))
+
+    flag_rules: ClassVar[tuple[ServerRule, ...]] = (
+        Rule(lambda c: c.debug.debug_tensor_dump_output_folder is None and (
+            c.debug.debug_tensor_dump_layers or c.debug.debug_tensor_dump_prefill_only),
+            "--debug-tensor-dump-layers and --debug-tensor-dump-prefill-only need "
+            "--debug-tensor-dump-output-folder."),
+        Rule(lambda c: c.debug.debug_tensor_dump_output_folder is not None and c.data_parallel.enable_two_batch_overlap,
+             "--debug-tensor-dump-output-folder dumps whole steps: leave --enable-two-batch-overlap out."),
+        Rule(lambda c: c.debug.enable_profile_cuda_graph and not c.captures_graphs,
+             "--enable-profile-cuda-graph profiles the capture of CUDA graphs: leave --disable-cuda-graph and "
+             "--debug-tensor-dump-output-folder out."),
+    )
+
+    def __post_init__(self) -> None:
+        if (least := min(self.debug_tensor_dump_layers, default=0)) < 0:
+            raise ConfigError(f"--debug-tensor-dump-layers must be 0 or more, not {least}.")

@@ -1,0 +1,135 @@
+"""What a storage knows of its backend: how fast it is, and whether it answers.
+
+A backend that fails, or that is much slower than it was, is put aside (a circuit breaker: Nygard, Release It!, 2007):
+nobody waits for it, and prompts are computed. After a while it is tried again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
+
+_FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS = 1.0, 60.0
+_STALL_FACTOR = 8.0
+_RATE_HALF_LIFE_BYTES = 64 << 20
+
+
+class Rate:
+    """Bytes per second of what has been copied, by the time in which a copy was in flight; the last 64 MiB count half.
+    Safe for threads."""
+
+    def __init__(self, clock: Callable[[], float]):
+        self._clock, self._lock = clock, threading.Lock()
+        self._active, self._since = 0, 0.0
+        self._bytes = self._seconds = 0.0
+
+    def begin(self) -> None:
+        with self._lock:
+            self._advance()
+            self._active += 1
+
+    def end(self, num_bytes: int) -> None:
+        with self._lock:
+            self._advance()
+            self._active -= 1
+            self._bytes += num_bytes
+            if self._bytes > 2 * _RATE_HALF_LIFE_BYTES:
+                self._bytes, self._seconds = self._bytes / 2, self._seconds / 2
+
+    def _advance(self) -> None:
+        now = self._clock()
+        if self._active:
+            self._seconds += now - self._since
+        self._since = now
+
+    @property
+    def value(self) -> float | None:
+        """None until something was copied."""
+        return self._bytes / self._seconds if self._bytes and self._seconds > 0 else None
+
+
+@dataclass
+class Call:
+    """A call in flight. ``copied``: bytes that it has copied, set by the caller."""
+
+    copied: int = 0
+
+
+class Health:
+    """Calls of one kind ("reads", "writes") to a backend. Safe for threads."""
+
+    def __init__(self, name: str, kind: str, clock: Callable[[], float], stall_seconds: float):
+        """``name`` is the backend's, for the log. A call that takes longer than ``stall_seconds``, and than 8 times
+        what its bytes should take, has stalled."""
+        self._name, self._kind, self._clock, self._stall_seconds = name, kind, clock, stall_seconds
+        self.rate = Rate(clock)
+        self.seconds = 0.0  # in calls, of all threads
+        self.times_aside = 0
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._calls: dict[int, float] = {}  # in flight: when each has stalled
+        self._aside_until: float | None = None
+        self._retry_seconds = _FIRST_RETRY_SECONDS
+
+    @contextmanager
+    def call(self, num_bytes: int = 0) -> Iterator[Call]:
+        """Times a call to the backend that copies up to ``num_bytes``; those that it did go into the yielded object."""
+        number, begin, call = next(self._numbers), self._clock(), Call()
+        with self._lock:
+            self._calls[number] = begin + self._limit(num_bytes)
+        if num_bytes:
+            self.rate.begin()
+        try:
+            yield call
+        finally:
+            if num_bytes:
+                self.rate.end(call.copied)
+            end = self._clock()
+            with self._lock:
+                stalled = self._calls.pop(number) < end
+                self.seconds += end - begin
+        if not stalled:
+            self._succeeded()
+
+    def _limit(self, num_bytes: int) -> float:
+        rate = self.rate.value
+        return self._stall_seconds if rate is None else max(self._stall_seconds, _STALL_FACTOR * num_bytes / rate)
+
+    @property
+    def is_aside(self) -> bool:
+        """True while nobody should wait for the backend; cheap enough for every step."""
+        now = self._clock()
+        with self._lock:
+            has_stalled = any(limit < now for limit in self._calls.values())
+        if has_stalled:
+            if self._aside_until is None or self._aside_until <= now:
+                self.failed("it does not answer")
+            return True
+        return self._aside_until is not None and now < self._aside_until
+
+    def failed(self, reason: str) -> None:
+        """Puts the backend aside; says so once until it works again."""
+        with self._lock:
+            now = self._clock()
+            if self._aside_until is not None and now < self._aside_until:
+                return
+            if self._aside_until is None:
+                logger.warning("The KV storage %s is put aside for %s, and tried again from time to time: %s",
+                               self._name, self._kind, reason)
+            self._aside_until = now + self._retry_seconds
+            self._retry_seconds = min(2 * self._retry_seconds, _MAX_RETRY_SECONDS)
+            self.times_aside += 1
+
+    def _succeeded(self) -> None:
+        if self._aside_until is None:
+            return
+        with self._lock:
+            if self._aside_until is not None and self._clock() >= self._aside_until:
+                self._aside_until, self._retry_seconds = None, _FIRST_RETRY_SECONDS
+                logger.info("The KV storage %s is used for %s again.", self._name, self._kind)

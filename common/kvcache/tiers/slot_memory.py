@@ -1,0 +1,129 @@
+"""Memory of a host tier's slots, allocated and pinned piece by piece: in the background, so that start-up goes on."""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import numpy as np
+
+from ...process import available_host_bytes
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 256 << 20
+"""Memory that is pinned at once: the driver's lock, which launches of kernels need too, is held as long."""
+_SPARED_BYTES = 1 << 30
+"""Memory of the host that is left to others where ours is pinned: it cannot be swapped."""
+_PAGE_BYTES = mmap.PAGESIZE
+
+
+class OutOfHostMemory(Exception):
+    """Raised where not even the first chunk can be had; the sentence says why."""
+
+
+class SlotMemory:
+    """``arrays[g]`` is ``[num_slots, group_bytes[g]]`` uint8: a slot has a part in each. The addresses are reserved at
+    once; only the first ``num_allocated`` slots may be used.
+
+    ``pin(address, num_bytes)`` and ``unpin(address)`` are the device's, None where it has none.
+    """
+
+    def __init__(self, group_bytes: Sequence[int], num_slots: int, *,
+                 pin: Callable[[int, int], bool] | None = None, unpin: Callable[[int], object] | None = None,
+                 in_background: bool = False, chunk_bytes: int = CHUNK_BYTES,
+                 num_free_bytes: Callable[[], int] = available_host_bytes):
+        """Allocates the first chunk where ``in_background``, else all. Raises OutOfHostMemory where there is none."""
+        self.num_slots = num_slots
+        self.num_allocated = 0
+        try:
+            self._maps = [_reserve(size * num_slots) for size in group_bytes]
+        except (OSError, ValueError, OverflowError):
+            raise OutOfHostMemory("its addresses cannot be reserved") from None
+        self.arrays = [np.frombuffer(memory, np.uint8)[:size * num_slots].reshape(num_slots, size)
+                       for memory, size in zip(self._maps, group_bytes)]
+        self._num_free_bytes = num_free_bytes
+        # Pinned ranges begin and end with whole pages of memory in each array.
+        step = math.lcm(*(_PAGE_BYTES // math.gcd(_PAGE_BYTES, size) for size in group_bytes))
+        self.chunk_slots = min(num_slots, max(1, chunk_bytes // (sum(group_bytes) * step)) * step)
+        self._pin, self._unpin = pin, unpin
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        while self.num_allocated < (self.chunk_slots if in_background else num_slots):
+            if (problem := self._allocate_next()) is not None:
+                raise OutOfHostMemory(problem)
+        if in_background:
+            # A thread that held this object would keep it from being collected.
+            self._thread = threading.Thread(target=_allocate_rest, args=(weakref.ref(self), self._stop), daemon=True,
+                                            name="pin-host-memory")
+            self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"SlotMemory({self.num_allocated} of {self.num_slots} slots)"
+
+    def chunk_of(self, slots: np.ndarray) -> np.ndarray:
+        """The chunk of each slot: a copy by the device must not cross the end of one."""
+        chunks: np.ndarray = slots // self.chunk_slots
+        return chunks
+
+    def close(self) -> None:
+        """End the allocation in the background."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _allocate_or_log(self) -> bool:
+        """Allocate the next chunk; False, with a line in the log, where there is no memory for it."""
+        problem = self._allocate_next()
+        if problem is not None:
+            logger.warning("host memory for KV pages ends at %d of %d pages: %s", self.num_allocated, self.num_slots,
+                           problem)
+        return problem is None
+
+    def _allocate_next(self) -> str | None:
+        """Allocate a chunk; returns why not, if so."""
+        begin, end = self.num_allocated, min(self.num_slots, self.num_allocated + self.chunk_slots)
+        parts = [array[begin:end] for array in self.arrays]
+        num_bytes = sum(part.nbytes for part in parts)
+        if num_bytes + (_SPARED_BYTES if self._pin is not None else 0) > self._num_free_bytes():
+            return f"the host has no {num_bytes / 2**30:.2f} GiB more"
+        if self._pin is not None:
+            for done, part in enumerate(parts):
+                part.reshape(-1)[::_PAGE_BYTES] = 0  # first touches, without the driver's lock
+                if not self._pin(part.ctypes.data, part.nbytes):
+                    for earlier in parts[:done]:
+                        assert self._unpin is not None
+                        self._unpin(earlier.ctypes.data)
+                    return (f"{part.nbytes / 2**30:.2f} GiB cannot be pinned; the limit of locked memory may be "
+                            "reached")
+            if self._unpin is not None:
+                weakref.finalize(self, _unpin_all, self._unpin, [part.ctypes.data for part in parts],
+                                 self._maps).atexit = False
+        self.num_allocated = end
+        return None
+
+
+def _allocate_rest(reference: weakref.ref[SlotMemory], stop: threading.Event) -> None:
+    while not stop.is_set():
+        memory = reference()
+        if memory is None or memory.num_allocated == memory.num_slots or not memory._allocate_or_log():
+            return
+        del memory
+
+
+def _reserve(num_bytes: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, max(num_bytes, _PAGE_BYTES))
+    with suppress(OSError):  # where the kernel has no huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _unpin_all(unpin: Callable[[int], object], addresses: Sequence[int], maps: Sequence[mmap.mmap]) -> None:
+    """Unpins memory before it is unmapped: ``maps`` is kept until here."""
+    for address in addresses:
+        unpin(address)
