@@ -28,12 +28,22 @@ E = TypeVar("E")
 
 
 class QuantFormat(Protocol):
-    """Storage of linear layers' weights and computation with them, once they are loaded: a frozen dataclass of what
-    one checkpoint or one value of ``--quantization`` says. Equal formats take each other's checkpoints."""
+    """The format of a model's linear layers, or the several formats that its layers have: a frozen dataclass of what
+    one checkpoint or one value of ``--quantization`` says. Equal formats take each other's checkpoints.
 
-    def quantizes(self, name: str) -> bool:
-        """Returns whether the linear layer with this name in the checkpoint is quantized. The embedding and the output
-        head never are."""
+    A format may have ``flags``, values of ``--quantization`` that say of a checkpoint that it is in this format. Those
+    that its QuantMethod reads (``methods``) always do."""
+
+    def for_layer(self, name: str) -> LayerFormat | None:
+        """Returns the format of the linear layer with this name in the checkpoint, None where it is not quantized. The
+        embedding and the output head never are."""
+
+    def check_device(self, dtype: str, device: torch.device) -> None:
+        """Raises ConfigError where ``device`` cannot compute with such weights in ``dtype``."""
+
+
+class LayerFormat(Protocol):
+    """Storage of one linear layer's weight and computation with it, once it is loaded. Equal formats can be fused."""
 
     def check_device(self, dtype: str, device: torch.device) -> None:
         """Raises ConfigError where ``device`` cannot compute with such weights in ``dtype``."""
@@ -45,6 +55,28 @@ class QuantFormat(Protocol):
     def experts(self, gate_up: ExpertStack, down: ExpertStack, limit: float) -> GroupedExperts:
         """Creates the computation of a rank's experts, whose linear methods are in this format. A ``limit`` clamps gate
         and up, 0 for a plain silu. Raises ConfigError where experts cannot be computed so."""
+
+
+@dataclass(frozen=True)
+class MixedFormats:
+    """Several formats in one checkpoint: a layer has that of the first rule which names it, and none where no rule
+    does. A rule's patterns are those of ``names_layer``; an empty pattern names every layer."""
+
+    rules: tuple[tuple[tuple[str, ...], LayerFormat | None], ...]
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Those of the format, where there is one only."""
+        found = {layer for _, layer in self.rules if layer is not None}
+        return tuple(getattr(found.pop(), "flags", ())) if len(found) == 1 else ()
+
+    def for_layer(self, name: str) -> LayerFormat | None:
+        return next((layer for patterns, layer in self.rules if "" in patterns or names_layer(patterns, name)), None)
+
+    def check_device(self, dtype: str, device: torch.device) -> None:
+        for _, layer in self.rules:
+            if layer is not None:
+                layer.check_device(dtype, device)
 
 
 Unpack = Callable[[str, "LazyTensor", Callable[[str], "LazyTensor"]], Iterator[tuple[str, "LazyTensor"]]]
@@ -76,6 +108,30 @@ class QuantMethod(Protocol):
         ConfigError where they cannot be."""
 
 
+@dataclass(frozen=True)
+class CompressedGroup:
+    """One of the ``config_groups`` of a checkpoint of compressed-tensors: how ``weights`` and, where they are quantized
+    too, ``inputs`` are quantized, and the ``storage`` of the weights (``format``: "pack-quantized", ...)."""
+
+    weights: Mapping[str, Any]
+    inputs: Mapping[str, Any] | None
+    storage: str
+
+    @property
+    def description(self) -> str:
+        """Says in a few words what is quantized, for errors."""
+        def describe(side: Mapping[str, Any] | None) -> str:
+            return f"{side.get('num_bits')}-bit {side.get('type')}" if side else "not quantized"
+        return f"weights are {describe(self.weights)} and input_activations {describe(self.inputs)}"
+
+
+GroupReader = Callable[[CompressedGroup], "LayerFormat | None"]
+"""Reads the format of a group's layers; None where another reader may know it. Raises ConfigError for a variant that is
+not supported, which it names."""
+
+COMPRESSED_GROUPS: Registry[GroupReader] = Registry("scheme of compressed-tensors", "baton.common.quantization")
+"""Readers of the groups of compressed-tensors, one a kind of scheme, each in its format's file."""
+
 QUANTIZATIONS: Registry[QuantMethod] = Registry("quantization format", "baton.common.quantization",
                                                 group="baton.quantization")
 """The formats, by the values of ``--quantization``."""
@@ -92,7 +148,7 @@ def choose_quantization(config: Mapping[str, Any], flag: str | None) -> QuantFor
     ConfigError for a format that is not supported."""
     stated = _stated(config)
     stored, methods = _read(stated) if stated else (None, ())
-    if stored is not None and flag in (None, *methods):
+    if stored is not None and flag in (None, *methods, *getattr(stored, "flags", ())):
         return None if isinstance(stored, Packed) else stored
     if stored is not None and not isinstance(stored, Packed):
         raise ConfigError(f"--quantization {flag} is for checkpoints that are not quantized, and this one is: leave "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..api.errors import ConfigError
-from ..config.quantization import QUANTIZATIONS, names_layer
+from ..config.quantization import COMPRESSED_GROUPS, QUANTIZATIONS, CompressedGroup, names_layer
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,8 @@ class Fp8:
     ``ignored`` names stay as they are; the embedding and the output head always do.
     """
 
-    methods: ClassVar = ("fp8", "compressed-tensors")
+    methods: ClassVar = ("fp8",)
+    flags: ClassVar = ("fp8",)
     weights: Granularity
     activations: Literal["dynamic", "static"] = "dynamic"
     stored: bool = False
@@ -45,14 +46,14 @@ class Fp8:
 
     @classmethod
     def from_config(cls, stated: Mapping[str, Any]) -> Fp8:
-        return _fp8(stated) if stated.get("quant_method") == "fp8" else _compressed_tensors(stated)
+        return _fp8(stated)
 
     @classmethod
     def at_load(cls, name: str) -> Fp8:
         return AS_LOADED[name]
 
-    def quantizes(self, name: str) -> bool:
-        return not names_layer(self.ignored, name)
+    def for_layer(self, name: str) -> Fp8 | None:
+        return None if names_layer(self.ignored, name) else self
 
     def check_device(self, dtype: str, device: torch.device) -> None:
         """A CPU emulates every scheme in any type."""
@@ -108,17 +109,11 @@ def _fp8(stated: Mapping[str, Any]) -> Fp8:
     return Fp8("tensor", activations, stored=True, ignored=ignored)
 
 
-def _compressed_tensors(stated: Mapping[str, Any]) -> Fp8:
-    groups = list((stated.get("config_groups") or {}).values())
-    if len(groups) != 1 or groups[0].get("targets") != ["Linear"]:
-        raise ConfigError("Checkpoints of compressed-tensors are supported where config_groups has one group, with the "
-                          "target 'Linear'.")
-    weights, inputs = groups[0].get("weights") or {}, groups[0].get("input_activations")
-    for name, side in (("weights", weights), ("input_activations", inputs)):
-        if not side or side.get("type") != "float" or side.get("num_bits") != 8:
-            raise ConfigError(f"Checkpoints of compressed-tensors are supported where weights and "
-                              f"input_activations are 8-bit floats; {name} are {_describe(side)}.")
-    assert inputs is not None
+@COMPRESSED_GROUPS.register("float8")
+def _compressed(group: CompressedGroup) -> Fp8 | None:
+    weights, inputs = group.weights, group.inputs
+    if inputs is None or any((side.get("type"), side.get("num_bits")) != ("float", 8) for side in (weights, inputs)):
+        return None
     strategy = weights.get("strategy")
     if strategy not in ("tensor", "channel", "block"):
         raise ConfigError(f"Weights quantized by {strategy!r} are not supported: by 'tensor', 'channel' or 'block'.")
@@ -127,8 +122,7 @@ def _compressed_tensors(stated: Mapping[str, Any]) -> Fp8:
         raise ConfigError("Static input_activations are supported where their strategy and the weights' is 'tensor' "
                           "or 'channel'.")
     block = _block(weights.get("block_structure") or BLOCK) if strategy == "block" else BLOCK
-    return Fp8(strategy, "dynamic" if dynamic else "static", stored=True, block=block,
-               ignored=tuple(stated.get("ignore") or ()))
+    return Fp8(strategy, "dynamic" if dynamic else "static", stored=True, block=block)
 
 
 def _block(size: Any) -> tuple[int, int]:
@@ -136,6 +130,3 @@ def _block(size: Any) -> tuple[int, int]:
         raise ConfigError(f"Weight blocks of size {size!r} are not supported: a block is [outputs, inputs].")
     return size[0], size[1]
 
-
-def _describe(side: Mapping[str, Any] | None) -> str:
-    return f"{side.get('num_bits')}-bit {side.get('type')}" if side else "not quantized"

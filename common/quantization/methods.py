@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -11,7 +13,7 @@ from ...kernels.arguments import Float8Format, Float8Rows
 from ...kernels.gemm.dense_matmul import compile_tiles, dense_matmul, fuses_residual
 from ...kernels.rowwise.silu_and_mul import silu_and_mul
 from ..api.errors import ConfigError
-from ..config.quantization import QuantFormat
+from ..config.quantization import LayerFormat
 from ..distributed.deferred_reduce import DeferredProduct
 from ..weights.slots import Allocate, Slot
 from .shards import Shard
@@ -83,22 +85,64 @@ class Unquantized:
             yield shard.slot(self.weight)
 
 
+class Joined:
+    """Consecutive parts of a weight in several formats, multiplied one after the other: projections of one input of
+    which a checkpoint quantizes some, or each in another way."""
+
+    def __init__(self, parts: Sequence[LinearMethod], sizes: Sequence[int]):
+        """``sizes`` are the parts' outputs."""
+        self.parts, self.sizes = parts, list(sizes)
+
+    def activation_format(self, rows: int) -> Float8Format | None:
+        return None
+
+    def fused_activation(self) -> GatedForward | None:
+        """Returns None: gates and ups are not in one product."""
+        return None
+
+    def deferred(self, x: torch.Tensor) -> DeferredProduct | None:
+        return None
+
+    def __call__(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None, *,
+                 gated: bool = False) -> torch.Tensor:
+        biases = [None] * len(self.parts) if bias is None else bias.split(self.sizes)
+        return torch.cat([part(x, own, gated=gated) for part, own in zip(self.parts, biases)], -1)
+
+    def dequantize(self) -> torch.Tensor:
+        return torch.cat([part.dequantize() for part in self.parts])
+
+    def slots(self) -> Iterator[Slot]:
+        for part in self.parts:
+            yield from part.slots()
+
+
 def linear_method(shards: Sequence[Shard], width: int, allocate: Allocate) -> LinearMethod:
     """Creates the method of a weight ``[sum of the shards' sizes, width]``; raises ConfigError where its format does
     not allow such shards."""
-    quantization = format_of(shards, allocate)
-    if quantization is None:
-        return Unquantized(shards, width, allocate)
-    return quantization.linear(shards, width, allocate)
+    runs = [(layer, [*run]) for layer, run in groupby(shards, lambda shard: _format_of(shard, allocate))]
+    made = [_method_of(layer, alone(run), width, allocate) for layer, run in runs]
+    return made[0] if len(made) == 1 else Joined(made, [sum(shard.size for shard in run) for _, run in runs])
 
 
-def format_of(shards: Sequence[Shard], allocate: Allocate) -> QuantFormat | None:
-    """Returns the format of the weight of these shards, None where it is not quantized; raises ConfigError where they
-    are in several."""
-    quantization = allocate.quantization
-    quantized = [shard.name for shard in shards if quantization is not None and quantization.quantizes(shard.name)]
-    if quantized and len(quantized) < len(shards):
-        others = [shard.name for shard in shards if shard.name not in quantized]
-        raise ConfigError(f"The checkpoint quantizes {quantized[0]} and not {others[0]}, which are computed together: "
-                          "use a checkpoint that treats them alike.")
-    return quantization if quantized else None
+def alone(shards: Sequence[Shard]) -> list[Shard]:
+    """Returns consecutive shards as those of a weight of their own."""
+    return [replace(shard, offset=shard.offset - shards[0].offset) for shard in shards]
+
+
+def _method_of(layer: LayerFormat | None, shards: Sequence[Shard], width: int, allocate: Allocate) -> LinearMethod:
+    return Unquantized(shards, width, allocate) if layer is None else layer.linear(shards, width, allocate)
+
+
+def _format_of(shard: Shard, allocate: Allocate) -> LayerFormat | None:
+    return None if allocate.quantization is None else allocate.quantization.for_layer(shard.name)
+
+
+def format_of(shards: Sequence[Shard], allocate: Allocate) -> LayerFormat | None:
+    """Returns the one format of all of these shards, None where they are not quantized; raises ConfigError where they
+    are in several, which grouped products do not compute."""
+    layers = {_format_of(shard, allocate): shard.name for shard in reversed(shards)}
+    if len(layers) > 1:
+        one, other, *_ = layers.values()
+        raise ConfigError(f"The checkpoint quantizes {one} otherwise than {other}, which are computed together: use a "
+                          "checkpoint that treats them alike.")
+    return next(iter(layers))

@@ -20,6 +20,8 @@ from baton.common.layers.norm import RMSNorm
 from baton.common.models.registry import load_model_spec
 from baton.common.quantization.float8 import dequantize_blocks, quantize_blocks
 from baton.common.quantization.fp8 import AS_LOADED, Fp8
+from baton.common.quantization.methods import format_of
+from baton.common.quantization.shards import Shard
 from baton.common.weights.slots import allocator
 from baton.kernels.arguments import Float8Rows
 from baton.tests.common.distributed.test_tp import TP_RANK
@@ -258,10 +260,11 @@ REFUSED = [
     ({**FINEGRAINED, "activation_scheme": "odd"}, None, "activation_scheme 'odd' is not supported"),
     ({**FINEGRAINED, "weight_block_size": 128}, None, "blocks of size 128 are not supported"),
     (packed(f"{GROUP}.weights.num_bits", 4), None, "weights are 4-bit float"),
-    (packed(f"{GROUP}.input_activations", None), None, "input_activations are not quantized"),
+    (packed(f"{GROUP}.input_activations", None), None, "input_activations not quantized"),
     (packed(f"{GROUP}.weights.strategy", "group"), None, "quantized by 'group' are not supported"),
     (packed(f"{GROUP}.input_activations.dynamic", False), None, "Static input_activations are supported where"),
-    (packed(f"{GROUP}.targets", ["Linear", "Embedding"]), None, "where config_groups has one group"),
+    (packed(f"{GROUP}.targets", ["Linear", "Embedding"]), None, "Quantized embeddings are not supported"),
+    (packed("config_groups", {}), None, "must have config_groups"),
 ]
 
 
@@ -278,9 +281,12 @@ def test_a_flag_that_says_what_the_checkpoint_is_passes(tmp_path):
     scheme = spec_with(tmp_path, ignored).quantization
     names = {"model.layers.0.mlp.up_proj": False, "model.layers.1.mlp.up_proj": True, "model.layers.1.mlp.gate": False,
              "model.layers.1.mlp.gate_proj": True, "model.layers.10.mlp.up_proj": True, "lm_head": False}
-    assert {name: scheme.quantizes(name) for name in names} == names
-    blocks = spec_with(tmp_path, packed(f"{GROUP}.weights", {
+    assert {name: scheme.for_layer(name) is not None for name in names} == names
+    for flag in ("fp8", "compressed-tensors"):
+        assert spec_with(tmp_path, ignored, flag).quantization == scheme
+    mixed = spec_with(tmp_path, packed(f"{GROUP}.weights", {
         "num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]})).quantization
+    blocks = mixed.for_layer("model.layers.0.mlp.up_proj")
     assert blocks.weights == "block" and blocks.stored and blocks.weight_scale == "weight_scale"
 
 
@@ -303,12 +309,27 @@ def test_shards_that_cut_blocks_are_refused(tmp_path):
             ColumnLinear(256, [Columns.shard(part, 130, TPGroup()) for part in "ab"], False, allocate)
 
 
-def test_layers_that_are_quantized_in_part_are_refused(tmp_path):
-    save_float8(tmp_path, "blocks")
+def test_fused_projections_of_which_some_are_quantized(tmp_path):
+    """Each is computed in its own format."""
+    plain = save_float8(tmp_path, "blocks")
+    exact = save_model(tmp_path / "exact", "Qwen3", **SIZES)
+    tensors, kept = (load_file(folder / "model.safetensors") for folder in (tmp_path, tmp_path / "exact"))
+    for name in [name for name in tensors if "q_proj" in name]:
+        tensors.pop(name)
+    for layer, other in zip(plain.model.layers, exact.model.layers):
+        layer.self_attn.q_proj = other.self_attn.q_proj
+    save_file(tensors | {name: tensor for name, tensor in kept.items() if "q_proj" in name},
+              tmp_path / "model.safetensors")
     state(tmp_path, {**FINEGRAINED, "modules_to_not_convert": ["q_proj"]})
-    with pytest.raises(ConfigError, match=r"quantizes model.layers.0.self_attn.k_proj and not model.layers.0.self_attn"
-                                          r".q_proj, which are computed together"):
-        load_runner(server_config(tmp_path))
+    want = expected_logits(plain, TOKENS)
+    found = logits_of(load_runner(server_config(tmp_path)))
+    assert rms(found - want) < 0.01 * rms(want)
+
+
+def test_experts_that_are_quantized_in_part_are_refused(tmp_path):
+    allocate = allocator(torch.float32, CPU, Fp8("block", stored=True, ignored=("up_proj",)))
+    with pytest.raises(ConfigError, match="quantizes e.up_proj otherwise than e.gate_proj"):
+        format_of([Shard(f"e.{part}_proj", 0, 128, (128, 128), 0, 0) for part in ("gate", "up")], allocate)
 
 
 def test_weights_that_are_not_what_the_configuration_says(tmp_path):

@@ -40,8 +40,8 @@ class ToyInt8:
     def at_load(cls, name: str) -> ToyInt8:
         return cls()
 
-    def quantizes(self, name: str) -> bool:
-        return not names_layer(self.ignored, name)
+    def for_layer(self, name: str) -> ToyInt8 | None:
+        return None if names_layer(self.ignored, name) else self
 
     def check_device(self, dtype: str, device: torch.device) -> None:
         """Plain torch runs everywhere."""
