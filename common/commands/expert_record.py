@@ -1,7 +1,8 @@
-"""Counts the tokens that every expert computes."""
+"""Records the experts that compute tokens."""
 
 from __future__ import annotations
 
+import os
 import tempfile
 from typing import Literal
 
@@ -12,8 +13,8 @@ from .registry import COMMANDS
 
 
 class RecordExperts(msgspec.Struct, frozen=True):
-    """Record the number of tokens that every expert computes, from ``start`` to ``stop``; ``dump`` writes the current,
-    or last, record into ``folder``. Refused where the engine does not count them."""
+    """Record which experts compute tokens, from ``start`` to ``stop``; ``dump`` writes the current, or last, record
+    into ``folder``. Refused where the engine does not count them."""
 
     action: Literal["start", "stop", "dump"]
     folder: str = ""
@@ -31,11 +32,11 @@ def run(rank: Rank, command: RecordExperts) -> str:
         case "stop":
             return record.stop()
         case "dump":
-            return record.dump(command.folder, write=rank.tp.rank == 0)
+            return record.dump(command.folder)
 
 
 async def start_expert_distribution_record(server: Server, body: None) -> str:
-    """Counts the tokens of every expert from now on; 400 without --expert-distribution-recorder-mode.
+    """Records the experts of tokens from now on; 400 without --expert-distribution-recorder-mode.
 
     ``--enable-eplb`` counts them too.
     """
@@ -43,13 +44,15 @@ async def start_expert_distribution_record(server: Server, body: None) -> str:
 
 
 async def stop_expert_distribution_record(server: Server, body: None) -> str:
-    """Stops counting; the record can be dumped until the next start."""
+    """Stops recording; the record can be dumped until the next start."""
     return await server.execute(RecordExperts("stop"))
 
 
 async def dump_expert_distribution_record(server: Server, body: DumpRequest) -> str:
-    """Writes the current or last recording as JSON; the answer's message is the file's path."""
-    return await server.execute(RecordExperts("dump", body.output_dir or tempfile.gettempdir()))
+    """Writes the current or last recording as a .pt file into ``output_dir``, the folder of the environment's
+    SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR or /tmp; the answer's message is the file's path."""
+    folder = body.output_dir or os.environ.get("SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR") or tempfile.gettempdir()
+    return await server.execute(RecordExperts("dump", folder))
 
 
 COMMANDS.register("record_experts")(Command(RecordExperts, run, (

@@ -57,7 +57,7 @@ class ExpertParallel:
                            counts_tokens=(args.enable_eplb or args.expert_distribution_recorder_mode is not None
                                           or args.enable_expert_distribution_metrics),
                            whole_dense=args.moe_dense_tp_size is not None, dispatch=args.ep_dispatch_algorithm,
-                           num_nodes=nnodes if args.eplb_algorithm == "deepseek_hierarchical" else 1)
+                           num_nodes=nnodes if args.eplb_algorithm.endswith("hierarchical") else 1)
 
     @property
     def dispatches_tokens(self) -> bool:
@@ -104,9 +104,9 @@ class ExpertParallel:
             raise ConfigError(f"--ep-num-redundant-experts {self.redundant} must be a multiple of --ep-size {ep}, and "
                               f"leave each rank at most the model's {spec.num_experts} experts once.")
         if self.num_nodes > 1 and (spec.num_groups % self.num_nodes or self.redundant % self.num_nodes):
-            raise ConfigError(f"--eplb-algorithm deepseek_hierarchical needs groups of experts (the model has "
-                              f"{spec.num_groups}) and --ep-num-redundant-experts that --nnodes {self.num_nodes} "
-                              "divides: use deepseek.")
+            raise ConfigError(f"--eplb-algorithm deepseek_hierarchical and deepseek_vec_hierarchical need groups of "
+                              f"experts (the model has {spec.num_groups}) and --ep-num-redundant-experts that --nnodes "
+                              f"{self.num_nodes} divides: use deepseek or deepseek_vec.")
         if spec.intermediate_size % self.expert_tp_size:
             raise ConfigError(f"{self.expert_tp_size} ranks cannot share an expert's intermediate size "
                               f"{spec.intermediate_size} "

@@ -1,18 +1,15 @@
-"""Expert load: counted, recorded on request, and balanced while serving (EPLB)."""
+"""Expert load: counted, and balanced while serving (EPLB)."""
 
 from __future__ import annotations
 
-import json
 import logging
-import time
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from ..api.errors import InvalidRequest
 from ..config.model import ModelSpec
 from ..config.server import ParallelArgs, ServerConfig
+from ..distributed.expert_parallel import ExpertParallel
 from ..distributed.parallel import Parallel
 from ..layers.moe import MoE
 from ..layers.moe.eplb_algorithm import imbalance, initial_placement
@@ -46,6 +43,11 @@ class ExpertCounts:
     def __init__(self, model: CausalLM):
         self.layers = expert_layers(model)
 
+    @property
+    def share(self) -> ExpertParallel:
+        """How the ranks share the experts."""
+        return next(iter(self.layers.values())).share
+
     def totals(self) -> np.ndarray:
         """Returns ``[layers with experts, experts]`` int64: tokens of all ranks since the start, including rows that
         pad a batch. Waits for the device."""
@@ -57,14 +59,13 @@ class ExpertCounts:
 
     def sum_of_ranks(self, counted: torch.Tensor) -> np.ndarray:
         """Returns the ``totals`` of what each rank had ``counted``, which it overwrites."""
-        share = next(iter(self.layers.values())).share
-        if share.uses_all_to_all:  # otherwise every rank has counted all tokens
-            share.group.all_reduce(counted)
+        if self.share.uses_all_to_all:  # otherwise every rank has counted all tokens
+            self.share.group.all_reduce(counted)
         return counted.cpu().numpy()
 
 
-class _LastSteps:
-    """The counts of a rank before each of the last ``size`` steps."""
+class StepCounts:
+    """The counts of a rank before each of the last ``size`` steps. Takes ``size`` times the counts of device memory."""
 
     def __init__(self, counts: ExpertCounts, size: int):
         self._counts = counts
@@ -73,83 +74,27 @@ class _LastSteps:
         self._num_steps = 0
 
     def start(self) -> None:
+        """Forgets all steps."""
         if self._before is None:
             now = self._counts.of_rank()
             self._before = now.new_zeros(self._size, *now.shape)
         self._num_steps = 0
 
     def add(self) -> None:
+        """Adds a step, before its forward pass."""
         assert self._before is not None
         self._before[self._num_steps % self._size].copy_(self._counts.of_rank())
         self._num_steps += 1
 
-    def first_totals(self) -> np.ndarray | None:
-        """Returns the totals before the first of these steps; None where there were no more since the start."""
+    def loads(self) -> np.ndarray:
+        """Returns ``[steps, layers with experts, experts]`` int64: the tokens of each of the last steps, of all ranks,
+        which call it together. Waits for the device."""
         assert self._before is not None
-        if self._num_steps <= self._size:
-            return None
-        return self._counts.sum_of_ranks(self._before[self._num_steps % self._size].clone())
-
-
-class ExpertRecord:
-    """The expert distribution between ``start`` and ``stop``, for the endpoints of these names. Ranks call each method
-    together."""
-
-    def __init__(self, counts: ExpertCounts | None, num_steps: int | None = None):
-        """``counts``: None where the layers do not count. ``num_steps``: the most of the last ones that a recording
-        has; None for all."""
-        self._counts = counts
-        self._last_steps = None if counts is None or num_steps is None else _LastSteps(counts, num_steps)
-        self._begin: np.ndarray | None = None
-        self._recorded: np.ndarray | None = None
-
-    def start(self) -> str:
-        self._begin, self._recorded = self._totals(), None
-        if self._last_steps is not None:
-            self._last_steps.start()
-        return "Recording the tokens of every expert."
-
-    def stop(self) -> str:
-        """Ends the recording; raises InvalidRequest where none was started."""
-        totals = self._totals()
-        if self._begin is None:
-            raise InvalidRequest("Nothing is being recorded; call /start_expert_distribution_record first.")
-        self._recorded, self._begin = totals - self._first_totals(), None
-        return f"Recorded {int(self._recorded.sum())} choices of experts."
-
-    def dump(self, folder: str, *, write: bool) -> str:
-        """Writes the last recording as JSON into ``folder``, on the rank with ``write``; returns the file's path."""
-        totals = self._totals()
-        if self._begin is None and self._recorded is None:
-            raise InvalidRequest("Nothing was recorded; call /start_expert_distribution_record first.")
-        recorded = self._recorded if self._begin is None else totals - self._first_totals()
-        assert recorded is not None and self._counts is not None
-        file = Path(folder).expanduser() / f"expert_distribution_{time.time_ns()}.json"
-        if write:
-            content = {"layers": list(self._counts.layers), "logical_count": recorded.tolist()}
-            try:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(json.dumps(content) + "\n", encoding="utf-8")
-            except OSError as error:
-                raise InvalidRequest(f"Cannot write {file}: {error.strerror}.", param="output_dir") from None
-        return str(file)
-
-    def count_step(self) -> None:
-        """Counts a step, before its forward pass."""
-        if self._begin is not None and self._last_steps is not None:
-            self._last_steps.add()
-
-    def _first_totals(self) -> np.ndarray:
-        """Returns the totals before the first step of the recording."""
-        assert self._begin is not None
-        found = None if self._last_steps is None else self._last_steps.first_totals()
-        return self._begin if found is None else found
-
-    def _totals(self) -> np.ndarray:
-        if self._counts is None:
-            raise InvalidRequest("The experts' tokens are not counted: start the server with "
-                                 "--expert-distribution-recorder-mode stat.")
-        return self._counts.totals()
+        known = self._before[:self._num_steps]
+        if self._num_steps > self._size:
+            known = known.roll(-(self._num_steps % self._size), 0)
+        counted = torch.cat([known[1:], self._counts.of_rank()[None]]) - known if len(known) else known.clone()
+        return self._counts.sum_of_ranks(counted)
 
 
 class ExpertUtilization:
@@ -185,6 +130,10 @@ class ExpertBalancer:
         self._num_steps = 0
         self.held = False  # experts stay where they are
         self._last_totals = counts.totals()
+        self._steps: StepCounts | None = None
+        if args.balances_steps:
+            self._steps = StepCounts(counts, args.eplb_steps)
+            self._steps.start()
         self._due: list[tuple[MoE, np.ndarray]] = []
         self._num_moved = 0
 
@@ -198,12 +147,25 @@ class ExpertBalancer:
         elif self._num_steps >= self._args.eplb_rebalance_num_iterations:
             self._num_steps = 0
             self._begin()
+        if self._steps is not None:
+            self._steps.add()
+
+    def _loads(self) -> np.ndarray:
+        """Returns the loads ``[steps, layers, experts]`` since the last call, of all steps as one where the algorithm
+        does not tell them apart."""
+        if self._steps is not None:
+            loads = self._steps.loads()
+            self._steps.start()
+        else:
+            totals = self._counts.totals()
+            loads = (totals - self._last_totals)[None]
+            self._last_totals = totals
+        return loads
 
     def _begin(self) -> None:
-        totals = self._counts.totals()
-        loads, self._last_totals = totals - self._last_totals, totals
+        loads = self._loads().swapaxes(0, 1)
         layers = [(layer, load) for layer, load in zip(self._counts.layers.values(), loads) if load.any()]
-        factors = [_imbalance(layer, load) for layer, load in layers]
+        factors = [_imbalance(layer, load.sum(0)) for layer, load in layers]
         utilization = float(np.mean([1 / factor for factor in factors])) if factors else 1.0
         if utilization > self._args.eplb_min_rebalancing_utilization_threshold:
             log.info("experts stay: ranks have %.2f of the busiest one's tokens to do in the mean", utilization)
@@ -220,7 +182,7 @@ class ExpertBalancer:
         now, self._due = self._due[:count], self._due[count:]
         self._num_moved += sum(layer.rebalance(load) for layer, load in now)
         log.info("experts moved here: %d; of these layers the busiest rank has %.2f times the mean to do",
-                 self._num_moved, np.mean([_imbalance(layer, load) for layer, load in now]))
+                 self._num_moved, np.mean([_imbalance(layer, load.sum(0)) for layer, load in now]))
 
 
 def _imbalance(layer: MoE, load: np.ndarray) -> float:

@@ -43,7 +43,7 @@ def place_experts(args: ParallelArgs, model: CausalLM) -> None:
             if rows[index].shape != (len(layer.placement.replica_counts),) or rows[index].min() < 0:
                 raise ConfigError(f"{_FLAG}: logical_count must have a number of tokens for each of the model's "
                                   f"{len(layer.placement.replica_counts)} experts in each layer.")
-        moved = sum(layer.rebalance(rows[index]) for index, layer in layers.items())
+        moved = sum(layer.rebalance(rows[index][None]) for index, layer in layers.items())
     log.info("experts are placed as %s says: %d came from other ranks", _FLAG, moved)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -52,8 +52,9 @@ from .cuda_graphs.prefill_graph_selection import PrefillGraphSelection
 from .device_memory import DeviceMemory
 from .dp_sync import DPStepInfo, DPSync
 from .draft_weights import DraftWeights
-from .eplb import ExpertBalancer, ExpertCounts, ExpertRecord, ExpertUtilization, connect_experts, expert_layers
+from .eplb import ExpertBalancer, ExpertCounts, ExpertUtilization, connect_experts, expert_layers
 from .expert_location import place_experts
+from .expert_record import expert_record
 from .kv_sizing import cache_layouts, count_pages, kv_scales, page_counts, resolve_dtype
 from .layer_group_events import LayerGroupEvents
 from .model_weights import ModelWeights
@@ -113,8 +114,7 @@ class ModelRunner:
         self._workspace = AttentionWorkspace(device)
         counts = ExpertCounts(model) if self._parallel.experts.counts_tokens else None
         args = config.parallel
-        size = args.expert_distribution_recorder_buffer_size
-        self.expert_record = ExpertRecord(counts, None if size < 0 else size)
+        self.expert_record = expert_record(args, counts, weights.spec.num_layers)
         self._expert_balancer = None
         self._expert_utilization = None
         if args.enable_expert_distribution_metrics and counts is not None:
@@ -419,7 +419,8 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, step: StepContext) -> torch.Tensor:
         """Computes a step that was planned; returns its logits ``[R, vocab]`` in float32."""
-        return self._model.forward(step).float()
+        with self.expert_record.step(step.batch):
+            return self._model.forward(step).float()
 
     @torch.inference_mode()
     def run_idle_batch(self) -> None:
@@ -460,12 +461,15 @@ class ModelRunner:
         batch = ForwardBatch.from_columns(columns, step.token_ids, self.device, step.logits_rows, step.embeds)
         self._rebalance_experts()
         context = self.plan(batch, info, after_group, loads=self._take_loads())
-        with self._dumped(batch, prefill=step.num_prefill > 0):
+        with self._observed(batch, prefill=step.num_prefill > 0):
             return self._compute(step, batch, context)
 
-    def _dumped(self, batch: ForwardBatch, *, prefill: bool) -> AbstractContextManager[None]:
-        """Returns the context of a step's computation, which may be dumped."""
-        return nullcontext() if self._tensor_dump is None else self._tensor_dump.recorded(batch, prefill=prefill)
+    @contextmanager
+    def _observed(self, batch: ForwardBatch, *, prefill: bool) -> Iterator[None]:
+        """The context of a step's computation, which may be dumped and recorded."""
+        dump = self._tensor_dump
+        with self.expert_record.step(batch), nullcontext() if dump is None else dump.recorded(batch, prefill=prefill):
+            yield
 
     def _compute(self, step: ModelInput, batch: ForwardBatch, context: StepContext) -> StepLogits:
         if not step.num_hidden and step.features is None:
@@ -537,7 +541,9 @@ class ModelRunner:
         """Returns float32 logits ``[R, vocab]`` of ``batch.logits_rows``, as ``step`` without decode graphs. ``info``
         is what ``sync_dp`` returned for the batch; with one attention group it may be left out."""
         self._rebalance_experts()
-        return self._model.forward(self.plan(batch, info, after_group, loads=self._take_loads())).float()
+        context = self.plan(batch, info, after_group, loads=self._take_loads())
+        with self.expert_record.step(batch):
+            return self._model.forward(context).float()
 
     @torch.inference_mode()
     def hidden_states(self, batch: ForwardBatch, info: DPStepInfo | None = None) -> torch.Tensor:
@@ -545,7 +551,7 @@ class ModelRunner:
         ``forward``."""
         self._rebalance_experts()
         context = self.plan(batch, info, loads=self._take_loads())
-        with self._dumped(batch, prefill=True):
+        with self._observed(batch, prefill=True):
             return self._model.hidden_states(context)
 
     @property

@@ -9,6 +9,8 @@ from ...api.errors import ConfigError
 from ..cli import flag
 from ..rules import Rule, ServerRule, at_least, check_own_rules
 
+EplbAlgorithm = Literal["auto", "deepseek", "deepseek_vec", "deepseek_hierarchical", "deepseek_vec_hierarchical"]
+
 
 @dataclass(frozen=True)
 class ParallelArgs:
@@ -34,10 +36,11 @@ class ParallelArgs:
         "count the tokens of every expert, and move experts between ranks to balance them"))
     ep_num_redundant_experts: int = flag(0, help=(
         "physical experts beyond one for each, over all ranks: replicas, with --enable-eplb of the busiest experts"))
-    eplb_algorithm: Literal["auto", "deepseek", "deepseek_hierarchical"] = flag("auto", help=(
+    eplb_algorithm: EplbAlgorithm = flag("auto", help=(
         "how --enable-eplb places experts. deepseek: replicas of the busiest, packed evenly over all ranks. "
-        "deepseek_hierarchical: groups of experts over --nnodes first, then each host's over its ranks. auto is "
-        "deepseek"))
+        "deepseek_vec: replicas of those that are the busiest of single steps, by the tokens of each step; for loads "
+        "that change from step to step. _hierarchical: groups of experts over --nnodes first, then each host's over "
+        "its ranks. auto is deepseek"))
     eplb_rebalance_num_iterations: int = flag(1000, help="steps between two rebalancings of --enable-eplb")
     eplb_rebalance_layers_per_chunk: int | None = flag(None, help=(
         "layers whose experts --enable-eplb moves before one step; by default all, which steps wait for"))
@@ -50,10 +53,13 @@ class ParallelArgs:
         "which replica of an expert computes a token. dynamic: all in turn. static: always the same one for the tokens "
         "of a rank, its own where it has one; by all-to-all. fake: experts in turn instead of those that the router "
         "chooses, for measurements: answers are wrong"))
-    expert_distribution_recorder_mode: Literal["stat"] | None = flag(None, help=(
-        "stat counts the tokens of every expert, for /start_expert_distribution_record"))
+    expert_distribution_recorder_mode: Literal["stat", "per_pass", "per_token"] | None = flag(None, help=(
+        "what /start_expert_distribution_record records. stat: the tokens of every expert. per_pass: those of every "
+        "step apart, by physical experts. per_token: the experts of every token, with its id and position; kernels "
+        "are launched one by one, and each step waits for its record"))
     expert_distribution_recorder_buffer_size: int = flag(-1, help=(
-        "the last steps that a record of experts has; -1 for all since its start"))
+        "the last steps that a record of experts has, and that --eplb-algorithm deepseek_vec places experts by; -1 for "
+        "all since its start, or --eplb-rebalance-num-iterations"))
     enable_expert_distribution_metrics: bool = flag(False, help=(
         "count the tokens of every expert, and export how evenly ranks are used"))
     numa_node: tuple[int, ...] = flag((), some=True, help=(
@@ -104,11 +110,18 @@ class ParallelArgs:
         Rule(lambda c: c.expert_distribution_recorder_buffer_size != -1 and not (
             c.enable_eplb or c.expert_distribution_recorder_mode is not None),
              "--expert-distribution-recorder-buffer-size is for --expert-distribution-recorder-mode: give both."),
+        Rule(lambda c: c.expert_distribution_recorder_mode == "per_token"
+             and c.moe_a2a_backend in ("alltoall", "peer"),
+             "--expert-distribution-recorder-mode per_token records ranks that choose the experts of all tokens: leave "
+             "--moe-a2a-backend {moe_a2a_backend} out, or use per_pass."),
         Rule(lambda c: c.enable_expert_distribution_metrics and (c.ep_size == 1 or c.pp_size > 1),
              "--enable-expert-distribution-metrics compares ranks with experts of their own: set --ep-size to 2 or "
              "more, without --pp-size."),
     )
     flag_rules: ClassVar[tuple[ServerRule, ...]] = (
+        Rule(lambda c: c.parallel.expert_distribution_recorder_mode == "per_token" and c.dp_size > 1,
+             "--expert-distribution-recorder-mode per_token records the tokens of one attention group: leave "
+             "--enable-dp-attention out, or use per_pass."),
         Rule(lambda c: c.parallel.pp_size > 1 and not c.role.computes_prompts,
              "--pp-size is for prefill and unified servers: decode steps are too short for a pipeline; use --tp-size "
              "on decode servers."),
@@ -125,6 +138,17 @@ class ParallelArgs:
         if min(self.numa_node, default=-1) < -1:
             raise ConfigError(f"--numa-node takes numbers of nodes, or -1, not {min(self.numa_node)}.")
         check_own_rules(self)
+
+    @property
+    def balances_steps(self) -> bool:
+        """True if experts are placed by the tokens of each step, not of an interval as a whole."""
+        return self.enable_eplb and self.eplb_algorithm.startswith("deepseek_vec")
+
+    @property
+    def eplb_steps(self) -> int:
+        """The last steps by which ``balances_steps`` places experts."""
+        size, interval = self.expert_distribution_recorder_buffer_size, self.eplb_rebalance_num_iterations
+        return interval if size < 0 else min(size, interval)
 
     @property
     def world_size(self) -> int:

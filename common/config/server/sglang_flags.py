@@ -122,12 +122,10 @@ VALUES: dict[str, Values] = {
     "--hicache-storage-backend": Values(refused=dict.fromkeys(
         ("hf3fs", "aibrix", "lmcache", "eic", "flexkv", "dynamic", "mori", "simm", "umbp", "mmap", "shm"),
         "pages are kept in files, in Mooncake Store or behind NIXL; use file, mooncake or nixl")),
-    "--eplb-algorithm": Values(refused=dict.fromkeys(
-        ("deepseek_vec", "deepseek_vec_hierarchical", "elasticity_aware"),
-        "experts are placed by the tokens of an interval as a whole; use deepseek")),
+    # Over the ranks that are alive: here all are, because a server ends with any of its ranks.
+    "--eplb-algorithm": Values({"elasticity_aware": "deepseek"}),
     "--speculative-num-draft-tokens": Values({"64": "63"}),  # in the documents; trees have at most 63 rows
-    "--expert-distribution-recorder-mode": Values(refused=dict.fromkeys(
-        ("stat_approx", "per_pass", "per_token"), "tokens are counted for each expert alone; use stat")),
+    "--expert-distribution-recorder-mode": Values({"stat_approx": "stat"}),  # counts are exact in every mode
 }
 
 _AUTOMATIC: dict[str, Foreign] = {

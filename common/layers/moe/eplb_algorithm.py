@@ -6,6 +6,10 @@ of the highest load first, go to the rank with the lowest load. Here a rank neve
 expert stays on its rank where it can. The hierarchical policy gives each node whole groups of experts first, those of
 the highest load to the node with the lowest, and then does so within each node.
 
+Loads are of one step or of several. Of several, a replica goes to the expert by which the highest loads of a replica,
+added up over the steps, get the lowest; and each goes to the rank by which the squares of the ranks' loads, added up
+over the steps, rise least: experts that are busy in the same steps go to different ranks.
+
 A placement is the map ``physical_to_logical`` [ranks, experts of a rank].
 """
 
@@ -16,29 +20,47 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 
-def replica_counts(load: np.ndarray, num_physical: int, max_replicas: int) -> np.ndarray:
-    """Returns the number of replicas of each expert, 1 to ``max_replicas``, ``num_physical`` in all."""
-    count = np.ones(len(load), np.int64)
-    for _ in range(num_physical - len(load)):
-        # A load of nothing at all still spreads its replicas.
-        share = np.where(count < max_replicas, (load + 1e-9) / count, -1.0)
+def replica_counts(loads: np.ndarray, num_physical: int, max_replicas: int) -> np.ndarray:
+    """Returns the number of replicas of each expert, 1 to ``max_replicas``, ``num_physical`` in all, by the loads
+    [steps, experts]."""
+    count = np.ones(loads.shape[1], np.int64)
+    totals = loads.sum(0) + 1e-9  # A load of nothing at all still spreads its replicas.
+    for _ in range(num_physical - len(count)):
+        share = np.where(count < max_replicas, totals / count, -1.0)
+        if len(loads) > 1:
+            saved = np.where(count < max_replicas, _saved(loads, count), -1.0)
+            share = np.where(saved >= saved.max() * (1 - 1e-9), share, -1.0)
         count[share.argmax()] += 1
     return count
 
 
-def pack_experts(load: np.ndarray, count: np.ndarray, ranks: int, num_local: int) -> list[list[int]]:
-    """Returns the experts of each rank, ``num_local`` different ones; ``count[e]`` replicas of expert e share its load.
+def _saved(loads: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """Returns by how much one more replica of each expert lowers the highest loads of a replica, added up over steps.
     """
-    each = load / count
+    each = loads / count
+    steps, busiest = np.arange(len(each)), each.argmax(1)
+    highest = each[steps, busiest]
+    each[steps, busiest] = loads[steps, busiest] / (count[busiest] + 1)
+    return np.bincount(busiest, highest - each.max(1), minlength=len(count))
+
+
+def pack_experts(loads: np.ndarray, count: np.ndarray, ranks: int, num_local: int) -> list[list[int]]:
+    """Returns the experts of each rank, ``num_local`` different ones; ``count[e]`` replicas of expert e share its load,
+    ``loads[:, e]`` by steps."""
+    each = loads / count
     packed: list[list[int]] = [[] for _ in range(ranks)]
-    total = np.zeros(ranks)
-    for expert in np.argsort(-each, kind="stable").tolist():
+    total = np.zeros((ranks, len(loads)))
+    for expert in np.argsort(-each.sum(0), kind="stable").tolist():
         for _ in range(int(count[expert])):
             free = [rank for rank in range(ranks) if len(packed[rank]) < num_local]
             fit = [rank for rank in free if expert not in packed[rank]]
-            rank = min(fit, key=lambda rank: total[rank]) if fit else _swap_in(packed, expert, free[0], each, total)
+            if fit:
+                rise, loaded = (total @ each[:, expert]).tolist(), total.sum(1).tolist()
+                rank = min(fit, key=lambda rank: (rise[rank], loaded[rank]))
+            else:
+                rank = _swap_in(packed, expert, free[0], each, total)
             packed[rank].append(expert)
-            total[rank] += each[expert]
+            total[rank] += each[:, expert]
     return packed
 
 
@@ -49,11 +71,12 @@ def _swap_in(packed: list[list[int]], expert: int, rank: int, each: np.ndarray, 
     There is one: it has more experts than ``rank``, and not this one.
     """
     giver = next(other for other in range(len(packed)) if expert not in packed[other])
-    given = min((other for other in packed[giver] if other not in packed[rank]), key=lambda other: each[other])
+    given = min((other for other in packed[giver] if other not in packed[rank]),
+                key=lambda other: float(each[:, other].sum()))
     packed[giver].remove(given)
     packed[rank].append(given)
-    total[giver] -= each[given]
-    total[rank] += each[given]
+    total[giver] -= each[:, given]
+    total[rank] += each[:, given]
     return giver
 
 
@@ -81,24 +104,24 @@ def _keep_indices(experts: list[int], before: list[int]) -> list[int]:
     return [expert if expert in experts else next(new) for expert in before]
 
 
-def rebalance(load: np.ndarray, before: np.ndarray, num_nodes: int = 1, num_groups: int = 1) -> np.ndarray:
-    """Returns a better placement than ``before`` for experts of these loads, on ``num_nodes`` nodes of neighbouring
-    ranks: with several each gets as many of the ``num_groups`` groups of neighbouring experts."""
+def rebalance(loads: np.ndarray, before: np.ndarray, num_nodes: int = 1, num_groups: int = 1) -> np.ndarray:
+    """Returns a better placement than ``before`` for experts of these loads [steps, experts], on ``num_nodes``
+    nodes of neighbouring ranks: with several each gets as many of the ``num_groups`` groups of neighbouring experts."""
     if num_nodes == 1:
-        return minimize_moves(_pack(load, *before.shape), before)
-    groups = np.arange(len(load)).reshape(num_groups, -1)
+        return minimize_moves(_pack(loads, *before.shape), before)
+    groups = np.arange(loads.shape[1]).reshape(num_groups, -1)
     nodes = before.reshape(num_nodes, -1, before.shape[1])
-    packed = pack_experts(load[groups].sum(1), np.ones(num_groups, np.int64), num_nodes, num_groups // num_nodes)
+    packed = pack_experts(loads[:, groups].sum(2), np.ones(num_groups, np.int64), num_nodes, num_groups // num_nodes)
     sets = [groups[sorted(each)].ravel() for each in packed]
     after = np.empty_like(nodes)
     for index, node in _match([each.tolist() for each in sets], nodes.reshape(num_nodes, -1).tolist()):
-        own = [sets[index][local].tolist() for local in _pack(load[sets[index]], *nodes.shape[1:])]
+        own = [sets[index][local].tolist() for local in _pack(loads[:, sets[index]], *nodes.shape[1:])]
         after[node] = minimize_moves(own, nodes[node])
     return after.reshape(before.shape)
 
 
-def _pack(load: np.ndarray, ranks: int, num_local: int) -> list[list[int]]:
-    return pack_experts(load, replica_counts(load, ranks * num_local, ranks), ranks, num_local)
+def _pack(loads: np.ndarray, ranks: int, num_local: int) -> list[list[int]]:
+    return pack_experts(loads, replica_counts(loads, ranks * num_local, ranks), ranks, num_local)
 
 
 def initial_placement(num_experts: int, ranks: int, num_local: int) -> np.ndarray:

@@ -42,6 +42,11 @@ class MoE:
         device = allocate.device
         self.counts = (torch.zeros(spec.num_experts, dtype=torch.int64, device=device)
                        if share.counts_tokens else None)
+        self.physical_counts: torch.Tensor | None = None
+        """[physical experts] int64, where they are counted too: tokens as in ``counts``."""
+        self.keeps_chosen = False
+        self.chosen: torch.Tensor | None = None
+        """The physical experts [T, top_k] of the last step, where it ``keeps_chosen``."""
         self.placement: Placement | None = None
         if share.eplb:
             initial = initial_placement(spec.num_experts, share.ep_size, self.experts.num_local)
@@ -101,10 +106,13 @@ class MoE:
         else:
             ids, weights = self.router(x)
             exchange = self.share.low_latency
-            counted = exchange.local_rows(ids) if exchange and self.share.uses_all_to_all else ids
             if self.share.dispatch == "fake":
-                ids, counted = self._fake_ids(ids), self._fake_ids(counted)
-            physical_ids = self._physical_ids(ids, counted=counted)
+                ids = self._fake_ids(ids)
+            physical_ids = self._physical_ids(ids)
+            if exchange and self.share.uses_all_to_all:
+                self._count(exchange.local_rows(ids), exchange.local_rows(physical_ids))
+            else:
+                self._count(ids, physical_ids)
             local_ids = physical_ids - first_id if first_id else physical_ids
         return self.experts(x, local_ids, weights)
 
@@ -128,8 +136,8 @@ class MoE:
         ids, weights = self.router(x, self._local_live(len(x), rows))
         if self.share.dispatch == "fake":
             ids = self._fake_ids(ids)
-        physical_ids = self._physical_ids(ids, counted=ids, shift=self.share.group.rank,
-                                          own=self.share.dispatch == "static")
+        physical_ids = self._physical_ids(ids, shift=self.share.group.rank, own=self.share.dispatch == "static")
+        self._count(ids, physical_ids)
         addend = None if self.shared is None else self.shared.partial(x)
         num_local, all_to_all = self.experts.num_local, self.share.all_to_all
         if all_to_all is not None and all_to_all.can_dispatch(rows):
@@ -160,19 +168,25 @@ class MoE:
         turns = torch.arange(ids.numel(), device=ids.device, dtype=ids.dtype).view_as(ids) % self._spec.num_experts
         return torch.where(ids < 0, ids, turns)
 
-    def _physical_ids(self, ids: torch.Tensor, *, counted: torch.Tensor, shift: int = 0,
-                      own: bool = False) -> torch.Tensor:
-        """Maps expert ids to physical ones; counts the tokens of ``counted``, this rank's part of them. ``own``: each
-        expert's is always the same."""
-        if self.counts is not None:
-            self.counts.scatter_add_(0, counted.flatten(), torch.ones_like(counted).flatten())
+    def _physical_ids(self, ids: torch.Tensor, *, shift: int = 0, own: bool = False) -> torch.Tensor:
+        """Maps expert ids to physical ones. ``own``: each expert's is always the same."""
         if self.placement is None:
             return ids
         return self.placement.to_own(ids) if own else self.placement.to_physical(ids, shift=shift)
 
+    def _count(self, ids: torch.Tensor, physical_ids: torch.Tensor) -> None:
+        """Counts tokens, this rank's part of them, where they are counted."""
+        if self.counts is None:
+            return
+        if self.keeps_chosen:
+            self.chosen = physical_ids
+        for counts, chosen in ((self.counts, ids), (self.physical_counts, physical_ids)):
+            if counts is not None:
+                counts.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
+
     def rebalance(self, load: np.ndarray) -> int:
-        """Moves experts so that recent tokens (``load`` [num_experts], equal on all ranks) would load the ranks evenly.
-        All ranks call it between two steps. Returns how many experts this rank got from others."""
+        """Moves experts so that recent tokens (``load`` [steps, num_experts], equal on all ranks) would load the ranks
+        evenly. All ranks call it between two steps. Returns how many experts this rank got from others."""
         assert self.placement is not None
         return self.place(rebalance(load, self.placement.physical_to_logical, self.share.num_nodes,
                                     self._spec.num_groups))

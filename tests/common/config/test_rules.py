@@ -16,6 +16,7 @@ from baton.router.config import RouterConfig
 from baton.tests.helpers import dict_tier  # noqa: F401 (registers its tiers)
 
 DP = {"enable_dp_attention": True, "dp_size": 2, "tp_size": 2}
+TOKENS = {"expert_distribution_recorder_mode": "per_token"}
 EPLB = {"enable_eplb": True, "tp_size": 2, "ep_size": 2}
 PP = {"pp_size": 2}
 PREFILL, DECODE = {"disaggregation_mode": "prefill"}, {"disaggregation_mode": "decode"}
@@ -101,6 +102,8 @@ SERVERS: list[tuple[dict[str, Any], str]] = [
     (EPLB | {"eplb_min_rebalancing_utilization_threshold": 1.5}, "threshold must be above 0 and at most 1."),
     (EPLB | {"ep_dispatch_algorithm": "static"}, "--ep-dispatch-algorithm static is for tokens that are sent to"),
     (EPLB | {"expert_distribution_recorder_buffer_size": 0}, "--expert-distribution-recorder-buffer-size must be 1"),
+    (TOKENS | {"tp_size": 2, "ep_size": 2, "moe_a2a_backend": "alltoall"}, "leave --moe-a2a-backend alltoall out, or"),
+    (TOKENS | {"tp_size": 2, "enable_dp_attention": True, "dp_size": 2}, "per_token records the tokens of one"),
     ({"enable_expert_distribution_metrics": True}, "--enable-expert-distribution-metrics compares ranks with experts"),
     ({"expert_distribution_recorder_buffer_size": 9}, "--expert-distribution-recorder-buffer-size is for --expert-"),
     (SEED | PP, "--load-format remote_instance takes the weights of a server without stages: leave --pp-size out."),

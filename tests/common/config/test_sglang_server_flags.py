@@ -82,7 +82,7 @@ def test_refused_flags_say_why(name, capsys):
 
 @pytest.mark.parametrize("name, values", [(name, values) for name, values in sorted(SGLANG_FLAGS.values.items())])
 def test_values_are_translated_or_refused(name, values, capsys):
-    extra = ["--enable-return-hidden-states"] if name == "--expert-distribution-recorder-mode" else []
+    extra = ["--enable-eplb", "--tp", "2", "--ep", "2"] if name == "--eplb-algorithm" else []
     for theirs, ours in values.to.items():
         for form in ([name, theirs], [f"{name}={theirs}"]):
             assert read("--model-path", "m", *extra, *form) == read("--model-path", "m", *extra, name, ours)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,10 @@ def variants(folder: Path, world: TPGroup) -> dict:
     first = json.loads((folder / "config.json").read_text()).get("first_k_dense_replace", 0)
     counted = json.dumps({"layers": [first, first + 1], "logical_count": [[[1, 2, 3, 4, 5, 6, 7, 80], [80, *[1] * 7]]]})
     flags: dict[str, dict[str, Any]] = {
-        "static": {"moe_a2a_backend": "alltoall", "ep_dispatch_algorithm": "static"},
-        "chunks": {"eplb_rebalance_layers_per_chunk": 1, "eplb_rebalance_num_iterations": 4},
+        "static": {"moe_a2a_backend": "alltoall", "ep_dispatch_algorithm": "static",
+                   "expert_distribution_recorder_mode": "per_pass"},
+        "chunks": {"eplb_rebalance_layers_per_chunk": 1, "eplb_rebalance_num_iterations": 4,
+                   "eplb_algorithm": "deepseek_vec"},
         "threshold": {"eplb_min_rebalancing_utilization_threshold": 0.01},
         "mapped": {"init_expert_location": mapped, "eplb_rebalance_num_iterations": 1000},
         "counted": {"init_expert_location": counted, "eplb_rebalance_num_iterations": 1000},
@@ -105,11 +108,15 @@ def while_experts_move(folder: Path, world: TPGroup, a2a: AllToAll, **flags: Any
         logits.append(made.cpu())  # a graph's logits are overwritten by the next
         placements.append([layer.placement.physical_to_logical.tolist() for layer in layers])
     said = runner.expert_record.stop()
+    passes = None
+    if args.expert_distribution_recorder_mode == "per_pass":
+        with tempfile.TemporaryDirectory() as own:
+            passes = torch.load(runner.expert_record.dump(own), weights_only=True)
     runner.update_weights(str(folder), None)
     again = forward(runner, [(TOKENS, 0, pages)]).cpu()
     counts = ExpertCounts(runner._model).totals().tolist()
     return {"logits": torch.cat(logits), "again": again, "placements": placements, "said": said, "counts": counts,
-            "gauges": utilization.gauges}
+            "passes": passes, "gauges": utilization.gauges}
 
 
 def layer(share: ExpertParallel) -> MoE:
@@ -147,7 +154,7 @@ def apart(world: TPGroup) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
         assert isinstance(sent, torch.Tensor) and isinstance(met, DeferredRows)
         counts = world.all_reduce(made.counts.clone())
         found.append((sent, met.reduce(), int(counts.sum())))
-        moved = world.all_reduce(torch.tensor(made.rebalance(np.arange(8.0) ** 2)))
+        moved = world.all_reduce(torch.tensor(made.rebalance(np.arange(8.0)[None] ** 2)))
         assert len(found) == 2 or moved > 0
     return found
 

@@ -32,7 +32,7 @@ def test_ranks_equal_transformers(tmp_path, size, families):
     ranks = run_ranks(MOE_RANK, size, tmp_path, str(checkpoints))
     want = {family: expected_logits(model, TOKENS) for family, model in models.items()}
     alone = layer(ExpertParallel(TPGroup()))
-    for rank, found in enumerate(ranks):
+    for found in ranks:
         assert {name for _, name in found["logits"]} == {"ep1", "ep2", "alltoall", *(["ep4"] if size == 4 else [])}
         for (family, name), logits in found["logits"].items():
             assert (logits - want[family]).abs().max() < 1e-4, (family, name)
@@ -40,6 +40,8 @@ def test_ranks_equal_transformers(tmp_path, size, families):
             check_moved(moved, want[families[0 if a2a == "none" else -1]], a2a)
             assert moved["placements"] == ranks[0]["balanced"][a2a]["placements"]
         check_variants(found["variants"], want[families[-1]], size)
+    check_passes([found["variants"]["static"]["passes"] for found in ranks])
+    for rank, found in enumerate(ranks):
         for name, each in found["variants"].items():
             assert each["placements"] == ranks[0]["variants"][name]["placements"], name
         with torch.inference_mode():
@@ -78,6 +80,16 @@ def check_variants(variants: dict, want: torch.Tensor, size: int) -> None:
     used = {name: found["gauges"]["expert_utilization"] for name, found in variants.items()}
     assert all(0 < value <= 1 for value in used.values()) and used["threshold"] < 1
     assert all(max(counts) - min(counts) <= 12 for counts in variants["fake"]["counts"])
+
+
+def check_passes(files: list[dict]) -> None:
+    """Each rank's file has its own tokens by physical experts; the sum of all is that of the step."""
+    assert [{record["rank"] for record in file["records"]} for file in files] == [{rank} for rank in range(len(files))]
+    counts = torch.stack([torch.stack([record["global_physical_count"] for record in file["records"]])
+                          for file in files])
+    assert counts.shape[1:] == (11, 2, 8 + len(files))
+    assert counts.sum((0, 3)).tolist() == [[60, 60], *[[3, 3]] * 10]
+    assert all(sorted(set(row)) == list(range(8)) for row in files[0]["last_physical_to_logical_map"].tolist())
 
 
 @pytest.mark.parametrize(("value", "sentence"), [
