@@ -44,7 +44,8 @@ def make_batcher(config: ServerConfig, runner: ModelRunner, cache: KVCacheManage
     num_bytes = int(config.schedule.retract_host_memory_gb * 2**30)
     swap = loads = rates = None
     if num_bytes or config.tiers.enable_hierarchical_cache:
-        rates = AgreedRates(measure_link_bandwidth(runner.device), agreement or group)
+        rates = AgreedRates(measure_link_bandwidth(runner.device), agreement or group,
+                            always_load=config.tiers.hicache_load_policy == "always")
     if rates is not None and num_bytes:
         tiers = _host_tiers(runner.pools, runner.draft_pool, num_bytes)
         swap = SwapSpace(tiers, cache, rates, shared=config.role.receives_kv)

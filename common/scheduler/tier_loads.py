@@ -114,7 +114,7 @@ class TierLoads:
         count = len(keys)
         queued = sum(load.num_pages for load in self._loads)
         page_size, page_bytes = self._cache.page_size, self._tier.page_bytes
-        if not self._rates.load_is_cheaper((queued + count) * page_bytes, count * page_size):
+        if not self._rates.should_load((queued + count) * page_bytes, count * page_size):
             self.num_computed += count
             return None
         if (page_ids := self._cache.allocate_loaded(table, count)) is None:

@@ -28,8 +28,6 @@ _MOST_OF_HOST = 0.5
 """Share of host memory that prefetches may hold: reserved, or kept until their requests are admitted."""
 _DRAIN_SECONDS = 5.0
 """Longest that a server waits at its end for pages to be written."""
-_OPTIMISM = 0.02
-"""After each read that seemed too slow, the storage's rate is believed to be higher by this share."""
 
 
 class Query(Protocol):
@@ -70,6 +68,9 @@ class Storage(Protocol):
     def counters(self) -> StorageCounters: ...
 
     @property
+    def read_rate(self) -> float: ...
+
+    @property
     def num_queued_writes(self) -> int: ...
 
     @property
@@ -93,8 +94,6 @@ class Prefetch:
     began: float | None = None
     found: int = 0
     read: Read | None = None
-    read_began: float = 0.0
-    measured: bool = False
     slots: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     num_read: int = 0
     ended: bool = False
@@ -126,6 +125,7 @@ class Prefetches:
         self.page_servers = page_servers or PageServers()
         self._cache, self._host, self.storage = cache, host, storage
         self._group, self._rates = group, rates
+        rates.storage_rate = lambda: 0.0 if self.storage is None else self.storage.read_rate
         self._policy, self._limits = policy, limits
         self._numbers = itertools.count()
         self._of: dict[Req, Prefetch] = {}
@@ -282,12 +282,7 @@ class Prefetches:
         return int(_MOST_OF_HOST * self._host.capacity)
 
     def _sample(self) -> dict[int, tuple[bool, int]]:
-        phases = [each for each in (*self._of.values(), *self._draining) if not each.ended]
-        for each in phases:
-            if each.read is not None and not each.measured and each.read.done:
-                each.measured = True
-                self._rates.storage_rate.add(each.read_began, each.read.num_pages * self._host.page_bytes)
-        return {each.key: each.state() for each in phases}
+        return {each.key: each.state() for each in (*self._of.values(), *self._draining) if not each.ended}
 
     def _begin_read(self, prefetch: Prefetch, found: int) -> None:
         """Read the ``found`` pages that all ranks have found, as many as fit; where that is too slow, none. Without
@@ -298,9 +293,8 @@ class Prefetches:
         if self.storage is None or found * page_size < self._limits.prefetch_threshold:
             prefetch.ended = True
             return
-        if not self._rates.read_is_cheaper((queued + found) * self._host.page_bytes, found * page_size):
+        if not self._rates.should_read((queued + found) * self._host.page_bytes, found * page_size):
             prefetch.ended = True
-            self._rates.storage_rate.raise_by(_OPTIMISM)
             self.counters["prefetches_refused"] += 1
             return
         count = min(found, self._limit)
@@ -308,7 +302,7 @@ class Prefetches:
             prefetch.ended = count == 0
             return
         self._num_held += count
-        prefetch.slots, prefetch.read_began = slots, self._rates.storage_rate.clock()
+        prefetch.slots = slots
         prefetch.read = self.storage.read(prefetch.keys[:count], slots)
 
     def _publish(self, prefetch: Prefetch) -> None:

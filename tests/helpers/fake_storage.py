@@ -62,6 +62,7 @@ class FakeStorage:
     counters = StorageCounters()
     num_queued_writes = 0
     healthy = True
+    read_rate = 0.0
 
     def __init__(self, host: Any, rng: np.random.Generator | None = None, *, max_delay: int = 0,
                  fail_share: float = 0.0, pages_a_step: int = 1 << 20):

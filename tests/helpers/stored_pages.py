@@ -135,6 +135,8 @@ class MemoryBackend:
         for name, target, there in zip(names, into, found):
             if there:
                 target[:] = self.objects[name]
+            else:
+                self.objects.pop(name, None)
         return found
 
     def put(self, names: Sequence[str], data: Sequence[np.ndarray]) -> list[bool]:

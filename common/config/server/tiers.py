@@ -28,6 +28,7 @@ _IN_MEMORY_THRESHOLD = 16
 """Tokens that are worth a request to a storage that answers at the speed of the network."""
 
 PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
+LoadPolicy = Literal["cheaper", "always"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,9 @@ class TierArgs:
     hicache_io_backend: Literal["kernel", "direct"] = flag("direct", help=(
         "copies between GPU and host memory. direct: the copy engine; kernel: one kernel gathers all pages, which "
         "slows the steps beside it"))
+    hicache_load_policy: LoadPolicy = flag("cheaper", help=(
+        "which pages of the tiers are loaded. cheaper: those that would take longer to compute, by measured rates; "
+        "always: all, to measure the tiers or to spare the GPU"))
     hicache_storage_backend: str | None = flag(None, choices=Choices.of(KV_STORAGES), help=(
         "storage that pages in host memory are written to, and prompts' pages are prefetched from"))
     hicache_storage_prefetch_policy: PrefetchPolicy = flag("timeout", help=(

@@ -90,8 +90,8 @@ class StorageBackend(Protocol):
         ...
 
     def get(self, names: Sequence[str], into: Sequence[np.ndarray]) -> list[bool]:
-        """Reads whole objects into parts of ``buffer``, each as long as its object; False where it is absent or has
-        another length."""
+        """Reads whole objects into parts of ``buffer``, each as long as its object; False where it is absent. One
+        of another length is damaged: False, and it is removed where the store tells its length."""
         ...
 
     def put(self, names: Sequence[str], data: Sequence[np.ndarray]) -> list[bool]:

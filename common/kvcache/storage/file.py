@@ -86,6 +86,7 @@ class FileBackend(FolderBackend):
         try:
             view, done = target.data, 0
             if os.fstat(fd).st_size != len(view):
+                self.folder.delete(name)
                 return False
             while done < len(view):
                 count = os.preadv(fd, [view[done:]], done)

@@ -20,6 +20,13 @@ _STALL_FACTOR = 8.0
 _RATE_HALF_LIFE_BYTES = 64 << 20
 
 
+@dataclass
+class Measured:
+    """A copy in flight. ``num_bytes`` that it has copied, set by who measures."""
+
+    num_bytes: int = 0
+
+
 class Rate:
     """Bytes per second of what has been copied, by the time in which a copy was in flight; the last 64 MiB count half.
     Safe for threads."""
@@ -29,18 +36,22 @@ class Rate:
         self._active, self._since = 0, 0.0
         self._bytes = self._seconds = 0.0
 
-    def begin(self) -> None:
+    @contextmanager
+    def measure(self) -> Iterator[Measured]:
+        """Times a copy, which may run beside others."""
+        measured = Measured()
         with self._lock:
             self._advance()
             self._active += 1
-
-    def end(self, num_bytes: int) -> None:
-        with self._lock:
-            self._advance()
-            self._active -= 1
-            self._bytes += num_bytes
-            if self._bytes > 2 * _RATE_HALF_LIFE_BYTES:
-                self._bytes, self._seconds = self._bytes / 2, self._seconds / 2
+        try:
+            yield measured
+        finally:
+            with self._lock:
+                self._advance()
+                self._active -= 1
+                self._bytes += measured.num_bytes
+                if self._bytes > 2 * _RATE_HALF_LIFE_BYTES:
+                    self._bytes, self._seconds = self._bytes / 2, self._seconds / 2
 
     def _advance(self) -> None:
         now = self._clock()
@@ -49,16 +60,9 @@ class Rate:
         self._since = now
 
     @property
-    def value(self) -> float | None:
-        """None until something was copied."""
-        return self._bytes / self._seconds if self._bytes and self._seconds > 0 else None
-
-
-@dataclass
-class Call:
-    """A call in flight. ``copied``: bytes that it has copied, set by the caller."""
-
-    copied: int = 0
+    def value(self) -> float:
+        """0 until something was copied."""
+        return self._bytes / self._seconds if self._seconds > 0 else 0.0
 
 
 class Health:
@@ -78,18 +82,14 @@ class Health:
         self._retry_seconds = _FIRST_RETRY_SECONDS
 
     @contextmanager
-    def call(self, num_bytes: int = 0) -> Iterator[Call]:
-        """Times a call to the backend that copies up to ``num_bytes``; those that it did go into the yielded object."""
-        number, begin, call = next(self._numbers), self._clock(), Call()
+    def call(self, num_bytes: int = 0) -> Iterator[None]:
+        """Times a call to the backend that copies up to ``num_bytes``."""
+        number, begin = next(self._numbers), self._clock()
         with self._lock:
             self._calls[number] = begin + self._limit(num_bytes)
-        if num_bytes:
-            self.rate.begin()
         try:
-            yield call
+            yield
         finally:
-            if num_bytes:
-                self.rate.end(call.copied)
             end = self._clock()
             with self._lock:
                 stalled = self._calls.pop(number) < end
@@ -99,7 +99,7 @@ class Health:
 
     def _limit(self, num_bytes: int) -> float:
         rate = self.rate.value
-        return self._stall_seconds if rate is None else max(self._stall_seconds, _STALL_FACTOR * num_bytes / rate)
+        return max(self._stall_seconds, _STALL_FACTOR * num_bytes / rate) if rate else self._stall_seconds
 
     @property
     def is_aside(self) -> bool:

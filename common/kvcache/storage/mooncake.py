@@ -109,6 +109,8 @@ class MooncakeBackend:
     def get(self, names: Sequence[str], into: Sequence[np.ndarray]) -> list[bool]:
         codes = self._store.batch_get_into(list(names), *_addresses(into))
         _raise_unless(all(code >= 0 or code in _ABSENT for code in codes), codes)
+        if damaged := [name for name, code, target in zip(names, codes, into) if 0 <= code != target.nbytes]:
+            self.delete(damaged)
         return [code == target.nbytes for code, target in zip(codes, into)]
 
     def put(self, names: Sequence[str], data: Sequence[np.ndarray]) -> list[bool]:

@@ -124,6 +124,7 @@ class NixlBackend(FolderBackend):
         if os.fstat(fd).st_size == num_bytes:
             return fd
         os.close(fd)
+        self.folder.delete(name)
         return None
 
     def put(self, names: Sequence[str], data: Sequence[np.ndarray]) -> list[bool]:

@@ -78,7 +78,6 @@ class Storage:
         self._counters, self._lock = StorageCounters(), threading.Lock()
         self._sources = objects.shape.sources
         self._buffers = threading.local()
-        self._queued_pages = 0  # of reads
         self._max_queued_pages = max_queued_pages
         self._queue: OrderedDict[PageKey, None] = OrderedDict()  # of writes
         self._written: OrderedDict[PageKey, float] = OrderedDict()
@@ -110,18 +109,9 @@ class Storage:
         return not self._reads.is_aside
 
     @property
-    def read_rate(self) -> float | None:
-        """Bytes per second at which pages came lately; None until some did."""
+    def read_rate(self) -> float:
+        """Bytes per second at which pages came into host memory lately; 0 until some did."""
         return self._reads.rate.value
-
-    @property
-    def write_rate(self) -> float | None:
-        return self._writes.rate.value
-
-    def read_seconds(self, num_pages: int) -> float | None:
-        """Estimates how long ``num_pages`` will take, after what is queued; None while the rate is not known."""
-        rate = self.read_rate
-        return None if rate is None else (self._queued_pages + num_pages) * self._host.page_bytes / rate
 
     @property
     def num_queued_writes(self) -> int:
@@ -162,8 +152,6 @@ class Storage:
             step = self._batch_pages
             for first in range(0, len(keys), step):
                 pages = range(first, min(first + step, len(keys)))
-                with self._lock:
-                    self._queued_pages += len(pages)
                 self._readers.submit(lambda pages=pages: self._read(read, pages))  # type: ignore[misc]
         return read
 
@@ -242,6 +230,13 @@ class Storage:
             while len(self._written) > _MAX_WRITTEN:
                 self._written.popitem(last=False)
 
+    def _note_absent(self, keys: Sequence[PageKey]) -> None:
+        """Lets pages be written again once they are stored: some of ``keys`` are not there, evicted or removed by
+        others."""
+        with self._write_possible:
+            for key in keys:
+                self._written.pop(key, None)
+
     def _count_error(self, kind: str) -> None:
         with self._lock:
             self._counters.errors[kind] += 1
@@ -262,6 +257,7 @@ class Storage:
                 query.found(count, last=False)
         except Exception as error:  # whatever a backend's library raises
             self._fail(self._reads, "query", error)
+        self._note_absent(query.keys[query.count:])
         query.found(query.count, last=True)
 
     def _num_present(self, query: StorageQuery, first: int) -> int:
@@ -298,13 +294,11 @@ class Storage:
                     break
                 missing = self._read_from(source, read, missing)
             if missing:
+                self._note_absent(read.keys[missing[0]:])
                 read.end_at(missing[0])
         except Exception as error:  # whatever a backend's library raises
             self._fail(self._reads, "read", error)
             read.end_at(pages.start)
-        finally:
-            with self._lock:
-                self._queued_pages -= len(pages)
 
     def _read_from(self, source: list[Rectangle], read: StorageRead, pages: list[int]) -> list[int]:
         """Reads pages from one source; returns those that it does not have."""
@@ -317,11 +311,12 @@ class Storage:
             names = [self._objects.name(read.keys[page], rectangle) for page in batch for rectangle in source]
             if not batch:
                 break
-            with self._reads.call(len(batch) * sum(sizes)) as call:
-                present = self._backend.get(names, [data for page in parts for data in page])
-                call.copied = sum(size for size, there in zip(sizes * len(batch), present) if there)
-            filled = [all(present[i * len(source):][:len(source)]) and self._fill(source, read, page, parts[i])
-                      for i, page in enumerate(batch)]
+            with self._reads.rate.measure() as measured:
+                with self._reads.call(len(batch) * sum(sizes)):
+                    present = self._backend.get(names, [data for page in parts for data in page])
+                filled = [all(present[i * len(source):][:len(source)]) and self._fill(source, read, page, parts[i])
+                          for i, page in enumerate(batch)]
+                measured.num_bytes = sum(filled) * self._host.page_bytes
             missing += [page for page, is_filled in zip(batch, filled) if not is_filled]
             # Others may have written them, in objects of other heads: they need not be written again.
             self._note_written([read.keys[page] for page, is_filled in zip(batch, filled) if is_filled])
@@ -424,13 +419,13 @@ class Storage:
     def _put(self, keys: list[PageKey], data: list[np.ndarray]) -> None:
         """Raises StorageError where the store takes no more."""
         own = self._objects.shape.own
-        with self._writes.call(sum(each.nbytes for each in data)) as call:
+        with self._writes.rate.measure() as measured, self._writes.call(sum(each.nbytes for each in data)):
             results = self._backend.put([self._objects.name(key, own) for key in keys], data)
             written = [key for key, result in zip(keys, results) if result]
-            call.copied = sum(each.nbytes for each, result in zip(data, results) if result)
+            measured.num_bytes = len(written) * self._host.page_bytes
             with self._lock:
                 self._counters.written_pages += len(written)
-                self._counters.written_bytes += len(written) * self._host.page_bytes
+                self._counters.written_bytes += measured.num_bytes
             self._note_written(written)
             if len(written) < len(keys):
                 raise StorageError("it is full")

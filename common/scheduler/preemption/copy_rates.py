@@ -14,6 +14,7 @@ from ...distributed.agreement import RankAgreement
 _PROBE_BYTES = 16 << 20
 _MIN_STEP_TOKENS = 32  # shorter steps measure the cost of a launch
 _NEWEST_STEP_WEIGHT = 0.2  # in the moving average
+_OPTIMISM = 0.02
 
 
 def measure_link_bandwidth(device: torch.device) -> float:
@@ -61,25 +62,6 @@ class PrefillRate:
         self.tokens_per_second = _with_newest(self.tokens_per_second, num_tokens, now - max(launched, previous_end))
 
 
-class CopyRate:
-    """Moving average of the bytes a second of copies of one kind, which share a link; 0 before the first one."""
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
-        self.clock = clock
-        self._last_end = 0.0
-        self.bytes_per_second = 0.0
-
-    def add(self, began: float, num_bytes: int) -> None:
-        """Record a copy that ends now and began at ``began`` of the clock, or when the previous one ended."""
-        now, previous_end = self.clock(), self._last_end
-        self._last_end = now
-        self.bytes_per_second = _with_newest(self.bytes_per_second, num_bytes, now - max(began, previous_end))
-
-    def raise_by(self, share: float) -> None:
-        """Believe in more, so that what was too slow once is tried again some time."""
-        self.bytes_per_second *= 1 + share
-
-
 class AgreedRates:
     """The rates of the slowest rank, by which all ranks of a group decide alike; ``poll`` once a step.
 
@@ -87,12 +69,16 @@ class AgreedRates:
     second of reads. The last two are 0 while they are not known.
     """
 
-    def __init__(self, link_bandwidth: float, group: RankAgreement, prefill_rate: PrefillRate | None = None,
-                 storage_rate: CopyRate | None = None):
+    def __init__(self, link_bandwidth: float, group: RankAgreement, prefill_rate: PrefillRate | None = None, *,
+                 always_load: bool = False):
+        """``always_load``: ``should_load`` and ``should_read`` say yes, whatever the rates are."""
         self.prefill_rate = prefill_rate or PrefillRate()
-        self.storage_rate = storage_rate or CopyRate()
+        self.storage_rate: Callable[[], float] = lambda: 0.0
+        """Bytes a second at which this rank's storage has read lately; 0 while that is not known."""
         self._link_bandwidth = link_bandwidth
         self._group = group
+        self._always_load = always_load
+        self._read_rate, self._belief = 0.0, 1.0
         self._measured = (-1.0, -1.0, -1.0)
         self._rounded: dict[int, tuple[int, int, int]] = {}
         self.link, self.prefill, self.storage = 0, 0, 0
@@ -105,21 +91,32 @@ class AgreedRates:
 
     def _sample(self) -> dict[int, tuple[int, int, int]]:
         """Values in steps of 5 %, so that ranks need not report each small change."""
-        measured = self._link_bandwidth, self.prefill_rate.tokens_per_second, self.storage_rate.bytes_per_second
+        if (read_rate := self.storage_rate()) != self._read_rate:
+            self._read_rate, self._belief = read_rate, 1.0
+        measured = self._link_bandwidth, self.prefill_rate.tokens_per_second, read_rate * self._belief
         if measured != self._measured:
             self._measured = measured
             link, prefill, storage = map(_rounded, measured)
             self._rounded = {0: (link, prefill, storage)}
         return self._rounded
 
-    def load_is_cheaper(self, num_bytes: int, num_tokens: int) -> bool:
-        """True where copying ``num_bytes``, those that are queued before included, takes less time than computing
-        ``num_tokens``; also without a measured prefill rate (decode servers compute no prompts)."""
+    def copy_is_cheaper(self, num_bytes: int, num_tokens: int) -> bool:
+        """True where copying ``num_bytes``, those that are queued before included, between device and host memory takes
+        less time than computing ``num_tokens``; also without a measured prefill rate (decode servers compute no
+        prompts)."""
         return self._is_cheaper(num_bytes, num_tokens, self.link)
 
-    def read_is_cheaper(self, num_bytes: int, num_tokens: int) -> bool:
-        """``load_is_cheaper`` of pages that come from the storage; True until that was measured."""
-        return self._is_cheaper(num_bytes, num_tokens, self.storage)
+    def should_load(self, num_bytes: int, num_tokens: int) -> bool:
+        """``copy_is_cheaper``, of pages that a tier has."""
+        return self._always_load or self._is_cheaper(num_bytes, num_tokens, self.link)
+
+    def should_read(self, num_bytes: int, num_tokens: int) -> bool:
+        """``should_load``, of pages that come from the storage; True until that was measured. After each read that
+        seemed too slow the storage is believed to be faster by 2 %, until one is measured again."""
+        if self._always_load or self._is_cheaper(num_bytes, num_tokens, self.storage):
+            return True
+        self._belief *= 1 + _OPTIMISM
+        return False
 
     def _is_cheaper(self, num_bytes: int, num_tokens: int, bandwidth: int) -> bool:
         return not self.prefill or not bandwidth or num_bytes * self.prefill < num_tokens * bandwidth

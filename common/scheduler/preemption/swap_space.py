@@ -95,4 +95,4 @@ class SwapSpace:
     def _is_cheaper(self, num_bytes: int, num_tokens: int) -> bool:
         """True without a measured prefill rate (decode servers compute no prompts): a recomputed prompt would delay all
         other requests."""
-        return self._rates.load_is_cheaper(2 * num_bytes, num_tokens)
+        return self._rates.copy_is_cheaper(2 * num_bytes, num_tokens)

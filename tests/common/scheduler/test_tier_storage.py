@@ -17,16 +17,14 @@ def storing(folder, path, policy="wait_complete", **options):
     extra = {"storage_dir": str(path), "min_free_space": 0, "use_direct_io": False, "prefetch_threshold": 4,
              "stall_seconds": 30}  # cores are shared: a thread may wait for one
     return Engine(folder, **{"max_total_tokens": 1024, "page_size": 4} | options, tiers=in_host(
-        0.02, hicache_storage_backend="file", hicache_storage_prefetch_policy=policy,
+        0.02, hicache_load_policy="always", hicache_storage_backend="file", hicache_storage_prefetch_policy=policy,
         hicache_storage_backend_extra_config=json.dumps(extra)))
 
 
 def ask(engine):
     for i, prompt in enumerate(some_prompts()):
         engine.start(str(i), prompt)
-    rates = engine.scheduler.batcher.rates
     while not engine.scheduler.idle:
-        rates.prefill_rate.tokens_per_second = 0.0  # nothing is slower than to compute
         engine.scheduler.step(time.monotonic())
         engine.tracker.flush()
     outputs = engine.run()

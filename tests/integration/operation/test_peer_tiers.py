@@ -11,7 +11,8 @@ import pytest
 from baton.tests.helpers.harness import Cluster, post_json
 from baton.tests.integration.operation.test_tiers import POOL, ask, conversation, ids, storage_of
 
-FLAGS = ["--enable-hierarchical-cache", "--hicache-size", "0.1", "--hicache-storage-backend", "peers",
+FLAGS = ["--enable-hierarchical-cache", "--hicache-size", "0.1", "--hicache-load-policy", "always",
+         "--hicache-storage-backend", "peers",
          "--hicache-storage-prefetch-policy", "wait_complete", "--cluster-secret", "secret",
          "--hicache-storage-backend-extra-config", json.dumps({"stall_seconds": 10})]  # a busy machine, no dead peer
 

@@ -23,18 +23,16 @@ PAGE = 4
 
 
 def stored_in(folder, **flags):
-    extra = {"storage_dir": str(folder), "min_free_space": 0, "use_direct_io": False, "prefetch_threshold": PAGE}
-    return in_host(0.02, hicache_storage_backend="file", hicache_storage_backend_extra_config=json.dumps(extra),
-                   **flags)
+    extra = {"storage_dir": str(folder), "min_free_space": 0, "use_direct_io": False, "prefetch_threshold": PAGE,
+             "stall_seconds": 30}  # cores are shared: a thread may wait for one
+    return in_host(0.02, hicache_load_policy="always", hicache_storage_backend="file",
+                   hicache_storage_backend_extra_config=json.dumps(extra), **flags)
 
 
 def make_pair(checkpoint, port, folder, **options):  # noqa: F811
-    pair = (Side(checkpoint, make_prefill, "prefill", port, "fake", chunk=23, tiers=stored_in(
+    return (Side(checkpoint, make_prefill, "prefill", port, "fake", chunk=23, tiers=stored_in(
                 folder, hicache_storage_prefetch_policy="wait_complete"), **options),
             Side(checkpoint, make_decode, "decode", port, "fake", tiers=stored_in(folder), **options))
-    for side in pair:
-        side.scheduler.batcher.rates.prefill_rate.end = side.scheduler.batcher.rates.prefill_rate._in_flight.popleft
-    return pair
 
 
 def ask(pair, asked, port, room, **fields):

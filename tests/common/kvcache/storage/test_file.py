@@ -58,7 +58,8 @@ def test_objects_are_files_of_their_name(tmp_path, direct):
     into = objects(backend, 4, fill=0)
     assert backend.get([*names(3), "ab9999"], into) == [True] * 3 + [False]
     assert all((each == 7).all() for each in into[:3]) and not into[3].any()
-    assert backend.get(names(1), objects(backend, 1, 8 * KIB)) == [False]  # another length
+    assert backend.get(names(1), objects(backend, 1, 8 * KIB)) == [False]  # another length: it is of no use
+    assert backend.exists(names(3)) == [False, True, True]
     backend.delete([names(3)[0], "ab9999"])
     assert backend.exists(names(3)) == [False, True, True]
     backend.clear()
