@@ -427,8 +427,7 @@ class KVCacheManager:
         if count > group.num_available:
             return False
         assert self.prefix_cache is not None
-        # It walks the whole tree: a little more than asked, so that not every step has to walk.
-        self.prefix_cache.evict_from_group(index, max(count - group.num_free, group.num_pages // 128))
+        self.prefix_cache.evict_from_group(index, count - group.num_free)
         while count > group.num_free:
             self.allocator.free(self.partial_pages.evict(1))
         return True
@@ -502,7 +501,8 @@ class KVCacheManager:
         for index, (group, own) in enumerate(zip(self.groups, table.groups)):
             assert self.prefix_cache is not None and table.node is not None
             for before, edge in self.prefix_cache.edges_from(table.node, own.first, table.num_published):
-                self.prefix_cache.version += group.give_to_cache(own, before, edge.group_pages[index])
+                if group.give_to_cache(own, before, edge.group_pages[index]):
+                    self.prefix_cache.add_to_group(edge, index)
 
     def keep_partial_page(self, table: PageTable, tokens: np.ndarray) -> PartialPage | None:
         """Hand the last page of ``tokens`` (int32, all computed, all of the table's) to the cache where it is partly

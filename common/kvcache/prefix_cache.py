@@ -100,6 +100,8 @@ class PrefixCache:
         self._order: EvictionOrder = LeastRecentlyUsed() if order is None else order
         self._evictable: EvictionQueue[Node] = EvictionQueue(self._order)
         """The unlocked leaves."""
+        self._in_group: list[EvictionQueue[Node]] = [EvictionQueue(self._order) for _ in groups]
+        """Of each further group the nodes that have pages of it."""
         self.listeners: list[CacheListener] = []
 
     def __repr__(self) -> str:
@@ -237,8 +239,9 @@ class PrefixCache:
             freed.append(leaf.pages)
             if on_evicted is not None:
                 on_evicted(leaf)
-            for group, ids in zip(self._groups, leaf.group_pages):
+            for group, queue, ids in zip(self._groups, self._in_group, leaf.group_pages):
                 group.free_cached(ids[ids != ABSENT])
+                queue.discard(leaf)
             for listener in self.listeners:
                 listener.removed(leaf.namespace, leaf.pages)
             total += len(leaf.pages)
@@ -261,21 +264,29 @@ class PrefixCache:
             self._queue(leaf)
         return leaves
 
+    def add_to_group(self, node: Node, index: int) -> None:
+        """Record that ``node`` has got pages of a further group."""
+        self._in_group[index].put(node, node.usage)
+        self.version += 1
+
     def evict_from_group(self, index: int, count: int) -> None:
         """Free ``count`` pages of a further group that no request reads, or all of these: of the edges that the policy
         evicts first, and of each the first, without which the prefixes that end behind them can still be reused."""
-        group = self._groups[index]
-        for node in sorted(self._nodes(), key=lambda node: self._order.rank(node.usage)):
-            if count <= 0:
-                break
+        group, queue = self._groups[index], self._in_group[index]
+        kept = []
+        while queue and count > 0:
+            node = queue.pop()
             ids = node.group_pages[index]
             places = np.flatnonzero(ids != ABSENT)
-            places = places[group.unread_of(ids[places])][:count]
-            if len(places):
-                group.free_cached(ids[places])
-                ids[places] = ABSENT
-                count -= len(places)
-                self.version += 1
+            freed = places[group.unread_of(ids[places])][:count]
+            group.free_cached(ids[freed])
+            ids[freed] = ABSENT
+            count -= len(freed)
+            self.version += bool(len(freed))
+            if len(freed) < len(places):
+                kept.append(node)
+        for node in kept:
+            queue.put(node, node.usage)
 
     def page_keys(self, node: Node) -> list[PageKey]:
         """The keys of a node's pages, by content; a root has one, that before a prompt's first page."""
@@ -312,6 +323,8 @@ class PrefixCache:
         leaves = [node for node in nodes if not node.children and not node.locks]
         assert len(leaves) == len(self._evictable) and all(leaf in self._evictable for leaf in leaves), (
             "a leaf that can be evicted is not queued, or another one is")
+        assert all(node in queue for index, queue in enumerate(self._in_group) for node in nodes
+                   if (node.group_pages[index] != ABSENT).any()), "a node with pages of a further group is not queued"
 
     def cached_in_group(self, index: int) -> np.ndarray:
         """Ids of all pages of a further group that the tree has."""
@@ -355,6 +368,10 @@ class PrefixCache:
         node.group_pages = [ids[pages:] for ids in node.group_pages]
         upper.children[self._key(node.tokens)] = node
         self._queue(node)
+        for queue in self._in_group:
+            if node in queue:  # either part may have the pages
+                queue.put(upper, upper.usage)
+                queue.put(node, node.usage)
         return upper
 
     def _add_locks(self, node: Node, delta: int, until: Node | None = None) -> None:

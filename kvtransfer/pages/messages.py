@@ -19,6 +19,8 @@ for that of another question.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 VERSION = 1
@@ -99,17 +101,6 @@ ToServer = Introduce | Find | Fetch
 ToClient = Introduced | Found | Going | Part | Fetched | Unknown
 
 encode = msgspec.msgpack.Encoder().encode
-_to_server = msgspec.msgpack.Decoder(ToServer)
-_to_client = msgspec.msgpack.Decoder(ToClient)
-
-
-def decode_to_server(frame: bytes) -> ToServer:
-    """Raises one of ``UNREADABLE`` on anything else."""
-    result: ToServer = _to_server.decode(frame)
-    return result
-
-
-def decode_to_client(frame: bytes) -> ToClient:
-    """Raises one of ``UNREADABLE`` on anything else."""
-    result: ToClient = _to_client.decode(frame)
-    return result
+decode_to_server: Callable[[bytes], ToServer] = msgspec.msgpack.Decoder(ToServer).decode
+decode_to_client: Callable[[bytes], ToClient] = msgspec.msgpack.Decoder(ToClient).decode
+"""Both raise one of ``UNREADABLE`` on anything else."""

@@ -31,6 +31,7 @@ another model. A server with a draft model says so in a field that an older peer
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Annotated, Literal
 
@@ -335,20 +336,9 @@ ToSender = Hello | Reserve | Decline | FirstTokenAck | Abort | Pong | Bye
 ToReceiver = Welcome | Refused | EarlyResult | Result | Abort | Stopped | Ping | Gone
 
 encode = msgspec.msgpack.Encoder().encode
-_to_sender = msgspec.msgpack.Decoder(ToSender)
-_to_receiver = msgspec.msgpack.Decoder(ToReceiver)
-
-
-def decode_to_sender(frame: bytes) -> ToSender:
-    """Raises one of ``UNREADABLE`` on anything else."""
-    result: ToSender = _to_sender.decode(frame)
-    return result
-
-
-def decode_to_receiver(frame: bytes) -> ToReceiver:
-    """Raises one of ``UNREADABLE`` on anything else."""
-    result: ToReceiver = _to_receiver.decode(frame)
-    return result
+decode_to_sender: Callable[[bytes], ToSender] = msgspec.msgpack.Decoder(ToSender).decode
+decode_to_receiver: Callable[[bytes], ToReceiver] = msgspec.msgpack.Decoder(ToReceiver).decode
+"""Both raise one of ``UNREADABLE`` on anything else."""
 
 
 def pack_page_ids(page_ids: np.ndarray) -> bytes:

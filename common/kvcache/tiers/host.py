@@ -248,17 +248,19 @@ class HostTier:
         return load <= (copy.num_groups - missing) * compute and missing * load <= (copy.num_groups - 1) * compute
 
     def store(self, keys: Sequence[PageKey], page_ids: np.ndarray) -> StoreTask:
-        self._touch([key for key in keys if key in self._slot_of])
-        new = [i for i, key in enumerate(keys) if key not in self._slot_of]
+        slot_of = [self._slot_of.get(key) for key in keys]
+        self._touch([key for key, slot in zip(keys, slot_of) if slot is not None])
+        new = [i for i, slot in enumerate(slot_of) if slot is None]
         new = new[:self._make_room(len(new), set(keys))]
         slots = self._slots.allocate(len(new))
         self._generation[slots] += 1
         for i, slot, pages in zip(new, slots.tolist(), np.atleast_2d(page_ids)[:, new].T):
             self._queued[slot] = keys[i], pages
-            self._slot_of[keys[i]] = slot
+            self._slot_of[keys[i]] = slot_of[i] = slot
         self._add_usage([keys[i] for i in new])
         self.counters.stored += len(new)
-        return StoreTask(self, self.lookup(keys), self._slots_of([key for key in keys if key in self._slot_of]))
+        kept = [slot for slot in slot_of if slot is not None]
+        return StoreTask(self, slot_of.index(None) if len(kept) < len(keys) else len(keys), np.array(kept, np.int64))
 
     def flush(self) -> None:
         if not self._queued:
