@@ -8,16 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...common.bench.client.stepped_engine import SteppedEngine
-from ...common.config.server import (
-    CacheArgs,
-    DisaggregationArgs,
-    HttpArgs,
-    KernelArgs,
-    ModelArgs,
-    ParallelArgs,
-    ScheduleArgs,
-    ServerConfig,
-)
+from ...common.config.cli import build
+from ...common.config.server import ServerConfig
 from ...common.distributed.parallel import Parallel
 from .relay import LLAMA_8B
 
@@ -45,9 +37,8 @@ def make(tokens: int, max_running: int, *, shape: dict[str, Any] = LLAMA_8B, siz
     ``parallel``: see SteppedEngine."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shape))
-        return SteppedEngine(ServerConfig(
-            ModelArgs(folder, dtype="bfloat16" if device == "cuda" else "float32", device=device, load_format="dummy",
-                      quantization=quantization),
-            CacheArgs(max_total_tokens=tokens, disable_radix_cache=True, kv_cache_dtype=kv_cache_dtype),
-            ScheduleArgs(max_running_requests=max_running), ParallelArgs(), KernelArgs(cuda_graph_bs=sizes),
-            DisaggregationArgs(), HttpArgs()), parallel)
+        return SteppedEngine(build(ServerConfig, {
+            "model_path": folder, "dtype": "bfloat16" if device == "cuda" else "float32", "device": device,
+            "load_format": "dummy", "quantization": quantization, "max_total_tokens": tokens,
+            "disable_radix_cache": True, "kv_cache_dtype": kv_cache_dtype, "max_running_requests": max_running,
+            "cuda_graph_bs": sizes}), parallel)

@@ -26,16 +26,8 @@ import xgrammar
 from ...common.api.grammar import GrammarSpec, Vocabulary
 from ...common.api.messages import Generate
 from ...common.api.sampling import SamplingParams
-from ...common.config.server import (
-    CacheArgs,
-    DisaggregationArgs,
-    HttpArgs,
-    KernelArgs,
-    ModelArgs,
-    ParallelArgs,
-    ScheduleArgs,
-    ServerConfig,
-)
+from ...common.config.cli import build
+from ...common.config.server import ServerConfig
 from ...common.distributed.parallel import Parallel
 from ...common.grammar.xgrammar_compiler import Compiler
 from ...common.models.registry import load_model_spec
@@ -79,10 +71,9 @@ def make_engine(batch: int, tokens: int) -> GrammarEngine:
         return GrammarEngine(max_total_tokens=batch * (tokens + 64), max_running=batch)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(LLAMA_8B))
-        config = ServerConfig(
-            ModelArgs(model_path=folder, dtype="bfloat16", load_format="dummy"),
-            CacheArgs(max_total_tokens=batch * (tokens + 64)), ScheduleArgs(max_running_requests=batch), ParallelArgs(),
-            KernelArgs(cuda_graph_max_bs=batch), DisaggregationArgs(), HttpArgs())
+        config = build(ServerConfig, {
+            "model_path": folder, "dtype": "bfloat16", "load_format": "dummy", "cuda_graph_max_bs": batch,
+            "max_total_tokens": batch * (tokens + 64), "max_running_requests": batch})
         spec = load_model_spec(config.model)
         runner = ModelRunner.load(config, spec, Parallel(), "cuda", lambda what, share: None)
     stop_id = spec.eos_token_ids[0] if spec.eos_token_ids else LARGE - 1

@@ -20,17 +20,8 @@ import numpy as np
 import torch
 
 from ...common.bench.client.stepped_engine import SteppedEngine
-from ...common.config.server import (
-    CacheArgs,
-    DisaggregationArgs,
-    HttpArgs,
-    KernelArgs,
-    ModelArgs,
-    ParallelArgs,
-    ScheduleArgs,
-    ServerConfig,
-    TierArgs,
-)
+from ...common.config.cli import build
+from ...common.config.server import ServerConfig
 from ...common.kvcache.layout import KVLayout, split_layers
 from ...common.kvcache.pool import KVPool
 from ...common.kvcache.tiers import page_copies
@@ -106,12 +97,10 @@ def engine_of(io_backend: str, tokens: int, *, tiny: bool) -> SteppedEngine:
     shape = (TINY if tiny else LLAMA_8B) | {"max_position_embeddings": 2 * tokens}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shape))
-        return SteppedEngine(ServerConfig(
-            ModelArgs(folder, dtype="float32" if tiny else "bfloat16", device="cpu" if tiny else "cuda",
-                      load_format="dummy"),
-            CacheArgs(max_total_tokens=tokens + 4096), ScheduleArgs(max_running_requests=4), ParallelArgs(),
-            KernelArgs(), DisaggregationArgs(), HttpArgs(),
-            tiers=TierArgs(enable_hierarchical_cache=True, hicache_ratio=1.2, hicache_io_backend=io_backend)))
+        return SteppedEngine(build(ServerConfig, {
+            "model_path": folder, "dtype": "float32" if tiny else "bfloat16", "device": "cpu" if tiny else "cuda",
+            "load_format": "dummy", "max_total_tokens": tokens + 4096, "max_running_requests": 4,
+            "enable_hierarchical_cache": True, "hicache_ratio": 1.2, "hicache_io_backend": io_backend}))
 
 
 def ttft(io_backend: str, tokens: int, *, tiny: bool) -> dict[str, float]:

@@ -25,16 +25,8 @@ import torch.multiprocessing
 
 from ...common.api.messages import FromEngine, Generate, Shutdown
 from ...common.api.sampling import SamplingParams
-from ...common.config.server import (
-    CacheArgs,
-    DisaggregationArgs,
-    HttpArgs,
-    KernelArgs,
-    ModelArgs,
-    ParallelArgs,
-    ScheduleArgs,
-    ServerConfig,
-)
+from ...common.config import cli
+from ...common.config.server import ServerConfig
 from ...common.distributed.parallel import Parallel, init_parallel
 from ...common.distributed.tp import TPGroup
 from ...common.engine.control import Control
@@ -75,12 +67,10 @@ def build(parallel: Parallel, args: argparse.Namespace, chunk: int) -> EnginePar
     shape = TINY if args.tiny else LLAMA_8B
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shape))
-        config = ServerConfig(
-            ModelArgs(folder, dtype="float32" if args.tiny else "bfloat16", load_format="dummy"),
-            CacheArgs(max_total_tokens=tokens, disable_radix_cache=True),
-            ScheduleArgs(chunked_prefill_size=chunk, max_running_requests=2 * args.prompts),
-            ParallelArgs(pp_size=parallel.pp.size), KernelArgs(disable_cuda_graph=True), DisaggregationArgs(),
-            HttpArgs())
+        config = cli.build(ServerConfig, {
+            "model_path": folder, "dtype": "float32" if args.tiny else "bfloat16", "load_format": "dummy",
+            "max_total_tokens": tokens, "disable_radix_cache": True, "chunked_prefill_size": chunk,
+            "max_running_requests": 2 * args.prompts, "pp_size": parallel.pp.size, "disable_cuda_graph": True})
         line = PPChannel(parallel) if parallel.pp.size > 1 else None
         return build_parts(RankSpec(config, parallel.world.rank, parallel.world.size, "", "", ""), parallel,
                            _nowhere, lambda stage, share: None, line)

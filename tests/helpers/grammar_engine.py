@@ -9,16 +9,8 @@ from typing import Any
 from baton.common.api.grammar import GrammarSpec, Vocabulary
 from baton.common.api.messages import Failed, Generate, OutputBatch, PrepareGrammar
 from baton.common.api.sampling import SamplingParams
-from baton.common.config.server import (
-    CacheArgs,
-    DisaggregationArgs,
-    HttpArgs,
-    KernelArgs,
-    ModelArgs,
-    ParallelArgs,
-    ScheduleArgs,
-    ServerConfig,
-)
+from baton.common.config.cli import build
+from baton.common.config.server import ModelArgs, ScheduleArgs, ServerConfig
 from baton.common.distributed.parallel import Parallel
 from baton.common.engine.unified_scheduler import UnifiedScheduler
 from baton.common.execution.executor import Executor
@@ -57,9 +49,7 @@ def schema_spec(schema: Any) -> GrammarSpec:
 
 @cache
 def _runner(max_total_tokens: int) -> ModelRunner:
-    cache_args = CacheArgs(page_size=8, max_total_tokens=max_total_tokens)
-    config = ServerConfig(ModelArgs(model_path=str(CHECKPOINT)), cache_args, ScheduleArgs(), ParallelArgs(),
-                          KernelArgs(), DisaggregationArgs(), HttpArgs())
+    config = build(ServerConfig, {"model_path": str(CHECKPOINT), "page_size": 8, "max_total_tokens": max_total_tokens})
     return ModelRunner.load(config, load_model_spec(config.model), Parallel(), "cpu", lambda what, share: None)
 
 

@@ -9,16 +9,8 @@ import numpy as np
 import torch
 import transformers
 
-from baton.common.config.server import (
-    CacheArgs,
-    DisaggregationArgs,
-    HttpArgs,
-    KernelArgs,
-    ModelArgs,
-    ParallelArgs,
-    ScheduleArgs,
-    ServerConfig,
-)
+from baton.common.config.cli import build
+from baton.common.config.server import ServerConfig
 from baton.common.distributed.parallel import Parallel
 from baton.common.forward.forward_batch import Row, build_forward_batch
 from baton.common.models.registry import load_model_spec
@@ -58,12 +50,10 @@ def save_steep_qwen3(folder: Path, seed: int = 0, **changes: Any) -> None:
 def server_config(folder: Path | str, *, page_size: int = 16, backend: str = "torch", tp: int = 1,
                   max_total_tokens: int | None = 2048, num_layer_groups: int | None = None,
                   **model: Any) -> ServerConfig:
-    return ServerConfig(
-        ModelArgs(model_path=str(folder), **model),
-        CacheArgs(page_size=page_size, max_total_tokens=max_total_tokens, num_layer_groups=num_layer_groups,
-                  swa_full_tokens_ratio=1.0),
-        ScheduleArgs(), ParallelArgs(tp_size=tp), KernelArgs(attention_backend=backend), DisaggregationArgs(),
-        HttpArgs())
+    return build(ServerConfig, {
+        "model_path": str(folder), "page_size": page_size, "max_total_tokens": max_total_tokens,
+        "num_layer_groups": num_layer_groups, "swa_full_tokens_ratio": 1.0, "tp_size": tp,
+        "attention_backend": backend, **model})
 
 
 def load_runner(config: ServerConfig, parallel: Parallel | None = None, device: str = "cpu") -> ModelRunner:

@@ -8,16 +8,8 @@ import jsonschema
 import pytest
 import torch
 
-from baton.common.config.server import (
-    CacheArgs,
-    DisaggregationArgs,
-    HttpArgs,
-    KernelArgs,
-    ModelArgs,
-    ParallelArgs,
-    ScheduleArgs,
-    ServerConfig,
-)
+from baton.common.config.cli import build
+from baton.common.config.server import ServerConfig
 from baton.common.distributed.parallel import Parallel
 from baton.common.models.registry import load_model_spec
 from baton.common.runner.model_runner import ModelRunner
@@ -31,10 +23,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @pytest.fixture(scope="module")
 def runner():
-    config = ServerConfig(
-        ModelArgs(model_path=str(CHECKPOINT), dtype="float32"), CacheArgs(page_size=16, max_total_tokens=65_536),
-        ScheduleArgs(max_running_requests=128), ParallelArgs(), KernelArgs(cuda_graph_max_bs=128), DisaggregationArgs(),
-        HttpArgs())
+    config = build(ServerConfig, {"model_path": str(CHECKPOINT), "dtype": "float32", "page_size": 16,
+                                  "max_total_tokens": 65_536, "max_running_requests": 128, "cuda_graph_max_bs": 128})
     return ModelRunner.load(config, load_model_spec(config.model), Parallel(), "cuda", lambda what, share: None)
 
 
