@@ -95,6 +95,19 @@ class ExpertBiases(NamedTuple):
     down: torch.Tensor
 
 
+class Mxfp4Weights(NamedTuple):
+    """Matrices of S experts in MXFP4, contiguous uint8: ``packed`` [S, out, in / 2] and ``scale`` [S, ceil(in / group /
+    4), out, 4], zeros after an output's last; ``group`` is 32, or a power of two less.
+
+    A group's byte i has its value i in the lower four bits (E2M1) and its value ``i + group / 2`` in the upper ones.
+    ``scale`` is the exponent of the group's power of two, 2**(scale - 221): such that an E2M1 value, read as the bits
+    of a float with eight bits of exponent, times the float with this exponent, is the weight times 2**-32."""
+
+    packed: torch.Tensor
+    scale: torch.Tensor
+    group: int = 32
+
+
 @dataclass(frozen=True)
 class Segment:
     """Pages ``[first_page, last_page)`` of the batch's ``kv_indices``, and the query rows that attend to them.

@@ -87,9 +87,14 @@ Unpack = Callable[[str, "LazyTensor", Callable[[str], "LazyTensor"]], Iterator[t
 @dataclass(frozen=True)
 class Packed:
     """A checkpoint's format that ends with loading: ``unpack`` converts its tensors, and weights run as those of a
-    checkpoint that is not quantized."""
+    checkpoint that is not quantized.
+
+    With ``kept`` the weights stay in that format unless ``--quantization`` asks for another, and ``split`` only yields
+    the tensors by the names that its layers have."""
 
     unpack: Unpack
+    kept: QuantFormat | None = None
+    split: Unpack | None = None
 
 
 class QuantMethod(Protocol):
@@ -149,19 +154,21 @@ def choose_quantization(config: Mapping[str, Any], flag: str | None) -> QuantFor
     stated = _stated(config)
     stored, methods = _read(stated) if stated else (None, ())
     if stored is not None and flag in (None, *methods, *getattr(stored, "flags", ())):
-        return None if isinstance(stored, Packed) else stored
+        return stored.kept if isinstance(stored, Packed) else stored
     if stored is not None and not isinstance(stored, Packed):
         raise ConfigError(f"--quantization {flag} is for checkpoints that are not quantized, and this one is: leave "
                           "the flag out.")
     return None if flag is None else QUANTIZATIONS.get(flag).at_load(flag)
 
 
-def unpacking(config: Mapping[str, Any]) -> Unpack | None:
-    """Returns the conversion of a checkpoint's tensors while they are loaded; None where there is none. Raises
-    ConfigError as ``choose_quantization`` does."""
+def unpacking(config: Mapping[str, Any], flag: str | None) -> Unpack | None:
+    """Returns the conversion of a checkpoint's tensors while they are loaded with ``--quantization flag``; None where
+    there is none. Raises ConfigError as ``choose_quantization`` does."""
     stated = _stated(config)
-    stored = _read(stated)[0] if stated else None
-    return stored.unpack if isinstance(stored, Packed) else None
+    stored, methods = _read(stated) if stated else (None, ())
+    if not isinstance(stored, Packed):
+        return None
+    return stored.split if stored.kept is not None and flag in (None, *methods) else stored.unpack
 
 
 def _stated(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Converts experts in MXFP4 to bfloat16, which represents all of their values.
+"""Splits experts in MXFP4, or converts them to bfloat16, which represents all of their values.
 
 A checkpoint stacks a layer's experts, outputs before inputs, packed: ``....mlp.experts.gate_up_proj_blocks``
 [E, out, in / 32, 16] uint8, two values of four bits (E2M1) a byte, the lower nibble first, and ``..._scales``
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from math import prod
 
 import torch
 
@@ -27,6 +28,35 @@ def unpack(name: str, tensor: LazyTensor, find: Callable[[str], LazyTensor]) -> 
         scales = find(f"{match[1]}.{match[2]}_scales")
         yield from deinterleave(match[1], match[2], "weight",
                                 [_Rows(tensor, scales, expert) for expert in range(tensor.get_shape()[0])])
+
+
+def split(name: str, tensor: LazyTensor, find: Callable[[str], LazyTensor]) -> Iterator[tuple[str, LazyTensor]]:
+    """Yields the projections of each expert as they are: ``weight`` [out, in / 2] and ``weight_scale`` [out, in / 32],
+    uint8; scales are read with their blocks, whichever file they are in."""
+    if not (match := _NAME.fullmatch(name)):
+        yield name, tensor
+    elif match[3] == "blocks":
+        scales = find(f"{match[1]}.{match[2]}_scales")
+        for suffix, stack in (("weight", tensor), ("weight_scale", scales)):
+            yield from deinterleave(match[1], match[2], suffix,
+                                    [_Bytes(stack, expert) for expert in range(tensor.get_shape()[0])])
+
+
+class _Bytes:
+    """One expert's outputs, with all bytes of an output in one dimension."""
+
+    def __init__(self, stack: LazyTensor, expert: int):
+        self._stack, self._expert = stack, expert
+
+    def shape(self) -> list[int]:
+        _, rows, *columns = self._stack.get_shape()
+        return [rows, prod(columns)]
+
+    def dtype(self) -> str:
+        return self._stack.get_dtype()
+
+    def read(self, start: int, stop: int, stride: slice) -> torch.Tensor:
+        return self._stack[self._expert, start:stop][stride].flatten(1)
 
 
 class _Rows:

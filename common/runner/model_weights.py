@@ -36,7 +36,7 @@ class ModelWeights:
         self._checkpoint = self.identity
         self._layers = parallel.pp.layers(spec.num_layers)
         self._on_other_stage = parallel.pp.on_other_stage(spec.num_layers)
-        self._unpack = unpacking(read_config(config.model) or {})
+        self._unpack = unpacking(read_config(config.model) or {}, config.model.quantization)
 
     @classmethod
     def load(cls, config: ServerConfig, spec: ModelSpec, parallel: Parallel, dtype: str, device: torch.device,
@@ -75,7 +75,7 @@ class ModelWeights:
         """Loads another checkpoint, which ``check`` accepted, over the weights. No step is in flight."""
         self._read(args, silent)
         self.identity = self._checkpoint = identify(args, self.spec, self.identity.updates + 1)
-        self._unpack = unpacking(read_config(args) or {})
+        self._unpack = unpacking(read_config(args) or {}, args.quantization)
 
     def destination(self) -> Destination:
         """Returns what takes weights that a trainer sends."""

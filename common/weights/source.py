@@ -43,7 +43,7 @@ class WeightSource(Protocol):
 def open_weights(args: ModelArgs) -> WeightSource:
     """Opens the weights that ``args`` name; those of a packed checkpoint are unpacked. Raises ConfigError."""
     source = LOAD_FORMATS.get(args.load_format)(args)
-    unpack = unpacking(read_config(args) or {})
+    unpack = unpacking(read_config(args) or {}, args.quantization)
     return source if unpack is None else _UnpackedSource(source, unpack)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ..arguments import Choice, ExpertBiases, Scales
@@ -12,26 +14,40 @@ from .gemm import block_matmul, scaled_matmul
 from .gemm import product as unscaled_product
 from .rows import silu_and_mul
 
+ExpertProduct = Callable[[torch.Tensor, int], torch.Tensor]
+"""``product(rows, expert)`` multiplies rows by the expert's matrix."""
+
 
 def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, topk_ids: torch.Tensor,
                 weights: torch.Tensor, scales: Scales | None = None, biases: ExpertBiases | None = None,
                 limit: float = 0.0) -> torch.Tensor:
     """Twin of ``moe.moe_experts.moe_experts``: computes expert by expert of those that have a token."""
-    def product(rows: torch.Tensor, matrix: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    def product(rows: torch.Tensor, stack: torch.Tensor, scale: torch.Tensor | None, expert: int) -> torch.Tensor:
+        matrix = stack[expert]
         if scale is None:
             return unscaled_product(rows, matrix)
-        if scale.ndim == 1:
-            return scaled_matmul(*quantize_groups(rows, rows.shape[1]), matrix, scale, rows.dtype)
-        return block_matmul(*quantize_groups(rows, 128), matrix, scale, (128, 128), rows.dtype)
+        if scale.ndim == 2:
+            return scaled_matmul(*quantize_groups(rows, rows.shape[1]), matrix, scale[expert], rows.dtype)
+        return block_matmul(*quantize_groups(rows, 128), matrix, scale[expert], (128, 128), rows.dtype)
 
+    up_scale, down_scale = (None, None) if scales is None else (scales.gate_up, scales.down)
+    return gated_experts(x, len(gate_up), topk_ids, weights,
+                         lambda rows, expert: product(rows, gate_up, up_scale, expert),
+                         lambda rows, expert: product(rows, down, down_scale, expert), biases, limit)
+
+
+def gated_experts(x: torch.Tensor, num_experts: int, topk_ids: torch.Tensor, weights: torch.Tensor,
+                  gate_up: ExpertProduct, down: ExpertProduct, biases: ExpertBiases | None,
+                  limit: float) -> torch.Tensor:
+    """The gated MLPs of S experts by two products, as ``moe.moe_experts.moe_experts`` says."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    is_local = (topk_ids >= 0) & (topk_ids < gate_up.shape[0])
+    is_local = (topk_ids >= 0) & (topk_ids < num_experts)
     for expert in topk_ids[is_local].unique().tolist():
         tokens, choices = (topk_ids == expert).nonzero(as_tuple=True)
-        hidden = product(x[tokens], gate_up[expert], None if scales is None else scales.gate_up[expert])
+        hidden = gate_up(x[tokens], expert)
         hidden = hidden if biases is None else hidden + biases.gate_up[expert]
         hidden = clamped_gate(hidden, limit) if limit else silu_and_mul(hidden)
-        made = product(hidden, down[expert], None if scales is None else scales.down[expert])
+        made = down(hidden, expert)
         made = made if biases is None else made + biases.down[expert]
         total.index_add_(0, tokens, made.float() * weights[tokens, choices, None])
     return total.to(x.dtype)

@@ -8,7 +8,6 @@ every run of the tests.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +21,7 @@ from baton.kernels.arguments import (
     Float8Format,
     HeadNorms,
     KnownChains,
+    Mxfp4Weights,
     NormWeight,
     RowMask,
     Scales,
@@ -67,10 +67,9 @@ from baton.kernels.gemm.batch_invariant_matmul import batch_invariant_matmul
 from baton.kernels.gemm.dense_warp_specialized import warp_specialized_matmul
 from baton.kernels.gemm.small_m_matmul import small_m_matmul
 from baton.kernels.gemm.split_k_warp_specialized import split_k_matmul, split_k_partials
-from baton.kernels.gguf.packed_matmul import dequantize, packed_matmul
-from baton.kernels.gguf_blocks import BLOCKS
 from baton.kernels.moe.moe_experts import moe_experts
 from baton.kernels.moe.moe_topk import moe_topk
+from baton.kernels.moe.mxfp4_experts import mxfp4_experts
 from baton.kernels.rowwise.fp8_quantize import quantize_by, quantize_groups, quantize_tokens
 from baton.kernels.rowwise.fp8_rmsnorm import fp8_rmsnorm
 from baton.kernels.rowwise.gather_rows import gather_rows
@@ -265,6 +264,15 @@ def experts(tokens: int, places: int, hidden: int, size: int, choices: int, dtyp
                 limit=7.0 if clamped else 0.0)
 
 
+def packed_experts(tokens: int, places: int, hidden: int, size: int, choices: int, dtype: torch.dtype = BF16,
+                   group: int = 32) -> None:
+    gate_up, down = (Mxfp4Weights(of(places, out, width // 2, dtype=torch.uint8),
+                                  of(places, -(-width // each // 4), out, 4, dtype=torch.uint8), each)
+                     for out, width, each in ((2 * size, hidden, 32), (hidden, size, group)))
+    mxfp4_experts(of(tokens, hidden, dtype=dtype), gate_up, down, int64(tokens, choices), fp32(tokens, choices),
+                  ExpertBiases(of(places, 2 * size), of(places, hidden)), 7.0)
+
+
 def by_block(places: int, hidden: int, size: int) -> Scales:
     return Scales(fp32(places, -(-2 * size // 128), -(-hidden // 128)),
                   fp32(places, -(-hidden // 128), -(-size // 128)), "block")
@@ -364,18 +372,7 @@ def copied(count: int, block_bytes: int) -> None:
     copy_blocks(1 << 40, 1 << 41, int64(2, count), block_bytes)
 
 
-def gguf_blocks(kind: str, out: int, width: int) -> torch.Tensor:
-    return of(out, BLOCKS[kind].row_bytes(width), dtype=torch.uint8)
-
-
-def gguf_rows(rows: int, kind: str) -> None:
-    packed_matmul(of(rows, 4096), gguf_blocks(kind, 4096, 4096), kind, of(rows, 6144)[:, 4096:5120])
-
-
 CASES: dict[str, Callable[[], object]] = {
-    **{f"gguf {kind}, 7 rows": partial(gguf_rows, 7, kind) for kind in BLOCKS},
-    **{f"gguf {kind}, dequantized": partial(lambda kind: dequantize(gguf_blocks(kind, 4096, 4096), kind, BF16), kind)
-       for kind in BLOCKS},
     # Llama-3-8B: 32 heads over 8, each 128 wide.
     "rmsnorm 4096": lambda: rmsnorm(of(7, 4096), of(4096), 1e-5),
     "rmsnorm 4096, residual": lambda: rmsnorm(of(7, 4096), of(4096), 1e-5, of(7, 4096)),
@@ -443,6 +440,11 @@ CASES: dict[str, Callable[[], object]] = {
     "scale_by_sinks": lambda: scale_by_sinks(of(7, 64, 64), fp32(7, 64), fp32(64)),
     "moe_experts gpt-oss, 7 tokens": lambda: experts(7, 32, 2880, 2880, 4, clamped=True),
     "moe_experts gpt-oss, 8192 tokens": lambda: experts(8192, 32, 2880, 2880, 4, clamped=True),
+    "mxfp4_experts gpt-oss, 7 tokens": lambda: packed_experts(7, 32, 2880, 2880, 4),
+    "mxfp4_experts gpt-oss, a quarter each, 150 tokens": lambda: packed_experts(150, 32, 2880, 720, 4, group=16),
+    "mxfp4_experts gpt-oss, 500 tokens": lambda: packed_experts(500, 32, 2880, 2880, 4),
+    "mxfp4_experts gpt-oss, 8192 tokens": lambda: packed_experts(8192, 32, 2880, 2880, 4),
+    "mxfp4_experts gpt-oss, float16": lambda: packed_experts(7, 32, 2880, 2880, 4, dtype=FP16),
     # DeepSeek-V2-Lite: 16 heads; DeepSeek-V3: 128.
     "mla_rope_and_store V2-Lite": lambda: store_latents(7, 16, BF16),
     "mla_rope_and_store V2-Lite, float8": lambda: store_latents(7, 16, BF16, FP8),
@@ -609,8 +611,7 @@ FEW = ["rmsnorm 4096, residual", "scale_by_sinks", "fp8_rmsnorm 4096, a scale a 
        "sample, truncated", "perturb, reduced vocabulary", "drafts of chains",
        "all_reduce of 2, one shot", "all_reduce of 2, two shots",
        "all_reduce_rmsnorm 4096 of 2", "all_gather and reduce_scatter of 2",
-       "rmsnorm_all_gather and reduce_scatter_rmsnorm 2048 of 2", "all_to_all 2048 of 2", "copy_blocks 4 KiB",
-       "gguf Q4_K, 7 rows", "gguf Q6_K, dequantized"]
+       "rmsnorm_all_gather and reduce_scatter_rmsnorm 2048 of 2", "all_to_all 2048 of 2", "copy_blocks 4 KiB"]
 """Cases that launch each kernel at least once; test_compiles_for_hopper.py names a missing one."""
 
 OTHER_SIZES: dict[str, Callable[[int], object]] = {
@@ -665,7 +666,6 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "rmsnorm_all_gather and reduce_scatter_rmsnorm 2048 of 2": lambda n: met_and_normed(n, 2048, 2),
     "all_to_all 2048 of 2": lambda n: exchanged(n, 2048, 2),
     "copy_blocks 4 KiB": lambda n: copied(n, 4096),
-    "gguf Q4_K, 7 rows": lambda n: gguf_rows(n, "Q4_K"),
 }
 """Cases by the size of their batch: ``SIZES`` must not compile another kernel, since requests would wait for it."""
 SIZES = (1, 3, 4, 15, 16)

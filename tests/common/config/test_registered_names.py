@@ -15,7 +15,6 @@ from baton.common.bench.serving_args import BenchServing
 from baton.common.bench.workloads.dataset_args import DATASETS
 from baton.common.commands.registry import COMMANDS
 from baton.common.config.cli import _flags
-from baton.common.config.description import DESCRIPTIONS
 from baton.common.config.load_format import LOAD_FORMATS
 from baton.common.config.quantization import QUANTIZATIONS
 from baton.common.config.roles import ROLES
@@ -61,8 +60,8 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
         "arrivals", "dataset_args", "datasets", "own_workload", "vocabulary", "workload"}),
     "common/bench/exams": (EXAMS, {"exam", "files", "numbers", "prompts"}),
     "common/quantization": (QUANTIZATIONS, {
-        "experts", "float8", "fp8_block", "fp8_per_channel", "gguf_linear", "methods", "mxfp4_experts", "shards"}),
-    "common/config/described": (DESCRIPTIONS, set()),
+        "experts", "float8", "fp8_block", "fp8_per_channel", "methods", "mxfp4_experts", "mxfp4_packed",
+        "shards"}),
     "common/models": (MODELS, {"registry"}),
     "common/weights": (LOAD_FORMATS, {
         "custom_loaders", "digest", "expert_names", "files", "fingerprint", "interleaved_experts", "kv_scales", "lazy",

@@ -16,6 +16,7 @@ from baton.common.attention.per_layer_backend import PerLayerBackend
 from baton.common.attention.torch_backend import TorchBackend
 from baton.common.kvcache.cache_group import SlidingWindow
 from baton.common.models.registry import load_model_spec
+from baton.common.quantization.mxfp4 import Mxfp4
 from baton.common.quantization.mxfp4_experts import from_mxfp4
 from baton.common.runner.kv_sizing import _pages_within, page_counts
 from baton.common.runner.preflight import pool_layers
@@ -156,7 +157,7 @@ def test_what_the_configuration_says(tmp_path):
     assert spec.windows == (128, None) * 12 and spec.family.sinks
     assert spec.family.attention_bias and spec.family.o_bias
     assert spec.context_length == 131072 and spec.eos_token_ids == (200002, 199999, 200012)
-    assert spec.quantization is None and spec.moe is not None
+    assert spec.quantization == Mxfp4() and spec.moe is not None
     assert (spec.moe.num_experts, spec.moe.top_k, spec.moe.gate_limit, spec.moe.expert_bias) == (32, 4, 7.0, True)
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from baton.common.api.errors import ConfigError
 from baton.common.config.quantization import choose_quantization
 from baton.common.quantization.fp8 import Fp8
+from baton.common.quantization.mxfp4 import Mxfp4
 from baton.tests.helpers.deepseek_models import save_deepseek
 from baton.tests.helpers.int8_format import quantize_checkpoint, registered
 from baton.tests.helpers.small_models import expected_logits, forward, load_runner, save_model, scattered_pages
@@ -50,16 +51,14 @@ def test_formats_are_read_without_torch():
 def test_formats_are_chosen_by_the_checkpoint_and_the_flag():
     packed, stored = ({"quantization_config": {"quant_method": method}} for method in ("mxfp4", "fp8"))
     assert choose_quantization({}, None) is None
-    assert choose_quantization(packed, None) is None and choose_quantization(packed, "mxfp4") is None
+    assert choose_quantization(packed, None) == choose_quantization(packed, "mxfp4") == Mxfp4()
     assert choose_quantization(packed, "fp8_per_tensor") == choose_quantization({}, "fp8_per_tensor") == Fp8("tensor")
     assert choose_quantization(stored, "fp8") == Fp8("tensor", stored=True)
     for config in ({}, stored):
         with pytest.raises(ConfigError, match="leave the flag out"):
             choose_quantization(config, "mxfp4")
     with pytest.raises(ConfigError, match="use one in bfloat16, float16 or float32, or one quantized by "
-                                          "compressed-tensors, fp8, gguf or mxfp4"):
-        choose_quantization({"quantization_config": {"quant_method": "vptq"}}, None)
-    with pytest.raises(ConfigError, match="let --model-path name the GGUF file"):
+                                          "compressed-tensors, fp8 or mxfp4"):
         choose_quantization({"quantization_config": {"quant_method": "gguf"}}, None)
 
 

@@ -31,9 +31,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def test_kernels_equal_their_twins():
-    cases = Path(__file__).parents[2] / "kernels" / "moe_cases.py"
+    cases = [str(Path(__file__).parents[2] / "kernels" / name) for name in ("moe_cases.py", "mxfp4_cases.py")]
     done = subprocess.run([sys.executable, "-m", "pytest", "--import-mode=importlib", "-p", "no:cacheprovider",
-                           str(cases)], capture_output=True, text=True, timeout=280)
+                           *cases], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout
 

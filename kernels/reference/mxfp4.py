@@ -1,0 +1,50 @@
+"""MXFP4: packing as the kernels take it, and the twin of experts in it."""
+
+from __future__ import annotations
+
+import torch
+
+from ..arguments import ExpertBiases, Mxfp4Weights
+from .moe import gated_experts
+
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_BIAS = 221
+"""A weight is an E2M1 value times 2**(scale - 221), see ``Mxfp4Weights``: 127 for the exponent of a float, 126 for the
+values' own bits, which are those of a subnormal, less 32. Scales of up to 2**33 fit."""
+
+
+def pack_mxfp4(blocks: torch.Tensor, group: int) -> torch.Tensor:
+    """Packs ``blocks`` [out, in / 2] uint8, two neighbouring values a byte, the first in its lower bits, as
+    ``Mxfp4Weights`` of one expert: [out, in / 2]."""
+    values = torch.stack((blocks & 15, blocks >> 4), -1).flatten(1).unflatten(1, (-1, 2, group // 2))
+    return (values[:, :, 0] | values[:, :, 1] << 4).flatten(1)
+
+
+def pack_mxfp4_scales(scales: torch.Tensor) -> torch.Tensor:
+    """Packs ``scales`` [out, in / group] uint8, exponents plus 127, as ``Mxfp4Weights`` of one expert: [ceil(in / group
+    / 4), out, 4]."""
+    biased = (scales.int() + (_BIAS - 127)).clamp(max=254).to(torch.uint8)
+    padded = torch.nn.functional.pad(biased, (0, -scales.shape[1] % 4))
+    return padded.unflatten(1, (-1, 4)).transpose(0, 1)
+
+
+def dequantize_mxfp4(weights: Mxfp4Weights) -> torch.Tensor:
+    """Dequantizes stacks of matrices, or one, to float32 ``[..., out, in]``."""
+    packed, scale, group = weights
+    table = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], device=packed.device)
+    halves = torch.stack((packed & 15, packed >> 4), -2).unflatten(-1, (-1, group // 2))  # [..., out, 2, n, group / 2]
+    values = table[halves.transpose(-3, -2).int()].flatten(-2)  # [..., out, n, group]
+    exponents = scale.transpose(-3, -2).flatten(-2)[..., :values.shape[-2]].int() - _BIAS
+    factor = torch.ldexp(torch.ones(exponents.shape, device=packed.device), exponents)
+    return (values * factor[..., None]).flatten(-2)
+
+
+def mxfp4_experts(x: torch.Tensor, gate_up: Mxfp4Weights, down: Mxfp4Weights, topk_ids: torch.Tensor,
+                  weights: torch.Tensor, biases: ExpertBiases | None = None, limit: float = 0.0) -> torch.Tensor:
+    """Twin of ``moe.mxfp4_experts.mxfp4_experts``: of experts that have a token, one dense matrix at a time."""
+    def product(rows: torch.Tensor, stack: Mxfp4Weights, expert: int) -> torch.Tensor:
+        dense = dequantize_mxfp4(Mxfp4Weights(stack.packed[expert], stack.scale[expert], stack.group))
+        return (rows.float() @ dense.T).to(rows.dtype)
+
+    return gated_experts(x, len(gate_up.packed), topk_ids, weights, lambda rows, expert: product(rows, gate_up, expert),
+                         lambda rows, expert: product(rows, down, expert), biases, limit)
