@@ -1,5 +1,5 @@
 """Writes the pages that follow from the code (flags.md, metrics.md, errors.md, layers.md, admin.md, the rules of
-compatibility.md), and the types of ``baton.Engine``'s methods.
+compatibility.md, the families of models.md), and the types of ``baton.Engine``'s methods.
 
 ``python docs/generate.py`` rewrites them (``make docs`` runs it); ``--check`` only compares, and exits with 1 where one
 is out of date.
@@ -35,6 +35,7 @@ from baton.common.config.roles import ROLES
 from baton.common.config.rules import rules_of
 from baton.common.config.server import ObserveArgs, ServerConfig
 from baton.common.config.server.sglang_flags import SGLANG_FLAGS
+from baton.common.models.registry import MODELS
 from baton.common.obs.buckets import Buckets
 from baton.common.obs.engine_metrics import COUNTERS, GAUGES
 from baton.common.obs.metrics import ServerMetrics
@@ -535,7 +536,32 @@ def flags_of(sentence: str) -> Iterable[str]:
     return dict.fromkeys(re.findall(r"--[a-z][a-z0-9-]*", sentence))
 
 
-PAGES: dict[str, Callable[[], str]] = {"flags.md": flags_page, "sglang-flags.md": sglang_page,
+# ---------------------------------------------------------------------- families of models
+
+FAMILY_TABLE = "<!-- Families: written by docs/generate.py from common/models. -->"
+
+
+def models_page() -> str:
+    """The page with its table of families made anew; the rest is written by hand."""
+    text = (ROOT / "docs" / "models.md").read_text()
+    start = text.index(FAMILY_TABLE)
+    before, after = text[:start], text[text.index(END, start):]
+    architectures: dict[str, list[str]] = {}
+    notes: dict[str, str] = {}
+    for name in filter(MODELS.module_of, MODELS):
+        family = MODELS.get(name)
+        architectures.setdefault(family.title, []).append(name)
+        notes[family.title] = family.notes
+    lines = [FAMILY_TABLE, "", "| family | `architectures` in `config.json` | what it has |", "|---|---|---|"]
+    for title in sorted(architectures, key=str.lower):
+        names = architectures[title]
+        generating = [name for name in names if not name.endswith(("ForSequenceClassification", "Model"))] or names
+        lines.append(row(title, code(generating), notes[title]))
+    return before + "\n".join([*lines, "", after])
+
+
+PAGES: dict[str, Callable[[], str]] = {"models.md": models_page,
+                                       "flags.md": flags_page, "sglang-flags.md": sglang_page,
                                        "request-fields.md": fields_page,
                                        "metrics.md": metrics_page, "errors.md": errors_page,
                                        "layers.md": layers.page, "admin.md": admin_page,

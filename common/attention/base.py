@@ -10,6 +10,7 @@ import torch
 from ...kernels.arguments import HeadNorms
 from ...kernels.attention.rope_and_store import rope_and_store
 from ..api.errors import ConfigError
+from ..config.scores import Scores
 from ..forward.forward_batch import ForwardBatch
 from ..forward.step_context import AttentionPlan
 from ..kvcache.pool import KVPool
@@ -65,11 +66,13 @@ class AttentionBackend(AttentionPlanner, Protocol):
 
 
 class AttentionFacts(NamedTuple):
-    """Facts about a rank by which a backend is chosen: ``dtype`` is the model's, ``head_dim`` a head's values."""
+    """Facts about a rank by which a backend is chosen: ``dtype`` is the model's, ``head_dim`` a head's values, and
+    ``softcap`` what its scores are capped by (0: they are not)."""
 
     device: torch.device
     dtype: str
     head_dim: int
+    softcap: float = 0.0
 
 
 class AttentionFactory(Protocol):
@@ -81,9 +84,10 @@ class AttentionFactory(Protocol):
     def check(self, facts: AttentionFacts) -> None:
         """Raises ConfigError where the backend cannot run."""
 
-    def make(self, pool: KVPool, num_heads: int, dtype: torch.dtype, window: int | None) -> AttentionBackend:
-        """Makes the backend of layers with this ``window``; ``num_heads`` counts this rank's query heads, ``dtype`` is
-        the model's."""
+    def make(self, pool: KVPool, num_heads: int, dtype: torch.dtype, window: int | None,
+             scores: Scores) -> AttentionBackend:
+        """Makes the backend of layers with this ``window`` and these ``scores``; ``num_heads`` counts this rank's query
+        heads, ``dtype`` is the model's."""
 
 
 def check_gpu(name: str, device: torch.device) -> None:

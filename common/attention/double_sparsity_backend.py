@@ -61,12 +61,14 @@ class DoubleSparsityBackend:
     """
 
     def __init__(self, exact: AttentionBackend, pool: KVPool, num_heads: int, channels: torch.Tensor,
-                 sparsity: Sparsity | None):
+                 sparsity: Sparsity | None, scale: float | None = None):
+        """``scale`` multiplies scores; None: one over the root of a head's values."""
         self.exact = exact
         self.pool = pool
         self.sparsity = sparsity
         self.num_heads = num_heads
         self.capacity = pool.num_pages * pool.layout.page_size
+        self._scale = pool.layout.head_dim ** -0.5 if scale is None else scale
         self._channels = channels.unbind()
         self._num_sms = num_sms(channels.device)
         self._compiled = False
@@ -133,7 +135,7 @@ class DoubleSparsityBackend:
         assert self.sparsity is not None and step.splits is not None
         k_pages, v_pages = self.pool.layer(layer)
         k_scale, v_scale = self.pool.layout.scales_of(layer)
-        scale = self.pool.layout.head_dim ** -0.5 * k_scale
+        scale = self._scale * k_scale
         table, requests = (batch.kv_indptr, batch.kv_indices), step.requests
         label_scores(q, k_pages, *table, self.sparsity.num_channels, scale, requests, step.splits, step.scores)
         selected = select_tokens(step.scores, requests, self.sparsity.num_tokens)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ...kernels.elementwise import by_element
 from ...kernels.reference.fixed_rows import invariant_sizes
 from ..forward.forward_batch import ForwardBatch
 
@@ -114,9 +115,9 @@ class FixedTiles:
         return torch.from_numpy(seen)[:, None]
 
     def attend(self, q: torch.Tensor, heads: int, scale: float, gather: GatherTile,
-               sinks: torch.Tensor | None = None) -> torch.Tensor:
+               sinks: torch.Tensor | None = None, softcap: float = 0.0) -> torch.Tensor:
         """Attends ``q`` [T, heads * group, Dk] to the stored tokens; returns float32 ``[T, heads * group, Dv]``.
-        ``sinks`` [heads * group] are logits that join the denominators."""
+        ``sinks`` [heads * group] are logits that join the denominators; ``softcap`` is as in ``Scores``."""
         of_rows = q.float().unflatten(1, (heads, -1)).transpose(1, 2).flatten(0, 1)  # [T * group, heads, Dk]
         out: torch.Tensor | None = None
         for bucket in self._buckets:
@@ -128,7 +129,7 @@ class FixedTiles:
             for block in bucket.blocks:
                 queries = of_rows[block.rows].transpose(1, 2).contiguous()  # [b, heads, R, Dk]
                 level = None if sinks is None else _of_rows(sinks.float(), heads, block.rows, self._group)
-                result = _attend_block(queries, keys, values, block, scale, level)
+                result = _attend_block(queries, keys, values, block, scale, level, softcap)
                 out[block.rows[block.real]] = result.transpose(1, 2)[block.real]
         assert out is not None, "a batch has rows"
         joined: torch.Tensor = out.unflatten(0, (-1, self._group)).transpose(1, 2).flatten(1, 2)
@@ -142,7 +143,7 @@ def _of_rows(sinks: torch.Tensor, heads: int, rows: torch.Tensor, group: int) ->
 
 
 def _attend_block(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: _Block, scale: float,
-                  sinks: torch.Tensor | None) -> torch.Tensor:
+                  sinks: torch.Tensor | None, softcap: float) -> torch.Tensor:
     """Returns ``[b, heads, R, Dv]`` of queries ``[b, heads, R, Dk]``."""
     b, heads, rows, _ = q.shape
     top = q.new_full((b, heads, rows), float("-inf"))
@@ -150,7 +151,10 @@ def _attend_block(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, blo
     acc = q.new_zeros((b * heads, rows, values.shape[-1]))
     for tile, visible in zip(block.tiles, block.visible):
         scores = torch.bmm(q.flatten(0, 1), keys[tile].flatten(0, 1).transpose(1, 2)).view(b, heads, rows, TILE)
-        scores = (scores * scale).masked_fill(~visible, float("-inf"))
+        scores = scores * scale
+        if softcap:
+            scores = by_element(torch.tanh, scores / softcap) * softcap
+        scores = scores.masked_fill(~visible, float("-inf"))
         top, shrink, weights = _next_weights(top, scores)
         total = total * shrink + weights.sum(-1)
         acc = acc * shrink.flatten(0, 1)[..., None] + torch.bmm(weights.flatten(0, 1), values[tile].flatten(0, 1))

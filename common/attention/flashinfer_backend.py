@@ -14,6 +14,7 @@ from ...kernels.arguments import HeadNorms
 from ...kernels.attention.dequantize_pages import dequantize_pages
 from ...kernels.attention.scale_by_sinks import scale_by_sinks
 from ..api.errors import ConfigError
+from ..config.scores import PLAIN_SCORES, Scores
 from ..config.server.kernels import ATTENTION_BACKENDS
 from ..forward.forward_batch import ForwardBatch
 from ..forward.step_context import AttentionPlan
@@ -58,18 +59,25 @@ class FlashInferBackend:
         check_gpu("flashinfer", facts.device)
 
     @staticmethod
-    def make(pool: KVPool, num_heads: int, dtype: torch.dtype, window: int | None) -> AttentionBackend:
+    def make(pool: KVPool, num_heads: int, dtype: torch.dtype, window: int | None,
+             scores: Scores) -> AttentionBackend:
         if window is not None and window < _MIN_WINDOW:
-            return TritonBackend(pool, num_heads, window)
-        return FlashInferBackend(pool, num_heads, dtype, window)
+            return TritonBackend(pool, num_heads, window, scores)
+        return FlashInferBackend(pool, num_heads, dtype, window, scores)
 
-    def __init__(self, pool: KVPool, num_heads: int, dtype: torch.dtype, window: int | None = None):
+    def __init__(self, pool: KVPool, num_heads: int, dtype: torch.dtype, window: int | None = None,
+                 scores: Scores = PLAIN_SCORES):
         """``dtype`` is the model's; the pool's may be float8."""
         layout = pool.layout
         self.pool = pool
         # FlashInfer counts the tokens before a query's own.
-        self._heads = {"num_qo_heads": num_heads, "num_kv_heads": layout.num_kv_heads,
+        self._heads: dict[str, float] = {"num_qo_heads": num_heads, "num_kv_heads": layout.num_kv_heads,
                        "window_left": -1 if window is None else window - 1}
+        # Passed only where a model has them, so that other models' calls stay as they were measured.
+        if scores.scale is not None:
+            self._heads["sm_scale"] = scores.scale
+        if scores.softcap:
+            self._heads["logits_soft_cap"] = scores.softcap
         stored = pool.groups[0].dtype
         self.stores_other_type = stored != dtype
         self._types = {"q_data_type": dtype, "kv_data_type": stored}
@@ -80,7 +88,7 @@ class FlashInferBackend:
         self.dequantizes = self._fa3 and self.stores_other_type
         self._max_dequantized_pages = _DEQUANTIZED_BYTES // (
             2 * layout.num_kv_heads * layout.page_size * layout.head_dim * dtype.itemsize)
-        self._triton = TritonBackend(pool, num_heads, window)
+        self._triton = TritonBackend(pool, num_heads, window, scores)
 
     def _wrappers(self, workspace: AttentionWorkspace) -> _Wrappers:
         """Makes the wrappers of a workspace."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...kernels.arguments import HeadNorms
+from ..config.scores import PLAIN_SCORES, Scores
 from ..forward.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 from .base import gather, store
@@ -19,8 +20,9 @@ from .workspace import AttentionWorkspace
 class InvariantTorchBackend:
     attends_last_tokens = True
 
-    def __init__(self, pool: KVPool, num_heads: int, window: int | None):
+    def __init__(self, pool: KVPool, num_heads: int, window: int | None, scores: Scores = PLAIN_SCORES):
         self.pool = pool
+        self._scale, self._softcap = scores.scale_of(pool.layout.head_dim), scores.softcap
         self._window = window
         self._heads = pool.layout.num_kv_heads
         self._group = num_heads // self._heads
@@ -57,7 +59,7 @@ class InvariantTorchBackend:
             k, v = (_tokens(x, pages, offsets, scale) for x, scale in zip((k_pages, v_pages), scales))
             return k, v
 
-        return tiles.attend(q, self._heads, self.pool.layout.head_dim ** -0.5, tokens, sinks).to(q.dtype)
+        return tiles.attend(q, self._heads, self._scale, tokens, sinks, self._softcap).to(q.dtype)
 
 
 @dataclass(eq=False)

@@ -19,6 +19,7 @@ from ...kernels.attention.fixed_split_attention import (
 )
 from ...kernels.tuning.attention import FixedSplitTile
 from ...kernels.tuning.policy import policy_of
+from ..config.scores import PLAIN_SCORES, Scores
 from ..forward.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 from .base import ANY_LENGTH, store
@@ -28,9 +29,11 @@ from .workspace import AttentionWorkspace
 class InvariantTritonBackend:
     attends_last_tokens = True
 
-    def __init__(self, pool: KVPool, num_heads: int, dtype: torch.dtype, window: int | None):
+    def __init__(self, pool: KVPool, num_heads: int, dtype: torch.dtype, window: int | None,
+                 scores: Scores = PLAIN_SCORES):
         """``dtype`` is the model's."""
         self.pool = pool
+        self._scale, self._softcap = scores.scale_of(pool.layout.head_dim), scores.softcap
         self._window = window
         self._group = num_heads // pool.layout.num_kv_heads
         self._policy = policy_of(pool.groups[0].device).attention
@@ -86,8 +89,7 @@ class InvariantTritonBackend:
                                            self._tile(batch.max_q_len), plan.longest, self._window)
         return fixed_split_attention(q, *self.pool.layer(layer), plan.rows, batch.positions, batch.qo_indptr,
                                      batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len,
-                                     self.pool.layout.head_dim ** -0.5 * k_scale, v_scale, self._window, sinks,
-                                     inputs_ready)
+                                     self._scale * k_scale, v_scale, self._window, sinks, inputs_ready, self._softcap)
 
 
 @dataclass(eq=False)

@@ -9,6 +9,7 @@ import torch
 
 from ...kernels.tuning.policy import policy_of
 from ..api.errors import ConfigError
+from ..config.scores import PLAIN_SCORES, Scores
 from ..config.server import KernelArgs
 from ..config.server.kernels import ATTENTION_BACKENDS
 from ..kvcache.pool import KVPool
@@ -20,13 +21,13 @@ _BY_PREFERENCE = ("flashinfer", "triton")
 """The backends that ``auto`` tries on a GPU; else it is torch."""
 
 
-def choose_backend(name: str, device: torch.device, dtype: str, head_dim: int) -> str:
+def choose_backend(name: str, device: torch.device, dtype: str, head_dim: int, softcap: float = 0.0) -> str:
     """Resolve ``auto``: flashinfer on a GPU where it is installed and fits the model, else triton; torch on a CPU.
 
     Under a batch-invariant policy it is never flashinfer, whose sums have another order in batches of another size.
     Raises ConfigError where the named backend cannot run.
     """
-    facts = AttentionFacts(device, dtype, head_dim)
+    facts = AttentionFacts(device, dtype, head_dim, softcap)
     invariant = policy_of(device).batch_invariant
     if name == "auto":
         tried = _BY_PREFERENCE if device.type == "cuda" else ()
@@ -55,16 +56,17 @@ def _runs(name: str, facts: AttentionFacts) -> bool:
     return True
 
 
-def choose_decode_backend(args: KernelArgs, device: torch.device, dtype: str, head_dim: int) -> str:
+def choose_decode_backend(args: KernelArgs, device: torch.device, dtype: str, head_dim: int,
+                          softcap: float = 0.0) -> str:
     """Choose the backend of decode steps: triton on a GPU where it is installed, which needs no host under CUDA graphs.
 
     Raises ConfigError where the named one cannot run, or not under the CUDA graphs that were not disabled.
     """
     name = args.decode_attention_backend
-    prefill = choose_backend(args.attention_backend, device, dtype, head_dim)
+    prefill = choose_backend(args.attention_backend, device, dtype, head_dim, softcap)
     if name == "auto":
         return "triton" if device.type == "cuda" and prefill != "torch" and find_spec("triton") else prefill
-    chosen = choose_backend(name, device, dtype, head_dim)
+    chosen = choose_backend(name, device, dtype, head_dim, softcap)
     if not ATTENTION_BACKENDS.get(chosen).captures and device.type == "cuda" and not args.disable_cuda_graph:
         raise ConfigError(f"--decode-attention-backend {chosen} does not run under CUDA graphs: use triton or "
                           "flashinfer, or --disable-cuda-graph.")
@@ -72,18 +74,20 @@ def choose_decode_backend(args: KernelArgs, device: torch.device, dtype: str, he
 
 
 def select_attention(args: KernelArgs, device: torch.device, pool: KVPool, num_heads: int,
-                     dtype: str | None = None, windows: Sequence[int | None] = ()) -> AttentionBackend:
+                     dtype: str | None = None, windows: Sequence[int | None] = (),
+                     scores: Scores = PLAIN_SCORES) -> AttentionBackend:
     """Build what the flags ask for: one backend, or one for prompts and one for decode steps; and one or two of these
     for each window, where the pool's layers have several.
 
     ``dtype`` is the model's, where the pool's is another. ``windows`` has each layer's; it is empty where all layers
-    see all tokens."""
+    see all tokens. ``scores`` are those of all layers."""
     dtype = dtype or pool.layout.dtype
-    prefill = choose_backend(args.attention_backend, device, dtype, pool.layout.head_dim)
-    decode = choose_decode_backend(args, device, dtype, pool.layout.head_dim)
+    facts = device, dtype, pool.layout.head_dim, scores.softcap
+    prefill = choose_backend(args.attention_backend, *facts)
+    decode = choose_decode_backend(args, *facts)
 
     def of_window(window: int | None) -> AttentionBackend:
-        made = [select_backend(name, device, pool, num_heads, dtype, window)
+        made = [select_backend(name, device, pool, num_heads, dtype, window, scores)
                 for name in dict.fromkeys((prefill, decode))]
         return made[0] if len(made) == 1 else PrefillDecodeBackend(*made)
 
@@ -95,9 +99,10 @@ def select_attention(args: KernelArgs, device: torch.device, pool: KVPool, num_h
 
 
 def select_backend(name: str, device: torch.device, pool: KVPool, num_heads: int,
-                   dtype: str | None = None, window: int | None = None) -> AttentionBackend:
-    """Build the backend that ``name`` (the flag's value) resolves to, for layers with this ``window``; ``num_heads``
-    counts this rank's query heads. ``dtype`` as in ``select_attention``."""
+                   dtype: str | None = None, window: int | None = None,
+                   scores: Scores = PLAIN_SCORES) -> AttentionBackend:
+    """Build the backend that ``name`` (the flag's value) resolves to, for layers with this ``window`` and ``scores``;
+    ``num_heads`` counts this rank's query heads. ``dtype`` as in ``select_attention``."""
     dtype = dtype or pool.layout.dtype
-    chosen = choose_backend(name, device, dtype, pool.layout.head_dim)
-    return ATTENTION_BACKENDS.get(chosen).make(pool, num_heads, getattr(torch, dtype), window)
+    chosen = choose_backend(name, device, dtype, pool.layout.head_dim, scores.softcap)
+    return ATTENTION_BACKENDS.get(chosen).make(pool, num_heads, getattr(torch, dtype), window, scores)

@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ...kernels.arguments import HeadNorms, RowMask
 from ...kernels.reference import visible_by_words
 from ...kernels.tuning.policy import policy_of
+from ..config.scores import PLAIN_SCORES, Scores
 from ..config.server.kernels import ATTENTION_BACKENDS
 from ..forward.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
@@ -49,13 +50,15 @@ class TorchBackend:
         """Runs everywhere."""
 
     @staticmethod
-    def make(pool: KVPool, num_heads: int, dtype: torch.dtype, window: int | None) -> AttentionBackend:
+    def make(pool: KVPool, num_heads: int, dtype: torch.dtype, window: int | None,
+             scores: Scores) -> AttentionBackend:
         if policy_of(pool.groups[0].device).batch_invariant:
-            return InvariantTorchBackend(pool, num_heads, window)
-        return TorchBackend(pool, window)
+            return InvariantTorchBackend(pool, num_heads, window, scores)
+        return TorchBackend(pool, window, scores)
 
-    def __init__(self, pool: KVPool, window: int | None = None):
+    def __init__(self, pool: KVPool, window: int | None = None, scores: Scores = PLAIN_SCORES):
         self.pool = pool
+        self._scale, self._softcap = scores.scale_of(pool.layout.head_dim), scores.softcap
         self._window = window
         self._layout = pool.layout
         dtype = pool.groups[0].dtype
@@ -142,11 +145,7 @@ class TorchBackend:
                 sinks: torch.Tensor | None, out: torch.Tensor) -> None:
         # The query heads that share a KV head are passed as query rows: no key is repeated.
         grouped = q[bucket.requests].unflatten(1, (self._layout.num_kv_heads, -1))
-        if sinks is None:
-            result = scaled_dot_product_attention(grouped, keys, values, attn_mask=bucket.mask)
-        else:
-            assert bucket.mask is not None
-            result = _with_sinks(grouped, keys, values, bucket.mask, sinks)
+        result = self._products(grouped, keys, values, bucket.mask, sinks)
         out[bucket.requests] = result.flatten(1, 2)
 
     def _extend(self, plan: TorchPlan, bucket: _Bucket, keys: torch.Tensor, values: torch.Tensor, q: torch.Tensor,
@@ -166,17 +165,13 @@ class TorchBackend:
             queries = q[row:stop].unflatten(1, (self._layout.num_kv_heads, group)).permute(1, 2, 0, 3)
             first = seen - (stop - row)
             mask = None
-            if first > 0 or self._window is not None or sinks is not None:
+            if first > 0 or self._window is not None or sinks is not None or self._softcap:
                 mask = torch.ones(stop - row, seen, dtype=torch.bool, device=q.device).tril_(first)
                 if self._window is not None:
                     mask.triu_(first - self._window + 1)
-            if sinks is not None and mask is not None:
-                result = _with_sinks(queries, block_keys, block_values, mask, sinks[..., None])
-            else:
-                result = scaled_dot_product_attention(queries, block_keys, block_values, attn_mask=mask,
-                                                      is_causal=mask is None)
+            level = None if sinks is None else sinks[..., None]
+            result = self._products(queries, block_keys, block_values, mask, level)
             out[row:stop] = result.permute(2, 0, 1, 3).flatten(1, 2)
-
 
     def _attend_masked(self, mask: RowMask, request: int, rows: slice, keys: torch.Tensor, values: torch.Tensor,
                        q: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -186,11 +181,20 @@ class TorchBackend:
         seen = visible_by_words(mask.words[rows], keys.shape[2], int(mask.counts[request]), self._window)
         queries = q[rows].unflatten(1, (self._layout.num_kv_heads, group)).permute(1, 2, 0, 3)
         keys, values = (x[0, :, None].expand(-1, group, -1, -1) for x in (keys, values))
-        if sinks is not None:
-            result = _with_sinks(queries, keys, values, seen, sinks[..., None])
-        else:
-            result = scaled_dot_product_attention(queries, keys, values, attn_mask=seen)
+        result = self._products(queries, keys, values, seen, None if sinks is None else sinks[..., None])
         out[rows] = result.permute(2, 0, 1, 3).flatten(1, 2)
+
+    def _products(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None,
+                  sinks: torch.Tensor | None) -> torch.Tensor:
+        """Attends where ``mask`` is set, or without one causally."""
+        if mask is None:
+            return scaled_dot_product_attention(q, keys, values, is_causal=True, scale=self._scale)
+        if self._softcap:
+            assert sinks is None, "no model has both"
+            return _capped(q, keys, values, mask, self._scale, self._softcap)
+        if sinks is not None:
+            return _with_sinks(q, keys, values, mask, sinks, self._scale)
+        return scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=self._scale)
 
 
 class TorchPlan:
@@ -219,14 +223,22 @@ class TorchPlan:
 
 
 def _with_sinks(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor,
-                sinks: torch.Tensor) -> torch.Tensor:
+                sinks: torch.Tensor, scale: float) -> torch.Tensor:
     """Attention where ``mask`` is set, over one more key and value of zeros, whose score is ``sinks`` [..., row], one
     for each query of ``q`` [..., row, D]."""
     keys, values = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (keys, values))
     rows = (*q.shape[:-1], 1)
     bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, float("-inf"))
     bias = torch.cat((bias.expand(*rows[:-1], -1), sinks[..., None].expand(rows)), -1)
-    return scaled_dot_product_attention(q, keys, values, attn_mask=bias)
+    return scaled_dot_product_attention(q, keys, values, attn_mask=bias, scale=scale)
+
+
+def _capped(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float,
+            softcap: float) -> torch.Tensor:
+    """Attention where ``mask`` is set, with scores below ``softcap`` (Gemma 2, arXiv:2408.00118, section 2)."""
+    scores = torch.tanh(q @ keys.transpose(-1, -2) * (scale / softcap)) * softcap
+    weights: torch.Tensor = scores.float().masked_fill(~mask, float("-inf")).softmax(-1).to(q.dtype) @ values
+    return weights
 
 
 def similar(pages: np.ndarray) -> list[np.ndarray]:

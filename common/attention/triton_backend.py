@@ -18,6 +18,7 @@ from ...kernels.attention.paged_prefill import PrefillBlocks, paged_prefill, pla
 from ...kernels.attention.verify_attention import VerifyPlan, plan_verify, verify_attention, verify_tile
 from ...kernels.device import num_sms
 from ...kernels.tuning.policy import policy_of
+from ..config.scores import PLAIN_SCORES, Scores
 from ..config.server.kernels import ATTENTION_BACKENDS
 from ..forward.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
@@ -37,16 +38,17 @@ class TritonBackend:
             check_gpu("triton", facts.device)
 
     @staticmethod
-    def make(pool: KVPool, num_heads: int, dtype: torch.dtype, window: int | None) -> AttentionBackend:
+    def make(pool: KVPool, num_heads: int, dtype: torch.dtype, window: int | None,
+             scores: Scores) -> AttentionBackend:
         if policy_of(pool.groups[0].device).batch_invariant:
-            return InvariantTritonBackend(pool, num_heads, dtype, window)
-        return TritonBackend(pool, num_heads, window)
+            return InvariantTritonBackend(pool, num_heads, dtype, window, scores)
+        return TritonBackend(pool, num_heads, window, scores)
 
-    def __init__(self, pool: KVPool, num_heads: int, window: int | None = None):
+    def __init__(self, pool: KVPool, num_heads: int, window: int | None = None, scores: Scores = PLAIN_SCORES):
         self.pool = pool
         self._window = window
         self._group = num_heads // pool.layout.num_kv_heads
-        self._scale = pool.layout.head_dim ** -0.5
+        self._scale, self._softcap = scores.scale_of(pool.layout.head_dim), scores.softcap
         device = pool.groups[0].device
         self._num_sms = num_sms(device)
         self._policy = policy_of(device).attention
@@ -99,11 +101,12 @@ class TritonBackend:
                 plan.splits = plan_decode(batch.kv_indptr, batch.kv_last_page_len, self.pool.layout.page_size, kv_heads,
                                          self._num_sms, plan.longest, **splits._asdict(), window=self._window)
             return paged_decode(q, k_pages, v_pages, *table, self._scale * k_scale, plan.splits, v_scale=v_scale,
-                                inputs_ready=inputs_ready, window=self._window, sinks=sinks, current_kv=current_kv)
+                                inputs_ready=inputs_ready, window=self._window, sinks=sinks, current_kv=current_kv,
+                                softcap=self._softcap)
         if plan.blocks is None:
             return self._verify(plan, q, k_pages, v_pages, self._scale * k_scale, v_scale, sinks, inputs_ready)
         return paged_prefill(q, k_pages, v_pages, plan.blocks, batch.qo_indptr, *table, self._scale * k_scale, v_scale,
-                             self._window, sinks)
+                             self._window, sinks, self._softcap)
 
     def _verify(self, plan: TritonPlan, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, scale: float,
                 v_scale: float, sinks: torch.Tensor | None, inputs_ready: bool) -> torch.Tensor:
@@ -115,7 +118,7 @@ class TritonBackend:
                                       plan.longest, tile, splits, self._window, batch.mask is not None)
         return verify_attention(q, k_pages, v_pages, batch.qo_indptr, batch.kv_indptr, batch.kv_indices,
                                 batch.kv_last_page_len, scale, plan.verify, tile, v_scale, self._window, sinks,
-                                batch.mask, inputs_ready)
+                                batch.mask, inputs_ready, self._softcap)
 
 
 @dataclass(eq=False)

@@ -10,6 +10,7 @@ from ..api.errors import ConfigError
 from .mla import MLASpec
 from .moe import MoESpec
 from .quantization import QuantFormat
+from .scores import PLAIN_SCORES, Scores
 from .window import Windows
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ class ModelSpec:
     states into logits of the vocabulary (lm), into scores of ``num_labels`` labels (classifier), or is absent.
     ``intermediate_size`` is the width of the MLPs that are no mixture of experts; ``moe`` describes the mixtures. With
     ``mla`` queries have ``head_dim`` values, and its latents are the one KV head. ``windows`` has each layer's sliding
-    window. ``mtp_layers`` of multi-token prediction follow in the checkpoint.
+    window, and ``scores`` says how attention makes its weights of queries and keys. ``mtp_layers`` of multi-token
+    prediction follow in the checkpoint.
 
     ``family`` is the own specification of the model's family, a frozen dataclass that only the family's file reads.
     """
@@ -50,6 +52,7 @@ class ModelSpec:
     mla: MLASpec | None = None
     mtp_layers: int = 0
     windows: Windows = ()
+    scores: Scores = PLAIN_SCORES
     implementation: str = ""  # the name under which the family is registered, where it is not the architecture's
     offload: OffloadArgs | None = None  # of a rank's own model; no fact of the checkpoint
     dropped_eos_ids: tuple[int, ...] = ()  # the checkpoint names them, and the model does not have them

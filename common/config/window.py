@@ -31,6 +31,11 @@ def window_of_layers(config: Mapping[str, Any], sliding: Sequence[bool]) -> Wind
     return tuple(window if slides else None for slides in sliding)
 
 
+def window_of_alternating_layers(config: Mapping[str, Any], every: int = 2) -> Windows:
+    """Reads windows as Gemma's: ``layer_types``, else all layers but every ``every``-th have one."""
+    return window_of_flagged_layers(config, [(layer + 1) % every != 0 for layer in range(config["num_hidden_layers"])])
+
+
 def no_window(config: Mapping[str, Any]) -> Windows:
     """Reads families without windows. Raises ConfigError for a checkpoint that states one."""
     window = config.get("sliding_window")

@@ -27,8 +27,8 @@ def _relu2(x: torch.Tensor) -> torch.Tensor:
 
 
 ACTIVATIONS: dict[str, Activation] = {
-    "gelu": gelu, "gelu_new": _gelu_tanh, "gelu_pytorch_tanh": _gelu_tanh, "quick_gelu": _quick_gelu, "relu": relu,
-    "relu2": _relu2, "silu": silu, "swish": silu}
+    "gelu": gelu, "gelu_fast": _gelu_tanh, "gelu_new": _gelu_tanh, "gelu_pytorch_tanh": _gelu_tanh,
+    "quick_gelu": _quick_gelu, "relu": relu, "relu2": _relu2, "silu": silu, "swish": silu}
 
 
 def activation_of(name: str, *, gated: bool) -> Activation:

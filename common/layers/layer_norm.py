@@ -14,18 +14,21 @@ from .norm import FormatOf
 
 
 class LayerNorm:
-    """Subtracts the mean of a row, divides by its deviation, and applies weight and bias. The checkpoint's weights are
-    ``offset`` smaller than those that are applied."""
+    """Subtracts the mean of a row, divides by its deviation, and applies weight and bias, where it has them. The
+    checkpoint's weights are ``offset`` smaller than those that are applied."""
 
-    def __init__(self, name: str, size: int, eps: float, allocate: Allocate, *, offset: float = 0.0):
+    def __init__(self, name: str, size: int, eps: float, allocate: Allocate, *, offset: float = 0.0,
+                 weight: bool = True, bias: bool = True):
         self.name = name
         self.eps = eps
-        self.weight, self.bias = allocate(size), allocate(size)
+        self._size = size
+        self.weight = allocate(size) if weight else None
+        self.bias = allocate(size) if bias else None
         self._offset = offset
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Norms the last dimension of ``[T, size]``."""
-        return torch.nn.functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return torch.nn.functional.layer_norm(x, (self._size,), self.weight, self.bias, self.eps)
 
     def add_norm(self, x: MaybeDeferred, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns ``(norm(x + residual), x + residual)``; without a residual ``x`` becomes it. Computes a deferred sum.
@@ -40,9 +43,12 @@ class LayerNorm:
         return self.add_norm(x, residual)
 
     def slots(self) -> Iterator[Slot]:
-        shape = tuple(self.weight.shape)
-        yield Slot(f"{self.name}.weight", self.weight, shape, load=self._load_weight if self._offset else None)
-        yield Slot(f"{self.name}.bias", self.bias, shape)
+        shape = (self._size,)
+        if self.weight is not None:
+            yield Slot(f"{self.name}.weight", self.weight, shape, load=self._load_weight if self._offset else None)
+        if self.bias is not None:
+            yield Slot(f"{self.name}.bias", self.bias, shape)
 
     def _load_weight(self, part: torch.Tensor) -> None:
+        assert self.weight is not None
         self.weight.copy_(part).add_(self._offset)

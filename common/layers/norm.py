@@ -25,12 +25,16 @@ def unquantized(rows: int) -> Float8Format | None:
 
 
 class RMSNorm:
-    def __init__(self, name: str, size: int, eps: float, allocate: Allocate, exchange: TokenExchange | None = None):
-        """With ``exchange`` the norm gathers the rows of all attention groups in low-latency decode steps."""
+    def __init__(self, name: str, size: int, eps: float, allocate: Allocate, exchange: TokenExchange | None = None, *,
+                 offset: float = 0.0):
+        """With ``exchange`` the norm gathers the rows of all attention groups in low-latency decode steps. The
+        checkpoint's weights are ``offset`` smaller than those that are applied, which are then in float32: in bfloat16
+        the sum would lose the lower bits of small weights."""
         self.name = name
         self._low_latency = None if exchange is None else exchange.low_latency
         self.eps = eps
-        self.weight = allocate(size)
+        self.weight = allocate(size, dtype=torch.float32 if offset else None)
+        self._offset = offset
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Norms the last dimension of ``[T, size]`` or ``[T, heads, size]``."""
@@ -60,4 +64,28 @@ class RMSNorm:
         return rmsnorm(x, self.weight, self.eps, residual)
 
     def slots(self) -> Iterator[Slot]:
-        yield Slot(f"{self.name}.weight", self.weight, tuple(self.weight.shape))
+        yield Slot(f"{self.name}.weight", self.weight, tuple(self.weight.shape),
+                   load=self._load if self._offset else None)
+
+    def _load(self, part: torch.Tensor) -> None:
+        self.weight.copy_(part).add_(self._offset)
+
+
+class NoNorm:
+    """Takes the place of a layer's norm, and returns its rows as they are."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def add_norm_as(self, format_of: FormatOf, x: MaybeDeferred, residual: torch.Tensor | None,
+                    rows: StepRows = ONE_GROUP) -> tuple[Any, torch.Tensor]:
+        return self.add_norm(x, residual)
+
+    def add_norm(self, x: MaybeDeferred, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x if isinstance(x, torch.Tensor) else x.reduce()
+        if residual is not None:
+            total = total + residual
+        return total, total
+
+    def slots(self) -> Iterator[Slot]:
+        yield from ()

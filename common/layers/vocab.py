@@ -20,7 +20,9 @@ class VocabTable:
     It is a token embedding (``embed``) and an LM head (``logits``): one table is both where a model ties them.
     """
 
-    def __init__(self, name: str, vocab_size: int, hidden_size: int, tp: TPGroup, allocate: Allocate):
+    def __init__(self, name: str, vocab_size: int, hidden_size: int, tp: TPGroup, allocate: Allocate, *,
+                 bias: bool = False):
+        """``bias``: a head adds one to its logits."""
         self.name = name
         self.vocab_size = vocab_size
         self.tp = tp
@@ -29,6 +31,10 @@ class VocabTable:
         self.weight = allocate(rows, hidden_size)
         self.used = max(0, min(rows, vocab_size - self.start))
         self.weight[self.used:].zero_()
+        self.bias: torch.Tensor | None = None
+        if bias:
+            self.bias = allocate(rows)
+            self.bias[self.used:].zero_()
         if allocate.device.type == "cuda":
             compile_tiles(self.weight)
 
@@ -53,9 +59,14 @@ class VocabTable:
     def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Computes this rank's columns ``[R, c]`` of the logits of ``[R, hidden]``. The first ``vocab`` columns of the
         ranks' concatenated ones are the logits."""
-        return dense_matmul(hidden, self.weight) if len(hidden) else hidden.new_empty((0, len(self.weight)))
+        if not len(hidden):
+            return hidden.new_empty((0, len(self.weight)))
+        logits = dense_matmul(hidden, self.weight)
+        return logits if self.bias is None else logits.add_(self.bias)
 
     def slots(self) -> Iterator[Slot]:
         if self.used:
             yield Slot(f"{self.name}.weight", self.weight[:self.used], (self.vocab_size, self.weight.shape[1]), 0,
                        self.start)
+            if self.bias is not None:
+                yield Slot(f"{self.name}.bias", self.bias[:self.used], (self.vocab_size,), 0, self.start)

@@ -129,6 +129,8 @@ _V3 = {
     "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "rope_interleave": True, "eos_token_id": 1}
 
 MODELS.register("DeepseekV2ForCausalLM", "DeepseekV2ForSequenceClassification", "DeepseekV2Model")(
-    ModelFamily(partial(read, version=2), build, blocks, _V2, tensor_parts))
+    ModelFamily(partial(read, version=2), build, blocks, _V2, tensor_parts, title="DeepSeek-V2, V2-Lite",
+                notes="multi-head latent attention, mixtures of experts, draft layers"))
 MODELS.register("DeepseekV3ForCausalLM", "DeepseekV3ForSequenceClassification", "DeepseekV3Model")(
-    ModelFamily(partial(read, version=3), build, blocks, _V3, tensor_parts))
+    ModelFamily(partial(read, version=3), build, blocks, _V3, tensor_parts, title="DeepSeek-V3, R1",
+                notes="multi-head latent attention, mixtures of experts, draft layers"))

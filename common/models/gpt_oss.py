@@ -87,4 +87,6 @@ _DEFAULTS = {
         "original_max_position_embeddings": 4096}}
 
 MODELS.register("GptOssForCausalLM", "GptOssForSequenceClassification", "GptOssModel")(
-    ModelFamily(read, build, blocks, _DEFAULTS, tensor_parts))
+    ModelFamily(read, build, blocks, _DEFAULTS, tensor_parts,
+                title="gpt-oss 20b, 120b",
+                notes="attention sinks, a sliding window in every second layer, experts with biases and clamped gates"))

@@ -59,4 +59,6 @@ _DEFAULTS = {**COMMON, "intermediate_size": 11008, "max_position_embeddings": 20
              "mlp_bias": False, "eos_token_id": 2}
 
 MODELS.register("LlamaForCausalLM", "LlamaForSequenceClassification", "LlamaModel")(
-    ModelFamily(read, build, blocks, _DEFAULTS))
+    ModelFamily(read, build, blocks, _DEFAULTS,
+                title="Llama",
+                notes="dense"))

@@ -53,4 +53,6 @@ _DEFAULTS = {**COMMON, "num_key_value_heads": 8, "intermediate_size": 14336, "ma
              "sliding_window": 4096, "eos_token_id": 2}
 
 MODELS.register("MistralForCausalLM", "MistralForSequenceClassification", "MistralModel")(
-    ModelFamily(read, build, blocks, _DEFAULTS))
+    ModelFamily(read, build, blocks, _DEFAULTS,
+                title="Mistral",
+                notes="one sliding window in every layer"))

@@ -74,4 +74,4 @@ _DEFAULTS = {**COMMON, "num_key_value_heads": 8, "intermediate_size": 14336, "ma
              "eos_token_id": 2}
 
 MODELS.register("MixtralForCausalLM", "MixtralForSequenceClassification", "MixtralModel")(
-    ModelFamily(read, build, blocks, _DEFAULTS, tensor_parts))
+    ModelFamily(read, build, blocks, _DEFAULTS, tensor_parts, title="Mixtral", notes="mixtures of experts"))

@@ -130,13 +130,13 @@ _MOE_3 = {**_MOE, "num_attention_heads": 32, "num_key_value_heads": 4, "intermed
 
 MODELS.register("Qwen2ForCausalLM", "Qwen2ForSequenceClassification", "Qwen2Model")(
     ModelFamily(partial(read_qwen2, slides=_from_last_on, has_experts=False), build, blocks, _DENSE,
-                tensor_parts))
+                tensor_parts, title="Qwen2", notes="biases of q, k and v"))
 MODELS.register("Qwen3ForCausalLM", "Qwen3ForSequenceClassification", "Qwen3Model")(
     ModelFamily(partial(read_qwen3, slides=_from_last_on, has_experts=False), build, blocks, _DENSE_3,
-                tensor_parts))
+                tensor_parts, title="Qwen3", notes="normed heads of q and k"))
 MODELS.register("Qwen2MoeForCausalLM", "Qwen2MoeForSequenceClassification", "Qwen2MoeModel")(
     ModelFamily(partial(read_qwen2, slides=_every_second_before_last, has_experts=True), build, blocks, _MOE_2,
-                tensor_parts))
+                tensor_parts, title="Qwen2-MoE", notes="mixtures of experts, with a shared one"))
 MODELS.register("Qwen3MoeForCausalLM", "Qwen3MoeForSequenceClassification", "Qwen3MoeModel")(
     ModelFamily(partial(read_qwen3, slides=_every, has_experts=True), build, blocks, _MOE_3,
-                tensor_parts))
+                tensor_parts, title="Qwen3-MoE", notes="mixtures of experts"))

@@ -39,7 +39,8 @@ class ModelFamily:
     ``build(spec, parallel, dtype, device)`` makes the model of one rank, with uninitialised weights;
     ``blocks(spec, parallel)`` the parts of its layers, of which draft layers are made too. ``tensor_parts(name,
     tensor)``, where checkpoints name or stack tensors in another way than the model, returns the model's tensors that
-    one of a checkpoint's holds.
+    one of a checkpoint's holds; ``tensor_parts_of(spec)`` makes that function, where it depends on the model's sizes.
+    ``title`` and ``notes`` are a row of the documents' table of families; families with one title share it.
     """
 
     read: Callable[[ModelConfig], ModelSpec]
@@ -47,6 +48,9 @@ class ModelFamily:
     blocks: MakeBlocks | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     tensor_parts: TensorParts | None = None
+    tensor_parts_of: Callable[[ModelSpec], TensorParts | None] | None = None
+    title: str = ""
+    notes: str = ""
 
 
 MODELS: Registry[ModelFamily] = Registry("model architecture", "baton.common.models", group="baton.models")
@@ -58,10 +62,11 @@ _COUNTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_siz
 
 def register_model(*architectures: str, read: Callable[[ModelConfig], ModelSpec], build: Build,
                    blocks: MakeBlocks | None = None, defaults: Mapping[str, Any] | None = None,
-                   tensor_parts: TensorParts | None = None) -> None:
+                   tensor_parts: TensorParts | None = None,
+                   tensor_parts_of: Callable[[ModelSpec], TensorParts | None] | None = None) -> None:
     """Registers a family from user code; the arguments are ``ModelFamily``'s. Raises ConfigError for a name that is
     taken."""
-    MODELS.register(*architectures)(ModelFamily(read, build, blocks, defaults or {}, tensor_parts))
+    MODELS.register(*architectures)(ModelFamily(read, build, blocks, defaults or {}, tensor_parts, tensor_parts_of))
 
 
 def family_of(architecture: str) -> ModelFamily:
@@ -134,4 +139,5 @@ def blocks_of(spec: ModelSpec, parallel: Parallel) -> Blocks:
 
 def tensor_parts(spec: ModelSpec) -> TensorParts | None:
     """Returns the ``tensor_parts`` of a model's family."""
-    return family_of(spec.implementation or spec.architecture).tensor_parts
+    family = family_of(spec.implementation or spec.architecture)
+    return family.tensor_parts if family.tensor_parts_of is None else family.tensor_parts_of(spec)

@@ -38,10 +38,14 @@ class AttentionChoice:
         """Raises ConfigError where the backend that the flags name cannot run the model; needs no weights."""
         sparse = ChannelOrder.read(self.config.sparsity, self.spec) is not None
         if self.spec.mla is None:
-            name = choose_decode_backend(self._kernels, device, self.dtype, self.spec.head_dim)
+            name = choose_decode_backend(self._kernels, device, self.dtype, self.spec.head_dim,
+                                         self.spec.scores.softcap)
             if sparse and name not in SPARSE_WITHIN:
                 raise ConfigError(f"--enable-double-sparsity does not decode by the attention backend {name}: set "
                                   "--decode-attention-backend to triton.")
+            if sparse and self.spec.scores.softcap:
+                raise ConfigError("--enable-double-sparsity does not cap scores, as this model does "
+                                  f"(at {self.spec.scores.softcap:g}): leave it out.")
         else:
             stored = KV_DTYPES.get(self.config.cache.kv_cache_dtype, self.dtype)
             choose_latent_decode_backend(self._kernels, device, self.spec.mla, self.dtype, stored)
@@ -55,7 +59,8 @@ class AttentionChoice:
         layers = [pool.layout.number_of(layer) for layer in range(pool.layout.num_layers)]
         channels = torch.from_numpy(order.of_rank(layers, group.rank, group.size)).to(pool.groups[0].device)
         sparsity = Sparsity(args.ds_heavy_channel_num, args.ds_heavy_token_num, args.ds_sparse_decode_threshold)
-        return DoubleSparsityBackend(exact, pool, num_heads, channels, sparsity if self.config.role.decodes else None)
+        return DoubleSparsityBackend(exact, pool, num_heads, channels, sparsity if self.config.role.decodes else None,
+                                     self.spec.scores.scale_of(self.spec.head_dim))
 
     def over(self, pools: Sequence[KVPool]) -> AttentionPlanner:
         """Creates the attention backend for the pools of all cache groups."""
@@ -67,7 +72,8 @@ class AttentionChoice:
         windows = spec.windows_of(range(spec.num_layers))
         numbers = [[pool.layout.number_of(layer) for layer in range(pool.layout.num_layers)] for pool in pools]
         backends = [select_attention(self._kernels, pool.groups[0].device, pool, num_heads, self.dtype,
-                                     [windows[number] for number in own]) for pool, own in zip(pools, numbers)]
+                                     [windows[number] for number in own], spec.scores)
+                    for pool, own in zip(pools, numbers)]
         places = sorted((number, LayerPlace(group, layer)) for group, own in enumerate(numbers)
                         for layer, number in enumerate(own))
         if len(pools) == 1:

@@ -23,6 +23,7 @@ from .._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 from ..device import num_sms
 from ..tuning.attention import FixedSplitTile
 from .paged_decode import prefetch_tiles
+from .soft_cap import capped_share
 
 MIN_SPLIT = 128
 MAX_SPLITS = 16
@@ -164,12 +165,15 @@ def _split_result(acc, total, top, scale_log2):
 def _attend(q, begin, end, split_tokens, visible, offset, page, k_pages_ptr, v_pages_ptr, indices_ptr, stride_page,
             stride_slot, scale_log2, part_ptr, lse_ptr, at, inside, MERGES: tl.constexpr, PAGE: tl.constexpr,
             DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-            WINDOW: tl.constexpr):
+            WINDOW: tl.constexpr, CAP: tl.constexpr):
     """Attend to the positions ``[begin, end)``, of which row r sees those below ``visible[r]``. The page table begins
     with position ``offset``, and ``page`` has the pages of the first tile. Splits end at multiples of ``split_tokens``.
     Returns ``(sum of their results, of their weights, top)`` with MERGES; else each split's result is stored, that of
     row r's first from ``at[r]`` on."""
     dim = tl.arange(0, BLOCK_DIM)
+    factor = scale_log2
+    if CAP > 0.0:
+        factor = CAP * 1.4426950408889634
     first = visible - WINDOW
     visible = tl.minimum(visible, end)
     top = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
@@ -186,6 +190,8 @@ def _attend(q, begin, end, split_tokens, visible, offset, page, k_pages_ptr, v_p
         page = _pages_of(start + BLOCK_TOKENS, end, offset, indices_ptr, PAGE, BLOCK_TOKENS, WINDOW)
         k = tl.load(k_pages_ptr + address, loaded, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if CAP > 0.0:
+            scores = capped_share(scores * scale_log2, CAP)
         seen = token[None, :] < visible[:, None]
         if WINDOW:
             seen = seen & (token[None, :] >= first[:, None])
@@ -193,15 +199,15 @@ def _attend(q, begin, end, split_tokens, visible, offset, page, k_pages_ptr, v_p
         new_top = tl.maximum(top, tl.max(scores, 1))
         level = tl.where(new_top == float("-inf"), 0.0, new_top)
         # Scaled last: a product before the difference might be fused with it, or not.
-        weights = tl.exp2((scores - level[:, None]) * scale_log2)
-        shrink = tl.exp2((top - level) * scale_log2)
+        weights = tl.exp2((scores - level[:, None]) * factor)
+        shrink = tl.exp2((top - level) * factor)
         v = tl.load(v_pages_ptr + address, loaded, other=0.0).to(q.dtype)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         total = tl.fma(total, shrink, _sum_in_any_order(weights))
         top = new_top
         next_start = start + BLOCK_TOKENS
         if (next_start % split_tokens == 0) | (next_start >= end):
-            part, lse = _split_result(acc, total, top, scale_log2)
+            part, lse = _split_result(acc, total, top, factor)
             if MERGES:
                 out, weight, most = _merge(out, weight, most, part, lse)
             else:
@@ -240,8 +246,9 @@ def _fixed_split_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, par
                         last_page_len_ptr, scale_log2, v_scale, q_stride_t, q_stride_h, stride_page, stride_head,
                         stride_slot, num_q_heads, PAGE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
                         BLOCK_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-                        WINDOW: tl.constexpr, SINKS: tl.constexpr, SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr,
-                        MAX_SPLITS: tl.constexpr, AHEAD: tl.constexpr, INPUTS_READY: tl.constexpr, PDL: tl.constexpr):
+                        WINDOW: tl.constexpr, SINKS: tl.constexpr, CAP: tl.constexpr, SPLITS: tl.constexpr,
+                        MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, AHEAD: tl.constexpr,
+                        INPUTS_READY: tl.constexpr, PDL: tl.constexpr):
     block, kv_head = tl.program_id(0), tl.program_id(1)
     start_next(PDL)
     if not INPUTS_READY:
@@ -295,7 +302,7 @@ def _fixed_split_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, par
     out, weight, top = _attend(q, begin, end, tokens, visible, offset, page, k_pages_ptr, v_pages_ptr, kv_indices_ptr,
                                stride_page, stride_slot, scale_log2, part_ptr, lse_ptr,
                                (query_row * num_q_heads + head) * SPLITS + before_own, inside, SPLITS == 0, PAGE, DIM,
-                               BLOCK_ROWS, BLOCK_DIM, BLOCK_TOKENS, WINDOW)
+                               BLOCK_ROWS, BLOCK_DIM, BLOCK_TOKENS, WINDOW, CAP)
     if not SPLITS:
         if SINKS:  # as a key whose value is zero
             sink = tl.load(sinks_ptr + head) * 1.4426950408889634
@@ -341,7 +348,7 @@ def fixed_split_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch
                           positions: torch.Tensor, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor,
                           kv_indices: torch.Tensor, kv_last_page_len: torch.Tensor, scale: float, v_scale: float = 1.0,
                           window: int | None = None, sinks: torch.Tensor | None = None,
-                          inputs_ready: bool = False) -> torch.Tensor:
+                          inputs_ready: bool = False, softcap: float = 0.0) -> torch.Tensor:
     """``softmax(q k^T * scale) v * v_scale``, where request b's rows are the last of its sequence: ``[T, Hq, D]``.
 
     The arguments are those of ``paged_prefill``, with the rows' ``positions`` [T] int64; a page table may begin behind
@@ -351,7 +358,7 @@ def fixed_split_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch
     """
     if not runs_triton(q):
         return reference.paged_attention(q, k_pages, v_pages, qo_indptr, kv_indptr, kv_indices, kv_last_page_len,
-                                         scale, v_scale, window, sinks)
+                                         scale, v_scale, window, sinks, softcap=softcap)
     tokens, num_q_heads, dim = q.shape
     num_kv_heads, page_size = k_pages.shape[1:3]
     tile, programs = plan.tile, plan.programs(num_kv_heads, num_sms(q.device))
@@ -369,8 +376,8 @@ def fixed_split_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch
         q, k_pages, v_pages, sinks, out, parts, lses, plan.request, plan.row, plan.stop, positions, qo_indptr,
         kv_indptr, kv_indices, kv_last_page_len, scale * 1.4426950408889634, v_scale, q.stride(0), q.stride(1),
         k_pages.stride(0), k_pages.stride(1), k_pages.stride(2), num_q_heads, PAGE=page_size,
-        GROUP=num_q_heads // num_kv_heads, BLOCK_ROWS=tile.rows, AHEAD=tile.prefetched, num_warps=tile.warps,
-        num_stages=tile.stages, **common, **options)
+        GROUP=num_q_heads // num_kv_heads, BLOCK_ROWS=tile.rows, CAP=softcap, AHEAD=tile.prefetched,
+        num_warps=tile.warps, num_stages=tile.stages, **common, **options)
     if splits:
         _merge_fixed_splits_kernel[(tokens, num_q_heads)](
             parts, lses, sinks, out, positions, v_scale, num_q_heads, num_warps=1, **common, **pdl(q))

@@ -22,6 +22,7 @@ from .current_kv import CurrentKV, rope_angles, rope_applied
 from .decode_plan import DecodePlan, split_range
 from .float8_words import load_quarters, merge_quarters, reads_words
 from .merge_splits import merge_splits
+from .soft_cap import soft_cap
 
 
 # Without ``do_not_specialize`` a batch of the first size that is a multiple of 16 would recompile: a second's pause for
@@ -34,8 +35,8 @@ def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, pa
                          k_weight_ptr, eps, CURRENT_KV: tl.constexpr, WAITS_LATE: tl.constexpr, NORM: tl.constexpr,
                          PAGE: tl.constexpr, GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, DIM: tl.constexpr,
                          BLOCK_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, AHEAD: tl.constexpr,
-                         INPUTS_READY: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, HALF: tl.constexpr,
-                         WORDS: tl.constexpr, PDL: tl.constexpr):
+                         INPUTS_READY: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, CAP: tl.constexpr,
+                         HALF: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr):
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     start_next(PDL)
@@ -91,14 +92,14 @@ def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, pa
     if CURRENT_KV and not WAITS_LATE:
         q, top, total, acc = _add_current_kv(q_ptr, k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, heads, in_group, cos, sin,
                                              last, current_at, q_stride_h, scale_log2, q_weight_ptr, k_weight_ptr, eps,
-                                             top, total, acc, NORM, DIM, BLOCK_DIM)
+                                             top, total, acc, NORM, DIM, BLOCK_DIM, CAP)
     for start in range(begin, tl.maximum(stop, begin + 1) if WAITS_LATE else stop, BLOCK_TOKENS):
         if WAITS_LATE:  # noqa: SIM102 (one is known to the compiler)
             if start == begin:  # the first tiles' keys and values, which are all in pages, are in flight by now
                 wait_for_last(PDL)
                 q, top, total, acc = _add_current_kv(q_ptr, k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, heads, in_group,
                                                      cos, sin, last, current_at, q_stride_h, scale_log2, q_weight_ptr,
-                                                     k_weight_ptr, eps, top, total, acc, NORM, DIM, BLOCK_DIM)
+                                                     k_weight_ptr, eps, top, total, acc, NORM, DIM, BLOCK_DIM, CAP)
         token = start + offset
         present = token < stop
         slot = page.to(tl.int64) * stride_page + kv_head * stride_head + (token % PAGE) * stride_slot
@@ -109,6 +110,8 @@ def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, pa
                        other=0)
         k = tl.load(k_pages_ptr + address, inside, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        if CAP > 0.0:
+            scores = soft_cap(scores, CAP)
         scores = tl.where(present[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
@@ -140,7 +143,7 @@ def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, pa
 @triton.jit
 def _add_current_kv(q_ptr, k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, heads, in_group, cos, sin, last, current_at,
                     q_stride_h, scale_log2, q_weight_ptr, k_weight_ptr, eps, top, total, acc, NORM: tl.constexpr,
-                    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+                    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, CAP: tl.constexpr):
     """``(q with rope applied, top, total, acc)`` that include the request's current key and value, where this is its
     ``last`` split: they are also stored at ``current_at`` of the pages."""
     q = rope_applied(q_ptr + heads * q_stride_h, in_group, q_weight_ptr, eps, cos, sin, NORM, DIM, BLOCK_DIM)
@@ -151,6 +154,8 @@ def _add_current_kv(q_ptr, k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, heads, in_gro
     tl.store(k_pages_ptr + current_at + dim, k.to(k_pages_ptr.dtype.element_ty), (dim < DIM) & last)
     tl.store(v_pages_ptr + current_at + dim, v.to(v_pages_ptr.dtype.element_ty), (dim < DIM) & last)
     score = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale_log2
+    if CAP > 0.0:
+        score = soft_cap(score, CAP)
     new_top = tl.maximum(top, score)
     total = tl.where(last, total * tl.exp2(top - new_top) + tl.exp2(score - new_top), total)
     acc = tl.where(last, tl.exp2(score - new_top)[:, None] * v.to(tl.float32), acc)
@@ -194,7 +199,7 @@ def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, 
                  kv_indices: torch.Tensor, kv_last_page_len: torch.Tensor, scale: float, plan: DecodePlan,
                  tile: DecodeTile | None = None, v_scale: float = 1.0, inputs_ready: bool = False,
                  window: int | None = None, sinks: torch.Tensor | None = None,
-                 current_kv: CurrentKV | None = None) -> torch.Tensor:
+                 current_kv: CurrentKV | None = None, softcap: float = 0.0) -> torch.Tensor:
     """``softmax(q k^T * scale) v * v_scale`` of each request over all its tokens: ``[B, Hq, D]``.
 
     ``q`` [B, Hq, D], contiguous in D; ``k_pages`` and ``v_pages`` one layer of the pool with equal strides
@@ -205,7 +210,8 @@ def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, 
     written before the last launch without PDL (kernels/_triton.py), so that they may be read while the previous kernel
     still runs; otherwise this is such a launch. ``current_kv`` has each request's last token, which is not in its page
     yet: it is stored there, and rope is applied to it and to ``q``. Pages are then of the type of ``q``. More pages may
-    be listed than a request has tokens: ``kv_last_page_len`` is then zero or negative.
+    be listed than a request has tokens: ``kv_last_page_len`` is then zero or negative. A ``softcap`` c makes scores
+    ``c * tanh(scores / c)``.
     """
     assert current_kv is None or (k_pages.dtype == q.dtype and current_kv.k.stride() == current_kv.v.stride())
     if not runs_triton(q):
@@ -217,7 +223,7 @@ def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, 
                                      current_kv.cos_sin, current_kv.positions, 1.0, 1.0, current_kv.norms)
         rows = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
         return reference.paged_attention(q, k_pages, v_pages, rows, kv_indptr, kv_indices, kv_last_page_len, scale,
-                                         v_scale, window, sinks)
+                                         v_scale, window, sinks, softcap=softcap)
     requests, num_q_heads, dim = q.shape
     out = torch.empty((requests, num_q_heads, dim), dtype=q.dtype, device=q.device)
     parts = lses = out
@@ -227,8 +233,8 @@ def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, 
         parts = torch.empty((max_splits, num_q_heads, dim), dtype=torch.float32, device=q.device)
         lses = torch.empty((max_splits, num_q_heads), dtype=torch.float32, device=q.device)
     outs = (out, parts, lses)
-    if tile is None and window is None and sinks is None and current_kv is None and supports_warp_specialized(q,
-                                                                                                              k_pages):
+    plain = tile is None and window is None and sinks is None and current_kv is None and not softcap
+    if plain and supports_warp_specialized(q, k_pages):
         from .decode_warp_specialized import decode_warp_specialized  # not there without Triton
         decode_warp_specialized(q, k_pages, v_pages, kv_indptr, kv_indices, kv_last_page_len, scale, plan, v_scale,
                                 inputs_ready, outs)
@@ -236,7 +242,7 @@ def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, 
         tile = tile or policy_of(q.device).attention.decode(dim, q.element_size(), k_pages.element_size(),
                                                             requests * k_pages.shape[1])
         _launch(q, k_pages, v_pages, (kv_indptr, kv_indices, kv_last_page_len), scale, plan, tile, v_scale,
-                inputs_ready, window, sinks, current_kv, outs)
+                inputs_ready, window, sinks, current_kv, softcap, outs)
     if plan.needs_merge:
         merge_splits(parts, lses, out, plan, inputs_ready)
     return out
@@ -245,7 +251,8 @@ def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, 
 def _launch(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
             table: tuple[torch.Tensor, torch.Tensor, torch.Tensor], scale: float, plan: DecodePlan, tile: DecodeTile,
             v_scale: float, inputs_ready: bool, window: int | None, sinks: torch.Tensor | None,
-            current_kv: CurrentKV | None, outs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+            current_kv: CurrentKV | None, softcap: float,
+            outs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
     requests, num_q_heads, dim = q.shape
     num_kv_heads, page_size = k_pages.shape[1:3]
     group = num_q_heads // num_kv_heads
@@ -259,6 +266,6 @@ def _launch(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
         CURRENT_KV=current_kv is not None, WAITS_LATE=current_kv is not None and tile.waits_late and inputs_ready,
         NORM=norms is not None, PAGE=page_size, GROUP=group, BLOCK_GROUP=max(16, triton.next_power_of_2(group)),
         DIM=dim, BLOCK_DIM=max(16, triton.next_power_of_2(dim)), BLOCK_TOKENS=tile.tokens, AHEAD=tile.prefetched,
-        INPUTS_READY=options["PDL"], WINDOW=window or 0, SINKS=sinks is not None,
+        INPUTS_READY=options["PDL"], WINDOW=window or 0, SINKS=sinks is not None, CAP=softcap,
         HALF=q.element_size() == 2 and k_pages.element_size() == 1, WORDS=reads_words(q, k_pages), num_warps=tile.warps,
         num_stages=tile.stages, **options)

@@ -14,6 +14,7 @@ import torch
 from .. import reference
 from .._triton import runs_triton, tl, triton
 from ..tuning.policy import policy_of
+from .soft_cap import soft_cap
 
 BLOCK_ROWS = 128
 
@@ -21,7 +22,7 @@ BLOCK_ROWS = 128
 @triton.jit
 def _add_tokens(q, acc, top, total, begin, end, visible, k_pages_ptr, v_pages_ptr, kv_indices_ptr, first_page,
                 stride_page, stride_slot, scale_log2, MASKED: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
-                BLOCK_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr):
+                BLOCK_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr):
     """Add tokens ``[begin, end)`` to the running softmax; row r sees those below ``visible[r]``, with ``WINDOW`` only
     the last ``WINDOW`` of them."""
     dim = tl.arange(0, BLOCK_DIM)
@@ -33,6 +34,8 @@ def _add_tokens(q, acc, top, total, begin, end, visible, k_pages_ptr, v_pages_pt
         inside = present[:, None] & (dim < DIM)[None, :]
         k = tl.load(k_pages_ptr + address, inside, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        if CAP > 0.0:
+            scores = soft_cap(scores, CAP)
         if MASKED:
             scores = tl.where((token[None, :] < visible[:, None]) & present[None, :], scores, float("-inf"))
         if MASKED and WINDOW:
@@ -57,7 +60,7 @@ def _paged_prefill_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, b
                           q_stride_t, q_stride_h, out_stride_t, stride_page, stride_head, stride_slot,
                           PAGE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
                           BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr,
-                          SINKS: tl.constexpr):
+                          SINKS: tl.constexpr, CAP: tl.constexpr):
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
     request = tl.load(block_request_ptr + block)
@@ -96,13 +99,13 @@ def _paged_prefill_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, b
         begin = tl.minimum(last_begin, seen_by_all)
         acc, top, total = _add_tokens(q, acc, top, total, first_begin, begin, visible, k_pages_ptr, v_pages_ptr,
                                   kv_indices_ptr, first_page, stride_page, stride_slot, scale_log2, True, PAGE, DIM,
-                                  BLOCK_DIM, BLOCK_TOKENS, WINDOW)
+                                  BLOCK_DIM, BLOCK_TOKENS, WINDOW, CAP)
     acc, top, total = _add_tokens(q, acc, top, total, begin, seen_by_all, visible, k_pages_ptr, v_pages_ptr,
                               kv_indices_ptr, first_page, stride_page, stride_slot, scale_log2, False, PAGE, DIM,
-                              BLOCK_DIM, BLOCK_TOKENS, WINDOW)
+                              BLOCK_DIM, BLOCK_TOKENS, WINDOW, CAP)
     acc, top, total = _add_tokens(q, acc, top, total, seen_by_all, seen_by_last, visible, k_pages_ptr, v_pages_ptr,
                               kv_indices_ptr, first_page, stride_page, stride_slot, scale_log2, True, PAGE, DIM,
-                              BLOCK_DIM, BLOCK_TOKENS, WINDOW)
+                              BLOCK_DIM, BLOCK_TOKENS, WINDOW, CAP)
     out = (acc / total[:, None] * v_scale).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + (query_row * out_stride_t + head * DIM)[:, None] + dim[None, :], out, inside)
 
@@ -130,18 +133,18 @@ def plan_prefill(qo_indptr: np.ndarray, group: int, device: torch.device) -> Pre
 def paged_prefill(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, blocks: PrefillBlocks,
                   qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor,
                   kv_last_page_len: torch.Tensor, scale: float, v_scale: float = 1.0, window: int | None = None,
-                  sinks: torch.Tensor | None = None) -> torch.Tensor:
+                  sinks: torch.Tensor | None = None, softcap: float = 0.0) -> torch.Tensor:
     """``softmax(q k^T * scale) v * v_scale``, where request b's rows are the last of its sequence: ``[T, Hq, D]``.
 
     ``q`` [T, Hq, D], contiguous in D; request b owns rows ``qo_indptr[b]:qo_indptr[b+1]``; ``k_pages`` and
     ``v_pages`` one layer of the pool with equal strides [pages, Hkv, page_size, D]; the page table in FlashInfer's
     form (int32). Query heads ``[h * Hq / Hkv, (h + 1) * Hq / Hkv)`` share KV head h. Pages may be of another type than
     ``q``. With ``window`` a row sees the last ``window`` tokens up to its own. ``sinks`` [Hq] float32 are logits that
-    join each head's softmax without a value.
+    join each head's softmax without a value. A ``softcap`` c makes scores ``c * tanh(scores / c)``.
     """
     if not runs_triton(q):
         return reference.paged_attention(q, k_pages, v_pages, qo_indptr, kv_indptr, kv_indices, kv_last_page_len,
-                                         scale, v_scale, window, sinks)
+                                         scale, v_scale, window, sinks, softcap=softcap)
     tokens, num_q_heads, dim = q.shape
     num_kv_heads, page_size = k_pages.shape[1:3]
     out = torch.empty((tokens, num_q_heads, dim), dtype=q.dtype, device=q.device)
@@ -152,5 +155,5 @@ def paged_prefill(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
         kv_last_page_len, scale * 1.4426950408889634, v_scale, q.stride(0), q.stride(1), out.stride(0),
         k_pages.stride(0), k_pages.stride(1), k_pages.stride(2), PAGE=page_size, GROUP=num_q_heads // num_kv_heads,
         DIM=dim, BLOCK_DIM=block_dim, BLOCK_ROWS=BLOCK_ROWS, BLOCK_TOKENS=tile.tokens,
-        WINDOW=window or 0, SINKS=sinks is not None, num_warps=tile.warps, num_stages=tile.stages)
+        WINDOW=window or 0, SINKS=sinks is not None, CAP=softcap, num_warps=tile.warps, num_stages=tile.stages)
     return out

@@ -26,6 +26,7 @@ from .decode_plan import DecodePlan, plan_decode
 from .float8_words import load_quarters, merge_quarters, reads_words
 from .paged_decode import prefetch_tiles
 from .row_mask import popcount, sees
+from .soft_cap import soft_cap
 
 _SPLITS_AT_ONCE = 16
 _WORD_BITS = 64
@@ -105,7 +106,7 @@ def _seen_scores(scores, token, present, visible, word, masked_from, WORDS_OF_RO
 def _add_tokens(q, acc, acc_1, acc_2, acc_3, top, total, page, begin, end, visible, word, masked_from, k_pages_ptr,
                 v_pages_ptr, indices_ptr, stride_page, stride_slot, scale_log2, WORDS_OF_ROWS: tl.constexpr,
                 PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-                WINDOW: tl.constexpr, WORDS: tl.constexpr):
+                WINDOW: tl.constexpr, WORDS: tl.constexpr, CAP: tl.constexpr):
     """Add tokens ``[begin, end)`` to the running softmax; ``page`` has the pages of the first tile. Row r sees those
     below ``visible[r]``, or with WORDS_OF_ROWS those below ``masked_from`` and those of its ``word``; with ``WINDOW``
     the last of them."""
@@ -123,6 +124,8 @@ def _add_tokens(q, acc, acc_1, acc_2, acc_3, top, total, page, begin, end, visib
         page = tl.load(indices_ptr + (token + BLOCK_TOKENS) // PAGE, token + BLOCK_TOKENS < end, other=0)
         k = tl.load(k_pages_ptr + address, inside, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        if CAP > 0.0:
+            scores = soft_cap(scores, CAP)
         # A comparison a score costs a chain nothing, and words are read in the tiles that have bits alone. A second
         # loop for these tiles would wait for its first keys with nothing else in flight.
         if WORDS_OF_ROWS and not WINDOW:
@@ -156,8 +159,8 @@ def _verify_attention_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, words_p
                              PAGE: tl.constexpr, ROWS: tl.constexpr, PER_REQUEST: tl.constexpr, GROUP: tl.constexpr,
                              BLOCK_ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
                              BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SPAN: tl.constexpr,
-                             SINKS: tl.constexpr, MASKED: tl.constexpr, HALF: tl.constexpr, WORDS: tl.constexpr,
-                             AHEAD: tl.constexpr, INPUTS_READY: tl.constexpr, PDL: tl.constexpr):
+                             SINKS: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr, HALF: tl.constexpr,
+                             WORDS: tl.constexpr, AHEAD: tl.constexpr, INPUTS_READY: tl.constexpr, PDL: tl.constexpr):
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     start_next(PDL)
@@ -222,7 +225,7 @@ def _verify_attention_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, words_p
     acc, acc_1, acc_2, acc_3, top, total = _add_tokens(
         q, acc, acc_1, acc_2, acc_3, top, total, page, begin, end, visible, word, masked_from, k_pages_ptr,
         v_pages_ptr, kv_indices_ptr + first_page, stride_page, stride_slot, scale_log2, MASKED, PAGE, DIM, BLOCK_DIM,
-        BLOCK_TOKENS, WINDOW, WORDS)
+        BLOCK_TOKENS, WINDOW, WORDS, CAP)
     if WORDS:
         acc = merge_quarters(acc, acc_1, acc_2, acc_3)
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None] * v_scale
@@ -341,7 +344,7 @@ def verify_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tens
                      kv_indptr: torch.Tensor, kv_indices: torch.Tensor, kv_last_page_len: torch.Tensor, scale: float,
                      plan: VerifyPlan, tile: VerifyTile, v_scale: float = 1.0, window: int | None = None,
                      sinks: torch.Tensor | None = None, mask: RowMask | None = None,
-                     inputs_ready: bool = False) -> torch.Tensor:
+                     inputs_ready: bool = False, softcap: float = 0.0) -> torch.Tensor:
     """``softmax(q k^T * scale) v * v_scale``, where request b's rows are the last of its sequence: ``[T, Hq, D]``.
 
     The arguments are those of ``paged_prefill``, and a ``plan`` of the same batch, whose splits are no shorter than
@@ -351,8 +354,9 @@ def verify_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tens
     read while the previous kernel still runs; otherwise this is such a launch.
     """
     if not runs_triton(q):
+        words, counts = (None, None) if mask is None else (mask.words, mask.counts)
         return reference.paged_attention(q, k_pages, v_pages, qo_indptr, kv_indptr, kv_indices, kv_last_page_len,
-                                         scale, v_scale, window, sinks, *(mask or (None, None)))
+                                         scale, v_scale, window, sinks, words, counts, softcap)
     tokens, num_q_heads, dim = q.shape
     num_kv_heads, page_size = k_pages.shape[1:3]
     group, splits = num_q_heads // num_kv_heads, plan.splits
@@ -368,9 +372,10 @@ def verify_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tens
         PER_REQUEST=plan.blocks_per_request, GROUP=group,
         BLOCK_ROWS=max(16, triton.next_power_of_2(plan.rows * group)), DIM=dim, BLOCK_DIM=block_dim,
         BLOCK_TOKENS=tile.tokens, WINDOW=window or 0,
-        SPAN=_span(window, plan.rows, mask is not None) or 0, SINKS=sinks is not None, MASKED=mask is not None,
-        HALF=q.element_size() == 2 and k_pages.element_size() == 1, WORDS=reads_words(q, k_pages),
-        AHEAD=tile.prefetched, INPUTS_READY=options["PDL"], num_warps=tile.warps, num_stages=tile.stages, **options)
+        SPAN=_span(window, plan.rows, mask is not None) or 0, SINKS=sinks is not None, CAP=softcap,
+        MASKED=mask is not None, HALF=q.element_size() == 2 and k_pages.element_size() == 1,
+        WORDS=reads_words(q, k_pages), AHEAD=tile.prefetched, INPUTS_READY=options["PDL"], num_warps=tile.warps,
+        num_stages=tile.stages, **options)
     if splits.needs_merge:
         merge_rows(parts, lses, out, qo_indptr, plan, inputs_ready)
     return out

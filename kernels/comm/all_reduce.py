@@ -148,7 +148,7 @@ def _all_reduce_rmsnorm_kernel(x_ptr, residual_ptr, weight_ptr, sum_ptr, y_ptr, 
     total += residual
     wide = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / width + eps)
-    y = (wide * scale[:, None]).to(total.dtype) * weight  # rounded first, as in rmsnorm
+    y = (wide * scale[:, None]).to(weight.dtype) * weight  # rounded first, as in rmsnorm
     tl.debug_barrier()  # all have read the phase
     tl.store(sum_ptr + index, total, inside)
     tl.store(y_ptr + index, y, inside)

@@ -161,7 +161,7 @@ def _reduce_combined_kernel(parts_ptr, more_ptr, topk_ids_ptr, residual_ptr, wei
         wide = total.to(tl.float32)
         scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
         weight = tl.load(weight_ptr + column, inside, other=0.0)
-        tl.store(y_ptr + at, (wide * scale).to(total.dtype) * weight, inside)  # rounded first, as in rmsnorm
+        tl.store(y_ptr + at, (wide * scale).to(weight.dtype) * weight, inside)  # rounded first, as in rmsnorm
 
 
 def all_to_all_dispatch(x: torch.Tensor, topk_ids: torch.Tensor, weights: torch.Tensor, most: int,

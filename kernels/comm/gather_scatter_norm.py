@@ -27,7 +27,7 @@ from .all_reduce import EMPTY_BITS, POLL_FOREVER, SLOT_VALUES, PeerBuffers, _rec
 def _normed(total, weight, width, eps):
     wide = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
-    return (wide * scale).to(total.dtype) * weight  # rounded first, as in rmsnorm
+    return ((wide * scale).to(weight.dtype) * weight).to(total.dtype)  # rounded first, as in rmsnorm
 
 
 @triton.jit

@@ -53,7 +53,7 @@ def paged_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tenso
                     kv_indptr: torch.Tensor, kv_indices: torch.Tensor, kv_last_page_len: torch.Tensor,
                     scale: float, v_scale: float = 1.0, window: int | None = None,
                     sinks: torch.Tensor | None = None, words: torch.Tensor | None = None,
-                    counts: torch.Tensor | None = None) -> torch.Tensor:
+                    counts: torch.Tensor | None = None, softcap: float = 0.0) -> torch.Tensor:
     """Attention over paged KV, request by request: the twin of ``attention.paged_prefill.paged_prefill``, and with the
     ``words`` and ``counts`` of a RowMask that of ``attention.verify_attention.verify_attention``.
 
@@ -68,6 +68,8 @@ def paged_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tenso
         length = (len(pages) - 1) * page_size + int(kv_last_page_len[b])
         keys, values = (_tokens(x, pages, length).float().repeat_interleave(group, 0) for x in (k_pages, v_pages))
         scores = torch.einsum("qhd,hkd->hqk", q[rows].float(), keys) * scale
+        if softcap:
+            scores = torch.tanh(scores / softcap) * softcap
         count = scores.shape[1]
         if words is None or counts is None:
             visible = torch.ones(count, length, dtype=torch.bool, device=q.device).tril(length - count)

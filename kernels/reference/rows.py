@@ -16,7 +16,7 @@ def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float,
         x = x + residual
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale).to(x.dtype) * weight, x
+    return ((wide * scale).to(weight.dtype) * weight).to(x.dtype), x
 
 
 def gather_rows(table: torch.Tensor, rows: torch.Tensor, start: int | None = None) -> torch.Tensor:

@@ -33,7 +33,7 @@ def _fp8_rmsnorm_kernel(x_ptr, residual_ptr, sum_ptr, q_ptr, scale_ptr, weight_p
     wide = x.to(tl.float32)
     factor = tl.rsqrt(tl.sum(tl.sum(wide * wide, 1), 0) / width + eps)
     # Rounded as rmsnorm's result is, so that fusing changes no value.
-    normed = ((wide * factor).to(x_ptr.dtype.element_ty) * weight).to(tl.float32)
+    normed = ((wide * factor).to(weight.dtype) * weight).to(tl.float32)
     if STATIC:
         scale = tl.zeros((BLOCK_GROUPS,), tl.float32) + tl.load(scale_ptr)
     else:

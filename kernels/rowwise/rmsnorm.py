@@ -14,7 +14,8 @@ def normed(x, weight, eps, width):
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
     # Rounded before the weight is applied: transformers does so, and in bf16 the other order gives other values.
-    return (wide * scale).to(x.dtype) * weight
+    # Weights in float32 are applied to values in float32.
+    return (wide * scale).to(weight.dtype) * weight
 
 
 @triton.jit

@@ -78,14 +78,14 @@ def single_calls(engine: SteppedEngine) -> dict[str, float]:
     row = Row([1] * 32, 0, np.arange(runner.layout.pages_for(32), dtype=np.int32))
     step = runner.plan(build_forward_batch([row], runner.layout.page_size, device))
     projected, residual = layer.pre_attention(x, x)
-    heads = layer.attention.attend(projected, step, runner._model.cos_sin, False)
+    heads = layer.attention.attend(projected, step, runner._model.cos_sin[0], False)
     calls: dict[str, Callable[[], Any]] = {
         "rmsnorm (Triton)": lambda: rmsnorm(x, layer.mlp_norm.weight, 1e-5, x),
         "a product": lambda: torch.nn.functional.linear(x, layer.input_norm.weight[None]),
         "copy_": lambda: heads.copy_(heads),
         "empty": lambda: torch.empty_like(x),
         "a slice": lambda: x[:16],
-        "a layer's attention": lambda: layer.attention.attend(projected, step, runner._model.cos_sin, False),
+        "a layer's attention": lambda: layer.attention.attend(projected, step, runner._model.cos_sin[0], False),
         "a layer between attentions": lambda: runner._model.between_attentions(1, heads, residual, step.rows),
     }
     graphs = runner.prefill_graphs.graphs

@@ -48,9 +48,9 @@ def _dot(builder: InterpreterBuilder, a: TensorHandle, b: TensorHandle, d: Tenso
     return TensorHandle(product + d.data, d.dtype.scalar)
 
 
-@pytest.mark.parametrize(("window", "with_sinks", "stored"), [
-    (None, False, torch.float16), (40, True, torch.float16), (150, False, torch.float8_e4m3fn)])
-def test_decoded_verified_and_prompt_rows(monkeypatch, window, with_sinks, stored):
+@pytest.mark.parametrize(("window", "with_sinks", "stored", "softcap"), [
+    (None, False, torch.float16, 0.0), (40, True, torch.float16, 0.0), (150, False, torch.float8_e4m3fn, 0.5)])
+def test_decoded_verified_and_prompt_rows(monkeypatch, window, with_sinks, stored, softcap):
     """All rows of a prompt at once, in chunks of different lengths beside other requests, and each by itself. Splits
     are short, so that their size changes within the prompt."""
     monkeypatch.setattr(InterpreterBuilder, "create_dot", _dot)
@@ -80,14 +80,14 @@ def test_decoded_verified_and_prompt_rows(monkeypatch, window, with_sinks, store
         indices = torch.cat([ids[b][begin:-(-stop // page)] for (b, _, stop), begin in zip(parts, first)])
         out = fixed_split_attention.fixed_split_attention(
             torch.cat([q[b][start:stop] for b, start, stop in parts]), k, v, rows, positions, qo, kv, indices,
-            ((stops - 1) % page + 1).to(torch.int32), dim ** -0.5, 1.0, window, sinks)
+            ((stops - 1) % page + 1).to(torch.int32), dim ** -0.5, 1.0, window, sinks, softcap=softcap)
         return list(out.split(counts))
 
     whole = attend([(b, 0, length) for b, length in enumerate(lengths)])
     for b, length in enumerate(lengths):
         table = [torch.tensor(x, dtype=torch.int32) for x in ([0, length], [0, pages[b]], [(length - 1) % page + 1])]
         expected = reference.paged_attention(q[b], k, v, table[0], table[1], ids[b], table[2], dim ** -0.5, 1.0, window,
-                                             sinks)
+                                             sinks, softcap=softcap)
         torch.testing.assert_close(whole[b].float(), expected.float(), atol=4e-3, rtol=4e-3)
     for parts in ([(0, 100, 131), (2, 89, 90), (1, 3, 37)], [(2, 60, 65), (0, 0, 180)],
                   [(0, 170, 178), (0, 127, 129)]):

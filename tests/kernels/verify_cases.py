@@ -58,12 +58,12 @@ def planned(table: list[torch.Tensor], rows: torch.Tensor, page_size: int, kv_he
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("heads,kv_heads,dim,page_size,num_sms,window,sinks,tile", [
-    (6, 2, 16, 4, 1, None, False, VerifyTile(4, 32)), (6, 2, 16, 1, 100, None, True, VerifyTile(16, 16)),
-    (8, 1, 64, 16, 100, 40, False, VerifyTile(5, 64)), (8, 1, 10, 16, 100, 70, True, VerifyTile(1, 32)),
-    (4, 4, 32, 64, 100, None, False, VerifyTile(16, 32)), (5, 1, 16, 4, 1, 20, True, VerifyTile(16, 16)),
+@pytest.mark.parametrize("heads,kv_heads,dim,page_size,num_sms,window,sinks,tile,softcap", [
+    (6, 2, 16, 4, 1, None, False, VerifyTile(4, 32), 0.0), (6, 2, 16, 1, 100, None, True, VerifyTile(16, 16), 0.0),
+    (8, 1, 64, 16, 100, 40, False, VerifyTile(5, 64), 0.0), (8, 1, 10, 16, 100, 70, True, VerifyTile(1, 32), 0.0),
+    (4, 4, 32, 64, 100, None, False, VerifyTile(16, 32), 0.5), (5, 1, 16, 4, 1, 20, True, VerifyTile(16, 16), 0.0),
 ])
-def test_verify_attention(heads, kv_heads, dim, page_size, num_sms, window, sinks, tile, masked):
+def test_verify_attention(heads, kv_heads, dim, page_size, num_sms, window, sinks, tile, softcap, masked):
     """Ragged rows, with no prefix and long ones, in one split and in several, rows of a request in one block and in
     several."""
     table = page_table([q + p for q, p in zip(Q_LENS, PREFIXES)], page_size, 900)
@@ -76,9 +76,10 @@ def test_verify_attention(heads, kv_heads, dim, page_size, num_sms, window, sink
     reference.block_lengths(rows, table[0], table[2], lengths, page_size, plan.rows, plan.blocks_per_request, masked)
     assert plan.length_indptr.tolist() == lengths.tolist()
     assert num_sms == 1 or window or int(plan.splits.split_indptr.diff().max()) > 2
-    got = verify_attention(q, *pool, rows, *table, dim**-0.5, plan, tile, window=window, sinks=given, mask=mask)
+    got = verify_attention(q, *pool, rows, *table, dim**-0.5, plan, tile, window=window, sinks=given, mask=mask,
+                           softcap=softcap)
     want = reference.paged_attention(q, *pool, rows, *table, dim**-0.5, 1.0, window, given,
-                                     *(() if mask is None else (mask.words, mask.counts)))
+                                     *(() if mask is None else (mask.words, mask.counts)), softcap=softcap)
     torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
 
 

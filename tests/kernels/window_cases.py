@@ -26,17 +26,18 @@ def sinks_of(heads: int, programs: bool) -> torch.Tensor | None:
     return random(heads, dtype=torch.float32, seed=8) * 4 if programs else None
 
 
-@pytest.mark.parametrize("heads,kv_heads,dim,page_size,num_sms,window,sinks", [
-    (6, 2, 16, 4, 1, 1, False), (6, 2, 16, 4, 1, 70, True), (8, 1, 64, 16, 100, None, True),
-    (8, 1, 64, 16, 100, 200, True),
+@pytest.mark.parametrize("heads,kv_heads,dim,page_size,num_sms,window,sinks,softcap", [
+    (6, 2, 16, 4, 1, 1, False, 0.0), (6, 2, 16, 4, 1, 70, True, 0.0), (8, 1, 64, 16, 100, None, True, 0.0),
+    (8, 1, 64, 16, 100, 200, True, 0.0), (8, 1, 64, 16, 100, 200, False, 0.5),
 ])
-def test_paged_decode(heads, kv_heads, dim, page_size, num_sms, window, sinks):
+def test_paged_decode(heads, kv_heads, dim, page_size, num_sms, window, sinks, softcap):
     """Lengths below, at and above the window, in one split and in several."""
     lengths = [1, 70, 71, 300]
     table = page_table(lengths, page_size, 800)
     pool = paged_pool(800, kv_heads, page_size, dim, torch.float32)
     q, given = random(len(lengths), heads, dim, dtype=torch.float32), sinks_of(heads, sinks)
-    want = reference.paged_attention(q, *pool, torch.arange(len(lengths) + 1), *table, dim**-0.5, 1.0, window, given)
+    want = reference.paged_attention(q, *pool, torch.arange(len(lengths) + 1), *table, dim**-0.5, 1.0, window, given,
+                                     softcap=softcap)
     plan = plan_decode(table[0], table[2], page_size, kv_heads, num_sms, max(lengths), min_tokens=64,
                        programs_per_sm=1 if num_sms == 1 else 8, window=window)
     request_of_split, split_indptr = torch.full_like(plan.request_of_split, -1), torch.empty_like(plan.split_indptr)
@@ -45,14 +46,16 @@ def test_paged_decode(heads, kv_heads, dim, page_size, num_sms, window, sinks):
     assert plan.split_indptr.tolist() == split_indptr.tolist()
     assert plan.needs_merge == (min(max(lengths), window or 300) >= 96) and int(split_indptr.diff().max()) <= 5
     assert num_sms == 1 or int(split_indptr.diff().max()) == {None: 5, 1: 1, 70: 1, 200: 3}[window]
-    found = paged_decode(q, *pool, *table, dim**-0.5, plan, inputs_ready=GPU, window=window, sinks=given)
+    found = paged_decode(q, *pool, *table, dim**-0.5, plan, inputs_ready=GPU, window=window, sinks=given,
+                         softcap=softcap)
     torch.testing.assert_close(found, want, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("heads,kv_heads,dim,page_size,window,sinks", [
-    (6, 2, 16, 4, None, True), (6, 2, 16, 4, 1, False), (8, 1, 64, 16, 40, False), (8, 1, 64, 16, 70, True),
+@pytest.mark.parametrize("heads,kv_heads,dim,page_size,window,sinks,softcap", [
+    (6, 2, 16, 4, None, True, 0.0), (6, 2, 16, 4, 1, False, 0.0), (8, 1, 64, 16, 40, False, 0.5),
+    (8, 1, 64, 16, 70, True, 0.0),
 ])
-def test_paged_prefill(heads, kv_heads, dim, page_size, window, sinks):
+def test_paged_prefill(heads, kv_heads, dim, page_size, window, sinks, softcap):
     """Rows without a prefix, with one, a single row over a long prefix, and several blocks of rows, of which the first
     tiles of some hold no key that their last row sees."""
     counts, prefixes = [5, 1, 100], [0, 130, 7]
@@ -62,8 +65,8 @@ def test_paged_prefill(heads, kv_heads, dim, page_size, window, sinks):
     q, given = random(sum(counts), heads, dim, dtype=torch.float32), sinks_of(heads, sinks)
     on_device = torch.from_numpy(indptr).to(DEVICE)
     blocks = plan_prefill(indptr, heads // kv_heads, torch.device(DEVICE))
-    got = paged_prefill(q, *pool, blocks, on_device, *table, dim**-0.5, window=window, sinks=given)
-    want = reference.paged_attention(q, *pool, on_device, *table, dim**-0.5, 1.0, window, given)
+    got = paged_prefill(q, *pool, blocks, on_device, *table, dim**-0.5, window=window, sinks=given, softcap=softcap)
+    want = reference.paged_attention(q, *pool, on_device, *table, dim**-0.5, 1.0, window, given, softcap=softcap)
     torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
 
 

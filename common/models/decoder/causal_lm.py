@@ -1,4 +1,4 @@
-"""The pre-norm causal language model: embedding, the layers that a family's blocks make (layer.py), norm and head."""
+"""The causal language model: embedding, the layers that a family's blocks make (layer.py), norm and head."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ...forward.forward_batch import ForwardBatch
 from ...forward.piecewise import PiecewiseStep, Projected
 from ...forward.step_context import MicroBatch, StepContext
 from ...layers.classifier_head import ClassifierHead
-from ...layers.rotary import rotary_table
 from ...layers.vocab import VocabTable
 from ...weights.offload.layer_ring import LayerPass
 from ...weights.offload.layer_stack import LayerStack
 from ...weights.slots import Slot, allocator
-from .blocks import Blocks, Norm
+from .blocks import Blocks, EmbeddingStep, Norm
 from .features import CapturedStates
 from .layer import DecoderLayer
 from .micro_batches import run_interleaved
 from .module_calls import ModuleCall
+from .rotary_tables import rotary_tables
 
 
 class CausalLM:
@@ -44,6 +44,10 @@ class CausalLM:
         self.norm: Norm | None = None
         self.classifier: ClassifierHead | None = None
         self.lm_head: VocabTable | None = None
+        self.head = blocks.head
+        self.embedding_steps: list[EmbeddingStep] = []
+        if self.pp.is_first:
+            self.embedding_steps = [make(spec, allocate) for make in blocks.embedding]
         tied = spec.head == "lm" and spec.tie_word_embeddings
         if self.pp.is_first or (self.pp.is_last and tied):
             self.embed_tokens = VocabTable("model.embed_tokens", spec.vocab_size, spec.hidden_size, parallel.attn_tp,
@@ -58,20 +62,21 @@ class CausalLM:
                                if spec.num_labels else None)
             self.lm_head = self.embed_tokens if tied else None
             if spec.head == "lm" and not tied:
-                self.lm_head = VocabTable("lm_head", spec.vocab_size, spec.hidden_size, parallel.lm_head_tp, allocate)
+                self.lm_head = VocabTable("lm_head", spec.vocab_size, spec.hidden_size, parallel.lm_head_tp, allocate,
+                                          bias=blocks.head.bias)
         self.token_exchange, self.logits_exchange = parallel.token_exchange, parallel.logits_exchange
         # Data-parallel attention groups compute the last MLP together, of as many rows as they agreed on; and where
         # experts' tokens are counted, all tokens are.
         self.trims_last_layer = self.pp.is_last and not (
             parallel.token_exchange.spans_dp or parallel.experts.counts_tokens)
-        rotary_dim = blocks.rotary_dim or blocks.rope.rotary_dim(spec.head_dim)
-        self.cos_sin = rotary_table(blocks.rope, rotary_dim, spec.context_length, device)
+        self.cos_sin = rotary_tables(blocks, spec, own, device)
 
     @property
     def supports_microbatches(self) -> bool:
         """True if a step can be computed in micro-batches: every MLP must have a partial result on each rank."""
         return self.pp.size == 1 and all(layer.mlp.has_partial and not layer.mlp.dispatches_tokens
-                                         and not layer.mlp.computes_own_rows for layer in self.layers)
+                                         and not layer.mlp.computes_own_rows and not layer.form.parallel
+                                         for layer in self.layers)
 
     def forward(self, step: StepContext) -> torch.Tensor:
         """Returns logits ``[R, vocab]`` of the batch's ``logits_rows`` in the engine's type; a pipeline stage before
@@ -82,6 +87,13 @@ class CausalLM:
     def compute_logits(self, hidden: torch.Tensor, rows: StepRows = ONE_GROUP) -> torch.Tensor:
         """Returns logits ``[R, vocab]`` of hidden states ``[R, hidden]``, in their type, with contiguous rows. ``rows``
         are those of every attention group."""
+        form = self.head
+        if form.multiplier != 1.0:  # not the logits, which are many
+            hidden = hidden * form.multiplier
+        logits = self._head_products(hidden, rows)
+        return logits if not form.softcap else torch.tanh(logits / form.softcap) * form.softcap
+
+    def _head_products(self, hidden: torch.Tensor, rows: StepRows) -> torch.Tensor:
         assert self.lm_head is not None
         if self.lm_head is self.embed_tokens:  # which every attention group has for itself
             return self.lm_head.logits(hidden)
@@ -149,11 +161,11 @@ class CausalLM:
         for index, layer in enumerate(self.layers):
             trimmed = trims and index == last
             weights.enter(index)
-            projected, residual = layer.pre_attention(x, residual)
+            projected, residual = layer.pre_attention(x, residual, step.rows)
             weights.leave(index - 1)
             if captured is not None:
                 captured.add(index, residual)
-            heads = layer.attention.attend(projected, step, self.cos_sin, trimmed)
+            heads = layer.attention.attend(projected, step, self.cos_sin[index], trimmed)
             del projected  # memory for the MLP's
             x, residual = layer.post_last_attention(heads, residual, step, trimmed)
             step.after_layer(index)
@@ -173,7 +185,7 @@ class CausalLM:
                     assert isinstance(y, torch.Tensor)
                     captured.add(index, y if residual is None else y + residual)
                 weights.enter(index)
-                y, residual = yield from layer.forward_microbatch(y, residual, microbatch, self.cos_sin)
+                y, residual = yield from layer.forward_microbatch(y, residual, microbatch, self.cos_sin[index])
                 if microbatch is microbatches[-1]:
                     weights.leave(index)
                     step.after_layer(index)
@@ -193,7 +205,7 @@ class CausalLM:
         if index:
             assert residual is not None
             x, residual = self.layers[index - 1].post_attention(heads, residual, rows)
-        return self.layers[index].pre_attention(x, residual)
+        return self.layers[index].pre_attention(x, residual, rows)
 
     def _forward_piecewise(self, x: torch.Tensor, step: StepContext, piecewise: PiecewiseStep, trimmed: bool,
                            captured: CapturedStates | None,
@@ -206,13 +218,13 @@ class CausalLM:
             weights.leave(index - 1)
             if captured is not None:
                 captured.add(index, residual)
-            x = self.layers[index].attention.attend(projected, step, self.cos_sin, False)
+            x = self.layers[index].attention.attend(projected, step, self.cos_sin[index], False)
             step.after_layer(index)
         weights.enter(final)
         projected, residual = piecewise.run(final, x)
         if captured is not None:
             captured.add(final, residual)
-        heads = self.layers[final].attention.attend(projected, step, self.cos_sin, trimmed)
+        heads = self.layers[final].attention.attend(projected, step, self.cos_sin[final], trimmed)
         result = self.layers[final].post_last_attention(heads, residual, step, trimmed)
         step.after_layer(final)
         return result
@@ -223,8 +235,14 @@ class CausalLM:
             return self.pp.receive(batch.num_tokens, self.hidden_size, self.dtype, batch.input_ids.device)
         assert self.embed_tokens is not None
         x = self.embed_tokens.embed(batch.input_ids)
+        for step in self.embedding_steps:
+            if step.tokens_only:
+                x = step(x, batch.positions)
         if batch.embeds is not None:
             x[batch.embeds_rows] = batch.embeds.to(x.dtype)
+        for step in self.embedding_steps:
+            if not step.tokens_only:
+                x = step(x, batch.positions)
         return x, None
 
     def module_calls(self) -> Iterator[ModuleCall]:
@@ -241,6 +259,8 @@ class CausalLM:
     def slots(self) -> Iterator[Slot]:
         if self.embed_tokens is not None:
             yield from self.embed_tokens.slots()
+        for step in self.embedding_steps:
+            yield from step.slots()
         yield from self._stack.slots()
         if self.norm is not None:
             yield from self.norm.slots()

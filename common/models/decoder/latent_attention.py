@@ -88,7 +88,9 @@ class LatentSelfAttention:
         latent, k_rope = latent.split([self.mla.kv_lora_rank, self.mla.rope_dim], dim=-1)
         return q, self.norm(latent), k_rope
 
-    def attend(self, projected: Projected, step: StepContext, cos_sin: torch.Tensor, trimmed: bool) -> torch.Tensor:
+    def attend(self, projected: Projected, step: StepContext, cos_sin: torch.Tensor | None,
+               trimmed: bool) -> torch.Tensor:
+        assert cos_sin is not None, "latents have rotated keys"
         q, latent, k_rope = projected
         up = self.up.weight.unflatten(0, (-1, self.mla.nope_dim + self.mla.v_dim))  # [H, N + V, L]
         inputs = (self.layer, q, latent, k_rope, up, cos_sin)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -14,15 +14,24 @@ from ...forward.step_context import StepContext
 from ...layers.linear import ColumnLinear, Columns, RowLinear, Rows
 from ...layers.norm import RMSNorm
 from ...weights.slots import Allocate, Slot
+from .qkv_steps import MakeQKVStep
+
+PositionStep = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor],
+                        "tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]"]
+"""Takes queries [T, Hq, D], keys [T, Hkv, D], the rotary table or None, and positions [T] int64; returns queries and
+keys, contiguous in D, and the rotary table that attention is to apply, None where the step has applied it."""
 
 
 class SelfAttention:
-    """Attention of one layer. ``head_norm_eps``: heads of queries and keys are normed, with it.
-    ``sinks``: each head has a logit that joins the denominator of its softmax."""
+    """Attention of one layer. ``head_norm_eps``: heads of queries and keys are normed, with it; their weights in the
+    checkpoint are ``head_norm_offset`` smaller than those that are applied. ``sinks``: each head has a logit that joins
+    the denominator of its softmax. ``qkv_step``: what else is done with queries, keys and values before rope, row by
+    row. ``position_step``: what is done with them by their positions."""
 
     def __init__(self, name: str, layer: int, spec: ModelSpec, tp: TPGroup, allocate: Allocate, *,
                  qkv_bias: bool = False, o_bias: bool = False, head_norm_eps: float | None = None,
-                 sinks: bool = False, in_features: int | None = None):
+                 head_norm_offset: float = 0.0, sinks: bool = False, in_features: int | None = None,
+                 qkv_step: MakeQKVStep | None = None, position_step: PositionStep | None = None):
         self.layer = layer
         self.head_dim = spec.head_dim
         q_size = spec.num_heads * spec.head_dim
@@ -41,19 +50,25 @@ class SelfAttention:
                               tp.rank * heads)
         self.q_norm = self.k_norm = None
         if head_norm_eps is not None:
-            self.q_norm = RMSNorm(f"{name}.q_norm", spec.head_dim, head_norm_eps, allocate)
-            self.k_norm = RMSNorm(f"{name}.k_norm", spec.head_dim, head_norm_eps, allocate)
+            self.q_norm, self.k_norm = (RMSNorm(f"{name}.{part}", spec.head_dim, head_norm_eps, allocate,
+                                                offset=head_norm_offset) for part in ("q_norm", "k_norm"))
+        self.qkv_step = None if qkv_step is None else qkv_step(name, spec, tp, self.num_local_heads, allocate)
+        self._position_step = position_step
 
     def activation_format(self, rows: int) -> Float8Format | None:
         return self.qkv.activation_format(rows)
 
     def project(self, x: Rows) -> Projected:
-        return (self.qkv(x),)
+        qkv = self.qkv(x)
+        return (qkv if self.qkv_step is None else self.qkv_step(qkv),)
 
-    def attend(self, projected: Projected, step: StepContext, cos_sin: torch.Tensor, trimmed: bool) -> torch.Tensor:
+    def attend(self, projected: Projected, step: StepContext, cos_sin: torch.Tensor | None,
+               trimmed: bool) -> torch.Tensor:
         (qkv,) = projected
         heads = qkv.view(len(qkv), sum(self.num_local_heads), self.head_dim)
         q, k, v = heads.split_with_sizes(self.num_local_heads, 1)  # [T, heads, head_dim]
+        if self._position_step is not None:
+            q, k, cos_sin = self._position_step(q, k, cos_sin, step.batch.positions)
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
@@ -64,7 +79,7 @@ class SelfAttention:
         return step.attention.run(*inputs).flatten(1)
 
     def slots(self) -> Iterator[Slot]:
-        for module in (self.qkv, self.output, self.q_norm, self.k_norm):
+        for module in (self.qkv, self.output, self.q_norm, self.k_norm, self.qkv_step):
             if module is not None:
                 yield from module.slots()
         if self.sinks is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -17,33 +16,14 @@ from ....kernels.gemm.dense_matmul import dense_matmul
 from ...config.model import ModelSpec
 from ...distributed.deferred_reduce import MaybeDeferred
 from ...distributed.parallel import Parallel
-from ...distributed.step_rows import ONE_GROUP, StepRows
 from ...distributed.token_exchange import TokenExchange
 from ...forward.step_context import StepContext
-from ...layers.norm import FormatOf
+from ...layers.norm import NoNorm
 from ...layers.vocab import VocabTable
 from ...weights.slots import Allocate, Slot
 from ..decoder.blocks import Blocks, Norm
 from ..decoder.layer import DecoderLayer
 from .network import DraftStates, joined_input
-
-
-class NoNorm:
-    """Takes the place of a layer's first norm, and returns its rows as they are."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def add_norm_as(self, format_of: FormatOf, x: MaybeDeferred, residual: torch.Tensor | None,
-                    rows: StepRows = ONE_GROUP) -> tuple[Any, torch.Tensor]:
-        return self.add_norm(x, residual)
-
-    def add_norm(self, x: MaybeDeferred, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        assert isinstance(x, torch.Tensor) and residual is None
-        return x, x
-
-    def slots(self) -> Iterator[Slot]:
-        yield from ()
 
 
 class EagleNetwork:

@@ -134,7 +134,7 @@ def draft_attention(context: DraftContext, spec: ModelSpec, pool: KVPool) -> Att
     if spec.mla is not None:
         return select_latent_attention(kernels, context.device, pool, spec.mla, heads, context.dtype)
     return select_attention(kernels, context.device, pool, heads, context.dtype,
-                            spec.windows_of(range(spec.num_layers)))
+                            spec.windows_of(range(spec.num_layers)), spec.scores)
 
 
 def check_tokenizer(config: ServerConfig, args: ModelArgs) -> None:

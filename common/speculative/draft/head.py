@@ -22,7 +22,8 @@ def model_head(context: DraftContext, local: Parallel, allocate: Allocate) -> Dr
     table = model.lm_head
     assert table is not None
     if table is not model.embed_tokens and table.tp.size != local.attn_tp.size:
-        table = VocabTable("lm_head", context.spec.vocab_size, context.spec.hidden_size, local.attn_tp, allocate)
+        table = VocabTable("lm_head", context.spec.vocab_size, context.spec.hidden_size, local.attn_tp, allocate,
+                           bias=table.bias is not None)
         load_weights(open_weights(context.config.model), list(table.slots()), context.progress, tied=False,
                      on_other_stage=lambda name: True, parts=tensor_parts(context.spec))
     return restricted(context, table, allocate)
@@ -40,6 +41,9 @@ def restricted(context: DraftContext, table: VocabTable, allocate: Allocate) -> 
 
 def rows_of(table: VocabTable, ids: torch.Tensor, allocate: Allocate) -> VocabTable:
     """Returns a table of the rows ``ids`` [n] of ``table``, split anew over its ranks."""
-    own = VocabTable(table.name, len(ids), table.weight.shape[1], table.tp, allocate)
+    own = VocabTable(table.name, len(ids), table.weight.shape[1], table.tp, allocate, bias=table.bias is not None)
     own.weight[:own.used] = table.embed(ids)[own.start:own.start + own.used]
+    if table.bias is not None and own.bias is not None:
+        biases = table.tp.all_gather_last_dim(table.bias[None])[0]
+        own.bias[:own.used] = biases[ids][own.start:own.start + own.used]
     return own

@@ -64,7 +64,8 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
         "shards"}),
     "common/models": (MODELS, {"registry"}),
     "common/weights": (LOAD_FORMATS, {
-        "custom_loaders", "digest", "expert_names", "files", "fingerprint", "interleaved_experts", "kv_scales", "lazy",
+        "custom_loaders", "digest", "expert_names", "files", "fingerprint", "fused_tensors", "interleaved_experts",
+        "interleaved_rotary", "kv_scales", "lazy",
         "loader", "pickled", "plain_reads", "pushed", "removal", "samples", "shared_tensors", "slots", "source",
         "staging", "instance_transfer", "uploads"}),
     "common/kvcache/eviction": (EVICTION_POLICIES, {"base"}),

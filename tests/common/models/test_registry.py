@@ -21,6 +21,7 @@ SHIPPED = [name for name in MODELS if MODELS.module_of(name)]
 def test_documents_name_every_architecture_that_generates():
     named = (DOCS / "models.md").read_text()
     assert [name for name in SHIPPED if name.endswith("ForCausalLM") and f"`{name}`" not in named] == []
+    assert [name for name in SHIPPED if not (family_of(name).title and family_of(name).notes)] == []
 
 
 def test_a_name_is_registered_once():

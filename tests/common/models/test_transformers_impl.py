@@ -59,11 +59,11 @@ def test_equals_transformers_eager_attention(tmp_path, family):
 
 
 def test_an_architecture_that_baton_has_not_is_read_and_served(tmp_path):
-    save(tmp_path, "Granite")
-    with pytest.raises(ConfigError, match="GraniteForCausalLM is not supported: use a checkpoint of"):
+    save(tmp_path, "Arcee")
+    with pytest.raises(ConfigError, match="ArceeForCausalLM is not supported: use a checkpoint of"):
         load_model_spec(ModelArgs(str(tmp_path)))
     spec = load_model_spec(ModelArgs(str(tmp_path), model_impl="transformers"))
-    assert (spec.architecture, spec.implementation, spec.num_kv_heads) == ("GraniteForCausalLM", "transformers", 2)
+    assert (spec.architecture, spec.implementation, spec.num_kv_heads) == ("ArceeForCausalLM", "transformers", 2)
 
 
 REFUSED = {
