@@ -118,6 +118,10 @@ GAUGES: dict[str, EngineMetric] = {
     "kv_writes_queued": EngineMetric("Writes of KV pages that wait for their forward pass or a lease", SENDS),
     "kv_writes_in_flight": EngineMetric("Writes of KV pages in flight", SENDS),
     "kv_prompts_retained": EngineMetric("Prompts retained for another attempt", SENDS),
+    "tier_host_page_cost": _of_tiers("Time to load a KV page from host memory, as a share of that to compute it; once "
+                                     "both were measured"),
+    "tier_storage_page_cost": _of_tiers("Time to load a KV page from the storage, as a share of that to compute it; "
+                                        "once both were measured"),
     "storage_pages_queued": _of_tiers("KV pages that wait to be written to the storage"),
     "storage_healthy": _of_tiers("1 while pages are read from the storage, 0 while it is put aside"),
 }

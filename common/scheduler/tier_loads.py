@@ -262,10 +262,11 @@ class TierLoads:
 
     @property
     def gauges(self) -> dict[str, float]:
-        """Host memory in tokens, by SGLang's names."""
+        """Host memory in tokens, by SGLang's names, and what loads cost."""
         page_size = self._cache.page_size
         found: dict[str, float] = {"hicache_host_used_tokens": self._tier.num_pages * page_size,
-                                   "hicache_host_total_tokens": self._tier.capacity * page_size}
+                                   "hicache_host_total_tokens": self._tier.capacity * page_size,
+                                   **self._rates.page_costs(self._tier.page_bytes, page_size)}
         return found if self.prefetches is None else found | self.prefetches.storage_gauges
 
     def check_integrity(self) -> None:

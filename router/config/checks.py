@@ -21,7 +21,7 @@ def at_least_one(args: Any, *names: str) -> None:
 
 def not_negative(args: Any, *names: str) -> None:
     for name in names:
-        if getattr(args, name) < 0:
+        if (value := getattr(args, name)) is not None and value < 0:
             raise ConfigError(f"{_flag(name)} must not be negative.")
 
 

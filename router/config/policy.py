@@ -34,9 +34,11 @@ class PolicyArgs:
     eviction_interval: float = flag(
         60.0, names=("--eviction-interval-secs",),
         help="cache_aware: seconds after which text that was not seen again is forgotten, once memory fills up")
-    host_page_cost: float = flag(0.12, help=(
-        "cache_exact: time to load a page from a worker's host memory, as a share of that to compute it"))
-    storage_page_cost: float = flag(0.6, help="cache_exact: the same of a page in the workers' storage")
+    host_page_cost: float | None = flag(None, help=(
+        "cache_exact: time to load a page from a worker's host memory, as a share of that to compute it (default: as "
+        "the worker measures it; 0.12 until then)"))
+    storage_page_cost: float | None = flag(None, help=(
+        "cache_exact: the same of a page in the workers' storage (default: as measured; 0.6 until then)"))
     hash_header: str = flag("x-session-id", help=(
         "consistent_hash: header that names a session; without it session_params.id, session_id, prompt_cache_key or "
         "user of the body does"))

@@ -246,6 +246,8 @@ def _memory(load: Any) -> MemoryReport | None:
     try:
         return MemoryReport(sum(rank["num_tokens"] for rank in load),
                             sum(rank["max_total_num_tokens"] for rank in load),
-                            sum(rank.get("num_reqs", 0) for rank in load))
-    except (TypeError, KeyError):
+                            sum(rank.get("num_reqs", 0) for rank in load),
+                            *(max((float(rank[name]) for rank in load if name in rank), default=None)
+                              for name in ("host_page_cost", "storage_page_cost")))
+    except (TypeError, KeyError, ValueError):
         return None

@@ -32,9 +32,7 @@ from .base import Amendment, Decision, Replication
 from .cache_aware import BLOCK, MAX_BLOCKS, PrefixMemory, covered_bytes
 from .load_view import LoadView
 from .page_costs import (
-    HOST_COST,
     SAME_HOST_TRANSFER_COST,
-    STORAGE_COST,
     TRANSFER_COST,
     KVMemory,
     PageCosts,
@@ -82,10 +80,10 @@ class CacheExact:
     """
 
     def __init__(self, *, balance_abs_threshold: int = 32, balance_rel_threshold: float = 1.0001,
-                 max_tree_size: int = 2**24, host_cost: float = HOST_COST, storage_cost: float = STORAGE_COST,
+                 max_tree_size: int = 2**24, host_cost: float | None = None, storage_cost: float | None = None,
                  shared: CacheExact | None = None):
-        """``host_cost`` and ``storage_cost`` are those of loading a page, in pages computed. ``shared``: another
-        model's policy, whose KV index this one uses."""
+        """``host_cost`` and ``storage_cost`` are those of loading a page, in pages computed; None: as workers report.
+        ``shared``: another model's policy, whose KV index this one uses."""
         self._abs = balance_abs_threshold
         self._rel = balance_rel_threshold
         self._blocks_per_worker = max_tree_size // BLOCK
@@ -100,7 +98,7 @@ class CacheExact:
         self._load_costs = host_cost, storage_cost
         self.costs = PageCosts(self.kv_index, host_cost, storage_cost)
         if shared is not None:
-            self.costs.memory = shared.costs.memory
+            self.costs.memory, self.costs.load_costs = shared.costs.memory, shared.costs.load_costs
         self.max_blocks = MAX_BLOCKS // 2
         self._loads = LoadView()
         self._decode_loads = LoadView()
@@ -153,17 +151,19 @@ class CacheExact:
         page_size = self.kv_index.page_sizes.get(worker.id, 16)
         self.costs.memory[worker.id] = KVMemory(report.used_tokens / page_size, report.total_tokens / page_size,
                                                 report.num_requests, worker.peak_load)
+        self.costs.on_load_costs(worker, report.host_page_cost, report.storage_page_cost)
         worker.peak_load = worker.load
 
     def on_no_memory(self, worker: Worker) -> None:
         """A worker does not report its KV memory."""
         self.costs.memory.pop(worker.id, None)
+        self.costs.load_costs.pop(worker.id, None)
 
     def on_removed(self, worker: Worker) -> None:
         """Forgets a worker that left."""
         self.tier_index.forget(worker.id)
         self.followed.discard(worker.id)
-        self.costs.memory.pop(worker.id, None)
+        self.on_no_memory(worker)
 
     def cached_tokens(self, worker: Worker) -> int:
         """Tokens in a followed worker's prefix cache."""

@@ -22,8 +22,8 @@ an H200 and sends their 2 MB in 0.04 ms over 400 Gb/s."""
 SAME_HOST_TRANSFER_COST = 0.02
 """The same cost where both are on one host."""
 HOST_COST = 0.12
-"""Cost of loading a page from host memory, in pages computed: an 8B model's 2 MB take 0.04 ms at 55 GB/s, and 0.4 ms to
-compute on an H200."""
+"""Cost of loading a page from host memory, in pages computed, until the worker reports its own: an 8B model's 2 MB take
+0.04 ms at 55 GB/s, and 0.4 ms to compute on an H200."""
 STORAGE_COST = 0.6
 """The same cost from storage, at 8 GB/s; one NVMe disk wins little, a storage over 400 Gb/s much."""
 FULL_MEMORY_COST = 1e6
@@ -71,12 +71,15 @@ class KVMemory(NamedTuple):
 
 
 class PageCosts:
-    """Costs by the KV index, loads and ``memory``, the last report of each worker that sends any, by worker id."""
+    """Costs by the KV index, loads and ``memory``, the last report of each worker that sends any, by worker id.
+    ``load_costs``: those of a page from host memory and from storage, of workers that report them."""
 
-    def __init__(self, kv_index: KVIndex, host_cost: float = HOST_COST, storage_cost: float = STORAGE_COST):
+    def __init__(self, kv_index: KVIndex, host_cost: float | None = None, storage_cost: float | None = None):
+        """``host_cost`` and ``storage_cost``: for all workers, whatever they report."""
         self._kv_index = kv_index
-        self._host_cost = host_cost
-        self._storage_cost = storage_cost
+        self._fixed = host_cost, storage_cost
+        self._default = self._load_costs_of(None, None)
+        self.load_costs: dict[int, tuple[float, float]] = {}
         self.memory: dict[int, KVMemory] = {}
         self._mean_missing = MIN_MEAN_PAGES
         self.mean_pages = MIN_MEAN_PAGES
@@ -94,7 +97,17 @@ class PageCosts:
         load = match.loads.get(worker.id)
         if load is None:
             return 0.0
-        return (load.host - load.gpu) * self._host_cost + (load.storage - load.host) * self._storage_cost
+        host_cost, storage_cost = self.load_costs.get(worker.id, self._default)
+        return (load.host - load.gpu) * host_cost + (load.storage - load.host) * storage_cost
+
+    def on_load_costs(self, worker: Worker, host_cost: float | None, storage_cost: float | None) -> None:
+        """Notes what loading a page costs a worker by its last report; None where it does not say."""
+        self.load_costs[worker.id] = self._load_costs_of(host_cost, storage_cost)
+
+    def _load_costs_of(self, *reported: float | None) -> tuple[float, float]:
+        host, storage = (default if (cost := own if own is not None else new) is None else cost
+                         for own, new, default in zip(self._fixed, reported, (HOST_COST, STORAGE_COST)))
+        return host, storage
 
     def decode_cost(self, worker: Worker, match: PrefixMatch, transfer_cost: float) -> float:
         missing = max(0.0, match.pages - match.on_gpu(worker.id))

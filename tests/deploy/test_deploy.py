@@ -246,8 +246,10 @@ def server_families() -> dict[str, set[str]]:
     counters["kv_transfers_broken_silent"] = 1.0
     sender: Any = SimpleNamespace(counters={}, writes_waiting=(0, 0))
     tiered = SimulatedRank(TPGroup(), 0).batcher
+    assert tiered.rates is not None
+    tiered.rates.prefill = tiered.rates.storage = 1
     storage: Any = SimpleNamespace(counters=StorageCounters(), num_queued_writes=0, healthy=True)
-    prefetches = Prefetches(tiered.cache, None, storage, None, None)  # type: ignore[arg-type]
+    prefetches = Prefetches(tiered.cache, None, storage, None, tiered.rates)  # type: ignore[arg-type]
     counters |= prefetches.storage_counters
     prefill = PrefillScheduler(tiered, None, None, sender, None, [1], register=None,  # type: ignore
                                overlap=False, kv_retain_seconds=0.0)

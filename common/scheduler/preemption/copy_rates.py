@@ -121,6 +121,20 @@ class AgreedRates:
     def _is_cheaper(self, num_bytes: int, num_tokens: int, bandwidth: int) -> bool:
         return not self.prefill or not bandwidth or num_bytes * self.prefill < num_tokens * bandwidth
 
+    def page_costs(self, page_bytes: int, page_size: int) -> dict[str, float]:
+        """Times to load a page from host memory and from the storage, as shares of that to compute it, by the names of
+        their gauges; without those that are not known. Pages that are cheaper to compute are computed: their share is
+        1."""
+        found: dict[str, float] = {}
+        if not self.prefill or not self.link:
+            return found
+        compute, load = page_size / self.prefill, page_bytes / self.link
+        most = math.inf if self._always_load else 1.0
+        found["tier_host_page_cost"] = min(most, load / compute)
+        if self.storage:
+            found["tier_storage_page_cost"] = min(most, (load + page_bytes / self.storage) / compute)
+        return found
+
     def compute_seconds(self, num_tokens: int) -> float:
         """Seconds that computing ``num_tokens`` takes; 0 where that is not known."""
         return num_tokens / self.prefill if self.prefill else 0.0

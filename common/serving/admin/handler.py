@@ -193,7 +193,8 @@ def _pool_tokens(context: ServingContext) -> int:
 
 
 async def load(context: ServingContext, request: web.Request) -> web.Response:
-    """SGLang's load report for each data-parallel rank: requests, and tokens of the KV pool that are in use."""
+    """SGLang's load report for each data-parallel rank: requests, and tokens of the KV pool that are in use; and what
+    loading a page of the tiers costs, as a share of computing it."""
     return json_response([_load_of(state) for state in await context.client.states()])
 
 
@@ -202,7 +203,9 @@ def _load_of(state: State) -> dict[str, Any]:
     return {
         "dp_rank": state.dp_rank, "num_reqs": state.num_running + state.num_waiting + state.num_transferring,
         "num_waiting_reqs": state.num_waiting, "num_tokens": round(state.gauges["token_usage"] * total),
-        "max_total_num_tokens": total}
+        "max_total_num_tokens": total,
+        **{name.removeprefix("tier_"): state.gauges[name]
+           for name in ("tier_host_page_cost", "tier_storage_page_cost") if name in state.gauges}}
 
 
 async def _states(context: ServingContext) -> list[State]:

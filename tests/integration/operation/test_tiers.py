@@ -109,6 +109,8 @@ def test_storage_alone_keeps_a_conversation(cluster, answers):
     assert given == answers[2] and min(shares) >= 0.99, shares
     assert cluster.prefill[0].state()["counters"]["cached_tokens"] - before > 330 * (TURNS - 1)
     assert sum(storage_of(server)["pages_read"] for server in cluster.workers) > 60
+    load, = get_json(cluster.prefill[0].url + "/get_load")
+    assert load["storage_page_cost"] > load["host_page_cost"] > 0
 
 
 def test_lost_and_damaged_objects_cost_no_token(cluster, answers):

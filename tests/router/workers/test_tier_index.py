@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.common.api.kv_events import Cleared, Removed, Stored, page_hashes
+from baton.router.monitoring.kv_event_watch import _memory
 from baton.router.policies.base import Decision
 from baton.router.policies.cache_exact import CacheExact
+from baton.router.workers.memory_report import MemoryReport
 from baton.router.workers.tier_index import TierIndex, TierMatch
 from baton.tests.router.policies.test_cache_exact import PAGE, ids, numbered, read, workers
 
@@ -76,6 +78,27 @@ def test_a_worker_that_loads_a_prompt_is_preferred_to_one_that_computes_it(host_
     assert policy.choose(pool, subject) == Decision(pool[winner], "cache_hit")
     again = policy.of_another_model()
     assert again.choose(pool, read(again, {"input_ids": tokens})[0]).worker is pool[winner]
+
+
+def test_workers_report_what_loads_cost_and_flags_replace_it():
+    pool, tokens = workers(2), ids(1, 480)
+    stored = [Stored(page_hashes(tokens, PAGE), None, tokens, PAGE, "CPU_PINNED")]
+    ranks = [{"num_tokens": 0, "max_total_num_tokens": 16_000} | own for own in ({}, {"host_page_cost": 0.5})]
+    report = _memory(ranks)
+    assert report == MemoryReport(0, 32_000, 0, 0.5, None) and _memory([{"num_tokens": 1}]) is None
+
+    def costs(policy: CacheExact) -> list[float]:
+        for worker in pool:
+            policy.on_events(worker, stored)
+        policy.on_memory(pool[0], report)
+        match = policy._match(read(policy, {"input_ids": tokens})[0], frozenset(worker.id for worker in pool))
+        return [policy.costs.prefill_cost(worker, match) for worker in pool]
+
+    policy = CacheExact()
+    assert costs(policy) == pytest.approx([30 * 0.5, 30 * 0.12])
+    policy.on_no_memory(pool[0])
+    assert policy.costs._load_costs_of(0.5, None) == (0.5, 0.6) and pool[0].id not in policy.costs.load_costs
+    assert costs(CacheExact(host_cost=0.2)) == pytest.approx([30 * 0.2] * 2)
 
 
 def test_pages_on_the_gpu_are_preferred_to_those_in_host_memory_and_these_to_storage():
