@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from ..api.errors import ConfigError
 from ..tinychat import packaged_checkpoint
+from .description import describe
 from .hub import COMMIT, METADATA_PATTERNS, PICKLED_PATTERNS, WEIGHT_PATTERNS, OnProgress, download
 from .load_format import LOAD_FORMATS
 from .server import ModelArgs
@@ -44,11 +45,12 @@ def pin_revision(args: ModelArgs) -> ModelArgs:
 
 
 def _local(args: ModelArgs) -> Path | None:
-    """Returns the checkpoint's folder; None where --model-path names a repository of the hub. Raises ConfigError."""
+    """Returns the checkpoint's folder, or its one file; None where --model-path names a repository of the hub. Raises
+    ConfigError."""
     name = args.model_path
     packaged = packaged_checkpoint(name)
     folder = packaged or Path(name).expanduser()
-    if folder.is_dir():
+    if folder.is_dir() or (folder.suffix == ".gguf" and folder.is_file()):
         return folder
     if folder.exists() or packaged or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name[0] in "./~":
         raise ConfigError(f"--model-path {name}: there is no checkpoint folder {folder}.")
@@ -72,9 +74,11 @@ def resolve_pooling(args: ModelArgs) -> Literal["last", "mean"]:
 
 
 def read_config(args: ModelArgs, folder: Path | None = None) -> dict[str, Any] | None:
-    """Returns config.json with the values of --json-model-override-args, None without the file; raises ConfigError.
-    ``folder`` is the checkpoint's, where it is known."""
-    config = read_json((folder or resolve_metadata(args)) / "config.json")
+    """Returns config.json, or what describes the checkpoint in its place, with the values of
+    --json-model-override-args, None without the file; raises ConfigError. ``folder`` is the checkpoint's, where it is
+    known."""
+    path = folder or resolve_metadata(args)
+    config = describe(args, path) or read_json(path / "config.json")
     return None if config is None else {**config, **args.config_overrides}
 
 
@@ -82,7 +86,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """Returns the file's object, None without the file; raises ConfigError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
         raise ConfigError(f"Cannot read {path}: {error}.") from None

@@ -12,6 +12,7 @@ from typing import Any
 from ..api.errors import ConfigError, InvalidRequest
 from ..api.sampling import SamplingParams
 from ..tinychat import packaged_checkpoint
+from .gguf import gguf_of, load_gguf_tokenizer
 from .templates import load_template
 from .text_stream import TextStream
 from .token_bytes import TokenDecoder, token_decoder
@@ -31,13 +32,17 @@ def load_tokenizer(path: str, revision: str | None = None, *, trust_remote_code:
     downloads. Takes seconds: it imports transformers.
     """
     folder = packaged_checkpoint(path) or Path(path).expanduser()
-    if not folder.is_dir() and (folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1):
+    file = gguf_of(folder) if folder.exists() else None
+    if not folder.is_dir() and not file and (folder.is_absolute() or path.startswith((".", "~"))
+                                             or path.count("/") > 1):
         raise ConfigError(f"There is no tokenizer folder {folder}; set --model-path or --tokenizer-path to one that "
                           "holds tokenizer.json.")
     from transformers import AutoTokenizer
     library = logging.getLogger("transformers")
     library.handlers.clear()  # its log goes to the root logger's handlers
     library.propagate = True
+    if file is not None:
+        return Tokenizer(load_gguf_tokenizer(file))
     try:
         loaded = AutoTokenizer.from_pretrained(
             str(folder) if folder.is_dir() else path, revision=revision, cache_dir=download_dir,

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ from .samples import StoredTensor
 
 _TYPES = {name: dtype for dtype, name in DTYPES.items()}
 _CHUNK_BYTES = 16 << 20
+MIN_COLUMN_BYTES = 1024
+"""Bytes of a row that are read alone: a read of fewer takes as long, and the whole row is read instead."""
 
 
 class ReadTensor:
-    """A LazyTensor of an open file: a slice reads its rows."""
+    """A LazyTensor of an open file: a slice reads its rows, and of long rows the columns alone."""
 
-    def __init__(self, file: int, tensor: StoredTensor):
+    def __init__(self, file: BufferedReader, tensor: StoredTensor):
         self._file, self._tensor = file, tensor
 
     def get_shape(self) -> list[int]:
@@ -41,25 +44,54 @@ class ReadTensor:
         if not isinstance(rows, slice) or rows.step not in (None, 1):
             return self._read(0, shape[0], shape[1:])[key]
         start, stop, _ = rows.indices(shape[0])
+        columns = _columns(rest, shape, _TYPES[self._tensor.dtype].itemsize)
+        if columns is not None:
+            return self._read_columns(range(start, stop), columns)
         return self._read(start, max(start, stop), shape[1:])[(slice(None), *rest)]
 
     def _read(self, start: int, stop: int, shape: tuple[int, ...]) -> torch.Tensor:
-        """Reads rows; raises ConfigError where the file cannot be read, or is shorter than its header says."""
+        """Reads rows; raises ConfigError as ``_fill`` does."""
         dtype = _TYPES[self._tensor.dtype]
         row_bytes = math.prod(shape) * dtype.itemsize
         content = bytearray((stop - start) * row_bytes)
-        view, offset, done = memoryview(content), self._tensor.start + start * row_bytes, 0
-        while done < len(content):
+        self._fill(memoryview(content), start * row_bytes)
+        if not content:
+            return torch.empty((stop - start, *shape), dtype=dtype)
+        return torch.frombuffer(content, dtype=dtype).view(stop - start, *shape)
+
+    def _read_columns(self, rows: range, columns: range) -> torch.Tensor:
+        """Reads a part of each of a matrix's rows; raises ConfigError as ``_fill`` does."""
+        dtype = _TYPES[self._tensor.dtype]
+        size = len(columns) * dtype.itemsize
+        content = bytearray(len(rows) * size)
+        if not content:
+            return torch.empty((len(rows), len(columns)), dtype=dtype)
+        view = memoryview(content)
+        for index, row in enumerate(rows):
+            self._fill(view[index * size:(index + 1) * size],
+                       (row * self._tensor.shape[1] + columns.start) * dtype.itemsize)
+        return torch.frombuffer(content, dtype=dtype).view(len(rows), len(columns))
+
+    def _fill(self, view: memoryview, start: int) -> None:
+        """Reads the tensor's bytes from ``start`` on; raises ConfigError where the file cannot be read, or is shorter
+        than its header says."""
+        offset, done = self._tensor.start + start, 0
+        while done < len(view):
             try:
-                count = os.preadv(self._file, [view[done:]], offset + done)
+                count = os.preadv(self._file.fileno(), [view[done:]], offset + done)
             except OSError as error:
                 raise ConfigError(f"Cannot read {self._tensor.file}: {error}.") from None
             if not count:
                 raise ConfigError(f"Cannot read {self._tensor.file}: it ends within {self._tensor.name}.")
             done += count
-        if not content:
-            return torch.empty((stop - start, *shape), dtype=dtype)
-        return torch.frombuffer(content, dtype=dtype).view(stop - start, *shape)
+
+
+def _columns(rest: tuple[Any, ...], shape: tuple[int, ...], itemsize: int) -> range | None:
+    """Returns the columns of a matrix that are worth a read of their own in each row; None where rows are read."""
+    if len(shape) != 2 or len(rest) != 1 or not isinstance(rest[0], slice) or rest[0].step not in (None, 1):
+        return None
+    columns = range(*rest[0].indices(shape[1]))
+    return columns if MIN_COLUMN_BYTES <= len(columns) * itemsize < shape[1] * itemsize else None
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from ..api.errors import ConfigError
 from ..config.checkpoint import resolve_checkpoint
 from ..config.load_format import LOAD_FORMATS
 from ..config.server import ModelArgs
+from ..config.weight_files import has_safetensors
 from .files import checkpoint_files
 from .lazy import LazyTensor
 from .plain_reads import ReadTensor, reading_ahead
@@ -31,6 +32,10 @@ class SafetensorsSource:
         self.name = str(self._folder)
         self._maps, self._threads = not args.weight_loader_disable_mmap, args.loader_threads
 
+    @staticmethod
+    def finds(args: ModelArgs, folder: Path) -> bool:
+        return has_safetensors(folder)
+
     def tensors(self, slots: Sequence[Slot]) -> Iterator[SourceTensor]:
         files = checkpoint_files(self._folder)
         with reading_ahead(files, self._threads) as begin:
@@ -45,7 +50,7 @@ class SafetensorsSource:
         if not self._maps:
             with file.open("rb") as content:
                 for tensor in read_header(file):
-                    yield SourceTensor(tensor.name, ReadTensor(content.fileno(), tensor), file.name)
+                    yield SourceTensor(tensor.name, ReadTensor(content, tensor), file.name)
             return
         with safe_open(file, framework="pt") as content:
             for name in content.keys():  # noqa: SIM118 (the file is no mapping)

@@ -34,7 +34,11 @@ class StoredTensor(NamedTuple):
 
 def sample(folder: Path, is_optional: Callable[[str], bool]) -> bytes:
     """Returns the samples of all tensors but the optional ones; raises ConfigError for files that cannot be read."""
-    tensors = _tensors(folder, is_optional)
+    return sample_tensors(_tensors(folder, is_optional))
+
+
+def sample_tensors(tensors: Sequence[StoredTensor]) -> bytes:
+    """Returns the samples of tensors that are sorted by name; raises ConfigError for files that cannot be read."""
     sampled = _select(tensors)
     by_file: defaultdict[Path, list[StoredTensor]] = defaultdict(list)
     for tensor in sampled:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from pickle import UnpicklingError
@@ -16,25 +15,27 @@ from ..api.errors import ConfigError
 from ..config.checkpoint import resolve_checkpoint
 from ..config.load_format import LOAD_FORMATS
 from ..config.server import ModelArgs
+from ..config.weight_files import pickled_files
 from .lazy import InMemory, LazyTensor
-from .safetensors_source import SafetensorsSource
 from .slots import Slot
-from .source import SourceTensor, WeightSource
+from .source import SourceTensor
 
-_PATTERN = "*.bin"
-_OTHER_FILES = ("training_args.bin", "optimizer.bin", "scheduler.bin")
 _SAMPLE_VALUES = 1024
 
 
 @LOAD_FORMATS.register("pt")
 class TorchSource:
-    """The .bin files of the checkpoint that ``args`` name. They are read as tensors only, which runs no code."""
+    """The .bin or .pt files of the checkpoint that ``args`` name. They are read as tensors only, which runs no code."""
 
     reads_checkpoint = True
 
     def __init__(self, args: ModelArgs):
         self._folder = resolve_checkpoint(args)
         self.name = str(self._folder)
+
+    @staticmethod
+    def finds(args: ModelArgs, folder: Path) -> bool:
+        return bool(pickled_files(folder))
 
     def tensors(self, slots: Sequence[Slot]) -> Iterator[SourceTensor]:
         for file in self._files:
@@ -49,9 +50,9 @@ class TorchSource:
 
     @cached_property
     def _files(self) -> list[Path]:
-        files = bin_files(self._folder)
+        files = pickled_files(self._folder)
         if not files:
-            raise ConfigError(f"{self._folder} holds no {_PATTERN} files, which --load-format pt reads.")
+            raise ConfigError(f"{self._folder} holds no .bin or .pt files, which --load-format pt reads.")
         return files
 
     def identity(self, is_optional: Callable[[str], bool]) -> bytes:
@@ -64,23 +65,6 @@ class TorchSource:
         return json.dumps(sorted(found.items())).encode()
 
 
-class AutoFormat:
-    """Reads safetensors, or torch's files where a checkpoint has these alone."""
-
-    reads_checkpoint = True
-
-    def __call__(self, args: ModelArgs) -> WeightSource:
-        pickled = replace(args, load_format="pt")
-        if any(resolve_checkpoint(args).glob("*.safetensors")) or not bin_files(resolve_checkpoint(pickled)):
-            return SafetensorsSource(args)
-        return TorchSource(pickled)
-
-
-def bin_files(folder: Path) -> list[Path]:
-    """Returns the .bin files of a checkpoint that may have weights."""
-    return [file for file in sorted(folder.glob(_PATTERN)) if file.name not in _OTHER_FILES]
-
-
 def _read(file: Path) -> dict[str, torch.Tensor]:
     try:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -89,6 +73,3 @@ def _read(file: Path) -> dict[str, torch.Tensor]:
     if not isinstance(content, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in content.values()):
         raise ConfigError(f"Cannot read {file}: it is no dictionary of tensors.")
     return content
-
-
-LOAD_FORMATS.register("auto")(AutoFormat())

@@ -8,6 +8,7 @@ every run of the tests.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,6 +68,8 @@ from baton.kernels.gemm.batch_invariant_matmul import batch_invariant_matmul
 from baton.kernels.gemm.dense_warp_specialized import warp_specialized_matmul
 from baton.kernels.gemm.small_m_matmul import small_m_matmul
 from baton.kernels.gemm.split_k_warp_specialized import split_k_matmul, split_k_partials
+from baton.kernels.gguf.packed_matmul import dequantize, packed_matmul
+from baton.kernels.gguf_blocks import BLOCKS
 from baton.kernels.moe.moe_experts import moe_experts
 from baton.kernels.moe.moe_topk import moe_topk
 from baton.kernels.moe.mxfp4_experts import mxfp4_experts
@@ -372,7 +375,18 @@ def copied(count: int, block_bytes: int) -> None:
     copy_blocks(1 << 40, 1 << 41, int64(2, count), block_bytes)
 
 
+def gguf_blocks(kind: str, out: int, width: int) -> torch.Tensor:
+    return of(out, BLOCKS[kind].row_bytes(width), dtype=torch.uint8)
+
+
+def gguf_rows(rows: int, kind: str) -> None:
+    packed_matmul(of(rows, 4096), gguf_blocks(kind, 4096, 4096), kind, of(rows, 6144)[:, 4096:5120])
+
+
 CASES: dict[str, Callable[[], object]] = {
+    **{f"gguf {kind}, 7 rows": partial(gguf_rows, 7, kind) for kind in BLOCKS},
+    **{f"gguf {kind}, dequantized": partial(lambda kind: dequantize(gguf_blocks(kind, 4096, 4096), kind, BF16), kind)
+       for kind in BLOCKS},
     # Llama-3-8B: 32 heads over 8, each 128 wide.
     "rmsnorm 4096": lambda: rmsnorm(of(7, 4096), of(4096), 1e-5),
     "rmsnorm 4096, residual": lambda: rmsnorm(of(7, 4096), of(4096), 1e-5, of(7, 4096)),
@@ -611,7 +625,8 @@ FEW = ["rmsnorm 4096, residual", "scale_by_sinks", "fp8_rmsnorm 4096, a scale a 
        "sample, truncated", "perturb, reduced vocabulary", "drafts of chains",
        "all_reduce of 2, one shot", "all_reduce of 2, two shots",
        "all_reduce_rmsnorm 4096 of 2", "all_gather and reduce_scatter of 2",
-       "rmsnorm_all_gather and reduce_scatter_rmsnorm 2048 of 2", "all_to_all 2048 of 2", "copy_blocks 4 KiB"]
+       "rmsnorm_all_gather and reduce_scatter_rmsnorm 2048 of 2", "all_to_all 2048 of 2", "copy_blocks 4 KiB",
+       "gguf Q4_K, 7 rows", "gguf Q6_K, dequantized"]
 """Cases that launch each kernel at least once; test_compiles_for_hopper.py names a missing one."""
 
 OTHER_SIZES: dict[str, Callable[[int], object]] = {
@@ -666,6 +681,7 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "rmsnorm_all_gather and reduce_scatter_rmsnorm 2048 of 2": lambda n: met_and_normed(n, 2048, 2),
     "all_to_all 2048 of 2": lambda n: exchanged(n, 2048, 2),
     "copy_blocks 4 KiB": lambda n: copied(n, 4096),
+    "gguf Q4_K, 7 rows": lambda n: gguf_rows(n, "Q4_K"),
 }
 """Cases by the size of their batch: ``SIZES`` must not compile another kernel, since requests would wait for it."""
 SIZES = (1, 3, 4, 15, 16)

@@ -80,3 +80,7 @@ def test_rows_do_not_depend_on_their_batch():
 
 def test_decoded_rows_equal_prompt_rows():
     run_interpreted("fixed_split_cases.py")
+
+
+def test_blocks_of_gguf_files_equal_their_twin():
+    run_interpreted("gguf_cases.py")

@@ -17,7 +17,8 @@ from ..rules import Rule, ServerRule, at_least, json_object
 @dataclass(frozen=True)
 class ModelArgs:
     model_path: str = flag(required=True, names=("--model",), help=(
-        "local checkpoint folder, Hugging Face hub id, or 'tinychat' for the chat model that ships with Baton"))
+        "local checkpoint folder or GGUF file, Hugging Face hub id, or 'tinychat' for the chat model that ships with "
+        "Baton"))
     tokenizer_path: str | None = flag(None, help="tokenizer folder or hub id, when it is not the model's")
     skip_tokenizer_init: bool = flag(False, help=(
         "load no tokenizer: requests have token ids, and answers token ids without texts"))
@@ -40,7 +41,8 @@ class ModelArgs:
         "let /update_weights_from_tensor take tensors as SGLang's clients pickle them, on GPUs as handles of their "
         "memory: only where all that reach the endpoint are trusted with the server"))
     load_format: str = flag("auto", choices=Choices.of(LOAD_FORMATS), help=(
-        "source of the weights: auto is safetensors, or torch's .bin files (pt) where there are no others; dummy fills "
+        "source of the weights: auto is safetensors, or torch's .bin or .pt files (pt), or a GGUF file (gguf), where "
+        "there are no others; dummy fills "
         "them with random values, for benchmarks without a checkpoint; remote_instance takes them from a running "
         "server"))
     custom_weight_loader: tuple[str, ...] = flag((), some=True, help=(

@@ -109,11 +109,11 @@ VALUES: dict[str, Values] = {
     "--log-level": Values({"critical": "error"}),
     "--log-level-http": Values({"critical": "error"}),
     "--quantization": Values({"w8a8_fp8": "fp8"}, refused=dict.fromkeys(
-        ("awq", "gptq", "marlin", "gptq_marlin", "awq_marlin", "bitsandbytes", "gguf", "modelopt", "modelopt_fp4",
+        ("awq", "gptq", "marlin", "gptq_marlin", "awq_marlin", "bitsandbytes", "modelopt", "modelopt_fp4",
          "petit_nvfp4", "w8a8_int8", "moe_wna16", "qoq", "w4afp8"),
         "weights are in 16 bits, float8 or MXFP4; use fp8, or a checkpoint in float8")),
     "--load-format": Values(refused=dict.fromkeys(
-        ("npcache", "sharded_state", "gguf", "bitsandbytes", "layered", "remote"),
+        ("npcache", "sharded_state", "bitsandbytes", "layered", "remote"),
         "checkpoints are safetensors or torch's .bin files; leave it at auto")),
     "--disaggregation-transfer-backend": Values(refused=dict.fromkeys(
         ("ascend", "mori"), "it is for other accelerators; use nixl, mooncake or ipc")),

@@ -15,6 +15,7 @@ from baton.common.bench.serving_args import BenchServing
 from baton.common.bench.workloads.dataset_args import DATASETS
 from baton.common.commands.registry import COMMANDS
 from baton.common.config.cli import _flags
+from baton.common.config.description import DESCRIPTIONS
 from baton.common.config.load_format import LOAD_FORMATS
 from baton.common.config.quantization import QUANTIZATIONS
 from baton.common.config.roles import ROLES
@@ -60,8 +61,9 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
         "arrivals", "dataset_args", "datasets", "own_workload", "vocabulary", "workload"}),
     "common/bench/exams": (EXAMS, {"exam", "files", "numbers", "prompts"}),
     "common/quantization": (QUANTIZATIONS, {
-        "experts", "float8", "fp8_block", "fp8_per_channel", "methods", "mxfp4_experts", "mxfp4_packed",
+        "experts", "float8", "fp8_block", "fp8_per_channel", "gguf_linear", "methods", "mxfp4_experts", "mxfp4_packed",
         "shards"}),
+    "common/config/described": (DESCRIPTIONS, set()),
     "common/models": (MODELS, {"registry"}),
     "common/weights": (LOAD_FORMATS, {
         "custom_loaders", "digest", "expert_names", "files", "fingerprint", "fused_tensors", "interleaved_experts",
