@@ -339,7 +339,7 @@ FAMILIES = (
            "[flags](flags.md) lists what each takes.",
            ("common/config/cli.py", "common/config/foreign_flags.py", "common/config/logs.py",
             "common/config/rules.py", "common/config/server",
-            "common/registry.py", "common/commands", "launch.py",
+            "common/registry.py", "common/commands", "common/runner/tensor_input.py", "launch.py",
             "offline.py", "common/serving/offline.py", "common/serving/native",
             "common/serving/tool_servers")),
     Family("Packages and GPUs",

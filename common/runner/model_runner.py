@@ -61,6 +61,7 @@ from .model_weights import ModelWeights
 from .nvtx_ranges import mark_ranges
 from .preflight import check_pool, draft_token_bytes, pool_layers, token_bytes
 from .tensor_dump import TensorDump
+from .tensor_input import TensorInput, read_input
 from .two_batch_overlap import TwoBatchOverlap
 
 _WARM_UP_PREFILL_ROWS = 64
@@ -199,6 +200,8 @@ class ModelRunner:
             with capture_profile(parallel.world.rank, device) if profiles else nullcontext():
                 runner._capture(progress)
         runner._observe_modules()
+        if config.debug.debug_tensor_dump_input_file is not None:
+            runner._compute_input(read_input(config.debug.debug_tensor_dump_input_file, spec))
         progress("ready", 1.0)
         return runner
 
@@ -209,6 +212,27 @@ class ModelRunner:
             self._tensor_dump = TensorDump(args, self._model, self.spec.num_layers, self._parallel)
         if args.enable_layerwise_nvtx_marker:
             mark_ranges([ModuleCall(("step",), self, "step"), *self._model.module_calls()])
+
+    @torch.inference_mode()
+    def _compute_input(self, given: TensorInput) -> None:
+        """Computes prompts at start, as one step of every attention group, in pages that nobody has yet. Raises
+        ConfigError where they are too many tokens for a step, or not of this model."""
+        assert self._tensor_dump is not None
+        most = self._config.schedule.largest_prefill(self.spec.context_length)
+        lens = [len(prompt) for prompt in given.prompts]
+        pages = [self.layout.pages_for(length) for length in lens]
+        if sum(lens) > most or sum(pages) >= min(pool.num_pages for pool in self.pools):
+            raise ConfigError(f"--debug-tensor-dump-input-file has {sum(lens)} tokens, too many for a step: raise "
+                              "--chunked-prefill-size, --max-prefill-tokens or --max-total-tokens.")
+        own = np.split(np.arange(sum(pages), dtype=np.int32), np.cumsum(pages)[:-1])
+        rows = [Row(prompt.tolist(), 0, ids, further=[ids] * len(self.pools[1:]))
+                for prompt, ids in zip(given.prompts, own)]
+        groups = self._parallel.dp_size
+        info = DPStepInfo([sum(lens)] * groups, [len(rows)] * groups, all_decode=False)
+        batch = build_forward_batch(rows, self.layout.page_size, self.device)
+        compute = self._model.hidden_states if self._config.model.is_embedding else self._model.forward
+        with self._tensor_dump.compared(given, batch):
+            compute(self.plan(batch, info))
 
     def _warm_up(self, progress: Progress) -> None:
         """Compiles the kernels now: FlashInfer takes about 100 s, which the first request would wait for."""

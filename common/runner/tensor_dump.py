@@ -6,10 +6,11 @@ reads these; modules have transformers' names.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from ..distributed.parallel import Parallel
 from ..forward.forward_batch import ForwardBatch
 from ..models.decoder.causal_lm import CausalLM
 from ..models.decoder.module_calls import ModuleCall
+from .tensor_input import INFO, TensorInput, differences, injected, log_differences
 
 log = logging.getLogger("baton.dump")
 
@@ -45,6 +47,9 @@ class TensorDump:
         if (last := max(layers)) >= num_layers:
             raise ConfigError(f"--debug-tensor-dump-layers names layer {last}; the model's layers are 0 to "
                               f"{num_layers - 1}.")
+        self._injects = args.debug_tensor_dump_inject
+        self._of_rank = parallel.tp.rank == 0
+        self._injected: Mapping[str, Any] | None = None  # of the step that is computed
         self._prefill_only = args.debug_tensor_dump_prefill_only
         self._folder = _make_folder(Path(args.debug_tensor_dump_output_folder).expanduser(), parallel)
         self._writes = True
@@ -69,8 +74,29 @@ class TensorDump:
         finally:
             self._tensors = self._residual = None
 
+    @contextmanager
+    def compared(self, given: TensorInput, batch: ForwardBatch) -> Iterator[None]:
+        """Writes what is computed in the context, a step of ``given``, and how far it is from the file's tensors.
+        Raises ConfigError where they are not of the model's shapes."""
+        if self._injects:
+            self._injected = given.tensors
+        self._tensors = _inputs(batch)
+        try:
+            yield
+            if given.tensors:
+                found = differences(self._tensors, given.tensors, of_rank=self._of_rank)
+                log_differences(found)
+                (self._folder / "Compared.json").write_text(json.dumps(
+                    {each.name: {"largest_difference": each.largest, "largest_value": each.scale} for each in found},
+                    indent=1) + "\n", encoding="utf-8")
+            self._write(self._tensors)
+        finally:
+            self._tensors = self._residual = self._injected = None
+
     def _recording(self, call: ModuleCall, compute: Callable[..., Any]) -> Callable[..., Any]:
         def recorded(*args: Any, **options: Any) -> Any:
+            if self._injected is not None:
+                args, options = injected(call, self._injected, args, options)
             result = compute(*args, **options)
             if isinstance(result, MaybeDeferred) and not isinstance(result, torch.Tensor):
                 result = result.reduce()  # in all steps: ranks of other attention groups may record theirs
@@ -115,12 +141,11 @@ def _make_folder(folder: Path, parallel: Parallel) -> Path:
 
 def _inputs(batch: ForwardBatch) -> dict[str, Any]:
     """The rows of a step: token ids and positions [T], of each request its tokens so far, and those of the step [B]."""
-    info = "model.forward_batch_info."
     ends = batch.qo_indptr_cpu[1:] - 1
     positions = batch.positions.to("cpu", copy=True)
-    return {info + "input_ids": batch.input_ids.to("cpu", copy=True), info + "positions": positions,
-            info + "seq_lens": positions[torch.from_numpy(ends).long()] + 1,
-            info + "extend_seq_lens": torch.from_numpy(batch.qo_indptr_cpu[1:] - batch.qo_indptr_cpu[:-1]).long()}
+    return {INFO + "input_ids": batch.input_ids.to("cpu", copy=True), INFO + "positions": positions,
+            INFO + "seq_lens": positions[torch.from_numpy(ends).long()] + 1,
+            INFO + "extend_seq_lens": torch.from_numpy(batch.qo_indptr_cpu[1:] - batch.qo_indptr_cpu[:-1]).long()}
 
 
 def _on_host(value: Any, one_sequence: bool) -> Any:

@@ -17,6 +17,12 @@ class DebugArgs:
         "keeps tensors by their modules' names. Kernels are launched one by one"))
     debug_tensor_dump_layers: tuple[int, ...] = flag((), help="layers to dump, instead of all")
     debug_tensor_dump_prefill_only: bool = flag(False, help="dump only steps that compute prompts")
+    debug_tensor_dump_input_file: str | None = flag(None, help=(
+        "compute the prompts of this file at start, and dump that step first: a .npy file of token ids, or a "
+        "PassNNNNN.pt file of a dump of whole prompts, with whose tensors those of this model are then compared"))
+    debug_tensor_dump_inject: bool = flag(False, help=(
+        "give each layer its input from the dump of --debug-tensor-dump-input-file, so that layers are compared one by "
+        "one"))
     enable_layerwise_nvtx_marker: bool = flag(False, help=(
         "show the modules of each layer to Nsight as NVTX ranges; a step that is a CUDA graph has one range alone "
         "(--disable-cuda-graph)"))
@@ -26,9 +32,16 @@ class DebugArgs:
 
     flag_rules: ClassVar[tuple[ServerRule, ...]] = (
         Rule(lambda c: c.debug.debug_tensor_dump_output_folder is None and (
-            c.debug.debug_tensor_dump_layers or c.debug.debug_tensor_dump_prefill_only),
-            "--debug-tensor-dump-layers and --debug-tensor-dump-prefill-only need "
+            c.debug.debug_tensor_dump_layers or c.debug.debug_tensor_dump_prefill_only
+            or c.debug.debug_tensor_dump_input_file is not None),
+            "--debug-tensor-dump-layers, --debug-tensor-dump-prefill-only and --debug-tensor-dump-input-file need "
             "--debug-tensor-dump-output-folder."),
+        Rule(lambda c: c.debug.debug_tensor_dump_inject and not (
+            c.debug.debug_tensor_dump_input_file or "").endswith(".pt"),
+             "--debug-tensor-dump-inject takes the tensors of a dump: give its PassNNNNN.pt file with "
+             "--debug-tensor-dump-input-file."),
+        Rule(lambda c: c.debug.debug_tensor_dump_input_file is not None and c.parallel.pp_size > 1,
+             "--debug-tensor-dump-input-file is computed by ranks that have all layers: leave --pp-size out."),
         Rule(lambda c: c.debug.debug_tensor_dump_output_folder is not None and c.data_parallel.enable_two_batch_overlap,
              "--debug-tensor-dump-output-folder dumps whole steps: leave --enable-two-batch-overlap out."),
         Rule(lambda c: c.debug.enable_profile_cuda_graph and not c.captures_graphs,

@@ -80,7 +80,6 @@ _NO_LORA = "adapters are not supported; merge the adapter into the checkpoint"
 _NO_STATE_SPACES = "models with state-space layers are not supported"
 _NO_LMCACHE = "the prefix cache has its own tiers; use --enable-hierarchical-cache with --hicache-storage-backend"
 _OFFLOAD_MODE = "layers of --cpu-offload-gb and --offload-group-size are in host memory; leave it at cpu"
-_NO_INJECTION = "no tensors are read into a model; --debug-tensor-dump-output-folder dumps what it computes"
 _NO_MULTIPLEX = ("one GPU is not divided between prompts and decode steps; use --enable-mixed-chunk, or prefill and "
                  "decode servers")
 _EXPERT_KERNELS = "the kernel of the experts is chosen by the shape of a step"
@@ -192,7 +191,6 @@ _REFUSED: dict[str, Foreign] = {
     **_refused(_NO_STATE_SPACES, "--max-mamba-cache-size", "--mamba-ssm-dtype"),
     **_refused(_NO_LMCACHE, "--enable-lmcache"),
     **_refused(_OFFLOAD_MODE, "--offload-mode", harmless=("cpu",)),
-    **_refused(_NO_INJECTION, "--debug-tensor-dump-input-file", "--debug-tensor-dump-inject"),
     **_refused(_NO_MULTIPLEX, "--enable-pdmux", "--sm-group-num"),
     **_refused("--moe-a2a-backend peer has no settings; leave it out", "--deepep-config"),
     **_refused("pools of layers with a window are sized by --swa-full-tokens-ratio; use that",

@@ -16,6 +16,7 @@ from baton.router.config import RouterConfig
 from baton.tests.helpers import dict_tier  # noqa: F401 (registers its tiers)
 
 DP = {"enable_dp_attention": True, "dp_size": 2, "tp_size": 2}
+DUMP = {"debug_tensor_dump_output_folder": "d"}
 TOKENS = {"expert_distribution_recorder_mode": "per_token"}
 EPLB = {"enable_eplb": True, "tp_size": 2, "ep_size": 2}
 PP = {"pp_size": 2}
@@ -115,7 +116,9 @@ SERVERS: list[tuple[dict[str, Any], str]] = [
     ({"enable_dp_lm_head": True}, "--enable-dp-attention and --enable-dp-lm-head need a --dp-size above 1: as large"),
     (DP | {"tp_size": 3}, "--dp-size 2 must divide --tp-size 3, which counts all ranks of the server."),
     (DP | PP, "--enable-dp-attention does not work across the stages of --pp-size: leave one of them out."),
-    ({"debug_tensor_dump_layers": (1,)}, "-layers and --debug-tensor-dump-prefill-only need --debug-tensor-dump-outpu"),
+    ({"debug_tensor_dump_layers": (1,)}, "--debug-tensor-dump-input-file need --debug-tensor-dump-output-folder."),
+    (DUMP | {"debug_tensor_dump_input_file": "a.npy", "debug_tensor_dump_inject": True}, "takes the tensors of"),
+    (DUMP | PP | {"debug_tensor_dump_input_file": "a.npy"}, "is computed by ranks that have all layers: leave --pp-s"),
     (DP | {"debug_tensor_dump_output_folder": "d", "enable_two_batch_overlap": True, "two_batch_min_tokens": 8},
      "--debug-tensor-dump-output-folder dumps whole steps: leave --enable-two-batch-overlap out."),
     ({"enable_profile_cuda_graph": True, "debug_tensor_dump_output_folder": "d"}, "--enable-profile-cuda-graph profil"),

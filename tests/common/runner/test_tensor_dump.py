@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from pathlib import Path
@@ -204,3 +205,80 @@ def test_steps_that_verify_drafts_are_dumped(tmp_path):
     rows = num_drafts("EAGLE3") + 1
     assert verified[0][INFO + "extend_seq_lens"].tolist() == [rows, rows]
     assert len(verified[0]["lm_head"]) == len(verified[0]["model.layers.0"]) == 2 * rows
+
+
+def first_pass(model: Path, folder: Path, *more: str) -> dict[str, torch.Tensor]:
+    """What an engine dumps before it is asked anything."""
+    FlagEngine(*dump_flags(model, folder, *more))
+    [tensors] = passes_of(own_folder(folder))
+    return tensors
+
+
+def compared(folder: Path) -> dict[str, float]:
+    found = json.loads((own_folder(folder) / "Compared.json").read_text())
+    return {name: each["largest_difference"] for name, each in found.items()}
+
+
+def test_token_ids_of_a_file_are_computed_at_start(tmp_path):
+    model = save_model(tmp_path / "model", "Llama")
+    prompts = np.random.default_rng(1).integers(8, 96, (2, 7))
+    np.save(tmp_path / "ids.npy", prompts)
+    flags = dump_flags(tmp_path / "model", tmp_path / "dump", "--debug-tensor-dump-input-file",
+                       str(tmp_path / "ids.npy"))
+    engine = FlagEngine(*flags)
+    asked = question(9)
+    plain = FlagEngine("--model-path", str(tmp_path / "model"), "--skip-tokenizer-init", *FLAGS)
+    assert engine.answers([asked])[0].tokens == plain.answers([asked])[0].tokens, "no page of the file is read again"
+    first = passes_of(own_folder(tmp_path / "dump"))[0]
+    assert first[INFO + "extend_seq_lens"].tolist() == [7, 7]
+    assert first[INFO + "input_ids"].tolist() == prompts.ravel().tolist()
+    for row, prompt in enumerate(prompts):
+        outputs = module_outputs(model, prompt.tolist())
+        torch.testing.assert_close(first["model.layers.2"][7 * row:7 * row + 7], outputs["model.layers.2"],
+                                   atol=TOLERANCE, rtol=0)
+    assert not (own_folder(tmp_path / "dump") / "Compared.json").exists()
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "DeepseekV3", "Olmo2"])
+def test_layers_take_their_input_from_a_dump(tmp_path, family, caplog):
+    """Of a model whose second layer differs: without injection all layers after it do, with it that one alone."""
+    more = ("--model-impl", "transformers") if family == "Olmo2" else ()
+    maker = save_for_transformers if more else MAKERS[family]
+    model = maker(tmp_path / "model", family)
+    np.save(tmp_path / "ids.npy", np.arange(10, 22))
+    given = ("--debug-tensor-dump-input-file", str(tmp_path / "ids.npy"), *more)
+    first_pass(tmp_path / "model", tmp_path / "dump", *given)
+    dump = next(own_folder(tmp_path / "dump").glob("Pass*.pt"))
+    with torch.no_grad():
+        weight = model.model.layers[1].self_attn.o_proj.weight
+        weight.copy_(weight.flip(0))
+    model.save_pretrained(tmp_path / "changed")
+    given = ("--debug-tensor-dump-input-file", str(dump), *more)
+    with caplog.at_level("INFO"):
+        first_pass(tmp_path / "changed", tmp_path / "whole", *given)
+    assert "the farthest: " in caplog.text
+    first_pass(tmp_path / "changed", tmp_path / "single", *given, "--debug-tensor-dump-inject")
+    whole, single = compared(tmp_path / "whole"), compared(tmp_path / "single")
+    layers = [f"model.layers.{number}" for number in range(3)]
+    assert [whole[name] > 1e-3 for name in layers] == [False, True, True]
+    assert [single[name] > 1e-3 for name in layers] == [False, True, False]
+
+
+def test_input_files_that_do_not_fit(tmp_path):
+    save_model(tmp_path / "model", "Llama")
+    np.save(tmp_path / "far.npy", np.array([1, 5000]))
+    np.save(tmp_path / "long.npy", np.arange(60) + 8)
+    np.save(tmp_path / "half.npy", np.array([0.5]))
+    (tmp_path / "other.pt").write_text("nothing of torch")
+    torch.save({INFO + "input_ids": torch.arange(3), INFO + "positions": torch.arange(3) + 16}, tmp_path / "later.pt")
+    torch.save({INFO + "input_ids": torch.arange(9, 12), INFO + "positions": torch.arange(3),
+                "model.layers.0": torch.zeros(3, 5)}, tmp_path / "small.pt")
+    for name, sentence in {"none.npy": "Cannot read .*none.npy: No such file", "far.npy": "beyond the model's",
+                           "long.npy": "has 60 tokens, too many for a step: raise --chunked-prefill-size",
+                           "half.npy": "must have one token id or more", "other.pt": "Cannot read .*: [A-Z]",
+                           "later.pt": "a step that follows others",
+                           "small.pt": "model.layers.0 of shape \\[3, 5\\], and the model's is"}.items():
+        inject = ("--debug-tensor-dump-inject",) if name == "small.pt" else ()
+        with pytest.raises(ConfigError, match=sentence):
+            first_pass(tmp_path / "model", tmp_path / name.replace(".", ""), "--debug-tensor-dump-input-file",
+                       str(tmp_path / name), *inject)
