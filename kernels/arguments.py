@@ -62,6 +62,9 @@ class Choice(Protocol):
     def scoring(self) -> str: ...
 
     @property
+    def jitter(self) -> float: ...
+
+    @property
     def renormalize(self) -> bool: ...
 
     @property

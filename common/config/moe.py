@@ -12,24 +12,28 @@ from ..api.errors import ConfigError
 class MoESpec:
     """The experts of a model, and the routing of a token to ``top_k`` of ``num_experts``.
 
-    ``layers`` are those whose MLP is a mixture; the others are dense. ``intermediate_size`` is one expert's. A token
-    scores every expert by ``scoring`` of the router's logits. It chooses by the scores (plus the router's own bias with
-    ``correction_bias``), among the ``top_groups`` of ``num_groups`` groups of neighbouring experts whose best expert
-    (``group_score`` max) or two best ones (top2) score highest. Chosen experts weigh their scores, with ``renormalize``
-    scaled to add up to 1, times ``scaling_factor``. In addition to the chosen experts, an MLP of ``shared_size`` runs
-    for every token: ``shared_name`` in the checkpoint, with ``shared_gate`` times a sigmoid of its own. The router is
-    ``router_name`` in the checkpoint, with ``router_bias`` added to its logits. ``expert_bias``: both products of an
-    expert have one. ``gate_limit``: an expert's gate and up are clamped by it, see ``kernels.moe_experts``; 0 for a
-    plain silu.
+    ``layers`` are those whose MLP is a mixture; the others are dense. ``intermediate_size`` is one expert's. A
+    token scores every expert by ``scoring`` of the router's logits; by "sparsemixer" (arXiv:2409.12136) it chooses
+    the two largest logits, and each weighs its softmax among the logits within ``jitter`` of it. It chooses by the
+    scores (plus the router's own bias with ``correction_bias``), among the ``top_groups`` of ``num_groups`` groups
+    of neighbouring experts whose best expert (``group_score`` max) or two best ones (top2) score highest. Chosen
+    experts weigh their scores, with ``renormalize`` scaled to add up to 1, times ``scaling_factor``; with
+    ``weighs_inputs`` a token's one expert gets it times its weight, instead of its result. In addition to the
+    chosen experts, an MLP of ``shared_size`` runs for every token: ``shared_name`` in the checkpoint, with
+    ``shared_gate`` times a sigmoid of its own. The router is ``router_name`` in the checkpoint, with
+    ``router_bias`` added to its logits. ``expert_bias``: both products of an expert have one. ``gate_limit``: an
+    expert's gate and up are clamped by it, see ``kernels.moe_experts``; 0 for a plain silu.
     """
 
     num_experts: int
     top_k: int
     intermediate_size: int
     layers: tuple[int, ...]
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scoring: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    jitter: float = 0.0
     renormalize: bool = True
     scaling_factor: float = 1.0
+    weighs_inputs: bool = False
     num_groups: int = 1
     top_groups: int = 1
     group_score: Literal["max", "top2"] = "max"
@@ -45,6 +49,11 @@ class MoESpec:
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:
             raise ConfigError(f"config.json gives a token {self.top_k} of {self.num_experts} experts.")
+        if self.scoring == "sparsemixer" and self.top_k != 2:
+            raise ConfigError(f"config.json gives a token {self.top_k} experts: routing by sparsemixer chooses 2.")
+        if self.weighs_inputs and self.top_k != 1:
+            raise ConfigError(f"config.json gives a token {self.top_k} experts whose inputs are weighed: only 1 is "
+                              "supported.")
         groups, chosen = self.num_groups, self.top_groups
         if self.num_experts % groups or not 1 <= chosen <= groups or self.top_k > self.num_experts // groups * chosen:
             raise ConfigError(f"config.json chooses {self.top_k} experts from {chosen} of {groups} groups of "

@@ -16,11 +16,11 @@ import torch
 _STACKED = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
-def by_expert(name: str, source: Any) -> Iterator[tuple[str, Any]]:
+def by_expert(name: str, source: Any, *, transposed: bool = False) -> Iterator[tuple[str, Any]]:
     """Yields ``source`` (safetensors' lazy slice), or its matrices where it stacks those of several experts, with their
-    names."""
+    names. ``transposed``: stacked matrices have inputs before outputs (Llama 4)."""
     if stacked := _STACKED.fullmatch(name):
-        yield from _unstacked(stacked[1], stacked[2], source)
+        yield from _unstacked(stacked[1], stacked[2], _TransposedStack(source) if transposed else source)
     else:
         yield name, source
 
@@ -33,6 +33,25 @@ def _unstacked(experts: str, kind: str, source: Any) -> Iterator[tuple[str, Any]
     for expert in range(count):
         for part, (first, size) in parts.items():
             yield f"{experts}.{expert}.{part}.weight", _Matrix(source, expert, first, size, columns)
+
+
+class _TransposedStack:
+    """A stack [E, out, in] over ``source`` [E, in, out]."""
+
+    def __init__(self, source: Any):
+        self._source = source
+
+    def get_shape(self) -> list[int]:
+        count, columns, rows = self._source.get_shape()
+        return [count, rows, columns]
+
+    def get_dtype(self) -> str:
+        return str(self._source.get_dtype())
+
+    def __getitem__(self, key: tuple[int, slice, slice]) -> torch.Tensor:
+        index, rows, columns = key
+        result: torch.Tensor = self._source[index, columns, rows].T
+        return result
 
 
 class _Matrix:

@@ -74,7 +74,7 @@ def moe_topk(logits: torch.Tensor, bias: torch.Tensor | None, how: Choice,
     ``logits`` [T, experts]; a token chooses by its scores plus ``bias`` [experts] float32 and weighs by the scores
     alone (DeepSeek-V3's balancing without a loss, arXiv:2412.19437, 2.1.2).
     """
-    if not runs_triton(logits):
+    if not runs_triton(logits) or how.scoring == "sparsemixer":  # two experts of few: no model's time goes there
         return reference.moe_topk(logits, bias, how, live, first)
     tokens, experts = logits.shape
     ids = torch.empty((tokens, how.top_k), dtype=torch.int64, device=logits.device)

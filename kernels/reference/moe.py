@@ -86,15 +86,38 @@ def moe_spans(expert_of_block: torch.Tensor, max_blocks: int) -> torch.Tensor:
 def moe_topk(logits: torch.Tensor, bias: torch.Tensor | None, how: Choice,
              live: torch.Tensor | None = None, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Twin of ``moe.moe_topk.moe_topk``."""
+    if how.scoring == "sparsemixer":
+        ids, weights = _sparsemixer(logits.float(), how.jitter)
+    else:
+        ids, weights = _best(logits, bias, how)
+    if live is not None:
+        ids = ids.masked_fill((live == 0)[:, None], -1)
+    return ids - first, weights * how.scaling_factor
+
+
+def _best(logits: torch.Tensor, bias: torch.Tensor | None, how: Choice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the experts of the best scores, and their weights."""
     scores = logits.float().softmax(-1) if how.scoring == "softmax" else by_element(torch.sigmoid, logits.float())
     choice = limit_to_groups(scores if bias is None else scores + bias, how)
     ids = choice.topk(how.top_k, dim=-1).indices
     weights = scores.gather(1, ids)
     if how.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    if live is not None:
-        ids = ids.masked_fill((live == 0)[:, None], -1)
-    return ids - first, weights * how.scaling_factor
+    return ids, weights
+
+
+def _sparsemixer(logits: torch.Tensor, jitter: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """SparseMixer-v2 (arXiv:2409.12136) as it is at inference: the two largest of ``logits`` [T, experts], each weighed
+    by its softmax among the logits that are less than ``2 * jitter`` below it, relative to the larger magnitude of the
+    two. The second ignores the first."""
+    left, ids, weights = logits, [], []
+    for _ in range(2):
+        best, index = left.max(-1, keepdim=True)
+        is_far = (best - logits) / logits.abs().maximum(best) > 2 * jitter
+        ids.append(index)
+        weights.append(left.masked_fill(is_far, float("-inf")).softmax(-1).gather(1, index))
+        left = left.scatter(1, index, float("-inf"))
+    return torch.cat(ids, 1), torch.cat(weights, 1)
 
 
 def limit_to_groups(choice: torch.Tensor, how: Choice) -> torch.Tensor:

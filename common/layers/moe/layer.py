@@ -114,7 +114,14 @@ class MoE:
             else:
                 self._count(ids, physical_ids)
             local_ids = physical_ids - first_id if first_id else physical_ids
-        return self.experts(x, local_ids, weights)
+        return self.experts(*self._weighed(x, local_ids, weights))
+
+    def _weighed(self, x: torch.Tensor, ids: torch.Tensor,
+                 weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns the experts' arguments, with the weights of their inputs applied where it is those that have some."""
+        if not self._spec.weighs_inputs:
+            return x, ids, weights
+        return (x * weights).to(x.dtype), ids, torch.ones_like(weights)
 
     def _forward_low_latency(self, x: torch.Tensor, rows: StepRows) -> MaybeDeferred:
         """Computes a decode step, whose tokens ``x`` all ranks have; the shared expert computes each rank's own."""
@@ -139,6 +146,7 @@ class MoE:
         physical_ids = self._physical_ids(ids, shift=self.share.group.rank, own=self.share.dispatch == "static")
         self._count(ids, physical_ids)
         addend = None if self.shared is None else self.shared.partial(x)
+        x, physical_ids, weights = self._weighed(x, physical_ids, weights)
         num_local, all_to_all = self.experts.num_local, self.share.all_to_all
         if all_to_all is not None and all_to_all.can_dispatch(rows):
             return all_to_all.dispatch_combine(x, physical_ids, weights, num_local, self.experts.products, addend,

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
 from ....kernels.gemm.dense_matmul import library_matmul
 from ....kernels.moe.moe_topk import moe_topk
 from ...config.moe import MoESpec
-from ...weights.slots import Allocate, Slot
+from ...weights.slots import VALUES, Allocate, Slot
+
+_BIAS = replace(VALUES, keeps_ones=False)
+"""Ernie's is a matrix of one row."""
 
 
 class Router:
@@ -30,14 +34,17 @@ class Router:
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Computes router logits ``[T, num_experts]``. Sigmoid scores of many experts lie close together, so that
-        DeepSeek-V3 needs float32 in the GEMM too; softmax models were trained with it in the model's type."""
-        if self.spec.scoring == "sigmoid":
+        DeepSeek-V3 needs float32 in the GEMM too, and so do all routers with a bias of their choice; other softmax
+        models were trained with it in the model's type."""
+        if self.spec.scoring == "sigmoid" or self.spec.correction_bias:
             return library_matmul(x.float(), self.weight.float())
         return library_matmul(x, self.weight, self.offset)
 
     def slots(self) -> Iterator[Slot]:
         yield Slot(f"{self.name}.weight", self.weight, tuple(self.weight.shape))
         if self.bias is not None:
-            yield Slot(f"{self.name}.e_score_correction_bias", self.bias, tuple(self.bias.shape))
+            bias = self.bias
+            yield Slot(f"{self.name}.e_score_correction_bias", bias, tuple(bias.shape), kind=_BIAS,
+                       load=lambda part: bias.copy_(part.flatten()))
         if self.offset is not None:
             yield Slot(f"{self.name}.bias", self.offset, tuple(self.offset.shape))

@@ -1,0 +1,110 @@
+"""Families with mixtures of experts, against transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
+
+from baton.common.api.errors import ConfigError
+from baton.common.models.registry import load_model_spec
+from baton.tests.helpers.family_parity import SEED, SMALL, VOCAB, check_family, check_model, randomize, save_random
+from baton.tests.helpers.small_models import server_config
+
+EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
+MULTIPLIERS = {"attention_multiplier": 0.5, "logits_scaling": 3.0, "embedding_multiplier": 2.0,
+               "residual_multiplier": 0.3}
+LOCAL = {"num_local_experts": 8, "num_experts_per_tok": 3}
+ALPHA = {"rope_type": "dynamic", "alpha": 3.0, "factor": 1.0, "rope_theta": 10000.0}
+
+CASES = {
+    "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 0.7, "norm_topk_prob": True}),
+    "minimax": ("MiniMaxM2", {**LOCAL, "head_dim": 16, "rope_parameters": {
+        "rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}}),
+    "granite": ("GraniteMoe", {**LOCAL, **MULTIPLIERS}),
+    "granite, shared": ("GraniteMoeShared", {**LOCAL, "shared_intermediate_size": 40, "attention_multiplier": 0.5}),
+    "hunyuan, dense": ("HunYuanDenseV1", {"head_dim": 12, "rope_parameters": ALPHA}),
+    "hunyuan": ("HunYuanMoEV1", {"num_experts": 8, "moe_topk": 3, "head_dim": 12}),
+    "ernie, dense": ("Ernie4_5", {"use_bias": True, "head_dim": 16}),
+    "ernie": ("Ernie4_5_Moe", {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24,
+                               "moe_num_shared_experts": 2}),
+    "phi": ("Phimoe", {"num_local_experts": 8, "attention_bias": True, "lm_head_bias": True,
+                       "router_jitter_noise": 0.3}),
+    "glm": ("Glm4Moe", {**EXPERTS, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "use_qk_norm": True,
+                        "head_dim": 16, "routed_scaling_factor": 1.5, "attention_bias": True, "num_mtp_layers": 0}),
+    "dots": ("Dots1", {**EXPERTS, "n_shared_experts": 2, "head_dim": 16, "sliding_window": 12,
+                       "max_window_layers": 1}),
+}
+LLAMA_4 = {**LOCAL, "num_experts_per_tok": 1, "intermediate_size_mlp": 64, "num_hidden_layers": 4, "head_dim": 12,
+           "interleave_moe_layer_step": 2, "no_rope_layer_interval": 2, "floor_scale": 10, "attn_scale": 0.5,
+           "attention_chunk_size": 128}
+DBRX = {"d_model": 48, "n_heads": 4, "n_layers": 2, "max_seq_len": 256, "vocab_size": VOCAB, "eos_token_id": 7,
+        "attn_config": {"clip_qkv": 0.6, "kv_n_heads": 2, "rope_theta": 5000.0},
+        "ffn_config": {"hidden_size": 48, "ffn_hidden_size": 24, "moe_num_experts": 8, "moe_top_k": 3}}
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    """Writes fields of a checkpoint's config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_transformers(tmp_path, case):
+    name, config = CASES[case]
+    check_family(tmp_path, name, **config)
+
+
+def test_llama_4_within_a_chunk(tmp_path):
+    """Layers with and without rope, dense ones and mixtures."""
+    check_family(tmp_path, "Llama4", config_name="Llama4Text", **LLAMA_4)
+
+
+def test_llama_4_beyond_a_chunk_is_refused(tmp_path):
+    save_random(tmp_path, "Llama4", config_name="Llama4Text", **LLAMA_4)
+    assert load_model_spec(server_config(tmp_path).model).context_length == 128
+    with pytest.raises(ConfigError, match="chunks of 128 tokens.*use --context-length 128"):
+        load_model_spec(server_config(tmp_path, context_length=200).model)
+
+
+def test_dbrx(tmp_path):
+    config = transformers.DbrxConfig(**DBRX)
+    config._attn_implementation = "eager"
+    torch.manual_seed(SEED)
+    model = transformers.DbrxForCausalLM(config).eval()
+    randomize(model)
+    model.save_pretrained(tmp_path)
+    check_model(tmp_path, model)
+
+
+def test_deepseek_moe(tmp_path):
+    """DeepSeek's first mixtures: Llama, with DeepSeek-V2's experts."""
+    torch.manual_seed(SEED)
+    config = transformers.LlamaConfig(**SMALL, architectures=["DeepseekForCausalLM"])
+    config._attn_implementation = "eager"
+    model = transformers.LlamaForCausalLM(config).eval()
+    experts = transformers.DeepseekV2Config(**SMALL, **EXPERTS, n_shared_experts=2, routed_scaling_factor=1.0)
+    for layer in model.model.layers[1:]:
+        layer.mlp = DeepseekV2Moe(experts)
+    randomize(model)
+    model.save_pretrained(tmp_path)
+    change_config(tmp_path, model_type="deepseek", architectures=["DeepseekForCausalLM"], **EXPERTS, n_shared_experts=2)
+    check_model(tmp_path, model)
+
+
+@pytest.mark.parametrize("name,changes,sentence", [
+    ("HunYuanMoEV1", {"moe_topk": [1, 2, 2]}, r"moe_topk \[1, 2, 2\]: layers that differ"),
+    ("Phimoe", {"num_experts_per_tok": 1}, "sparsemixer chooses 2"),
+    ("Ernie4_5_Moe", {"use_bias": True}, "supported without biases"),
+    ("Ernie4_5_Moe", {"moe_num_experts": [64, 64]}, "experts for images"),
+], ids=lambda value: value if isinstance(value, str) and value.isalnum() else "")
+def test_what_is_not_supported_is_named(tmp_path, name, changes, sentence):
+    getattr(transformers, f"{name}Config")(**SMALL, architectures=[f"{name}ForCausalLM"]).save_pretrained(tmp_path)
+    change_config(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=sentence):
+        load_model_spec(server_config(tmp_path).model)
