@@ -52,6 +52,31 @@ class Float8Rows(NamedTuple):
     dtype: torch.dtype
 
 
+class PackedInts(NamedTuple):
+    """A weight [out, in] of integers in 4 or 8 ``bits``, or S of them, with S before all shapes.
+
+    ``values`` uint8 [out, in * bits / 8], contiguous. Of 4 bits, each 32 inputs are 16 bytes: input i is in the lower
+    half of byte i, input 16 + i in the upper one. ``scales`` float32 [groups, out] and ``zeros`` [groups, out],
+    integers in the rows' type (None: 2 ** (bits - 1) each), are those of ``group`` inputs, a multiple of 32 that
+    divides ``in``. An input weighs ``(value - zero) * scale``.
+
+    ``order`` int32 [2, in], where there is one: position p is input ``order[0, p]`` of the rows, in the group
+    ``order[1, p]`` if the weight is ``indexed``, else in the group p // group."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    order: torch.Tensor | None
+    bits: int
+    group: int
+    indexed: bool = False
+
+    @property
+    def width(self) -> int:
+        """Inputs."""
+        return self.values.shape[-1] * 8 // self.bits
+
+
 class Choice(Protocol):
     """Parameters of routing, by which a token's experts are chosen, named as in ``common.config.moe.MoESpec``."""
 

@@ -66,9 +66,9 @@ class MixedFormats:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Those of the format, where there is one only."""
-        found = {layer for _, layer in self.rules if layer is not None}
-        return tuple(getattr(found.pop(), "flags", ())) if len(found) == 1 else ()
+        """Those that all formats have."""
+        found = [set[str](getattr(layer, "flags", ())) for _, layer in self.rules if layer is not None]
+        return tuple(sorted(set.intersection(*found))) if found else ()
 
     def for_layer(self, name: str) -> LayerFormat | None:
         return next((layer for patterns, layer in self.rules if "" in patterns or names_layer(patterns, name)), None)
@@ -156,6 +156,8 @@ def choose_quantization(config: Mapping[str, Any], flag: str | None) -> QuantFor
     if stored is not None and flag in (None, *methods, *getattr(stored, "flags", ())):
         return stored.kept if isinstance(stored, Packed) else stored
     if stored is not None and not isinstance(stored, Packed):
+        assert flag is not None
+        QUANTIZATIONS.get(flag).at_load(flag)  # formats of checkpoints alone say so
         raise ConfigError(f"--quantization {flag} is for checkpoints that are not quantized, and this one is: leave "
                           "the flag out.")
     return None if flag is None else QUANTIZATIONS.get(flag).at_load(flag)

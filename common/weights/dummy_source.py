@@ -63,6 +63,8 @@ class _DummyTensor:
         generator = torch.Generator(device)
         # Hashed to 32 bits: of a wider seed, torch's CPU generator ignores the rest.
         generator.manual_seed(zlib.crc32(f"{self._seed}/{slot.name}".encode()))
+        if slot.kind.dummy is not None:
+            return slot.kind.dummy(slot.shape, generator)
         # Values that become one byte each are generated in float32.
         dtype = torch.float32 if slot.target.itemsize == 1 else slot.target.dtype
         values = torch.empty(slot.shape, dtype=dtype, device=device)

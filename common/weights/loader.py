@@ -51,7 +51,7 @@ def load_weights(source: WeightSource, slots: Iterable[Slot], progress: Progress
     total = sum(slot.target.numel() for slot in slots_by_name.values())
     done = num_unused = 0
     unexpected: list[str] = []
-    missing = set(slots_by_name)
+    missing = {name for name, slot in slots_by_name.items() if not slot.optional}
     try:
         for name, tensor, file in _tensors(source, slots_by_name, parts):
             slot = _slot_of(name, slots_by_name)
@@ -81,7 +81,7 @@ def load_weights(source: WeightSource, slots: Iterable[Slot], progress: Progress
 def check_weights(source: WeightSource, slots: Iterable[Slot], *, parts: TensorParts | None = None) -> None:
     """Raises the ConfigError that ``load_weights`` would raise; reads no tensor."""
     slots_by_name = {slot.name: slot for slot in slots}
-    missing = set(slots_by_name)
+    missing = {name for name, slot in slots_by_name.items() if not slot.optional}
     for name, tensor, file in _tensors(source, slots_by_name, parts):
         slot = _slot_of(name, slots_by_name)
         if slot is not None:

@@ -24,7 +24,7 @@ class TensorKind:
     ``name`` completes "by config.json it is ...". ``dtype`` is safetensors' name of the only type that it may have,
     where there is one; the types ``refuses`` it must not have. Without ``keeps_ones`` it is written with and without
     dimensions of one. Dummy values are all ``dummy_value``, or, where that is None, normal with the deviation
-    ``dummy_std``, and clamped to ``dummy_limit``.
+    ``dummy_std``, and clamped to ``dummy_limit``; ``dummy`` makes those of a shape that are none of this.
     """
 
     name: str
@@ -34,6 +34,7 @@ class TensorKind:
     dummy_value: float | None = None
     dummy_std: float = DUMMY_STD
     dummy_limit: float | None = None
+    dummy: Callable[[tuple[int, ...], torch.Generator], torch.Tensor] | None = None
 
     def check(self, name: str, tensor: LazyTensor, shape: tuple[int, ...], file: str) -> None:
         """Raises ConfigError where the tensor ``name`` in ``file`` is not of this kind, or not of ``shape``."""
@@ -76,6 +77,9 @@ class Slot:
     instead of a copy to ``target``. ``finish``, where given, is called after all slots have been filled, once for those
     that share it: a format repacks its parameters there.
 
+    ``size``, where given, is the slice's length along ``dim`` in place of the target's, for a ``load`` that converts
+    it. A checkpoint may lack a tensor that is ``optional``.
+
     ``memory``: that of the target, where other layers use it too. Then the target has its content between ``bring`` and
     ``write_back`` alone; ``fill`` and ``finish_loading`` see to it.
     """
@@ -89,6 +93,8 @@ class Slot:
     load: Callable[[torch.Tensor], object] | None = None
     finish: Callable[[], object] | None = None
     memory: SharedMemory | None = None
+    size: int | None = None
+    optional: bool = False
 
     def fill(self, source: LazyTensor | torch.Tensor) -> None:
         """Fills the target with its slice of ``source``, of any device. ``finish_loading`` ends the loading of slots;
@@ -110,7 +116,7 @@ class Slot:
         if not self.shape:
             whole: torch.Tensor = source[...]
             return whole
-        stop = self.start + self.target.shape[self.dim]
+        stop = self.start + (self.target.shape[self.dim] if self.size is None else self.size)
         result: torch.Tensor = source[self.start:stop] if self.dim == 0 else source[:, self.start:stop]
         return result
 

@@ -23,6 +23,7 @@ from .attention import AttentionNumbers, AttentionPolicy
 from .float8 import Float8Numbers, Float8Policy
 from .gemm import GemmNumbers, GemmPolicy
 from .moe import MoENumbers, MoEPolicy, tiles_from_json, tiles_to_json
+from .packed_ints import PackedIntNumbers, PackedIntPolicy
 
 FOLDER = Path(__file__).parent
 
@@ -41,6 +42,7 @@ class Policy:
     attention: AttentionPolicy
     moe: MoEPolicy
     all_to_all: AllToAllPolicy
+    packed_ints: PackedIntPolicy
     batch_invariant: bool = False
 
     @classmethod
@@ -58,7 +60,9 @@ class Policy:
             Float8Policy(facts, _over(Float8Numbers.derived(facts), measured.get("float8", {})), batch_invariant),
             AttentionPolicy(facts, attention, batch_invariant),
             MoEPolicy(facts, replace(_over(moe, of_experts), tiles=tiles), batch_invariant),
-            _over(AllToAllPolicy.derived(facts), measured.get("all_to_all", {})), batch_invariant)
+            _over(AllToAllPolicy.derived(facts), measured.get("all_to_all", {})),
+            PackedIntPolicy(facts, _over(PackedIntNumbers.derived(facts), measured.get("packed_ints", {})),
+                            batch_invariant), batch_invariant)
 
 
 class _Switch:

@@ -24,6 +24,7 @@ from baton.kernels.arguments import (
     KnownChains,
     Mxfp4Weights,
     NormWeight,
+    PackedInts,
     RowMask,
     Scales,
     SimulatedCounts,
@@ -66,6 +67,7 @@ from baton.kernels.float8.fp8_block_matmul import block_matmul
 from baton.kernels.float8.fp8_matmul import fp8_matmul
 from baton.kernels.gemm.batch_invariant_matmul import batch_invariant_matmul
 from baton.kernels.gemm.dense_warp_specialized import warp_specialized_matmul
+from baton.kernels.gemm.packed_int_matmul import dequantize_ints, packed_int_matmul
 from baton.kernels.gemm.small_m_matmul import small_m_matmul
 from baton.kernels.gemm.split_k_warp_specialized import split_k_matmul, split_k_partials
 from baton.kernels.gguf.packed_matmul import dequantize, packed_matmul
@@ -73,6 +75,7 @@ from baton.kernels.gguf_blocks import BLOCKS
 from baton.kernels.moe.moe_experts import moe_experts
 from baton.kernels.moe.moe_topk import moe_topk
 from baton.kernels.moe.mxfp4_experts import mxfp4_experts
+from baton.kernels.moe.packed_int_experts import packed_int_expert_products
 from baton.kernels.rowwise.fp8_quantize import quantize_by, quantize_groups, quantize_tokens
 from baton.kernels.rowwise.fp8_rmsnorm import fp8_rmsnorm
 from baton.kernels.rowwise.gather_rows import gather_rows
@@ -381,6 +384,23 @@ def gguf_blocks(kind: str, out: int, width: int) -> torch.Tensor:
 
 def gguf_rows(rows: int, kind: str) -> None:
     packed_matmul(of(rows, 4096), gguf_blocks(kind, 4096, 4096), kind, of(rows, 6144)[:, 4096:5120])
+def packed_ints(*shape: int, bits: int = 4, group: int = 128, kind: str = "zeros",
+                dtype: torch.dtype = BF16) -> PackedInts:
+    """A weight [..., out, in]; ``kind`` as in packed_int_cases.py."""
+    *stack, out, width = shape
+    zeros = None if kind == "symmetric" else of(*stack, width // group, out, dtype=dtype)
+    order = int32(*stack, 2, width) if kind in ("sorted", "indexed") else None
+    return PackedInts(of(*stack, out, width * bits // 8, dtype=torch.uint8), fp32(*stack, width // group, out), zeros,
+                      order, bits, group, kind == "indexed")
+
+
+def packed_product(rows: int, out: int, width: int, dtype: torch.dtype = BF16, **facts: Any) -> None:
+    packed_int_matmul(of(rows, width, dtype=dtype), packed_ints(out, width, dtype=dtype, **facts))
+
+
+def packed_int_experts(tokens: int, places: int, hidden: int, size: int, choices: int, **facts: Any) -> None:
+    packed_int_expert_products(of(tokens, hidden), [packed_ints(places, 2 * size, hidden, **facts)],
+                               [packed_ints(places, hidden, size, **facts)], int64(tokens, choices))
 
 
 CASES: dict[str, Callable[[], object]] = {
@@ -484,6 +504,20 @@ CASES: dict[str, Callable[[], object]] = {
     "moe_topk V2-Lite": lambda: route(7, 64, BF16, top_k=6, renormalize=False),
     "moe_topk V3": lambda: route(7, 256, FP32, True, scoring="sigmoid", scaling_factor=2.5, num_groups=8, top_groups=4,
                                  group_score="top2"),
+    **{f"packed_int_matmul {rows} rows, {bits} bits, {kind}, groups of {group}":
+       lambda r=rows, b=bits, k=kind, g=group: packed_product(r, 4096, 4096, bits=b, kind=k, group=g)
+       for rows in (7, 40, 200) for bits in (4, 8)
+       for kind, group in (("symmetric", 128), ("zeros", 128), ("zeros", 32), ("sorted", 64), ("indexed", 128))},
+    "packed_int_matmul float16": lambda: packed_product(7, 4096, 4096, dtype=FP16),
+    "packed_int_matmul float32": lambda: packed_product(7, 4096, 4096, dtype=FP32),
+    "packed_int_matmul 8 bits, float16": lambda: packed_product(7, 4096, 4096, dtype=FP16, bits=8),
+    "packed_int_matmul whole columns": lambda: packed_product(7, 4096, 14336, group=14336, kind="symmetric"),
+    "dequantize_ints 4 bits": lambda: dequantize_ints(packed_ints(4096, 4096), BF16),
+    "dequantize_ints 8 bits": lambda: dequantize_ints(packed_ints(4096, 4096, bits=8, kind="symmetric"), BF16),
+    "packed experts Qwen3, 7 tokens": lambda: packed_int_experts(7, 128, 2048, 768, 8),
+    "packed experts Qwen3, 1000 tokens": lambda: packed_int_experts(1000, 128, 2048, 768, 8, kind="symmetric"),
+    "packed experts Qwen3, 8 bits": lambda: packed_int_experts(1000, 128, 2048, 768, 8, bits=8),
+    "packed experts Qwen3, sorted": lambda: packed_int_experts(7, 128, 2048, 768, 8, kind="sorted"),
     "moe_experts Qwen3, 7 tokens": lambda: experts(7, 128, 2048, 768, 8),
     "moe_experts Qwen3, 400 tokens": lambda: experts(400, 128, 2048, 768, 8),
     "moe_experts Qwen3, 1000 tokens": lambda: experts(1000, 128, 2048, 768, 8),
@@ -618,7 +652,9 @@ FEW = ["rmsnorm 4096, residual", "scale_by_sinks", "fp8_rmsnorm 4096, a scale a 
        "mla_prefill V2-Lite, merges",
        "moe_topk Qwen3", "moe_experts Qwen3, by warp groups", "warp_specialized_matmul Llama, gated",
        "moe_experts Qwen3, 7 tokens", "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows",
-       "dequantize_pages", "batch_invariant_matmul", "small_m_matmul one row", "small_m_matmul 7 rows of float8",
+       "packed_int_matmul 7 rows, 4 bits, zeros, groups of 128", "dequantize_ints 4 bits",
+       "packed experts Qwen3, 7 tokens", "dequantize_pages", "batch_invariant_matmul",
+       "small_m_matmul one row", "small_m_matmul 7 rows of float8",
        "small_m_matmul 7 rows, persistent",
        "split_k_matmul 256 rows, gated", "split_k_partials 256 rows", "split_k_rmsnorm of 4",
        "gather_rows 4096", "gather_rows 4096 of a part", "joined_norms 4096", "argmax of bfloat16",

@@ -142,6 +142,22 @@ def float8_cases() -> dict[str, Callable[[], object]]:
     return cases
 
 
+def packed_int_cases() -> dict[str, Callable[[], object]]:
+    cases: dict[str, Callable[[], object]] = {}
+    for out, width in LLAMA_8B[:4]:
+        for rows in (1, 16, 33, 64, 65, 511, 512):
+            for bits in (4, 8):
+                cases[f"packed {bits} bits {rows} {out}x{width}"] = (
+                    lambda r=rows, o=out, w=width, b=bits: hopper.packed_product(r, o, w, bits=b))
+    for rows in (1, 65):
+        for group, kind in ((32, "zeros"), (64, "sorted"), (128, "indexed"), (4096, "symmetric")):
+            cases[f"packed groups of {group} {rows}"] = (
+                lambda r=rows, g=group, k=kind: hopper.packed_product(r, 4096, 4096, group=g, kind=k))
+    for tokens in (1, 64, 1024):
+        cases[f"packed experts {tokens}"] = lambda t=tokens: hopper.packed_int_experts(t, 128, 2048, 768, 8)
+    return cases
+
+
 def attention_cases() -> dict[str, Callable[[], object]]:
     from baton.kernels.attention.per_head_matmul import per_head_matmul
 
@@ -232,7 +248,7 @@ def other_cases() -> dict[str, Callable[[], object]]:
 
 def record(device: str = FACTS.name, num_sms: int = NUM_SMS) -> dict[str, Any]:
     """The content of ``h200_choices.json``, for a Hopper GPU of any name."""
-    cases = dense_cases() | float8_cases() | attention_cases() | expert_cases() | other_cases()
+    cases = dense_cases() | float8_cases() | attention_cases() | expert_cases() | other_cases() | packed_int_cases()
     for module in ("gemm.dense_warp_specialized", "gemm.persistent_matmul", "gemm.split_k_warp_specialized",
                    "moe.moe_warp_specialized"):
         import_module(f"baton.kernels.{module}")  # before ``emulate`` replaces what they ask

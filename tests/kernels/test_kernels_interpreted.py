@@ -70,6 +70,10 @@ def test_products_of_few_rows_and_in_float8_equal_their_twins():
     run_interpreted("small_m_cases.py", "fp8_cases.py")
 
 
+def test_products_with_packed_integers_equal_their_twins():
+    run_interpreted("packed_int_cases.py")
+
+
 def test_model_over_the_triton_backend():
     run_interpreted("model_cases.py")
 

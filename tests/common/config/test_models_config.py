@@ -108,7 +108,7 @@ def test_rope_in_old_and_new_form(tmp_path, changes, theta, scaling, context):
                                              "LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, "),
     ({"architectures": ...}, "Architecture none is not supported"),
     ({"hidden_act": "gelu"}, "Activation 'gelu' is not supported"),
-    ({"quantization_config": {"quant_method": "gptq"}}, "quantized by 'gptq' are not supported"),
+    ({"quantization_config": {"quant_method": "gguf"}}, "quantized by 'gguf' are not supported"),
     ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
     ({"rope_scaling": {"rope_type": "longrope"}}, "Rope scaling 'longrope' is not supported"),
     ({"rope_scaling": {"rope_type": "linear"}}, "lacks 'rope_scaling.factor of linear'"),

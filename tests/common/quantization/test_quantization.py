@@ -254,7 +254,7 @@ def packed(path: str, value) -> dict:
 
 GROUP = "config_groups.group_0"
 REFUSED = [
-    ({"quant_method": "awq"}, None, "quantized by 'awq' are not supported"),
+    ({"quant_method": "odd"}, None, "quantized by 'odd' are not supported"),
     (FINEGRAINED, "fp8_per_block", "--quantization fp8_per_block is for checkpoints that are not quantized"),
     ({**FINEGRAINED, "activation_scheme": "static"}, None, "use a checkpoint whose activation_scheme is 'dynamic'"),
     ({**FINEGRAINED, "activation_scheme": "odd"}, None, "activation_scheme 'odd' is not supported"),

@@ -1,0 +1,51 @@
+"""Twins of products with integer weights, and their packing."""
+
+from __future__ import annotations
+
+import torch
+
+from ..arguments import PackedInts
+from .gemm import product
+
+BLOCK = 32
+"""Inputs that are packed together."""
+
+
+def pack_ints(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Packs uint8 ``[..., in]`` as ``PackedInts`` has them: ``[..., in * bits / 8]``."""
+    if bits == 8:
+        return values
+    halves = values.unflatten(-1, (-1, 2, BLOCK // 2))
+    return (halves[..., 0, :] | (halves[..., 1, :] << 4)).flatten(-2)
+
+
+def unpack_ints(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """The inverse of ``pack_ints``."""
+    if bits == 8:
+        return packed
+    halves = packed.unflatten(-1, (-1, BLOCK // 2))
+    return torch.stack((halves & 15, halves >> 4), -2).flatten(-3)
+
+
+def dequantize_ints(weight: PackedInts, dtype: torch.dtype, *, sort: bool = True) -> torch.Tensor:
+    """Twin of ``gemm.packed_int_matmul.dequantize_ints``: ``[out, in]`` in ``dtype``, of the rows' inputs in their
+    order, or without ``sort`` in the weight's."""
+    values = unpack_ints(weight.values, weight.bits).float()
+    if weight.indexed:
+        assert weight.order is not None
+        groups = weight.order[1].long()
+    else:
+        groups = torch.arange(weight.width, device=values.device) // weight.group
+    zeros = 2 ** (weight.bits - 1) if weight.zeros is None else weight.zeros[groups].float().T
+    made = ((values - zeros) * weight.scales[groups].T).to(dtype)
+    if weight.order is None or not sort:
+        return made
+    result = torch.empty_like(made)
+    result[:, weight.order[0].long()] = made
+    return result
+
+
+def packed_int_matmul(x: torch.Tensor, weight: PackedInts, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Twin of ``gemm.packed_int_matmul.packed_int_matmul``: dequantizes, then multiplies, in float32."""
+    y = product(x.float(), dequantize_ints(weight, torch.float32))
+    return (y if bias is None else y + bias.float()).to(x.dtype)

@@ -1,0 +1,106 @@
+"""Products with packed integer weights against their twins, on a GPU or under the interpreter; collected as
+kernel_cases.py is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from baton.kernels import reference
+from baton.kernels.arguments import ExpertBiases, PackedInts
+from baton.kernels.gemm.packed_int_matmul import dequantize_ints, packed_int_matmul
+from baton.kernels.moe.moe_sum import moe_sum
+from baton.kernels.moe.packed_int_experts import packed_int_expert_products
+from baton.kernels.rowwise.silu_and_mul import silu_and_mul
+from baton.kernels.tuning.packed_ints import IntTile
+from baton.tests.kernels.kernel_cases import DEVICE, each_dtype, pytestmark, random
+
+__all__ = ["pytestmark"]
+KINDS = ["symmetric", "zeros", "sorted", "indexed"]
+"""With one zero for all, with zeros, with the inputs sorted by their groups, and of groups of several sizes."""
+
+
+def packed(*stack: int, out: int, width: int, bits: int, group: int, kind: str, dtype: torch.dtype,
+           seed: int = 0) -> PackedInts:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(0, 2**bits, (*stack, out, width), generator=generator, dtype=torch.uint8)
+    scales = torch.rand(*stack, width // group, out, generator=generator) * 0.1 / 2**bits + 0.01 / 2**bits
+    zeros = torch.randint(0, 2**bits + 1, scales.shape, generator=generator).to(dtype).to(DEVICE)
+    order = torch.stack([torch.randperm(width, generator=generator) for _ in range(max(1, *stack, 1))])
+    groups = torch.randint(0, width // group, order.shape, generator=generator).sort(-1).values
+    pairs = torch.stack((order, groups), -2).int().view(*stack, 2, width).contiguous()
+    return PackedInts(reference.pack_ints(values, bits).to(DEVICE), scales.to(DEVICE),
+                      None if kind == "symmetric" else zeros, pairs.to(DEVICE) if kind in KINDS[2:] else None, bits,
+                      group, kind == "indexed")
+
+
+def of_expert(weight: PackedInts, expert: int) -> PackedInts:
+    return weight._replace(**{name: value[expert] for name, value in weight._asdict().items()
+                              if isinstance(value, torch.Tensor)})
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packing_has_an_inverse(bits):
+    values = torch.randint(0, 2**bits, (3, 96), dtype=torch.uint8)
+    found = reference.pack_ints(values, bits)
+    assert found.shape == (3, 96 * bits // 8) and torch.equal(reference.unpack_ints(found, bits), values)
+
+
+@each_dtype
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("rows,out,width,group", [(1, 64, 128, 128), (17, 40, 288, 32), (3, 72, 192, 64),
+                                                  (2, 130, 320, 320)])
+def test_products_equal_the_twin(rows, out, width, group, bits, kind, dtype, atol, rtol):
+    """By the tile that is chosen and with splits, with whole tiles and partial ones."""
+    weight = packed(out=out, width=width, bits=bits, group=group, kind=kind, dtype=dtype)
+    x, bias = random(rows, width + 16, dtype=dtype)[:, :width], random(out, dtype=dtype, seed=2)
+    want = reference.packed_int_matmul(x, weight, bias)
+    for tile in (None, IntTile(16, 32, 64, 3, 4, 3)):
+        got = packed_int_matmul(x, weight, bias, tile=tile)
+        torch.testing.assert_close(got, want, atol=atol * width**0.5, rtol=rtol)
+
+
+@each_dtype
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_dequantized_weights_equal_the_twin(bits, kind, dtype, atol, rtol):
+    weight = packed(out=37, width=288, bits=bits, group=32, kind=kind, dtype=dtype)
+    for sort in (True, False):
+        want = reference.dequantize_ints(weight, dtype, sort=sort)
+        torch.testing.assert_close(dequantize_ints(weight, dtype, sort=sort), want, atol=atol, rtol=rtol)
+
+
+def test_many_rows_are_multiplied_by_the_library():
+    weight = packed(out=40, width=64, bits=4, group=32, kind="sorted", dtype=torch.float32)
+    x = random(520, 64, dtype=torch.float32)
+    torch.testing.assert_close(packed_int_matmul(x, weight), reference.packed_int_matmul(x, weight), atol=1e-4,
+                               rtol=1e-4)
+    assert packed_int_matmul(x[:0], weight).shape == (0, 40)
+
+
+@each_dtype
+@pytest.mark.parametrize("bits,kind,biased", [(4, "zeros", True), (4, "sorted", False), (8, "symmetric", False),
+                                              (4, "indexed", False)])
+def test_experts_equal_their_linear_layers(bits, kind, biased, dtype, atol, rtol):
+    """Gates and ups in one stack, and in two as weights with an order of their own have them."""
+    hidden, size, places, tokens = 64, 96, 3, 7
+    facts = {"bits": bits, "group": 32, "kind": kind, "dtype": dtype}
+    gate_up = [packed(places, out=size, width=hidden, seed=seed, **facts) for seed in (1, 2)]
+    if kind in ("zeros", "symmetric"):
+        gate_up = [packed(places, out=2 * size, width=hidden, seed=1, **facts)]
+    down = packed(places, out=hidden, width=size, seed=3, **facts)
+    biases = ExpertBiases(*(random(places, n, dtype=dtype) for n in (2 * size, hidden))) if biased else None
+    x, weights = random(tokens, hidden, dtype=dtype), torch.rand(tokens, 2, device=DEVICE)
+    ids = torch.stack([torch.randperm(places + 2)[:2] - 1 for _ in range(tokens)]).to(DEVICE)
+    made = packed_int_expert_products(x, gate_up, [down], ids, biases)
+    got = torch.empty_like(x)
+    moe_sum(made, ids, places, weights, None, got)
+    want = torch.zeros(tokens, hidden, device=DEVICE)
+    for token, choice in ((ids >= 0) & (ids < places)).nonzero().tolist():
+        expert = int(ids[token, choice])
+        row = torch.cat([reference.packed_int_matmul(x[token][None], of_expert(part, expert)) for part in gate_up], -1)
+        row = silu_and_mul(row if biases is None else row + biases.gate_up[expert])
+        row = reference.packed_int_matmul(row, of_expert(down, expert), None if biases is None else biases.down[expert])
+        want[token] += row[0].float() * weights[token, choice]
+    torch.testing.assert_close(got, want.to(dtype), atol=8 * atol, rtol=4 * rtol)
