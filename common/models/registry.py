@@ -92,7 +92,7 @@ def load_model_spec(args: ModelArgs, *, draft: bool = False) -> ModelSpec:
         if name in config and (type(config[name]) is not int or config[name] < 1):
             raise ConfigError(f"{folder}/config.json says {name} {config[name]!r}: it must be an integer of 1 or more.")
     try:
-        if args.model_impl == "transformers":
+        if _is_for_transformers(config, args, draft):
             architecture = str((config.get("architectures") or ["none"])[0])
             spec = _read(MODELS.get("transformers"), architecture, config, generation, args)
             return dataclasses.replace(spec, implementation="transformers")
@@ -111,6 +111,16 @@ def _read(family: ModelFamily, architecture: str, config: Mapping[str, Any], gen
     return family.read(ModelConfig.complete(architecture, config, generation, family.defaults, args))
 
 
+def _is_for_transformers(config: Mapping[str, Any], args: ModelArgs, draft: bool) -> bool:
+    """Returns whether transformers computes the model: by the flag, or where no family does and transformers can."""
+    from .transformers_impl import has_model
+
+    named = config.get("architectures") or []
+    if args.model_impl != "auto" or draft or any(name in MODELS for name in named):
+        return args.model_impl == "transformers"
+    return bool(named) and (has_model(str(named[0])) or "AutoModelForCausalLM" in (config.get("auto_map") or {}))
+
+
 def _architecture_of(config: Mapping[str, Any], draft: bool) -> str:
     named = config.get("architectures") or ["none"]
     if draft:
@@ -118,8 +128,8 @@ def _architecture_of(config: Mapping[str, Any], draft: bool) -> str:
     found: str | None = next((name for name in named if name in MODELS), None)
     if found is None:
         raise ConfigError(f"Architecture {named[0]} is not supported: use a checkpoint of "
-                          f"{', '.join(name for name in MODELS if name.endswith('ForCausalLM'))}, or --model-impl "
-                          "transformers.")
+                          f"{', '.join(name for name in MODELS if name.endswith('ForCausalLM'))}, or of another model "
+                          "that transformers has.")
     return found
 
 

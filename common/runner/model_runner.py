@@ -49,6 +49,7 @@ from .cuda_graphs.chain_graphs import ChainModel, ChainPool, Verified
 from .cuda_graphs.collection_paused import collection_paused
 from .cuda_graphs.decode_graphs import DecodeGraphs, GraphPages, sizes_to_capture
 from .cuda_graphs.prefill_graph_selection import PrefillGraphSelection
+from .cuda_graphs.try_capture import try_capture
 from .device_memory import DeviceMemory
 from .dp_sync import DPStepInfo, DPSync
 from .draft_weights import DraftWeights
@@ -261,8 +262,11 @@ class ModelRunner:
     def _capture(self, progress: Progress) -> None:
         with collection_paused():
             self.prefill_graphs.capture(progress)
-            if self._captures_decode:
+            if self._captures_decode and not self._model.may_fail_capture:
                 self._capture_decode(progress)
+            elif self._captures_decode:
+                self._captures_decode = try_capture(lambda: self._capture_decode(progress), self._parallel,
+                                                    "Decode steps", "the model")
             if self.chain_steps is not None:
                 self.chain_steps.capture(progress)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from dataclasses import replace
+from typing import Any, cast
 
 from ..api.errors import ConfigError
 from ..config.addresses import check_free
@@ -20,6 +23,8 @@ from ..models.registry import load_model_spec
 from ..process import available_host_bytes
 from ..registry import Choices
 from ..tokenizer.templates import check_template
+
+log = logging.getLogger("baton.engine")
 
 _GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 _KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -45,6 +50,16 @@ def preflight(config: ServerConfig, spec: ModelSpec) -> None:
         check_free(host, port, "--dist-init-addr", "--dist-init-addr")
     if not _may_have_gpu(config):
         _check_host_pool(config, spec)
+
+
+def with_implementation(config: ServerConfig, spec: ModelSpec) -> ServerConfig:
+    """Returns the configuration with the implementation that ``--model-impl auto`` stands for. Raises ConfigError where
+    other flags do not fit it."""
+    if config.model.model_impl != "auto" or not spec.implementation:
+        return config
+    log.info("%s has no implementation of Baton's own: --model-impl %s computes it", spec.architecture,
+             spec.implementation)
+    return replace(config, model=replace(config.model, model_impl=cast(Any, spec.implementation)))
 
 
 def _may_have_gpu(config: ServerConfig) -> bool:

@@ -32,13 +32,14 @@ TINY = LLAMA_8B | {
 
 def make(tokens: int, max_running: int, *, shape: dict[str, Any] = LLAMA_8B, sizes: tuple[int, ...] = (),
          device: str = "cuda", quantization: Quantization = None, kv_cache_dtype: CacheType = "auto",
-         parallel: Parallel | None = None) -> SteppedEngine:
+         parallel: Parallel | None = None,
+         model_impl: Literal["auto", "baton", "transformers"] = "auto") -> SteppedEngine:
     """With a KV pool of ``tokens`` and no prefix cache; ``sizes``: the decode batches to capture, () for a server's;
     ``parallel``: see SteppedEngine."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shape))
         return SteppedEngine(build(ServerConfig, {
             "model_path": folder, "dtype": "bfloat16" if device == "cuda" else "float32", "device": device,
-            "load_format": "dummy", "quantization": quantization, "max_total_tokens": tokens,
+            "load_format": "dummy", "quantization": quantization, "model_impl": model_impl, "max_total_tokens": tokens,
             "disable_radix_cache": True, "kv_cache_dtype": kv_cache_dtype, "max_running_requests": max_running,
             "cuda_graph_bs": sizes}), parallel)

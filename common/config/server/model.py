@@ -27,7 +27,8 @@ class ModelArgs:
         "folder for downloads from the hub; by default Hugging Face's own, which HF_HOME names"))
     trust_remote_code: bool = flag(False, help=(
         "run the code of a tokenizer that its checkpoint ships, in this process, with all that it may read and reach: "
-        "only for checkpoints that you trust as you trust a program; models never run such code"))
+        "only for checkpoints that you trust as you trust a program. Ranks run a model's code so, too, where neither "
+        "Baton nor transformers has its architecture"))
     json_model_override_args: str = flag("{}", metavar="JSON", help=(
         "a JSON object whose values replace those of config.json, e.g. {\"num_hidden_layers\": 4}"))
     model_fingerprint: str | None = flag(None, help=(
@@ -71,9 +72,9 @@ class ModelArgs:
         "format of linear layers' weights: fp8 has weights and activations in float8, with a scale for each output and "
         "each token, fp8_per_tensor one for each projection, fp8_per_block one for blocks of 128 x 128; checkpoints "
         "that are quantized need no flag"))
-    model_impl: Literal["baton", "transformers"] = flag("baton", help=(
-        "implementation of the model: Baton's own, or transformers' code over Baton's attention, for architectures "
-        "that only transformers has; on one rank, without CUDA graphs"))
+    model_impl: Literal["auto", "baton", "transformers"] = flag("auto", help=(
+        "implementation of the model: Baton's own, or transformers' code over Baton's attention and linear layers; "
+        "auto is Baton's own where there is one"))
     context_length: int | None = flag(None, help="longest prompt plus output in tokens; by default the model's")
     device: Literal["auto", "cpu", "cuda"] = flag("auto", help="where the engine runs; auto prefers a GPU")
     base_gpu_id: int = flag(0, help="index of the first GPU to use; tensor-parallel ranks take the following ones")
@@ -104,12 +105,10 @@ class ModelArgs:
              "--load-format remote_instance takes weights in their first places: leave --enable-eplb out."),
         Rule(lambda c: c.model.is_embedding and not c.role.serves_alone,
              "--is-embedding needs a unified server: leave --disaggregation-mode at null."),
-        Rule(lambda c: c.model.model_impl == "transformers" and c.parallel.world_size > 1,
-             "--model-impl transformers computes on one rank: leave --tp-size and --pp-size out."),
-        Rule(lambda c: c.model.model_impl == "transformers" and c.model.quantization is not None,
-             "--model-impl transformers does not quantize: leave --quantization out."),
-        Rule(lambda c: c.model.model_impl == "transformers" and c.answers.enable_return_hidden_states,
-             "--model-impl transformers returns no hidden states: leave --enable-return-hidden-states out."),
+        Rule(lambda c: c.model.model_impl == "transformers" and (
+            c.parallel.pp_size > 1 or c.parallel.ep_size > 1 or c.dp_size > 1),
+             "--model-impl transformers splits a model over --tp-size alone: leave --pp-size, --ep-size and "
+             "--enable-dp-attention out."),
         Rule(lambda c: c.model.model_impl == "transformers" and c.speculative.is_device,
              "--model-impl transformers shares no hidden states, embedding or head with a draft model: leave "
              "--speculative-algorithm {speculative.speculative_algorithm} out, or use NGRAM."),

@@ -104,7 +104,7 @@ VALUES: dict[str, Values] = {
     "--sampling-backend": Values({"pytorch": "torch", "flashinfer": "auto"}),
     "--dtype": Values({"half": "float16", "float": "float32"}),
     "--kv-cache-dtype": Values({"bf16": "auto", "bfloat16": "auto"}),
-    "--model-impl": Values({"auto": "baton", "sglang": "baton"}),
+    "--model-impl": Values({"sglang": "baton"}),
     "--log-level": Values({"critical": "error"}),
     "--log-level-http": Values({"critical": "error"}),
     "--quantization": Values({"w8a8_fp8": "fp8"}, refused=dict.fromkeys(

@@ -34,6 +34,8 @@ class CausalLM:
     """
 
     supports_cuda_graphs = True
+    may_fail_capture = False
+    """True if a decode step's CUDA graphs may fail; it runs eagerly then."""
 
     def __init__(self, spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device,
                  blocks: Blocks):

@@ -38,7 +38,7 @@ class PrefillGraphSelection:
         """Selects the sizes that ``capture`` records, on ranks that may: those of the flags, or those at which a step
         is launch-bound."""
         sizes = prefill_graph_sizes(config, spec, self._parallel)
-        if not sizes:
+        if not sizes or not self._model.layers:
             return
         if config.kernels.piecewise_cuda_graph_tokens:
             self.selected = GraphSizes(sizes, sizes[-1])

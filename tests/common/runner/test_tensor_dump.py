@@ -84,7 +84,7 @@ def test_of_transformers_own_layers(tmp_path):
     tokens = engine.answers([asked])[0].tokens
     passes = passes_of(own_folder(tmp_path / "dump"))
     outputs = module_outputs(model, [*asked.prompt, *tokens])
-    own = {name for name in outputs if not name.endswith("rotary_emb")}
+    own = {name for name in outputs if not name.endswith("rotary_emb") and ".mlp." not in name}  # one block of ours
     assert own <= set(passes[0]) and "model.layers.2.post_feedforward_layernorm" in own
     assert_equal(passes, outputs, own - {"lm_head"})
     assert_equal(passes[1:], outputs, ["lm_head"])
