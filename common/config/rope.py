@@ -8,14 +8,17 @@ from typing import Any
 
 from ..api.errors import ConfigError
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_OLDER_NAMES = {"su": "longrope"}
 
 
 @dataclass(frozen=True)
 class RotarySpec:
     """Rotary position embeddings, named as transformers names them.
 
-    ``rope_scaling`` is None for plain ones, else a dict with ``rope_type`` and that type's parameters.
+    ``rope_scaling`` is None for plain ones, else a dict with ``rope_type`` and that type's parameters. "longrope"
+    (arXiv:2402.13753) divides each frequency by its own factor: of ``long_factor`` where the engine's context is longer
+    than ``original_max_position_embeddings``, else of ``short_factor``. So keys do not depend on what follows them.
     ``max_position_embeddings`` is the trained context, in tokens. Only the first ``partial_rotary_factor`` of a head's
     values are rotated.
     """
@@ -48,6 +51,7 @@ def read_rope(config: Mapping[str, Any], *, may_be_partial: bool = False) -> Rot
     merged = dict(config.get("rope_scaling") or {}) or dict(config.get("rope_parameters") or {})
     theta = float(merged.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
     kind = merged.pop("rope_type", None) or merged.get("type") or "default"
+    kind = _OLDER_NAMES.get(kind, kind)
     merged.pop("type", None)
     partial = float(merged.pop("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0))
     if partial != 1.0 and not may_be_partial:
@@ -58,15 +62,30 @@ def read_rope(config: Mapping[str, Any], *, may_be_partial: bool = False) -> Rot
     return RotarySpec(theta, scaling, config["max_position_embeddings"], partial)
 
 
+def read_ropes_of_kinds(config: Mapping[str, Any], local_theta: float) -> tuple[RotarySpec, RotarySpec]:
+    """Reads the rotary embeddings of layers with full attention, and of layers with a sliding window, as Gemma 3's:
+    newer files have ``rope_parameters`` of each kind of layers, older ones scale those of full attention alone.
+    ``local_theta`` is the base of the others where the file does not say it."""
+    given = config.get("rope_parameters") or {}
+    full = {"rope_theta": config["rope_theta"], **(given.get("full_attention") or {}),
+            **(config.get("rope_scaling") or {})}
+    sliding = {"rope_theta": local_theta, **(given.get("sliding_attention") or {})}
+    core = {"max_position_embeddings": config["max_position_embeddings"]}
+    return read_rope({**core, "rope_parameters": full}), read_rope({**core, "rope_parameters": sliding})
+
+
 def _scaling(kind: str, stated: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Completes the parameters of a scaling."""
-    if kind in ("llama3", "yarn"):
+    if kind in ("llama3", "yarn", "longrope"):
         original = config.get("original_max_position_embeddings")
         if original is not None:
             stated["original_max_position_embeddings"] = original
         stated.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    for name in ("long_factor", "short_factor") if kind == "longrope" else ():
+        if not stated.get(name):
+            raise KeyError(f"rope_scaling.{name} of longrope")
     if stated.get("factor") is None:
-        if kind != "yarn":
+        if kind not in ("yarn", "longrope"):
             raise KeyError(f"rope_scaling.factor of {kind}")
         stated["factor"] = config["max_position_embeddings"] / stated["original_max_position_embeddings"]
     return stated

@@ -36,6 +36,11 @@ def window_of_alternating_layers(config: Mapping[str, Any], every: int = 2) -> W
     return window_of_flagged_layers(config, [(layer + 1) % every != 0 for layer in range(config["num_hidden_layers"])])
 
 
+def every_full(config: Mapping[str, Any], default: int) -> Windows:
+    """Reads ``layer_types``, else a window for all layers but each ``sliding_window_pattern``-th (``default``)."""
+    return window_of_alternating_layers(config, config.get("sliding_window_pattern") or default)
+
+
 def no_window(config: Mapping[str, Any]) -> Windows:
     """Reads families without windows. Raises ConfigError for a checkpoint that states one."""
     window = config.get("sliding_window")

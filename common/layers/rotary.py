@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..api.errors import ConfigError
 from ..config.rope import RotarySpec
 
 
@@ -32,6 +33,8 @@ def rotary_table(rope: RotarySpec, dim: int, context_length: int, device: torch.
             frequencies = _llama3(frequencies, scaling)
         elif kind == "yarn":
             frequencies, magnitude = _yarn(rope, dim, scaling)
+        elif kind == "longrope":
+            frequencies, magnitude = _longrope(frequencies, scaling, context_length)
         angles = positions * frequencies
     return torch.cat((angles.cos() * magnitude, angles.sin() * magnitude), dim=-1).to(device)
 
@@ -63,6 +66,20 @@ def _llama3(frequencies: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tens
     unscaled = ((rotations - low) / (high - low)).clamp(0, 1)
     result: torch.Tensor = (1 - unscaled) * frequencies / factor + unscaled * frequencies
     return result
+
+
+def _longrope(frequencies: torch.Tensor, scaling: Mapping[str, Any], context_length: int) -> tuple[torch.Tensor, float]:
+    """Scales by LongRoPE (arXiv:2402.13753); returns the attention's magnitude, too."""
+    original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+    length = "long" if context_length > original else "short"
+    factors = torch.tensor(scaling[f"{length}_factor"], dtype=torch.float32)
+    if len(factors) != len(frequencies):
+        raise ConfigError(f"config.json has {len(factors)} values of {length}_factor for longrope, but heads of "
+                          f"{2 * len(frequencies)} rotated values: it must have half as many.")
+    magnitude = scaling.get(f"{length}_mscale") or scaling.get("attention_factor")  # the first is Phi-3.5-MoE's
+    if magnitude is None:
+        magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return frequencies / factors, magnitude
 
 
 def _yarn(rope: RotarySpec, dim: int, scaling: Mapping[str, Any]) -> tuple[torch.Tensor, float]:

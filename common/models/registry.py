@@ -53,6 +53,19 @@ class ModelFamily:
     notes: str = ""
 
 
+def family_of_blocks(read: Callable[[ModelConfig], ModelSpec], blocks: MakeBlocks, defaults: Mapping[str, Any],
+                     tensor_parts: TensorParts | None = None, *,
+                     tensor_parts_of: Callable[[ModelSpec], TensorParts | None] | None = None, title: str = "",
+                     notes: str = "") -> ModelFamily:
+    """Returns a family whose model is a CausalLM of its ``blocks``; the arguments are ModelFamily's."""
+    def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
+        from .decoder.causal_lm import CausalLM
+
+        return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
+
+    return ModelFamily(read, build, blocks, defaults, tensor_parts, tensor_parts_of, title, notes)
+
+
 MODELS: Registry[ModelFamily] = Registry("model architecture", "baton.common.models", group="baton.models")
 """The families by the names that ``architectures`` of a config.json may have."""
 
@@ -127,9 +140,8 @@ def _architecture_of(config: Mapping[str, Any], draft: bool) -> str:
         named = [_DRAFT_AFFIX.sub("", name) for name in named]
     found: str | None = next((name for name in named if name in MODELS), None)
     if found is None:
-        raise ConfigError(f"Architecture {named[0]} is not supported: use a checkpoint of "
-                          f"{', '.join(name for name in MODELS if name.endswith('ForCausalLM'))}, or of another model "
-                          "that transformers has.")
+        raise ConfigError(f"Architecture {named[0]} is not supported: use one of docs/models.md's, or of another "
+                          "model that transformers has.")
     return found
 
 

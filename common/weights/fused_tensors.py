@@ -32,6 +32,30 @@ class RowRange:
         return self._tensor[(slice(self._start + start, self._start + stop), *rest)]
 
 
+class GroupedRows:
+    """A LazyTensor of the rows ``[start, stop)`` of each ``group`` of rows of ``tensor``, as where a head's query, key
+    and value follow each other. Slices hold whole parts of groups."""
+
+    def __init__(self, tensor: LazyTensor, group: int, start: int, stop: int):
+        self._tensor = tensor
+        self._group, self._start, self._stop = group, start, stop
+
+    def get_shape(self) -> list[int]:
+        rows, *rest = self._tensor.get_shape()
+        return [rows // self._group * (self._stop - self._start), *rest]
+
+    def get_dtype(self) -> str:
+        return self._tensor.get_dtype()
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        own, rest = (key[0], key[1:]) if isinstance(key, tuple) else (key, ())
+        each = self._stop - self._start
+        start, stop, _ = (slice(None) if own is Ellipsis else own).indices(self.get_shape()[0])
+        rows = self._tensor[(slice(start // each * self._group, stop // each * self._group), *rest)]
+        groups: torch.Tensor = rows.unflatten(0, (-1, self._group))
+        return groups[:, self._start:self._stop].flatten(0, 1)
+
+
 class Transposed:
     """A LazyTensor of the transposed matrix ``tensor`` (GPT-2's Conv1D); it reads what a slice needs."""
 
@@ -46,9 +70,27 @@ class Transposed:
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         if key is Ellipsis:
-            return self._tensor[...].T
+            key = slice(None)
         rows, columns = key if isinstance(key, tuple) else (key, slice(None))
-        return self._tensor[columns, rows].T
+        part: torch.Tensor = self._tensor[columns, rows]
+        return part.T
+
+
+_BY_COLUMNS = ("qweight", "qzeros", "scales")
+"""Tensors of AWQ's and GPTQ's projections that have a projection's outputs along their last dimension."""
+_OF_INPUTS = ("g_idx", "weight_g_idx", "weight_shape")
+"""Tensors of a quantized projection that belong to its inputs."""
+
+
+def split_outputs(kind: str, tensor: LazyTensor, sizes: Sequence[int]) -> Iterator[LazyTensor]:
+    """Yields the parts of a fused projection's tensor ``kind`` ("weight", "bias", or a quantization format's) that
+    belong to ``sizes`` of its outputs."""
+    if kind in _OF_INPUTS:
+        yield from (tensor for _ in sizes)
+    elif kind in _BY_COLUMNS:
+        yield from (Transposed(part) for part in split_rows(Transposed(tensor), sizes))
+    else:
+        yield from split_rows(tensor, sizes)
 
 
 def split_rows(tensor: LazyTensor, sizes: Sequence[int]) -> Iterator[LazyTensor]:
@@ -75,7 +117,7 @@ def split_names(fused: Mapping[str, Mapping[str, int]], renamed: Mapping[str, st
         for module, rows in fused.items():
             if f".{module}." in name:
                 return [(name.replace(f".{module}.", f".{own}."), part)
-                        for own, part in zip(rows, split_rows(tensor, list(rows.values())))]
+                        for own, part in zip(rows, split_outputs(name.rpartition(".")[2], tensor, list(rows.values())))]
         return [(name, tensor)]
 
     return parts

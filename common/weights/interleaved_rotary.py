@@ -6,14 +6,14 @@ Scores are sums over a head's values, so their order is free as long as queries 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 
 from ..api.errors import ConfigError
 from ..config.model import ModelSpec
-from .lazy import LazyTensor
+from .lazy import InMemory, LazyTensor
 from .loader import TensorParts
 
 _UNPACKED = ("weight", "bias", "weight_scale", "weight_packed")
@@ -47,9 +47,10 @@ class ReorderedRows:
 
 
 def halves_of(spec: ModelSpec, rotary_dim: int, parts: TensorParts | None = None,
-              names: tuple[str, str] = ("q_proj", "k_proj")) -> TensorParts:
+              names: tuple[str, str] = ("q_proj", "k_proj"), norms: Collection[str] = ()) -> TensorParts:
     """Returns ``parts`` of a family (by default a checkpoint's tensors as they are) with the rows of queries and keys,
-    which are ``names``, in the order of ``half_order``. The function raises ConfigError for a quantized projection
+    which are ``names``, in the order of ``half_order``, and so the last dimension of the weights of ``norms`` of their
+    heads. The function raises ConfigError for a quantized projection
     whose outputs are packed together."""
     order = half_order(rotary_dim, spec.head_dim)
     rows_of = dict(zip(names, (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim)))
@@ -58,7 +59,9 @@ def halves_of(spec: ModelSpec, rotary_dim: int, parts: TensorParts | None = None
         for own, part in ((name, tensor),) if parts is None else parts(name, tensor):
             projection, _, kind = own.rpartition(".")
             rows = rows_of.get(projection.rpartition(".")[2])
-            if rows is None or kind in _WITHOUT_ROWS:
+            if projection.rpartition(".")[2] in norms:
+                yield own, InMemory(part[...][..., order])
+            elif rows is None or kind in _WITHOUT_ROWS:
                 yield own, part
             elif kind in _UNPACKED and part.get_shape()[:1] == [rows]:
                 yield own, ReorderedRows(part, order)

@@ -45,6 +45,6 @@ def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch
         dense_mlp(bias=own.mlp_bias, activation=own.hidden_act, gated=False)))
 
 
-baton.register_model("NemotronForCausalLM", read=read, build=build, defaults={
+baton.register_model("OwnNemotronForCausalLM", read=read, build=build, defaults={
     "hidden_act": "relu2", "norm_eps": 1e-5, "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 0.5,
     "tie_word_embeddings": False})

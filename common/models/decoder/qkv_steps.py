@@ -81,19 +81,24 @@ def row_norms(eps: float, parts: tuple[str, str] = ("q_norm", "k_norm")) -> Make
 
 
 class EachHeadNorms:
-    """LayerNorms without bias over each head of queries and keys, with weights of its own for every head [H, D]
-    (Command-R+, StableLM)."""
+    """LayerNorms without bias over each head of queries and keys, with weights of its own for every head: one tensor
+    [H, D] (Command-R+), or where ``of_head`` names it one [D] for each head (StableLM)."""
 
-    def __init__(self, name: str, spec: ModelSpec, tp: TPGroup, heads: Sequence[int], allocate: Allocate, *,
-                 eps: float):
+    def __init__(self, name: str, spec: ModelSpec, tp: TPGroup, heads: Sequence[int], allocate: Allocate, *, eps: float,
+                 parts: tuple[str, str], of_head: str):
         self._eps = eps
         self._dim = dim = spec.head_dim
         self._heads = heads
-        starts = (tp.rank * heads[0], tp.rank * spec.num_kv_heads // tp.size)
         self.weights = [allocate(count, dim) for count in heads[:2]]
-        full = (spec.num_heads, spec.num_kv_heads)
-        self._slots = [Slot(f"{name}.{part}.weight", weight, (count, dim), 0, start)
-                       for part, weight, count, start in zip(("q_norm", "k_norm"), self.weights, full, starts)]
+        self._slots: list[Slot] = []
+        starts = (tp.rank * heads[0], tp.rank * spec.num_kv_heads // tp.size)
+        for part, weight, full, start in zip(parts, self.weights, (spec.num_heads, spec.num_kv_heads), starts):
+            if not of_head:
+                self._slots.append(Slot(f"{name}.{part}.weight", weight, (full, dim), 0, start))
+                continue
+            for head in range(full):
+                own = weight[head - start] if start <= head < start + len(weight) else weight[:0, 0]
+                self._slots.append(Slot(f"{name}.{part}.{of_head.format(head)}.weight", own, (dim,)))
 
     def __call__(self, qkv: torch.Tensor) -> torch.Tensor:
         q, k, _ = qkv.view(len(qkv), -1, self._dim).split_with_sizes(list(self._heads), 1)
@@ -106,9 +111,11 @@ class EachHeadNorms:
         yield from self._slots
 
 
-def each_head_norms(eps: float) -> MakeQKVStep:
-    """Returns a factory of EachHeadNorms."""
-    return lambda name, spec, tp, heads, allocate: EachHeadNorms(name, spec, tp, heads, allocate, eps=eps)
+def each_head_norms(eps: float, parts: tuple[str, str] = ("q_norm", "k_norm"), of_head: str = "") -> MakeQKVStep:
+    """Returns a factory of EachHeadNorms, with the names ``parts`` below the attention's. ``of_head``: the name of a
+    head's own, with its number in braces."""
+    return lambda name, spec, tp, heads, allocate: EachHeadNorms(name, spec, tp, heads, allocate, eps=eps, parts=parts,
+                                                                 of_head=of_head)
 
 
 class _Chain:

@@ -103,12 +103,14 @@ def test_rope_in_old_and_new_form(tmp_path, changes, theta, scaling, context):
 
 
 @pytest.mark.parametrize("changes,sentence", [
-    ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported: use a checkpoint of "),
+    ({"architectures": ["NoneForCausalLM"]}, "NoneForCausalLM is not supported: use one of docs/models.md's, or "
+                                             "of another model that transformers has"),
     ({"architectures": ...}, "Architecture none is not supported"),
     ({"hidden_act": "gelu"}, "Activation 'gelu' is not supported"),
-    ({"quantization_config": {"quant_method": "gguf"}}, "quantized by 'gguf' are not supported"),
+    ({"quantization_config": {"quant_method": "spqr"}}, "quantized by 'spqr' are not supported"),
     ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
-    ({"rope_scaling": {"rope_type": "longrope"}}, "Rope scaling 'longrope' is not supported"),
+    ({"rope_scaling": {"rope_type": "spiral"}}, "Rope scaling 'spiral' is not supported"),
+    ({"rope_scaling": {"rope_type": "longrope"}}, "lacks 'rope_scaling.long_factor of longrope'"),
     ({"rope_scaling": {"rope_type": "linear"}}, "lacks 'rope_scaling.factor of linear'"),
     ({"partial_rotary_factor": 0.5}, "Partial rotary embeddings are not supported"),
     ({"context_length": 2049}, "--context-length 2049 must be between 1 and the model's 2048"),

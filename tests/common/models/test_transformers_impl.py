@@ -122,7 +122,7 @@ def test_an_architecture_that_baton_has_not_is_served_by_itself(tmp_path, caplog
     assert config.model.model_impl == "transformers" and "ApertusForCausalLM has no implementation" in caplog.text
     with pytest.raises(ConfigError, match="splits a model over --tp-size alone"):
         with_implementation(server_config(tmp_path, pp_size=2), spec)
-    with pytest.raises(ConfigError, match="ApertusForCausalLM is not supported: use a checkpoint of"):
+    with pytest.raises(ConfigError, match="ApertusForCausalLM is not supported: use one of"):
         load_model_spec(ModelArgs(str(tmp_path), model_impl="baton"))
     save(tmp_path / "own", "Llama")
     own = server_config(tmp_path / "own")

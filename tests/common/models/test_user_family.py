@@ -48,7 +48,8 @@ def test_equals_transformers(tmp_path, case):
 def test_specification_has_the_core_and_the_familys_own_facts(tmp_path):
     save_nemotron(tmp_path)
     spec = load_model_spec(ModelArgs(str(tmp_path)))
-    assert (spec.architecture, spec.num_layers, spec.num_kv_heads, spec.head_dim) == ("NemotronForCausalLM", 3, 2, 16)
+    assert spec.architecture == "OwnNemotronForCausalLM"
+    assert (spec.num_layers, spec.num_kv_heads, spec.head_dim) == (3, 2, 16)
     assert spec.family.rope.rotary_dim(spec.head_dim) == 8 and spec.family.hidden_act == "relu2"
     facts = spec.facts()
     assert facts["partial_rotary_factor"] == 0.5 and facts["norm_eps"] == 1e-4 and "family" not in facts
@@ -67,7 +68,7 @@ def test_a_familys_checkpoints_may_name_and_fuse_tensors_in_another_way(tmp_path
     model = save_nemotron(tmp_path)
     monkeypatch.setattr(MODELS, "_entries", dict(MODELS.entries()))  # the name is forgotten after this test
     baton.register_model("FusedForCausalLM", read=nemotron_family.read, build=nemotron_family.build,
-                         defaults=family_of("NemotronForCausalLM").defaults, tensor_parts=fused_parts)
+                         defaults=family_of("OwnNemotronForCausalLM").defaults, tensor_parts=fused_parts)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["FusedForCausalLM"]}))
     tensors = load_file(tmp_path / "model.safetensors")

@@ -47,7 +47,7 @@ def test_pair_that_computes_by_transformers_own_code(tmp_path, bootstrap_port, m
 def install(folder: Path) -> dict[str, str]:
     """Installs the family's file as a package with an entry point; returns the environment that finds it."""
     shutil.copy(nemotron_family.__file__, folder / "nemotron_family.py")
-    path = install_plugin(folder, "baton.models", "NemotronForCausalLM", "nemotron_family")
+    path = install_plugin(folder, "baton.models", "OwnNemotronForCausalLM", "nemotron_family")
     return {"PYTHONPATH": os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))}
 
 
