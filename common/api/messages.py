@@ -335,7 +335,11 @@ class State(msgspec.Struct, tag=True):
 
 
 RANK_TOTALS = frozenset(("kv_bytes_sent", "kv_bytes_received", "kv_messages_dropped", "kv_writes_queued",
-                         "kv_writes_in_flight"))
+                         "kv_writes_in_flight", "storage_bytes_read", "storage_bytes_written", "storage_read_seconds",
+                         "storage_write_seconds", "storage_pages_dropped", "storage_pages_queued",
+                         "storage_objects_evicted", "storage_times_aside", "storage_errors_corrupt",
+                         "storage_errors_foreign", "storage_errors_read", "storage_errors_write",
+                         "storage_errors_query"))
 """Counters and gauges that differ from rank to rank. All others are equal on ranks that share requests, and the first
 of these ranks reports them for all."""
 

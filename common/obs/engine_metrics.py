@@ -82,10 +82,10 @@ COUNTERS: dict[str, EngineMetric] = {
     "prefetch_wait_seconds": _of_tiers("Seconds that requests waited for their prefetches"),
     "storage_pages_read": _of_tiers("KV pages that the first rank read from the storage"),
     "storage_pages_written": _of_tiers("KV pages that the first rank wrote to the storage"),
-    "storage_bytes_read": _of_tiers("Bytes that the first rank read from the storage"),
-    "storage_bytes_written": _of_tiers("Bytes that the first rank wrote to the storage"),
-    "storage_read_seconds": _of_tiers("Seconds in reads of the storage, summed over threads"),
-    "storage_write_seconds": _of_tiers("Seconds in writes to the storage, summed over threads"),
+    "storage_bytes_read": _of_tiers("Bytes that all ranks read from the storage"),
+    "storage_bytes_written": _of_tiers("Bytes that all ranks wrote to the storage"),
+    "storage_read_seconds": _of_tiers("Seconds in reads of the storage, summed over threads and ranks"),
+    "storage_write_seconds": _of_tiers("Seconds in writes to the storage, summed over threads and ranks"),
     "storage_pages_dropped": _of_tiers("KV pages that were not written: the queue was full, or they had left host "
                                        "memory before"),
     "storage_objects_evicted": _of_tiers("Objects that this server removed from the storage to make room"),
@@ -122,7 +122,7 @@ GAUGES: dict[str, EngineMetric] = {
                                      "both were measured"),
     "tier_storage_page_cost": _of_tiers("Time to load a KV page from the storage, as a share of that to compute it; "
                                         "once both were measured"),
-    "storage_pages_queued": _of_tiers("KV pages that wait to be written to the storage"),
+    "storage_pages_queued": _of_tiers("KV pages that wait to be written to the storage, of each rank its part"),
     "storage_healthy": _of_tiers("1 while pages are read from the storage, 0 while it is put aside"),
 }
 COUNTED_BY_API_SERVER = frozenset(("prompt_tokens", "generation_tokens", "cached_tokens"))
