@@ -490,8 +490,9 @@ def admin_page() -> str:
                       "which a trainer sends them.", "",
                       "Of single requests: `POST /abort_request` with `rid`, or with `abort_all` for all of them, ends "
                       "requests; they are answered with the tokens so far, and the finish reason `abort`. "
-                      "`POST /open_session` and `POST /close_session` keep a session: `/generate` with "
-                      "`session_params` sends only what is new, the server remembers the rest.", "",
+                      "`POST /open_session` and `POST /close_session` keep a session: `/generate`, "
+                      "`/v1/chat/completions` and `/v1/completions` with `session_params` send only what is new, the "
+                      "server remembers the rest; a request's `rid` is its name in the session.", "",
                       "[A command of your own](contributing.md#add-an-administrative-command) is one file.", ""])
 
 

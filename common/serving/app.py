@@ -90,6 +90,7 @@ _ROUTES: tuple[tuple[str, str, Route], ...] = (
     ("GET", "/model_info", admin_routes.model_info),
     ("GET", "/get_weight_version", admin_routes.weight_version),
     ("GET", "/get_load", admin_routes.load),
+    ("GET", "/v1/loads", admin_routes.loads),
     ("GET", "/get_server_info", admin_routes.server_info),
     ("GET", "/server_info", admin_routes.server_info),
     ("GET", "/get_server_args", admin_routes.server_info),
@@ -128,11 +129,12 @@ _OPEN_TO_ALL = frozenset(("/", "/health", "/health_generate", "/ping", "/metrics
 
 
 _FOR_WORKERS: dict[str, bytes | None] = {
-    **dict.fromkeys(("/v1/chat/completions", "/invocations", "/v1/completions", "/v1/messages",
+    **dict.fromkeys(("/v1/messages",
                      "/v1/messages/count_tokens", "/generate_from_file", "/v1/tokenize", "/tokenize", "/v1/detokenize",
                      "/detokenize", "/parse_function_call", "/function_call", "/separate_reasoning", "/v1/embeddings",
                      "/encode", "/classify", "/v1/classify", "/v1/rerank", "/rerank", "/v1/score", "/score")),
-    **dict.fromkeys(("/generate", "/vertex_generate"), b'session_params'),
+    **dict.fromkeys(("/generate", "/vertex_generate", "/v1/chat/completions", "/invocations", "/v1/completions"),
+                    b'session_params'),
 }
 """Paths that each process of a server serves by itself, unless the body holds these bytes; the others have state, which
 one process keeps."""

@@ -15,6 +15,7 @@ from ..api.kv_events import PROMPT_PAGES_HEADER, encode_pages
 from ..api.messages import Generate
 from .context.generation import Choice
 from .context.serving_context import ServingContext
+from .context.sessions import SessionTurn
 from .protocol.continuation import HEADER
 from .protocol.encoding import DONE, encode, event
 from .sse import stream_events
@@ -52,12 +53,16 @@ class PlannedResponse(Generic[Whole, Chunk]):
     """A planned request: ask it for either ``full`` or ``chunks``, once."""
 
     def __init__(self, context: ServingContext, requests: list[Generate], formatter: ResponseFormatter[Whole, Chunk],
-                 *, arrived: float, continued: Sequence[int] = ()):
+                 *, arrived: float, continued: Sequence[int] = (), intervals: Sequence[int | None] = (),
+                 session: SessionTurn | None = None):
         """``arrived``: the HTTP request's arrival, on the monotonic clock in seconds. ``continued``: output of the only
-        request that another server answered."""
+        request that another server answered. ``intervals``: the tokens of an event of each request, where they are not
+        --stream-interval's. ``session``: what stores the answer."""
         self.requests = requests
         self._formatter = formatter
-        self._interval = context.config.http.stream_interval
+        default = context.config.http.stream_interval
+        self._intervals = [given or default for given in intervals or [None] * len(requests)]
+        self._session = session
         self._generation = context.generation(requests, arrived, continued)
 
     @property
@@ -68,7 +73,9 @@ class PlannedResponse(Generic[Whole, Chunk]):
     async def full(self) -> Whole:
         """The complete answer; raises the ServingError of a choice that fails."""
         with self._generation as generation:
-            return self._formatter.full(await generation.complete())
+            choices = await generation.complete()
+            self._store(choices)
+            return self._formatter.full(choices)
 
     async def chunks(self) -> AsyncGenerator[list[Chunk], None]:
         """Chunks as they come, those that are ready together in one list; raises the ServingError of a choice.
@@ -79,14 +86,19 @@ class PlannedResponse(Generic[Whole, Chunk]):
         with self._generation as generation:
             self._formatter.start(generation.choices)
             ready: list[Chunk] = []
-            async for updated in generation.deltas(self._interval):
+            async for updated in generation.deltas(self._intervals):
                 for choice in updated:
                     ready += self._formatter.delta(choice)
                 if ready and generation.live:
                     yield ready
                     ready = []
+            self._store(generation.choices)
             yield ready + [*self._formatter.finish(generation.choices)]
             await asyncio.sleep(0)  # streams that end in one step send their last tokens before any of them is closed
+
+    def _store(self, choices: Sequence[Choice]) -> None:
+        if self._session is not None:
+            self._session.store(choices[0].rid, choices[0].token_ids)
 
 
 class PlanRequest(Protocol[Planned]):

@@ -243,6 +243,7 @@ _ADMIN_ROUTES: dict[bytes, tuple[tuple[bytes, ...], Handler]] = {
     b"/drain_worker": ((b"POST",), drain_worker),
     b"/get_load": ((b"GET",), loads),
     b"/get_loads": ((b"GET",), loads),
+    b"/v1/loads": ((b"GET",), loads),
 }
 
 

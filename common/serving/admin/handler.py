@@ -198,6 +198,24 @@ async def load(context: ServingContext, request: web.Request) -> web.Response:
     return json_response([_load_of(state) for state in await context.client.states()])
 
 
+async def loads(context: ServingContext, request: web.Request) -> web.Response:
+    """The load of each data-parallel rank in the form of SGLang's newer versions, and the sum."""
+    ranks, now = [], time.time()
+    for state in await context.client.states():
+        report = _load_of(state)
+        running, total = report["num_reqs"] - report["num_waiting_reqs"], report["max_total_num_tokens"]
+        ranks.append({"dp_rank": state.dp_rank, "timestamp": now, "num_running_reqs": running,
+                      "num_waiting_reqs": report["num_waiting_reqs"], "num_total_reqs": report["num_reqs"],
+                      "num_used_tokens": report["num_tokens"], "max_total_num_tokens": total,
+                      "token_usage": state.gauges["token_usage"],
+                      "max_running_requests": context.config.schedule.max_running_requests})
+    summed = {f"total_{name}": sum(rank[f"num_{name}"] for rank in ranks) for name in ("running_reqs", "waiting_reqs")}
+    summed["total_reqs"] = sum(summed.values())
+    usage = sum(rank["token_usage"] for rank in ranks) / len(ranks)
+    return json_response({"timestamp": now, "version": __version__, "dp_rank_count": len(ranks), "loads": ranks,
+                          "aggregate": {**summed, "avg_token_usage": usage}})
+
+
 def _load_of(state: State) -> dict[str, Any]:
     total = state.total_pages * state.page_size
     return {

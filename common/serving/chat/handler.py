@@ -13,10 +13,12 @@ from aiohttp import web
 
 from ...api.messages import Generate
 from ..context.serving_context import ServingContext
+from ..context.sessions import SessionTurn
 from ..protocol.grammar_fields import grammar_field
 from ..protocol.logprobs import LogprobOptions
 from ..protocol.prompts import Prompts
 from ..protocol.sampling import sampling_params
+from ..protocol.session_turn import session_turn
 from ..respond import PlannedResponse, respond
 from .answer_form import answer_form
 from .formatter import ChatFormatter
@@ -29,8 +31,8 @@ class PlannedChat(PlannedResponse[ChatCompletion, ChatChunk]):
     """A planned chat."""
 
     def __init__(self, context: ServingContext, requests: list[Generate], formatter: ChatFormatter, *, arrived: float,
-                 continued: Sequence[int]):
-        super().__init__(context, requests, formatter, arrived=arrived, continued=continued)
+                 continued: Sequence[int], session: SessionTurn | None):
+        super().__init__(context, requests, formatter, arrived=arrived, continued=continued, session=session)
         self._chat_formatter = formatter
 
     @property
@@ -56,6 +58,7 @@ async def plan_chat(context: ServingContext, body: ChatRequest, *, arrived: floa
     asked = grammar_field(body, body.response_format)
     form = answer_form(model.chat_formats, body, choice, prompt, asked and asked.spec)
     ids = await planner.prompt_ids(Prompts(texts=[prompt]), "messages", add_special_tokens=False)
+    session = session_turn(context, body.session_params, ids, body.num_choices, body)
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     limit, asked_tokens = planner.output_limit(ids[0], body.requested_tokens, tokens_name=limit_name)
     params = sampling_params(body, asked_tokens, limit, vocab_size=model.spec.vocab_size,
@@ -70,7 +73,7 @@ async def plan_chat(context: ServingContext, body: ChatRequest, *, arrived: floa
     requests, continued = await planner.plan(body, ids, [params], body.num_choices, logprobs,
                                              asked.param if asked else "tools")
     formatter = ChatFormatter(context, body, form.output_format, with_ids=with_ids, name=name)
-    return PlannedChat(context, requests, formatter, arrived=arrived, continued=continued)
+    return PlannedChat(context, requests, formatter, arrived=arrived, continued=continued, session=session)
 
 
 async def chat_completions(context: ServingContext, request: web.Request) -> web.StreamResponse:

@@ -9,6 +9,7 @@ from ..protocol.grammar_fields import grammar_field
 from ..protocol.logprobs import LogprobOptions
 from ..protocol.prompts import parse_prompts
 from ..protocol.sampling import sampling_params
+from ..protocol.session_turn import session_turn
 from ..respond import PlannedResponse, respond
 from .echo import Echo
 from .fill_in_the_middle import with_suffix
@@ -30,6 +31,7 @@ async def plan_completion(context: ServingContext, body: CompletionRequest, *, a
     model.check_name(body.model)
     prompts = with_suffix(body, parse_prompts(body.prompt, "prompt"), context.config.model.completion_template)
     ids = await planner.prompt_ids(prompts, "prompt")
+    session = session_turn(context, body.session_params, ids, body.num_generated, body)
     asked = grammar_field(body, body.response_format)
     samplings = []
     for prompt in ids:
@@ -43,4 +45,4 @@ async def plan_completion(context: ServingContext, body: CompletionRequest, *, a
                                              asked.param if asked else "tools")
     echo = Echo(prompts, body.num_generated, context.status.serving_tokenizer()) if body.echo else None
     answer = CompletionFormatter(context, body, echo, with_ids=with_ids)
-    return PlannedResponse(context, requests, answer, arrived=arrived, continued=continued)
+    return PlannedResponse(context, requests, answer, arrived=arrived, continued=continued, session=session)

@@ -309,11 +309,12 @@ class Generation:
             await self._next()
         return self.choices
 
-    async def deltas(self, interval: int) -> AsyncIterator[list[Choice]]:
-        """Choices that have something new, when that is at least ``interval`` tokens, a choice's first, or its end."""
+    async def deltas(self, intervals: Sequence[int]) -> AsyncIterator[list[Choice]]:
+        """Choices that have something new, when that is at least as many tokens as their ``intervals`` say, a choice's
+        first, or its end."""
         while self._stream.live:
             due = [choice for choice in await self._next()
-                   if choice.finish or not choice.started or choice.num_new_tokens >= interval]
+                   if choice.finish or not choice.started or choice.num_new_tokens >= intervals[choice.index]]
             if due:
                 yield due
 

@@ -60,7 +60,7 @@ async def embeddings(context: ServingContext, request: web.Request) -> web.Respo
         context.status.check_serving()
         body = decode_embedding(await request.read())
         context.model.check_name(body.model)
-        prompts = parse_prompts(body.input, "input")
+        prompts = parse_prompts(body.texts(), "input")
     choices = await _pooled(context, prompts, "input", body.rid, body.priority)
     data = [Embedding(choice.index, encoded(truncated(vector_of(choice), body.dimensions), body.encoding_format))
             for choice in choices]

@@ -20,12 +20,26 @@ Vector = np.ndarray  # [dimensions] float32
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True):
+    """``input``: a text or several, also as ``{"text": ...}``, or token ids."""
+
     input: str | list[Any]
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Int32 | None = None
     rid: str | list[str] | None = None
     priority: Int32 | None = None
+
+    def texts(self) -> str | list[Any]:
+        """The input, of objects their texts; raises InvalidRequest for other media."""
+        if isinstance(self.input, str) or not any(isinstance(item, dict) for item in self.input):
+            return self.input
+        for number, item in enumerate(self.input):
+            media = sorted(name for name, value in item.items() if name != "text" and value is not None) if isinstance(
+                item, dict) else []
+            if media:
+                raise InvalidRequest(f"input[{number}] has {media[0]}; this model takes text only.",
+                                     param=f"input[{number}]", code="unsupported_parameter")
+        return [item.get("text") if isinstance(item, dict) else item for item in self.input]
 
 
 class EncodeRequest(msgspec.Struct, kw_only=True):

@@ -10,7 +10,6 @@ import msgspec
 from ...api.messages import Logprobs
 from ..context.draft_counts import Speculation
 from ..context.generation import Choice
-from ..context.sessions import SessionTurn
 from ..protocol.logprobs import TokenBytes, joined, native_lists, native_logprobs
 from ..protocol.row_extras import state_lists
 from .schema import GenerateAnswer
@@ -19,20 +18,18 @@ from .schema import GenerateAnswer
 class GenerateFormatter:
     """Formats each choice's complete answer so far, as SGLang's clients expect; see ``respond.ResponseFormatter``."""
 
-    def __init__(self, token_bytes: TokenBytes | None, batched: bool, session: SessionTurn | None, hidden_size: int, *,
+    def __init__(self, token_bytes: TokenBytes | None, batched: bool, hidden_size: int, *,
                  stream_output: bool = False, with_prompt: bool = False):
         """``stream_output``: each event of a stream has the output since the one before, not that so far.
         ``with_prompt``: the end of each answer has its prompt's token ids."""
         self._with_prompt = with_prompt
         self._stream_output = stream_output
         self._hidden_size = hidden_size
-        self._session = session
         self._token_bytes = token_bytes
         self._batched = batched
 
     def full(self, choices: Sequence[Choice]) -> GenerateAnswer | list[GenerateAnswer]:
         answers = [self._answer(choice) for choice in choices]
-        self.finish(choices)
         return answers if self._batched else answers[0]
 
     def start(self, choices: Sequence[Choice]) -> None:
@@ -47,8 +44,6 @@ class GenerateFormatter:
         return [GenerateAnswer(delta.text, delta.token_ids, info, index, self._prompt(choice))]
 
     def finish(self, choices: Sequence[Choice]) -> list[GenerateAnswer]:
-        if self._session is not None:
-            self._session.store(choices[0].rid, choices[0].token_ids)
         return []
 
     def _answer(self, choice: Choice, index: int | None = None) -> GenerateAnswer:

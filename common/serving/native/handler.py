@@ -17,6 +17,7 @@ from ..context.sessions import SessionTurn
 from ..protocol.encoding import encode
 from ..protocol.namespaces import namespaces_of
 from ..protocol.row_extras import set_row_extras
+from ..protocol.session_turn import session_turn
 from ..respond import PlannedResponse, respond
 from ..web import json_bytes
 from .extras import Embeddings, embedded_prompts
@@ -89,22 +90,25 @@ async def _embeds_of_form(request: web.Request) -> Embeddings:
 async def plan_generate(context: ServingContext, body: GenerateRequest, *, arrived: float,
                         with_ids: bool = False) -> NativeRun:
     """Checks and plans a request; parameters as of ``plan_chat``, but answers always hold their token ids."""
-    requests, batched, session = await _plan(context, body)
+    requests, batched, session, intervals = await _plan(context, body)
     if body.continuation is not None and body.continuation.id:
         requests[0].rid = body.continuation.id
     continued = await context.planner.resume(body.continuation, requests, None)
     token_bytes = context.status.serving_tokenizer().token_bytes if body.return_text_in_logprobs else None
-    answer = GenerateFormatter(token_bytes, batched, session, context.model.spec.hidden_size,
+    answer = GenerateFormatter(token_bytes, batched, context.model.spec.hidden_size,
                                stream_output=context.config.answers.stream_output,
                                with_prompt=bool(body.return_prompt_token_ids))
-    return NativeRun(context, requests, answer, arrived=arrived, continued=continued)
+    return NativeRun(context, requests, answer, arrived=arrived, continued=continued, intervals=intervals,
+                     session=session)
 
 
-async def _plan(context: ServingContext, body: GenerateRequest) -> tuple[list[Generate], bool, SessionTurn | None]:
-    """The engine's requests, whether the answer is a list, and the session's request that it is, if any."""
+async def _plan(context: ServingContext, body: GenerateRequest) -> tuple[
+        list[Generate], bool, SessionTurn | None, list[int | None]]:
+    """The engine's requests, whether the answer is a list, the session's request that it is, if any, and the
+    stream_interval of each request."""
     ids, embeds, batched = await _prompts(context, body)
-    session = _session_request(context, body, ids)
     given = body.samplings(len(ids))
+    session = session_turn(context, body.session_params, ids, given[0].n or 1, body)
     if (preferred := context.config.answers.preferred_sampling_params) is not None:
         for sampling in given:
             sampling.fill(preferred_sampling(preferred))
@@ -117,8 +121,6 @@ async def _plan(context: ServingContext, body: GenerateRequest) -> tuple[list[Ge
         sampling = msgspec.structs.replace(sampling, max_new_tokens=asked)
         samplings.append(sampling.params(min(DEFAULT_TOKENS, limit), context.model.spec.vocab_size))
     n = counts.pop()
-    if session is not None and n > 1:
-        raise InvalidRequest("A session's request has one answer: n must be 1.", param="sampling_params.n")
     placements = context.planner.placements(body, len(ids), n)
     options = logprob_options(body, [len(prompt) for prompt in ids], context.model.spec.vocab_size)
     requests = engine_requests(ids, context.planner.seeded(samplings), n, body.rid, placements, options, body.priority,
@@ -128,7 +130,7 @@ async def _plan(context: ServingContext, body: GenerateRequest) -> tuple[list[Ge
     if embeds is not None:
         row_bytes = 4 * context.model.spec.hidden_size
         _set_embeds(requests, [rows[:len(prompt) * row_bytes] for rows, prompt in zip(embeds, ids)])
-    return requests, batched or n > 1, session
+    return requests, batched or n > 1, session, [each.stream_interval for each in given for _ in range(n)]
 
 
 async def _prompts(context: ServingContext, body: GenerateRequest) -> tuple[list[list[int]], list[bytes] | None, bool]:
@@ -152,14 +154,3 @@ def _set_embeds(requests: list[Generate], embeds: list[bytes]) -> None:
         if request.logprob_start_len >= 0:
             raise InvalidRequest("input_embeds hold no tokens that could have log-probabilities; leave out "
                                  "logprob_start_len.", param="logprob_start_len")
-
-
-def _session_request(context: ServingContext, body: GenerateRequest, ids: list[list[int]]) -> SessionTurn | None:
-    """The session's request, None without a session; prepends the stored conversation to the prompt in ``ids``."""
-    if body.session_params is None:
-        return None
-    if len(ids) > 1 or body.bootstrap_host is not None:
-        raise InvalidRequest("session_params go with one prompt, and with one server.", param="session_params")
-    session = context.sessions.request(body.session_params, ids[0], context.status.serving_tokenizer().bos_id)
-    ids[0] = session.prompt
-    return session

@@ -54,10 +54,10 @@ class NativeSampling(msgspec.Struct, kw_only=True):
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: str | dict[str, Any] | None = None
+    stream_interval: Int32 | None = None  # tokens of an event of a stream
     custom_params: dict[str, Any] | None = None  # parameters of custom_logit_processor
     # refused (see unsupported_fields.SAMPLING)
     beam_width: Any = None
-    stream_interval: Any = None
     watermark: Any = None
 
     def fill(self, preferred: NativeSampling) -> None:
@@ -70,6 +70,9 @@ class NativeSampling(msgspec.Struct, kw_only=True):
         """Validated sampling parameters; ``default_tokens`` is the output's length where none is requested."""
         for name in SAMPLING:
             refuse(SAMPLING, name, getattr(self, name))
+        if self.stream_interval is not None and self.stream_interval < 1:
+            raise InvalidRequest(f"stream_interval must be 1 or more, not {self.stream_interval}.",
+                                 param="sampling_params.stream_interval")
         field = grammar_field(self)
         return validated_params(
             vocab_size, default_tokens if self.max_new_tokens is None else self.max_new_tokens, self.stop, self.top_k,

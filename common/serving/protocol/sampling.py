@@ -14,6 +14,7 @@ from ...api.grammar import GrammarSpec
 from ...api.sampling import SamplingParams
 from ...api.wire import Float32, Int32, Int64
 from ...tokenizer.stop_regex import stop_expression
+from ..context.sessions import SessionParams
 from .bootstrap import BootstrapFields
 from .continuation import Continuation
 
@@ -36,6 +37,7 @@ class CommonFields(BootstrapFields, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    session_params: SessionParams | None = None
     n: Int32 | None = None
     temperature: Float32 | None = None
     top_p: Float32 | None = None

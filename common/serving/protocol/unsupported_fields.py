@@ -52,7 +52,7 @@ _OPENAI: Table = {
                                "/generate with logprob_start_len"),
     "return_meta_info": Refused("/generate returns it"),
     "return_spec_tokens_details": Refused("/generate has them in meta_info"), "watermark": _PLAIN,
-    "ngram_corpus_id": _PLAIN, "session_params": _IN_GENERATE,
+    "ngram_corpus_id": _PLAIN,
     # vLLM's
     "guided_json": Refused(_SEND("json_schema")), "guided_regex": Refused(_SEND("regex")),
     "guided_grammar": Refused(_SEND("ebnf")), "guided_choice": Refused(_SEND("regex")),
@@ -121,7 +121,7 @@ ANTHROPIC: Table = {
     "n": Refused("an answer is one message", (1,)), "lora_path": _NO_LORA,
 }
 SAMPLING: Table = {
-    "beam_width": Refused(harmless=(1,)), "stream_interval": Refused("start the server with --stream-interval"),
+    "beam_width": Refused(harmless=(1,)),
     "watermark": _PLAIN,
 }
 TOOL: Table = {"defer_loading": Refused("send the tool when it is needed")}

@@ -86,13 +86,21 @@ def test_refused_fields_of_messages_and_tools(path: str, body: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("params, param", [
-    ({"beam_width": 4}, "beam_width"), ({"stream_interval": 3}, "stream_interval"), ({"stop_regex": "("}, "stop_regex"),
+    ({"beam_width": 4}, "beam_width"), ({"stream_interval": 0}, "sampling_params.stream_interval"),
+    ({"stop_regex": "("}, "stop_regex"),
     ({"stop_regex": ["x"] * 9}, "stop_regex")])
 def test_refused_sampling_params(params: dict[str, Any], param: str) -> None:
     body = native.decode_generate(json.dumps({"text": "x", "sampling_params": params}).encode())
     with pytest.raises(InvalidRequest) as error:
         body.samplings(1)[0].params(16, 100)
     assert error.value.param == param
+
+
+def test_texts_of_embeddings_may_be_objects() -> None:
+    body = embeddings.decode_embedding(b'{"input": [{"text": "a"}, {"text": "b", "image": null}]}')
+    assert body.texts() == ["a", "b"]
+    with pytest.raises(InvalidRequest, match=r"input\[1\] has image; this model takes text only."):
+        embeddings.decode_embedding(b'{"input": [{"text": "a"}, {"text": "b", "image": "c"}]}').texts()
 
 
 def test_harmless_sampling_params() -> None:

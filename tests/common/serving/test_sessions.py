@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import aiohttp
 import pytest
 
@@ -75,6 +77,13 @@ def test_a_full_session_remembers_no_more(sessions):
         sessions.request(SessionParams("s", "b"), [4], None)
 
 
+async def posted(http: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    async with http.post(path, json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        found: dict[str, Any] = await answer.json()
+        return found
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_over_http(http: aiohttp.ClientSession, stream: bool) -> None:
     async with http.post("/open_session", json={"capacity_of_str_len": 1000}) as answer:
@@ -93,6 +102,19 @@ async def test_over_http(http: aiohttp.ClientSession, stream: bool) -> None:
         [first["meta_info"]["prompt_tokens"], 4, alone["meta_info"]["prompt_tokens"]])
     status, error = await generate(http, text=["a", "b"], session_params={"id": name})
     assert status == 400 and "one prompt" in error["error"]["message"]
+    plain = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "ignore_eos": True}
+    alone = (await posted(http, "/v1/chat/completions", plain))["usage"]["prompt_tokens"]
+    turn = {**plain, "session_params": {"id": name, "rid": "one"}, "rid": "chat", "stream": stream}
+    async with http.post("/v1/chat/completions", json=turn) as answer:
+        assert answer.status == 200
+        await answer.read()
+    told = await posted(http, "/v1/completions", {"prompt": "more", "max_tokens": 1, "session_params": {
+        "id": name, "rid": "chat"}})
+    more = (await posted(http, "/v1/completions", {"prompt": "more", "max_tokens": 1}))["usage"]["prompt_tokens"]
+    assert told["usage"]["prompt_tokens"] == first["meta_info"]["prompt_tokens"] + 4 + alone + 4 + more
+    for path, body in (("/v1/chat/completions", plain), ("/v1/completions", {"prompt": "more"})):
+        async with http.post(path, json={**body, "n": 2, "session_params": {"id": name}}) as answer:
+            assert answer.status == 400 and "one answer" in await answer.text()
     async with http.post("/close_session", json={"session_id": name}) as answer:
         assert answer.status == 200
     assert (await generate(http, text="x", session_params={"id": name}))[0] == 404

@@ -43,6 +43,25 @@ async def chunks(http: aiohttp.ClientSession, path: str, body: dict[str, Any]) -
     return [json.loads(line) for line in lines]
 
 
+async def test_each_request_has_its_stream_interval(http: aiohttp.ClientSession) -> None:
+    asks = {"max_new_tokens": 9, "ignore_eos": True, "temperature": 0}
+    body = {"text": ["hello", "world"], "sampling_params": [{**asks, "stream_interval": 4}, asks]}
+    counts: list[list[int]] = [[], []]
+    for event in await chunks(http, "/generate", body):
+        counts[event["index"]].append(len(event["output_ids"]))
+    assert counts == [[1, 5, 9], [*range(1, 10)]]
+
+
+async def test_loads_are_reported(http: aiohttp.ClientSession) -> None:
+    async with http.get("/v1/loads") as answer:
+        found = await answer.json()
+    [rank] = found["loads"]
+    assert found["dp_rank_count"] == 1 and rank["num_total_reqs"] == rank["num_running_reqs"] == 0
+    assert rank["max_total_num_tokens"] > 0 and 0 <= rank["token_usage"] <= 1
+    assert found["aggregate"] == {"total_running_reqs": 0, "total_waiting_reqs": 0, "total_reqs": 0,
+                                  "avg_token_usage": rank["token_usage"]}
+
+
 async def test_token_ids_of_answers(http: aiohttp.ClientSession) -> None:
     """/generate has them always, under the name output_ids."""
     prompt = (await post(http, "/tokenize", {"prompt": "hello world"}))["tokens"]

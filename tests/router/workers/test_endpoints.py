@@ -125,7 +125,7 @@ async def test_workers_as_sglang_router_shows_them(start_router, worker, request
 QUESTIONS = """
 /liveness /readiness /health /health_generate /engine_metrics /v1/models /get_model_info /get_server_info /model_info
 /server_info /get_server_args /get_max_total_num_tokens /ping
-/get_loads /get_load /workers /list_workers /metrics /v1/responses/resp_1 /v1/conversations/conv_1/items
+/get_loads /get_load /v1/loads /workers /list_workers /metrics /v1/responses/resp_1 /v1/conversations/conv_1/items
 /v1/tokenizers
 """.split()
 
