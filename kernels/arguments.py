@@ -77,6 +77,25 @@ class PackedInts(NamedTuple):
         return self.values.shape[-1] * 8 // self.bits
 
 
+class Int8Format(NamedTuple):
+    """The format of an int8 product's activations: a scale for each token, or the one static ``scale`` [1] for all.
+    ``asymmetric`` ones have a zero point, a static one the ``shift`` [1], its zero point times its scale."""
+
+    asymmetric: bool = False
+    scale: torch.Tensor | None = None
+    shift: torch.Tensor | None = None
+
+
+class Int8Rows(NamedTuple):
+    """Quantized rows of ``dtype``: ``values`` [T, width] int8, contiguous, ``scale`` float32 [T, 1] or [1], and with
+    zero points ``shift`` of the same shape. A value times its scale, less the shift, is the original."""
+
+    values: torch.Tensor
+    scale: torch.Tensor
+    shift: torch.Tensor | None
+    dtype: torch.dtype
+
+
 class Choice(Protocol):
     """Parameters of routing, by which a token's experts are chosen, named as in ``common.config.moe.MoESpec``."""
 
@@ -107,9 +126,9 @@ class Choice(Protocol):
 
 @dataclass(frozen=True)
 class Scales:
-    """Float32 scales of float8 experts. ``block``: one for 128 x 128 values, ``gate_up`` [S, ceil(2 * I / 128),
-    ceil(H / 128)] and ``down`` [S, ceil(H / 128), ceil(I / 128)], where I is a multiple of 128. ``row``: one for an
-    output, [S, 2 * I] and [S, H]."""
+    """Float32 scales of float8 or int8 experts. ``block``, of float8 alone: one for 128 x 128 values, ``gate_up`` [S,
+    ceil(2 * I / 128), ceil(H / 128)] and ``down`` [S, ceil(H / 128), ceil(I / 128)], where I is a multiple of 128.
+    ``row``: one for an output, [S, 2 * I] and [S, H]."""
 
     gate_up: torch.Tensor
     down: torch.Tensor

@@ -32,8 +32,8 @@ def _block_of_program(program, row_blocks, column_blocks, BAND: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "splits", "x_row", "x_group", "w_step"])
 def _fp8_matmul_kernel(x_desc, w_desc, x_scale_ptr, w_scale_ptr, y_ptr, partial_ptr, counter_ptr, rows, out, steps,
                        splits, x_row, x_group, w_step, BY_BLOCK: tl.constexpr, ONE_SCALE: tl.constexpr,
-                       ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
-                       REDUCES: tl.constexpr, PDL: tl.constexpr):
+                       INT8: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+                       BAND: tl.constexpr, REDUCES: tl.constexpr, PDL: tl.constexpr):
     program = tl.program_id(0)
     split = tl.program_id(1)
     row_block, column_block = _block_of_program(program, tl.cdiv(rows, ROWS), tl.cdiv(out, COLUMNS), BAND)
@@ -49,7 +49,7 @@ def _fp8_matmul_kernel(x_desc, w_desc, x_scale_ptr, w_scale_ptr, y_ptr, partial_
     last = tl.minimum(first + each, steps)
     start_next(PDL)
     wait_for_last(PDL)
-    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    acc = tl.zeros((ROWS, COLUMNS), tl.int32 if INT8 else tl.float32)
     if BY_BLOCK:
         x_scale_at = x_scale_ptr + safe_row * x_row
         for step in range(first, last):
@@ -66,7 +66,8 @@ def _fp8_matmul_kernel(x_desc, w_desc, x_scale_ptr, w_scale_ptr, y_ptr, partial_
         for step in range(first, last):
             x = x_desc.load([first_row, step * DEPTH])
             w = w_desc.load([first_column, step * DEPTH])
-            acc = tl.dot(x, tl.trans(w), acc)
+            acc = tl.dot(x, tl.trans(w), acc, out_dtype=acc.dtype)
+    acc = acc.to(tl.float32)
     inside = (row < rows)[:, None] & (column < out)[None, :]
     offset = row.to(tl.int64)[:, None] * out + column[None, :]
     is_last = True
@@ -82,9 +83,10 @@ def _fp8_matmul_kernel(x_desc, w_desc, x_scale_ptr, w_scale_ptr, y_ptr, partial_
 
 def fp8_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, by: By,
                dtype: torch.dtype, *, tall: int = GROUP, tile: Fp8Tile | None = None) -> torch.Tensor:
-    """``[T, out]`` in ``dtype`` of ``x`` [T, in] and ``weight`` [out, in], float8 and contiguous, where ``in`` is a
-    multiple of 16. Scales are float32: by row ``x_scale`` [T, 1] or [1] and ``weight_scale`` [out] or [1]; by block
-    ``x_scale`` [T, ceil(in / 128)], of any strides, and contiguous ``weight_scale`` [ceil(out / tall), ceil(in / 128)].
+    """``[T, out]`` in ``dtype`` of ``x`` [T, in] and ``weight`` [out, in], float8 or int8 and contiguous, where ``in``
+    is a multiple of 16. Scales are float32: by row ``x_scale`` [T, 1] or [1] and ``weight_scale`` [out] or [1]; by
+    block ``x_scale`` [T, ceil(in / 128)], of any strides, and contiguous ``weight_scale`` [ceil(out / tall), ceil(in /
+    128)].
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -106,6 +108,7 @@ def fp8_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, wei
         TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]),
         TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]), x_scale, weight_scale, y, partials,
         split_counters(x.device), rows, out, triton.cdiv(width, tile.depth), tile.splits, x_row, x_group, w_step,
-        BY_BLOCK=by_block, ONE_SCALE=by_block and tall % tile.columns == 0, ROWS=tile.rows, COLUMNS=tile.columns,
-        DEPTH=tile.depth, BAND=_BAND, REDUCES=tile.splits > 1, num_warps=tile.warps, num_stages=tile.stages, **pdl(x))
+        BY_BLOCK=by_block, ONE_SCALE=by_block and tall % tile.columns == 0, INT8=x.dtype == torch.int8, ROWS=tile.rows,
+        COLUMNS=tile.columns, DEPTH=tile.depth, BAND=_BAND, REDUCES=tile.splits > 1, num_warps=tile.warps,
+        num_stages=tile.stages, **pdl(x))
     return y

@@ -6,8 +6,9 @@ import torch
 
 from .. import reference
 from .._triton import runs_triton
-from ..arguments import ExpertBiases, Float8Rows, Scales
+from ..arguments import ExpertBiases, Float8Rows, Int8Format, Scales
 from ..rowwise.fp8_quantize import quantize_groups
+from ..rowwise.int8_quantize import quantize_int8
 from ..tuning.moe import Tiles
 from ..tuning.policy import policy_of
 from .moe_align import Alignment, moe_align
@@ -17,7 +18,7 @@ from .moe_sum import moe_sum
 
 Biases = tuple[torch.Tensor | None, torch.Tensor | None]
 Quantized = tuple[torch.Tensor, torch.Tensor | None]
-"""A pair of rows and, where they are in float8, their scales."""
+"""A pair of rows and, where they are in float8 or int8, their scales."""
 
 
 def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, topk_ids: torch.Tensor,
@@ -27,8 +28,8 @@ def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, topk
 
     ``x`` [T, H]; ``gate_up`` [S, 2 * I, H], each expert's gate before its up; ``down`` [S, H, I]; ``topk_ids`` [T, K]
     int64, of which those outside of ``[0, S)`` add nothing; ``weights`` [T, K] float32. A token chooses an expert once.
-    Float8 experts come with ``scales``; then ``x`` and the activation between the products are quantized too, with a
-    scale a token, or a group of 128 of its values. ``tiles`` replace the policy's. ``biases`` are added to the
+    Float8 and int8 experts come with ``scales``; then ``x`` and the activation between the products are quantized too,
+    with a scale a token, or a group of 128 of its values. ``tiles`` replace the policy's. ``biases`` are added to the
     products; with a ``limit`` the activation is ``gated_activation.clamped_gate`` instead of ``silu(g) * u``.
     """
     if not runs_triton(x):
@@ -52,10 +53,10 @@ def moe_products(x: torch.Tensor | Float8Rows, gate_up: torch.Tensor, down: torc
     aligned = moe_align(topk_ids, num_experts, tiles.gate_up.block, tiles.gate_up.max_blocks)
     by_block = scales is not None and scales.by == "block"
     assert by_block or not isinstance(x, Float8Rows)
-    in_order = not (tiles.sorted and fits(tiles.gate_up, hidden, size, by_block)
+    in_order = gate_up.dtype == torch.int8 or not (tiles.sorted and fits(tiles.gate_up, hidden, size, by_block)
                     and fits(tiles.down, size, hidden, by_block))
     products = _products_in_order if in_order else _sorted_products
-    made = products(_quantized(x, scales), dtype, gate_up, down, aligned, choices, tiles, scales,
+    made = products(_quantized(x, gate_up, scales), dtype, gate_up, down, aligned, choices, tiles, scales,
                     biases or (None, None), limit)
     return made, None if in_order else aligned.positions
 
@@ -69,7 +70,7 @@ def _products_in_order(x: Quantized, dtype: torch.dtype, gate_up: torch.Tensor, 
     total = len(given) * choices
     between = moe_gemm(given, gate_up, aligned, choices, total, tiles.gate_up, dtype, gated=True,
                        a_scale=given_scale, b_scale=up_scale, bias=biases[0], limit=limit)
-    given, given_scale = _quantized(between, scales)
+    given, given_scale = _quantized(between, down, scales)
     return moe_gemm(given, down, aligned, 1, total, tiles.down, dtype, a_scale=given_scale, b_scale=down_scale,
                     bias=biases[1])
 
@@ -86,7 +87,7 @@ def _sorted_products(x: Quantized, dtype: torch.dtype, gate_up: torch.Tensor, do
     else:
         between = moe_up(given, gate_up, aligned, choices, total, tiles.gate_up, dtype, given_scale, up_scale,
                          biases[0], limit)
-        given, given_scale = _quantized(between, scales)
+        given, given_scale = _quantized(between, down, scales)
     return moe_down(given, down, aligned, total, tiles.down, dtype, given_scale, down_scale, biases[1])
 
 
@@ -100,9 +101,13 @@ def _tiles_of(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, choice
     return policy_of(x.device).moe.tiles(len(x), len(gate_up), hidden, size, choices, dtype, warp_specialized)
 
 
-def _quantized(rows: torch.Tensor | Float8Rows, scales: Scales | None) -> Quantized:
+def _quantized(rows: torch.Tensor | Float8Rows, stack: torch.Tensor, scales: Scales | None) -> Quantized:
+    """Quantizes rows as the experts' weights are."""
     if isinstance(rows, Float8Rows):
         return rows.values, rows.scale
     if scales is None:
         return rows, None
+    if stack.dtype == torch.int8:
+        q = quantize_int8(rows, Int8Format())
+        return q.values, q.scale
     return quantize_groups(rows, SCALE_GROUP if scales.by == "block" else rows.shape[1])

@@ -20,9 +20,9 @@ SCALE_GROUP = 128
 def _moe_gemm_kernel(a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, bias_ptr, out_ptr, rows_ptr, expert_of_block_ptr, total,
                      num_blocks, columns, depth, a_stride, b_stride, scale_columns, scale_depth, choices,
                      GATED: tl.constexpr, LIMIT: tl.constexpr, BLOCK_SCALED: tl.constexpr,
-                     ROW_SCALED: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-                     BLOCK_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, BAND: tl.constexpr,
-                     PDL: tl.constexpr):
+                     ROW_SCALED: tl.constexpr, INT8: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr,
+                     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr,
+                     BAND: tl.constexpr, PDL: tl.constexpr):
     start_next(PDL)
     wait_for_last(PDL)
     # Programs go through a band of row blocks before the next columns, so that an expert's matrix stays in the cache.
@@ -49,8 +49,8 @@ def _moe_gemm_kernel(a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, bias_ptr, out_ptr, 
         a_scale_at = a_scale_ptr + row * scale_depth
         b_scale_at = b_scale_ptr + (expert * scale_columns + safe // GROUP) * scale_depth
         up_scale_at = b_scale_ptr + (expert * scale_columns + (columns + safe) // GROUP) * scale_depth
-    acc = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
-    up = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+    acc = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.int32 if INT8 else tl.float32)
+    up = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.int32 if INT8 else tl.float32)
     for start in range(0, depth, BLOCK_DEPTH):
         if WHOLE:
             a = tl.load(a_at)
@@ -64,7 +64,7 @@ def _moe_gemm_kernel(a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, bias_ptr, out_ptr, 
             a_scale = tl.load(a_scale_at + step)[:, None]
             acc += tl.dot(a, b) * (a_scale * tl.load(b_scale_at + step)[None, :])
         else:
-            acc = tl.dot(a, b, acc, input_precision="ieee")
+            acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=acc.dtype)
         if GATED:
             if WHOLE:
                 c = tl.load(up_at)
@@ -73,10 +73,12 @@ def _moe_gemm_kernel(a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, bias_ptr, out_ptr, 
             if BLOCK_SCALED:
                 up += tl.dot(a, c) * (a_scale * tl.load(up_scale_at + step)[None, :])
             else:
-                up = tl.dot(a, c, up, input_precision="ieee")
+                up = tl.dot(a, c, up, input_precision="ieee", out_dtype=up.dtype)
             up_at += BLOCK_DEPTH
         a_at += BLOCK_DEPTH
         b_at += BLOCK_DEPTH
+    acc = acc.to(tl.float32)
+    up = up.to(tl.float32)
     if ROW_SCALED:
         row_scale = tl.load(a_scale_ptr + row)[:, None]
         b_scale_at = b_scale_ptr + expert * scale_columns + safe
@@ -104,8 +106,8 @@ def moe_gemm(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, choices: int,
     ``a`` [., depth], contiguous in depth; ``b`` [S, N, depth], contiguous. ``gated``: ``b`` [S, 2 * N, depth], and the
     result is ``silu`` of the gates' product times the ups', with a ``limit`` ``gated_activation.clamped_gate``.
     ``bias`` [S, N], or [S, 2 * N], is added before that.
-    With float8 ``a`` and ``b`` come float32 scales: ``a_scale`` [., ceil(depth / 128)] and ``b_scale``
-    [S, ceil(N / 128), ceil(depth / 128)], or [., 1] and [S, N].
+    With float8 or int8 ``a`` and ``b`` come float32 scales, int8's by row: ``a_scale`` [., ceil(depth / 128)] and
+    ``b_scale`` [S, ceil(N / 128), ceil(depth / 128)], or [., 1] and [S, N].
     """
     columns, depth = b.shape[1] // (2 if gated else 1), b.shape[2]
     sizes = [0, 0] if b_scale is None else list(b_scale.shape[1:])  # one size is row scales', two are block scales'
@@ -119,7 +121,7 @@ def moe_gemm(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, choices: int,
         _moe_gemm_kernel[(num_blocks * triton.cdiv(columns, tile.columns),)](
             a, a_scale, b, b_scale, bias, out, aligned.sorted_choices, aligned.expert_of_block, total, num_blocks,
             columns, depth, a.stride(0), b.stride(0), sizes[0], sizes[-1], choices, GATED=gated, LIMIT=limit,
-            BLOCK_SCALED=by_block, ROW_SCALED=by_row, WHOLE=depth % deep == 0, GROUP=SCALE_GROUP, BLOCK_ROWS=tile.rows,
-            BLOCK_COLUMNS=tile.columns, BLOCK_DEPTH=deep, BAND=tile.band, num_warps=tile.warps, num_stages=tile.stages,
-            **pdl(a))
+            BLOCK_SCALED=by_block, ROW_SCALED=by_row, INT8=a.dtype == torch.int8, WHOLE=depth % deep == 0,
+            GROUP=SCALE_GROUP, BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns, BLOCK_DEPTH=deep, BAND=tile.band,
+            num_warps=tile.warps, num_stages=tile.stages, **pdl(a))
     return out

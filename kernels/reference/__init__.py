@@ -26,6 +26,7 @@ from .fixed_rows import batch_invariant_matmul
 from .float8 import FP8_LARGEST, FP8_LEAST, quantize_by, quantize_groups
 from .gemm import block_matmul, per_head_matmul, scaled_matmul, small_m_matmul
 from .gguf import dequantize_gguf
+from .int8 import INT8_LEAST, int8_matmul, quantize_int8
 from .mla import mla_attention, mla_prefill, mla_rope_and_store
 from .moe import group_scores, limit_to_groups, moe_align, moe_experts, moe_spans, moe_topk
 from .mxfp4 import dequantize_mxfp4, mxfp4_experts, pack_mxfp4, pack_mxfp4_scales
@@ -35,14 +36,14 @@ from .sparse import label_scores, order_channels, plan_sparse_decode, select_tok
 from .speculative import accept_chains, place_chains, place_rows
 
 __all__ = [
-    "FP8_LARGEST", "FP8_LEAST", "accept_chains", "all_reduce", "all_reduce_rmsnorm", "all_to_all_combine",
-    "all_to_all_dispatch", "argmax", "batch_invariant_matmul", "block_lengths", "block_matmul", "copy_blocks",
-    "dequantize_gguf", "dequantize_ints", "dequantize_mxfp4", "dequantize_pages", "gather_rows", "group_scores",
-    "joined_norms", "label_scores", "limit_to_groups", "mla_attention", "mla_prefill", "mla_rope_and_store",
-    "moe_align", "moe_experts", "moe_spans", "moe_topk", "move_slots", "mxfp4_experts", "order_channels", "pack_ints",
-    "pack_mxfp4", "pack_mxfp4_scales", "packed_int_matmul", "paged_attention", "per_head_matmul", "place_chains",
-    "place_rows", "plan_decode",
-    "plan_sparse_decode", "quantize_by", "quantize_groups", "reduce_scatter_rmsnorm", "rmsnorm", "rmsnorm_all_gather",
-    "rope_and_store", "rotate", "scale_by_sinks", "scaled_matmul", "select_tokens", "silu_and_mul", "small_m_matmul",
-    "sparse_decode", "unpack_ints", "visible_by_words",
+    "FP8_LARGEST", "FP8_LEAST", "INT8_LEAST", "accept_chains", "all_reduce", "all_reduce_rmsnorm",
+    "all_to_all_combine", "all_to_all_dispatch", "argmax", "batch_invariant_matmul", "block_lengths", "block_matmul",
+    "copy_blocks", "dequantize_gguf", "dequantize_ints", "dequantize_mxfp4", "dequantize_pages", "gather_rows",
+    "group_scores", "int8_matmul", "joined_norms", "label_scores", "limit_to_groups", "mla_attention", "mla_prefill",
+    "mla_rope_and_store", "moe_align", "moe_experts", "moe_spans", "moe_topk", "move_slots", "mxfp4_experts",
+    "order_channels", "pack_ints", "pack_mxfp4", "pack_mxfp4_scales", "packed_int_matmul", "paged_attention",
+    "per_head_matmul", "place_chains", "place_rows", "plan_decode", "plan_sparse_decode", "quantize_by",
+    "quantize_groups", "quantize_int8", "reduce_scatter_rmsnorm", "rmsnorm", "rmsnorm_all_gather", "rope_and_store",
+    "rotate", "scale_by_sinks", "scaled_matmul", "select_tokens", "silu_and_mul", "small_m_matmul", "sparse_decode",
+    "unpack_ints", "visible_by_words",
 ]

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from ..arguments import Choice, ExpertBiases, Scales
+from ..arguments import Choice, ExpertBiases, Int8Format, Scales
 from ..elementwise import by_element
 from ..gated_activation import clamped_gate
 from .float8 import quantize_groups
 from .gemm import block_matmul, scaled_matmul
 from .gemm import product as unscaled_product
+from .int8 import int8_matmul, quantize_int8
 from .rows import silu_and_mul
 
 ExpertProduct = Callable[[torch.Tensor, int], torch.Tensor]
@@ -26,6 +27,8 @@ def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, topk
         matrix = stack[expert]
         if scale is None:
             return unscaled_product(rows, matrix)
+        if matrix.dtype == torch.int8:
+            return int8_matmul(quantize_int8(rows, Int8Format()), matrix, scale[expert])
         if scale.ndim == 2:
             return scaled_matmul(*quantize_groups(rows, rows.shape[1]), matrix, scale[expert], rows.dtype)
         return block_matmul(*quantize_groups(rows, 128), matrix, scale[expert], (128, 128), rows.dtype)

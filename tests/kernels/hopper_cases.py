@@ -21,6 +21,8 @@ from baton.kernels.arguments import (
     ExpertBiases,
     Float8Format,
     HeadNorms,
+    Int8Format,
+    Int8Rows,
     KnownChains,
     Mxfp4Weights,
     NormWeight,
@@ -72,6 +74,7 @@ from baton.kernels.gemm.small_m_matmul import small_m_matmul
 from baton.kernels.gemm.split_k_warp_specialized import split_k_matmul, split_k_partials
 from baton.kernels.gguf.packed_matmul import dequantize, packed_matmul
 from baton.kernels.gguf_blocks import BLOCKS
+from baton.kernels.int8.int8_matmul import int8_matmul
 from baton.kernels.moe.moe_experts import moe_experts
 from baton.kernels.moe.moe_topk import moe_topk
 from baton.kernels.moe.mxfp4_experts import mxfp4_experts
@@ -79,6 +82,7 @@ from baton.kernels.moe.packed_int_experts import packed_int_expert_products
 from baton.kernels.rowwise.fp8_quantize import quantize_by, quantize_groups, quantize_tokens
 from baton.kernels.rowwise.fp8_rmsnorm import fp8_rmsnorm
 from baton.kernels.rowwise.gather_rows import gather_rows
+from baton.kernels.rowwise.int8_quantize import quantize_int8
 from baton.kernels.rowwise.joined_norms import joined_norms
 from baton.kernels.rowwise.rmsnorm import rmsnorm
 from baton.kernels.rowwise.silu_and_mul import silu_and_mul
@@ -307,6 +311,20 @@ def by_rows(rows: int, out: int, width: int) -> None:
     fp8_matmul(fp8(rows, width), fp32(rows, 1), fp8(out, width), fp32(out), "row", BF16)
 
 
+def int8(*shape: int) -> torch.Tensor:
+    return of(*shape, dtype=torch.int8)
+
+
+def int8_rows(rows: int, out: int, width: int) -> None:
+    q = Int8Rows(int8(rows, width), fp32(rows, 1), None, BF16)
+    int8_matmul(q, int8(out, width), fp32(out))
+
+
+def int8_experts(tokens: int, places: int, hidden: int, size: int, choices: int) -> None:
+    moe_experts(of(tokens, hidden), int8(places, 2 * size, hidden), int8(places, hidden, size),
+                int64(tokens, choices), fp32(tokens, choices), by_row(places, hidden, size))
+
+
 def few_rows(rows: int, out: int, width: int, float8: bool = False, gated: bool = False,
              tile: PersistentTile | None = None) -> None:
     if float8:
@@ -479,6 +497,13 @@ CASES: dict[str, Callable[[], object]] = {
     "mxfp4_experts gpt-oss, 500 tokens": lambda: packed_experts(500, 32, 2880, 2880, 4),
     "mxfp4_experts gpt-oss, 8192 tokens": lambda: packed_experts(8192, 32, 2880, 2880, 4),
     "mxfp4_experts gpt-oss, float16": lambda: packed_experts(7, 32, 2880, 2880, 4, dtype=FP16),
+    "int8_quantize 4096": lambda: quantize_int8(of(7, 4096), Int8Format()),
+    "int8_quantize 14336, gated, asymmetric": lambda: quantize_int8(of(7, 28672), Int8Format(True), gated=True),
+    "int8_matmul Llama, 7 rows": lambda: int8_rows(7, 6144, 4096),
+    "int8_matmul Llama, 100 rows": lambda: int8_rows(100, 6144, 4096),
+    "int8_matmul Llama, 4096 rows": lambda: int8_rows(4096, 6144, 4096),
+    "moe_experts Qwen3 in int8, 7 tokens": lambda: int8_experts(7, 128, 2048, 768, 8),
+    "moe_experts Qwen3 in int8, 8192 tokens": lambda: int8_experts(8192, 128, 2048, 768, 8),
     # DeepSeek-V2-Lite: 16 heads; DeepSeek-V3: 128.
     "mla_rope_and_store V2-Lite": lambda: store_latents(7, 16, BF16),
     "mla_rope_and_store V2-Lite, float8": lambda: store_latents(7, 16, BF16, FP8),
