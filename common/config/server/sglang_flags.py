@@ -108,7 +108,7 @@ VALUES: dict[str, Values] = {
     "--log-level": Values({"critical": "error"}),
     "--log-level-http": Values({"critical": "error"}),
     "--quantization": Values({"w8a8_fp8": "fp8"}, refused=dict.fromkeys(
-        ("marlin", "bitsandbytes", "modelopt", "modelopt_fp4", "petit_nvfp4", "w8a8_int8", "qoq", "w4afp8"),
+        ("marlin", "bitsandbytes", "modelopt", "modelopt_fp4", "petit_nvfp4", "qoq", "w4afp8"),
         "weights are in 16 bits, float8, MXFP4 or packed integers of AWQ and GPTQ; use fp8, or such a checkpoint")),
     "--load-format": Values(refused=dict.fromkeys(
         ("npcache", "sharded_state", "bitsandbytes", "layered", "remote"),

@@ -61,8 +61,8 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
         "arrivals", "dataset_args", "datasets", "own_workload", "vocabulary", "workload"}),
     "common/bench/exams": (EXAMS, {"exam", "files", "numbers", "prompts"}),
     "common/quantization": (QUANTIZATIONS, {
-        "compressed_ints", "experts", "float8", "fp8_block", "fp8_per_channel", "gguf_linear", "methods",
-        "mxfp4_experts", "mxfp4_packed", "packed_int_format", "packed_int_linear", "shards"}),
+        "compressed_ints", "experts", "float8", "fp8_block", "fp8_per_channel", "gguf_linear", "int8_linear",
+        "methods", "mxfp4_experts", "mxfp4_packed", "packed_int_format", "packed_int_linear", "shards"}),
     "common/config/described": (DESCRIPTIONS, set()),
     "common/models": (MODELS, {"registry"}),
     "common/weights": (LOAD_FORMATS, {
