@@ -104,7 +104,7 @@ def tensor_parts(name: str, tensor: LazyTensor) -> Iterable[tuple[str, LazyTenso
     return by_expert(name, tensor)
 
 
-def _from_last_on(layer: int, max_window_layers: int) -> bool:
+def from_last_on(layer: int, max_window_layers: int) -> bool:
     return layer >= max_window_layers
 
 
@@ -116,23 +116,23 @@ def _every(layer: int, max_window_layers: int) -> bool:
     return True
 
 
-_DENSE = {
+DENSE = {
     **COMMON, "num_key_value_heads": 32, "intermediate_size": 22016, "vocab_size": 151936,
     "max_position_embeddings": 32768, "sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
 _MOE = {
-    **_DENSE, "hidden_size": 2048, "num_hidden_layers": 24, "num_experts_per_tok": 4, "decoder_sparse_step": 1,
+    **DENSE, "hidden_size": 2048, "num_hidden_layers": 24, "num_experts_per_tok": 4, "decoder_sparse_step": 1,
     "norm_topk_prob": False}
-_DENSE_3 = {**_DENSE, "head_dim": 128, "attention_bias": False}
+_DENSE_3 = {**DENSE, "head_dim": 128, "attention_bias": False}
 _MOE_2 = {**_MOE, "num_attention_heads": 16, "num_key_value_heads": 16, "intermediate_size": 5632, "qkv_bias": True,
           "num_experts": 60, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632}
 _MOE_3 = {**_MOE, "num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 6144,
           "attention_bias": False, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 
 MODELS.register("Qwen2ForCausalLM", "Qwen2ForSequenceClassification", "Qwen2Model")(
-    ModelFamily(partial(read_qwen2, slides=_from_last_on, has_experts=False), build, blocks, _DENSE,
+    ModelFamily(partial(read_qwen2, slides=from_last_on, has_experts=False), build, blocks, DENSE,
                 tensor_parts, title="Qwen2", notes="biases of q, k and v"))
 MODELS.register("Qwen3ForCausalLM", "Qwen3ForSequenceClassification", "Qwen3Model")(
-    ModelFamily(partial(read_qwen3, slides=_from_last_on, has_experts=False), build, blocks, _DENSE_3,
+    ModelFamily(partial(read_qwen3, slides=from_last_on, has_experts=False), build, blocks, _DENSE_3,
                 tensor_parts, title="Qwen3", notes="normed heads of q and k"))
 MODELS.register("Qwen2MoeForCausalLM", "Qwen2MoeForSequenceClassification", "Qwen2MoeModel")(
     ModelFamily(partial(read_qwen2, slides=_every_second_before_last, has_experts=True), build, blocks, _MOE_2,

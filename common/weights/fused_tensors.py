@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..api.errors import ConfigError
 from ..config.model import ModelSpec
 from .lazy import LazyTensor
 from .loader import TensorParts
@@ -33,27 +34,27 @@ class RowRange:
 
 
 class GroupedRows:
-    """A LazyTensor of the rows ``[start, stop)`` of each ``group`` of rows of ``tensor``, as where a head's query, key
-    and value follow each other. Slices hold whole parts of groups."""
+    """A LazyTensor of the rows ``[start, stop)`` of each group of ``tensor``, which has groups of ``size`` rows. It
+    reads the whole groups that a slice touches."""
 
-    def __init__(self, tensor: LazyTensor, group: int, start: int, stop: int):
+    def __init__(self, tensor: LazyTensor, size: int, start: int, stop: int):
         self._tensor = tensor
-        self._group, self._start, self._stop = group, start, stop
+        self._size, self._start, self._own = size, start, stop - start
 
     def get_shape(self) -> list[int]:
         rows, *rest = self._tensor.get_shape()
-        return [rows // self._group * (self._stop - self._start), *rest]
+        return [rows // self._size * self._own, *rest]
 
     def get_dtype(self) -> str:
         return self._tensor.get_dtype()
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         own, rest = (key[0], key[1:]) if isinstance(key, tuple) else (key, ())
-        each = self._stop - self._start
         start, stop, _ = (slice(None) if own is Ellipsis else own).indices(self.get_shape()[0])
-        rows = self._tensor[(slice(start // each * self._group, stop // each * self._group), *rest)]
-        groups: torch.Tensor = rows.unflatten(0, (-1, self._group))
-        return groups[:, self._start:self._stop].flatten(0, 1)
+        first, last = start // self._own, -(-stop // self._own)
+        groups = self._tensor[(slice(first * self._size, last * self._size), *rest)].unflatten(0, (-1, self._size))
+        rows: torch.Tensor = groups[:, self._start:self._start + self._own].flatten(0, 1)
+        return rows[start - first * self._own:stop - first * self._own]
 
 
 class Transposed:
@@ -71,8 +72,8 @@ class Transposed:
     def __getitem__(self, key: Any) -> torch.Tensor:
         if key is Ellipsis:
             key = slice(None)
-        rows, columns = key if isinstance(key, tuple) else (key, slice(None))
-        part: torch.Tensor = self._tensor[columns, rows]
+        rows, *columns = key if isinstance(key, tuple) else (key,)
+        part: torch.Tensor = self._tensor[columns[0] if columns else slice(None), rows]
         return part.T
 
 
@@ -127,3 +128,61 @@ def qkv_rows(spec: ModelSpec, prefix: str = "") -> dict[str, int]:
     """Returns the rows of queries, keys and values that are one after the other in one tensor, for ``split_names``."""
     kv = spec.num_kv_heads * spec.head_dim
     return {f"{prefix}q_proj": spec.num_heads * spec.head_dim, f"{prefix}k_proj": kv, f"{prefix}v_proj": kv}
+
+
+class NormalizedRows:
+    """A LazyTensor of ``tensor`` with rows of length 1. Slices hold whole rows."""
+
+    def __init__(self, tensor: LazyTensor):
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return self._tensor.get_shape()
+
+    def get_dtype(self) -> str:
+        return self._tensor.get_dtype()
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        return torch.nn.functional.normalize(self._tensor[key])
+
+
+class SwappedHalves:
+    """A LazyTensor of the matrix ``tensor`` with its right half of columns before its left one."""
+
+    def __init__(self, tensor: LazyTensor):
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return self._tensor.get_shape()
+
+    def get_dtype(self) -> str:
+        return self._tensor.get_dtype()
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        rows, columns = key if isinstance(key, tuple) else (key, slice(None))
+        whole: torch.Tensor = self._tensor[rows]
+        return torch.cat(whole.chunk(2, dim=1)[::-1], dim=1)[:, columns]
+
+
+def grouped_qkv(spec: ModelSpec, module: str, renamed: Mapping[str, str]) -> TensorParts:
+    """Returns a TensorParts for checkpoints whose ``module`` has, for one KV head after another, the queries that share
+    it, its key and its value; ``renamed`` as for ``split_names``. The function raises ConfigError for a quantized
+    ``module`` whose outputs are packed together."""
+    head = spec.head_dim
+    queries = spec.num_heads // spec.num_kv_heads * head
+    group = queries + 2 * head
+    spans = {"q_proj": (0, queries), "k_proj": (queries, queries + head), "v_proj": (queries + head, group)}
+    rename = split_names({}, renamed)
+
+    def parts(name: str, tensor: LazyTensor) -> Iterable[tuple[str, LazyTensor]]:
+        for own, part in rename(name, tensor):
+            if f".{module}." not in own:
+                yield own, part
+                continue
+            if part.get_shape()[:1] != [group * spec.num_kv_heads]:
+                raise ConfigError(f"{name} packs the outputs of several heads, which are read in another order: use an "
+                                  "unquantized checkpoint.")
+            for projection, (start, stop) in spans.items():
+                yield own.replace(f".{module}.", f".{projection}."), GroupedRows(part, group, start, stop)
+
+    return parts
