@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ...api.errors import ConfigError
 from ...parsers.reasoning import REASONING_FORMATS
@@ -40,6 +40,15 @@ class AnswerArgs:
         "give in each event of a stream of /generate the text and the output_ids since the event before, not those so "
         "far"))
 
+    sampling_defaults: Literal["openai", "model"] = flag("openai", help=(
+        "what chats and completions are sampled with where they leave it out. openai: temperature 1, without top_p and "
+        "the like. model: what the checkpoint's generation_config.json recommends (temperature, top_p, top_k, min_p, "
+        "repetition_penalty)"))
+    default_chat_template_kwargs: str | None = flag(None, metavar="JSON", help=(
+        "a JSON object of chat_template_kwargs for chats that leave them out, as {\"enable_thinking\": false}"))
+    stream_response_default_include_usage: bool = flag(False, help=(
+        "end streams of chats and completions with their usage, unless stream_options.include_usage is false"))
+
     flag_rules: ClassVar[tuple[ServerRule, ...]] = (
         Rule(lambda c: c.answers.enable_return_hidden_states and c.parallel.pp_size > 1,
              "--enable-return-hidden-states does not work across the stages of --pp-size: leave one of them out."),
@@ -48,6 +57,14 @@ class AnswerArgs:
     def __post_init__(self) -> None:
         if self.preferred_sampling_params is not None:
             json_object("--preferred-sampling-params", self.preferred_sampling_params)
+        if self.default_chat_template_kwargs is not None:
+            json_object("--default-chat-template-kwargs", self.default_chat_template_kwargs)
+
+    @property
+    def template_defaults(self) -> dict[str, Any]:
+        """The variables of --default-chat-template-kwargs."""
+        text = self.default_chat_template_kwargs
+        return {} if text is None else json_object("--default-chat-template-kwargs", text)
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,8 @@ NEWER: dict[str, Foreign] = {
     **_all(Mapped(_whitespace, "--constrained-json-whitespace-pattern", "1"), "constrained-json-max-whitespace-cnt"),
     **_all(Mapped(lambda values, ours: {"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
            "enable-hicache disaggregation-decode-enable-offload-kvcache"),
+    **_all(Mapped(lambda values, ours: {"kv_checksum": "full"}, "--kv-checksum full"),
+           "disaggregation-enable-kv-checksum"),
     # ------------------------------------------------------------------ always so here
     **_all(Automatic("kernels are chosen by the shapes of a step", "1"),
            "fp8-gemm-backend bf16-gemm-backend triton-attention-split-tile-size speculative-moe-runner-backend "
@@ -163,7 +165,6 @@ NEWER: dict[str, Foreign] = {
            "disaggregation-decode-retraction-backup"),
     **_all(Refused("decode allocates a request's pages when prefill starts; leave it out", ("early",)),
            "disaggregation-decode-allocation-policy"),
-    **_all(Refused("--kv-checksum full compares all pages; use that"), "disaggregation-enable-kv-checksum"),
     **_all(Refused("a server keeps its role; start another one and add it to the router"), "enable-pd-role-switch"),
     **_all(Refused("one GPU is not divided between prompts and decode steps; use --enable-mixed-chunk"),
            "pdmux-config-path"),
@@ -257,9 +258,5 @@ NEWER: dict[str, Foreign] = {
            "ssl-keyfile ssl-certfile ssl-ca-certs ssl-keyfile-password enable-ssl-refresh"),
     **_all(Refused("--chat-template names the template of all requests; use that"),
            "trust-request-chat-template hf-chat-template-name"),
-    **_all(Refused("requests have chat_template_kwargs; set it there"), "default-chat-template-kwargs"),
     **_all(Refused("grammars begin after the reasoning; leave it out"), "enable-strict-thinking"),
-    **_all(Refused("requests without a temperature have OpenAI's; leave it out", ("openai",)), "sampling-defaults"),
-    **_all(Refused("requests ask for it by stream_options.include_usage; set it there"),
-           "stream-response-default-include-usage"),
 }

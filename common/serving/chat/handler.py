@@ -54,7 +54,8 @@ async def plan_chat(context: ServingContext, body: ChatRequest, *, arrived: floa
     model.check_name(body.model)
     choice = tool_choice(body)
     tokenizer = context.status.serving_tokenizer()
-    prompt = chat_prompt(tokenizer, body, choice)
+    body.set_defaults(context.config.answers)
+    prompt = chat_prompt(tokenizer, body, choice, context.config.answers.template_defaults)
     asked = grammar_field(body, body.response_format)
     form = answer_form(model.chat_formats, body, choice, prompt, asked and asked.spec)
     ids = await planner.prompt_ids(Prompts(texts=[prompt]), "messages", add_special_tokens=False)
@@ -62,7 +63,8 @@ async def plan_chat(context: ServingContext, body: ChatRequest, *, arrived: floa
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     limit, asked_tokens = planner.output_limit(ids[0], body.requested_tokens, tokens_name=limit_name)
     params = sampling_params(body, asked_tokens, limit, vocab_size=model.spec.vocab_size,
-                             grammar=form.grammar, tokens_name=limit_name)
+                             grammar=form.grammar, tokens_name=limit_name,
+                             defaults=model.sampling_defaults)
     stops, stop_ids = tokenizer.chat_stops(model.spec.vocab_size)
     if stops or stop_ids:
         params = msgspec.structs.replace(params, stop=(*params.stop, *stops),

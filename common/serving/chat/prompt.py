@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...api.errors import InvalidRequest
@@ -13,14 +13,15 @@ from .schema import ChatRequest, ContentPart, Message, MessageToolCall, Reasonin
 from .tool_choice import ToolChoice
 
 
-def chat_prompt(tokenizer: Tokenizer, request: ChatRequest, choice: ToolChoice) -> str:
-    """``choice`` is the request's own, see ``tool_choice``. Raises InvalidRequest."""
+def chat_prompt(tokenizer: Tokenizer, request: ChatRequest, choice: ToolChoice, defaults: Mapping[str, Any]) -> str:
+    """``choice`` is the request's own, see ``tool_choice``; ``defaults``: the template's variables that the request
+    does not set. Raises InvalidRequest."""
     continued = bool(request.continue_final_message)
     if continued and request.add_generation_prompt:
         raise InvalidRequest("continue_final_message continues the last message, add_generation_prompt begins a new "
                              "one; send one of them.", param="continue_final_message")
     messages = template_messages(request, knows_developer="developer" in (tokenizer.chat_template or ""))
-    tools, options = template_tools(choice.tools), template_options(request)
+    tools, options = template_tools(choice.tools), {**defaults, **template_options(request)}
     return tokenizer.render_chat(
         messages, tools=tools, continue_final_message=continued,
         add_generation_prompt=not continued and request.add_generation_prompt is not False, options=options)

@@ -29,6 +29,7 @@ async def plan_completion(context: ServingContext, body: CompletionRequest, *, a
     """Checks and plans a text completion; parameters as of ``plan_chat``."""
     model, planner = context.model, context.planner
     model.check_name(body.model)
+    body.set_defaults(context.config.answers)
     prompts = with_suffix(body, parse_prompts(body.prompt, "prompt"), context.config.model.completion_template)
     ids = await planner.prompt_ids(prompts, "prompt")
     session = session_turn(context, body.session_params, ids, body.num_generated, body)
@@ -37,7 +38,8 @@ async def plan_completion(context: ServingContext, body: CompletionRequest, *, a
     for prompt in ids:
         limit, asked_tokens = planner.output_limit(prompt, body.max_tokens, tokens_name="max_tokens")
         samplings.append(sampling_params(body, asked_tokens, min(DEFAULT_TOKENS, limit),
-                                         vocab_size=model.spec.vocab_size, grammar=asked and asked.spec))
+                                         vocab_size=model.spec.vocab_size, grammar=asked and asked.spec,
+                                         defaults=model.sampling_defaults))
     ranked = body.num_generated > body.num_choices
     start = 0 if body.echo and body.logprobs is not None else -1
     logprobs = LogprobOptions(body.logprobs is not None or ranked, start, body.logprobs or 0)

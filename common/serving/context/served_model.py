@@ -8,7 +8,7 @@ from functools import cached_property
 from ...api.errors import InvalidRequest, NotFound
 from ...api.identity import ModelIdentity
 from ...api.messages import Pooling
-from ...config.checkpoint import read_config, resolve_pooling
+from ...config.checkpoint import read_config, read_json, resolve_metadata, resolve_pooling
 from ...config.model import ModelSpec
 from ...config.server import ChatArgs, ServerConfig
 from ...parsers.reasoning import REASONING_FORMATS, ReasoningFormat
@@ -43,6 +43,7 @@ class ServedModel:
         self.tokenizer: Tokenizer | None = None
         self.chat_formats = ChatFormats(None, None)
         self._args = config.model
+        self._recommends = config.answers.sampling_defaults
 
     def take_version(self, identity: ModelIdentity | None) -> None:
         """Takes the name of weights that another server has sent, unless --weight-version names them."""
@@ -59,6 +60,15 @@ class ServedModel:
         """The names of a classifier's labels, those of transformers where config.json has none."""
         names = (read_config(self._args) or {}).get("id2label") or {}
         return tuple(str(names.get(str(label), f"LABEL_{label}")) for label in range(self.spec.num_labels))
+
+    @cached_property
+    def sampling_defaults(self) -> dict[str, float]:
+        """The sampling parameters of chats and completions that leave them out, where the checkpoint is to say."""
+        if self._recommends != "model":
+            return {}
+        found = read_json(resolve_metadata(self._args) / "generation_config.json") or {}
+        return {name: found[name] for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+                if type(found.get(name)) in (int, float)}
 
     def check_name(self, name: str | None) -> None:
         """Raises NotFound for a model that this server does not serve."""

@@ -5,6 +5,7 @@ Every field may be null, which means its default: clients send nulls.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from ...api.errors import InvalidRequest
 from ...api.grammar import GrammarSpec
 from ...api.sampling import SamplingParams
 from ...api.wire import Float32, Int32, Int64
+from ...config.server import AnswerArgs
 from ...tokenizer.stop_regex import stop_expression
 from ..context.sessions import SessionParams
 from .bootstrap import BootstrapFields
@@ -81,6 +83,13 @@ class CommonFields(BootstrapFields, kw_only=True):
     def reports_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    def set_defaults(self, args: AnswerArgs) -> None:
+        """Reports usage in streams that do not say whether to, where the server does by default."""
+        options = self.stream_options
+        if self.stream and args.stream_response_default_include_usage and (
+                options is None or options.include_usage is None):
+            self.stream_options = StreamOptions(True, None if options is None else options.continuous_usage_stats)
+
     @property
     def reports_usage_always(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
@@ -129,8 +138,10 @@ def biases(logit_bias: dict[str, float] | None) -> dict[int, float] | None:
 
 
 def sampling_params(request: CommonFields, requested_tokens: int | None, default_tokens: int, *, vocab_size: int,
-                    grammar: GrammarSpec | None = None, tokens_name: str = "max_tokens") -> SamplingParams:
-    """Sampling parameters, validated; ``default_tokens`` is the output's length where none is requested.
+                    grammar: GrammarSpec | None = None, tokens_name: str = "max_tokens",
+                    defaults: Mapping[str, float] | None = None) -> SamplingParams:
+    """Sampling parameters, validated; ``default_tokens`` is the output's length where none is requested, ``defaults``
+    those of other parameters.
 
     ``grammar`` is the one that the answer obeys, see ``grammar_field``. Raises InvalidRequest.
     """
@@ -140,6 +151,9 @@ def sampling_params(request: CommonFields, requested_tokens: int | None, default
     if request.min_tokens is not None and not 0 <= request.min_tokens <= max_new_tokens:
         raise InvalidRequest(f"min_tokens must be between 0 and {tokens_name} ({max_new_tokens}), "
                              f"got {request.min_tokens}.", param="min_tokens")
+    for name, value in (defaults or {}).items():
+        if getattr(request, name) is None:
+            setattr(request, name, value)
     stop_regex, logit_bias = stop_expressions(request.stop_regex), biases(request.logit_bias)
     return validated_params(
         vocab_size, max_new_tokens, request.stop, request.top_k, request.stop_token_ids, stop_regex=stop_regex,

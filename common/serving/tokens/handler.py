@@ -45,7 +45,8 @@ def _texts(context: ServingContext, body: TokenizeRequest) -> list[str]:
     if body.prompt is not None:
         return body.prompt if isinstance(body.prompt, list) else [body.prompt]
     chat = body.chat()
-    return [chat_prompt(context.status.serving_tokenizer(), chat, tool_choice(chat))]
+    return [chat_prompt(context.status.serving_tokenizer(), chat, tool_choice(chat),
+                        context.config.answers.template_defaults)]
 
 
 async def detokenize(context: ServingContext, request: web.Request) -> web.Response:

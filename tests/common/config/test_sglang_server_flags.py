@@ -104,6 +104,7 @@ def test_values_are_translated_or_refused(name, values, capsys):
     ("""--kv-events-config '{"publisher": "zmq", "endpoint": "tcp://*:5560"}'""", "--kv-events-port 5560"),
     ("""--kv-events-config '{"publisher": "null"}'""", ""),
     ("--tbo-token-distribution-threshold 0.48", ""),
+    ("--disaggregation-enable-kv-checksum", "--kv-checksum full"),
     ("--oltp-traces-endpoint localhost:4317", "--otlp-traces-endpoint localhost:4317"),
     ("--disaggregation-ib-device mlx5_0",
      "--disaggregation-ib-device mlx5_0 --disaggregation-transfer-backend mooncake"),

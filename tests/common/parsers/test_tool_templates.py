@@ -37,7 +37,7 @@ def tokenizer(checkpoint: os.PathLike[str]) -> Tokenizer:
 
 def prompt(tokenizer: Tokenizer, messages: list[dict[str, Any]] = CHAT, **fields: Any) -> str:
     request = decode_chat(json.dumps({"messages": messages, **fields}).encode())
-    return chat_prompt(tokenizer, request, tool_choice(request))
+    return chat_prompt(tokenizer, request, tool_choice(request), {})
 
 
 def test_all_are_known_here() -> None:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import aiohttp
 import pytest
 
 from baton.common.api.errors import ConfigError
-from baton.common.config.server import ModelArgs, ObserveArgs
+from baton.common.config.server import AnswerArgs, ModelArgs, ObserveArgs
+from baton.common.serving.chat.prompt import chat_prompt
+from baton.common.serving.chat.schema import decode_chat
+from baton.common.serving.chat.tool_choice import tool_choice
 from baton.common.serving.completions.fill_in_the_middle import with_suffix
-from baton.common.serving.completions.schema import CompletionRequest
+from baton.common.serving.completions.schema import CompletionRequest, decode_completion
+from baton.common.serving.context.served_model import ServedModel
 from baton.common.serving.native.schema import preferred_sampling
 from baton.common.serving.protocol.prompts import Prompts
+from baton.common.serving.protocol.sampling import sampling_params
 from baton.tests.helpers.serving import Server
+from baton.tests.helpers.small_models import server_config
 
 CHAT = {"messages": [{"role": "user", "content": "hello world"}]}
 
@@ -60,7 +68,8 @@ def silent(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
                     "--collect-tokens-histogram",
                     "--bucket-time-to-first-token", "2", "0.5", "--bucket-e2e-request-latency", "1",
                     "--prompt-tokens-buckets", "customer", "4", "2", "--generation-tokens-buckets", "tse", "8", "2",
-                    "4", "--preferred-sampling-params", '{"max_new_tokens": 2, "stop": "x"}')
+                    "4", "--stream-response-default-include-usage",
+                    "--preferred-sampling-params", '{"max_new_tokens": 2, "stop": "x"}')
     try:
         yield server.wait_ready()
     finally:
@@ -88,6 +97,46 @@ async def test_usage_without_cached_tokens(silent: Server, http: aiohttp.ClientS
     assert "input_tokens_details" not in response
     assert message["cache_read_input_tokens"] == 0
     assert message["input_tokens"] == told[True][3]["input_tokens"] + 1
+
+
+async def test_streams_end_with_their_usage_by_default(silent: Server) -> None:
+    async with aiohttp.ClientSession(silent.url) as session:
+        for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "hello world"})):
+            for options, reported in ((None, True), ({"continuous_usage_stats": False}, True),
+                                      ({"include_usage": False}, False)):
+                asked = {**body, "stream": True, "max_tokens": 2, "stream_options": options}
+                async with session.post(path, json=asked) as answer:
+                    assert ('"total_tokens"' in await answer.text()) is reported, (path, options)
+            async with session.post(path, json={**body, "max_tokens": 2}) as answer:
+                assert answer.status == 200
+
+
+def test_sampling_as_the_checkpoint_recommends(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({
+        "temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": None, "repetition_penalty": "1", "eos_token_id": 3}))
+    recommended = {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    for value, expected in (("model", recommended), ("openai", {})):
+        config = dataclasses.replace(server_config(tmp_path), answers=AnswerArgs(sampling_defaults=value))
+        assert ServedModel(config, cast(Any, None)).sampling_defaults == expected
+    body = decode_completion(b'{"prompt": "a", "top_p": 0.5}')
+    params = sampling_params(body, 4, 4, vocab_size=100, defaults=recommended)
+    assert (params.temperature, params.top_p, params.top_k) == (0.6, 0.5, 20)
+    assert sampling_params(decode_completion(b'{"prompt": "a"}'), 4, 4, vocab_size=100, defaults={}).temperature == 1
+
+
+def test_template_variables_of_the_server() -> None:
+    args = AnswerArgs(default_chat_template_kwargs='{"enable_thinking": false, "name": "x"}')
+    thinks = {"enable_thinking": True, "name": "x"}
+    for given, expected in (({}, {"enable_thinking": False, "name": "x"}),
+                            ({"chat_template_kwargs": {"enable_thinking": True}}, thinks),
+                            ({"reasoning": {"enabled": True}}, {**thinks, "thinking": True})):
+        seen: dict[str, Any] = {}
+        tokenizer = SimpleNamespace(chat_template="", render_chat=lambda messages, seen=seen, **more: seen.update(more))
+        chat = decode_chat(json.dumps({**CHAT, **given}).encode())
+        chat_prompt(cast(Any, tokenizer), chat, tool_choice(chat), args.template_defaults)
+        assert seen["options"] == expected
+    with pytest.raises(ConfigError, match="--default-chat-template-kwargs must be a JSON object"):
+        AnswerArgs(default_chat_template_kwargs="[1]")
 
 
 async def events(session: aiohttp.ClientSession, body: dict[str, Any]) -> list[dict[str, Any]]:
