@@ -254,7 +254,11 @@ class WeightReceiver:
         for _, slot in stored_tensors(slots):
             if slot.memory is not None:
                 slot.memory.bring()
-            slot.target.copy_(torch.randn(slot.target.shape, device=slot.target.device))
+            if slot.kind.dummy is None:
+                slot.target.copy_(torch.randn(slot.target.shape, device=slot.target.device))
+            else:  # indices, for one, have a range
+                generator = torch.Generator(slot.target.device).manual_seed(secrets.randbits(32))
+                slot.fill(slot.kind.dummy(slot.shape, generator))
         finish_loading(slots)
         self._digests = {"": secrets.token_hex(8)}
         self._tell_runner()

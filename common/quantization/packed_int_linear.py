@@ -57,7 +57,7 @@ class PackedIntLinear:
         self._order = allocate(2, width, dtype=torch.int32) if scheme.act_order and groups > 1 else None
         self._is_sorted = False
         self.weight = self._packed((self._values, self._scales, self._zeros, self._order))
-        if allocate.device.type == "cuda" and allocate.memory is None:
+        if allocate.device.type == "cuda":
             compile_tiles(self.weight, allocate.dtype)
 
     def _packed(self, tensors: _Tensors) -> PackedInts:

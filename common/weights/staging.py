@@ -117,7 +117,8 @@ class Staging:
         parts: list[torch.Tensor] = []
         for index, destination in enumerate(self._destinations):
             for slot in destination.slots():
-                part = self._staged.pop((index, slot.name), None)
+                # A slot without a target takes nothing, and another one may have its name.
+                part = self._staged.pop((index, slot.name), None) if slot.target.numel() else None
                 if part is None:
                     continue
                 filled.append(slot)

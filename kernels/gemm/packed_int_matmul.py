@@ -7,6 +7,8 @@ integers are multiplied and the sums scaled; else the weights are, rounded to th
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from .. import reference
@@ -231,6 +233,20 @@ def dequantize_ints(weight: PackedInts, dtype: torch.dtype, *, sort: bool = True
 
 def compile_tiles(weight: PackedInts, dtype: torch.dtype) -> None:
     """Compile what products with such a weight take, so that no request waits for it; its values do not matter."""
-    policy = policy_of(weight.values.device).packed_ints
-    for rows in (1, 17, 33, 65, policy.numbers.dequantize_min_rows):
-        packed_int_matmul(torch.zeros((rows, weight.width), dtype=dtype, device=weight.values.device), weight)
+    facts = tuple(weight.values.shape), tuple(weight.scales.shape), weight.bits, weight.group
+    _compile_tiles(*facts, weight.zeros is not None, weight.order is not None, weight.indexed, dtype,
+                   weight.values.device)
+
+
+@cache  # an engine has each shape in many layers, and in hundreds of experts
+def _compile_tiles(shape: tuple[int, int], scales: tuple[int, int], bits: int, group: int, with_zeros: bool,
+                   ordered: bool, indexed: bool, dtype: torch.dtype, device: torch.device) -> None:
+    def zeros(*size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype, device=device)
+
+    width = shape[1] * 8 // bits
+    weight = PackedInts(zeros(*shape, dtype=torch.uint8), zeros(*scales, dtype=torch.float32),
+                        zeros(*scales, dtype=dtype) if with_zeros else None,
+                        zeros(2, width, dtype=torch.int32) if ordered else None, bits, group, indexed)
+    for rows in (1, 17, 33, 65, policy_of(device).packed_ints.numbers.dequantize_min_rows):
+        packed_int_matmul(zeros(rows, width, dtype=dtype), weight)

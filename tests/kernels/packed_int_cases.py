@@ -6,6 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from baton.common.config.moe import MoESpec
+from baton.common.config.quantization import choose_quantization
+from baton.common.distributed.expert_parallel import ExpertParallel
+from baton.common.distributed.tp import TPGroup
+from baton.common.layers.moe.experts import Experts
+from baton.common.quantization.experts import ExpertByExpert
+from baton.common.weights.slots import allocator, finish_loading
 from baton.kernels import reference
 from baton.kernels.arguments import ExpertBiases, PackedInts
 from baton.kernels.gemm.packed_int_matmul import dequantize_ints, packed_int_matmul
@@ -13,6 +20,7 @@ from baton.kernels.moe.moe_sum import moe_sum
 from baton.kernels.moe.packed_int_experts import packed_int_expert_products
 from baton.kernels.rowwise.silu_and_mul import silu_and_mul
 from baton.kernels.tuning.packed_ints import IntTile
+from baton.tests.helpers.packed_checkpoints import FORMS, quantize
 from baton.tests.kernels.kernel_cases import DEVICE, each_dtype, pytestmark, random
 
 __all__ = ["pytestmark"]
@@ -77,6 +85,35 @@ def test_many_rows_are_multiplied_by_the_library():
     torch.testing.assert_close(packed_int_matmul(x, weight), reference.packed_int_matmul(x, weight), atol=1e-4,
                                rtol=1e-4)
     assert packed_int_matmul(x[:0], weight).shape == (0, 40)
+
+
+def test_a_row_does_not_depend_on_those_beside_it():
+    """Products of one tile add up in one order."""
+    weight = packed(out=40, width=256, bits=4, group=128, kind="zeros", dtype=torch.float16)
+    x = random(16, 256, dtype=torch.float16)
+    assert torch.equal(packed_int_matmul(x, weight)[3:5], packed_int_matmul(x[3:5], weight))
+
+
+@pytest.mark.parametrize("form", ["awq", "gptq act-order"])
+def test_a_layer_of_experts_multiplies_its_stacks(form):
+    """Stacks of the checkpoint's tensors, against the linear methods that they consist of."""
+    how = FORMS[form]
+    stated = choose_quantization({"quantization_config": how.stated}, None)
+    layer = Experts("e", MoESpec(num_experts=3, top_k=2, intermediate_size=64, layers=(0,)), 96,
+                    ExpertParallel(TPGroup()), allocator(torch.float32, torch.device(DEVICE), stated))
+    slots = list(layer.slots())
+    for expert in range(3):
+        for seed, (part, shape) in enumerate((("gate", (64, 96)), ("up", (64, 96)), ("down", (96, 64)))):
+            q = quantize(torch.randn(shape), how.bits, how.group, how.symmetric, how.act_order, seed + expert)
+            held = {f"e.{expert}.{part}_proj.{key}": value for key, value in how.write(q).items()}
+            for slot in slots:
+                if slot.name in held:
+                    slot.fill(held[slot.name].to(DEVICE))
+    finish_loading(slots)
+    x, weights = random(5, 96, dtype=torch.float32), torch.rand(5, 2, device=DEVICE)
+    ids = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2], [1, 0]], device=DEVICE)
+    want = ExpertByExpert(layer.gate_up, layer.down, 0.0)(x, ids, weights)
+    torch.testing.assert_close(layer(x, ids, weights), want, atol=1e-3, rtol=1e-4)
 
 
 @each_dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from functools import partial
 from pathlib import Path
@@ -12,11 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.common.api.errors import ConfigError
+from baton.common.config.moe import MoESpec
 from baton.common.config.quantization import choose_quantization
+from baton.common.config.server import OffloadArgs
+from baton.common.distributed.expert_parallel import ExpertParallel
 from baton.common.distributed.tp import TPGroup
 from baton.common.layers.dense_weight import DenseWeight
 from baton.common.layers.linear import ColumnLinear, Columns, RowLinear
+from baton.common.layers.moe.experts import Experts
 from baton.common.weights.slots import Slot, allocator, finish_loading
+from baton.common.weights.staging import Staging
 from baton.tests.helpers.deepseek_models import save_deepseek
 from baton.tests.helpers.packed_checkpoints import FORMS, Form, quantize, save_packed
 from baton.tests.helpers.small_models import forward, load_runner, save_model, scattered_pages, server_config
@@ -181,6 +187,63 @@ def test_a_dense_weight_is_dequantized_whenever_it_is_loaded():
         q = quantize(torch.randn(16, 64), 4, 32, False, True, seed)
         filled(layer, {f"c.{key}": value for key, value in form.write(q).items()})
         torch.testing.assert_close(layer.weight, q.weight)
+
+
+@pytest.mark.parametrize("form", ["gptq act-order", "awq"])
+def test_weights_are_updated_offloaded_and_released(tmp_path, form):
+    """Another checkpoint replaces the weights, tensors of a trainer do, and layers in host memory compute the
+    same."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    save_packed(first, FORMS[form], partial(scaled, factor=1.0))
+    dense = save_packed(second, FORMS[form], partial(scaled, factor=1.5))
+    want, pages = logits_of(dense), scattered_pages(load_runner(server_config(first)), 1, 30)[0]
+    for offload in (OffloadArgs(), OffloadArgs(offload_group_size=1)):
+        runner = load_runner(dataclasses.replace(server_config(first), offload=offload))
+        before = forward(runner, [(TOKENS, 0, pages)])
+        runner.check_weights(str(second), None)
+        runner.update_weights(str(second), None)
+        torch.testing.assert_close(forward(runner, [(TOKENS, 0, pages)]), want, atol=1e-4, rtol=1e-4)
+        runner.release(["weights"])
+        runner.resume(["weights"], complete=True)
+        staging = Staging(runner.destinations())
+        for name, tensor in load_file(first / "model.safetensors").items():
+            if not name.endswith(".bias") or "q_proj" in name or "k_proj" in name or "v_proj" in name:
+                staging.add(name, tensor)
+        staging.close()
+        staging.apply()
+        torch.testing.assert_close(forward(runner, [(TOKENS, 0, pages)]), before, atol=1e-5, rtol=1e-5)
+
+
+def scaled(folder: Path, factor: float) -> None:
+    """Saves a model of five layers with other weights."""
+    dense_model(folder, num_hidden_layers=5)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensor * factor for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq act-order", "compressed-tensors 8 bits"])
+def test_slices_of_ranks_experts_add_up(name):
+    """Both ways of sharing experts: whole ones, and halves of each."""
+    form = FORMS[name]
+    torch.manual_seed(0)
+    spec, tensors = MoESpec(num_experts=4, top_k=2, intermediate_size=64, layers=(0,)), {}
+    for expert in range(4):
+        for seed, (part, shape) in enumerate((("gate", (64, 32)), ("up", (64, 32)), ("down", (32, 64)))):
+            q = quantize(torch.randn(shape), form.bits, form.group, form.symmetric, form.act_order, seed + expert)
+            layer = f"e.{expert}.{part}_proj"
+            tensors |= {f"{layer}.{key}": value for key, value in form.write(q).items()}
+
+    def experts(share: ExpertParallel) -> Experts:
+        layer = Experts("e", spec, 32, share, allocator(torch.float32, CPU, format_of(form)))
+        return filled(layer, tensors)
+
+    x, weights = torch.randn(9, 32), torch.rand(9, 2)
+    ids = torch.stack([torch.randperm(4)[:2] for _ in range(9)])
+    want = experts(ExpertParallel(TPGroup()))(x, ids, weights)
+    for ep in (1, 2):
+        parts = [experts(ExpertParallel(TPGroup(rank, 2), ep))(x, ids - (rank * 2 if ep == 2 else 0), weights)
+                 for rank in range(2)]
+        torch.testing.assert_close(sum(parts), want, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("form", ["gptq act-order", "compressed-tensors"])
