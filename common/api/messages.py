@@ -32,7 +32,7 @@ class Bootstrap(msgspec.Struct, frozen=True, array_like=True):
     dp_rank: int | None = None
 
 
-Pooling = Literal["last", "mean"]
+Pooling = Literal["last", "mean", "cls"]
 """A prompt's vector is its last token's hidden state, or the mean over all tokens."""
 
 

@@ -6,9 +6,10 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, cast
 
 from ..api.errors import ConfigError
+from ..api.messages import Pooling
 from ..tinychat import packaged_checkpoint
 from .description import describe
 from .hub import COMMIT, METADATA_PATTERNS, PICKLED_PATTERNS, WEIGHT_PATTERNS, OnProgress, download
@@ -64,13 +65,42 @@ def check_removable(args: ModelArgs) -> None:
                           f"{args.model_path} is none: leave it out.")
 
 
-def resolve_pooling(args: ModelArgs) -> Literal["last", "mean"]:
-    """Returns ``--pooling``, for auto the checkpoint's own in sentence-transformers' format; raises ConfigError as
-    ``resolve_checkpoint`` does."""
+_POOLING_MODES = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last"}
+"""The poolings by their keys in sentence-transformers' files."""
+_MODULES = ("Transformer", "Pooling", "Normalize")
+
+
+def resolve_pooling(args: ModelArgs, default: Pooling) -> Pooling:
+    """Returns ``--pooling``, for auto the checkpoint's own in sentence-transformers' format, else ``default``. Raises
+    ConfigError as ``resolve_checkpoint`` does, and for files that ask for more."""
+    folder = resolve_metadata(args)
+    modules = _modules(folder)
+    further = [kind for kind in modules if kind not in _MODULES]
+    if further:
+        raise ConfigError(f"The checkpoint's modules.json names the module {further[0]}, which is not supported: use a "
+                          "checkpoint whose modules.json names Transformer, Pooling and Normalize alone.")
     if args.pooling != "auto":
         return args.pooling
-    pooling = read_json(resolve_metadata(args) / "1_Pooling" / "config.json") or {}
-    return "mean" if pooling.get("pooling_mode_mean_tokens") else "last"
+    stated = read_json(folder / modules.get("Pooling", "1_Pooling") / "config.json") or {}
+    modes = [key for key, value in stated.items() if key.startswith("pooling_mode_") and value is True]
+    if not modes:
+        return default
+    if len(modes) > 1 or modes[0] not in _POOLING_MODES:
+        raise ConfigError(f"The checkpoint's pooling ({', '.join(modes)}) is not supported: give --pooling last, mean "
+                          "or cls if one of them is close enough.")
+    return cast(Pooling, _POOLING_MODES[modes[0]])
+
+
+def _modules(folder: Path) -> dict[str, str]:
+    """Returns the folders of the modules that sentence-transformers' modules.json names, by the modules' kinds."""
+    path = folder / "modules.json"
+    try:
+        stated = json.loads(path.read_text(encoding="utf-8"))
+        return {module["type"].rpartition(".")[2]: module["path"] for module in stated}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"Cannot read {path}: {error}.") from None
 
 
 def read_config(args: ModelArgs, folder: Path | None = None) -> dict[str, Any] | None:

@@ -53,6 +53,7 @@ class ModelSpec:
     mtp_layers: int = 0
     windows: Windows = ()
     scores: Scores = PLAIN_SCORES
+    encoder: bool = False  # tokens attend to all of their sequence: it is computed whole, without a KV cache
     implementation: str = ""  # the name under which the family is registered, where it is not the architecture's
     offload: OffloadArgs | None = None  # of a rank's own model; no fact of the checkpoint
     dropped_eos_ids: tuple[int, ...] = ()  # the checkpoint names them, and the model does not have them
@@ -67,6 +68,11 @@ class ModelSpec:
         stated = self.windows or (None,) * self.num_layers
         return tuple(None if window is None or window >= self.context_length else window
                      for window in stated[layers.start:layers.stop])
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers of the KV pool; that of an encoder only counts tokens."""
+        return 1 if self.encoder else self.num_layers
 
     @property
     def kv_dim(self) -> int:

@@ -17,7 +17,8 @@ from .peers import NoPeers
 
 
 class EmbeddingScheduler:
-    """Pools prompts: ``last`` takes the hidden state of the last token, ``mean`` the average over all tokens.
+    """Pools prompts: ``last`` takes the hidden state of the last token, ``cls`` that of the first, ``mean`` the average
+    over all tokens.
 
     A step's results are processed before the next one is launched: a step is a whole batch of prompts, and the host's
     work between two of them is small compared to that.
@@ -99,10 +100,10 @@ class EmbeddingScheduler:
         for chunk, indices in zip(step.chunks, rows_of):
             rows = hidden[offset:offset + len(indices)]
             offset += len(indices)
-            if chunk.req.pooling == "mean":
+            if chunk.req.pooling != "last":
                 total = self._sums.pop(chunk.req, 0) + rows.sum(0, dtype=torch.float32)
                 if chunk.samples:
-                    pooled.append(total / chunk.stop)
+                    pooled.append(total / chunk.stop if chunk.req.pooling == "mean" else total)
                 else:
                     self._sums[chunk.req] = total
             elif chunk.samples:
@@ -113,10 +114,13 @@ class EmbeddingScheduler:
 
 
 def _pooled_rows(step: StepInput) -> list[range]:
-    """The token rows whose hidden states are pooled, for each chunk: all for ``mean``, one for the last token."""
+    """The token rows whose hidden states are pooled, for each chunk: all for ``mean``, one for the last or the first
+    token, in the chunk that has it."""
     rows, end = [], 0
     for chunk in step.chunks:
         begin, end = end, end + chunk.stop - chunk.start
-        first = begin if chunk.req.pooling == "mean" else end - chunk.samples
-        rows.append(range(first, end))
+        if chunk.req.pooling == "cls":
+            rows.append(range(begin, begin + (chunk.start == 0)))
+        else:
+            rows.append(range(begin if chunk.req.pooling == "mean" else end - chunk.samples, end))
     return rows

@@ -40,6 +40,7 @@ class ModelFamily:
     ``blocks(spec, parallel)`` the parts of its layers, of which draft layers are made too. ``tensor_parts(name,
     tensor)``, where checkpoints name or stack tensors in another way than the model, returns the model's tensors that
     one of a checkpoint's holds; ``tensor_parts_of(spec)`` makes that function, where it depends on the model's sizes.
+    Models of an ``encoder`` family see whole sequences and generate nothing: they are served as with --is-embedding.
     ``title`` and ``notes`` are a row of the documents' table of families; families with one title share it.
     """
 
@@ -51,6 +52,7 @@ class ModelFamily:
     tensor_parts_of: Callable[[ModelSpec], TensorParts | None] | None = None
     title: str = ""
     notes: str = ""
+    encoder: bool = False
 
 
 def family_of_blocks(read: Callable[[ModelConfig], ModelSpec], blocks: MakeBlocks, defaults: Mapping[str, Any],
@@ -121,7 +123,10 @@ def load_model_spec(args: ModelArgs, *, draft: bool = False) -> ModelSpec:
 
 def _read(family: ModelFamily, architecture: str, config: Mapping[str, Any], generation: Mapping[str, Any] | None,
           args: ModelArgs) -> ModelSpec:
-    return family.read(ModelConfig.complete(architecture, config, generation, family.defaults, args))
+    if family.encoder:
+        args = dataclasses.replace(args, is_embedding=True)
+    spec = family.read(ModelConfig.complete(architecture, config, generation, family.defaults, args))
+    return dataclasses.replace(spec, encoder=True) if family.encoder else spec
 
 
 def _is_for_transformers(config: Mapping[str, Any], args: ModelArgs, draft: bool) -> bool:

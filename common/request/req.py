@@ -180,8 +180,8 @@ class Req:
 
         The last token must be computed for its logits, as must every position whose prompt logprob is requested.
         """
-        if self.pooling == "mean":
-            return 0  # the average is over computed hidden states, which the cache does not have
+        if self.pooling in ("mean", "cls"):
+            return 0  # they read computed hidden states, which the cache does not have
         limit = len(self.tokens) - 1
         if self.hidden is not None:
             limit = min(limit, self.hidden.num_launched)

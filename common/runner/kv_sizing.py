@@ -52,8 +52,8 @@ def kv_layout(cache: CacheArgs, spec: ModelSpec, tp_size: int, dtype: str, scale
               layers: range | None = None) -> KVLayout:
     """Returns the layout of one rank's pool; ``dtype`` is the model's, ``scales`` those of all layers. ``layers``:
     those of the rank's pipeline stage, where it has not all."""
-    layers = range(spec.num_layers) if layers is None else layers
-    is_pp_stage = len(layers) < spec.num_layers
+    layers = range(spec.num_kv_layers) if layers is None else layers
+    is_pp_stage = len(layers) < spec.num_kv_layers
     layout = KVLayout(groups=(len(layers),), num_kv_heads=spec.local_kv_heads(tp_size), head_dim=spec.kv_dim,
                       page_size=cache.page_size, dtype=KV_DTYPES.get(cache.kv_cache_dtype, dtype),
                       scales=scales_of(scales, layers), first_layer=layers.start,
@@ -69,7 +69,7 @@ def cache_layouts(config: ServerConfig, spec: ModelSpec, parallel: Parallel, dty
     """Returns the layouts of one rank's pools, one for each cache group: first that of the layers that read all tokens,
     then one for each sliding window; a single one of all layers where a pipeline stage lacks layers of some group."""
     cache, tp_size = config.cache, parallel.attn_tp.size
-    own = parallel.pp.layers(spec.num_layers)
+    own = parallel.pp.layers(spec.num_kv_layers)
     whole = kv_layout(cache, spec, tp_size, dtype, scales, own)
     order = ChannelOrder.read(config.sparsity, spec)
     if order is not None:

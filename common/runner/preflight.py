@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from ..api.errors import ConfigError
 from ..config.addresses import check_free
-from ..config.checkpoint import check_removable
+from ..config.checkpoint import check_removable, resolve_pooling
 from ..config.draft_kind import check_draft
 from ..config.draft_model import draft_args, naming_draft
 from ..config.model import ModelSpec
@@ -41,6 +41,8 @@ def preflight(config: ServerConfig, spec: ModelSpec) -> None:
     _check_backends(config)
     if config.model.chat_template is not None:
         check_template(config.model.chat_template)
+    if config.model.is_embedding:
+        resolve_pooling(config.model, "last")
     make_order(config.cache.radix_eviction_policy, config.cache.radix_eviction_policy_config)
     if config.events.kv_events_port:
         for port in (config.events.kv_events_port, config.events.kv_events_port + 1):  # events, and replays
@@ -52,14 +54,28 @@ def preflight(config: ServerConfig, spec: ModelSpec) -> None:
         _check_host_pool(config, spec)
 
 
-def with_implementation(config: ServerConfig, spec: ModelSpec) -> ServerConfig:
-    """Returns the configuration with the implementation that ``--model-impl auto`` stands for. Raises ConfigError where
-    other flags do not fit it."""
-    if config.model.model_impl != "auto" or not spec.implementation:
-        return config
-    log.info("%s has no implementation of Baton's own: --model-impl %s computes it", spec.architecture,
-             spec.implementation)
-    return replace(config, model=replace(config.model, model_impl=cast(Any, spec.implementation)))
+def fitted(config: ServerConfig, spec: ModelSpec) -> ServerConfig:
+    """Returns the configuration with what the model decides: its implementation, where ``--model-impl`` is auto, and
+    how encoders are served. Raises ConfigError where other flags do not fit that."""
+    if config.model.model_impl == "auto" and spec.implementation:
+        log.info("%s has no implementation of Baton's own: --model-impl %s computes it", spec.architecture,
+                 spec.implementation)
+        config = replace(config, model=replace(config.model, model_impl=cast(Any, spec.implementation)))
+    return _as_encoder(config, spec) if spec.encoder else config
+
+
+def _as_encoder(config: ServerConfig, spec: ModelSpec) -> ServerConfig:
+    """Returns the configuration that computes whole sequences, of which no keys and values are kept."""
+    if config.schedule.max_prefill_tokens < spec.context_length:
+        raise ConfigError(f"{spec.architecture} computes sequences whole: --max-prefill-tokens "
+                          f"{config.schedule.max_prefill_tokens} must be its {spec.context_length} tokens or more.")
+    cache, tokens = config.cache, 2 * config.schedule.max_prefill_tokens
+    return replace(
+        config, model=replace(config.model, is_embedding=True),
+        schedule=replace(config.schedule, chunked_prefill_size=-1),
+        kernels=replace(config.kernels, attention_backend="torch", decode_attention_backend="auto",
+                        disable_cuda_graph=True),
+        cache=replace(cache, disable_radix_cache=True, max_total_tokens=cache.max_total_tokens or tokens))
 
 
 def _may_have_gpu(config: ServerConfig) -> bool:
@@ -107,7 +123,7 @@ def _check_host_pool(config: ServerConfig, spec: ModelSpec) -> None:
     ranks = config.parallel.tp_size
     tp_size = ranks // config.dp_size
     bytes_per_token = ranks * (token_bytes(config.cache, spec, tp_size, dtype,
-                                           pool_layers(config, spec, range(spec.num_layers)))
+                                           pool_layers(config, spec, range(spec.num_kv_layers)))
                                + draft_token_bytes(config, spec, tp_size, dtype))
     check_pool(tokens, bytes_per_token, available_host_bytes(), "this host")
 

@@ -25,7 +25,7 @@ from ..engine_client.engine_channel import EngineChannel
 from ..engine_client.multi_node import NodeServer
 from ..engine_client.rank_processes import RankProcesses, RankTarget, rank_specs
 from ..models.registry import load_model_spec
-from ..runner.preflight import preflight, with_implementation
+from ..runner.preflight import fitted, preflight
 from ..tokenizer.no_tokenizer import no_tokenizer
 from ..tokenizer.tokenizer import Tokenizer, load_tokenizer
 from .context.served_model import ChatFormats
@@ -58,7 +58,7 @@ class EngineHost:
         downloaded."""
         config = pin_revisions(config)
         self._model = load_model_spec(config.model)
-        self.config = config = with_implementation(config, self._model)
+        self.config = config = fitted(config, self._model)
         preflight(config, self._model)
         self._rank_target = rank_target
         self._without_torch = without_torch

@@ -80,9 +80,9 @@ class ModelArgs:
     base_gpu_id: int = flag(0, help="index of the first GPU to use; tensor-parallel ranks take the following ones")
     gpu_id_step: int = flag(1, help="distance between the GPUs of ranks: with 2 they take every other one")
     is_embedding: bool = flag(False, help="serve embeddings (or a classifier's scores) instead of generating")
-    pooling: Literal["auto", "last", "mean"] = flag("auto", help=(
-        "hidden state that becomes the embedding: the last token's, or the mean of all; auto reads the checkpoint's "
-        "1_Pooling/config.json, and is last without it"))
+    pooling: Literal["auto", "last", "mean", "cls"] = flag("auto", help=(
+        "hidden state that becomes the embedding: the last token's, the mean of all, or the first token's (cls); auto "
+        "reads the checkpoint's 1_Pooling/config.json, and without it is last, of encoders cls"))
     random_seed: int = flag(0, help="seed of dummy weights and of unseeded sampling")
     return_original_logprob: bool = flag(False, help=(
         "return log-probabilities of the output before temperature (penalties and bias count in both cases)"))

@@ -53,7 +53,9 @@ class ServedModel:
     @cached_property
     def pooling(self) -> Pooling:
         """The pooling of a prompt's hidden states on an embedding server."""
-        return resolve_pooling(self._args)
+        if self.spec.encoder and self.spec.head == "classifier":
+            return "cls"  # whatever the files say: its head reads the first token
+        return resolve_pooling(self._args, "cls" if self.spec.encoder else "last")
 
     @cached_property
     def labels(self) -> tuple[str, ...]:

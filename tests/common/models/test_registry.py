@@ -34,7 +34,7 @@ def test_a_name_is_registered_once():
 def test_families_are_read_without_torch():
     code = ("import sys; from baton.common.models.registry import MODELS, family_of; "
             "from baton.common.config.model_config import ModelConfig; "
-            "from baton.common.config.server import ModelArgs; args = ModelArgs('none', is_embedding=True)\n"
+            "from baton.common.config.server import ModelArgs; args = ModelArgs('.', is_embedding=True)\n"
             "for name in MODELS:\n"
             "    family = family_of(name)\n"
             "    given = {} if family.defaults.get('num_experts_per_tok') else {'num_experts_per_tok': 2}\n"

@@ -16,7 +16,7 @@ from baton.common.forward.forward_batch import Row, build_forward_batch
 from baton.common.layers.mlp import MLP
 from baton.common.models.decoder.self_attention import SelfAttention
 from baton.common.models.registry import load_model_spec
-from baton.common.runner.preflight import with_implementation
+from baton.common.runner.preflight import fitted
 from baton.tests.helpers.hand_driven import Engine, tokens_of
 from baton.tests.helpers.small_models import (
     check_chunks,
@@ -118,15 +118,15 @@ def test_an_architecture_that_baton_has_not_is_served_by_itself(tmp_path, caplog
     spec = load_model_spec(ModelArgs(str(tmp_path)))
     assert (spec.architecture, spec.implementation, spec.num_kv_heads) == ("ApertusForCausalLM", "transformers", 2)
     with caplog.at_level("INFO"):
-        config = with_implementation(server_config(tmp_path), spec)
+        config = fitted(server_config(tmp_path), spec)
     assert config.model.model_impl == "transformers" and "ApertusForCausalLM has no implementation" in caplog.text
     with pytest.raises(ConfigError, match="splits a model over --tp-size alone"):
-        with_implementation(server_config(tmp_path, pp_size=2), spec)
+        fitted(server_config(tmp_path, pp_size=2), spec)
     with pytest.raises(ConfigError, match="ApertusForCausalLM is not supported: use one of"):
         load_model_spec(ModelArgs(str(tmp_path), model_impl="baton"))
     save(tmp_path / "own", "Llama")
     own = server_config(tmp_path / "own")
-    assert with_implementation(own, load_model_spec(own.model)) is own
+    assert fitted(own, load_model_spec(own.model)) is own
 
 
 REFUSED = {

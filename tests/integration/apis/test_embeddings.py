@@ -9,9 +9,19 @@ import shutil
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from openai import BadRequestError, OpenAI
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
 
 from baton.common.tinychat import CHECKPOINT
 from baton.tests.helpers.harness import Server, post_json
@@ -124,6 +134,41 @@ def test_a_classifier(tmp_path):
             assert text == {"index": index, "label": ("bad", "good", "so-so")[int(expected.argmax())], "num_classes": 3}
         _, ranked = post_json(server.url + "/v1/rerank", {"query": "a", "documents": TEXTS, "top_n": 2})
         assert len(ranked) == 2 and ranked[0]["score"] >= ranked[1]["score"]
+    finally:
+        server.stop()
+
+
+def test_a_cross_encoder_needs_no_flag(tmp_path):
+    """Its tokens of the second text have another type, which the server finds by the separator."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "what", "is", "the", "capital", "paris", "hello", "pass", "code"]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, cls_token="[CLS]", sep_token="[SEP]", pad_token="[PAD]",
+                                   unk_token="[UNK]")
+    fast.save_pretrained(tmp_path / "model")
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(BertConfig(
+        vocab_size=len(words), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, num_labels=1, initializer_range=0.5)).eval()
+    model.save_pretrained(tmp_path / "model")
+    documents = ["paris is the capital", "hello", "the pass code is what is the code"]
+    expected = []
+    for document in documents:
+        ids = fast.encode("what is the capital", document)
+        types = [int(index > ids.index(3)) for index in range(len(ids))]
+        with torch.no_grad():
+            expected.append(float(model(torch.tensor([ids]), token_type_ids=torch.tensor([types])).logits.sigmoid()))
+    server = serve(tmp_path, "--model-path", str(tmp_path / "model"))
+    try:
+        _, ranked = post_json(server.url + "/v1/rerank", {"query": "what is the capital", "documents": documents})
+        assert [found["index"] for found in ranked] == sorted(range(3), key=lambda index: -expected[index])
+        for found in ranked:
+            assert math.isclose(found["score"], expected[found["index"]], abs_tol=1e-4)
+        status, error = post_json(server.url + "/classify", {"text": "hello " * 80})
+        assert status == 400 and "64" in error["error"]["message"]
+        assert post_json(server.url + "/generate", {"text": "x"})[0] == 400
     finally:
         server.stop()
 
