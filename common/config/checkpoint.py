@@ -109,7 +109,11 @@ def read_config(args: ModelArgs, folder: Path | None = None) -> dict[str, Any] |
     known."""
     path = folder or resolve_metadata(args)
     config = describe(args, path) or read_json(path / "config.json")
-    return None if config is None else {**config, **args.config_overrides}
+    if config is None:
+        return None
+    if not config.get("quantization_config") and (quantized := read_json(path / "hf_quant_config.json")):
+        config = {**config, "quantization_config": {"quant_method": "modelopt", **quantized}}
+    return {**config, **args.config_overrides}
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

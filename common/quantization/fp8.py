@@ -22,7 +22,7 @@ BLOCK = (128, 128)
 Granularity = Literal["tensor", "channel", "block"]
 
 
-@QUANTIZATIONS.register("fp8", "fp8_per_tensor", "fp8_per_block")
+@QUANTIZATIONS.register("fp8", "fp8_per_tensor", "fp8_per_block", "w8a8_fp8")
 @dataclass(frozen=True)
 class Fp8:
     """Weights and activations in float8 (e4m3), sums in float32.
@@ -35,7 +35,7 @@ class Fp8:
     """
 
     methods: ClassVar = ("fp8",)
-    flags: ClassVar = ("fp8",)
+    flags: ClassVar = ("fp8", "w8a8_fp8")
     weights: Granularity
     activations: Literal["dynamic", "static"] = "dynamic"
     stored: bool = False
@@ -88,7 +88,8 @@ class Fp8:
         return KernelExperts(gate_up, down, limit, scales_by="block" if self.weights == "block" else "row")
 
 
-AS_LOADED = {"fp8": Fp8("channel"), "fp8_per_tensor": Fp8("tensor"), "fp8_per_block": Fp8("block")}
+AS_LOADED = {"fp8": Fp8("channel"), "fp8_per_tensor": Fp8("tensor"), "fp8_per_block": Fp8("block"),
+             "w8a8_fp8": Fp8("channel")}
 """Formats that are applied while weights are loaded, by the values of ``--quantization``."""
 
 

@@ -17,7 +17,9 @@ KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 Scales = tuple[tuple[float, float], ...]
 """``(key scale, value scale)`` of each layer; empty where all are 1."""
 
-_NAME = re.compile(r"(?:model\.)?layers\.(\d+)\.self_attn\.(?:[kv]_proj\.)?(k|v|kv)_scale")
+_NAME = re.compile(r"(?:model\.)?layers\.(\d+)\.self_attn\.(?:(?:(?:[kv]_proj\.|qkv_proj\.|attn\.)?(k|v|kv)_scale)"
+                   r"|(?:([kv])_proj\.output_scale))")
+"""Names by AutoFP8, compressed-tensors, modelopt and those who took them over."""
 
 
 def is_kv_scale(name: str) -> bool:
@@ -63,7 +65,7 @@ def _read_source(source: WeightSource, num_layers: int) -> Scales:
     for name, tensor, _ in source.tensors(()):
         if match := _NAME.fullmatch(name):
             value = float(tensor[...].float().max())
-            for kind in match[2]:
+            for kind in match[2] or match[3]:
                 # Placeholders of scales that were never measured are -1 or 0.
                 factors[int(match[1]), kind] = value if value > 0 else 1.0
     scales = tuple((factors.get((layer, "k"), 1.0), factors.get((layer, "v"), 1.0)) for layer in range(num_layers))

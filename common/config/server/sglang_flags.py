@@ -71,6 +71,21 @@ def _host_layout(values: Sequence[str], ours: Mapping[str, Any]) -> dict[str, An
     return {}
 
 
+_TORCHAO = {"": None, "int8dq": "w8a8_int8", "fp8dq-per_row": "fp8", "fp8dq-per_tensor": "fp8_per_tensor",
+            **{name: name for name in ("int8wo", "int4wo-32", "int4wo-64", "int4wo-128", "int4wo-256")}}
+"""``--quantization`` by the values of ``--torchao-config``."""
+
+
+def _torchao(values: Sequence[str], ours: Mapping[str, Any]) -> dict[str, Any]:
+    if values[0] not in _TORCHAO:
+        raise ConfigError(f"--torchao-config {values[0]} is not supported: use {', '.join(filter(None, _TORCHAO))}.")
+    if not (format_name := _TORCHAO[values[0]]):
+        return {}
+    if ours.get("quantization") is not None:
+        raise ConfigError("--torchao-config and --quantization both quantize weights: leave one of them out.")
+    return {"quantization": format_name}
+
+
 def _refused(reason: str, *names: str, harmless: tuple[str, ...] = ()) -> dict[str, Foreign]:
     return dict.fromkeys(names, Refused(reason, harmless))
 
@@ -107,9 +122,12 @@ VALUES: dict[str, Values] = {
     "--model-impl": Values({"sglang": "baton"}),
     "--log-level": Values({"critical": "error"}),
     "--log-level-http": Values({"critical": "error"}),
-    "--quantization": Values({"w8a8_fp8": "fp8"}, refused=dict.fromkeys(
-        ("marlin", "bitsandbytes", "modelopt", "modelopt_fp4", "petit_nvfp4", "qoq", "w4afp8"),
-        "weights are in 16 bits, float8, MXFP4 or packed integers of AWQ and GPTQ; use fp8, or such a checkpoint")),
+    "--quantization": Values(refused={
+        **dict.fromkeys(("modelopt_fp4", "petit_nvfp4"),
+                        "NVFP4 needs GPUs newer than Hopper; use a checkpoint in float8 or of AWQ"),
+        **dict.fromkeys(("marlin", "bitsandbytes", "qoq", "w4afp8"),
+                        "weights are in 16 bits, float8, int8, MXFP4 or packed integers of AWQ and GPTQ; use fp8, or "
+                        "such a checkpoint")}),
     "--load-format": Values(refused=dict.fromkeys(
         ("npcache", "sharded_state", "bitsandbytes", "layered", "remote"),
         "checkpoints are safetensors or torch's .bin files; leave it at auto")),
@@ -175,6 +193,8 @@ _MAPPED: dict[str, Foreign] = {
     "--kv-events-config": Mapped(_kv_events, "--kv-events-port, the port of its endpoint", "1"),
     "--disaggregation-ib-device": Mapped(_rdma_devices, "the same, and --disaggregation-transfer-backend mooncake "
                                          "where none is given", "1"),
+    "--torchao-config": Mapped(_torchao, "--quantization, of that name, or w8a8_int8 for int8dq and fp8 for fp8dq",
+                               "1"),
     "--tbo-token-distribution-threshold": Mapped(
         _even_split, "not needed: steps are split into halves of equal tokens", "1"),
     "--hicache-mem-layout": Mapped(
@@ -194,7 +214,6 @@ _REFUSED: dict[str, Foreign] = {
     **_refused("--moe-a2a-backend peer has no settings; leave it out", "--deepep-config"),
     **_refused("pools of layers with a window are sized by --swa-full-tokens-ratio; use that",
                "--hybrid-kvcache-ratio"),
-    **_refused("--quantization fp8 quantizes weights at start; use that", "--torchao-config", harmless=("",)),
 }
 
 SGLANG_FLAGS = ForeignFlags({**_AUTOMATIC, **_MAPPED, **_REFUSED, **NEWER}, VALUES, abbreviates=True)

@@ -62,6 +62,7 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
     "common/bench/exams": (EXAMS, {"exam", "files", "numbers", "prompts"}),
     "common/quantization": (QUANTIZATIONS, {
         "compressed_ints", "experts", "float8", "fp8_block", "fp8_per_channel", "gguf_linear", "int8_linear",
+        "int_at_load",
         "methods", "mxfp4_experts", "mxfp4_packed", "packed_int_format", "packed_int_linear", "shards"}),
     "common/config/described": (DESCRIPTIONS, set()),
     "common/models": (MODELS, {"registry"}),

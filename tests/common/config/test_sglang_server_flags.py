@@ -101,6 +101,9 @@ def test_values_are_translated_or_refused(name, values, capsys):
     ("--moe-a2a-backend alltoall --tp 4 --ep 4", "--moe-a2a-backend=alltoall --tp 4 --ep 4"),
     ("--max-micro-batch-size 3 --pp-size 2", "--pp-max-micro-batch-size 3 --pp-size 2"),
     ("--max-micro-batch-size 3", ""),
+    ("--torchao-config int8dq", "--quantization w8a8_int8"), ("--torchao-config=", ""),
+    ("--torchao-config int4wo-128", "--quantization int4wo-128"),
+    ("--torchao-config fp8dq-per_row", "--quantization fp8"),
     ("""--kv-events-config '{"publisher": "zmq", "endpoint": "tcp://*:5560"}'""", "--kv-events-port 5560"),
     ("""--kv-events-config '{"publisher": "null"}'""", ""),
     ("--tbo-token-distribution-threshold 0.48", ""),
@@ -137,6 +140,8 @@ def test_every_mapped_flag_has_a_case():
 @pytest.mark.parametrize("flags, sentence", [
     ("--kv-events-config zmq", "takes a JSON object"), ("--kv-events-config []", "takes a JSON object"),
     ("--attn-dp-size two", "dp_size takes a value of type int"), ("--nccl-port", "takes one value"),
+    ("--torchao-config fp8wo", "fp8wo is not supported: use int8dq, "),
+    ("--torchao-config int8wo --quantization fp8", "both quantize weights"),
     ("--max-micro-batch-size", "takes one value")])
 def test_values_that_cannot_be(flags, sentence, capsys):
     assert sentence in refused(capsys, "--model-path", "m", "--pp-size", "2", *flags.split())
