@@ -63,6 +63,9 @@ def check_model(spec: ModelSpec) -> None:
     if any(window is not None for window in spec.windows_of(range(spec.num_layers))):
         raise ConfigError("--enable-double-sparsity is for layers that see all tokens, and this model has sliding "
                           "windows: leave it out.")
+    if spec.scores.softcap:
+        raise ConfigError(f"--enable-double-sparsity does not cap scores, and this model's are capped at "
+                          f"{spec.scores.softcap:g}: leave it out.")
 
 
 @functools.lru_cache(4)

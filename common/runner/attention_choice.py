@@ -43,9 +43,6 @@ class AttentionChoice:
             if sparse and name not in SPARSE_WITHIN:
                 raise ConfigError(f"--enable-double-sparsity does not decode by the attention backend {name}: set "
                                   "--decode-attention-backend to triton.")
-            if sparse and self.spec.scores.softcap:
-                raise ConfigError("--enable-double-sparsity does not cap scores, as this model does "
-                                  f"(at {self.spec.scores.softcap:g}): leave it out.")
         else:
             stored = KV_DTYPES.get(self.config.cache.kv_cache_dtype, self.dtype)
             choose_latent_decode_backend(self._kernels, device, self.spec.mla, self.dtype, stored)

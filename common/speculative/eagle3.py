@@ -30,6 +30,9 @@ _UNUSED = ("t2d", "embed_tokens.", "lm_head.")
 
 def load(context: DraftContext) -> DraftModel:
     """Loads the head of --speculative-draft-model-path; raises ConfigError where it is not one for the model."""
+    if not context.model.has_layer_inputs:
+        raise ConfigError(f"{context.config.model.model_path} computes attention and MLP in parallel, so that a head "
+                          "of --speculative-algorithm EAGLE3 cannot read the states between layers: leave it out.")
     checkpoint = DraftCheckpoint.of_flags(context)
     spec, values, local = checkpoint.spec, checkpoint.values, local_parallel(context.parallel)
     if spec.num_layers != 1:

@@ -47,23 +47,24 @@ def check_family(folder: Path, name: str, *, config_name: str | None = None, tol
     check_model(folder, save_random(folder, name, config_name=config_name, **config), tolerance, tp)
 
 
-def save_random(folder: Path, name: str, *, config_name: str | None = None, **config: Any) -> Any:
-    """Returns a random model of transformers, which it saves in ``folder``; see ``check_family``."""
+def save_random(folder: Path, name: str, *, config_name: str | None = None, std: float = 0.1, **config: Any) -> Any:
+    """Returns a random model of transformers, which it saves in ``folder``; see ``check_family`` and ``randomize``."""
     made = getattr(transformers, f"{config_name or name}Config")(**{**SMALL, **config})
     made._attn_implementation = "eager"
     torch.manual_seed(SEED)
     model = getattr(transformers, f"{name}ForCausalLM")(made).eval()
-    randomize(model)
+    randomize(model, std)
     model.save_pretrained(folder)
     return model
 
 
-def randomize(model: torch.nn.Module) -> None:
-    """Gives a model random weights: matrices are normal, vectors (norms and biases) uniform around what they were."""
+def randomize(model: torch.nn.Module, std: float = 0.1) -> None:
+    """Gives a model random weights: matrices are normal with this deviation, vectors (norms and biases) uniform around
+    what they were."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0, 0.1)
+                parameter.normal_(0, std)
             else:
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.5, 0.5))
 

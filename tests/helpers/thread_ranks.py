@@ -10,7 +10,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from baton.common.distributed.tp import TPGroup
+from baton.common.distributed.parallel import Parallel
+from baton.common.distributed.tp import AsyncCollective, TPGroup
 
 T = TypeVar("T")
 
@@ -46,6 +47,15 @@ class ThreadGroup(TPGroup):
     def reduce_scatter_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack(self._all(tensor.clone())).sum(0).chunk(self.size)[self.rank]
 
+    def start_all_gather(self, tensor: torch.Tensor) -> AsyncCollective:
+        return AsyncCollective(self.all_gather_rows(tensor), None)
+
+    def start_reduce_scatter(self, tensor: torch.Tensor) -> AsyncCollective:
+        return AsyncCollective(self.reduce_scatter_rows(tensor), None)
+
+    def all_to_all_rows(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        return torch.cat([parts[self.rank] for parts in self._all(rows.clone().split(sent))])
+
     def min_reduce(self, values: np.ndarray) -> np.ndarray:
         return np.min(self._all(values.astype(np.int64)), axis=0)
 
@@ -61,13 +71,25 @@ class ThreadGroup(TPGroup):
 
 def on_ranks(size: int, work: Callable[[TPGroup], T]) -> list[T]:
     """Runs ``work(group)`` on ``size`` ranks, and returns their results; raises what one of them raises."""
-    board = _Board(size)
+    return _run(size, 1, lambda group, _: work(group))
+
+
+def on_attention_groups(size: int, work: Callable[[Parallel], T]) -> list[T]:
+    """Runs ``work(parallel)`` on ``size`` ranks, each of which is a data-parallel attention group; see ``on_ranks``."""
+    return _run(size, 2, lambda tp, dp: work(Parallel(tp, TPGroup(), dp)))
+
+
+def _run(size: int, groups: int, work: Callable[..., T]) -> list[T]:
+    """Calls ``work`` on each rank with its place in the first and in the last of so many groups of all ranks."""
+    boards = [_Board(size) for _ in range(groups)]
 
     def run(rank: int) -> T:
         try:
-            return work(ThreadGroup(rank, size, board))
+            made = [ThreadGroup(rank, size, board) for board in boards]
+            return work(made[0], made[-1])
         except BaseException:
-            board.barrier.abort()  # or the others would wait
+            for board in boards:
+                board.barrier.abort()  # or the others would wait
             raise
 
     with ThreadPoolExecutor(size) as pool:

@@ -80,6 +80,12 @@ class CausalLM:
                                          and not layer.mlp.computes_own_rows and not layer.form.parallel
                                          for layer in self.layers)
 
+    @property
+    def has_layer_inputs(self) -> bool:
+        """True if ``hidden_states_and_features`` has the states that enter layers: in parallel layers, the residual has
+        the MLP's result already."""
+        return not any(layer.form.parallel for layer in self.layers)
+
     def forward(self, step: StepContext) -> torch.Tensor:
         """Returns logits ``[R, vocab]`` of the batch's ``logits_rows`` in the engine's type; a pipeline stage before
         the last returns none. See ``hidden_states``."""

@@ -18,12 +18,16 @@ from baton.common.runner.cuda_graphs.launch_cost import launch_bound_sizes
 from baton.common.runner.cuda_graphs.piecewise_graphs import PrefillGraphs, default_sizes, prefill_graph_sizes
 from baton.common.runner.kv_sizing import count_pages, kv_layout
 from baton.tests.helpers.deepseek_models import save_deepseek
+from baton.tests.helpers.family_parity import save_random
 from baton.tests.helpers.replayed_prompts import PADDED, SIZES, record_again, steps_of
 from baton.tests.helpers.small_models import load_runner, save_model, server_config
 from baton.tests.helpers.small_moe import save_moe
 
 SAVE = {"Llama": lambda folder: save_model(folder, "Llama"), "Qwen3Moe": lambda folder: save_moe(folder, "Qwen3Moe"),
-        "DeepseekV3": lambda folder: save_deepseek(folder, 3)}
+        "DeepseekV3": lambda folder: save_deepseek(folder, 3),
+        "Gemma2": lambda folder: save_random(folder, "Gemma2", head_dim=16, sliding_window=256),
+        "GPTNeoX": lambda folder: save_random(folder, "GPTNeoX", hidden_size=64),
+        "Olmo2": lambda folder: save_random(folder, "Olmo2")}
 
 
 @pytest.mark.parametrize("family", SAVE)
