@@ -49,4 +49,4 @@ MODELS.register("BaichuanForCausalLM", "BaiChuanForCausalLM", "BaichuanModel")(
     ModelFamily(read, llama.build, llama.blocks, _BAICHUAN, tensor_parts_of=tensor_parts_of, title="Baichuan 1, 2",
                 notes="7B; the tokenizer needs `--trust-remote-code`"))
 MODELS.register("XverseForCausalLM", "XverseModel")(
-    ModelFamily(llama.read, llama.build, llama.blocks, _XVERSE, title="XVERSE"))
+    ModelFamily(llama.read, llama.build, llama.blocks, _XVERSE, title="XVERSE", notes="dense"))

@@ -90,4 +90,4 @@ MODELS.register("InternLM2ForCausalLM", "InternLM2Model")(
     ModelFamily(read_1, build, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of_2, title="InternLM 2, 2.5",
                 notes="the tokenizer needs `--trust-remote-code`"))
 MODELS.register("InternLM3ForCausalLM", "InternLM3Model")(
-    ModelFamily(read_3, build, blocks, _DEFAULTS_3, title="InternLM 3"))
+    ModelFamily(read_3, build, blocks, _DEFAULTS_3, title="InternLM 3", notes="dense"))
