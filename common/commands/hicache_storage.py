@@ -81,6 +81,9 @@ def run_attach(rank: Rank, command: AttachStorage) -> str:
     prefetches, storage, refusal = _prefetches(rank), None, "another rank could not open it"
     if (attached := _attached(rank)) is not None:
         raise InvalidRequest(f"The storage {attached.name} is attached; detach it first.")
+    if rank.config.parallel.pp_size > 1:
+        raise InvalidRequest("A storage has pages of all layers, and the stages of --pp-size have a share of them: "
+                             "start the server without --pp-size.")
     try:
         args = TierArgs(enable_hierarchical_cache=True, hicache_storage_backend=command.backend,
                         hicache_storage_backend_extra_config=command.options)

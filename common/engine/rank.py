@@ -241,7 +241,7 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
     executor: Executor | PPExecutor = here
     if pp_channel is not None:
         executor = PPExecutor(here, pp_channel, parallel, one_step=config.schedule.disable_overlap_schedule)
-    batcher = make_batcher(config, runner, cache, parallel.attn_tp, agreement)
+    batcher = make_batcher(config, runner, cache, parallel.attn_tp, pp_channel or agreement)
     if config.speculative.speculative_adaptive and config.role.decodes and batcher.drafting is not None:
         batcher.drafting.adapt(_draft_length(config, here, runner, cache, parallel.attn_tp,
                                               batcher.drafting.on_device))

@@ -22,11 +22,13 @@ class PPPipeline:
     reached. So no rank waits for the last stage while the first could compute new requests.
     """
 
-    def __init__(self, batcher: Batcher, executor: PPExecutor, process_output: Callable[[PPStep], None], depth: int):
+    def __init__(self, batcher: Batcher, executor: PPExecutor, process_output: Callable[[PPStep], None], depth: int,
+                 rate: PrefillRate | None = None):
         self._batcher = batcher
         self._executor = executor
         self._process_output = process_output
         self._depth = depth
+        self._rate = rate
         self._steps: deque[PPStep] = deque()
 
     @property
@@ -37,6 +39,8 @@ class PPPipeline:
     def advance(self, step: StepInput | None, after_group: AfterGroup | None = None) -> bool:
         """Launches ``step``, if there is one, and processes results; returns False where there was neither."""
         if step is not None:
+            if self._rate is not None:
+                self._rate.begin(0 if step.num_decode_rows else step.num_tokens)
             self._steps.append(self._executor.launch(step, after_group))
             self._batcher.mark_launched(step)
         count, ready = len(self._steps), self._executor.channel.num_ready
@@ -56,4 +60,4 @@ def make_pipeline(batcher: Batcher, executor: Executor | PPExecutor,
     """Creates the pipeline for an executor; with pipeline parallelism, PPExecutor decides the overlap."""
     if not isinstance(executor, PPExecutor):
         return Pipeline(batcher, executor, process_output, overlap=overlap, rate=rate)
-    return PPPipeline(batcher, executor, process_output, executor.depth)
+    return PPPipeline(batcher, executor, process_output, executor.depth, rate)

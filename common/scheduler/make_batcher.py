@@ -41,11 +41,13 @@ def make_batcher(config: ServerConfig, runner: ModelRunner, cache: KVCacheManage
                  agreement: RankAgreement | None = None) -> Batcher:
     """Builds the batcher; ``group``: the ranks that take the same decisions, with their ``agreement`` where that is not
     by collectives."""
+    alone = group.size == 1 and config.parallel.pp_size == 1
     num_bytes = int(config.schedule.retract_host_memory_gb * 2**30)
     swap = loads = rates = None
     if num_bytes or config.tiers.enable_hierarchical_cache:
         rates = AgreedRates(measure_link_bandwidth(runner.device), agreement or group,
-                            always_load=config.tiers.hicache_load_policy == "always")
+                            # A page's bytes, and so what is cheaper, differ between stages of unequal layers.
+                            always_load=config.tiers.hicache_load_policy == "always" or config.parallel.pp_size > 1)
     if rates is not None and num_bytes:
         tiers = _host_tiers(runner.pools, runner.draft_pool, num_bytes)
         swap = SwapSpace(tiers, cache, rates, shared=config.role.receives_kv)
@@ -54,11 +56,11 @@ def make_batcher(config: ServerConfig, runner: ModelRunner, cache: KVCacheManage
             _check_windows(config)
         tier = make_tier(config, runner)
         policy = WRITE_POLICIES.get(config.tiers.hicache_write_policy)()
-        cache.attach_tier(tier, policy, shared=config.role.receives_kv, alone=group.size == 1)
+        cache.attach_tier(tier, policy, shared=config.role.receives_kv, alone=alone)
         if isinstance(tier, HostTier):
             runner.page_loads = tier
         prefetches = make_prefetches(config, runner, cache, tier, group, agreement or group, rates)
-        loads = TierLoads(cache, tier, agreement or group, rates, prefetches, alone=group.size == 1,
+        loads = TierLoads(cache, tier, agreement or group, rates, prefetches, alone=alone,
                           shared=config.role.receives_kv)
     pp_size, max_micro_batch = config.parallel.pp_size, None
     if pp_size > 1:

@@ -88,7 +88,7 @@ class Engine:
                             drafter and DraftPass(drafter, features, self.parallel.attn_tp),
                             simulated and SimulatedSamples(SimulatedAcceptance(simulated, 0)))
         self.executor = executor if line is None else PPExecutor(executor, line, self.parallel)
-        batcher = make_batcher(config, runner, self.cache, self.parallel.attn_tp)
+        batcher = make_batcher(config, runner, self.cache, self.parallel.attn_tp, line)
         self.drafting = batcher.drafting
         if proposer or drafter:
             keeps = batcher.drafting is not None and batcher.drafting.keeps_drafts

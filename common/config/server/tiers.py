@@ -89,8 +89,12 @@ class TierArgs:
         Rule(lambda c: c.tiers.enable_hierarchical_cache and c.cache.disable_radix_cache,
              "--enable-hierarchical-cache keeps pages of the prefix cache; drop --disable-radix-cache, or leave it "
              "out."),
-        Rule(lambda c: c.tiers.enable_hierarchical_cache and c.parallel.pp_size > 1,
-             "--enable-hierarchical-cache does not work across the stages of --pp-size: leave one of them out."),
+        Rule(lambda c: c.parallel.pp_size > 1 and c.tiers.hicache_storage_backend is not None,
+             "--hicache-storage-backend stores pages of all layers, and the stages of --pp-size have a share of them: "
+             "leave one of them out."),
+        Rule(lambda c: c.parallel.pp_size > 1 and c.tiers.enable_hierarchical_cache and c.tiers.hicache_size > 0,
+             "--hicache-size is of a rank, and the stages of --pp-size need memory for the same pages: use "
+             "--hicache-ratio."),
     )
 
     def __post_init__(self) -> None:

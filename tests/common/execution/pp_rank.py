@@ -122,6 +122,7 @@ def run(case: dict, parallel: Parallel) -> dict:
             "aborted": [item.rid for item in outputs if item.finish is not None and item.finish.reason == "abort"],
             "steps": watched.steps, "layers": engine.runner.layout.num_layers,
             "cached": sum(item.num_cached_tokens for item in outputs if item.finish is not None),
+            "loaded": 0 if engine.scheduler.batcher.loads is None else engine.scheduler.batcher.loads.num_loaded,
             "retracted": engine.scheduler.batcher.retraction.num_retracted}
 
 

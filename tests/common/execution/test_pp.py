@@ -83,6 +83,13 @@ def test_stages_answer_as_transformers_do(tmp_path, size):
         {"checkpoint": str(tmp_path / "windowed"), "prompts": prompts, "chunk": 16,
          "parallel": {"pp_layer_partition": [1, 3]}},
     ]
+    # Pages of host memory: what the first five requests leave is evicted before the next five ask for it.
+    tier = {"enable_hierarchical_cache": True, "hicache_ratio": 4.0}
+    again = [*prompts, *prompts]
+    cases += [{"checkpoint": str(dense), "prompts": again, "chunk": 16, "max_total_tokens": 120, "page_size": 4,
+               "max_running": 2, "tiers": tier},
+              {"checkpoint": str(latent), "prompts": again, "chunk": 16, "max_total_tokens": 120, "page_size": 4,
+               "max_running": 2, "tiers": tier, "parallel": {"pp_layer_partition": [1, 2]}}]
     ranks = run_stages(size, tmp_path, cases)
     first, last = ranks[0], ranks[-1]
     assert [rank["stage"] for rank in ranks] == sorted(rank["stage"] for rank in ranks)
@@ -98,6 +105,10 @@ def test_stages_answer_as_transformers_do(tmp_path, size):
     assert first["cases"][8]["tokens"] == alone(tmp_path / "windowed", prompts)
     assert first["cases"][0]["cached"] > 0 and first["cases"][2]["retracted"] > 0
     assert [rank["cases"][0]["layers"] for rank in (first, last)] == [2, 1]
+    for case, checkpoint in ((9, dense), (10, latent)):
+        loaded = {rank["cases"][case]["loaded"] for rank in ranks}
+        assert len(loaded) == 1 and loaded.pop() > 0, "all stages load the same pages"
+        assert first["cases"][case]["tokens"] == alone(checkpoint, again)
     aborted = first["cases"][3]
     assert aborted["aborted"] == ["1"] and not aborted["failed"]
     assert {rid: told for rid, told in aborted["tokens"].items() if rid != "1"} \
