@@ -1,4 +1,4 @@
-"""Activations of MLPs in plain torch, by the names of transformers; kernels fuse those of silu gates."""
+"""Activations of MLPs in plain torch, by the names of transformers; kernels fuse those of gates by silu and GELU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import gelu, relu, silu
 
 from ...kernels.elementwise import by_element
+from ...kernels.rowwise.gelu_and_mul import gelu_and_mul
 from ..api.errors import ConfigError
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -31,12 +32,18 @@ ACTIVATIONS: dict[str, Activation] = {
     "quick_gelu": _quick_gelu, "relu": relu, "relu2": _relu2, "silu": silu, "swish": silu}
 
 
+_GELUS = {name: function is _gelu_tanh for name, function in ACTIVATIONS.items() if function in (gelu, _gelu_tanh)}
+"""Whether they are the approximation by tanh."""
+
+
 def activation_of(name: str, *, gated: bool) -> Activation:
     """Returns the activation ``name``; with ``gated`` it takes gates followed by ups ``[T, 2 * size]`` and returns
     activated gates times ups ``[T, size]``. Raises ConfigError for a name that is unknown."""
     if name not in ACTIVATIONS:
         raise ConfigError(f"Activation {name!r} is not supported: use a checkpoint with hidden_act "
                           f"{', '.join(map(repr, ACTIVATIONS))}.")
+    if gated and name in _GELUS:
+        return partial(gelu_and_mul, tanh=_GELUS[name])
     activate = partial(by_element, ACTIVATIONS[name])
     if not gated:
         return activate

@@ -52,7 +52,7 @@ def rope_applied(heads_ptr, inside, weight_ptr, eps, cos, sin, NORM: tl.constexp
     if NORM:
         wide = x.to(tl.float32)
         level = tl.rsqrt(tl.sum(wide * wide, 1) / DIM + eps)[:, None]
-        weight = tl.load(weight_ptr + dim, dim < DIM, other=0.0)[None, :]
-        x = (wide * level).to(weight.dtype) * weight
-        y = (y.to(tl.float32) * level).to(weight.dtype) * tl.load(weight_ptr + other, dim < DIM, other=0.0)[None, :]
+        kind = weight_ptr.dtype.element_ty
+        x = (wide * level).to(kind) * tl.load(weight_ptr + dim, dim < DIM, other=0.0)[None, :]
+        y = (y.to(tl.float32) * level).to(kind) * tl.load(weight_ptr + other, dim < DIM, other=0.0)[None, :]
     return (x.to(tl.float32) * cos[None, :] + y.to(tl.float32) * sin[None, :]).to(heads_ptr.dtype.element_ty)

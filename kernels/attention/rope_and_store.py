@@ -39,10 +39,10 @@ def _apply_rope(x_ptr, x_stride_h, out_ptr, out_stride_h, first_head, num_heads,
         b = second.to(tl.float32)
         level = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * half) + eps)[:, None]
         # Rounded before the weight is applied, as kernels/rowwise/rmsnorm.py does.
-        first_weight = tl.load(weight_ptr + at, columns < half, other=0.0)[None, :]
-        second_weight = tl.load(weight_ptr + at + to_partner, columns < half, other=0.0)[None, :]
-        first = (a * level).to(first_weight.dtype) * first_weight
-        second = (b * level).to(second_weight.dtype) * second_weight
+        first = (a * level).to(weight_ptr.dtype.element_ty) * tl.load(weight_ptr + at, columns < half,
+                                                                      other=0.0)[None, :]
+        second = (b * level).to(weight_ptr.dtype.element_ty) * tl.load(weight_ptr + at + to_partner, columns < half,
+                                                                       other=0.0)[None, :]
     if ROTATE:
         a = first.to(tl.float32)
         b = second.to(tl.float32)

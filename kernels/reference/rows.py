@@ -7,6 +7,7 @@ import ctypes
 import torch
 
 from ..arguments import NormWeight
+from ..elementwise import by_element
 
 
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float,
@@ -46,6 +47,13 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """Twin of ``rowwise.silu_and_mul.silu_and_mul``."""
     gate, up = x.float().chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+
+
+def gelu_and_mul(x: torch.Tensor, tanh: bool) -> torch.Tensor:
+    """Twin of ``rowwise.gelu_and_mul.gelu_and_mul``."""
+    gate, up = x.float().chunk(2, dim=-1)
+    gelu = torch.nn.functional.gelu
+    return (by_element(lambda part: gelu(part, approximate="tanh" if tanh else "none"), gate) * up).to(x.dtype)
 
 
 def argmax(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -82,6 +82,7 @@ from baton.kernels.moe.packed_int_experts import packed_int_expert_products
 from baton.kernels.rowwise.fp8_quantize import quantize_by, quantize_groups, quantize_tokens
 from baton.kernels.rowwise.fp8_rmsnorm import fp8_rmsnorm
 from baton.kernels.rowwise.gather_rows import gather_rows
+from baton.kernels.rowwise.gelu_and_mul import gelu_and_mul
 from baton.kernels.rowwise.int8_quantize import quantize_int8
 from baton.kernels.rowwise.joined_norms import joined_norms
 from baton.kernels.rowwise.rmsnorm import rmsnorm
@@ -153,14 +154,16 @@ def store_heads(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.d
 
 def decode_heads(requests: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
                  cache: torch.dtype | None = None, inputs_ready: bool = True, window: int | None = None,
-                 sinks: bool = False, stores_current_kv: bool = False, norms: bool = False) -> None:
+                 sinks: bool = False, stores_current_kv: bool = False, norms: bool = False,
+                 softcap: float = 0.0) -> None:
     q, k, v = of(requests, heads + 2 * kv_heads, dim, dtype=dtype).split([heads, kv_heads, kv_heads], 1)
     weights = HeadNorms(of(dim, dtype=dtype), of(dim, dtype=dtype), 1e-6) if norms else None
     current_kv = CurrentKV(k, v, fp32(8192, dim), int64(requests), weights) if stores_current_kv else None
     splits = H200.attention.decode_splits(dim, dtype.itemsize, (cache or dtype).itemsize, requests * kv_heads)
     paged_decode(q, *pool(kv_heads, dim, cache or dtype), int32(requests + 1), int32(requests * 8), int32(requests),
                  dim**-0.5, plan(requests, kv_heads, **splits._asdict(), window=window), v_scale=0.5 if cache else 1.0,
-                 inputs_ready=inputs_ready, window=window, sinks=fp32(heads) if sinks else None, current_kv=current_kv)
+                 inputs_ready=inputs_ready, window=window, sinks=fp32(heads) if sinks else None, current_kv=current_kv,
+                 softcap=softcap)
 
 
 def sparse_heads(requests: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
@@ -188,11 +191,12 @@ def many_heads(requests: int, heads: int, kv_heads: int, dtype: torch.dtype, inp
 
 
 def prefill_heads(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
-                  cache: torch.dtype | None = None, window: int | None = None, sinks: bool = False) -> None:
+                  cache: torch.dtype | None = None, window: int | None = None, sinks: bool = False,
+                  softcap: float = 0.0) -> None:
     q = of(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)[:, :heads * dim].unflatten(-1, (-1, dim))
     blocks = plan_prefill(np.array([0, tokens], np.int32), heads // kv_heads, META)
     paged_prefill(q, *pool(kv_heads, dim, cache or dtype), blocks, int32(2), int32(2), int32(3), int32(1), dim**-0.5,
-                  0.5 if cache else 1.0, window, fp32(heads) if sinks else None)
+                  0.5 if cache else 1.0, window, fp32(heads) if sinks else None, softcap)
 
 
 def chains(requests: int, num_drafts: int, simulated: bool) -> None:
@@ -207,7 +211,7 @@ def chains(requests: int, num_drafts: int, simulated: bool) -> None:
 
 def verify_heads(requests: int, q_len: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
                  cache: torch.dtype | None = None, masked: bool = False, window: int | None = None,
-                 sinks: bool = False) -> None:
+                 sinks: bool = False, softcap: float = 0.0) -> None:
     q = of(requests * q_len, heads + 2 * kv_heads, dim, dtype=dtype)[:, :heads]
     sizes = dim, dtype.itemsize, (cache or dtype).itemsize, requests * kv_heads
     tile, table = H200.attention.verify(heads // kv_heads, q_len, *sizes), (int32(requests + 1), int32(requests))
@@ -215,11 +219,13 @@ def verify_heads(requests: int, q_len: int, heads: int, kv_heads: int, dim: int,
                           H200.attention.decode_splits(*sizes), window, masked)
     verify_attention(q, *pool(kv_heads, dim, cache or dtype), int32(requests + 1), table[0], int32(requests * 8),
                      table[1], dim**-0.5, planned, tile, 0.5 if cache else 1.0, window, fp32(heads) if sinks else None,
-                     RowMask(int64(requests * q_len), int32(requests)) if masked else None, inputs_ready=True)
+                     RowMask(int64(requests * q_len), int32(requests)) if masked else None, inputs_ready=True,
+                     softcap=softcap)
 
 
 def fixed_split_heads(requests: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, splits: int,
-                      cache: torch.dtype | None = None, window: int | None = None, sinks: bool = False) -> None:
+                      cache: torch.dtype | None = None, window: int | None = None, sinks: bool = False,
+                      softcap: float = 0.0) -> None:
     """Rows of a decode step where there are ``splits``, else prompts of 32 rows."""
     count, group = requests if splits else 32 * requests, heads // kv_heads
     q = of(count, heads + 2 * kv_heads, dim, dtype=dtype)[:, :heads]
@@ -228,7 +234,7 @@ def fixed_split_heads(requests: int, heads: int, kv_heads: int, dim: int, dtype:
     planned = FixedSplitPlan(int32(blocks), int32(blocks), int32(blocks), splits, tile)
     fixed_split_attention(q, *pool(kv_heads, dim, cache or dtype), planned, int64(count), int32(requests + 1),
                           int32(requests + 1), int32(requests * 8), int32(requests), dim**-0.5, 0.5 if cache else 1.0,
-                          window, fp32(heads) if sinks else None, inputs_ready=bool(splits))
+                          window, fp32(heads) if sinks else None, inputs_ready=bool(splits), softcap=softcap)
 
 
 def store_latents(tokens: int, heads: int, dtype: torch.dtype, cache: torch.dtype | None = None) -> None:
@@ -432,6 +438,9 @@ CASES: dict[str, Callable[[], object]] = {
     "rmsnorm 16384": lambda: rmsnorm(of(7, 16384), of(16384), 1e-5, of(7, 16384)),
     "silu_and_mul 14336": lambda: silu_and_mul(of(7, 28672)),
     "silu_and_mul 10944": lambda: silu_and_mul(of(7, 21888)),
+    "gelu_and_mul Gemma 2 9B": lambda: gelu_and_mul(of(7, 28672), True),
+    "gelu_and_mul, exact": lambda: gelu_and_mul(of(7, 28672), False),
+    "rmsnorm Gemma 2 9B, weights in float32": lambda: rmsnorm(of(7, 3584), of(3584, dtype=FP32), 1e-6, of(7, 3584)),
     "rope_and_store Llama": lambda: store_heads(7, 32, 8, 128, BF16, False),
     "rope_and_store Llama, one KV head a rank": lambda: store_heads(7, 4, 1, 128, BF16, False),
     "rope_and_store Nemotron, half of a head": lambda: store_heads(7, 48, 8, 128, BF16, False, rotated=64),
@@ -451,6 +460,13 @@ CASES: dict[str, Callable[[], object]] = {
     "paged_decode 64 wide": lambda: decode_heads(7, 32, 8, 64, FP16),
     "paged_decode 256 wide": lambda: decode_heads(7, 8, 4, 256, BF16),
     "paged_decode float32": lambda: decode_heads(7, 32, 8, 128, FP32),
+    # Gemma 2 9B: 16 heads over 8, each 256 wide, scores below 50.
+    "paged_decode Gemma 2": lambda: decode_heads(7, 16, 8, 256, BF16, window=4096, softcap=50.0),
+    "paged_decode Gemma 2, takes rows in": lambda: decode_heads(7, 16, 8, 256, BF16, stores_current_kv=True,
+                                                                softcap=50.0),
+    "paged_prefill Gemma 2": lambda: prefill_heads(40, 16, 8, 256, BF16, window=4096, softcap=50.0),
+    "verify_attention Gemma 2": lambda: verify_heads(7, 4, 16, 8, 256, BF16, softcap=50.0),
+    "fixed_split Gemma 2, decode": lambda: fixed_split_heads(7, 16, 8, 256, BF16, 4, softcap=50.0),
     "paged_prefill Llama": lambda: prefill_heads(40, 32, 8, 128, BF16),
     "paged_prefill Llama, float8": lambda: prefill_heads(40, 32, 8, 128, BF16, FP8),
     "paged_prefill Qwen3": lambda: prefill_heads(40, 32, 4, 128, BF16),

@@ -15,6 +15,7 @@ from baton.kernels.attention.paged_decode import paged_decode
 from baton.kernels.attention.paged_prefill import paged_prefill, plan_prefill
 from baton.kernels.attention.rope_and_store import rope_and_store
 from baton.kernels.rowwise.gather_rows import gather_rows
+from baton.kernels.rowwise.gelu_and_mul import gelu_and_mul
 from baton.kernels.rowwise.joined_norms import joined_norms
 from baton.kernels.rowwise.rmsnorm import rmsnorm
 from baton.kernels.rowwise.silu_and_mul import silu_and_mul
@@ -54,11 +55,22 @@ def test_rmsnorm_of_heads_inside_a_wider_row(dtype, atol, rtol):
     torch.testing.assert_close(got, reference.rmsnorm(x, weight, 1e-6)[0], atol=atol, rtol=rtol)
 
 
+def test_rmsnorm_applies_float32_weights_before_rounding():
+    x, weight = random(3, 77, dtype=torch.float16), 1 + random(77, dtype=torch.float32, seed=1) / 1000
+    got, want = rmsnorm(x, weight, 1e-6)[0], reference.rmsnorm(x, weight, 1e-6)[0]
+    exact = torch.nn.functional.rms_norm(x.double(), (77,), weight.double(), 1e-6)
+    assert got.dtype == want.dtype == torch.float16
+    for rounded in (got, want):
+        assert ((rounded.double() - exact).abs() <= 0.51 * 2.0 ** -10 * exact.abs() + 1e-6).all()
+
+
 @each_dtype
 @pytest.mark.parametrize("rows,width", [(1, 1), (3, 77), (2, 1025)])
-def test_silu_and_mul(rows, width, dtype, atol, rtol):
+def test_gated_activations(rows, width, dtype, atol, rtol):
     x = random(rows, 2 * width, dtype=dtype)
     torch.testing.assert_close(silu_and_mul(x), reference.silu_and_mul(x), atol=atol, rtol=rtol)
+    for tanh in (False, True):
+        torch.testing.assert_close(gelu_and_mul(4 * x, tanh), reference.gelu_and_mul(4 * x, tanh), atol=atol, rtol=rtol)
 
 
 @each_dtype

@@ -231,8 +231,8 @@ def expert_cases() -> dict[str, Callable[[], object]]:
 def other_cases() -> dict[str, Callable[[], object]]:
     cases: dict[str, Callable[[], object]] = {
         name: call for name, call in hopper.CASES.items()
-        if name.startswith(("rmsnorm", "fp8_rmsnorm", "quantize", "rope", "mla_rope", "silu", "moe_topk", "copy",
-                            "dequantize", "gather", "all_reduce", "reduce_scatter", "all_gather", "rmsnorm_all",
+        if name.startswith(("rmsnorm", "fp8_rmsnorm", "quantize", "rope", "mla_rope", "silu", "gelu", "moe_topk",
+                            "copy", "dequantize", "gather", "all_reduce", "reduce_scatter", "all_gather", "rmsnorm_all",
                             "all_to_all", "split_k", "scale_by"))}
     for rows in (1, 8, 100, 256):
         cases[f"argmax {rows}"] = lambda r=rows: hopper.argmax(fp32(r, 128256), int64(r))
