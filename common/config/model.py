@@ -53,7 +53,8 @@ class ModelSpec:
     mtp_layers: int = 0
     windows: Windows = ()
     scores: Scores = PLAIN_SCORES
-    encoder: bool = False  # tokens attend to all of their sequence: it is computed whole, without a KV cache
+    encoder: bool = False  # tokens attend to all of their sequence, which is computed whole, without a KV cache
+    pooling: Literal["last", "cls"] = "last"  # of embeddings, where neither a flag nor the checkpoint says another
     implementation: str = ""  # the name under which the family is registered, where it is not the architecture's
     offload: OffloadArgs | None = None  # of a rank's own model; no fact of the checkpoint
     dropped_eos_ids: tuple[int, ...] = ()  # the checkpoint names them, and the model does not have them

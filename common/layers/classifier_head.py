@@ -1,4 +1,4 @@
-"""The classification head."""
+"""The heads of classifiers and reward models, replicated on every rank: a few rows of weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..weights.slots import Allocate, Slot
 
 
 class ClassifierHead:
-    """Classification head ``[R, hidden] -> [R, labels]``, replicated on every rank: a few rows of weights."""
+    """Classification head ``[R, hidden] -> [R, labels]``."""
 
     def __init__(self, name: str, num_labels: int, hidden_size: int, allocate: Allocate):
         self.name = name
@@ -23,3 +23,22 @@ class ClassifierHead:
 
     def slots(self) -> Iterator[Slot]:
         yield Slot(f"{self.name}.weight", self.weight, tuple(self.weight.shape))
+
+
+class TwoLayerHead:
+    """``[R, hidden] -> [R, labels]`` by two layers with biases, ``{name}.0`` and ``{name}.2``, and a ReLU between."""
+
+    def __init__(self, name: str, num_labels: int, hidden_size: int, allocate: Allocate):
+        self._layers = [(f"{name}.{index}", allocate(size, hidden_size), allocate(size))
+                        for index, size in ((0, hidden_size), (2, num_labels))]
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns float32 scores of hidden states of any float type."""
+        (_, weight, bias), (_, out_weight, out_bias) = self._layers
+        inner = torch.relu(library_matmul(hidden.to(weight.dtype), weight) + bias)
+        return (library_matmul(inner, out_weight) + out_bias).float()
+
+    def slots(self) -> Iterator[Slot]:
+        for name, weight, bias in self._layers:
+            yield Slot(f"{name}.weight", weight, tuple(weight.shape))
+            yield Slot(f"{name}.bias", bias, tuple(bias.shape))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -65,6 +65,14 @@ def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
                   partial(SelfAttention, qkv_bias=own.qkv_bias, o_bias=own.o_bias), dense_mlp(bias=own.mlp_bias))
 
 
+def build_reward_model(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    from ..layers.classifier_head import ClassifierHead
+    from .decoder.causal_lm import CausalLM
+
+    return CausalLM(spec, parallel, dtype, device,
+                    replace(blocks(spec, parallel), classifier=partial(ClassifierHead, "v_head")))
+
+
 _NAMES_2 = {
     "model.tok_embeddings.": "model.embed_tokens.", "output.": "lm_head.", ".attention.wo.": ".self_attn.o_proj.",
     ".attention.": ".self_attn.", ".attention_norm.": ".input_layernorm.", ".ffn_norm.": ".post_attention_layernorm.",
@@ -89,5 +97,8 @@ MODELS.register("InternLMForCausalLM", "InternLMModel")(
 MODELS.register("InternLM2ForCausalLM", "InternLM2Model")(
     ModelFamily(read_1, build, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of_2, title="InternLM 2, 2.5",
                 notes="the tokenizer needs `--trust-remote-code`"))
+MODELS.register("InternLM2ForRewardModel")(
+    ModelFamily(read_1, build_reward_model, blocks, {**_DEFAULTS, "num_labels": 1}, tensor_parts_of=tensor_parts_of_2,
+                title="InternLM 2 Reward", notes="InternLM 2 with a score; the tokenizer needs `--trust-remote-code`"))
 MODELS.register("InternLM3ForCausalLM", "InternLM3Model")(
     ModelFamily(read_3, build, blocks, _DEFAULTS_3, title="InternLM 3", notes="dense"))

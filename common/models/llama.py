@@ -58,7 +58,7 @@ def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
 _DEFAULTS = {**COMMON, "intermediate_size": 11008, "max_position_embeddings": 2048, "attention_bias": False,
              "mlp_bias": False, "eos_token_id": 2}
 
-MODELS.register("LlamaForCausalLM", "LlamaForSequenceClassification", "LlamaModel")(
+MODELS.register("LlamaForCausalLM", "LlamaForSequenceClassification", "LlamaModel", "LlamaEmbeddingModel")(
     ModelFamily(read, build, blocks, _DEFAULTS,
                 title="Llama",
                 notes="dense"))

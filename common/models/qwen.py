@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +97,15 @@ def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
                   mixed_mlp(parallel.experts, dense_mlp(bias=own.mlp_bias)))
 
 
+def build_reward_model(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    """Builds Qwen2.5-Math-RM, whose score is that of two layers."""
+    from ..layers.classifier_head import TwoLayerHead
+    from .decoder.causal_lm import CausalLM
+
+    return CausalLM(spec, parallel, dtype, device,
+                    replace(blocks(spec, parallel), classifier=partial(TwoLayerHead, "score")))
+
+
 def tensor_parts(name: str, tensor: LazyTensor) -> Iterable[tuple[str, LazyTensor]]:
     """Splits experts that transformers stacked."""
     from ..weights.expert_names import by_expert
@@ -131,6 +140,10 @@ _MOE_3 = {**_MOE, "num_attention_heads": 32, "num_key_value_heads": 4, "intermed
 MODELS.register("Qwen2ForCausalLM", "Qwen2ForSequenceClassification", "Qwen2Model")(
     ModelFamily(partial(read_qwen2, slides=from_last_on, has_experts=False), build, blocks, DENSE,
                 tensor_parts, title="Qwen2", notes="biases of q, k and v"))
+MODELS.register("Qwen2ForRewardModel")(
+    ModelFamily(partial(read_qwen2, slides=from_last_on, has_experts=False), build_reward_model, blocks,
+                {**DENSE, "num_labels": 1}, tensor_parts, title="Qwen2.5-Math-RM",
+                notes="Qwen2 with a score of two layers"))
 MODELS.register("Qwen3ForCausalLM", "Qwen3ForSequenceClassification", "Qwen3Model")(
     ModelFamily(partial(read_qwen3, slides=from_last_on, has_experts=False), build, blocks, _DENSE_3,
                 tensor_parts, title="Qwen3", notes="normed heads of q and k"))

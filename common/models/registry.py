@@ -123,10 +123,14 @@ def load_model_spec(args: ModelArgs, *, draft: bool = False) -> ModelSpec:
 
 def _read(family: ModelFamily, architecture: str, config: Mapping[str, Any], generation: Mapping[str, Any] | None,
           args: ModelArgs) -> ModelSpec:
-    if family.encoder:
+    encoder = family.encoder or config.get("is_causal") is False
+    if encoder:
         args = dataclasses.replace(args, is_embedding=True)
     spec = family.read(ModelConfig.complete(architecture, config, generation, family.defaults, args))
-    return dataclasses.replace(spec, encoder=True) if family.encoder else spec
+    if encoder and (spec.mla is not None or any(spec.windows)):
+        raise ConfigError(f"{architecture} attends in both directions by its config.json (is_causal false), and has "
+                          "sliding windows or latent attention: the two are not supported together.")
+    return dataclasses.replace(spec, encoder=encoder, pooling="cls" if family.encoder else "last")
 
 
 def _is_for_transformers(config: Mapping[str, Any], args: ModelArgs, draft: bool) -> bool:

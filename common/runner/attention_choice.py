@@ -13,6 +13,7 @@ from ..attention.double_sparsity_backend import SPARSE_WITHIN, DoubleSparsityBac
 from ..attention.mla.select import choose_latent_decode_backend, select_latent_attention
 from ..attention.per_layer_backend import LayerPlace, PerLayerBackend
 from ..attention.select import choose_decode_backend, select_attention
+from ..attention.whole_sequences import WholeSequencesBackend
 from ..config.model import ModelSpec
 from ..config.server import KernelArgs, ServerConfig
 from ..distributed.parallel import Parallel
@@ -66,6 +67,8 @@ class AttentionChoice:
         if spec.mla is not None:
             return select_latent_attention(self._kernels, pool.groups[0].device, pool, spec.mla, num_heads,
                                            self.dtype)
+        if spec.encoder:
+            return WholeSequencesBackend(pool, spec.scores)
         windows = spec.windows_of(range(spec.num_layers))
         numbers = [[pool.layout.number_of(layer) for layer in range(pool.layout.num_layers)] for pool in pools]
         backends = [select_attention(self._kernels, pool.groups[0].device, pool, num_heads, self.dtype,

@@ -65,7 +65,11 @@ def fitted(config: ServerConfig, spec: ModelSpec) -> ServerConfig:
 
 
 def _as_encoder(config: ServerConfig, spec: ModelSpec) -> ServerConfig:
-    """Returns the configuration that computes whole sequences, of which no keys and values are kept."""
+    """Returns the configuration that computes whole sequences, of which no keys and values are kept. Raises ConfigError
+    where it cannot."""
+    if config.dp_size > 1:
+        raise ConfigError(f"{spec.architecture} attends in both directions, and --tp-size alone splits it: leave "
+                          "--enable-dp-attention out.")
     if config.schedule.max_prefill_tokens < spec.context_length:
         raise ConfigError(f"{spec.architecture} computes sequences whole: --max-prefill-tokens "
                           f"{config.schedule.max_prefill_tokens} must be its {spec.context_length} tokens or more.")

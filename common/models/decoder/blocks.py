@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from ...distributed.token_exchange import TokenExchange
 from ...distributed.tp import TPGroup
 from ...forward.piecewise import Projected
 from ...forward.step_context import StepContext
+from ...layers.classifier_head import ClassifierHead
 from ...layers.layer_norm import LayerNorm
 from ...layers.linear import RowLinear
 from ...layers.mlp import MLP
@@ -192,11 +194,24 @@ RopeOfLayer = Callable[[int], RotarySpec | None]
 """Returns the rotary embeddings of a layer, by its index in the model; None: the layer has none."""
 
 
+class Classifier(Protocol):
+    """The head of a classifier."""
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns float32 scores ``[R, labels]`` of hidden states ``[R, hidden]`` of any float type."""
+
+    def slots(self) -> Iterator[Slot]: ...
+
+
+MakeClassifier = Callable[[int, int, Allocate], Classifier]
+"""Builds the head of ``(labels, hidden size, allocate)``."""
+
+
 @dataclass(frozen=True)
 class Blocks:
     """The parts of which a family's decoder is made. ``rotary_dim`` values of a head are rotated, by default as many as
     ``rope`` says; ``rope_of`` says it for each layer where they differ. ``embedding``: what follows the embedding, in
-    this order."""
+    this order. ``classifier`` makes the head of classifiers."""
 
     rope: RotarySpec
     norm: MakeNorm
@@ -207,3 +222,4 @@ class Blocks:
     head: HeadForm = field(default_factory=HeadForm)
     embedding: tuple[MakeEmbeddingStep, ...] = ()
     rope_of: RopeOfLayer | None = None
+    classifier: MakeClassifier = partial(ClassifierHead, "score")

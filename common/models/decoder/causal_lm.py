@@ -13,12 +13,11 @@ from ...distributed.step_rows import ONE_GROUP, StepRows
 from ...forward.forward_batch import ForwardBatch
 from ...forward.piecewise import PiecewiseStep, Projected
 from ...forward.step_context import MicroBatch, StepContext
-from ...layers.classifier_head import ClassifierHead
 from ...layers.vocab import VocabTable
 from ...weights.offload.layer_ring import LayerPass
 from ...weights.offload.layer_stack import LayerStack
 from ...weights.slots import Slot, allocator
-from .blocks import Blocks, EmbeddingStep, Norm
+from .blocks import Blocks, Classifier, EmbeddingStep, Norm
 from .features import CapturedStates
 from .layer import DecoderLayer
 from .micro_batches import run_interleaved
@@ -44,7 +43,7 @@ class CausalLM:
         self.hidden_size, self.dtype, self.device = spec.hidden_size, dtype, device
         self.embed_tokens: VocabTable | None = None
         self.norm: Norm | None = None
-        self.classifier: ClassifierHead | None = None
+        self.classifier: Classifier | None = None
         self.lm_head: VocabTable | None = None
         self.head = blocks.head
         self.embedding_steps: list[EmbeddingStep] = []
@@ -60,8 +59,8 @@ class CausalLM:
         self.layers = self._stack.layers
         if self.pp.is_last:
             self.norm = blocks.norm("model.norm", spec.hidden_size, allocate, None)
-            self.classifier = (ClassifierHead("score", spec.num_labels, spec.hidden_size, allocate)
-                               if spec.num_labels else None)
+            self.classifier = (blocks.classifier(spec.num_labels, spec.hidden_size, allocate) if spec.num_labels
+                               else None)
             self.lm_head = self.embed_tokens if tied else None
             if spec.head == "lm" and not tied:
                 self.lm_head = VocabTable("lm_head", spec.vocab_size, spec.hidden_size, parallel.lm_head_tp, allocate,

@@ -1,6 +1,6 @@
 """An encoder: embeddings of tokens, positions and token types, layers with a norm after each sum, and perhaps a head.
 
-It reads whole sequences and no KV cache; a step's attention plan is not used.
+It reads whole sequences, of which no keys and values are kept.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from ...layers.linear import ColumnLinear, Columns, RowLinear
 from ...layers.vocab import VocabTable
 from ...weights.slots import Allocate, Slot, allocator
 from ..decoder.module_calls import ModuleCall
-from .attention import WholeSequences
 
 if TYPE_CHECKING:
     from ..bert import EncoderSpec
@@ -46,11 +45,11 @@ class EncoderLayer:
         self.down = RowLinear(f"{name}.output.dense", width, size, True, tp, allocate)
         self.norm = LayerNorm(f"{name}.output.LayerNorm", size, eps, allocate)
 
-    def compute(self, x: torch.Tensor, attend: WholeSequences) -> torch.Tensor:
+    def compute(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Computes the layer of ``x`` [T, hidden]."""
         parts = self.qkv(x).split_with_sizes(self.qkv.sizes, -1)
         q, k, v = (part.unflatten(-1, (-1, self._head_dim)) for part in parts)
-        x = self.attention_norm(x + self.output(attend(q, k, v).flatten(1)))
+        x = self.attention_norm(x + self.output(step.attention.run(0, q, k, v).flatten(1)))
         return self.norm(x + self.down(self._activate(self.up(x))))
 
     def slots(self) -> Iterator[Slot]:
@@ -85,10 +84,7 @@ class EncoderModel:
 
     def __init__(self, spec: ModelSpec, own: EncoderSpec, parallel: Parallel, dtype: torch.dtype,
                  device: torch.device):
-        """Raises ConfigError for ranks that an encoder is not split over."""
-        if parallel.dp_size > 1 or parallel.pp.size > 1:
-            raise ConfigError(f"{spec.architecture} is an encoder, which --tp-size alone splits: leave --pp-size and "
-                              "--enable-dp-attention out.")
+        """Raises ConfigError for a model with offloaded layers."""
         if spec.offload is not None and spec.offload.enabled:
             raise ConfigError("--cpu-offload-gb and --offload-group-size stream the layers of decoders: leave them out "
                               f"for {spec.architecture}.")
@@ -107,10 +103,9 @@ class EncoderModel:
     def hidden_states(self, step: StepContext) -> torch.Tensor:
         """Returns hidden states ``[R, hidden]`` of the batch's ``logits_rows``. The batch has whole sequences."""
         batch = step.batch
-        attend = WholeSequences(batch.qo_indptr_cpu, batch.input_ids.device)
         x = self._embed(batch)
         for layer in self._layers:
-            x = layer.compute(x, attend)
+            x = layer.compute(x, step)
         return x if batch.logits_rows is None else x[batch.logits_rows]
 
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:

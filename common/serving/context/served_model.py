@@ -53,9 +53,9 @@ class ServedModel:
     @cached_property
     def pooling(self) -> Pooling:
         """The pooling of a prompt's hidden states on an embedding server."""
-        if self.spec.encoder and self.spec.head == "classifier":
+        if self.spec.head == "classifier" and self.spec.pooling == "cls":
             return "cls"  # whatever the files say: its head reads the first token
-        return resolve_pooling(self._args, "cls" if self.spec.encoder else "last")
+        return resolve_pooling(self._args, self.spec.pooling)
 
     @cached_property
     def labels(self) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from baton.common.distributed.parallel import Parallel
 from baton.common.forward.forward_batch import Row, build_forward_batch
 from baton.common.models.registry import load_model_spec
 from baton.common.runner.preflight import fitted
-from baton.tests.helpers.small_models import load_runner, scattered_pages, server_config
+from baton.tests.helpers.small_models import load_runner, save_model, scattered_pages, server_config
 from baton.tests.helpers.thread_ranks import on_ranks
 
 SMALL = {"vocab_size": 131, "hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": 3,
@@ -101,15 +101,37 @@ def test_names_of_old_checkpoints_and_of_whole_models(tmp_path):
     torch.testing.assert_close(states_of(load_runner(server_config(tmp_path)), prompts), want, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
+def test_decoders_that_attend_in_both_directions(tmp_path, family):
+    """As gte-Qwen2; with rotary embeddings, normed heads and shared KV heads."""
+    model = save_model(tmp_path, family, is_causal=False).model
+    spec, prompts = load_model_spec(ModelArgs(str(tmp_path))), sequences()
+    assert (spec.encoder, spec.pooling) == (True, "last")
+    causal = save_model(tmp_path / "causal", family).model
+    want, other = (torch.cat([reference(each, tokens).last_hidden_state[0] for tokens in prompts])
+                   for each in (model, causal))
+    assert (want - other).abs().max() > 0.01
+    torch.testing.assert_close(states_of(load_runner(server_config(tmp_path)), prompts), want, atol=1e-4, rtol=0)
+
+
+def test_windows_in_both_directions_are_refused(tmp_path):
+    save_model(tmp_path, "Mistral", is_causal=False, sliding_window=16)
+    with pytest.raises(ConfigError, match="attends in both directions by its config.json"):
+        load_model_spec(ModelArgs(str(tmp_path)))
+
+
 def test_encoders_are_served_as_embedding_servers(tmp_path):
     save(tmp_path, "Roberta", **KINDS["Roberta"])
     spec = load_model_spec(ModelArgs(str(tmp_path)))
     assert (spec.encoder, spec.head, spec.context_length, spec.num_kv_layers) == (True, "none", 64, 1)
+    assert spec.pooling == "cls"
     config = fitted(server_config(tmp_path), spec)
     assert config.model.is_embedding and config.cache.disable_radix_cache
     assert config.schedule.chunked_prefill_size == -1 and config.kernels.attention_backend == "torch"
     with pytest.raises(ConfigError, match="--is-embedding needs a unified server"):
         fitted(server_config(tmp_path, disaggregation_mode="prefill"), spec)
+    with pytest.raises(ConfigError, match="attends in both directions, and --tp-size alone splits it"):
+        fitted(server_config(tmp_path, tp_size=2, dp_size=2, enable_dp_attention=True), spec)
     with pytest.raises(ConfigError, match="computes sequences whole: --max-prefill-tokens 32 must be its 64"):
         fitted(server_config(tmp_path, max_prefill_tokens=32), spec)
 

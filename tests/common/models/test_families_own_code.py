@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from baton.common.api.errors import ConfigError
 from baton.common.models.registry import load_model_spec, tensor_parts
 from baton.common.weights.lazy import InMemory
 from baton.tests.helpers.family_parity import SEED, VOCAB, check_family, check_model, randomize, save_random
 from baton.tests.helpers.repacked_models import Tensors, fused, renamed, repack
-from baton.tests.helpers.small_models import server_config
+from baton.tests.helpers.small_models import load_runner, server_config
 
 HALF = {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}
 GPT = {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 256, "vocab_size": VOCAB, "eos_token_id": 7,
@@ -95,6 +96,15 @@ def test_internlm_2(tmp_path):
     repack(tmp_path, lambda tensors: renamed(fused(tensors, QKV, "wqkv", (4, 2, 2)), names),
            {"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2", "bias": False})
     check_model(tmp_path, model)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["InternLM2ForRewardModel"]}))
+    score = torch.randn(1, 48, generator=torch.Generator().manual_seed(1))
+    stored = load_file(tmp_path / "model.safetensors")
+    del stored["output.weight"]
+    save_file({**stored, "v_head.weight": score}, tmp_path / "model.safetensors")
+    runner = load_runner(server_config(tmp_path, is_embedding=True))
+    hidden = torch.randn(3, 48)
+    torch.testing.assert_close(runner.classify(hidden), hidden @ score.T, atol=1e-4, rtol=0)
 
 
 def test_internlm_3(tmp_path):
