@@ -16,6 +16,10 @@ from .hub import COMMIT, METADATA_PATTERNS, PICKLED_PATTERNS, WEIGHT_PATTERNS, O
 from .load_format import LOAD_FORMATS
 from .server import ModelArgs
 
+_QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+"""Files with a ``quantization_config``, and the methods that write them: also the first versions of AutoGPTQ and
+AutoAWQ."""
+
 
 def resolve_checkpoint(args: ModelArgs, on_progress: OnProgress | None = None) -> Path:
     """Returns the checkpoint's local folder, after a download from the hub where needed; raises ConfigError.
@@ -109,11 +113,15 @@ def read_config(args: ModelArgs, folder: Path | None = None) -> dict[str, Any] |
     known."""
     path = folder or resolve_metadata(args)
     config = describe(args, path) or read_json(path / "config.json")
-    if config is None:
-        return None
-    if not config.get("quantization_config") and (quantized := read_json(path / "hf_quant_config.json")):
-        config = {**config, "quantization_config": {"quant_method": "modelopt", **quantized}}
-    return {**config, **args.config_overrides}
+    return None if config is None else {**config, **_own_quantization(config, path), **args.config_overrides}
+
+
+def _own_quantization(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Returns the ``quantization_config`` of a checkpoint that has it in a file of its own."""
+    for file, method in _QUANTIZATION_FILES.items():
+        if not config.get("quantization_config") and (stated := read_json(folder / file)):
+            return {"quantization_config": {"quant_method": method, **stated}}
+    return {}
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -17,6 +17,7 @@ from baton.common.config.moe import MoESpec
 from baton.common.config.quantization import choose_quantization
 from baton.common.config.server import OffloadArgs
 from baton.common.distributed.expert_parallel import ExpertParallel
+from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.tp import TPGroup
 from baton.common.layers.dense_weight import DenseWeight
 from baton.common.layers.linear import ColumnLinear, Columns, RowLinear
@@ -27,6 +28,7 @@ from baton.tests.helpers.deepseek_models import save_deepseek
 from baton.tests.helpers.packed_checkpoints import FORMS, Form, quantize, save_packed
 from baton.tests.helpers.small_models import forward, load_runner, save_model, scattered_pages, server_config
 from baton.tests.helpers.small_moe import save_moe
+from baton.tests.helpers.thread_ranks import on_ranks
 from baton.tests.integration.transfer.test_deepseek_relay import pair_equal_to_unified
 from baton.tests.integration.transfer.test_relay_in_process import VOCAB, bootstrap_port
 
@@ -36,8 +38,9 @@ SIZES = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_
 CPU = torch.device("cpu")
 
 dense_model = partial(save_model, family="Qwen2", tie_word_embeddings=True, **SIZES)
-moe_sizes = {**SIZES, "moe_intermediate_size": 32}
-SAVE = {"Mixtral": partial(save_moe, family="Mixtral", **SIZES),
+moe_sizes = {**SIZES, "moe_intermediate_size": 64}
+SAVE = {"Phi3": partial(save_model, family="Phi3", pad_token_id=0, **SIZES),
+        "Mixtral": partial(save_moe, family="Mixtral", **SIZES),
         "Qwen3Moe": partial(save_moe, family="Qwen3Moe", **moe_sizes),
         "DeepSeek": lambda folder: save_deepseek(folder, 3, **moe_sizes, q_lora_rank=32, kv_lora_rank=32,
                                                   v_head_dim=16)}
@@ -62,9 +65,10 @@ def test_checkpoints_compute_what_their_floating_point_weights_do(tmp_path, form
 
 @pytest.mark.parametrize("family,form", [
     ("Mixtral", "gptq"), ("Mixtral", "gptq act-order"), ("Qwen3Moe", "awq"), ("Qwen3Moe", "compressed-tensors 8 bits"),
-    ("DeepSeek", "awq"), ("DeepSeek", "gptq act-order")])
-def test_experts_and_latent_attention(tmp_path, family, form):
-    """A latent's up-projection, which is multiplied in parts, is dequantized."""
+    ("DeepSeek", "awq"), ("DeepSeek", "gptq act-order"), ("Phi3", "awq"), ("Phi3", "compressed-tensors asymmetric")])
+def test_other_families(tmp_path, family, form):
+    """Experts, projections that the checkpoint has fused, and a latent's up-projection, which is multiplied in parts
+    and dequantized for that."""
     assert_equal_to_dense(tmp_path / "model", save_packed(tmp_path / "model", FORMS[form], SAVE[family]))
 
 
@@ -141,6 +145,21 @@ def test_ranks_hold_parts_of_what_one_rank_holds(name):
     for one, two in zip(*found):
         torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(found[0][2], q.weight, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family,form", [("Qwen2", "gptq act-order"), ("Qwen3Moe", "awq"), ("Qwen3Moe", "gptq"),
+                                         ("DeepSeek", "compressed-tensors")])
+def test_two_ranks_compute_what_one_does(tmp_path, family, form):
+    save_packed(tmp_path / "model", FORMS[form], dense_model if family == "Qwen2" else SAVE[family])
+
+    def compute(tp: TPGroup) -> torch.Tensor:
+        runner = load_runner(server_config(tmp_path / "model", tp=tp.size), Parallel(tp))
+        return forward(runner, [(TOKENS, 0, scattered_pages(runner, 1, 30)[0])])
+
+    want = logits_of(tmp_path / "model")
+    for found in on_ranks(2, compute):
+        torch.testing.assert_close(found, want, atol=1e-3, rtol=1e-4)
+        assert torch.equal(found.argmax(-1), want.argmax(-1))
 
 
 def test_tensors_arrive_in_any_order_and_are_replaced_one_by_one():
@@ -267,6 +286,19 @@ def test_flags_that_say_what_the_checkpoint_is(form, flags):
     for flag in {"awq", "gptq", "fp8"} - {*flags}:
         with pytest.raises(ConfigError, match="leave the flag out"):
             choose_quantization(config, flag)
+
+
+@pytest.mark.parametrize("file,form", [("quantize_config.json", "gptq"), ("quant_config.json", "awq")])
+def test_a_configuration_in_a_file_of_its_own(tmp_path, file, form):
+    dense = save_packed(tmp_path / "model", FORMS[form], dense_model)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    own = config.pop("quantization_config")
+    if form == "awq":
+        own = {"w_bit": own.pop("bits"), "q_group_size": own.pop("group_size"), **own}
+    del own["quant_method"]
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model" / file).write_text(json.dumps(own))
+    assert_equal_to_dense(tmp_path / "model", dense)
 
 
 def stated(form: str, **changes) -> dict:
