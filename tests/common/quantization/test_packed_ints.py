@@ -324,7 +324,7 @@ REFUSED = [
     (stated("compressed-tensors", format="marlin-24"), "format 'marlin-24' of compressed-tensors"),
     (of_group(strategy="tensor"), "quantized by 'tensor' are not supported"),
     (of_group(num_bits=2), "Weights in 2 bits are not supported"),
-    (of_group(type="float"), "weights are 4-bit float and input_activations not quantized"),
+    (of_group(type="odd"), "weights are 4-bit odd and input_activations not quantized"),
 ]
 
 

@@ -259,7 +259,7 @@ REFUSED = [
     ({**FINEGRAINED, "activation_scheme": "static"}, None, "use a checkpoint whose activation_scheme is 'dynamic'"),
     ({**FINEGRAINED, "activation_scheme": "odd"}, None, "activation_scheme 'odd' is not supported"),
     ({**FINEGRAINED, "weight_block_size": 128}, None, "blocks of size 128 are not supported"),
-    (packed(f"{GROUP}.weights.num_bits", 4), None, "weights are 4-bit float"),
+    (packed(f"{GROUP}.weights.num_bits", 4), None, "Weights in NVFP4 or MXFP4 of compressed-tensors"),
     (packed(f"{GROUP}.input_activations", None), None, "input_activations not quantized"),
     (packed(f"{GROUP}.weights.strategy", "group"), None, "quantized by 'group' are not supported"),
     (packed(f"{GROUP}.input_activations.dynamic", False), None, "Static input_activations are supported where"),
