@@ -55,6 +55,13 @@ def bench_eval(argv: Sequence[str] | None = None) -> None:
     evaluation.main(argv)
 
 
+@command("bench_load")
+def bench_load(argv: Sequence[str] | None = None) -> None:
+    from .common.bench import load
+
+    load.main(argv)
+
+
 @command("bench_kvtransfer")
 def bench_kvtransfer(argv: Sequence[str] | None = None) -> None:
     from .kvtransfer.bench import run

@@ -21,6 +21,7 @@ from baton.common.api.messages import State
 from baton.common.bench.deterministic_args import DeterministicArgs
 from baton.common.bench.draft_args import BenchDraft
 from baton.common.bench.eval_args import BenchEval
+from baton.common.bench.load_args import BenchLoad
 from baton.common.bench.offline_args import BenchOffline
 from baton.common.bench.one_batch_args import BenchOneBatch
 from baton.common.bench.one_batch_server_args import BenchOneBatchServer
@@ -73,6 +74,7 @@ COMMANDS = (
     Command("bench_one_batch_server", BenchOneBatchServer, "Batches sent at once to a server, which it starts with the "
             "flags of `launch_server` or finds at `--base-url`."),
     Command("bench_offline_throughput", BenchOffline, "`baton.Engine` over a data set."),
+    Command("bench_load", BenchLoad, "How long a checkpoint's weights take to load, by phase."),
     Command("bench_deterministic", DeterministicArgs, "Whether a server's answers depend on what it computes beside "
             "them: [deterministic inference](deterministic.md)."),
     Command("bench_eval", BenchEval, "The share of right answers to MMLU, GSM8K or HellaSwag: "
@@ -360,7 +362,7 @@ FAMILIES = (
             "common/config/moe.py", "common/config/mla.py",
             "common/config/rope.py", "common/config/window.py", "common/models",
             "common/config/checkpoint.py", "common/config/hub.py", "common/config/described",
-            "common/config/gguf_file.py", "common/config/gguf_families.py", "common/weights",
+            "common/config/remote.py", "common/config/gguf_file.py", "common/config/gguf_families.py", "common/weights",
             "common/runner/model_weights.py",
             "common/runner/remote_instance.py",
             "common/speculative")),

@@ -111,6 +111,12 @@ class CommandMethods(ABC):
         self,
         tags: Sequence[Literal['weights', 'kv_cache']] | None = None,
     ) -> str: ...
+    def save_sharded_model(
+        self,
+        path: str,
+        pattern: str | None = None,
+        max_size: int | None = None,
+    ) -> str: ...
     def send_weights_to_remote_instance(
         self,
         master_address: str,

@@ -12,9 +12,11 @@ from ..api.errors import ConfigError
 from ..api.messages import Pooling
 from ..tinychat import packaged_checkpoint
 from .description import describe
-from .hub import COMMIT, METADATA_PATTERNS, PICKLED_PATTERNS, WEIGHT_PATTERNS, OnProgress, download
+from .hub import COMMIT, CONSOLIDATED, METADATA_PATTERNS, PICKLED_PATTERNS, WEIGHT_PATTERNS, OnProgress, download
 from .load_format import LOAD_FORMATS
+from .remote import fetch_metadata, is_remote
 from .server import ModelArgs
+from .weight_files import is_mistral
 
 _QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 """Files with a ``quantization_config``, and the methods that write them: also the first versions of AutoGPTQ and
@@ -33,7 +35,8 @@ def resolve_checkpoint(args: ModelArgs, on_progress: OnProgress | None = None) -
         return metadata
     weights = PICKLED_PATTERNS if args.load_format == "pt" else WEIGHT_PATTERNS
     return download(args.model_path, metadata.name if COMMIT.fullmatch(metadata.name) else args.revision,
-                    (*METADATA_PATTERNS, *weights), on_progress, folder=args.download_dir)
+                    (*METADATA_PATTERNS, *weights), on_progress, folder=args.download_dir,
+                    without=() if is_mistral(metadata) else (CONSOLIDATED,))
 
 
 def resolve_metadata(args: ModelArgs) -> Path:
@@ -53,6 +56,8 @@ def _local(args: ModelArgs) -> Path | None:
     """Returns the checkpoint's folder, or its one file; None where --model-path names a repository of the hub. Raises
     ConfigError."""
     name = args.model_path
+    if is_remote(name):
+        return fetch_metadata(name, args.download_dir)
     packaged = packaged_checkpoint(name)
     folder = packaged or Path(name).expanduser()
     if folder.is_dir() or (folder.suffix == ".gguf" and folder.is_file()):
@@ -64,7 +69,7 @@ def _local(args: ModelArgs) -> Path | None:
 
 def check_removable(args: ModelArgs) -> None:
     """Raises ConfigError where --delete-ckpt-after-loading would remove others' files: the hub's cache, or Baton's."""
-    if packaged_checkpoint(args.model_path) is not None or _local(args) is None:
+    if is_remote(args.model_path) or packaged_checkpoint(args.model_path) is not None or _local(args) is None:
         raise ConfigError(f"--delete-ckpt-after-loading removes files of a folder that --model-path names, and "
                           f"{args.model_path} is none: leave it out.")
 

@@ -18,6 +18,8 @@ WEIGHT_PATTERNS = ("*.safetensors",)
 PICKLED_PATTERNS = ("*.bin",)
 """Weights of repositories that have no others."""
 _IGNORED = ("original/*",)  # gpt-oss's weights a second time
+CONSOLIDATED = "consolidated*.safetensors"
+"""Mistral's weights a second time, where there is a config.json."""
 _LOOK_SECONDS = 0.5
 
 OnProgress = Callable[[float], None]
@@ -26,9 +28,9 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def download(name: str, revision: str | None, patterns: Sequence[str], on_progress: OnProgress | None = None, *,
-             folder: str | None = None) -> Path:
-    """Returns the local folder of a repository's files that match, below ``folder``, by default the hub's own cache; it
-    is named after the commit. Raises ConfigError."""
+             folder: str | None = None, without: Sequence[str] = ()) -> Path:
+    """Returns the local folder of a repository's files that match, but for those that match ``without``, below
+    ``folder``, by default the hub's own cache; it is named after the commit. Raises ConfigError."""
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
@@ -39,7 +41,7 @@ def download(name: str, revision: str | None, patterns: Sequence[str], on_progre
     try:
         with _watched(name, revision, patterns, on_progress, folder) if on_progress else nullcontext():
             return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns), cache_dir=folder,
-                                          ignore_patterns=list(_IGNORED)))
+                                          ignore_patterns=[*_IGNORED, *without]))
     except GatedRepoError:
         reason = "the hub repository is gated: log in with an account that may read it"
     except RevisionNotFoundError:

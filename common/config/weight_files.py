@@ -16,6 +16,11 @@ def pickled_files(folder: Path) -> list[Path]:
     return []
 
 
+def is_mistral(folder: Path) -> bool:
+    """Returns whether a folder has a checkpoint in Mistral's own format alone."""
+    return (folder / "params.json").exists() and not (folder / "config.json").exists()
+
+
 def has_safetensors(folder: Path) -> bool:
     """Returns whether a folder has any file in safetensors."""
     return next(folder.glob("*.safetensors"), None) is not None

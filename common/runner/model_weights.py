@@ -9,6 +9,7 @@ import torch
 from ..api.errors import ConfigError
 from ..api.identity import ModelIdentity
 from ..config.checkpoint import read_config
+from ..config.load_format import LOAD_FORMATS
 from ..config.model import ModelSpec
 from ..config.quantization import unpacking
 from ..config.server import ModelArgs, ServerConfig
@@ -105,4 +106,5 @@ class ModelWeights:
     def _read(self, args: ModelArgs, progress: Progress) -> None:
         load_weights(open_weights(args), self.model.slots(), progress, tied=self.spec.tie_word_embeddings,
                      unused=self.spec.unused_names, on_other_stage=self._on_other_stage,
-                     parts=tensor_parts(self.spec))
+                     parts=tensor_parts(self.spec),
+                     num_threads=args.copy_threads if LOAD_FORMATS.get(args.load_format).reads_checkpoint else 1)

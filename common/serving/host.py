@@ -25,6 +25,7 @@ from ..engine_client.engine_channel import EngineChannel
 from ..engine_client.multi_node import NodeServer
 from ..engine_client.rank_processes import RankProcesses, RankTarget, rank_specs
 from ..models.registry import load_model_spec
+from ..obs.progress_bar import ProgressBar
 from ..runner.preflight import fitted, preflight
 from ..tokenizer.no_tokenizer import no_tokenizer
 from ..tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -64,6 +65,7 @@ class EngineHost:
         self._without_torch = without_torch
         self._nodes: NodeServer | None = None
         self._next_progress = 0.0
+        self._bar = ProgressBar(enabled=not self.config.logs.log_json)
         self._stage = "", 0.0  # of starting, and when it began
         self._stack = contextlib.AsyncExitStack()
         self.context: ServingContext
@@ -147,12 +149,14 @@ class EngineHost:
                 self._log_loading(message)
                 self.context.status.loading = message
             case Ready():
+                self._bar.clear()
                 if self.config.observe.show_time_cost:
                     self._log_stage(time.monotonic())
                 self.context.status.ready = message
                 self.context.model.take_version(message.model)
                 self.check_ready()
             case StartFailed():
+                self._bar.clear()
                 self.context.client.engine_died(message.message)
                 self.finish(message.message)
 
@@ -164,7 +168,9 @@ class EngineHost:
             self._stage = message.stage, now
         if message.stage != self.context.status.loading.stage or now >= self._next_progress:
             self._next_progress = now + _PROGRESS_SECONDS
+            self._bar.clear()
             log.info("starting: %s, %.0f %%", message.stage, 100 * message.fraction)
+        self._bar.draw(message.stage, message.fraction)
 
     def _log_stage(self, now: float) -> None:
         """Logs how long the stage of starting took that ends now."""

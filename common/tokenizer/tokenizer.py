@@ -11,6 +11,7 @@ from typing import Any
 
 from ..api.errors import ConfigError, InvalidRequest
 from ..api.sampling import SamplingParams
+from ..config.remote import fetch_metadata, is_remote
 from ..tinychat import packaged_checkpoint
 from .gguf import gguf_of, load_gguf_tokenizer
 from .templates import load_template
@@ -31,6 +32,8 @@ def load_tokenizer(path: str, revision: str | None = None, *, trust_remote_code:
     With ``trust_remote_code`` it may be code of the checkpoint, which is run. ``download_dir`` is the folder of
     downloads. Takes seconds: it imports transformers.
     """
+    if is_remote(path):
+        path = str(fetch_metadata(path, download_dir))
     folder = packaged_checkpoint(path) or Path(path).expanduser()
     file = gguf_of(folder) if folder.exists() else None
     if not folder.is_dir() and not file and (folder.is_absolute() or path.startswith((".", "~"))

@@ -11,7 +11,7 @@ from ..config.load_format import LOAD_FORMATS, LoadFormat
 from ..config.server import ModelArgs
 from .source import WeightSource
 
-ORDER = ("safetensors", "pt", "gguf")
+ORDER = ("remote", "mistral", "safetensors", "pt", "gguf")
 """Formats from the first that is looked for to the last."""
 
 
@@ -24,7 +24,7 @@ class FoundInFolders(LoadFormat, Protocol):
 
 class AutoFormat:
     """Reads the first format that a checkpoint has, of a repository of the hub torch's files where there are no
-    others."""
+    others. ``layered`` is the same: whatever the format, a tensor is quantized as it is read, before the next one."""
 
     reads_checkpoint = True
 
@@ -40,4 +40,4 @@ class AutoFormat:
         return LOAD_FORMATS.get("safetensors")(args)
 
 
-LOAD_FORMATS.register("auto")(AutoFormat())
+LOAD_FORMATS.register("auto", "layered")(AutoFormat())

@@ -23,6 +23,8 @@ def checkpoint_files(folder: Path) -> list[Path]:
         files = [folder / "model.safetensors"]
     else:
         files = sorted(folder.glob("*.safetensors"))
+        # A second copy of the weights, in Mistral's own format.
+        files = [file for file in files if not file.name.startswith("consolidated")] or files
     if not files:
         raise ConfigError(f"{folder} holds no safetensors files; --load-format dummy runs without weights.")
     if missing := [file.name for file in files if not file.exists()]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,9 @@ from ..config.gguf_families import family_of
 from ..config.gguf_file import GgufTensor, find_gguf, read_gguf
 from ..config.load_format import LOAD_FORMATS
 from ..config.server import ModelArgs
+from .interleaved_rotary import ReorderedRows, half_order
 from .lazy import LazyTensor
-from .plain_reads import ReadTensor
+from .plain_reads import OpenFile, ReadTensor
 from .samples import StoredTensor, sample_tensors
 from .slots import Slot
 from .source import SourceTensor
@@ -43,7 +43,7 @@ class GgufSource:
         self.name = str(found)
         self._file = read_gguf(found)
         self._family = family_of(self._file)
-        self._opened: dict[Path, BufferedReader] = {}
+        self._opened: dict[Path, OpenFile] = {}
 
     @staticmethod
     def finds(args: ModelArgs, folder: Path) -> bool:
@@ -85,7 +85,7 @@ class GgufSource:
 
     def _read(self, tensor: StoredTensor) -> LazyTensor:
         if tensor.file not in self._opened:
-            self._opened[tensor.file] = tensor.file.open("rb")
+            self._opened[tensor.file] = OpenFile(tensor.file)
         return ReadTensor(self._opened[tensor.file], tensor)
 
     def _ordered(self, tensor: GgufTensor, values: LazyTensor) -> LazyTensor:
@@ -94,7 +94,8 @@ class GgufSource:
         heads = self._file.get("attention.head_count")
         if ".attn_k." in tensor.name:
             heads = self._file.get("attention.head_count_kv", heads)
-        return _Unpaired(values, tensor.shape[0] // heads)
+        head_dim = tensor.shape[0] // heads
+        return ReorderedRows(values, half_order(head_dim, head_dim))
 
     def find(self, name: str) -> LazyTensor:
         for found, tensor, _ in self.tensors(()):
@@ -126,28 +127,3 @@ class _Dequantized:
         if not isinstance(rows, slice):
             return self[:][key]
         return dequantize_gguf(self._packed[rows], self._kind)[(slice(None), *rest)]
-
-
-class _Unpaired:
-    """Rows of q or k in Hugging Face's order: those of a head's first half of rotated values, then of its second. They
-    are stored alternately."""
-
-    def __init__(self, tensor: LazyTensor, head_dim: int):
-        self._tensor, self._head_dim = tensor, head_dim
-
-    def get_shape(self) -> list[int]:
-        return self._tensor.get_shape()
-
-    def get_dtype(self) -> str:
-        return self._tensor.get_dtype()
-
-    def __getitem__(self, key: Any) -> torch.Tensor:
-        rows, rest = (key[0], key[1:]) if isinstance(key, tuple) else (key, ())
-        if not isinstance(rows, slice):
-            return self[:][key]
-        start, stop, _ = rows.indices(self.get_shape()[0])
-        first, last = start // self._head_dim, -(-stop // self._head_dim)
-        heads = self._tensor[first * self._head_dim:last * self._head_dim]
-        halves = heads.view(last - first, self._head_dim // 2, 2, *heads.shape[1:]).transpose(1, 2)
-        begin = start - first * self._head_dim
-        return halves.reshape(heads.shape)[(slice(begin, begin + stop - start), *rest)]

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,24 @@ MIN_COLUMN_BYTES = 1024
 """Bytes of a row that are read alone: a read of fewer takes as long, and the whole row is read instead."""
 
 
+class OpenFile:
+    """A file that is open for reading while one of its tensors is there; raises OSError."""
+
+    def __init__(self, path: Path):
+        self._descriptor = os.open(path, os.O_RDONLY)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
+
+
 class ReadTensor:
     """A LazyTensor of an open file: a slice reads its rows, and of long rows the columns alone."""
 
-    def __init__(self, file: BufferedReader, tensor: StoredTensor):
+    def __init__(self, file: OpenFile, tensor: StoredTensor):
         self._file, self._tensor = file, tensor
 
     def get_shape(self) -> list[int]:

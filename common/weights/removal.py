@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from ..config.gguf_file import gguf_files
+
 log = logging.getLogger("baton.weights")
 
-_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
+_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.bin.index.json", "*.gguf", "np/*.npy")
 
 
 def remove_weights(folder: Path) -> None:
-    """Removes the files of weights, which another host of a shared folder may have removed; logs what it cannot."""
-    files = [file for pattern in _PATTERNS for file in folder.glob(pattern)]
+    """Removes the files of weights of a folder, or the parts of a GGUF file, which another host of a shared folder may
+    have removed; logs what it cannot."""
+    files = gguf_files(folder) if folder.suffix == ".gguf" else [
+        file for pattern in _PATTERNS for file in folder.glob(pattern)]
     num_bytes = 0
     for file in files:
         try:

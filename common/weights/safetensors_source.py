@@ -15,7 +15,7 @@ from ..config.server import ModelArgs
 from ..config.weight_files import has_safetensors
 from .files import checkpoint_files
 from .lazy import LazyTensor
-from .plain_reads import ReadTensor, reading_ahead
+from .plain_reads import OpenFile, ReadTensor, reading_ahead
 from .samples import read_header, sample
 from .slots import Slot
 from .source import SourceTensor
@@ -48,9 +48,9 @@ class SafetensorsSource:
 
     def _tensors(self, file: Path) -> Iterator[SourceTensor]:
         if not self._maps:
-            with file.open("rb") as content:
-                for tensor in read_header(file):
-                    yield SourceTensor(tensor.name, ReadTensor(content, tensor), file.name)
+            opened = OpenFile(file)
+            for tensor in read_header(file):
+                yield SourceTensor(tensor.name, ReadTensor(opened, tensor), file.name)
             return
         with safe_open(file, framework="pt") as content:
             for name in content.keys():  # noqa: SIM118 (the file is no mapping)

@@ -62,14 +62,19 @@ def read_header(file: Path) -> list[StoredTensor]:
     try:
         with file.open("rb") as content:
             size = int.from_bytes(content.read(8), "little")
-            if size > _MAX_HEADER_BYTES:
-                raise ValueError("its header is too long")
-            header = json.loads(content.read(size))
-            return [StoredTensor(name, entry["dtype"], tuple(entry["shape"]), file, 8 + size + entry["data_offsets"][0],
-                            entry["data_offsets"][1] - entry["data_offsets"][0])
-                    for name, entry in header.items() if name != "__metadata__"]
+            return tensors_of_header(file, size, lambda: content.read(size))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError(f"Cannot read {file}: {error}.") from None
+
+
+def tensors_of_header(file: Path, size: int, read: Callable[[], bytes]) -> list[StoredTensor]:
+    """Returns the tensors of a safetensors file whose header has ``size`` bytes, which ``read`` returns. Raises
+    ValueError, KeyError, TypeError, AttributeError or IndexError for a damaged one."""
+    if size > _MAX_HEADER_BYTES:
+        raise ValueError("its header is too long")
+    return [StoredTensor(name, entry["dtype"], tuple(entry["shape"]), file, 8 + size + entry["data_offsets"][0],
+                         entry["data_offsets"][1] - entry["data_offsets"][0])
+            for name, entry in json.loads(read()).items() if name != "__metadata__"]
 
 
 def _select(tensors: Sequence[StoredTensor]) -> list[StoredTensor]:

@@ -39,7 +39,7 @@ class TorchSource:
 
     def tensors(self, slots: Sequence[Slot]) -> Iterator[SourceTensor]:
         for file in self._files:
-            for name, tensor in _read(file).items():
+            for name, tensor in read_pickled(file).items():
                 yield SourceTensor(name, InMemory(tensor), file.name)
 
     def find(self, name: str) -> LazyTensor:
@@ -65,7 +65,8 @@ class TorchSource:
         return json.dumps(sorted(found.items())).encode()
 
 
-def _read(file: Path) -> dict[str, torch.Tensor]:
+def read_pickled(file: Path) -> dict[str, torch.Tensor]:
+    """Maps the tensors of a file; runs no code of it. Raises ConfigError for one that has anything else."""
     try:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, UnpicklingError, EOFError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -17,14 +18,15 @@ from ..rules import Rule, ServerRule, at_least, json_object
 @dataclass(frozen=True)
 class ModelArgs:
     model_path: str = flag(required=True, names=("--model",), help=(
-        "local checkpoint folder or GGUF file, Hugging Face hub id, or 'tinychat' for the chat model that ships with "
-        "Baton"))
+        "local checkpoint folder or GGUF file, Hugging Face hub id, a folder's address (https://, s3://, redis://), or "
+        "'tinychat' for the chat model that ships with Baton"))
     tokenizer_path: str | None = flag(None, help="tokenizer folder or hub id, when it is not the model's")
     skip_tokenizer_init: bool = flag(False, help=(
         "load no tokenizer: requests have token ids, and answers token ids without texts"))
     revision: str | None = flag(None, help="hub revision of the model")
     download_dir: str | None = flag(None, help=(
-        "folder for downloads from the hub; by default Hugging Face's own, which HF_HOME names"))
+        "folder for downloads from the hub, by default Hugging Face's own, which HF_HOME names, and of other addresses "
+        "of --model-path"))
     trust_remote_code: bool = flag(False, help=(
         "run the code of a tokenizer that its checkpoint ships, in this process, with all that it may read and reach: "
         "only for checkpoints that you trust as you trust a program. Ranks run a model's code so, too, where neither "
@@ -42,8 +44,10 @@ class ModelArgs:
         "let /update_weights_from_tensor take tensors as SGLang's clients pickle them, on GPUs as handles of their "
         "memory: only where all that reach the endpoint are trusted with the server"))
     load_format: str = flag("auto", choices=Choices.of(LOAD_FORMATS), help=(
-        "source of the weights: auto is safetensors, or torch's .bin or .pt files (pt), or a GGUF file (gguf), where "
-        "there are no others; dummy fills "
+        "source of the weights: auto is safetensors (Mistral's consolidated ones, too), or torch's .bin or .pt files "
+        "(pt), or a GGUF file (gguf), where there are no others; layered is the same; npcache reads pt by way of a "
+        "copy in numpy's files; remote reads safetensors at an address, runai_streamer by the package "
+        "of this name; sharded_state is what /save_sharded_model has written; dummy fills "
         "them with random values, for benchmarks without a checkpoint; remote_instance takes them from a running "
         "server"))
     custom_weight_loader: tuple[str, ...] = flag((), some=True, help=(
@@ -55,7 +59,8 @@ class ModelArgs:
         "mappings are slow"))
     model_loader_extra_config: str = flag("{}", metavar="JSON", help=(
         "a JSON object of the loader's settings: {\"enable_multithread_load\": true, \"num_threads\": 8} reads so many "
-        "safetensors files ahead, each by a thread, for file systems on which one reader is slow"))
+        "safetensors files ahead, each by a thread, for file systems on which one reader is slow, and copies as many "
+        "tensors at a time; false copies one at a time, and without it four are copied at a time"))
     delete_ckpt_after_loading: bool = flag(False, help=(
         "remove the weights' files of the folder --model-path once they are loaded, for hosts with little disk; the "
         "other files stay"))
@@ -159,6 +164,18 @@ class ModelArgs:
     @property
     def loader_threads(self) -> int:
         """Threads that read files of weights ahead, by --model-loader-extra-config; raises ConfigError."""
+        return self._given_threads or 0
+
+    @property
+    def copy_threads(self) -> int:
+        """Threads that copy tensors of a checkpoint to the model: as many as read files ahead, else a few."""
+        given = self._given_threads
+        return min(4, os.cpu_count() or 1) if given is None else given or 1
+
+    @property
+    def _given_threads(self) -> int | None:
+        """The threads of --model-loader-extra-config, 0 where they are disabled, None where it does not say; raises
+        ConfigError."""
         given = json_object("--model-loader-extra-config", self.model_loader_extra_config)
         if unknown := given.keys() - {"enable_multithread_load", "num_threads"}:
             raise ConfigError(f"--model-loader-extra-config has the settings enable_multithread_load and num_threads, "
@@ -167,4 +184,4 @@ class ModelArgs:
         if type(enabled) is not bool or type(threads) is not int or not 1 <= threads <= 256:
             raise ConfigError("--model-loader-extra-config takes true or false for enable_multithread_load, and 1 to "
                               "256 for num_threads.")
-        return threads if enabled else 0
+        return (threads if enabled else 0) if "enable_multithread_load" in given else None

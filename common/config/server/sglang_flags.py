@@ -129,7 +129,7 @@ VALUES: dict[str, Values] = {
                         "weights are in 16 bits, float8, int8, MXFP4 or packed integers of AWQ and GPTQ; use fp8, or "
                         "such a checkpoint")}),
     "--load-format": Values(refused=dict.fromkeys(
-        ("npcache", "sharded_state", "bitsandbytes", "layered", "remote"),
+        ("bitsandbytes",),
         "checkpoints are safetensors or torch's .bin files; leave it at auto")),
     "--disaggregation-transfer-backend": Values(refused=dict.fromkeys(
         ("ascend", "mori"), "it is for other accelerators; use nixl, mooncake or ipc")),

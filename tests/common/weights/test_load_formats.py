@@ -109,7 +109,7 @@ def test_a_hub_checkpoint_is_downloaded_with_its_weights_where_they_are_read(mon
 
     asked = []
     monkeypatch.setattr(checkpoint, "download",
-                        lambda path, revision, patterns, *rest, folder: asked.append(patterns) or tmp_path)
+                        lambda path, revision, patterns, *rest, folder, without=(): asked.append(patterns) or tmp_path)
     for name in ("auto", "dummy", "safetensors"):
         checkpoint.resolve_checkpoint(ModelArgs("org/name", load_format=name))
     assert [checkpoint.WEIGHT_PATTERNS[0] in patterns for patterns in asked] == [False, True, False, False, True]
@@ -177,7 +177,7 @@ def test_torchs_own_files_of_a_hub_are_downloaded_where_there_are_no_others(monk
 
     asked = []
     monkeypatch.setattr(checkpoint, "download",
-                        lambda path, revision, patterns, *rest, folder: asked.append(patterns[-1]) or tmp_path)
+                        lambda path, revision, patterns, *rest, **named: asked.append(patterns[-1]) or tmp_path)
     torch.save({}, tmp_path / "pytorch_model.bin")
     assert isinstance(LOAD_FORMATS.get("auto")(ModelArgs("org/name")), TorchSource)
     assert checkpoint.PICKLED_PATTERNS[0] in asked
