@@ -234,8 +234,8 @@ def test_weights_are_updated_offloaded_and_released(tmp_path, form):
 
 
 def scaled(folder: Path, factor: float) -> None:
-    """Saves a model of five layers with other weights."""
-    dense_model(folder, num_hidden_layers=5)
+    """Saves a model of three layers with other weights."""
+    dense_model(folder, num_hidden_layers=3)
     tensors = load_file(folder / "model.safetensors")
     save_file({name: tensor * factor for name, tensor in tensors.items()}, folder / "model.safetensors")
 
