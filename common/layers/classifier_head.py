@@ -42,3 +42,27 @@ class TwoLayerHead:
         for name, weight, bias in self._layers:
             yield Slot(f"{name}.weight", weight, tuple(weight.shape))
             yield Slot(f"{name}.bias", bias, tuple(bias.shape))
+
+
+class WeightedRewardHead:
+    """``[R, hidden] -> [R, 1]``: the sum of the scores of ``attributes``, each with a weight of its own. ``score``
+    gives two values an attribute, of which the first is its score, and ``weights.fc``, three layers with SELU between
+    them, the weights (the format of ``LlamaForSequenceClassificationWithNormal_Weights``)."""
+
+    def __init__(self, attributes: int, hidden_size: int, allocate: Allocate):
+        self._score = ClassifierHead("score", 2 * attributes, hidden_size, allocate)
+        self._layers = [(f"weights.fc.{index}", allocate(size, hidden_size), allocate(size))
+                        for index, size in ((0, hidden_size), (2, hidden_size), (4, attributes))]
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns float32 rewards of hidden states of any float type."""
+        x = hidden.to(self._layers[0][1].dtype)
+        for number, (_, weight, bias) in enumerate(self._layers):
+            x = library_matmul(torch.selu(x) if number else x, weight) + bias
+        return (self._score(hidden)[:, ::2] * x.float()).sum(-1, keepdim=True)
+
+    def slots(self) -> Iterator[Slot]:
+        yield from self._score.slots()
+        for name, weight, bias in self._layers:
+            yield Slot(f"{name}.weight", weight, tuple(weight.shape))
+            yield Slot(f"{name}.bias", bias, tuple(bias.shape))

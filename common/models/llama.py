@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,13 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LlamaSpec:
-    """Llama's own facts. ``attention_bias`` is that of q, k and v."""
+    """Llama's own facts. ``attention_bias`` is that of q, k and v. The reward of a reward model is that of so many
+    ``reward_attributes``."""
 
     rope: RotarySpec
     rms_norm_eps: float
     attention_bias: bool
     o_bias: bool
     mlp_bias: bool
+    reward_attributes: int = 0
 
 
 def read(config: ModelConfig) -> ModelSpec:
@@ -40,10 +42,25 @@ def read(config: ModelConfig) -> ModelSpec:
     return config.spec(rope.longest_context, own, windows=no_window(values))
 
 
+def read_reward_model(config: ModelConfig) -> ModelSpec:
+    """Reads a model whose labels are pairs, one for each attribute of a reward."""
+    spec = read(config)
+    return replace(spec, num_labels=1, family=replace(spec.family, reward_attributes=spec.num_labels // 2))
+
+
 def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
     from .decoder.causal_lm import CausalLM
 
     return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
+
+
+def build_reward_model(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    from ..layers.classifier_head import WeightedRewardHead
+    from .decoder.causal_lm import CausalLM
+
+    attributes = spec.family.reward_attributes
+    return CausalLM(spec, parallel, dtype, device, replace(
+        blocks(spec, parallel), classifier=lambda _, size, allocate: WeightedRewardHead(attributes, size, allocate)))
 
 
 def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
@@ -62,3 +79,6 @@ MODELS.register("LlamaForCausalLM", "LlamaForSequenceClassification", "LlamaMode
     ModelFamily(read, build, blocks, _DEFAULTS,
                 title="Llama",
                 notes="dense"))
+MODELS.register("LlamaForSequenceClassificationWithNormal_Weights")(
+    ModelFamily(read_reward_model, build_reward_model, blocks, {**_DEFAULTS, "num_labels": 10},
+                title="Llama with a weighted reward", notes="a reward of several attributes, weighted by the prompt"))

@@ -84,7 +84,8 @@ class ModelArgs:
     device: Literal["auto", "cpu", "cuda"] = flag("auto", help="where the engine runs; auto prefers a GPU")
     base_gpu_id: int = flag(0, help="index of the first GPU to use; tensor-parallel ranks take the following ones")
     gpu_id_step: int = flag(1, help="distance between the GPUs of ranks: with 2 they take every other one")
-    is_embedding: bool = flag(False, help="serve embeddings (or a classifier's scores) instead of generating")
+    is_embedding: bool = flag(False, help=(
+        "serve embeddings (or a classifier's scores) instead of generating; encoders need no flag"))
     pooling: Literal["auto", "last", "mean", "cls"] = flag("auto", help=(
         "hidden state that becomes the embedding: the last token's, the mean of all, or the first token's (cls); auto "
         "reads the checkpoint's 1_Pooling/config.json, and without it is last, of encoders cls"))

@@ -12,10 +12,11 @@ from baton.common.forward.forward_batch import Row, build_forward_batch
 from baton.tests.helpers.small_models import load_runner, save_model, scattered_pages, server_config
 
 
-def rename(folder, architecture: str, tensors: dict[str, torch.Tensor]) -> None:
-    """Makes the checkpoint in ``folder`` one of ``architecture``, with ``tensors`` in the place of its LM head."""
+def rename(folder, architecture: str, tensors: dict[str, torch.Tensor], **changes) -> None:
+    """Makes the checkpoint in ``folder`` one of ``architecture``, with ``tensors`` in the place of its LM head;
+    ``changes`` of its configuration."""
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
+    (folder / "config.json").write_text(json.dumps(config | changes | {"architectures": [architecture]}))
     stored = load_file(folder / "model.safetensors")
     stored.pop("lm_head.weight", None)
     save_file(stored | tensors, folder / "model.safetensors")
@@ -37,6 +38,22 @@ def test_qwen2_scores_by_two_layers(tmp_path):
     runner, hidden = states_of(tmp_path, tokens)
     with torch.inference_mode():
         want = head(model.model(torch.from_numpy(tokens)[None]).last_hidden_state[:, -1])
+    assert runner.spec.num_labels == 1
+    torch.testing.assert_close(runner.classify(hidden), want, atol=1e-4, rtol=0)
+
+
+def test_llama_weights_the_scores_of_attributes(tmp_path):
+    model, tokens = save_model(tmp_path, "Llama"), np.random.default_rng(0).integers(0, 131, 30)
+    linears = [torch.nn.Linear(48, size) for size in (48, 48, 3)]
+    weights = torch.nn.Sequential(linears[0], torch.nn.SELU(), linears[1], torch.nn.SELU(), linears[2])
+    score = torch.nn.Linear(48, 6, bias=False)
+    rename(tmp_path, "LlamaForSequenceClassificationWithNormal_Weights", {
+        "score.weight": score.weight.detach().clone(),
+        **{f"weights.fc.{name}": tensor.clone() for name, tensor in weights.state_dict().items()}}, num_labels=6)
+    runner, hidden = states_of(tmp_path, tokens)
+    with torch.inference_mode():
+        last = model.model(torch.from_numpy(tokens)[None]).last_hidden_state[:, -1]
+        want = (score(last).view(1, 3, 2)[..., 0] * weights(last)).sum(-1, keepdim=True)
     assert runner.spec.num_labels == 1
     torch.testing.assert_close(runner.classify(hidden), want, atol=1e-4, rtol=0)
 
