@@ -125,12 +125,10 @@ VALUES: dict[str, Values] = {
     "--quantization": Values(refused={
         **dict.fromkeys(("modelopt_fp4", "petit_nvfp4"),
                         "NVFP4 needs GPUs newer than Hopper; use a checkpoint in float8 or of AWQ"),
-        **dict.fromkeys(("marlin", "bitsandbytes", "qoq", "w4afp8"),
+        **dict.fromkeys(("marlin", "qoq", "w4afp8"),
                         "weights are in 16 bits, float8, int8, MXFP4 or packed integers of AWQ and GPTQ; use fp8, or "
                         "such a checkpoint")}),
-    "--load-format": Values(refused=dict.fromkeys(
-        ("bitsandbytes",),
-        "checkpoints are safetensors or torch's .bin files; leave it at auto")),
+    "--load-format": Values({"bitsandbytes": "auto"}),
     "--disaggregation-transfer-backend": Values(refused=dict.fromkeys(
         ("ascend", "mori"), "it is for other accelerators; use nixl, mooncake or ipc")),
     "--device": Values(refused=dict.fromkeys(

@@ -61,6 +61,7 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
         "arrivals", "dataset_args", "datasets", "own_workload", "vocabulary", "workload"}),
     "common/bench/exams": (EXAMS, {"exam", "files", "numbers", "prompts"}),
     "common/quantization": (QUANTIZATIONS, {
+        "bitsandbytes_linear", "bitsandbytes_tensors",
         "compressed_ints", "experts", "float8", "fp8_block", "fp8_per_channel", "gguf_linear", "int8_linear",
         "int_at_load",
         "methods", "mxfp4_experts", "mxfp4_packed", "packed_int_format", "packed_int_linear", "shards"}),

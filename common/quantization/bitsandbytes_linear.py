@@ -1,0 +1,106 @@
+"""Linear methods of bitsandbytes' weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch.nn.functional import linear
+
+from ...kernels.arguments import Float8Rows
+from ...kernels.nf4.dequantize_nf4 import BLOCK, dequantize_nf4, quantize_nf4
+from ...kernels.rowwise.silu_and_mul import silu_and_mul
+from ..api.errors import ConfigError
+from ..weights.slots import Allocate, Slot, TensorKind
+from .bitsandbytes import Kind
+from .int8_linear import INT8_LARGEST, INT8_VALUES
+from .int_at_load import IntAtLoad
+from .shards import Shard
+
+BYTES = TensorKind("two values of 4 bits a byte", "U8", dummy_std=80.0, dummy_limit=127.0)
+ABSMAX = TensorKind("blocks' largest magnitudes", dummy_value=0.05)
+SCB = TensorKind("outputs' largest magnitudes", dummy_value=0.06)
+
+
+class BnbLinear:
+    """A weight of 4 bits, which each product converts to the engine's type: ``packed`` [out, in / 2] as the checkpoint
+    has it, ``absmax`` [out, in / 64] float32."""
+
+    def __init__(self, shards: Sequence[Shard], width: int, kind: Kind, stored: bool, allocate: Allocate):
+        self.shards, self._kind, self._stored, self._dtype = shards, kind, stored, allocate.dtype
+        if width % BLOCK:
+            raise ConfigError(f"{shards[0].name} is quantized in blocks of {BLOCK} values, and a rank's share of "
+                              f"{width} of its {shards[0].shape[1]} inputs cuts one: choose another --tp-size.")
+        out = sum(shard.size for shard in shards)
+        self.packed = allocate(out, width // 2, dtype=torch.uint8)
+        self.absmax = allocate(out, width // BLOCK, dtype=torch.float32)
+
+    def activation_format(self, rows: int) -> None:
+        """Returns None: activations stay in the engine's type."""
+
+    def fused_activation(self) -> None:
+        """Returns None: the layer that follows activates."""
+
+    def deferred(self, x: torch.Tensor) -> None:
+        """Returns None: no kernel adds the product to the residual."""
+
+    def __call__(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None, *,
+                 gated: bool = False) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
+        return linear(silu_and_mul(x) if gated else x, dequantize_nf4(self.packed, self.absmax, self._kind, x.dtype),
+                      bias)
+
+    def dequantize(self) -> torch.Tensor:
+        return dequantize_nf4(self.packed, self.absmax, self._kind, self._dtype)
+
+    def slots(self) -> Iterator[Slot]:
+        for shard in self.shards:
+            packed, absmax, (out, width) = shard.rows_of(self.packed), shard.rows_of(self.absmax), shard.shape
+            if not self._stored:
+                yield Slot(f"{shard.name}.weight", packed, shard.shape, shard.dim, shard.start,
+                           load=self._quantize_into(packed, absmax),
+                           size=2 * packed.shape[1] if shard.dim == 1 else shard.size)
+                continue
+            for kind, target, per, of in (("weight", packed, 2, BYTES), ("absmax", absmax, BLOCK, ABSMAX)):
+                start = shard.start // per if shard.dim == 1 else shard.start
+                yield Slot(f"{shard.name}.{kind}", target, (out, width // per), shard.dim, start, of,
+                           _copy_bytes_into(packed) if kind == "weight" else None)
+
+    def _quantize_into(self, packed: torch.Tensor, absmax: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        def load(part: torch.Tensor) -> None:
+            for target, made in zip((packed, absmax), quantize_nf4(part.to(packed.device))):
+                target.copy_(made)
+
+        return load
+
+
+def _copy_bytes_into(target: torch.Tensor) -> Callable[[torch.Tensor], object]:
+    """Dummy bytes are the bits of small integers."""
+    return lambda part: target.copy_(part if part.dtype == torch.uint8 else part.to(torch.int8).view(torch.uint8))
+
+
+class BnbInt8Linear(IntAtLoad):
+    """A packed integer weight whose slots take int8 weights and ``SCB``, the largest magnitude of each output."""
+
+    def __init__(self, shards: Sequence[Shard], width: int, allocate: Allocate):
+        super().__init__(shards, width, 8, -1, allocate)
+
+    def slots(self) -> Iterator[Slot]:
+        for slot, shard in zip(super().slots(), self._given):
+            rows = slice(shard.offset, shard.offset + shard.size)
+            yield replace(slot, kind=INT8_VALUES, load=self._values_into(rows))
+            yield Slot(f"{shard.name}.SCB", self._scales[0, rows], shard.shape[:1], 0,
+                       shard.start if shard.dim == 0 else 0, SCB, self._scales_into(rows))
+
+    def _values_into(self, rows: slice) -> Callable[[torch.Tensor], None]:
+        def load(part: torch.Tensor) -> None:
+            self._values[rows].copy_((part.to(torch.int16) + 128).to(torch.uint8))
+
+        return load
+
+    def _scales_into(self, rows: slice) -> Callable[[torch.Tensor], None]:
+        def load(part: torch.Tensor) -> None:
+            self._scales[0, rows].copy_(part.float() / INT8_LARGEST)
+
+        return load
