@@ -14,12 +14,12 @@ import msgspec
 
 from baton.common.serving.chat import schema as chat
 from baton.common.serving.completions import schema as completions
-from baton.common.serving.context.sessions import SessionParams
 from baton.common.serving.embeddings import schema as embeddings
 from baton.common.serving.messages import schema as messages
 from baton.common.serving.native import schema as native
 from baton.common.serving.protocol import unsupported_fields as fields
 from baton.common.serving.protocol.sampling import StreamOptions
+from baton.common.serving.protocol.session_params import SessionParams
 from baton.common.serving.protocol.unsupported_fields import NO_EFFECT, Table
 from baton.common.serving.responses import schema as responses
 from baton.common.serving.tokens import schema as tokens

@@ -13,12 +13,12 @@ from aiohttp import web
 
 from ...api.messages import Generate
 from ..context.serving_context import ServingContext
+from ..context.session_turn import session_turn
 from ..context.sessions import SessionTurn
 from ..protocol.grammar_fields import grammar_field
 from ..protocol.logprobs import LogprobOptions
 from ..protocol.prompts import Prompts
 from ..protocol.sampling import sampling_params
-from ..protocol.session_turn import session_turn
 from ..respond import PlannedResponse, respond
 from .answer_form import answer_form
 from .formatter import ChatFormatter

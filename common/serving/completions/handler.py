@@ -5,11 +5,11 @@ from __future__ import annotations
 from aiohttp import web
 
 from ..context.serving_context import ServingContext
+from ..context.session_turn import session_turn
 from ..protocol.grammar_fields import grammar_field
 from ..protocol.logprobs import LogprobOptions
 from ..protocol.prompts import parse_prompts
 from ..protocol.sampling import sampling_params
-from ..protocol.session_turn import session_turn
 from ..respond import PlannedResponse, respond
 from .echo import Echo
 from .fill_in_the_middle import with_suffix

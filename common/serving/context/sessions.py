@@ -11,10 +11,8 @@ import time
 import uuid
 from dataclasses import dataclass, field
 
-import msgspec
-
 from ...api.errors import Conflict, InvalidRequest, NotFound, Overloaded
-from ...api.wire import Int32
+from ..protocol.session_params import SessionParams
 
 IDLE_SECONDS = 3600.0
 MAX_SESSIONS = 10_000
@@ -131,15 +129,3 @@ class Sessions:
         oldest = time.monotonic() - IDLE_SECONDS
         for name in [name for name, session in self._sessions.items() if session.used < oldest]:
             del self._sessions[name]
-
-
-class SessionParams(msgspec.Struct):
-    """``rid``: the request to continue, None begins anew. ``offset``: the number of its tokens that stay, -1 for all.
-    ``replace``: requests that continued it before (without ``rid``: all requests) are dropped.
-    ``drop_previous_output``: only its prompt stays."""
-
-    id: str
-    rid: str | None = None
-    offset: Int32 | None = None
-    replace: bool | None = None
-    drop_previous_output: bool | None = None

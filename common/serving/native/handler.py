@@ -13,11 +13,11 @@ from ...api.errors import InvalidRequest
 from ...api.messages import Generate
 from ..context.request_planner import engine_requests
 from ..context.serving_context import ServingContext
+from ..context.session_turn import session_turn
 from ..context.sessions import SessionTurn
 from ..protocol.encoding import encode
 from ..protocol.namespaces import namespaces_of
 from ..protocol.row_extras import set_row_extras
-from ..protocol.session_turn import session_turn
 from ..respond import PlannedResponse, respond
 from ..web import json_bytes
 from .extras import Embeddings, embedded_prompts

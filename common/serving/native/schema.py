@@ -13,7 +13,6 @@ from ...api.sampling import SamplingParams
 from ...api.token_ids import check_ids
 from ...api.wire import Float32, Int32, Int64
 from ...config.rules import json_object
-from ..context.sessions import SessionParams
 from ..protocol.bootstrap import BootstrapFields
 from ..protocol.continuation import Continuation
 from ..protocol.decoding import BodyDecoder
@@ -23,6 +22,7 @@ from ..protocol.per_prompt import check_count, per_prompt
 from ..protocol.prompts import Prompts, parse_prompts
 from ..protocol.row_extras import custom_processor
 from ..protocol.sampling import MAX_CHOICES, MAX_TOP_LOGPROBS, biases, check_range, stop_expressions, validated_params
+from ..protocol.session_params import SessionParams
 from ..protocol.unsupported_fields import GENERATE, SAMPLING, refuse
 from .extras import Embeddings
 

@@ -16,9 +16,9 @@ from ...api.sampling import SamplingParams
 from ...api.wire import Float32, Int32, Int64
 from ...config.server import AnswerArgs
 from ...tokenizer.stop_regex import stop_expression
-from ..context.sessions import SessionParams
 from .bootstrap import BootstrapFields
 from .continuation import Continuation
+from .session_params import SessionParams
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20

@@ -8,7 +8,8 @@ import aiohttp
 import pytest
 
 from baton.common.api.errors import Conflict, InvalidRequest, NotFound
-from baton.common.serving.context.sessions import SessionParams, Sessions
+from baton.common.serving.context.sessions import Sessions
+from baton.common.serving.protocol.session_params import SessionParams
 from baton.tests.helpers.serving import generate
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from ...api.errors import InvalidRequest
-from ..context.serving_context import ServingContext
-from ..context.sessions import SessionParams, SessionTurn
-from .bootstrap import BootstrapFields
+from ..protocol.bootstrap import BootstrapFields
+from ..protocol.session_params import SessionParams
+from .serving_context import ServingContext
+from .sessions import SessionTurn
 
 
 def session_turn(context: ServingContext, params: SessionParams | None, ids: list[list[int]], n: int,
