@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 By = Literal["block", "row"]
@@ -299,3 +300,78 @@ class SimulatedCounts(NamedTuple):
 
     keys: torch.Tensor
     thresholds: torch.Tensor
+
+
+class StateRuns(NamedTuple):
+    """Runs of rows, one or none a request, that go on from states: run i has the rows ``begins[i]:ends[i]`` ([S] int32)
+    of a step, at least one, begins with the state in page ``sources[i]`` ([S] int64; -1: zeros) and leaves its own in
+    page ``targets[i]``, which may be the same page. No other run has it. ``max_rows`` are the most rows of a run.
+    ``bounds`` [S, 2] are begins and ends in host memory; None: row i is run i."""
+
+    begins: torch.Tensor
+    ends: torch.Tensor
+    sources: torch.Tensor
+    targets: torch.Tensor
+    max_rows: int
+    bounds: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Shape of a rank's gated delta network: ``num_heads`` key heads of ``key_dim`` values, each with ``group`` value
+    heads of ``value_dim``; a convolution over ``taps`` tokens.
+
+    Of each key head a state has, one after the other, the last ``taps - 1`` inputs of its ``channels`` [channels, taps
+    - 1], those of its query, its key and its values, and the matrices [group, key_dim, value_dim] of its value heads.
+    """
+
+    num_heads: int
+    group: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.key_dim + self.group * self.value_dim
+
+    @property
+    def conv_values(self) -> int:
+        """Values of the convolution's part of a key head's state."""
+        return self.channels * (self.taps - 1)
+
+    @property
+    def values(self) -> int:
+        """Values of a key head's state."""
+        return self.conv_values + self.group * self.key_dim * self.value_dim
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """Shape of a rank's Mamba-2 mixer: ``num_groups`` groups of ``heads`` heads each with ``head_dim`` values; the
+    heads of a group share inputs and outputs of the state, ``state_dim`` values each. A convolution over ``taps``
+    tokens.
+
+    Of each group a state has, one after the other, the last ``taps - 1`` inputs of its ``channels`` [channels, taps -
+    1], those of its heads, of B and of C, and the matrices [heads, head_dim, state_dim].
+    """
+
+    num_groups: int
+    heads: int
+    head_dim: int
+    state_dim: int
+    taps: int
+
+    @property
+    def channels(self) -> int:
+        return self.heads * self.head_dim + 2 * self.state_dim
+
+    @property
+    def conv_values(self) -> int:
+        """Values of the convolution's part of a group's state."""
+        return self.channels * (self.taps - 1)
+
+    @property
+    def values(self) -> int:
+        """Values of a group's state."""
+        return self.conv_values + self.heads * self.head_dim * self.state_dim

@@ -11,6 +11,7 @@ from .mla import MLASpec
 from .moe import MoESpec
 from .quantization import QuantFormat
 from .scores import PLAIN_SCORES, Scores
+from .state import StateSpec
 from .window import Windows
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class ModelSpec:
     ``intermediate_size`` is the width of the MLPs that are no mixture of experts; ``moe`` describes the mixtures. With
     ``mla`` queries have ``head_dim`` values, and its latents are the one KV head. ``windows`` has each layer's sliding
     window, and ``scores`` says how attention makes its weights of queries and keys. ``mtp_layers`` of multi-token
-    prediction follow in the checkpoint.
+    prediction follow in the checkpoint. ``state``: that of a hybrid model's recurrent layers.
 
     ``family`` is the own specification of the model's family, a frozen dataclass that only the family's file reads.
     """
@@ -55,6 +56,7 @@ class ModelSpec:
     scores: Scores = PLAIN_SCORES
     encoder: bool = False  # tokens attend to all of their sequence, which is computed whole, without a KV cache
     pooling: Literal["last", "cls"] = "last"  # of embeddings, where neither a flag nor the checkpoint says another
+    state: StateSpec | None = None
     implementation: str = ""  # the name under which the family is registered, where it is not the architecture's
     offload: OffloadArgs | None = None  # of a rank's own model; no fact of the checkpoint
     dropped_eos_ids: tuple[int, ...] = ()  # the checkpoint names them, and the model does not have them
@@ -96,6 +98,9 @@ class ModelSpec:
         if self.moe is not None and self.moe.shared_size % mlp_size:
             raise ConfigError(f"--tp-size {size} must divide the shared expert's intermediate size "
                               f"{self.moe.shared_size}.")
+        if self.state is not None and self.state.num_heads % size:
+            raise ConfigError(f"--tp-size {size} must divide the {self.state.num_heads} {self.state.head_name} of the "
+                              "model's recurrent layers.")
         if self.num_kv_heads % size and size % self.num_kv_heads:
             raise ConfigError(f"--tp-size {size} must divide the model's {self.num_kv_heads} KV heads or be a "
                               f"multiple of them.")
@@ -104,6 +109,10 @@ class ModelSpec:
     def num_dense_layers(self) -> int:
         """Number of layers whose MLP is no mixture of experts."""
         return self.num_layers - (len(self.moe.layers) if self.moe is not None else 0)
+
+    def kv_layers(self, layers: range) -> tuple[int, ...]:
+        """Returns those of some layers that have keys and values."""
+        return tuple(layer for layer in layers if self.state is None or layer in self.state.attention_layers)
 
     def local_kv_heads(self, tp_size: int) -> int:
         """Returns the KV heads of one rank; with more ranks than KV heads each head is replicated."""

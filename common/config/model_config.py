@@ -14,6 +14,7 @@ from .moe import MoESpec
 from .quantization import choose_quantization
 from .scores import PLAIN_SCORES, Scores
 from .server import ModelArgs
+from .state import StateSpec
 from .window import Windows
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -49,7 +50,7 @@ class ModelConfig:
 
     def spec(self, longest_context: int, family: Any, *, num_kv_heads: int | None = None, head_dim: int | None = None,
              windows: Windows = (), moe: MoESpec | None = None, mla: MLASpec | None = None,
-             scores: Scores = PLAIN_SCORES) -> ModelSpec:
+             scores: Scores = PLAIN_SCORES, state: StateSpec | None = None) -> ModelSpec:
         """Returns the model's specification, with what all families' configurations state under the same names.
 
         ``longest_context`` in tokens is the model's; ``family`` is the family's own specification. The others are
@@ -70,7 +71,7 @@ class ModelConfig:
             num_labels=_num_labels(config) if head == "classifier" else 0, moe=moe,
             quantization=choose_quantization(config, self.args.quantization), mla=mla,
             mtp_layers=config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0, windows=windows,
-            scores=scores,
+            scores=scores, state=state,
             dropped_eos_ids=tuple(id for id in self.eos_token_ids if id not in has), family=family)
 
 

@@ -10,7 +10,7 @@ a group with a window, are an idea of SGLang's SWARadixCache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +20,7 @@ from .allocator import PageAllocator
 
 ABSENT = -1
 """The id of a page that a node of the tree lacks."""
-_NONE_IN_FLIGHT = 1 << 62
+NONE_IN_FLIGHT = 1 << 62
 
 
 class RetentionRule(Protocol):
@@ -97,7 +97,10 @@ class GroupTable:
 
 class CacheGroup:
     """Page ids of a further group: each is free, allocated to one request, or owned by the prefix cache:
-    ``free + allocated + cached == total``. A cached page with readers is not evicted."""
+    ``free + allocated + cached == total``. A cached page with readers is not evicted. Gauges of the group begin with
+    ``name``."""
+
+    name = "swa"
 
     def __init__(self, rule: RetentionRule, num_pages: int, page_size: int):
         self.rule = rule
@@ -163,6 +166,17 @@ class CacheGroup:
         if end > table.end:
             self._append(table, self.allocator.allocate(end - table.end), owned=True)
 
+    def extend_for_chunk(self, table: GroupTable, start: int, stop: int, free: Callable[[int], bool]) -> int:
+        """Allocate the pages of the tokens ``start`` to ``stop``, which the next step computes, or of fewer where pages
+        are short; returns where these end. ``free(n)`` evicts until n pages are free; False where that is impossible.
+        """
+        spare = self.num_unreserved + max(0, table.bound - len(table.ids))
+        end = -(-stop // self.page_size)
+        wanted = min(end, table.end + max(0, min(spare, self.num_available))) - table.end
+        if wanted > 0 and free(wanted):
+            self.extend(table, table.end + wanted)
+        return max(start, min(stop, table.end * self.page_size))
+
     def drop_before(self, table: GroupTable, first: int) -> None:
         """Give back the pages before ``first``."""
         count = min(first - table.first, len(table.ids))
@@ -184,7 +198,7 @@ class CacheGroup:
         """Give back what no step reads, before pages are allocated for the tokens after the first ``num_tokens``. The
         step of the token before may be in flight."""
         self.drop_before(table, min(table.unread, self.first_page(num_tokens - 1)))
-        table.unread = _NONE_IN_FLIGHT
+        table.unread = NONE_IN_FLIGHT
 
     def release(self, table: GroupTable) -> None:
         """Give back all pages and the reservation."""

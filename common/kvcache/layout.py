@@ -30,6 +30,9 @@ class KVLayout(msgspec.Struct, frozen=True):
     number of layers of each layer group. ``scales`` are those of a pool in float8, ``(keys', values')`` of each layer:
     a stored value times its scale is the value. An empty tuple means scales of one.
 
+    With the form ``state`` (state_group.py) a page is no tokens' but a state: each of its ``num_kv_heads`` parts has
+    ``page_size * head_dim`` values, the last of which may be unused.
+
     A pipeline stage has the layers from ``first_layer`` on, of a model of ``of_layers``; 0 means that the pool has
     all layers. Layer numbers count from the pool's first.
 
@@ -49,7 +52,7 @@ class KVLayout(msgspec.Struct, frozen=True):
     head_dim: Count
     page_size: Count
     dtype: str
-    form: Literal["heads", "latent"] = "heads"
+    form: Literal["heads", "latent", "state"] = "heads"
     scales: tuple[tuple[float, float], ...] = ()
     first_layer: Annotated[int, msgspec.Meta(ge=0)] = 0
     of_layers: Annotated[int, msgspec.Meta(ge=0)] = 0

@@ -7,6 +7,7 @@ Every page is free, allocated to exactly one request, or owned by the prefix cac
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -400,11 +401,7 @@ class KVCacheManager:
         of the last call may be in flight."""
         for index, (group, own) in enumerate(zip(self.groups, table.groups)):
             group.drop_unread(own, start)
-            spare = group.num_unreserved + max(0, own.bound - len(own.ids))
-            wanted = min(self.pages_for(stop), own.end + max(0, min(spare, group.num_available))) - own.end
-            if wanted > 0 and self._free_in_group(index, wanted):
-                group.extend(own, own.end + wanted)
-            stop = max(start, min(stop, own.end * self.page_size))
+            stop = group.extend_for_chunk(own, start, stop, partial(self._free_in_group, index))
         return stop
 
     def allocate_next(self, table: PageTable, num_tokens: int, num_drafts: int = 0) -> bool:
@@ -605,14 +602,16 @@ class KVCacheManager:
 
     @property
     def group_gauges(self) -> dict[str, float]:
-        """Pages of the further cache groups, those with a sliding window (swa), for the engine's report."""
-        if not self.groups:
-            return {}
-        free, allocated, cached, available, total = (
-            sum(getattr(group, name) for group in self.groups)
-            for name in ("num_free", "num_allocated", "num_cached", "num_available", "num_pages"))
-        return {"swa_token_usage": 1 - available / total, "swa_kv_pages_free": free,
-                "swa_kv_pages_allocated": allocated, "swa_kv_pages_cached": cached}
+        """Pages of the further cache groups, those with a sliding window (swa) and those with a state (mamba), for the
+        engine's report."""
+        gauges: dict[str, float] = {}
+        for name in dict.fromkeys(group.name for group in self.groups):
+            free, allocated, cached, available, total = (
+                sum(getattr(group, count) for group in self.groups if group.name == name)
+                for count in ("num_free", "num_allocated", "num_cached", "num_available", "num_pages"))
+            gauges |= {f"{name}_token_usage": 1 - available / total, f"{name}_kv_pages_free": free,
+                       f"{name}_kv_pages_allocated": allocated, f"{name}_kv_pages_cached": cached}
+        return gauges
 
     def tidy(self) -> None:
         """Sort the free pages, so that later requests get contiguous ones where possible; for idle moments."""

@@ -43,6 +43,11 @@ class KVPool:
         (pages,) = self._layers[layer]
         return pages[:, 0]
 
+    def states(self, layer: int) -> torch.Tensor:
+        """A layer's states, a strided view ``[num_pages, num_kv_heads, page_size * head_dim]``."""
+        (pages,) = self._layers[layer]
+        return pages.flatten(2)
+
     def regions(self) -> list[tuple[int, int, int]]:
         """``(address, nbytes, device)`` of each group's memory, for registration with a transfer engine.
 

@@ -10,12 +10,14 @@ import torch
 from ..api.errors import ConfigError
 from ..attention.base import AttentionBackend, AttentionPlanner
 from ..attention.double_sparsity_backend import SPARSE_WITHIN, DoubleSparsityBackend, Sparsity
+from ..attention.hybrid_backend import HybridBackend, StateBackend
 from ..attention.mla.select import choose_latent_decode_backend, select_latent_attention
 from ..attention.per_layer_backend import LayerPlace, PerLayerBackend
 from ..attention.select import choose_decode_backend, select_attention
 from ..attention.whole_sequences import WholeSequencesBackend
 from ..config.model import ModelSpec
 from ..config.server import KernelArgs, ServerConfig
+from ..config.state import StateSpec
 from ..distributed.parallel import Parallel
 from ..kvcache.channel_order import ChannelOrder
 from ..kvcache.pool import KVPool
@@ -60,6 +62,14 @@ class AttentionChoice:
         return DoubleSparsityBackend(exact, pool, num_heads, channels, sparsity if self.config.role.decodes else None,
                                      self.spec.scores.scale_of(self.spec.head_dim))
 
+    def _hybrid(self, pools: Sequence[KVPool], state: StateSpec, num_heads: int) -> AttentionPlanner:
+        """Creates the backend of a model with recurrent layers, whose pool is the last."""
+        pool = pools[0]
+        windows = self.spec.windows_of(range(self.spec.num_layers))
+        attention = select_attention(self._kernels, pool.groups[0].device, pool, num_heads, self.dtype,
+                                     [windows[layer] for layer in state.attention_layers], self.spec.scores)
+        return HybridBackend(attention, state.attention_layers, StateBackend(pools[1], 1, state.layers))
+
     def over(self, pools: Sequence[KVPool]) -> AttentionPlanner:
         """Creates the attention backend for the pools of all cache groups."""
         spec, pool = self.spec, pools[0]
@@ -69,6 +79,8 @@ class AttentionChoice:
                                            self.dtype)
         if spec.encoder:
             return WholeSequencesBackend(pool, spec.scores)
+        if spec.state is not None:
+            return self._hybrid(pools, spec.state, num_heads)
         windows = spec.windows_of(range(spec.num_layers))
         numbers = [[pool.layout.number_of(layer) for layer in range(pool.layout.num_layers)] for pool in pools]
         backends = [select_attention(self._kernels, pool.groups[0].device, pool, num_heads, self.dtype,

@@ -13,10 +13,12 @@ from ..api.errors import ConfigError
 from ..config.load_format import LOAD_FORMATS
 from ..config.model import ModelSpec
 from ..config.server import CacheArgs, ModelArgs, ServerConfig
+from ..config.state import StateSpec
 from ..distributed.parallel import Parallel
 from ..kvcache.cache_group import SlidingWindow
 from ..kvcache.channel_order import ChannelOrder
 from ..kvcache.layout import DTYPE_BYTES, KVLayout, split_layers
+from ..kvcache.state_group import LEAST_STATES, READ_TOKENS
 from ..scheduler.prefill_budget import LOGPROB_CHUNK_TOKENS
 from ..weights.kv_scales import KV_DTYPES, Scales, read_kv_scales
 from .cuda_graphs.chain_sizes import most_chain_rows
@@ -26,6 +28,8 @@ from .cuda_graphs.piecewise_graphs import prefill_graph_sizes
 _CPU_POOL_CONTEXTS = 4
 _CPU_POOL_TOKENS = range(16_384, 65_537)
 _CPU_POOL_BYTES = 2 << 30
+_DEFAULT_STATES = 32
+"""States of a hybrid model, at least, unless a flag says it: those of ten running requests."""
 
 
 def resolve_dtype(config: ServerConfig, spec: ModelSpec, device: torch.device) -> str:
@@ -74,6 +78,8 @@ def cache_layouts(config: ServerConfig, spec: ModelSpec, parallel: Parallel, dty
     order = ChannelOrder.read(config.sparsity, spec)
     if order is not None:
         whole = msgspec.structs.replace(whole, channel_order=order.digest)
+    if spec.state is not None:
+        return _hybrid_layouts(whole, cache, spec.state, tp_size)
     windows = spec.windows_of(range(spec.num_layers))
     kinds = sorted(set(windows), key=lambda window: window or 0)
     stages = [] if len(kinds) == 1 else parallel.pp.layers_of_stages(spec.num_layers)
@@ -82,6 +88,20 @@ def cache_layouts(config: ServerConfig, spec: ModelSpec, parallel: Parallel, dty
         return (whole,)
     return tuple(_layout_of_group(whole, cache, own, [layer for layer in range(spec.num_layers)
                                                       if windows[layer] == window], window) for window in kinds)
+
+
+def _hybrid_layouts(whole: KVLayout, cache: CacheArgs, state: StateSpec, tp_size: int) -> tuple[KVLayout, ...]:
+    """Returns the layouts of the layers with keys and values, and of those with states. ``whole``: of all layers."""
+    layers = state.attention_layers
+    attention = msgspec.structs.replace(
+        whole, groups=split_layers(len(layers), whole.layer_page_bytes, cache.num_layer_groups), layers=layers,
+        windows=tuple(map(whole.window_of, layers)) if whole.windows else (),
+        scales=tuple(map(whole.scales_of, layers)) if whole.scales else ())
+    states = KVLayout(groups=(len(state.layers),), num_kv_heads=state.num_heads // tp_size,
+                      head_dim=-(-state.head_values // whole.page_size), page_size=whole.page_size,
+                      dtype=cache.mamba_ssm_dtype, form="state", layers=state.layers, retained_tokens=READ_TOKENS)
+    groups = split_layers(len(state.layers), states.layer_page_bytes, cache.num_layer_groups)
+    return attention, msgspec.structs.replace(states, groups=groups)
 
 
 def _layout_of_group(whole: KVLayout, cache: CacheArgs, own: range, numbers: list[int],
@@ -98,9 +118,18 @@ def _layout_of_group(whole: KVLayout, cache: CacheArgs, own: range, numbers: lis
 
 def page_counts(cache: CacheArgs, layouts: Sequence[KVLayout], num_pages: int) -> tuple[int, ...]:
     """Returns the number of pages of each cache group, where the first has ``num_pages``."""
-    share = math.ceil(num_pages * cache.swa_full_tokens_ratio)
-    return num_pages, *(max(share, SlidingWindow(layout.retained_tokens or 1).max_pages(layout.page_size))
-                        for layout in layouts[1:])
+    return num_pages, *(_group_pages(cache, layouts[0], layout, num_pages) for layout in layouts[1:])
+
+
+def _group_pages(cache: CacheArgs, first: KVLayout, layout: KVLayout, num_pages: int) -> int:
+    """Returns the number of pages of a further cache group, where the ``first`` has ``num_pages``."""
+    if layout.form != "state":
+        share = math.ceil(num_pages * cache.swa_full_tokens_ratio)
+        return max(share, SlidingWindow(layout.retained_tokens or 1).max_pages(layout.page_size))
+    if cache.max_mamba_cache_size is not None:
+        return max(cache.max_mamba_cache_size, LEAST_STATES)
+    share = int(num_pages * first.page_bytes * cache.mamba_full_memory_ratio) // layout.page_bytes
+    return max(share, _DEFAULT_STATES)
 
 
 def count_pages(config: ServerConfig, spec: ModelSpec, layouts: Sequence[KVLayout], parallel: Parallel,

@@ -34,6 +34,7 @@ from ..forward.step_context import StepContext
 from ..kvcache.cache_group import CacheGroup, SlidingWindow
 from ..kvcache.layout import KVLayout
 from ..kvcache.pool import KVPool
+from ..kvcache.state_group import StateGroup
 from ..kvcache.tiers.base import PageLoad, StepLoads
 from ..models.decoder.module_calls import ModuleCall
 from ..quantization.float8 import check_float8
@@ -345,7 +346,10 @@ class ModelRunner:
 
     def new_cache_groups(self) -> list[CacheGroup]:
         """Returns the further cache groups, all of whose pages are free."""
-        return [CacheGroup(SlidingWindow(pool.layout.retained_tokens), pool.num_pages - 1, pool.layout.page_size)
+        in_flight = self._config.role.receives_kv
+        return [StateGroup(pool.num_pages - 1, pool.layout.page_size, in_flight=in_flight)
+                if pool.layout.form == "state" else
+                CacheGroup(SlidingWindow(pool.layout.retained_tokens), pool.num_pages - 1, pool.layout.page_size)
                 for pool in self.pools if pool.layout.retained_tokens is not None]
 
     @property

@@ -12,6 +12,7 @@ from ..config.addresses import check_free
 from ..config.checkpoint import check_removable, resolve_pooling
 from ..config.draft_kind import check_draft
 from ..config.draft_model import draft_args, naming_draft
+from ..config.hybrid import check_hybrid
 from ..config.model import ModelSpec
 from ..config.packages import is_installed
 from ..config.server import CacheArgs, ServerConfig
@@ -48,6 +49,7 @@ def preflight(config: ServerConfig, spec: ModelSpec) -> None:
         for port in (config.events.kv_events_port, config.events.kv_events_port + 1):  # events, and replays
             check_free(config.http.host, port, "--kv-events-port")
     check_draft(config, spec)
+    check_hybrid(config, spec)
     for host, port in config.nodes.listen_addresses:  # on node 0; the others do not listen
         check_free(host, port, "--dist-init-addr", "--dist-init-addr")
     if not _may_have_gpu(config):
@@ -134,6 +136,8 @@ def _check_host_pool(config: ServerConfig, spec: ModelSpec) -> None:
 
 def pool_layers(config: ServerConfig, spec: ModelSpec, layers: range) -> float:
     """The layers of a rank, of which those with a pool of their own for a sliding window count by its share."""
+    if spec.state is not None:
+        return len(spec.kv_layers(layers))
     windows, cache = spec.windows_of(range(spec.num_layers)), config.cache
     if cache.disable_hybrid_swa_memory or config.model.is_embedding or None not in windows:
         return len(layers)

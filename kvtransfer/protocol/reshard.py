@@ -121,6 +121,9 @@ def find_mismatch(prefill: RankLayout, decode: RankLayout) -> str | None:
     if large % small:
         return (f"page_size of the KV layout is {decode.layout.page_size} here and {prefill.layout.page_size} there, "
                 f"and neither is a multiple of the other")
+    if decode.layout.form == "state" and small != large:
+        return (f"page_size of the KV layout is {decode.layout.page_size} here and {prefill.layout.page_size} there, "
+                "and the states of a hybrid model are those after whole pages: give both servers the same --page-size")
     for layer in range(first, last + 1):
         number, its_number = decode.layout.number_of(layer), prefill.layout.number_of(layer - first)
         if number != its_number:
@@ -183,10 +186,11 @@ def _plan_of(heads: frozenset[int], src_rank: int, prefill: RankLayout, dst_rank
     else:
         unit, total = math.gcd(src_heads, dst_heads) if same_pages else 1, _num_distinct_heads_of(prefill, decode)
         units = np.array(sorted(heads)[::unit], dtype=np.int64)
-        src_local = _in_layer(units - _first_head(src_rank, prefill, total), src_heads, unit)
-        dst_local = _in_layer(units - _first_head(dst_rank, decode, total), dst_heads, unit)
-        src_blocks, dst_blocks = (tuple(layers * 2 * side.layout.num_kv_heads // unit for layers in side.layout.groups)
-                                  for side in (prefill, decode))
+        planes = prefill.layout.planes
+        src_local = _in_layer(units - _first_head(src_rank, prefill, total), src_heads, unit, planes)
+        dst_local = _in_layer(units - _first_head(dst_rank, decode, total), dst_heads, unit, planes)
+        src_blocks, dst_blocks = (tuple(layers * planes * side.layout.num_kv_heads // unit
+                                        for layers in side.layout.groups) for side in (prefill, decode))
     ranges = _block_ranges(prefill.layout, decode.layout.groups, [src_blocks, dst_blocks], src_local, dst_local)
     return ReshardPlan(tuple(n * src_subpages for n in src_blocks), tuple(n * dst_subpages for n in dst_blocks),
                        tuple(ranges),
@@ -216,9 +220,9 @@ def make_group_plan(src_rank: int, prefill: Sequence[RankLayout], dst_rank: int,
                        plans[0].dst_subpages)
 
 
-def _in_layer(heads: np.ndarray, num_heads: int, unit: int) -> np.ndarray:
+def _in_layer(heads: np.ndarray, num_heads: int, unit: int, planes: int) -> np.ndarray:
     """Returns the blocks of a layer, keys first, that begin with these of a rank's heads."""
-    return np.concatenate([heads // unit, (heads + num_heads) // unit])
+    return np.concatenate([(heads + plane * num_heads) // unit for plane in range(planes)])
 
 
 def _block_ranges(src: KVLayout, dst_groups: tuple[int, ...], blocks: list[tuple[int, ...]], src_local: np.ndarray,

@@ -20,6 +20,7 @@ from baton.common.config.server import HttpArgs, ObserveArgs, ServerConfig
 from baton.common.distributed.tp import TPGroup
 from baton.common.kvcache.cache_group import CacheGroup, SlidingWindow
 from baton.common.kvcache.manager import KVCacheManager
+from baton.common.kvcache.state_group import StateGroup
 from baton.common.kvcache.storage.storage import StorageCounters
 from baton.common.obs.buckets import Buckets
 from baton.common.obs.metrics import ServerMetrics
@@ -255,7 +256,7 @@ def server_families() -> dict[str, set[str]]:
                                overlap=False, kv_retain_seconds=0.0)
     drafts = DraftStats(3, 3)
     counters |= {**prefill.counters, **drafts.counters}
-    windowed = KVCacheManager(1, 16, groups=[CacheGroup(SlidingWindow(8), 3, 16)])
+    windowed = KVCacheManager(1, 16, groups=[CacheGroup(SlidingWindow(8), 3, 16), StateGroup(3, 16)])
     metrics = ServerMetrics("m", "decode", speculates=True, tiered=True,
                             buckets=Buckets.of_flags(ObserveArgs(collect_tokens_histogram=True)))
     metrics.count_outcome("stop")

@@ -53,6 +53,7 @@ def server_config(folder: Path | str, *, page_size: int = 16, backend: str = "to
     return build(ServerConfig, {
         "model_path": str(folder), "page_size": page_size, "max_total_tokens": max_total_tokens,
         "num_layer_groups": num_layer_groups, "swa_full_tokens_ratio": 1.0, "tp_size": tp,
+        "max_mamba_cache_size": (max_total_tokens or 2048) // page_size + 1,
         "attention_backend": backend, **model})
 
 

@@ -88,3 +88,7 @@ def test_decoded_rows_equal_prompt_rows():
 
 def test_blocks_of_gguf_files_equal_their_twin():
     run_interpreted("gguf_cases.py")
+
+
+def test_recurrent_states_equal_their_twins():
+    run_interpreted("state_cases.py")

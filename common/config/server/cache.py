@@ -33,6 +33,14 @@ class CacheArgs:
         "tokens in the KV pool of layers with a sliding window, as a share of those in the pool of the other layers"))
     disable_hybrid_swa_memory: bool = flag(False, help=(
         "keep the KV of layers with a sliding window as long as that of the other layers, in one pool"))
+    max_mamba_cache_size: int | None = flag(None, help=(
+        "states of a hybrid model's recurrent layers (Mamba-2, gated delta networks) in a rank's memory: those of "
+        "running requests, two or three each, and those in the prefix cache; by default --mamba-full-memory-ratio says "
+        "it"))
+    mamba_full_memory_ratio: float = flag(0.9, help=(
+        "memory for the states of a hybrid model, as a share of that for the KV pool of its attention layers"))
+    mamba_ssm_dtype: Literal["float32", "bfloat16"] = flag("float32", help=(
+        "type in which the states of a hybrid model's recurrent layers are kept"))
     num_layer_groups: int | None = flag(None, help=(
         "layer groups of the KV pool; by default as many as make a page of one about 1 MiB"))
     kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = flag("auto", help=(
@@ -54,7 +62,9 @@ class CacheArgs:
     )
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "page_size", "num_layer_groups")
+        at_least(self, 1, "page_size", "num_layer_groups", "max_mamba_cache_size")
+        if self.mamba_full_memory_ratio <= 0:
+            raise ConfigError(f"--mamba-full-memory-ratio {self.mamba_full_memory_ratio:g} must be above 0.")
         if not 0 < self.mem_fraction_static < 1:
             raise ConfigError(f"--mem-fraction-static must be between 0 and 1, not {self.mem_fraction_static}.")
         if not 0 < self.swa_full_tokens_ratio <= 1:

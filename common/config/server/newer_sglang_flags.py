@@ -105,10 +105,13 @@ NEWER: dict[str, Foreign] = {
            "enable-lora-overlap-loading lora-eviction-policy max-lora-chunk-size experts-shared-outer-loras "
            "no-experts-shared-outer-loras lora-use-virtual-experts lora-strict-loading no-lora-strict-loading "
            "lora-drain-wait-threshold uno-lora-path"),
-    **_all(Refused("models with state-space layers or linear attention are not supported"),
-           "mamba-backend mamba-max-states-per-path enable-mamba-cache-stochastic-rounding mamba-cache-philox-rounds "
-           "mamba-radix-cache-strategy mamba-track-interval enable-int8-mamba-checkpoint int8-mamba-ckpt-size "
-           "mamba-full-memory-ratio linear-attn-backend linear-attn-decode-backend linear-attn-prefill-backend "
+    **_all(Refused("states are kept at the ends of prompts, of their chunks and of answers, and evicted with their own "
+                   "order; size their pool by --max-mamba-cache-size"),
+           "mamba-max-states-per-path mamba-radix-cache-strategy mamba-track-interval"),
+    **_all(Refused("states are kept in --mamba-ssm-dtype, float32 or bfloat16, and computed by Baton's own kernels"),
+           "mamba-backend enable-mamba-cache-stochastic-rounding mamba-cache-philox-rounds "
+           "enable-int8-mamba-checkpoint int8-mamba-ckpt-size linear-attn-backend linear-attn-decode-backend "
+           "linear-attn-prefill-backend "
            "linear-attn-verify-backend enable-linear-replayssm linear-replayssm-cache-len enable-linear-replayssm-spec "
            "enable-scattered-sconv"),
     **_all(Refused("models with sparse attention are not supported"),

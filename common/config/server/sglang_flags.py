@@ -92,7 +92,6 @@ def _refused(reason: str, *names: str, harmless: tuple[str, ...] = ()) -> dict[s
 
 _NO_MEDIA = "images, video and audio are not supported"
 _NO_LORA = "adapters are not supported; merge the adapter into the checkpoint"
-_NO_STATE_SPACES = "models with state-space layers are not supported"
 _NO_LMCACHE = "the prefix cache has its own tiers; use --enable-hierarchical-cache with --hicache-storage-backend"
 _OFFLOAD_MODE = "layers of --cpu-offload-gb and --offload-group-size are in host memory; leave it at cpu"
 _NO_MULTIPLEX = ("one GPU is not divided between prompts and decode steps; use --enable-mixed-chunk, or prefill and "
@@ -205,7 +204,6 @@ _REFUSED: dict[str, Foreign] = {
     **_refused(_NO_MEDIA, "--enable-multimodal", "--mm-attention-backend"),
     **_refused(_NO_LORA, "--enable-lora", "--max-lora-rank", "--lora-target-modules", "--lora-paths",
                "--max-loras-per-batch", "--max-loaded-loras", "--lora-backend"),
-    **_refused(_NO_STATE_SPACES, "--max-mamba-cache-size", "--mamba-ssm-dtype"),
     **_refused(_NO_LMCACHE, "--enable-lmcache"),
     **_refused(_OFFLOAD_MODE, "--offload-mode", harmless=("cpu",)),
     **_refused(_NO_MULTIPLEX, "--enable-pdmux", "--sm-group-num"),

@@ -26,21 +26,26 @@ class SelfAttention:
     """Attention of one layer. ``head_norm_eps``: heads of queries and keys are normed, with it; their weights in the
     checkpoint are ``head_norm_offset`` smaller than those that are applied. ``sinks``: each head has a logit that joins
     the denominator of its softmax. ``qkv_step``: what else is done with queries, keys and values before rope, row by
-    row. ``position_step``: what is done with them by their positions."""
+    row. ``position_step``: what is done with them by their positions. ``gated``: the query projection has of each head
+    its queries, then as many gates, by whose sigmoid the head's output is multiplied."""
 
     def __init__(self, name: str, layer: int, spec: ModelSpec, tp: TPGroup, allocate: Allocate, *,
                  qkv_bias: bool = False, o_bias: bool = False, head_norm_eps: float | None = None,
                  head_norm_offset: float = 0.0, sinks: bool = False, in_features: int | None = None,
-                 qkv_step: MakeQKVStep | None = None, position_step: PositionStep | None = None):
+                 qkv_step: MakeQKVStep | None = None, position_step: PositionStep | None = None,
+                 gated: bool = False):
         self.layer = layer
         self.head_dim = spec.head_dim
         q_size = spec.num_heads * spec.head_dim
         self.qkv = ColumnLinear(in_features or spec.hidden_size, [
-            Columns.shard(f"{name}.q_proj", q_size, tp),
+            Columns.shard(f"{name}.q_proj", q_size * (1 + gated), tp),
             Columns.kv_shard(f"{name}.k_proj", spec.num_kv_heads, spec.head_dim, tp),
             Columns.kv_shard(f"{name}.v_proj", spec.num_kv_heads, spec.head_dim, tp),
         ], qkv_bias, allocate)
         self.num_local_heads = [size // spec.head_dim for size in self.qkv.sizes]  # of q, k and v
+        self._gated = gated
+        if gated:
+            self.num_local_heads[0] //= 2
         self.output = RowLinear(f"{name}.o_proj", q_size, spec.hidden_size, o_bias, tp, allocate)
         self.width = q_size // tp.size
         self.sinks: Slot | None = None
@@ -60,11 +65,16 @@ class SelfAttention:
 
     def project(self, x: Rows) -> Projected:
         qkv = self.qkv(x)
-        return (qkv if self.qkv_step is None else self.qkv_step(qkv),)
+        gate: tuple[torch.Tensor, ...] = ()
+        if self._gated:
+            queries, rest = qkv.split([2 * self.width, sum(self.qkv.sizes[1:])], -1)
+            heads, gates = queries.unflatten(-1, (-1, 2, self.head_dim)).unbind(2)
+            qkv, gate = torch.cat((heads.flatten(1), rest), -1), (gates.flatten(1),)
+        return (qkv if self.qkv_step is None else self.qkv_step(qkv), *gate)
 
     def attend(self, projected: Projected, step: StepContext, cos_sin: torch.Tensor | None,
                trimmed: bool) -> torch.Tensor:
-        (qkv,) = projected
+        qkv, *gate = projected
         heads = qkv.view(len(qkv), sum(self.num_local_heads), self.head_dim)
         q, k, v = heads.split_with_sizes(self.num_local_heads, 1)  # [T, heads, head_dim]
         if self._position_step is not None:
@@ -74,9 +84,11 @@ class SelfAttention:
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         sinks = None if self.sinks is None else self.sinks.target
         inputs = (self.layer, q, k, v, cos_sin, norms, sinks)
-        if trimmed:
-            return step.attention.run_last_tokens(*inputs).flatten(1)
-        return step.attention.run(*inputs).flatten(1)
+        run = step.attention.run_last_tokens if trimmed else step.attention.run
+        heads = run(*inputs).flatten(1)
+        for gates in gate:
+            heads = heads * torch.sigmoid(gates[step.batch.logits_rows] if trimmed else gates)
+        return heads
 
     def slots(self) -> Iterator[Slot]:
         for module in (self.qkv, self.output, self.q_norm, self.k_norm, self.qkv_step):

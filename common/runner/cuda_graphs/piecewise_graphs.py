@@ -73,7 +73,10 @@ def default_sizes(largest: int) -> list[int]:
 
 
 def prefill_graph_sizes(config: ServerConfig, spec: ModelSpec, parallel: Parallel) -> list[int]:
-    """Returns the sizes that may be recorded with ``config``, on ranks that may capture."""
+    """Returns the sizes that may be recorded with ``config``, on ranks that may capture; none for hybrid models, whose
+    layers differ."""
+    if spec.state is not None:
+        return []
     largest = config.captured_prompts(spec.context_length)
     requested = [size for size in config.kernels.piecewise_cuda_graph_tokens if size <= largest]
     sizes = sorted(requested) or default_sizes(largest)

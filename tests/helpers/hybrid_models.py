@@ -1,0 +1,30 @@
+"""A tiny random Qwen3-Next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+LAYERS = ["linear_attention", "full_attention", "linear_attention"]
+
+
+def save_hybrid(folder: Path, **changes: Any) -> Any:
+    """Saves a Qwen3-Next whose random weights are large, so that its answers differ and hardly ever depend on a tie;
+    returns transformers' model."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+             "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "linear_num_key_heads": 2,
+             "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 0,
+             "layer_types": LAYERS, "max_position_embeddings": 1024, "eos_token_id": None, "initializer_range": 0.3,
+             "mlp_only_layers": [0, 1, 2]}
+    config = transformers.Qwen3NextConfig(**{**sizes, **changes})
+    model = transformers.Qwen3NextForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.uniform_(-4, -1)  # states that last
+    model.save_pretrained(folder)
+    return model
