@@ -37,13 +37,15 @@ def _nothing(file: GgufFile) -> dict[str, Any]:
 class GgufFamily:
     """A ``general.architecture``: Hugging Face's name of it, and further values of its config.json.
 
-    ``pairs_heads``: rows of q and k are stored with the two values of a rotation side by side.
+    ``pairs_heads``: rows of q and k are stored with the two values of a rotation side by side. ``added_to_norms``:
+    what norms' weights are stored with added.
     """
 
     architecture: str
     model_type: str
     values: Callable[[GgufFile], dict[str, Any]] = _nothing
     pairs_heads: bool = False
+    added_to_norms: float = 0.0
     names: Mapping[str, str] = field(default_factory=dict)
 
     def name_of(self, name: str) -> str | None:
@@ -98,7 +100,21 @@ def _mixtral(file: GgufFile) -> dict[str, Any]:
     return {"num_local_experts": file.get("expert_count"), "num_experts_per_tok": file.get("expert_used_count")}
 
 
+def _gemma2(file: GgufFile) -> dict[str, Any]:
+    """Scores are divided by the root of a head's size, or, in the model of 27B, of the hidden size's share of one."""
+    scalar = file.get("attention.key_length", 256)
+    if file.get("block_count") == _GEMMA2_27B_LAYERS:
+        scalar = file.get("embedding_length") // file.get("attention.head_count")
+    caps = {f"{name}_softcapping": file.get(f"{name}_softcapping") for name in ("attn_logit", "final_logit")}
+    return {**caps, "query_pre_attn_scalar": scalar, "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_act": "gelu_pytorch_tanh", "sliding_window": file.get("attention.sliding_window", 4096)}
+
+
+_GEMMA2_27B_LAYERS = 46
+_GEMMA = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+          "post_ffw_norm": "post_feedforward_layernorm"}
 FAMILIES = {
+    "gemma2": GgufFamily("Gemma2ForCausalLM", "gemma2", _gemma2, added_to_norms=1.0, names=_GEMMA),
     "llama": GgufFamily("LlamaForCausalLM", "llama", _llama, pairs_heads=True),
     "qwen2": GgufFamily("Qwen2ForCausalLM", "qwen2"),
     "qwen3": GgufFamily("Qwen3ForCausalLM", "qwen3"),

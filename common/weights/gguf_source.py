@@ -75,6 +75,11 @@ class GgufSource:
     def _value(self, tensor: GgufTensor) -> LazyTensor:
         if tensor.kind in BLOCKS:
             return _Dequantized(self._bytes(tensor), tensor)
+        if self._family.added_to_norms and tensor.name.endswith("norm.weight"):
+            return _Less(self._plain(tensor), self._family.added_to_norms)
+        return self._plain(tensor)
+
+    def _plain(self, tensor: GgufTensor) -> LazyTensor:
         # A projection to one value is a vector here.
         shape = (1, *tensor.shape) if tensor.name.endswith("ffn_gate_inp_shexp.weight") else tensor.shape
         return self._read(StoredTensor(tensor.name, tensor.kind, shape, tensor.file, tensor.start, tensor.num_bytes))
@@ -108,6 +113,17 @@ class GgufSource:
                   for tensor in self._file.tensors.values()
                   if (own := self._family.name_of(tensor.name)) is not None and not is_optional(own)]
         return sample_tensors(sorted(stored))
+
+
+class _Less:
+    """A tensor's values less a number."""
+
+    def __init__(self, tensor: LazyTensor, number: float):
+        self._tensor, self._number = tensor, number
+        self.get_shape, self.get_dtype = tensor.get_shape, tensor.get_dtype
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        return self._tensor[key] - self._number
 
 
 class _Dequantized:

@@ -53,10 +53,18 @@ def save_gguf(file: Path, model: Any, architecture: str, kinds: Callable[[str], 
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    ropes = config.rope_parameters
+    writer.add_rope_freq_base(ropes.get("full_attention", ropes)["rope_theta"])
     writer.add_eos_token_id(7)
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
+    is_gemma = architecture.startswith("gemma")
+    if is_gemma:
+        writer.add_sliding_window(config.sliding_window)
+        for cap, add in ((config.attn_logit_softcapping, writer.add_attn_logit_softcapping),
+                         (config.final_logit_softcapping, writer.add_final_logit_softcapping)):
+            if cap:
+                add(cap)
     if metadata is not None:
         metadata(writer)
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -64,6 +72,8 @@ def save_gguf(file: Path, model: Any, architecture: str, kinds: Callable[[str], 
     for index, (name, value) in enumerate(model.state_dict().items()):
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
         pairs = heads if architecture == "llama" else None
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
         if ".experts." in name:
             parts = value.chunk(2, 1) if name.endswith("gate_up_proj") else (value,)
             for part, stack in zip(parts, ("gate", "up") if len(parts) == 2 else ("down",)):
@@ -71,7 +81,7 @@ def save_gguf(file: Path, model: Any, architecture: str, kinds: Callable[[str], 
             continue
         own = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert own is not None, name
-        _add(writer, own, value, kinds(name), pairs, seed=index)
+        _add(writer, own, value + 1 if is_gemma and "norm" in name else value, kinds(name), pairs, seed=index)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

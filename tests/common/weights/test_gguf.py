@@ -63,10 +63,14 @@ def test_blocks_are_read_as_the_gguf_package_reads_them(kind):
     assert np.array_equal(dequantize_gguf(packed, kind).numpy(), want)
 
 
-@pytest.mark.parametrize("family,architecture", [("Llama", "llama"), ("Qwen2", "qwen2"), ("Qwen3", "qwen3")])
+HEADS_OF_64 = {"Qwen3": {"head_dim": 64}, "Gemma2": {"head_dim": 64, "query_pre_attn_scalar": 64}}
+
+
+@pytest.mark.parametrize("family,architecture", [("Llama", "llama"), ("Qwen2", "qwen2"), ("Qwen3", "qwen3"),
+                                                 ("Gemma2", "gemma2")])
 def test_a_file_computes_what_its_model_does(tmp_path, family, architecture):
     """Named, or found in its folder; q, k and v are in blocks of two types."""
-    model = save_model(tmp_path / "model", family, **SIZES, **({"head_dim": 64} if family == "Qwen3" else {}))
+    model = save_model(tmp_path / "model", family, **SIZES, **HEADS_OF_64.get(family, {}))
     file = tmp_path / "model-Q4_K_M.gguf"
     save_gguf(file, model, architecture, mixed)
     want = expected_logits(model, TOKENS)
