@@ -91,7 +91,7 @@ def _context_length(longest: int, args: ModelArgs) -> int:
 def _head(architecture: str, args: ModelArgs) -> Head:
     """Returns the architecture's head; raises ConfigError where the server is to generate and the model cannot."""
     head: Head = "lm"
-    if "ForSequenceClassification" in architecture or architecture.endswith("ForRewardModel"):
+    if "ForSequenceClassification" in architecture or architecture.endswith("RewardModel"):
         head = "classifier"
     elif architecture.endswith("Model") and not architecture.endswith("LMHeadModel"):
         head = "none"

@@ -98,7 +98,7 @@ def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
 
 
 def build_reward_model(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    """Builds Qwen2.5-Math-RM, whose score is that of two layers."""
+    """Builds Qwen2.5-Math-RM or PRM, whose scores are those of two layers."""
     from ..layers.classifier_head import TwoLayerHead
     from .decoder.causal_lm import CausalLM
 
@@ -144,6 +144,10 @@ MODELS.register("Qwen2ForRewardModel")(
     ModelFamily(partial(read_qwen2, slides=from_last_on, has_experts=False), build_reward_model, blocks,
                 {**DENSE, "num_labels": 1}, tensor_parts, title="Qwen2.5-Math-RM",
                 notes="Qwen2 with a score of two layers"))
+MODELS.register("Qwen2ForProcessRewardModel")(
+    ModelFamily(partial(read_qwen2, slides=from_last_on, has_experts=False), build_reward_model, blocks,
+                {**DENSE, "num_labels": 2}, tensor_parts, title="Qwen2.5-Math-PRM",
+                notes="scores of a step's end, of two layers"))
 MODELS.register("Qwen3ForCausalLM", "Qwen3ForSequenceClassification", "Qwen3Model")(
     ModelFamily(partial(read_qwen3, slides=from_last_on, has_experts=False), build, blocks, _DENSE_3,
                 tensor_parts, title="Qwen3", notes="normed heads of q and k"))

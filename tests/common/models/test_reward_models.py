@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -30,15 +31,15 @@ def states_of(folder, tokens):
     return runner, runner.hidden_states(batch)
 
 
-def test_qwen2_scores_by_two_layers(tmp_path):
+@pytest.mark.parametrize("architecture,labels", [("Qwen2ForRewardModel", 1), ("Qwen2ForProcessRewardModel", 2)])
+def test_qwen2_scores_by_two_layers(tmp_path, architecture, labels):
     model, tokens = save_model(tmp_path, "Qwen2"), np.random.default_rng(0).integers(0, 131, 30)
-    head = torch.nn.Sequential(torch.nn.Linear(48, 48), torch.nn.ReLU(), torch.nn.Linear(48, 1))
-    rename(tmp_path, "Qwen2ForRewardModel", {f"score.{name}": tensor.clone()
-                                            for name, tensor in head.state_dict().items()})
+    head = torch.nn.Sequential(torch.nn.Linear(48, 48), torch.nn.ReLU(), torch.nn.Linear(48, labels))
+    rename(tmp_path, architecture, {f"score.{name}": tensor.clone() for name, tensor in head.state_dict().items()})
     runner, hidden = states_of(tmp_path, tokens)
     with torch.inference_mode():
         want = head(model.model(torch.from_numpy(tokens)[None]).last_hidden_state[:, -1])
-    assert runner.spec.num_labels == 1
+    assert runner.spec.num_labels == labels
     torch.testing.assert_close(runner.classify(hidden), want, atol=1e-4, rtol=0)
 
 

@@ -17,6 +17,7 @@ from baton.common.layers.mlp import MLP
 from baton.common.models.decoder.self_attention import SelfAttention
 from baton.common.models.registry import load_model_spec
 from baton.common.runner.preflight import fitted
+from baton.tests.helpers.fp8_checkpoints import save_float8
 from baton.tests.helpers.hand_driven import Engine, tokens_of
 from baton.tests.helpers.small_models import (
     check_chunks,
@@ -174,6 +175,21 @@ def test_float8_weights_are_those_of_batons_own_implementation(tmp_path):
         runner = load_runner(config_of(tmp_path, model_impl=implementation, quantization="fp8"))
         logits.append(forward(runner, [(prompt, 0, scattered_pages(runner, 1, 30)[0])]))
     torch.testing.assert_close(*logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("form,ranks", [("blocks", 1), ("channel", 2)])
+def test_quantized_checkpoints_are_those_of_batons_own_implementation(tmp_path, form, ranks):
+    save_float8(tmp_path, form, "Qwen3")
+    prompt = lengthy_prompts((30,))[0] % 97
+
+    def logits(implementation):
+        def rank(tp):
+            runner = load_runner(config_of(tmp_path, model_impl=implementation, tp=ranks), Parallel(tp))
+            return forward(runner, [(prompt, 0, scattered_pages(runner, 1, 30)[0])])
+
+        return on_ranks(ranks, rank)[0]
+
+    torch.testing.assert_close(logits("transformers"), logits("baton"), atol=1e-4, rtol=0)
 
 
 def test_experts_are_not_quantized(tmp_path):
