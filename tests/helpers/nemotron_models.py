@@ -14,8 +14,9 @@ from baton.tests.helpers import nemotron_family
 __all__ = ["nemotron_family", "save_nemotron"]
 
 
-def save_nemotron(folder: Path, **changes: Any) -> NemotronForCausalLM:
-    """Saves a model with random weights to ``folder``, norms and biases included."""
+def save_nemotron(folder: Path, architecture: str = "OwnNemotronForCausalLM", **changes: Any) -> NemotronForCausalLM:
+    """Saves a model with random weights to ``folder``, norms and biases included, as one of this ``architecture``: by
+    default the user's."""
     torch.manual_seed(0)
     config = NemotronConfig(**{
         "vocab_size": 131, "hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -31,5 +32,5 @@ def save_nemotron(folder: Path, **changes: Any) -> NemotronForCausalLM:
                 parameter.normal_(0, 0.15)
     model.save_pretrained(folder)
     file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "architectures": ["OwnNemotronForCausalLM"]}))
+    file.write_text(json.dumps({**json.loads(file.read_text()), "architectures": [architecture]}))
     return model

@@ -38,7 +38,7 @@ def test_tokens_of_the_unified_engine_and_of_a_pair_are_transformers_own(tmp_pat
 def test_pair_that_computes_by_transformers_own_code(tmp_path, bootstrap_port, monkeypatch):  # noqa: F811
     """Pages of a layer group travel once transformers has computed its layers."""
     monkeypatch.setattr(test_relay_in_process, "ModelArgs", partial(ModelArgs, model_impl="transformers"))
-    save_nemotron(tmp_path, vocab_size=VOCAB, eos_token_id=None)
+    save_nemotron(tmp_path, "NemotronForCausalLM", vocab_size=VOCAB, eos_token_id=None)
     prompts = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (5, 31, 68)]
     with pair_equal_to_unified(tmp_path, prompts, bootstrap_port, "fake") as (prefill, _):
         assert prefill.scheduler.sender.counters["kv_bytes_sent"] > 0
