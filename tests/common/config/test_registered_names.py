@@ -40,7 +40,7 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
     "common/attention": (ATTENTION_BACKENDS, {
         "base", "channel_recorder", "double_sparsity_backend", "fixed_tiles", "invariant_torch_backend",
         "hybrid_backend", "invariant_triton_backend", "select", "per_layer_backend", "prefill_decode_backend",
-        "workspace"}),
+        "whole_sequences", "workspace"}),
     "common/attention/mla": (LATENT_BACKENDS, {"base", "invariant_torch_backend", "select"}),
     "common/commands": (COMMANDS, {"base", "methods", "registry"}),
     "common/sampling": (SAMPLING_BACKENDS, {
