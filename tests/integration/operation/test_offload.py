@@ -3,13 +3,9 @@ update of the weights, and after its memory was given back."""
 
 from __future__ import annotations
 
-import pytest
-
 from baton.common.tinychat import CHECKPOINT
-from baton.tests.helpers.harness import Cluster, Server, post_json
-from baton.tests.helpers.ports import free_port
+from baton.tests.helpers.harness import Cluster, post_json
 
-FLAGS = ["--model-path", "tinychat", "--device", "cpu", "--log-level", "warning"]
 PROMPTS = ["What is the capital of France?", "Once upon a time", "1 2 3 4"]
 
 
@@ -20,17 +16,8 @@ def answers(url: str) -> list[str]:
     return [each["text"] for each in found]
 
 
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory) -> list[str]:
-    log = tmp_path_factory.mktemp("plain") / "server.log"
-    server = Server("baton.launch", ["server", *FLAGS], free_port(), log).start()
-    try:
-        return answers(server.wait_ready().url)
-    finally:
-        assert server.stop() == 0
-
-
-def test_a_pair_with_layers_in_host_memory(tmp_path, expected):
+def test_a_pair_with_layers_in_host_memory(tmp_path, unified):
+    expected = answers(unified.url)
     drafts = ["--speculative-algorithm", "NGRAM"]
     with Cluster(tmp_path, prefill_flags=["--offload-group-size", "2", "--tp-size", "2"],
                  decode_flags=["--cpu-offload-gb", "1", "--offload-prefetch-step", "2", *drafts]) as cluster:

@@ -49,13 +49,8 @@ def plugin(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory) -> list[object]:
-    log = tmp_path_factory.mktemp("plain") / "server.log"
-    server = Server("baton.launch", ["server", *FLAGS], free_ports(1)[0], log).start()
-    try:
-        return answers(server.wait_ready().url)
-    finally:
-        assert server.stop() == 0
+def expected(unified) -> list[object]:
+    return answers(unified.url)
 
 
 def assert_drafts_are_reported(url: str) -> None:

@@ -39,14 +39,8 @@ def num_accepted(steps: list[tuple[int, int]]) -> int:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory) -> list[object]:
-    log = tmp_path_factory.mktemp("plain") / "server.log"
-    argv = ["server", "--model-path", "tinychat", "--device", "cpu", *FLAGS]
-    server = Server("baton.launch", argv, free_ports(1)[0], log).start()
-    try:
-        return answers(server.wait_ready().url)[0]
-    finally:
-        assert server.stop() == 0
+def expected(unified) -> list[object]:
+    return answers(unified.url)[0]
 
 
 @pytest.fixture(scope="module")

@@ -208,3 +208,14 @@ def test_the_number_of_a_released_set_is_used_again():
     sets.release(first)
     assert sets.acquire(frozenset((3, 4))) == first and sets.by_number[first] == {3, 4}
     assert sets.acquire(frozenset((1, 2))) != first
+
+
+def test_sets_that_become_equal_when_a_worker_leaves_keep_their_numbers():
+    sets = WorkerSets()
+    one, other = sets.acquire(frozenset((1, 2, 9))), sets.acquire(frozenset((1, 2)))
+    sets.remove_worker(9)
+    assert sets.by_number[one] == sets.by_number[other] == {1, 2}
+    for number in (one, other):
+        sets.release(number)
+        assert sets.by_number[number] == frozenset()
+    assert len(sets) == 1
