@@ -4,6 +4,7 @@ memory; then a storage of files is attached, which they have in common, and each
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.common.kvcache.storage.base import STALL_SECONDS
 from baton.tests.helpers.harness import Cluster, Server, get_json, post_json
 
 PAGE, TURNS, ANSWER = 16, 4, 40
@@ -81,10 +83,10 @@ def backends(cluster: Cluster) -> set[str | None]:
     return {each["hicache_storage_backend"] for each in command(cluster, "GET", STORAGE)["workers"].values()}
 
 
-def attach_files(cluster: Cluster, folder: Path) -> None:
+def attach_files(cluster: Cluster, folder: Path, **options: object) -> None:
     command(cluster, "PUT", STORAGE, {"hicache_storage_backend": "file", "hicache_storage_prefetch_policy":
                                       "wait_complete", "hicache_storage_backend_extra_config_json":
-                                      file_options(folder)})
+                                      file_options(folder, **options)})
 
 
 def stored(cluster: Cluster) -> None:
@@ -273,3 +275,25 @@ def test_the_storage_is_detached_attached_and_cleared_through_the_router(cluster
     assert given == answers[6] and len(objects) > 5
     command(cluster, "POST", "/clear_hicache_storage_backend")
     assert not any(file.exists() for file in objects)
+
+
+def test_nobody_waits_for_a_storage_that_hangs(cluster, answers, tmp_path):
+    """With the default limit of 0.1 s; a prefetch that is only slow may take 30 s."""
+    command(cluster, "DELETE", STORAGE)
+    attach_files(cluster, tmp_path, stall_seconds=STALL_SECONDS)
+    flush(cluster.workers)
+    for _ in range(2):  # write_through_selective writes what is used again
+        ask(cluster.url, ids(4, 330))
+    stored(cluster)
+    flush(cluster.workers)
+    objects = list(tmp_path.glob("??/*.bin"))
+    assert len(objects) >= 20
+    for path in objects:
+        path.unlink()
+        os.mkfifo(path)  # to open it waits for somebody who writes
+    prefill = cluster.prefill[0]
+    before = prefill.state()["counters"]
+    assert ask(cluster.url, ids(4, 330))[0] == answers[4][0]
+    after = prefill.state()["counters"]
+    waited, aside = (after[name] - before[name] for name in ("prefetch_wait_seconds", "storage_times_aside"))
+    assert waited < 3 and aside > 0  # this machine's cores are shared
