@@ -105,6 +105,8 @@ PLANS: dict[str, list[Step]] = {
         bench("small_m_matmul", 60, json="--output", tail=50), bench("windows", 60, tail=20),
         bench("packed_int_gemm", 90, json="--output", tail=48),
         bench("fp8_gemm", 60, json="--output", tail=24), bench("fp8_serving", 90, json="--out", tail=6),
+        bench("quantized_serving", 240, "--only", "gpt-oss", name="gpt_oss_mxfp4", json="--out", tail=3),
+        bench("quantized_serving", 240, json="--out", tail=8),
         bench("grouped_gemm", 90, json="--output", tail=30), bench("mla_decode", 90, json="--out", tail=24),
         bench("host_tier", 180, json="--out", tail=8), bench("tier_cost", 180, json="--out", tail=4),
         weight_updates("gpu-handles", "--rounds", "3"), weight_updates("host-handles", "--rounds", "2"),

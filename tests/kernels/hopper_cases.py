@@ -79,6 +79,7 @@ from baton.kernels.moe.moe_experts import moe_experts
 from baton.kernels.moe.moe_topk import moe_topk
 from baton.kernels.moe.mxfp4_experts import mxfp4_experts
 from baton.kernels.moe.packed_int_experts import packed_int_expert_products
+from baton.kernels.nf4.dequantize_nf4 import dequantize_nf4
 from baton.kernels.rowwise.fp8_quantize import quantize_by, quantize_groups, quantize_tokens
 from baton.kernels.rowwise.fp8_rmsnorm import fp8_rmsnorm
 from baton.kernels.rowwise.gather_rows import gather_rows
@@ -513,6 +514,7 @@ CASES: dict[str, Callable[[], object]] = {
     "mxfp4_experts gpt-oss, 500 tokens": lambda: packed_experts(500, 32, 2880, 2880, 4),
     "mxfp4_experts gpt-oss, 8192 tokens": lambda: packed_experts(8192, 32, 2880, 2880, 4),
     "mxfp4_experts gpt-oss, float16": lambda: packed_experts(7, 32, 2880, 2880, 4, dtype=FP16),
+    "dequantize_nf4 Llama": lambda: dequantize_nf4(of(6144, 2048, dtype=torch.uint8), fp32(6144, 64), "nf4", BF16),
     "int8_quantize 4096": lambda: quantize_int8(of(7, 4096), Int8Format()),
     "int8_quantize 14336, gated, asymmetric": lambda: quantize_int8(of(7, 28672), Int8Format(True), gated=True),
     "int8_matmul Llama, 7 rows": lambda: int8_rows(7, 6144, 4096),
@@ -683,7 +685,8 @@ CASES: dict[str, Callable[[], object]] = {
     "copy_blocks 9 bytes": lambda: copied(7, 9),
 }
 
-FEW = ["rmsnorm 4096, residual", "scale_by_sinks", "fp8_rmsnorm 4096, a scale a group", "silu_and_mul 14336",
+FEW = ["int8_quantize 4096", "mxfp4_experts gpt-oss, 7 tokens", "dequantize_nf4 Llama", "int8_matmul Llama, 7 rows",
+       "rmsnorm 4096, residual", "scale_by_sinks", "fp8_rmsnorm 4096, a scale a group", "silu_and_mul 14336",
        "rope_and_store Qwen3, float8", "paged_decode Qwen3", "paged_prefill Llama", "mla_rope_and_store V2-Lite",
        "sparse_decode Llama",
        "paged_decode Llama, many requests", "verify_attention Llama, 8 rows",
