@@ -20,7 +20,9 @@ class LayerGroupEvents:
     def __init__(self, layouts: Sequence[KVLayout], device: torch.device):
         first = min(layout.number_of(0) for layout in layouts)
         last_layers = [layout.number_of(end - 1) - first for layout in layouts for end in accumulate(layout.groups)]
-        self._group_of_last_layer = {layer: group for group, layer in enumerate(last_layers)}
+        self._groups_to: dict[int, list[int]] = {}
+        for group, layer in enumerate(last_layers):
+            self._groups_to.setdefault(layer, []).append(group)
         self._groups_from: dict[int, list[int]] = {}
         first_layers = [layout.number_of(end - size) - first for layout in layouts
                         for end, size in zip(accumulate(layout.groups), layout.groups)]
@@ -38,14 +40,15 @@ class LayerGroupEvents:
         def after_layer(layer: int) -> None:
             if loads:
                 self._wait(loads, layer + 1)
-            group = self._group_of_last_layer.get(layer)
-            if group is None or after_group is None:
+            groups = self._groups_to.get(layer)
+            if groups is None or after_group is None:
                 return
             event = None
             if self._device.type == "cuda":
                 event = torch.cuda.Event()
                 event.record(torch.cuda.current_stream(self._device))
-            after_group(group, event)
+            for group in groups:
+                after_group(group, event)
 
         return after_layer
 

@@ -94,6 +94,23 @@ def split_outputs(kind: str, tensor: LazyTensor, sizes: Sequence[int]) -> Iterat
         yield from split_rows(tensor, sizes)
 
 
+class Scaled:
+    """A LazyTensor of ``tensor`` times ``factor``, rounded once to the parameter's type."""
+
+    def __init__(self, tensor: LazyTensor, factor: float):
+        self._tensor = tensor
+        self._factor = factor
+
+    def get_shape(self) -> list[int]:
+        return self._tensor.get_shape()
+
+    def get_dtype(self) -> str:
+        return self._tensor.get_dtype()
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        return self._tensor[key].float() * self._factor
+
+
 def split_rows(tensor: LazyTensor, sizes: Sequence[int]) -> Iterator[LazyTensor]:
     """Yields the parts of ``tensor`` of these numbers of rows. A tensor with fewer rows has its parts in proportion (a
     scale for each block of rows), and one of a single value belongs to all of them."""

@@ -1,4 +1,4 @@
-"""A tiny random Qwen3-Next."""
+"""Tiny random hybrid models."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from typing import Any
 import torch
 import transformers
 
+MAMBA = {"mamba_d_ssm": 48, "mamba_n_heads": 4, "mamba_d_head": 12, "mamba_n_groups": 2, "mamba_d_state": 8,
+         "num_hidden_layers": 2, "embedding_multiplier": 3.0, "lm_head_multiplier": 0.5, "key_multiplier": 0.7,
+         "mlp_multipliers": [0.9, 1.2], "attention_in_multiplier": 1.1, "attention_out_multiplier": 0.8,
+         "ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.6, "ssm_multipliers": [0.5, 1.5, 0.9, 1.1, 0.7]}
+"""A tiny Falcon-H1."""
 LAYERS = ["linear_attention", "full_attention", "linear_attention"]
 
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from baton.kernels import _triton
-from baton.kernels.arguments import DeltaNet, StateRuns
+from baton.kernels.arguments import DeltaNet, Mamba2, StateRuns
 from baton.kernels.reference import state as reference
 from baton.kernels.state.causal_conv1d import causal_conv1d
 from baton.kernels.state.gated_delta_rule import gated_delta_rule
+from baton.kernels.state.selective_scan import selective_scan
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -73,6 +74,24 @@ def test_delta_rule(dtype, tolerance, runs, shape):
     for compute in (gated_delta_rule, reference.gated_delta_rule):
         states = memory.clone()
         out = torch.zeros(rows, heads, shape.value_dim, dtype=dtype, device=DEVICE)
+        compute(*inputs, states[..., shape.conv_values:shape.values], shape, own, out)
+        found.append((states, out))
+    for ours, twin in zip(*found):
+        torch.testing.assert_close(ours, twin, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("shape", [Mamba2(2, 2, 12, 20, 4), *([Mamba2(1, 24, 64, 256, 4)] if GPU else [])])
+@pytest.mark.parametrize("runs", RUNS)
+@each_dtype
+def test_selective_scan(dtype, tolerance, runs, shape):
+    own = runs_of(runs)
+    rows, heads = int(own.ends[-1]), shape.num_groups * shape.heads
+    mixed, step = random(rows, shape.num_groups, shape.channels).to(dtype), random(rows, heads, seed=1).abs()
+    inputs, memory = (mixed, step, -step / 4, random(heads)), random(6, shape.num_groups, shape.values)
+    found = []
+    for compute in (selective_scan, reference.selective_scan):
+        states = memory.clone()
+        out = torch.zeros(rows, heads, shape.head_dim, dtype=dtype, device=DEVICE)
         compute(*inputs, states[..., shape.conv_values:shape.values], shape, own, out)
         found.append((states, out))
     for ours, twin in zip(*found):

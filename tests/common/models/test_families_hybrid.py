@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from baton.tests.helpers.family_parity import check_family
+from baton.tests.helpers.hybrid_models import MAMBA
 
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
           "num_hidden_layers": 4, "head_dim": 16, "max_position_embeddings": 256}
@@ -17,3 +20,13 @@ def test_qwen3_next(tmp_path):
 
 def test_qwen3_5(tmp_path):
     check_family(tmp_path, "Qwen3_5", config_name="Qwen3_5Text", **LINEAR, layer_types=KINDS)
+
+
+def test_qwen3_5_moe(tmp_path):
+    experts = {**EXPERTS, "decoder_sparse_step": 1}
+    check_family(tmp_path, "Qwen3_5Moe", config_name="Qwen3_5MoeText", **LINEAR, **experts, layer_types=KINDS, tp=0)
+
+
+@pytest.mark.parametrize("changes", [{"mamba_rms_norm": True}, {"mamba_conv_bias": False}])
+def test_falcon_h1(tmp_path, changes):
+    check_family(tmp_path, "FalconH1", **MAMBA, **changes, tp=2 if "mamba_rms_norm" in changes else 0)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from baton.kvtransfer.protocol.reshard import RankLayout, find_group_mismatch
-from baton.tests.helpers.hybrid_models import save_hybrid
+from baton.tests.helpers.family_parity import save_random
+from baton.tests.helpers.hybrid_models import MAMBA, save_hybrid
 from baton.tests.integration.transfer.test_cache_group_relay import answer, pair
 from baton.tests.integration.transfer.test_deepseek_relay import make_unified
 from baton.tests.integration.transfer.test_relay_in_process import VOCAB, Side, bootstrap_port, run, tokens_of
@@ -52,6 +53,17 @@ def test_tokens_equal_those_of_one_server_twice(checkpoint, prompts, expected, b
     with pair(checkpoint, bootstrap_port, backend, chunk=23, overlap=overlap, cache=STATES) as sides:
         for attempt in range(2):
             assert answer(sides, bootstrap_port, prompts, room=100 * attempt) == expected
+
+
+def test_layers_with_keys_and_a_state(tmp_path, prompts, bootstrap_port):  # noqa: F811
+    """Falcon-H1, whose layers are in both cache groups."""
+    save_random(tmp_path, "FalconH1", vocab_size=VOCAB, eos_token_id=None, **MAMBA)
+    unified = Side(tmp_path, make_unified, "null", 0, "fake", cache=STATES)
+    for i, prompt in enumerate(prompts):
+        unified.start(str(i), prompt, max_new_tokens=30)
+    run(unified)
+    with pair(tmp_path, bootstrap_port, chunk=23, overlap=True, cache=STATES) as sides:
+        assert answer(sides, bootstrap_port, prompts) == tokens_of(unified.take()[0])
 
 
 def test_one_state_travels_for_a_prompt(checkpoint, prompts, bootstrap_port):  # noqa: F811
