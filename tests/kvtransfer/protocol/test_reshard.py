@@ -59,6 +59,15 @@ def test_each_decode_rank_gets_its_latents_from_one_prefill_rank(p, d, groups):
         assert p != d or carrying == [j]
 
 
+@pytest.mark.parametrize("groups", [((5,), (5,)), ((2, 2, 1), (1, 4))])
+@pytest.mark.parametrize("p, d", list(itertools.product((1, 2, 4), repeat=2)))
+def test_states_are_cut_by_heads(p, d, groups):
+    prefill, decode = (side(size, 4, cut, "state") for size, cut in zip((p, d), groups))
+    check_plans(prefill, decode, 4)
+    other = decode._replace(layout=msgspec.structs.replace(decode.layout, page_size=2 * PAGE_SIZE))
+    assert "give both servers the same --page-size" in (find_mismatch(prefill, other) or "")
+
+
 def check_plans(prefill: RankLayout, decode: RankLayout, heads: int) -> None:
     p, d = prefill.tp_size, decode.tp_size
     assert find_mismatch(prefill, decode) is None
