@@ -28,18 +28,7 @@ class SaveShardedRequest(msgspec.Struct):
 
 
 def run_save(rank: Rank, command: SaveShardedModel) -> str:
-    from pathlib import Path
-
-    from ..config.checkpoint import resolve_metadata
-    from ..weights.sharded_state_source import save_sharded
-
-    slots = [slot for destination in rank.runner.destinations(draft=False) for slot in destination.slots()]
-    metadata = resolve_metadata(rank.config.model)
-    if not (metadata / "config.json").exists():
-        raise InvalidRequest(f"{metadata} has no config.json, which a copy of the weights needs: copy the checkpoint.",
-                             param="path")
-    count = save_sharded(slots, Path(command.path).expanduser(), rank.tp.rank, command.pattern, command.max_size,
-                         metadata if rank.tp.rank == 0 else None)
+    count = rank.runner.save_weights(command.path, command.pattern, command.max_size)
     others = f", and those of {rank.tp.size - 1} other ranks" if rank.tp.size > 1 else ""
     return f"{count} bytes of rank {rank.tp.rank}{others} are in {command.path}."
 

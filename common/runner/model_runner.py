@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ...kernels.attention.move_slots import move_slots
-from ..api.errors import ConfigError
+from ..api.errors import ConfigError, InvalidRequest
 from ..api.identity import ModelIdentity
 from ..attention.base import AttentionPlanner
 from ..attention.workspace import AttentionWorkspace
 from ..commands.memory import MemoryKind
+from ..config.checkpoint import resolve_metadata
 from ..config.model import ModelSpec
 from ..config.server import ServerConfig
 from ..config.server.speculative import SPECULATIVE_ALGORITHMS
@@ -42,6 +44,7 @@ from ..request.req import Req
 from ..speculative.base import DraftContext, Drafter, DraftModel
 from ..speculative.simulated import SimulatedAcceptance
 from ..weights.loader import Progress, silent
+from ..weights.sharded_state_source import save_sharded
 from ..weights.staging import Destination
 from .attention_choice import AttentionChoice
 from .chain_steps import ChainSteps, chain_drafter
@@ -316,6 +319,17 @@ class ModelRunner:
         self._weights.update(args)
         if self._draft_weights is not None:
             self._draft_weights.update(args)
+
+    def save_weights(self, folder: str, pattern: str, max_bytes: int) -> int:
+        """Writes this rank's parts of the model's weights, and on rank 0 what else the checkpoint has; returns the
+        bytes of the weights. See ``save_sharded``; raises InvalidRequest also for a checkpoint without a config.json."""
+        metadata = resolve_metadata(self._config.model)
+        if not (metadata / "config.json").exists():
+            raise InvalidRequest(f"{metadata} has no config.json, which a copy of the weights needs: copy the "
+                                 "checkpoint.", param="path")
+        slots = [slot for destination in self.destinations(draft=False) for slot in destination.slots()]
+        rank = self._parallel.tp.rank
+        return save_sharded(slots, Path(folder).expanduser(), rank, pattern, max_bytes, metadata if not rank else None)
 
     def destinations(self, *, draft: bool = True) -> list[Destination]:
         """Returns what takes weights that a trainer sends: the model, and with ``draft`` a draft model whose weights

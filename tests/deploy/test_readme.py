@@ -25,8 +25,8 @@ WRITTEN = [path for path in PAGES if path.name not in generate.PAGES]
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
 CONFIGS = {command.name: command.config for command in generate.COMMANDS}
 CONFIGS |= {"launch_prefill": CONFIGS["launch_server"], "launch_decode": CONFIGS["launch_server"]}
-OTHERS = {"--kv-events-config", "--pd-separated", "--router", "--enable", "--no", "--no-deps", "--build",
-          "--from-literal", "--gpus"}
+OTHERS = {"--kv-events-config", "--torchao-config", "--pd-separated", "--router", "--enable", "--no", "--no-deps",
+          "--build", "--from-literal", "--gpus"}
 """SGLang's, what flags begin with, and those of pip, docker and kubectl."""
 
 
