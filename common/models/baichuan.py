@@ -46,7 +46,7 @@ _BAICHUAN = {**COMMON, "vocab_size": _VOCAB_OF_2, "intermediate_size": 11008, "a
 _XVERSE = {**_BAICHUAN, "vocab_size": 100278, "max_position_embeddings": 8192, "eos_token_id": 3}
 
 MODELS.register("BaichuanForCausalLM", "BaiChuanForCausalLM", "BaichuanModel")(
-    ModelFamily(read, llama.build, llama.blocks, _BAICHUAN, tensor_parts_of=tensor_parts_of, title="Baichuan 1, 2",
+    ModelFamily(read, llama.blocks, _BAICHUAN, tensor_parts_of=tensor_parts_of, title="Baichuan 1, 2",
                 notes="7B; the tokenizer needs `--trust-remote-code`"))
 MODELS.register("XverseForCausalLM", "XverseModel")(
-    ModelFamily(llama.read, llama.build, llama.blocks, _XVERSE, title="XVERSE", notes="dense"))
+    ModelFamily(llama.read, llama.blocks, _XVERSE, title="XVERSE", notes="dense"))

@@ -105,9 +105,9 @@ _DEFAULTS = {"vocab_size": 30522, "hidden_size": 768, "num_hidden_layers": 12, "
 _ROBERTA = {**_DEFAULTS, "vocab_size": 50265, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
 
 MODELS.register("BertModel", "BertForSequenceClassification")(
-    ModelFamily(read_bert, build, defaults=_DEFAULTS, tensor_parts_of=tensor_parts_of, encoder=True,
+    ModelFamily(read_bert, build=build, defaults=_DEFAULTS, tensor_parts_of=tensor_parts_of, encoder=True,
                 title="BERT", notes="encoders: embeddings, classifiers, cross-encoders"))
 MODELS.register("RobertaModel", "RobertaForSequenceClassification", "XLMRobertaModel",
                 "XLMRobertaForSequenceClassification", "CamembertModel", "CamembertForSequenceClassification")(
-    ModelFamily(read_roberta, build, defaults=_ROBERTA, tensor_parts_of=tensor_parts_of, encoder=True,
+    ModelFamily(read_roberta, build=build, defaults=_ROBERTA, tensor_parts_of=tensor_parts_of, encoder=True,
                 title="RoBERTa, XLM-RoBERTa, CamemBERT", notes="encoders: embeddings, classifiers, cross-encoders"))

@@ -12,7 +12,7 @@ from ..config.model import ModelSpec
 from ..config.model_config import ModelConfig
 from ..config.rope import RotarySpec, read_rope
 from ..config.window import every_full
-from .registry import MODELS, family_of_blocks
+from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
     from ..distributed.parallel import Parallel
@@ -78,9 +78,9 @@ _COHERE = {**COMMON, "vocab_size": 256000, "hidden_size": 8192, "intermediate_si
            "tie_word_embeddings": True, "attention_bias": False, "use_qk_norm": False, "eos_token_id": 255001}
 
 MODELS.register("CohereForCausalLM", "CohereModel")(
-    family_of_blocks(read, blocks, {**_COHERE, "rope_theta": 500000.0}, tensor_parts_of=tensor_parts_of,
-                     title="Command-R, R+, Aya", notes="attention and MLP in parallel, interleaved rotary embeddings"))
+    ModelFamily(read, blocks, {**_COHERE, "rope_theta": 500000.0}, tensor_parts_of=tensor_parts_of,
+                title="Command-R, R+, Aya", notes="attention and MLP in parallel, interleaved rotary embeddings"))
 MODELS.register("Cohere2ForCausalLM", "Cohere2Model")(
-    family_of_blocks(read_2, blocks, {**_COHERE, "sliding_window": 4096}, tensor_parts_of=tensor_parts_of,
-                     title="Command-R7B, Command-A",
-                     notes="Command-R with sliding windows, and full layers without rotary embeddings"))
+    ModelFamily(read_2, blocks, {**_COHERE, "sliding_window": 4096}, tensor_parts_of=tensor_parts_of,
+                title="Command-R7B, Command-A",
+                notes="Command-R with sliding windows, and full layers without rotary embeddings"))

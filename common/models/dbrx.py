@@ -16,13 +16,11 @@ from ..config.rope import RotarySpec, read_rope
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-    import torch
 
     from ..distributed.parallel import Parallel
     from ..weights.lazy import LazyTensor
     from ..weights.loader import TensorParts
     from .decoder.blocks import Blocks
-    from .decoder.causal_lm import CausalLM
 
 
 @dataclass(frozen=True)
@@ -55,12 +53,6 @@ def _common_names(values: Mapping[str, Any]) -> dict[str, Any]:
             "max_position_embeddings": values["max_seq_len"], "num_key_value_heads": attention.get("kv_n_heads", 1),
             "rope_theta": attention.get("rope_theta") or 10000.0,
             "intermediate_size": experts.get("ffn_hidden_size", 3584)}
-
-
-def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from .decoder.causal_lm import CausalLM
-
-    return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
 
 
 def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
@@ -107,5 +99,5 @@ _DEFAULTS = {"d_model": 2048, "n_heads": 16, "n_layers": 24, "max_seq_len": 2048
              "attn_config": None, "ffn_config": None, "tie_word_embeddings": False}
 
 MODELS.register("DbrxForCausalLM", "DbrxModel")(
-    ModelFamily(read, build, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of, title="DBRX",
+    ModelFamily(read, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of, title="DBRX",
                 notes="mixtures of experts; clipped queries, keys and values"))

@@ -18,12 +18,10 @@ from ..config.window import no_window
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-    import torch
 
     from ..distributed.parallel import Parallel
     from ..weights.lazy import LazyTensor
     from .decoder.blocks import Blocks
-    from .decoder.causal_lm import CausalLM
 
 Version = Literal[2, 3]
 
@@ -90,12 +88,6 @@ def read_experts(values: Mapping[str, Any], *, version: Version) -> MoESpec | No
         shared_size=(values.get("n_shared_experts") or 0) * values["moe_intermediate_size"])
 
 
-def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from .decoder.causal_lm import CausalLM
-
-    return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
-
-
 def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
     from .decoder.blocks import Blocks, dense_mlp, rms_norm
     from .decoder.latent_attention import LatentSelfAttention
@@ -129,8 +121,8 @@ _V3 = {
     "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "rope_interleave": True, "eos_token_id": 1}
 
 MODELS.register("DeepseekV2ForCausalLM", "DeepseekV2ForSequenceClassification", "DeepseekV2Model")(
-    ModelFamily(partial(read, version=2), build, blocks, _V2, tensor_parts, title="DeepSeek-V2, V2-Lite",
+    ModelFamily(partial(read, version=2), blocks, _V2, tensor_parts, title="DeepSeek-V2, V2-Lite",
                 notes="multi-head latent attention, mixtures of experts, draft layers"))
 MODELS.register("DeepseekV3ForCausalLM", "DeepseekV3ForSequenceClassification", "DeepseekV3Model")(
-    ModelFamily(partial(read, version=3), build, blocks, _V3, tensor_parts, title="DeepSeek-V3, R1",
+    ModelFamily(partial(read, version=3), blocks, _V3, tensor_parts, title="DeepSeek-V3, R1",
                 notes="multi-head latent attention, mixtures of experts, draft layers"))

@@ -15,11 +15,9 @@ from .deepseek import Version, read_experts, tensor_parts
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-    import torch
 
     from ..distributed.parallel import Parallel
     from .decoder.blocks import Blocks
-    from .decoder.causal_lm import CausalLM
 
 
 @dataclass(frozen=True)
@@ -59,12 +57,6 @@ def _read(config: ModelConfig, windows: Windows, *, version: Version, o_bias: bo
     return config.spec(rope.longest_context, own, windows=windows, moe=read_experts(values, version=version))
 
 
-def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from .decoder.causal_lm import CausalLM
-
-    return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
-
-
 def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
     from .decoder.blocks import Blocks, rms_norm
     from .decoder.moe import mixed_mlp
@@ -94,10 +86,10 @@ _DOTS = {
     "routed_scaling_factor": 1.0, "sliding_window": 4096, "max_window_layers": 62}
 
 MODELS.register("DeepseekForCausalLM", "DeepseekModel")(
-    ModelFamily(read_deepseek, build, blocks, _DEEPSEEK, tensor_parts, title="DeepSeek-MoE",
+    ModelFamily(read_deepseek, blocks, _DEEPSEEK, tensor_parts, title="DeepSeek-MoE",
                 notes="DeepSeek's first mixtures of experts, without latent attention"))
 MODELS.register("Glm4MoeForCausalLM", "Glm4MoeModel")(
-    ModelFamily(read_glm, build, blocks, _GLM, tensor_parts, title="GLM-4.5, GLM-4.6",
+    ModelFamily(read_glm, blocks, _GLM, tensor_parts, title="GLM-4.5, GLM-4.6",
                 notes="mixtures of experts; multi-token prediction as DeepSeek-V3's"))
 MODELS.register("Dots1ForCausalLM", "Dots1Model")(
-    ModelFamily(read_dots, build, blocks, _DOTS, tensor_parts, title="dots.llm1", notes="mixtures of experts"))
+    ModelFamily(read_dots, blocks, _DOTS, tensor_parts, title="dots.llm1", notes="mixtures of experts"))

@@ -17,13 +17,11 @@ from ..config.window import no_window
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-    import torch
 
     from ..distributed.parallel import Parallel
     from ..weights.lazy import LazyTensor
     from ..weights.loader import TensorParts
     from .decoder.blocks import Blocks
-    from .decoder.causal_lm import CausalLM
 
 
 @dataclass(frozen=True)
@@ -73,12 +71,6 @@ def _number(values: Mapping[str, Any], name: str) -> int:
     return int(values[name])
 
 
-def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from .decoder.causal_lm import CausalLM
-
-    return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
-
-
 def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
     from .decoder.blocks import Blocks, dense_mlp, rms_norm
     from .decoder.moe import mixed_mlp
@@ -114,6 +106,6 @@ _MOE = {
 _NOTES = "dense, and mixtures of experts for texts"
 
 MODELS.register("Ernie4_5ForCausalLM", "Ernie4_5Model")(
-    ModelFamily(read, build, blocks, _DENSE, tensor_parts_of=tensor_parts_of, title="Ernie 4.5", notes=_NOTES))
+    ModelFamily(read, blocks, _DENSE, tensor_parts_of=tensor_parts_of, title="Ernie 4.5", notes=_NOTES))
 MODELS.register("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeModel")(
-    ModelFamily(read_moe, build, blocks, _MOE, tensor_parts_of=tensor_parts_of, title="Ernie 4.5", notes=_NOTES))
+    ModelFamily(read_moe, blocks, _MOE, tensor_parts_of=tensor_parts_of, title="Ernie 4.5", notes=_NOTES))

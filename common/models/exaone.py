@@ -12,7 +12,7 @@ from ..config.model import ModelSpec
 from ..config.model_config import ModelConfig
 from ..config.rope import RotarySpec, read_rope
 from ..config.window import Windows, window_of_flagged_layers
-from .registry import MODELS, family_of_blocks
+from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
     from ..distributed.parallel import Parallel
@@ -89,8 +89,8 @@ _EXAONE_4 = {**COMMON, "vocab_size": 102400, "intermediate_size": 16384, "num_ke
              "sliding_window_pattern": 4, "eos_token_id": 2}
 
 MODELS.register("ExaoneForCausalLM")(
-    family_of_blocks(read, blocks, _EXAONE, tensor_parts_of=tensor_parts_of, title="EXAONE 3, 3.5, Deep",
-                     notes="Llama by other names"))
+    ModelFamily(read, blocks, _EXAONE, tensor_parts_of=tensor_parts_of, title="EXAONE 3, 3.5, Deep",
+                notes="Llama by other names"))
 MODELS.register("Exaone4ForCausalLM", "Exaone4ForSequenceClassification", "Exaone4Model")(
-    family_of_blocks(read_4, blocks, _EXAONE_4, title="EXAONE 4",
-                     notes="norms after attention and MLP; full layers beside sliding windows are not rotated"))
+    ModelFamily(read_4, blocks, _EXAONE_4, title="EXAONE 4",
+                notes="norms after attention and MLP; full layers beside sliding windows are not rotated"))

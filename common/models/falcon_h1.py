@@ -15,7 +15,6 @@ from ..config.state import StateSpec
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-    import torch
 
     from ..distributed.parallel import Parallel
     from ..distributed.tp import TPGroup
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from ..weights.loader import TensorParts
     from ..weights.slots import Allocate
     from .decoder.blocks import Blocks, LayerAttention
-    from .decoder.causal_lm import CausalLM
 
 
 @dataclass(frozen=True)
@@ -95,12 +93,6 @@ def _factors(values: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
             "feed_forward.gate_proj.weight": (gate,), "feed_forward.down_proj.weight": (down,)}
 
 
-def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from .decoder.causal_lm import CausalLM
-
-    return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
-
-
 def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
     from ...kernels.arguments import Mamba2
     from .decoder.blocks import Blocks, HeadForm, LayerForm, dense_mlp, rms_norm
@@ -152,5 +144,5 @@ _DEFAULTS = {**COMMON, "intermediate_size": 14336, "num_key_value_heads": 8, "vo
              "ssm_in_multiplier": 1.0, "ssm_out_multiplier": 1.0}
 
 MODELS.register("FalconH1ForCausalLM")(
-    ModelFamily(read, build, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of, title="Falcon-H1",
+    ModelFamily(read, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of, title="Falcon-H1",
                 notes="attention and Mamba-2 side by side in each layer"))

@@ -16,15 +16,13 @@ from ..config.model_config import ModelConfig
 from ..config.rope import RotarySpec, read_rope, read_ropes_of_kinds
 from ..config.scores import Scores
 from ..config.window import every_full, no_window, window_of_alternating_layers
-from .registry import MODELS, ModelFamily, family_of_blocks
+from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-    import torch
 
     from ..distributed.parallel import Parallel
     from ..weights.lazy import LazyTensor
     from .decoder.blocks import Blocks
-    from .decoder.causal_lm import CausalLM
 
 
 @dataclass(frozen=True)
@@ -84,12 +82,6 @@ def _activation(config: ModelConfig) -> str:
     return "gelu_pytorch_tanh" if stated == "gelu" and not values.get("hidden_activation") else stated
 
 
-def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from .decoder.causal_lm import CausalLM
-
-    return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
-
-
 def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
     from .decoder.blocks import PRE_NORM, SANDWICH_NORMS, Blocks, HeadForm, dense_mlp, rms_norm
     from .decoder.embedding_steps import scaled
@@ -127,16 +119,16 @@ _GEMMA_3 = {**_GEMMA_2, "vocab_size": 262208, "max_position_embeddings": 131072,
             "rope_local_base_freq": 10000.0, "final_logit_softcapping": None, "attn_logit_softcapping": None}
 
 MODELS.register("GemmaForCausalLM", "GemmaForSequenceClassification", "GemmaModel")(
-    ModelFamily(read, build, blocks, _GEMMA,
+    ModelFamily(read, blocks, _GEMMA,
                 title="Gemma",
                 notes="scaled embeddings, gates by GELU"))
 MODELS.register("Gemma2ForCausalLM", "Gemma2ForSequenceClassification", "Gemma2Model")(
-    ModelFamily(read_2, build, blocks, _GEMMA_2,
+    ModelFamily(read_2, blocks, _GEMMA_2,
                 title="Gemma 2",
                 notes="norms on both sides, capped scores and logits, a sliding window in every second layer"))
 MODELS.register("Gemma3ForCausalLM", "Gemma3TextForSequenceClassification", "Gemma3TextModel")(
-    family_of_blocks(read_3, blocks, _GEMMA_3, title="Gemma 3",
-                     notes="Gemma 2 with norms of heads instead of caps, full layers of their own rotary embeddings"))
+    ModelFamily(read_3, blocks, _GEMMA_3, title="Gemma 3",
+                notes="Gemma 2 with norms of heads instead of caps, full layers of their own rotary embeddings"))
 MODELS.register("Gemma3ForConditionalGeneration")(
-    family_of_blocks(read_3_with_images, blocks, {}, text_parts, title="Gemma 3 with images",
-                     notes="the text model of it"))
+    ModelFamily(read_3_with_images, blocks, {}, text_parts, title="Gemma 3 with images",
+                notes="the text model of it"))

@@ -17,13 +17,11 @@ from ..config.window import no_window
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-    import torch
 
     from ..distributed.parallel import Parallel
     from ..weights.lazy import LazyTensor
     from ..weights.loader import TensorParts
     from .decoder.blocks import Blocks
-    from .decoder.causal_lm import CausalLM
 
 
 @dataclass(frozen=True)
@@ -68,12 +66,6 @@ def _common_names(values: Mapping[str, Any]) -> dict[str, Any]:
             "head_dim": values["kv_channels"], "num_key_value_heads": groups, "vocab_size": values["padded_vocab_size"],
             "max_position_embeddings": values["seq_length"], "rope_theta": 10000.0 * values["rope_ratio"],
             "partial_rotary_factor": 0.5}
-
-
-def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from .decoder.causal_lm import CausalLM
-
-    return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
 
 
 def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
@@ -132,11 +124,11 @@ _CHATGLM = {
     "multi_query_attention": False, "multi_query_group_num": 1, "rope_ratio": 1, "tie_word_embeddings": False}
 
 MODELS.register("GlmForCausalLM", "GlmForSequenceClassification", "GlmModel")(
-    ModelFamily(partial(read, out_norms=False), build, blocks, _GLM, tensor_parts_of=tensor_parts_of, title="GLM-4",
+    ModelFamily(partial(read, out_norms=False), blocks, _GLM, tensor_parts_of=tensor_parts_of, title="GLM-4",
                 notes="half of each head rotates"))
 MODELS.register("Glm4ForCausalLM", "Glm4ForSequenceClassification", "Glm4Model")(
-    ModelFamily(partial(read, out_norms=True), build, blocks, _GLM, tensor_parts_of=tensor_parts_of,
+    ModelFamily(partial(read, out_norms=True), blocks, _GLM, tensor_parts_of=tensor_parts_of,
                 title="GLM-4-0414", notes="half of each head rotates; norms on both sides of attention and MLP"))
 MODELS.register("ChatGLMForConditionalGeneration", "ChatGLMForCausalLM", "ChatGLMModel")(
-    ModelFamily(read_chatglm, build, blocks, _CHATGLM, tensor_parts_of=chatglm_parts_of, title="ChatGLM 2, 3; GLM-4-9B",
+    ModelFamily(read_chatglm, blocks, _CHATGLM, tensor_parts_of=chatglm_parts_of, title="ChatGLM 2, 3; GLM-4-9B",
                 notes="in the form of the checkpoints' own code; the tokenizer needs `--trust-remote-code`"))

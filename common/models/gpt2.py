@@ -17,13 +17,11 @@ from ..config.scores import Scores
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-    import torch
 
     from ..distributed.parallel import Parallel
     from ..weights.lazy import LazyTensor
     from ..weights.loader import TensorParts
     from .decoder.blocks import Blocks
-    from .decoder.causal_lm import CausalLM
 
 
 @dataclass(frozen=True)
@@ -62,12 +60,6 @@ def _common_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the configuration with what others name otherwise under their names, too."""
     return {**values, "hidden_size": values["n_embd"], "num_hidden_layers": values["n_layer"],
             "num_attention_heads": values["n_head"], "intermediate_size": values["n_inner"] or 4 * values["n_embd"]}
-
-
-def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from .decoder.causal_lm import CausalLM
-
-    return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
 
 
 def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
@@ -126,8 +118,8 @@ _GPT2 = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12,
 _BIGCODE = {**_GPT2, "activation_function": "gelu_pytorch_tanh", "multi_query": True}
 
 MODELS.register("GPT2LMHeadModel", "GPT2Model")(
-    ModelFamily(read, build, blocks, _GPT2, tensor_parts_of=tensor_parts_of, title="GPT-2",
+    ModelFamily(read, blocks, _GPT2, tensor_parts_of=tensor_parts_of, title="GPT-2",
                 notes="learned positions, LayerNorms"))
 MODELS.register("GPTBigCodeForCausalLM", "GPTBigCodeModel")(
-    ModelFamily(read_bigcode, build, blocks, _BIGCODE, tensor_parts_of=bigcode_parts_of,
+    ModelFamily(read_bigcode, blocks, _BIGCODE, tensor_parts_of=bigcode_parts_of,
                 title="GPT-BigCode (StarCoder)", notes="as GPT-2, with one KV head"))

@@ -11,7 +11,7 @@ from ..config.defaults import COMMON
 from ..config.model import ModelSpec
 from ..config.model_config import ModelConfig
 from ..config.rope import RotarySpec, read_rope
-from .registry import MODELS, family_of_blocks
+from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
     from ..distributed.parallel import Parallel
@@ -83,5 +83,5 @@ _DEFAULTS = {**COMMON, "vocab_size": 50432, "hidden_size": 6144, "intermediate_s
              "eos_token_id": 2}
 
 MODELS.register("GPTNeoXForCausalLM", "GPTNeoXModel")(
-    family_of_blocks(read, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of, title="GPT-NeoX, Pythia",
-                     notes="attention and MLP in parallel behind a norm of each, a quarter of each head rotated"))
+    ModelFamily(read, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of, title="GPT-NeoX, Pythia",
+                notes="attention and MLP in parallel behind a norm of each, a quarter of each head rotated"))

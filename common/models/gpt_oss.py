@@ -16,12 +16,10 @@ from ..config.window import window_of_flagged_layers
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-    import torch
 
     from ..distributed.parallel import Parallel
     from ..weights.lazy import LazyTensor
     from .decoder.blocks import Blocks
-    from .decoder.causal_lm import CausalLM
 
 
 @dataclass(frozen=True)
@@ -55,12 +53,6 @@ def read_experts(values: Mapping[str, Any]) -> MoESpec:
                    gate_limit=float(values.get("swiglu_limit") or 7.0))
 
 
-def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from .decoder.causal_lm import CausalLM
-
-    return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
-
-
 def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
     from .decoder.blocks import Blocks, rms_norm
     from .decoder.moe import mixed_mlp
@@ -87,6 +79,6 @@ _DEFAULTS = {
         "original_max_position_embeddings": 4096}}
 
 MODELS.register("GptOssForCausalLM", "GptOssForSequenceClassification", "GptOssModel")(
-    ModelFamily(read, build, blocks, _DEFAULTS, tensor_parts,
+    ModelFamily(read, blocks, _DEFAULTS, tensor_parts,
                 title="gpt-oss 20b, 120b",
                 notes="attention sinks, a sliding window in every second layer, experts with biases and clamped gates"))

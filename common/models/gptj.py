@@ -13,13 +13,11 @@ from ..config.rope import RotarySpec
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-    import torch
 
     from ..distributed.parallel import Parallel
     from ..weights.lazy import LazyTensor
     from ..weights.loader import TensorParts
     from .decoder.blocks import Blocks
-    from .decoder.causal_lm import CausalLM
 
 
 @dataclass(frozen=True)
@@ -44,12 +42,6 @@ def _common_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the configuration with what others name otherwise under their names, too."""
     return {**values, "hidden_size": values["n_embd"], "num_hidden_layers": values["n_layer"],
             "num_attention_heads": values["n_head"], "intermediate_size": values["n_inner"] or 4 * values["n_embd"]}
-
-
-def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from .decoder.causal_lm import CausalLM
-
-    return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
 
 
 def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
@@ -88,5 +80,5 @@ _DEFAULTS = {"vocab_size": 50400, "n_positions": 2048, "n_embd": 4096, "n_layer"
              "tie_word_embeddings": False}
 
 MODELS.register("GPTJForCausalLM", "GPTJModel")(
-    ModelFamily(read, build, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of, title="GPT-J",
+    ModelFamily(read, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of, title="GPT-J",
                 notes="attention and MLP in parallel"))

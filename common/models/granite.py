@@ -15,11 +15,9 @@ from ..config.window import no_window
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-    import torch
 
     from ..distributed.parallel import Parallel
     from .decoder.blocks import Blocks
-    from .decoder.causal_lm import CausalLM
 
 
 @dataclass(frozen=True)
@@ -45,12 +43,6 @@ def read(config: ModelConfig) -> ModelSpec:
                        scores=Scores(values["attention_multiplier"]))
 
 
-def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from .decoder.causal_lm import CausalLM
-
-    return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
-
-
 def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
     from .decoder.blocks import Blocks, HeadForm, LayerForm, dense_mlp, rms_norm
     from .decoder.embedding_steps import scaled
@@ -68,6 +60,6 @@ _DEFAULTS = {**COMMON, "intermediate_size": 11008, "max_position_embeddings": 20
              "mlp_bias": False, "eos_token_id": 2, "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
              "logits_scaling": 1.0, "attention_multiplier": 1.0}
 
-MODELS.register("GraniteForCausalLM", "GraniteModel")(ModelFamily(read, build, blocks, _DEFAULTS,
+MODELS.register("GraniteForCausalLM", "GraniteModel")(ModelFamily(read, blocks, _DEFAULTS,
                 title="Granite 3",
                 notes="multipliers of embeddings, residual branches, scores and logits"))

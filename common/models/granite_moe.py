@@ -14,13 +14,11 @@ from . import granite
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-    import torch
 
     from ..distributed.parallel import Parallel
     from ..weights.lazy import LazyTensor
     from ..weights.loader import TensorParts
     from .decoder.blocks import Blocks
-    from .decoder.causal_lm import CausalLM
 
 
 def read(config: ModelConfig) -> ModelSpec:
@@ -30,12 +28,6 @@ def read(config: ModelConfig) -> ModelSpec:
                   intermediate_size=values["intermediate_size"], layers=tuple(range(values["num_hidden_layers"])),
                   shared_size=values["shared_intermediate_size"], shared_name="shared_mlp")
     return dataclasses.replace(granite.read(config), moe=moe)
-
-
-def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from .decoder.causal_lm import CausalLM
-
-    return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
 
 
 def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
@@ -74,5 +66,5 @@ _DEFAULTS = {
     "attention_multiplier": 1.0, "num_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 0}
 
 MODELS.register("GraniteMoeForCausalLM", "GraniteMoeModel", "GraniteMoeSharedForCausalLM", "GraniteMoeSharedModel")(
-    ModelFamily(read, build, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of, title="Granite 3 MoE",
+    ModelFamily(read, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of, title="Granite 3 MoE",
                 notes="mixtures of experts, with or without a shared one"))

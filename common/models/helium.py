@@ -10,7 +10,7 @@ from ..config.defaults import COMMON
 from ..config.model import ModelSpec
 from ..config.model_config import ModelConfig
 from ..config.rope import RotarySpec, read_rope
-from .registry import MODELS, family_of_blocks
+from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
     from ..distributed.parallel import Parallel
@@ -57,5 +57,5 @@ _DEFAULTS = {**COMMON, "vocab_size": 48000, "hidden_size": 2560, "intermediate_s
              "eos_token_id": 2}
 
 MODELS.register("HeliumForCausalLM", "HeliumForSequenceClassification", "HeliumModel")(
-    family_of_blocks(read, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of, title="Helium",
-                     notes="interleaved rotary embeddings"))
+    ModelFamily(read, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of, title="Helium",
+                notes="interleaved rotary embeddings"))

@@ -18,12 +18,10 @@ from ..config.window import no_window
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-    import torch
 
     from ..distributed.parallel import Parallel
     from ..weights.lazy import LazyTensor
     from .decoder.blocks import Blocks
-    from .decoder.causal_lm import CausalLM
 
 
 @dataclass(frozen=True)
@@ -84,12 +82,6 @@ def _of_all_layers(values: Mapping[str, Any], name: str) -> int:
     return each[0] or 0
 
 
-def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from .decoder.causal_lm import CausalLM
-
-    return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
-
-
 def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
     from .decoder.blocks import Blocks, rms_norm
     from .decoder.moe import mixed_mlp
@@ -121,6 +113,6 @@ _MOE = {**_DENSE, "num_experts": 1, "moe_topk": 1, "num_shared_expert": 1, "moe_
 _NOTES = "dense, and mixtures of experts with one size in all layers; norms after rope"
 
 MODELS.register("HunYuanDenseV1ForCausalLM", "HunYuanDenseV1ForSequenceClassification", "HunYuanDenseV1Model")(
-    ModelFamily(read, build, blocks, _DENSE, tensor_parts, title="Hunyuan V1", notes=_NOTES))
+    ModelFamily(read, blocks, _DENSE, tensor_parts, title="Hunyuan V1", notes=_NOTES))
 MODELS.register("HunYuanMoEV1ForCausalLM", "HunYuanMoEV1ForSequenceClassification", "HunYuanMoEV1Model")(
-    ModelFamily(read_moe, build, blocks, _MOE, tensor_parts, title="Hunyuan V1", notes=_NOTES))
+    ModelFamily(read_moe, blocks, _MOE, tensor_parts, title="Hunyuan V1", notes=_NOTES))

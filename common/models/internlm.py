@@ -14,12 +14,10 @@ from ..config.window import no_window
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-    import torch
 
     from ..distributed.parallel import Parallel
     from ..weights.loader import TensorParts
     from .decoder.blocks import Blocks
-    from .decoder.causal_lm import CausalLM
 
 
 @dataclass(frozen=True)
@@ -50,12 +48,6 @@ def _read(config: ModelConfig, *, qkv_bias: bool, o_bias: bool, mlp_bias: bool) 
     return config.spec(rope.longest_context, own, windows=no_window(values))
 
 
-def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from .decoder.causal_lm import CausalLM
-
-    return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
-
-
 def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
     from .decoder.blocks import Blocks, dense_mlp, rms_norm
     from .decoder.self_attention import SelfAttention
@@ -65,12 +57,10 @@ def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
                   partial(SelfAttention, qkv_bias=own.qkv_bias, o_bias=own.o_bias), dense_mlp(bias=own.mlp_bias))
 
 
-def build_reward_model(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
+def reward_blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
     from ..layers.classifier_head import ClassifierHead
-    from .decoder.causal_lm import CausalLM
 
-    return CausalLM(spec, parallel, dtype, device,
-                    replace(blocks(spec, parallel), classifier=partial(ClassifierHead, "v_head")))
+    return replace(blocks(spec, parallel), classifier=partial(ClassifierHead, "v_head"))
 
 
 _NAMES_2 = {
@@ -93,12 +83,12 @@ _DEFAULTS = {**COMMON, "vocab_size": 103168, "intermediate_size": 11008, "max_po
 _DEFAULTS_3 = {**_DEFAULTS, "vocab_size": 128512, "max_position_embeddings": 32768, "bias": False, "qkv_bias": False}
 
 MODELS.register("InternLMForCausalLM", "InternLMModel")(
-    ModelFamily(read_1, build, blocks, _DEFAULTS, title="InternLM", notes="biases in attention"))
+    ModelFamily(read_1, blocks, _DEFAULTS, title="InternLM", notes="biases in attention"))
 MODELS.register("InternLM2ForCausalLM", "InternLM2Model")(
-    ModelFamily(read_1, build, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of_2, title="InternLM 2, 2.5",
+    ModelFamily(read_1, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of_2, title="InternLM 2, 2.5",
                 notes="the tokenizer needs `--trust-remote-code`"))
 MODELS.register("InternLM2ForRewardModel")(
-    ModelFamily(read_1, build_reward_model, blocks, {**_DEFAULTS, "num_labels": 1}, tensor_parts_of=tensor_parts_of_2,
+    ModelFamily(read_1, reward_blocks, {**_DEFAULTS, "num_labels": 1}, tensor_parts_of=tensor_parts_of_2,
                 title="InternLM 2 Reward", notes="InternLM 2 with a score; the tokenizer needs `--trust-remote-code`"))
 MODELS.register("InternLM3ForCausalLM", "InternLM3Model")(
-    ModelFamily(read_3, build, blocks, _DEFAULTS_3, title="InternLM 3", notes="dense"))
+    ModelFamily(read_3, blocks, _DEFAULTS_3, title="InternLM 3", notes="dense"))

@@ -14,11 +14,9 @@ from ..config.window import no_window
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-    import torch
 
     from ..distributed.parallel import Parallel
     from .decoder.blocks import Blocks
-    from .decoder.causal_lm import CausalLM
 
 
 @dataclass(frozen=True)
@@ -48,21 +46,6 @@ def read_reward_model(config: ModelConfig) -> ModelSpec:
     return replace(spec, num_labels=1, family=replace(spec.family, reward_attributes=spec.num_labels // 2))
 
 
-def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from .decoder.causal_lm import CausalLM
-
-    return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
-
-
-def build_reward_model(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from ..layers.classifier_head import WeightedRewardHead
-    from .decoder.causal_lm import CausalLM
-
-    attributes = spec.family.reward_attributes
-    return CausalLM(spec, parallel, dtype, device, replace(
-        blocks(spec, parallel), classifier=lambda _, size, allocate: WeightedRewardHead(attributes, size, allocate)))
-
-
 def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
     from .decoder.blocks import Blocks, dense_mlp, rms_norm
     from .decoder.self_attention import SelfAttention
@@ -72,13 +55,21 @@ def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
                   partial(SelfAttention, qkv_bias=own.attention_bias, o_bias=own.o_bias), dense_mlp(bias=own.mlp_bias))
 
 
+def reward_blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
+    from ..layers.classifier_head import WeightedRewardHead
+
+    attributes = spec.family.reward_attributes
+    return replace(blocks(spec, parallel),
+                   classifier=lambda _, size, allocate: WeightedRewardHead(attributes, size, allocate))
+
+
 _DEFAULTS = {**COMMON, "intermediate_size": 11008, "max_position_embeddings": 2048, "attention_bias": False,
              "mlp_bias": False, "eos_token_id": 2}
 
 MODELS.register("LlamaForCausalLM", "LlamaForSequenceClassification", "LlamaModel", "LlamaEmbeddingModel")(
-    ModelFamily(read, build, blocks, _DEFAULTS,
+    ModelFamily(read, blocks, _DEFAULTS,
                 title="Llama",
                 notes="dense"))
 MODELS.register("LlamaForSequenceClassificationWithNormal_Weights")(
-    ModelFamily(read_reward_model, build_reward_model, blocks, {**_DEFAULTS, "num_labels": 10},
+    ModelFamily(read_reward_model, reward_blocks, {**_DEFAULTS, "num_labels": 10},
                 title="Llama with a weighted reward", notes="a reward of several attributes, weighted by the prompt"))

@@ -21,13 +21,11 @@ from ..config.rope import RotarySpec, read_rope
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-    import torch
 
     from ..distributed.parallel import Parallel
     from ..weights.lazy import LazyTensor
     from ..weights.loader import TensorParts
     from .decoder.blocks import Blocks
-    from .decoder.causal_lm import CausalLM
 
 
 @dataclass(frozen=True)
@@ -84,12 +82,6 @@ def _read_experts(values: Mapping[str, Any]) -> MoESpec | None:
                    shared_name="shared_expert", router_name="router")
 
 
-def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from .decoder.causal_lm import CausalLM
-
-    return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
-
-
 def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
     from .decoder.blocks import Blocks, rms_norm
     from .decoder.moe import mixed_mlp
@@ -125,5 +117,5 @@ _DEFAULTS = {
     "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1, "eos_token_id": 2}
 
 MODELS.register("Llama4ForCausalLM", "Llama4ForConditionalGeneration", "Llama4TextModel")(
-    ModelFamily(read, build, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of, title="Llama 4, text",
+    ModelFamily(read, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of, title="Llama 4, text",
                 notes="mixtures of experts; contexts of one attention chunk (8,192 tokens); images are not read"))

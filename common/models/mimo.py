@@ -36,6 +36,6 @@ def tensor_parts_of(spec: ModelSpec) -> TensorParts:
 
 
 MODELS.register("MiMoForCausalLM", "MiMoModel")(
-    ModelFamily(partial(qwen.read_qwen2, slides=qwen.from_last_on, has_experts=False), qwen.build, qwen.blocks,
+    ModelFamily(partial(qwen.read_qwen2, slides=qwen.from_last_on, has_experts=False), qwen.blocks,
                 qwen.DENSE, tensor_parts_of=tensor_parts_of, title="MiMo",
                 notes="as Qwen2, with draft layers of multi-token prediction"))

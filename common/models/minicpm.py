@@ -17,11 +17,9 @@ from ..config.window import no_window
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-    import torch
 
     from ..distributed.parallel import Parallel
     from .decoder.blocks import Blocks
-    from .decoder.causal_lm import CausalLM
 
 
 @dataclass(frozen=True)
@@ -63,12 +61,6 @@ def _read_own(config: ModelConfig) -> MiniCPMSpec:
                        residual, logits)
 
 
-def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from .decoder.causal_lm import CausalLM
-
-    return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
-
-
 def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
     from .decoder.blocks import Blocks, HeadForm, LayerForm, MakeAttention, dense_mlp, rms_norm
     from .decoder.embedding_steps import scaled
@@ -96,7 +88,7 @@ _DEFAULTS_3 = {
     "scale_depth": 1.4, "dim_model_base": 256}
 
 MODELS.register("MiniCPMForCausalLM", "MiniCPMModel")(
-    ModelFamily(read, build, blocks, _DEFAULTS, title="MiniCPM 1, 2, 4",
+    ModelFamily(read, blocks, _DEFAULTS, title="MiniCPM 1, 2, 4",
                 notes="multipliers of embeddings, residual branches and logits; dense attention"))
 MODELS.register("MiniCPM3ForCausalLM", "MiniCPM3Model")(
-    ModelFamily(read_3, build, blocks, _DEFAULTS_3, title="MiniCPM 3", notes="multi-head latent attention"))
+    ModelFamily(read_3, blocks, _DEFAULTS_3, title="MiniCPM 3", notes="multi-head latent attention"))

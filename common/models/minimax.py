@@ -17,12 +17,10 @@ from . import mixtral
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-    import torch
 
     from ..distributed.parallel import Parallel
     from ..weights.lazy import LazyTensor
     from .decoder.blocks import Blocks
-    from .decoder.causal_lm import CausalLM
 
 
 @dataclass(frozen=True)
@@ -43,12 +41,6 @@ def read(config: ModelConfig) -> ModelSpec:
                   scoring="sigmoid", correction_bias=True)
     own = MiniMaxSpec(rope, values["rms_norm_eps"], values.get("rotary_dim") or rope.rotary_dim(config.head_dim))
     return config.spec(rope.longest_context, own, windows=no_window(values), moe=moe)
-
-
-def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from .decoder.causal_lm import CausalLM
-
-    return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
 
 
 def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
@@ -74,5 +66,5 @@ _DEFAULTS = {
     "rope_theta": 5000000.0, "num_experts": 256, "num_experts_per_tok": 8, "eos_token_id": 200020}
 
 MODELS.register("MiniMaxM2ForCausalLM", "MiniMaxM2Model")(
-    ModelFamily(read, build, blocks, _DEFAULTS, tensor_parts, title="MiniMax-M2",
+    ModelFamily(read, blocks, _DEFAULTS, tensor_parts, title="MiniMax-M2",
                 notes="mixtures of experts; norms over whole rows of queries and keys"))

@@ -13,11 +13,9 @@ from ..config.window import window_of_all_layers
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-    import torch
 
     from ..distributed.parallel import Parallel
     from .decoder.blocks import Blocks
-    from .decoder.causal_lm import CausalLM
 
 
 @dataclass(frozen=True)
@@ -35,12 +33,6 @@ def read(config: ModelConfig) -> ModelSpec:
                        windows=window_of_all_layers(config.values))
 
 
-def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from .decoder.causal_lm import CausalLM
-
-    return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
-
-
 def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
     from .decoder.blocks import Blocks, dense_mlp, rms_norm
     from .decoder.self_attention import SelfAttention
@@ -53,6 +45,6 @@ _DEFAULTS = {**COMMON, "num_key_value_heads": 8, "intermediate_size": 14336, "ma
              "sliding_window": 4096, "eos_token_id": 2}
 
 MODELS.register("MistralForCausalLM", "MistralForSequenceClassification", "MistralModel")(
-    ModelFamily(read, build, blocks, _DEFAULTS,
+    ModelFamily(read, blocks, _DEFAULTS,
                 title="Mistral",
                 notes="one sliding window in every layer"))

@@ -16,12 +16,10 @@ from ..config.window import window_of_all_layers
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-    import torch
 
     from ..distributed.parallel import Parallel
     from ..weights.lazy import LazyTensor
     from .decoder.blocks import Blocks
-    from .decoder.causal_lm import CausalLM
 
 
 @dataclass(frozen=True)
@@ -39,12 +37,6 @@ def read(config: ModelConfig) -> ModelSpec:
                   intermediate_size=values["intermediate_size"], layers=tuple(range(values["num_hidden_layers"])))
     return config.spec(rope.longest_context, MixtralSpec(rope, values["rms_norm_eps"]),
                        windows=window_of_all_layers(values), moe=moe)
-
-
-def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from .decoder.causal_lm import CausalLM
-
-    return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
 
 
 def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
@@ -74,4 +66,4 @@ _DEFAULTS = {**COMMON, "num_key_value_heads": 8, "intermediate_size": 14336, "ma
              "eos_token_id": 2}
 
 MODELS.register("MixtralForCausalLM", "MixtralForSequenceClassification", "MixtralModel")(
-    ModelFamily(read, build, blocks, _DEFAULTS, tensor_parts, title="Mixtral", notes="mixtures of experts"))
+    ModelFamily(read, blocks, _DEFAULTS, tensor_parts, title="Mixtral", notes="mixtures of experts"))

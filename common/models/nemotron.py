@@ -11,7 +11,7 @@ from ..config.defaults import COMMON
 from ..config.model import ModelSpec
 from ..config.model_config import ModelConfig
 from ..config.rope import RotarySpec, read_rope
-from .registry import MODELS, family_of_blocks
+from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
     from ..distributed.parallel import Parallel
@@ -51,5 +51,5 @@ _DEFAULTS = {**COMMON, "vocab_size": 256000, "hidden_size": 6144, "intermediate_
              "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 0.5, "eos_token_id": 3}
 
 MODELS.register("NemotronForCausalLM", "NemotronForSequenceClassification", "NemotronModel")(
-    family_of_blocks(read, blocks, _DEFAULTS, title="Nemotron-4, Minitron",
-                     notes="LayerNorms, plain MLPs of squared ReLUs, half of each head rotated"))
+    ModelFamily(read, blocks, _DEFAULTS, title="Nemotron-4, Minitron",
+                notes="LayerNorms, plain MLPs of squared ReLUs, half of each head rotated"))

@@ -12,7 +12,7 @@ from ..config.model import ModelSpec
 from ..config.model_config import ModelConfig
 from ..config.rope import RotarySpec, read_rope, read_ropes_of_kinds
 from ..config.window import every_full
-from .registry import MODELS, family_of_blocks
+from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
     from ..distributed.parallel import Parallel
@@ -87,9 +87,9 @@ _OLMO_2 = {**_OLMO, "rms_norm_eps": 1e-5}
 _OLMO_3 = {**_OLMO_2, "rope_theta": 500000.0, "sliding_window": 4096}
 
 MODELS.register("OlmoForCausalLM", "OlmoModel")(
-    family_of_blocks(read, blocks, _OLMO, title="OLMo", notes="LayerNorms without weights"))
+    ModelFamily(read, blocks, _OLMO, title="OLMo", notes="LayerNorms without weights"))
 MODELS.register("Olmo2ForCausalLM", "Olmo2Model")(
-    family_of_blocks(read_2, blocks_2, _OLMO_2, title="OLMo 2",
-                     notes="norms after attention and MLP, and of whole rows of q and k"))
+    ModelFamily(read_2, blocks_2, _OLMO_2, title="OLMo 2",
+                notes="norms after attention and MLP, and of whole rows of q and k"))
 MODELS.register("Olmo3ForCausalLM", "Olmo3Model")(
-    family_of_blocks(read_3, blocks_2, _OLMO_3, title="OLMo 3", notes="OLMo 2 with a sliding window in 3 of 4 layers"))
+    ModelFamily(read_3, blocks_2, _OLMO_3, title="OLMo 3", notes="OLMo 2 with a sliding window in 3 of 4 layers"))

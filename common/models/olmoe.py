@@ -16,11 +16,9 @@ from .qwen import tensor_parts
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-    import torch
 
     from ..distributed.parallel import Parallel
     from .decoder.blocks import Blocks
-    from .decoder.causal_lm import CausalLM
 
 
 @dataclass(frozen=True)
@@ -44,12 +42,6 @@ def read(config: ModelConfig) -> ModelSpec:
     return config.spec(rope.longest_context, own, windows=no_window(values), moe=moe)
 
 
-def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from .decoder.causal_lm import CausalLM
-
-    return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
-
-
 def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
     from .decoder.blocks import Blocks, rms_norm
     from .decoder.moe import mixed_mlp
@@ -68,5 +60,5 @@ _DEFAULTS = {
     "clip_qkv": None, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "eos_token_id": 50279}
 
 MODELS.register("OlmoeForCausalLM", "OlmoeModel")(
-    ModelFamily(read, build, blocks, _DEFAULTS, tensor_parts, title="OLMoE",
+    ModelFamily(read, blocks, _DEFAULTS, tensor_parts, title="OLMoE",
                 notes="mixtures of experts; norms over whole rows of queries and keys"))

@@ -11,7 +11,7 @@ from ..config.defaults import COMMON
 from ..config.model import ModelSpec
 from ..config.model_config import ModelConfig
 from ..config.rope import RotarySpec, read_rope
-from .registry import MODELS, family_of_blocks
+from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
     from ..distributed.parallel import Parallel
@@ -56,5 +56,5 @@ _DEFAULTS = {**COMMON, "vocab_size": 51200, "hidden_size": 2048, "intermediate_s
              "partial_rotary_factor": 0.5, "eos_token_id": 2}
 
 MODELS.register("PhiForCausalLM", "PhiModel")(
-    family_of_blocks(read, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of, title="Phi-1, 1.5, 2",
-                     notes="attention and MLP in parallel, half of each head rotated"))
+    ModelFamily(read, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of, title="Phi-1, 1.5, 2",
+                notes="attention and MLP in parallel, half of each head rotated"))

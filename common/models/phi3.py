@@ -10,7 +10,7 @@ from ..config.model import ModelSpec
 from ..config.model_config import ModelConfig
 from ..config.rope import RotarySpec, read_rope
 from ..config.window import window_of_all_layers
-from .registry import MODELS, family_of_blocks
+from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
     from ..distributed.parallel import Parallel
@@ -58,5 +58,5 @@ _DEFAULTS = {**COMMON, "vocab_size": 32064, "hidden_size": 3072, "intermediate_s
              "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "eos_token_id": 32000}
 
 MODELS.register("Phi3ForCausalLM", "Phi3ForSequenceClassification", "Phi3Model")(
-    family_of_blocks(read, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of, title="Phi-3, 3.5, 4",
-                     notes="fused projections, LongRoPE by the context length that the server is started with"))
+    ModelFamily(read, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of, title="Phi-3, 3.5, 4",
+                notes="fused projections, LongRoPE by the context length that the server is started with"))

@@ -17,12 +17,10 @@ from . import mixtral
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-    import torch
 
     from ..distributed.parallel import Parallel
     from ..weights.lazy import LazyTensor
     from .decoder.blocks import Blocks
-    from .decoder.causal_lm import CausalLM
 
 
 @dataclass(frozen=True)
@@ -43,12 +41,6 @@ def read(config: ModelConfig) -> ModelSpec:
                   scoring="sparsemixer", jitter=values["router_jitter_noise"])
     own = PhimoeSpec(rope, values["rms_norm_eps"], bool(values["attention_bias"]), bool(values["lm_head_bias"]))
     return config.spec(rope.longest_context, own, windows=window_of_all_layers(values), moe=moe)
-
-
-def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from .decoder.causal_lm import CausalLM
-
-    return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
 
 
 def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
@@ -74,5 +66,5 @@ _DEFAULTS = {
     "sliding_window": None, "eos_token_id": 2}
 
 MODELS.register("PhimoeForCausalLM", "PhiMoEForCausalLM", "PhimoeModel")(
-    ModelFamily(read, build, blocks, _DEFAULTS, tensor_parts, title="Phi-3.5-MoE",
+    ModelFamily(read, blocks, _DEFAULTS, tensor_parts, title="Phi-3.5-MoE",
                 notes="mixtures of experts, chosen by a SparseMixer"))

@@ -16,12 +16,10 @@ from ..config.window import Windows, window_of_flagged_layers
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-    import torch
 
     from ..distributed.parallel import Parallel
     from ..weights.lazy import LazyTensor
     from .decoder.blocks import Blocks
-    from .decoder.causal_lm import CausalLM
 
 
 @dataclass(frozen=True)
@@ -79,12 +77,6 @@ def read_experts(values: Mapping[str, Any]) -> MoESpec | None:
                    shared_gate=bool(values.get("shared_expert_intermediate_size")))
 
 
-def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from .decoder.causal_lm import CausalLM
-
-    return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
-
-
 def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
     from .decoder.blocks import Blocks, dense_mlp, rms_norm
     from .decoder.moe import mixed_mlp
@@ -97,13 +89,11 @@ def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
                   mixed_mlp(parallel.experts, dense_mlp(bias=own.mlp_bias)))
 
 
-def build_reward_model(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    """Builds Qwen2.5-Math-RM or PRM, whose scores are those of two layers."""
+def reward_blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
+    """Returns the blocks of Qwen2.5-Math-RM or PRM, whose scores are those of two layers."""
     from ..layers.classifier_head import TwoLayerHead
-    from .decoder.causal_lm import CausalLM
 
-    return CausalLM(spec, parallel, dtype, device,
-                    replace(blocks(spec, parallel), classifier=partial(TwoLayerHead, "score")))
+    return replace(blocks(spec, parallel), classifier=partial(TwoLayerHead, "score"))
 
 
 def tensor_parts(name: str, tensor: LazyTensor) -> Iterable[tuple[str, LazyTensor]]:
@@ -138,22 +128,22 @@ _MOE_3 = {**_MOE, "num_attention_heads": 32, "num_key_value_heads": 4, "intermed
           "attention_bias": False, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 
 MODELS.register("Qwen2ForCausalLM", "Qwen2ForSequenceClassification", "Qwen2Model")(
-    ModelFamily(partial(read_qwen2, slides=from_last_on, has_experts=False), build, blocks, DENSE,
+    ModelFamily(partial(read_qwen2, slides=from_last_on, has_experts=False), blocks, DENSE,
                 tensor_parts, title="Qwen2", notes="biases of q, k and v"))
 MODELS.register("Qwen2ForRewardModel")(
-    ModelFamily(partial(read_qwen2, slides=from_last_on, has_experts=False), build_reward_model, blocks,
+    ModelFamily(partial(read_qwen2, slides=from_last_on, has_experts=False), reward_blocks,
                 {**DENSE, "num_labels": 1}, tensor_parts, title="Qwen2.5-Math-RM",
                 notes="Qwen2 with a score of two layers"))
 MODELS.register("Qwen2ForProcessRewardModel")(
-    ModelFamily(partial(read_qwen2, slides=from_last_on, has_experts=False), build_reward_model, blocks,
+    ModelFamily(partial(read_qwen2, slides=from_last_on, has_experts=False), reward_blocks,
                 {**DENSE, "num_labels": 2}, tensor_parts, title="Qwen2.5-Math-PRM",
                 notes="scores of a step's end, of two layers"))
 MODELS.register("Qwen3ForCausalLM", "Qwen3ForSequenceClassification", "Qwen3Model")(
-    ModelFamily(partial(read_qwen3, slides=from_last_on, has_experts=False), build, blocks, _DENSE_3,
+    ModelFamily(partial(read_qwen3, slides=from_last_on, has_experts=False), blocks, _DENSE_3,
                 tensor_parts, title="Qwen3", notes="normed heads of q and k"))
 MODELS.register("Qwen2MoeForCausalLM", "Qwen2MoeForSequenceClassification", "Qwen2MoeModel")(
-    ModelFamily(partial(read_qwen2, slides=_every_second_before_last, has_experts=True), build, blocks, _MOE_2,
+    ModelFamily(partial(read_qwen2, slides=_every_second_before_last, has_experts=True), blocks, _MOE_2,
                 tensor_parts, title="Qwen2-MoE", notes="mixtures of experts, with a shared one"))
 MODELS.register("Qwen3MoeForCausalLM", "Qwen3MoeForSequenceClassification", "Qwen3MoeModel")(
-    ModelFamily(partial(read_qwen3, slides=_every, has_experts=True), build, blocks, _MOE_3,
+    ModelFamily(partial(read_qwen3, slides=_every, has_experts=True), blocks, _MOE_3,
                 tensor_parts, title="Qwen3-MoE", notes="mixtures of experts"))

@@ -18,12 +18,10 @@ from ..config.rope import RotarySpec
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-    import torch
 
     from ..distributed.parallel import Parallel
     from ..weights.loader import TensorParts
     from .decoder.blocks import Blocks
-    from .decoder.causal_lm import CausalLM
 
 
 @dataclass(frozen=True)
@@ -44,12 +42,6 @@ def read(config: ModelConfig) -> ModelSpec:
     config = dataclasses.replace(config, values={**values, "intermediate_size": values["intermediate_size"] // 2})
     rope = RotarySpec(values["rotary_emb_base"], None, values["seq_length"], values["rotary_pct"])
     return config.spec(values["seq_length"], Qwen1Spec(rope, values["layer_norm_epsilon"], bool(values["no_bias"])))
-
-
-def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from .decoder.causal_lm import CausalLM
-
-    return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
 
 
 def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
@@ -81,5 +73,5 @@ _DEFAULTS = {
     "seq_length": 8192, "no_bias": True, "tie_word_embeddings": False}
 
 MODELS.register("QWenLMHeadModel", "QWenModel")(
-    ModelFamily(read, build, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of, title="Qwen 1",
+    ModelFamily(read, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of, title="Qwen 1",
                 notes="contexts of the trained length; the tokenizer needs `--trust-remote-code`"))

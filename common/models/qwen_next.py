@@ -17,7 +17,6 @@ from .qwen import read_experts
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-    import torch
 
     from ...kernels.arguments import DeltaNet
     from ..distributed.parallel import Parallel
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from ..weights.loader import TensorParts
     from ..weights.slots import Allocate
     from .decoder.blocks import Blocks, LayerAttention
-    from .decoder.causal_lm import CausalLM
 
 
 @dataclass(frozen=True)
@@ -88,12 +86,6 @@ def _without_sections(values: Mapping[str, Any]) -> dict[str, Any]:
     rope = {name: value for name, value in (values.get("rope_parameters") or {}).items()
             if not name.startswith("mrope_")}
     return {**values, "rope_parameters": rope}
-
-
-def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from .decoder.causal_lm import CausalLM
-
-    return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
 
 
 def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
@@ -160,11 +152,11 @@ def _parts_of(spec: ModelSpec) -> TensorParts:
 
 
 MODELS.register("Qwen3NextForCausalLM")(
-    ModelFamily(partial(read, separate=False, has_experts=True), build, blocks, _NEXT, tensor_parts_of=_parts_of,
+    ModelFamily(partial(read, separate=False, has_experts=True), blocks, _NEXT, tensor_parts_of=_parts_of,
                 title="Qwen3-Next", notes="gated delta networks, gated attention in every fourth layer"))
 MODELS.register("Qwen3_5ForCausalLM")(
-    ModelFamily(partial(read, separate=True, has_experts=False), build, blocks, _3_5, tensor_parts_of=_parts_of,
+    ModelFamily(partial(read, separate=True, has_experts=False), blocks, _3_5, tensor_parts_of=_parts_of,
                 title="Qwen3.5", notes="text; gated delta networks, gated attention in every fourth layer"))
 MODELS.register("Qwen3_5MoeForCausalLM")(
-    ModelFamily(partial(read, separate=True, has_experts=True), build, blocks, _3_5_MOE, tensor_parts_of=_parts_of,
+    ModelFamily(partial(read, separate=True, has_experts=True), blocks, _3_5_MOE, tensor_parts_of=_parts_of,
                 title="Qwen3.5-MoE", notes="text; as Qwen3.5, with mixtures of experts"))

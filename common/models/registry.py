@@ -1,6 +1,7 @@
 """The registry of model families: each other file of this folder is a family, and registers its architectures.
 
-A family's file imports without torch: the API server reads specifications, and only ``build`` imports layers.
+A family's file imports without torch: the API server reads specifications, and only ``blocks`` and ``build`` import
+layers.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """The reader and the builder of checkpoints of some architectures.
+    """The reader of checkpoints of some architectures, and the parts of their models.
 
     ``read(config)`` reads a checkpoint's configuration, which ``defaults`` complete, and must not import torch.
-    ``build(spec, parallel, dtype, device)`` makes the model of one rank, with uninitialised weights;
-    ``blocks(spec, parallel)`` the parts of its layers, of which draft layers are made too. ``tensor_parts(name,
-    tensor)``, where checkpoints name or stack tensors in another way than the model, returns the model's tensors that
-    one of a checkpoint's holds; ``tensor_parts_of(spec)`` makes that function, where it depends on the model's sizes.
-    Models of an ``encoder`` family see whole sequences and generate nothing: they are served as with --is-embedding.
-    ``title`` and ``notes`` are a row of the documents' table of families; families with one title share it.
+    ``blocks(spec, parallel)`` makes the parts of the layers of a CausalLM, of which draft layers are made too; a family
+    of other models has ``build(spec, parallel, dtype, device)`` instead, which makes the model of one rank, with
+    uninitialised weights. ``tensor_parts(name, tensor)``, where checkpoints name or stack tensors in another way than
+    the model, returns the model's tensors that one of a checkpoint's holds; ``tensor_parts_of(spec)`` makes that
+    function, where it depends on the model's sizes. Models of an ``encoder`` family see whole sequences and generate
+    nothing: they are served as with --is-embedding. ``title`` and ``notes`` are a row of the documents' table of
+    families; families with one title share it.
     """
 
     read: Callable[[ModelConfig], ModelSpec]
-    build: Build
     blocks: MakeBlocks | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     tensor_parts: TensorParts | None = None
@@ -53,19 +54,7 @@ class ModelFamily:
     title: str = ""
     notes: str = ""
     encoder: bool = False
-
-
-def family_of_blocks(read: Callable[[ModelConfig], ModelSpec], blocks: MakeBlocks, defaults: Mapping[str, Any],
-                     tensor_parts: TensorParts | None = None, *,
-                     tensor_parts_of: Callable[[ModelSpec], TensorParts | None] | None = None, title: str = "",
-                     notes: str = "") -> ModelFamily:
-    """Returns a family whose model is a CausalLM of its ``blocks``; the arguments are ModelFamily's."""
-    def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
-        from .decoder.causal_lm import CausalLM
-
-        return CausalLM(spec, parallel, dtype, device, blocks(spec, parallel))
-
-    return ModelFamily(read, build, blocks, defaults, tensor_parts, tensor_parts_of, title, notes)
+    build: Build | None = None
 
 
 MODELS: Registry[ModelFamily] = Registry("model architecture", "baton.common.models", group="baton.models")
@@ -75,13 +64,17 @@ _DRAFT_AFFIX = re.compile(r"^Eagle3?(?=[A-Z])|(Eagle3?|NextN)$")
 _COUNTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
 
 
-def register_model(*architectures: str, read: Callable[[ModelConfig], ModelSpec], build: Build,
-                   blocks: MakeBlocks | None = None, defaults: Mapping[str, Any] | None = None,
+def register_model(*architectures: str, read: Callable[[ModelConfig], ModelSpec], blocks: MakeBlocks | None = None,
+                   build: Build | None = None, defaults: Mapping[str, Any] | None = None,
                    tensor_parts: TensorParts | None = None,
                    tensor_parts_of: Callable[[ModelSpec], TensorParts | None] | None = None) -> None:
-    """Registers a family from user code; the arguments are ``ModelFamily``'s. Raises ConfigError for a name that is
-    taken."""
-    MODELS.register(*architectures)(ModelFamily(read, build, blocks, defaults or {}, tensor_parts, tensor_parts_of))
+    """Registers a family from user code; the arguments are ``ModelFamily``'s, of which ``blocks`` or ``build`` must be
+    given. Raises ConfigError for a name that is taken."""
+    if (blocks is None) == (build is None):
+        raise ConfigError(f"register_model of {', '.join(architectures)}: give blocks, of which the model is made, or "
+                          "build, which makes it.")
+    MODELS.register(*architectures)(
+        ModelFamily(read, blocks, defaults or {}, tensor_parts, tensor_parts_of, build=build))
 
 
 def family_of(architecture: str) -> ModelFamily:
@@ -156,7 +149,13 @@ def _architecture_of(config: Mapping[str, Any], draft: bool) -> str:
 
 def build_model(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
     """Builds the module of ``spec.architecture`` with uninitialised weights."""
-    return family_of(spec.implementation or spec.architecture).build(spec, parallel, dtype, device)
+    family = family_of(spec.implementation or spec.architecture)
+    if family.build is not None:
+        return family.build(spec, parallel, dtype, device)
+    from .decoder.causal_lm import CausalLM
+
+    assert family.blocks is not None
+    return CausalLM(spec, parallel, dtype, device, family.blocks(spec, parallel))
 
 
 def blocks_of(spec: ModelSpec, parallel: Parallel) -> Blocks:

@@ -11,7 +11,7 @@ from ..config.model import ModelSpec
 from ..config.model_config import ModelConfig
 from ..config.rope import RotarySpec, read_rope
 from ..config.window import window_of_flagged_layers
-from .registry import MODELS, family_of_blocks
+from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
     from ..distributed.parallel import Parallel
@@ -59,4 +59,4 @@ _DEFAULTS = {**COMMON, "vocab_size": 128256, "hidden_size": 2048, "intermediate_
              "eos_token_id": 128001}
 
 MODELS.register("SmolLM3ForCausalLM", "SmolLM3ForSequenceClassification", "SmolLM3Model")(
-    family_of_blocks(read, blocks, _DEFAULTS, title="SmolLM3", notes="every fourth layer has no rotary embeddings"))
+    ModelFamily(read, blocks, _DEFAULTS, title="SmolLM3", notes="every fourth layer has no rotary embeddings"))

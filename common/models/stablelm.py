@@ -10,7 +10,7 @@ from ..config.defaults import COMMON
 from ..config.model import ModelSpec
 from ..config.model_config import ModelConfig
 from ..config.rope import RotarySpec, read_rope
-from .registry import MODELS, family_of_blocks
+from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
     from ..distributed.parallel import Parallel
@@ -54,5 +54,5 @@ _DEFAULTS = {**COMMON, "vocab_size": 50304, "hidden_size": 2560, "intermediate_s
              "use_parallel_residual": False, "partial_rotary_factor": 0.25, "eos_token_id": 0}
 
 MODELS.register("StableLmForCausalLM", "StableLmForSequenceClassification", "StableLmModel")(
-    family_of_blocks(read, blocks, _DEFAULTS, title="StableLM",
-                     notes="LayerNorms, a quarter of each head rotated; some with parallel branches, norms of heads"))
+    ModelFamily(read, blocks, _DEFAULTS, title="StableLM",
+                notes="LayerNorms, a quarter of each head rotated; some with parallel branches, norms of heads"))

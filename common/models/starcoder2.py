@@ -11,7 +11,7 @@ from ..config.model import ModelSpec
 from ..config.model_config import ModelConfig
 from ..config.rope import RotarySpec, read_rope
 from ..config.window import window_of_all_layers
-from .registry import MODELS, family_of_blocks
+from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
     from ..distributed.parallel import Parallel
@@ -57,5 +57,5 @@ _DEFAULTS = {**COMMON, "vocab_size": 49152, "hidden_size": 3072, "intermediate_s
              "tie_word_embeddings": True, "eos_token_id": 50256}
 
 MODELS.register("Starcoder2ForCausalLM", "Starcoder2ForSequenceClassification", "Starcoder2Model")(
-    family_of_blocks(read, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of, title="StarCoder2",
-                     notes="LayerNorms, a plain MLP, one sliding window in every layer"))
+    ModelFamily(read, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of, title="StarCoder2",
+                notes="LayerNorms, a plain MLP, one sliding window in every layer"))

@@ -126,4 +126,4 @@ def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch
     return cast("CausalLM", TransformersModel(spec, own, parallel, dtype, device))
 
 
-MODELS.register("transformers", hidden=True)(ModelFamily(read, build, defaults={"tie_word_embeddings": True}))
+MODELS.register("transformers", hidden=True)(ModelFamily(read, build=build, defaults={"tie_word_embeddings": True}))

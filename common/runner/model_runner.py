@@ -322,7 +322,7 @@ class ModelRunner:
 
     def save_weights(self, folder: str, pattern: str, max_bytes: int) -> int:
         """Writes this rank's parts of the model's weights, and on rank 0 what else the checkpoint has; returns the
-        bytes of the weights. See ``save_sharded``; raises InvalidRequest also for a checkpoint without a config.json."""
+        bytes of the weights. Raises InvalidRequest for a checkpoint without a config.json, and as ``save_sharded``."""
         metadata = resolve_metadata(self._config.model)
         if not (metadata / "config.json").exists():
             raise InvalidRequest(f"{metadata} has no config.json, which a copy of the weights needs: copy the "

@@ -12,10 +12,8 @@ from baton.common.config.model_config import ModelConfig
 from baton.common.config.rope import RotarySpec, read_rope
 
 if TYPE_CHECKING:
-    import torch
-
     from baton.common.distributed.parallel import Parallel
-    from baton.common.models.decoder.causal_lm import CausalLM
+    from baton.common.models.decoder.blocks import Blocks
 
 
 @dataclass(frozen=True)
@@ -33,18 +31,17 @@ def read(config: ModelConfig) -> ModelSpec:
         rope, values["norm_eps"], values["attention_bias"], values["mlp_bias"], values["hidden_act"]))
 
 
-def build(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
+def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
     from baton.common.models.decoder.blocks import Blocks, dense_mlp, layer_norm
-    from baton.common.models.decoder.causal_lm import CausalLM
     from baton.common.models.decoder.self_attention import SelfAttention
 
     own: NemotronSpec = spec.family
-    return CausalLM(spec, parallel, dtype, device, Blocks(
+    return Blocks(
         own.rope, layer_norm(own.norm_eps, offset=1.0),
         partial(SelfAttention, qkv_bias=own.attention_bias, o_bias=own.attention_bias),
-        dense_mlp(bias=own.mlp_bias, activation=own.hidden_act, gated=False)))
+        dense_mlp(bias=own.mlp_bias, activation=own.hidden_act, gated=False))
 
 
-baton.register_model("OwnNemotronForCausalLM", read=read, build=build, defaults={
+baton.register_model("OwnNemotronForCausalLM", read=read, blocks=blocks, defaults={
     "hidden_act": "relu2", "norm_eps": 1e-5, "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 0.5,
     "tie_word_embeddings": False})

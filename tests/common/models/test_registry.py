@@ -27,8 +27,15 @@ def test_documents_name_every_architecture_that_generates():
 def test_a_name_is_registered_once():
     llama = family_of("LlamaForCausalLM")
     with pytest.raises(ConfigError, match="The model architecture LlamaForCausalLM is registered twice."):
-        register_model("LlamaForCausalLM", read=llama.read, build=llama.build)
+        register_model("LlamaForCausalLM", read=llama.read, blocks=llama.blocks)
     assert family_of("LlamaForCausalLM") is llama
+
+
+def test_a_family_has_blocks_or_a_builder():
+    llama = family_of("LlamaForCausalLM")
+    with pytest.raises(ConfigError, match="register_model of NeitherForCausalLM: give blocks"):
+        register_model("NeitherForCausalLM", read=llama.read)
+    assert all((family_of(name).blocks is None) != (family_of(name).build is None) for name in MODELS)
 
 
 def test_families_are_read_without_torch():
@@ -61,13 +68,14 @@ def run_with_plug_in(folder: Path, text: str, value: str) -> subprocess.Complete
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
 
 
-IMPORTS = "import baton\nfrom baton.common.models.llama import read, build\n"
+IMPORTS = "import baton\nfrom baton.common.models.llama import read, blocks\n"
 
 
 @pytest.mark.parametrize("value,text,answer", [
-    ("toy_family", IMPORTS + "baton.register_model('ToyForCausalLM', read=read, build=build)",
+    ("toy_family", IMPORTS + "baton.register_model('ToyForCausalLM', read=read, blocks=blocks)",
      "baton.common.models.llama False"),
-    ("toy_family:TOY", IMPORTS + "from baton.common.models.registry import ModelFamily\nTOY = ModelFamily(read, build)",
+    ("toy_family:TOY",
+     IMPORTS + "from baton.common.models.registry import ModelFamily\nTOY = ModelFamily(read, blocks)",
      "baton.common.models.llama False"),
     ("toy_family", "import nothing_of_this_name",
      "The plug-in toy_family of the model architecture ToyForCausalLM does not load: ModuleNotFoundError"),

@@ -67,7 +67,7 @@ def fused_parts(name, tensor):
 def test_a_familys_checkpoints_may_name_and_fuse_tensors_in_another_way(tmp_path, monkeypatch):
     model = save_nemotron(tmp_path)
     monkeypatch.setattr(MODELS, "_entries", dict(MODELS.entries()))  # the name is forgotten after this test
-    baton.register_model("FusedForCausalLM", read=nemotron_family.read, build=nemotron_family.build,
+    baton.register_model("FusedForCausalLM", read=nemotron_family.read, blocks=nemotron_family.blocks,
                          defaults=family_of("OwnNemotronForCausalLM").defaults, tensor_parts=fused_parts)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["FusedForCausalLM"]}))
