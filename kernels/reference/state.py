@@ -14,22 +14,22 @@ CHUNK = 64
 def causal_conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, states: torch.Tensor,
                   runs: StateRuns, out: torch.Tensor) -> None:
     """Twin of ``state.causal_conv1d.causal_conv1d``."""
-    history = _read(states, runs)
+    history = _read(states, runs).float()
     taps = weight.shape[-1]
     if runs.bounds is None:
-        window = torch.cat((history, x[..., None].to(history.dtype)), -1)  # [S, parts, channels, taps]
+        window = torch.cat((history, x[..., None].float()), -1)  # [S, parts, channels, taps]
         out.copy_(_convolve(window, weight, bias)[..., 0])
         states[runs.targets] = window[..., 1:].to(states.dtype)
         return
     for run, (begin, end) in enumerate(runs.bounds.tolist()):
-        window = torch.cat((history[run], x[begin:end].permute(1, 2, 0).to(history.dtype)), -1)
+        window = torch.cat((history[run], x[begin:end].permute(1, 2, 0).float()), -1)
         out[begin:end] = _convolve(window, weight, bias).permute(2, 0, 1).to(out.dtype)
         states[runs.targets[run]] = window[..., 1 - taps:].to(states.dtype)
 
 
 def _convolve(window: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Convolves ``window`` [..., tokens + taps - 1]; returns the activated ``[..., tokens]`` in float32."""
-    y = torch.einsum("...tk,...k->...t", window.float().unfold(-1, weight.shape[-1], 1), weight.float())
+    """Convolves ``window`` [..., tokens + taps - 1] in float32; returns the activated ``[..., tokens]`` in float32."""
+    y = torch.einsum("...tk,...k->...t", window.unfold(-1, weight.shape[-1], 1), weight.float())
     return silu(y if bias is None else y + bias.float()[..., None])
 
 

@@ -147,6 +147,21 @@ def test_aborted_requests_leave_no_states(checkpoint):
     assert group.num_allocated == 0 and group.num_in_tables == 0
 
 
+def test_pools_of_states(checkpoint):
+    """Sized by a share of the KV pool, in the type of the flag; with both types tokens begin alike."""
+    found = {}
+    for dtype, ratio in (("float32", 2.0), ("bfloat16", 2.0), ("float32", 4.0)):
+        engine = Engine(checkpoint[0], page_size=PAGE, overlap=True, cache={
+            "mamba_ssm_dtype": dtype, "mamba_full_memory_ratio": ratio})
+        kv, states = engine.runner.pools
+        assert states.layout.dtype == dtype
+        share = ratio * engine.runner.num_pages * kv.layout.page_bytes / states.layout.page_bytes
+        assert engine.cache.groups[0].num_pages == int(share) > 32
+        found[dtype, ratio] = run_all(engine, branching_prompts()[:4], max_new_tokens=3)
+    assert found["float32", 2.0] == found["float32", 4.0]
+    assert [tokens[0] for tokens in found["bfloat16", 2.0]] == [tokens[0] for tokens in found["float32", 2.0]]
+
+
 def test_what_does_not_combine_is_refused(checkpoint):
     spec = load_model_spec(server_config(checkpoint[0]).model)
     for flags, sentence in [({"speculative_algorithm": "NGRAM"}, "cannot forget drafts"),
