@@ -148,6 +148,13 @@ def register_quantization(*names: str) -> Callable[[E], E]:
     return QUANTIZATIONS.register(*names)
 
 
+def not_at_load(name: str, checkpoints: str, instead: str) -> ConfigError:
+    """Returns the error of ``at_load`` of a format in which no weights are made; ``checkpoints`` says which ones it
+    reads ("of AWQ"), ``instead`` names a format of weights made at load."""
+    return ConfigError(f"--quantization {name} is for checkpoints {checkpoints}, and this one is not: leave the flag "
+                       f"out; --quantization {instead} quantizes weights as they are loaded.")
+
+
 def choose_quantization(config: Mapping[str, Any], flag: str | None) -> QuantFormat | None:
     """Returns the format of a model by its config.json and ``--quantization``; None where it is not quantized. Raises
     ConfigError for a format that is not supported."""

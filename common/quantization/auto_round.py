@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ..api.errors import ConfigError
-from ..config.quantization import QUANTIZATIONS, LayerFormat, MixedFormats, QuantFormat
+from ..config.quantization import QUANTIZATIONS, LayerFormat, MixedFormats, QuantFormat, not_at_load
 from .awq import awq_formats
 from .gptq import STORED, gptq_format
 
@@ -34,8 +34,7 @@ class AutoRound:
 
     @classmethod
     def at_load(cls, name: str) -> QuantFormat:
-        raise ConfigError("--quantization auto-round is for checkpoints of AutoRound, and this one is not: leave the "
-                          "flag out.")
+        raise not_at_load(name, "of AutoRound", instead="int4wo-128")
 
 
 def _layer(stated: Mapping[str, Any], as_awq: bool) -> LayerFormat | None:

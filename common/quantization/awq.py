@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ..api.errors import ConfigError
-from ..config.quantization import QUANTIZATIONS, MixedFormats, QuantFormat
+from ..config.quantization import QUANTIZATIONS, MixedFormats, QuantFormat, not_at_load
 from .packed_int_format import PackedIntFormat, StoredInts, StoredTensor
 
 STORED = StoredInts(StoredTensor("qweight", False, "outputs"), StoredTensor("scales", False),
@@ -27,7 +27,7 @@ class Awq:
 
     @classmethod
     def at_load(cls, name: str) -> QuantFormat:
-        raise ConfigError(f"--quantization {name} is for checkpoints of AWQ, and this one is not: leave the flag out.")
+        raise not_at_load(name, "of AWQ", instead="int4wo-128")
 
 
 def awq_formats(stated: Mapping[str, Any], ignored: tuple[str, ...]) -> MixedFormats:

@@ -14,6 +14,7 @@ from ..config.quantization import (
     LayerFormat,
     MixedFormats,
     QuantFormat,
+    not_at_load,
 )
 
 
@@ -45,8 +46,7 @@ class CompressedTensors:
 
     @classmethod
     def at_load(cls, name: str) -> QuantFormat:
-        raise ConfigError("--quantization compressed-tensors is for checkpoints of compressed-tensors, and this one is "
-                          "not: leave the flag out, or use fp8.")
+        raise not_at_load(name, "of compressed-tensors", instead="fp8")
 
 
 def _read(group: Mapping[str, Any], storage: str) -> LayerFormat:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ..api.errors import ConfigError
-from ..config.quantization import QUANTIZATIONS
+from ..config.quantization import QUANTIZATIONS, not_at_load
 from .fp8 import Fp8
 
 
@@ -23,5 +22,4 @@ class FbgemmFp8:
 
     @classmethod
     def at_load(cls, name: str) -> Fp8:
-        raise ConfigError("--quantization fbgemm_fp8 is for checkpoints of FBGEMM, and this one is not: leave the flag "
-                          "out, or use fp8.")
+        raise not_at_load(name, "of FBGEMM", instead="fp8")

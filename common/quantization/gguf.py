@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...kernels.gguf_blocks import BLOCKS
 from ..api.errors import ConfigError
-from ..config.quantization import QUANTIZATIONS
+from ..config.quantization import QUANTIZATIONS, not_at_load
 
 if TYPE_CHECKING:
     import torch
@@ -36,8 +36,7 @@ class Gguf:
 
     @classmethod
     def at_load(cls, name: str) -> Gguf:
-        raise ConfigError("--quantization gguf is for GGUF files, and this checkpoint is none: leave the flag out, or "
-                          "use fp8.")
+        raise not_at_load(name, "in GGUF files", instead="fp8")
 
     @functools.cached_property
     def _by_name(self) -> dict[str, GgufBlocks]:

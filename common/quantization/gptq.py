@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from ..api.errors import ConfigError
-from ..config.quantization import QUANTIZATIONS, LayerFormat, MixedFormats, QuantFormat
+from ..config.quantization import QUANTIZATIONS, LayerFormat, MixedFormats, QuantFormat, not_at_load
 from .packed_int_format import PackedIntFormat, StoredInts, StoredTensor
 
 STORED_V2 = StoredInts(StoredTensor("qweight", False, "inputs"), StoredTensor("scales", False),
@@ -41,7 +41,7 @@ class Gptq:
 
     @classmethod
     def at_load(cls, name: str) -> QuantFormat:
-        raise ConfigError(f"--quantization {name} is for checkpoints of GPTQ, and this one is not: leave the flag out.")
+        raise not_at_load(name, "of GPTQ", instead="int4wo-128")
 
 
 def _dynamic(stated: Mapping[str, Any],

@@ -7,7 +7,7 @@ from fnmatch import translate
 from typing import Any, ClassVar
 
 from ..api.errors import ConfigError
-from ..config.quantization import COMPRESSED_GROUPS, QUANTIZATIONS, CompressedGroup
+from ..config.quantization import COMPRESSED_GROUPS, QUANTIZATIONS, CompressedGroup, not_at_load
 from .fp8 import Fp8
 
 
@@ -30,8 +30,7 @@ class ModelOpt:
 
     @classmethod
     def at_load(cls, name: str) -> Fp8:
-        raise ConfigError(f"--quantization {name} is for checkpoints of modelopt, and this one is not: leave the flag "
-                          "out, or use fp8.")
+        raise not_at_load(name, "of modelopt", instead="fp8")
 
 
 @COMPRESSED_GROUPS.register("nvfp4")

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..api.errors import ConfigError
-from ..config.quantization import QUANTIZATIONS, Packed, QuantFormat
+from ..config.quantization import QUANTIZATIONS, Packed, QuantFormat, not_at_load
 
 if TYPE_CHECKING:
     import torch
@@ -33,8 +32,7 @@ class Mxfp4:
 
     @classmethod
     def at_load(cls, name: str) -> QuantFormat:
-        raise ConfigError("--quantization mxfp4 is for checkpoints in MXFP4, and this one is not: leave the flag out, "
-                          "or use fp8.")
+        raise not_at_load(name, "in MXFP4", instead="fp8")
 
     def for_layer(self, name: str) -> Mxfp4 | None:
         return self if ".experts." in name else None

@@ -203,7 +203,7 @@ def test_files_that_are_not_served(tmp_path):
     (tmp_path / "b.gguf").touch()
     assert "holds several GGUF files (a.gguf, b.gguf): let --model-path name one" in refusal(tmp_path)
     assert "it is empty" in refusal(tmp_path / "b.gguf")
-    with pytest.raises(ConfigError, match="--quantization gguf is for GGUF files"):
+    with pytest.raises(ConfigError, match="--quantization gguf is for checkpoints in GGUF files"):
         load_model_spec(ModelArgs("tinychat", quantization="gguf"))
     with pytest.raises(ConfigError, match="holds no .gguf files, which --load-format gguf reads"):
         open_weights(ModelArgs("tinychat", load_format="gguf"))
