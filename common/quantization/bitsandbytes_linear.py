@@ -12,18 +12,18 @@ from ...kernels.arguments import Float8Rows
 from ...kernels.nf4.dequantize_nf4 import BLOCK, dequantize_nf4, quantize_nf4
 from ...kernels.rowwise.silu_and_mul import silu_and_mul
 from ..api.errors import ConfigError
-from ..weights.slots import Allocate, Slot, TensorKind
+from ..weights.slots import PAIRS, Allocate, Slot, TensorKind
 from .bitsandbytes import Kind
 from .int8_linear import INT8_LARGEST, INT8_VALUES
 from .int_at_load import IntAtLoad
+from .methods import SeparateProduct
 from .shards import Shard
 
-BYTES = TensorKind("two values of 4 bits a byte", "U8", dummy_std=80.0, dummy_limit=127.0)
 ABSMAX = TensorKind("blocks' largest magnitudes", dummy_value=0.05)
 SCB = TensorKind("outputs' largest magnitudes", dummy_value=0.06)
 
 
-class BnbLinear:
+class BnbLinear(SeparateProduct):
     """A weight of 4 bits, which each product converts to the engine's type: ``packed`` [out, in / 2] as the checkpoint
     has it, ``absmax`` [out, in / 64] float32."""
 
@@ -35,15 +35,6 @@ class BnbLinear:
         out = sum(shard.size for shard in shards)
         self.packed = allocate(out, width // 2, dtype=torch.uint8)
         self.absmax = allocate(out, width // BLOCK, dtype=torch.float32)
-
-    def activation_format(self, rows: int) -> None:
-        """Returns None: activations stay in the engine's type."""
-
-    def fused_activation(self) -> None:
-        """Returns None: the layer that follows activates."""
-
-    def deferred(self, x: torch.Tensor) -> None:
-        """Returns None: no kernel adds the product to the residual."""
 
     def __call__(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None, *,
                  gated: bool = False) -> torch.Tensor:
@@ -62,10 +53,9 @@ class BnbLinear:
                            load=self._quantize_into(packed, absmax),
                            size=2 * packed.shape[1] if shard.dim == 1 else shard.size)
                 continue
-            for kind, target, per, of in (("weight", packed, 2, BYTES), ("absmax", absmax, BLOCK, ABSMAX)):
+            for kind, target, per, of in (("weight", packed, 2, PAIRS), ("absmax", absmax, BLOCK, ABSMAX)):
                 start = shard.start // per if shard.dim == 1 else shard.start
-                yield Slot(f"{shard.name}.{kind}", target, (out, width // per), shard.dim, start, of,
-                           _copy_bytes_into(packed) if kind == "weight" else None)
+                yield Slot(f"{shard.name}.{kind}", target, (out, width // per), shard.dim, start, of)
 
     def _quantize_into(self, packed: torch.Tensor, absmax: torch.Tensor) -> Callable[[torch.Tensor], None]:
         def load(part: torch.Tensor) -> None:
@@ -73,11 +63,6 @@ class BnbLinear:
                 target.copy_(made)
 
         return load
-
-
-def _copy_bytes_into(target: torch.Tensor) -> Callable[[torch.Tensor], object]:
-    """Dummy bytes are the bits of small integers."""
-    return lambda part: target.copy_(part if part.dtype == torch.uint8 else part.to(torch.int8).view(torch.uint8))
 
 
 class BnbInt8Linear(IntAtLoad):

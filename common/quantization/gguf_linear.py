@@ -12,25 +12,17 @@ from ...kernels.gguf_blocks import BLOCKS
 from ...kernels.rowwise.silu_and_mul import silu_and_mul
 from ..weights.gguf_source import PACKED
 from ..weights.slots import Allocate, Slot, TensorKind
+from .methods import SeparateProduct
 from .shards import Shard
 
 
-class GgufLinear:
+class GgufLinear(SeparateProduct):
     """Weights ``packed`` [out, bytes] uint8: rows of blocks of one type, as the file has them."""
 
     def __init__(self, shards: Sequence[Shard], width: int, kind: str, allocate: Allocate):
         self.shards, self.kind, self._dtype = shards, kind, allocate.dtype
         self._block = BLOCKS[kind]
         self.packed = allocate(sum(shard.size for shard in shards), self._block.row_bytes(width), dtype=torch.uint8)
-
-    def activation_format(self, rows: int) -> None:
-        """Returns None: rows are multiplied in the engine's type."""
-
-    def fused_activation(self) -> None:
-        """Returns None: the layer that follows activates."""
-
-    def deferred(self, x: torch.Tensor) -> None:
-        """Returns None: no kernel adds the product to the residual."""
 
     def __call__(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None, *,
                  gated: bool = False) -> torch.Tensor:

@@ -12,6 +12,7 @@ from ...kernels.rowwise.int8_quantize import quantize_int8
 from ..api.errors import ConfigError
 from ..weights.slots import Allocate, Slot, TensorKind
 from .int8 import Int8
+from .methods import SeparateProduct
 from .shards import Shard
 
 INT8_LARGEST = 127
@@ -31,7 +32,7 @@ def quantize_int8_channels(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return (wide / scale[..., None]).round().to(torch.int8), scale
 
 
-class Int8Linear:
+class Int8Linear(SeparateProduct):
     """``scale`` [out] holds the scale of each output. Fused projections with static activation scales share one that
     covers what each of them was calibrated for. With zero points ``sums`` [out] are the sums of the dequantized
     weight's inputs."""
@@ -56,15 +57,6 @@ class Int8Linear:
         self._quantized_here: set[str] = set()
         self._stored: set[str] = set()
         self._scaled: set[str] = set()
-
-    def activation_format(self, rows: int) -> None:
-        """Returns None: norms pass rows in the engine's type."""
-
-    def fused_activation(self) -> None:
-        """Returns None: the layer that follows activates, as it quantizes its input anyway."""
-
-    def deferred(self, x: torch.Tensor) -> None:
-        """Returns None: no kernel adds the product to the residual."""
 
     def __call__(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None, *,
                  gated: bool = False) -> torch.Tensor:

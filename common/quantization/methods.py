@@ -48,6 +48,20 @@ class LinearMethod(Protocol):
     def slots(self) -> Iterator[Slot]: ...
 
 
+class SeparateProduct:
+    """Base of linear methods whose product is one step for itself: it takes rows in the engine's type, the layer that
+    follows activates, and the norm that follows adds the residual."""
+
+    def activation_format(self, rows: int) -> None:
+        """Returns None: rows are in the engine's type."""
+
+    def fused_activation(self) -> None:
+        """Returns None: no kernel activates the product."""
+
+    def deferred(self, x: torch.Tensor) -> None:
+        """Returns None: no kernel adds the product to the residual."""
+
+
 class Unquantized:
     """An unquantized weight, in the engine's type."""
 
@@ -85,23 +99,13 @@ class Unquantized:
             yield shard.slot(self.weight)
 
 
-class Joined:
+class Joined(SeparateProduct):
     """Consecutive parts of a weight in several formats, multiplied one after the other: projections of one input of
     which a checkpoint quantizes some, or each in another way."""
 
     def __init__(self, parts: Sequence[LinearMethod], sizes: Sequence[int]):
         """``sizes`` are the parts' outputs."""
         self.parts, self.sizes = parts, list(sizes)
-
-    def activation_format(self, rows: int) -> Float8Format | None:
-        return None
-
-    def fused_activation(self) -> GatedForward | None:
-        """Returns None: gates and ups are not in one product."""
-        return None
-
-    def deferred(self, x: torch.Tensor) -> DeferredProduct | None:
-        return None
 
     def __call__(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None, *,
                  gated: bool = False) -> torch.Tensor:

@@ -13,18 +13,17 @@ from ...kernels.moe.mxfp4_experts import mxfp4_experts, mxfp4_products
 from ...kernels.reference import dequantize_mxfp4, pack_mxfp4, pack_mxfp4_scales
 from ...kernels.rowwise.silu_and_mul import silu_and_mul
 from ..api.errors import ConfigError
-from ..weights.slots import Allocate, Slot, TensorKind
+from ..weights.slots import PAIRS, Allocate, Slot, TensorKind
 from .experts import ExpertStack
+from .methods import SeparateProduct
 from .shards import Shard
 
 BLOCK = 32
 """Values that share a scale in the checkpoint."""
-BYTES = TensorKind("MXFP4", "U8", dummy_std=80.0, dummy_limit=127.0)
-"""Two values a byte. Dummy ones are the bits of small integers."""
 SCALE = TensorKind("MXFP4's scale", "U8", dummy_value=120.0)
 
 
-class Mxfp4Linear:
+class Mxfp4Linear(SeparateProduct):
     """Linear method of MXFP4. A rank's part of the inputs may split a block of 32, whose scale is then that of smaller
     groups."""
 
@@ -39,15 +38,6 @@ class Mxfp4Linear:
         self.packed = allocate(out, width // 2, dtype=torch.uint8)
         self.scale = allocate(-(-width // self.group // 4), out, 4, dtype=torch.uint8)
 
-    def activation_format(self, rows: int) -> None:
-        """Returns None: activations stay in the engine's type."""
-
-    def fused_activation(self) -> None:
-        """Returns None: the layer that follows activates."""
-
-    def deferred(self, x: torch.Tensor) -> None:
-        """Returns None: no kernel adds the product to the residual."""
-
     def __call__(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None, *,
                  gated: bool = False) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
@@ -61,7 +51,7 @@ class Mxfp4Linear:
             out, width = shard.shape
             target = shard.rows_of(self.packed)
             yield Slot(f"{shard.name}.weight", target, (out, width // 2), shard.dim,
-                       shard.start // 2 if shard.dim else shard.start, BYTES, load=self._pack_into(target))
+                       shard.start // 2 if shard.dim else shard.start, PAIRS, load=self._pack_into(target))
             # All scales of the rank's outputs are read, and its inputs' are taken out of them.
             scale = shard.rows_of(self.scale.transpose(0, 1))
             yield Slot(f"{shard.name}.weight_scale", scale, (out, width // BLOCK), 0, 0 if shard.dim else shard.start,
@@ -69,8 +59,7 @@ class Mxfp4Linear:
 
     def _pack_into(self, target: torch.Tensor) -> Callable[[torch.Tensor], None]:
         def load(part: torch.Tensor) -> None:
-            stored = part if part.dtype == torch.uint8 else part.to(torch.int8).view(torch.uint8)
-            target.copy_(pack_mxfp4(stored.to(target.device), self.group))
+            target.copy_(pack_mxfp4(part.to(target.device), self.group))
 
         return load
 

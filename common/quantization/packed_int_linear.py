@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...kernels._triton import runs_triton
-from ...kernels.arguments import ExpertBiases, Float8Format, Float8Rows, PackedInts
+from ...kernels.arguments import ExpertBiases, Float8Rows, PackedInts
 from ...kernels.gemm.packed_int_matmul import compile_tiles, dequantize_ints, packed_int_matmul
 from ...kernels.moe.moe_sum import moe_sum
 from ...kernels.moe.packed_int_experts import packed_int_expert_products
@@ -17,7 +17,7 @@ from ...kernels.rowwise.silu_and_mul import silu_and_mul
 from ..api.errors import ConfigError
 from ..weights.slots import DUMMY_STD, Allocate, Slot, TensorKind
 from .experts import ExpertByExpert, ExpertStack
-from .methods import Joined
+from .methods import Joined, SeparateProduct
 from .packed_int_format import BLOCK, PackedIntFormat, StoredTensor
 from .shards import Shard
 
@@ -34,7 +34,7 @@ class _Part:
     inputs: tuple[int, int, int]
 
 
-class PackedIntLinear:
+class PackedIntLinear(SeparateProduct):
     """Linear method of packed integer weights, in the layout of ``PackedInts``.
 
     With ``act_order`` the inputs are sorted by their groups once they are loaded, so that a group's are consecutive; a
@@ -84,15 +84,6 @@ class PackedIntLinear:
             if shard.dim == 0 and (shard.start % per or (shard.size % per and shard.size != shard.shape[0])):
                 raise ConfigError(f"{shard.name} packs {per} outputs in a word, which a rank's share of {shard.size} "
                                   f"of its {shard.shape[0]} outputs cuts: choose another --tp-size.")
-
-    def activation_format(self, rows: int) -> Float8Format | None:
-        return None
-
-    def fused_activation(self) -> None:
-        """Returns None: no kernel activates, the layer that follows does."""
-
-    def deferred(self, x: torch.Tensor) -> None:
-        """Returns None: no kernel adds the product to the residual."""
 
     def __call__(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None, *,
                  gated: bool = False) -> torch.Tensor:

@@ -52,6 +52,13 @@ VALUES = TensorKind("not quantized", refuses=tuple(_QUANTIZED))
 """Values in a floating-point type, which are converted to the parameter's."""
 
 
+def _random_bytes(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(256, shape, generator=generator, device=generator.device).to(torch.uint8)
+
+
+PAIRS = TensorKind("two values of 4 bits a byte", "U8", dummy=_random_bytes)
+
+
 class SharedMemory(Protocol):
     """Memory of a layer's parameters that other layers' use too, see offload. It is hashable."""
 
