@@ -55,10 +55,10 @@ class BitsAndBytes:
         """Every device converts the values to its type."""
 
     def linear(self, shards: Sequence[Shard], width: int, allocate: Allocate) -> LinearMethod:
-        from .bitsandbytes_linear import BnbInt8Linear, BnbLinear
+        from .bitsandbytes_linear import BnbLinear, bnb_int8_linear
 
         if self.kind == "int8":
-            return BnbInt8Linear(shards, width, allocate)
+            return bnb_int8_linear(shards, width, allocate)
         return BnbLinear(shards, width, self.kind, self.stored, allocate)
 
     def experts(self, gate_up: ExpertStack, down: ExpertStack, limit: float) -> GroupedExperts:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 import torch
 from torch.nn.functional import linear
@@ -15,8 +14,8 @@ from ..api.errors import ConfigError
 from ..weights.slots import PAIRS, Allocate, Slot, TensorKind
 from .bitsandbytes import Kind
 from .int8_linear import INT8_LARGEST, INT8_VALUES
-from .int_at_load import IntAtLoad
 from .methods import SeparateProduct
+from .packed_int_linear import PackedIntLinear, allocate_ints
 from .shards import Shard
 
 ABSMAX = TensorKind("blocks' largest magnitudes", dummy_value=0.05)
@@ -65,27 +64,25 @@ class BnbLinear(SeparateProduct):
         return load
 
 
-class BnbInt8Linear(IntAtLoad):
-    """A packed integer weight whose slots take int8 weights and ``SCB``, the largest magnitude of each output."""
+def bnb_int8_linear(shards: Sequence[Shard], width: int, allocate: Allocate) -> PackedIntLinear:
+    """Returns the linear method of a packed integer weight whose slots take int8 weights and ``SCB``, the largest
+    magnitude of each output."""
+    weight = allocate_ints(shards, width, 8, width, allocate, zeros=False)
 
-    def __init__(self, shards: Sequence[Shard], width: int, allocate: Allocate):
-        super().__init__(shards, width, 8, -1, allocate)
+    def slots() -> Iterator[Slot]:
+        for shard in shards:
+            values, scales = shard.rows_of(weight.values), shard.rows_of(weight.scales[0])
+            yield Slot(f"{shard.name}.weight", values, shard.shape, shard.dim, shard.start, INT8_VALUES,
+                       _shift_into(values))
+            yield Slot(f"{shard.name}.SCB", scales, shard.shape[:1], 0, shard.start if shard.dim == 0 else 0, SCB,
+                       _scale_into(scales))
 
-    def slots(self) -> Iterator[Slot]:
-        for slot, shard in zip(super().slots(), self._given):
-            rows = slice(shard.offset, shard.offset + shard.size)
-            yield replace(slot, kind=INT8_VALUES, load=self._values_into(rows))
-            yield Slot(f"{shard.name}.SCB", self._scales[0, rows], shard.shape[:1], 0,
-                       shard.start if shard.dim == 0 else 0, SCB, self._scales_into(rows))
+    return PackedIntLinear(weight, allocate.dtype, slots)
 
-    def _values_into(self, rows: slice) -> Callable[[torch.Tensor], None]:
-        def load(part: torch.Tensor) -> None:
-            self._values[rows].copy_((part.to(torch.int16) + 128).to(torch.uint8))
 
-        return load
+def _shift_into(target: torch.Tensor) -> Callable[[torch.Tensor], object]:
+    return lambda part: target.copy_((part.to(torch.int16) + 128).to(torch.uint8))
 
-    def _scales_into(self, rows: slice) -> Callable[[torch.Tensor], None]:
-        def load(part: torch.Tensor) -> None:
-            self._scales[0, rows].copy_(part.float() / INT8_LARGEST)
 
-        return load
+def _scale_into(target: torch.Tensor) -> Callable[[torch.Tensor], object]:
+    return lambda part: target.copy_(part.float() / INT8_LARGEST)

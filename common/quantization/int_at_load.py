@@ -3,53 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 import torch
 
+from ...kernels.arguments import PackedInts
 from ...kernels.reference import pack_ints
 from ..api.errors import ConfigError
 from ..weights.slots import Allocate, Slot
-from .packed_int_format import BLOCK, PackedIntFormat, StoredInts, StoredTensor
-from .packed_int_linear import PackedIntLinear
+from .packed_int_linear import PackedIntLinear, allocate_ints
 from .shards import Shard
 
-_NOT_STORED = StoredInts(StoredTensor("weight", True), StoredTensor("", True), StoredTensor("", True), "")
+
+def int_linear_at_load(shards: Sequence[Shard], width: int, bits: int, group: int,
+                       allocate: Allocate) -> PackedIntLinear:
+    """Returns the linear method of a packed weight whose slots take weights that are not quantized. ``group`` inputs of
+    the rank's own share a scale and a zero; with -1 all share a scale. Raises ConfigError for inputs that do not fill
+    whole groups."""
+    if group != -1 and width % group:
+        raise ConfigError(f"{shards[0].name} has {width} inputs on each rank, and its weights are quantized in groups "
+                          f"of {group}: choose another --tp-size, or --quantization fp8.")
+    weight = allocate_ints(shards, width, bits, width if group == -1 else group, allocate, zeros=group != -1)
+
+    def slots() -> Iterator[Slot]:
+        for shard in shards:
+            yield Slot(f"{shard.name}.weight", shard.rows_of(weight.values), shard.shape, shard.dim, shard.start,
+                       load=_quantize_into(weight, shard), size=width if shard.dim == 1 else shard.size)
+
+    return PackedIntLinear(weight, allocate.dtype, slots)
 
 
-class IntAtLoad(PackedIntLinear):
-    """A packed integer weight whose slots take weights that are not quantized."""
+def _quantize_into(weight: PackedInts, shard: Shard) -> Callable[[torch.Tensor], None]:
+    rows, largest = slice(shard.offset, shard.offset + shard.size), (1 << weight.bits) - 1
 
-    def __init__(self, shards: Sequence[Shard], width: int, bits: int, group: int, allocate: Allocate):
-        if width % max(group, BLOCK):
-            raise ConfigError(f"{shards[0].name} has {width} inputs on each rank, and its weights are quantized in "
-                              f"groups of {max(group, BLOCK)}: choose another --tp-size, or --quantization fp8.")
-        # Groups are of the rank's own inputs.
-        own = [replace(shard, shape=(shard.shape[0], width)) if shard.dim == 1 else shard for shard in shards]
-        super().__init__([replace(shard, start=0) if shard.dim == 1 else shard for shard in own], width,
-                         PackedIntFormat(bits, group, group == -1, _NOT_STORED), allocate)
-        self._given = shards
+    def load(part: torch.Tensor) -> None:
+        wide = part.to(weight.values.device).float().unflatten(1, (-1, weight.group))
+        if weight.zeros is None:
+            zero = wide.new_tensor(1 << (weight.bits - 1))
+            scale = wide.abs().amax(-1, keepdim=True).clamp(min=1e-9) / (zero - 1)
+        else:
+            low, high = wide.amin(-1, keepdim=True).clamp(max=0), wide.amax(-1, keepdim=True).clamp(min=0)
+            scale = (high - low).clamp(min=1e-9) / largest
+            zero = (-low / scale).round()
+            weight.zeros[:, rows].copy_(zero[..., 0].t())
+        values = ((wide / scale).round() + zero).clamp(0, largest).to(torch.uint8)
+        weight.scales[:, rows].copy_(scale[..., 0].t())
+        weight.values[rows].copy_(pack_ints(values.flatten(1), weight.bits))
 
-    def slots(self) -> Iterator[Slot]:
-        for shard in self._given:
-            rows = slice(shard.offset, shard.offset + shard.size)
-            yield Slot(f"{shard.name}.weight", self._values[rows], shard.shape, shard.dim, shard.start,
-                       load=self._quantize_into(rows), size=self.weight.width if shard.dim == 1 else shard.size)
-
-    def _quantize_into(self, rows: slice) -> Callable[[torch.Tensor], None]:
-        def load(part: torch.Tensor) -> None:
-            bits, group = self.scheme.bits, self.weight.group
-            wide = part.to(self._values.device).float().unflatten(1, (-1, group))
-            if self._zeros is None:
-                zero = wide.new_tensor(1 << (bits - 1))
-                scale = wide.abs().amax(-1, keepdim=True).clamp(min=1e-9) / (zero - 1)
-            else:
-                low, high = wide.amin(-1, keepdim=True).clamp(max=0), wide.amax(-1, keepdim=True).clamp(min=0)
-                scale = (high - low).clamp(min=1e-9) / ((1 << bits) - 1)
-                zero = (-low / scale).round()
-                self._zeros[:, rows].copy_(zero[..., 0].t())
-            values = ((wide / scale).round() + zero).clamp(0, (1 << bits) - 1).to(torch.uint8)
-            self._scales[:, rows].copy_(scale[..., 0].t())
-            self._values[rows].copy_(pack_ints(values.flatten(1), bits))
-
-        return load
+    return load

@@ -42,9 +42,9 @@ class IntWeightOnly:
         """Every device computes with integers, in any type."""
 
     def linear(self, shards: Sequence[Shard], width: int, allocate: Allocate) -> LinearMethod:
-        from .int_at_load import IntAtLoad
+        from .int_at_load import int_linear_at_load
 
-        return IntAtLoad(shards, width, self.bits, self.group, allocate)
+        return int_linear_at_load(shards, width, self.bits, self.group, allocate)
 
     def experts(self, gate_up: ExpertStack, down: ExpertStack, limit: float) -> GroupedExperts:
         from .packed_int_linear import PackedIntExperts

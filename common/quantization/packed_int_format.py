@@ -82,12 +82,16 @@ class PackedIntFormat:
     def linear(self, shards: Sequence[Shard], width: int, allocate: Allocate) -> LinearMethod:
         from .methods import Joined, alone
         from .packed_int_linear import PackedIntLinear
+        from .stored_ints import StoredIntWeight
+
+        def linear(shards: Sequence[Shard]) -> PackedIntLinear:
+            stored = StoredIntWeight(shards, width, self, allocate)
+            return PackedIntLinear(stored.weight, allocate.dtype, stored.slots)
 
         if not self.act_order or len(shards) == 1:
-            return PackedIntLinear(shards, width, self, allocate)
+            return linear(shards)
         # Each projection has groups of its own.
-        return Joined([PackedIntLinear(alone([shard]), width, self, allocate) for shard in shards],
-                      [shard.size for shard in shards])
+        return Joined([linear(alone([shard])) for shard in shards], [shard.size for shard in shards])
 
     def experts(self, gate_up: ExpertStack, down: ExpertStack, limit: float) -> GroupedExperts:
         from .packed_int_linear import PackedIntExperts

@@ -65,7 +65,8 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
         "bitsandbytes_linear", "bitsandbytes_tensors",
         "compressed_ints", "experts", "float8", "fp8_block", "fp8_per_channel", "gguf_linear", "int8_linear",
         "int_at_load",
-        "methods", "mxfp4_experts", "mxfp4_packed", "packed_int_format", "packed_int_linear", "shards"}),
+        "methods", "mxfp4_experts", "mxfp4_packed", "packed_int_format", "packed_int_linear", "shards",
+        "stored_ints"}),
     "common/config/described": (DESCRIPTIONS, set()),
     "common/models": (MODELS, {"registry"}),
     "common/weights": (LOAD_FORMATS, {
