@@ -4,13 +4,12 @@ heads instead of caps, and other rotary embeddings in layers with a window. Of i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ..api.errors import ConfigError
-from ..config.defaults import COMMON, with_defaults
+from ..config.defaults import COMMON
 from ..config.model import ModelSpec
 from ..config.model_config import ModelConfig
 from ..config.rope import RotarySpec, read_rope, read_ropes_of_kinds
@@ -21,7 +20,6 @@ from .registry import MODELS, ModelFamily
 if TYPE_CHECKING:
 
     from ..distributed.parallel import Parallel
-    from ..weights.lazy import LazyTensor
     from .decoder.blocks import Blocks
 
 
@@ -67,14 +65,6 @@ def read_3(config: ModelConfig) -> ModelSpec:
     return config.spec(full.max_position_embeddings, own, windows=every_full(values, 6), scores=scores)
 
 
-def read_3_with_images(config: ModelConfig) -> ModelSpec:
-    """Reads the text model within a model of text and images."""
-    shared = {name: config.values[name] for name in ("dtype", "torch_dtype", "quantization_config", "eos_token_id")
-              if name in config.values}
-    text = config.values.get("text_config") or {}
-    return read_3(replace(config, values=with_defaults({**shared, **text}, _GEMMA_3)))
-
-
 def _activation(config: ModelConfig) -> str:
     """Returns the activation. Gemma 1's first checkpoints state "gelu" and mean its approximation by tanh."""
     values = config.values
@@ -96,15 +86,6 @@ def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
                   embedding=(scaled(spec.hidden_size ** 0.5, tokens_only=own.head_norms),),
                   rope_of=None if sliding is None or not windows else (
                       lambda layer: own.rope if windows[layer] is None else sliding))
-
-
-def text_parts(name: str, tensor: LazyTensor) -> Iterable[tuple[str, LazyTensor]]:
-    """Names the text model's tensors as those of a model without images, and leaves the others out."""
-    if ".vision_tower." in f".{name}" or ".multi_modal_projector." in f".{name}":
-        return
-    for prefix in ("model.language_model.", "language_model.model."):
-        name = name.replace(prefix, "model.")
-    yield name.removeprefix("language_model."), tensor
 
 
 _GEMMA = {**COMMON, "hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 16,
@@ -129,6 +110,3 @@ MODELS.register("Gemma2ForCausalLM", "Gemma2ForSequenceClassification", "Gemma2M
 MODELS.register("Gemma3ForCausalLM", "Gemma3TextForSequenceClassification", "Gemma3TextModel")(
     ModelFamily(read_3, blocks, _GEMMA_3, title="Gemma 3",
                 notes="Gemma 2 with norms of heads instead of caps, full layers of their own rotary embeddings"))
-MODELS.register("Gemma3ForConditionalGeneration")(
-    ModelFamily(read_3_with_images, blocks, {}, text_parts, title="Gemma 3 with images",
-                notes="the text model of it"))

@@ -44,7 +44,6 @@ class Llama4Spec:
 
 
 def read(config: ModelConfig) -> ModelSpec:
-    config = dataclasses.replace(config, values={**config.values, **(config.values.get("text_config") or {})})
     check_silu(config)
     values, rope = config.values, read_rope(config.values)
     count = values["num_hidden_layers"]
@@ -102,8 +101,7 @@ def tensor_parts_of(spec: ModelSpec) -> TensorParts:
     from ..weights.interleaved_rotary import halves_of
 
     def parts(name: str, tensor: LazyTensor) -> Iterable[tuple[str, LazyTensor]]:
-        name = name.removeprefix("language_model.").replace(".feed_forward.", ".mlp.")
-        return by_expert(name, tensor, transposed=True)
+        return by_expert(name.replace(".feed_forward.", ".mlp."), tensor, transposed=True)
 
     return halves_of(spec, spec.head_dim, parts)
 
@@ -116,6 +114,6 @@ _DEFAULTS = {
     "no_rope_layers": None, "no_rope_layer_interval": 4, "attention_chunk_size": 8192, "attention_bias": False,
     "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1, "eos_token_id": 2}
 
-MODELS.register("Llama4ForCausalLM", "Llama4ForConditionalGeneration", "Llama4TextModel")(
-    ModelFamily(read, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of, title="Llama 4, text",
-                notes="mixtures of experts; contexts of one attention chunk (8,192 tokens); images are not read"))
+MODELS.register("Llama4ForCausalLM", "Llama4TextModel")(
+    ModelFamily(read, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of, title="Llama 4",
+                notes="mixtures of experts; contexts of one attention chunk (8,192 tokens)"))
