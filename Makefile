@@ -26,7 +26,7 @@ demo: $(VENV)/engine
 	$(BIN)/launch_cluster --ask "What is the capital of France?"
 
 # Each test runs once: those of PURE under coverage, then all others.
-test: $(VENV)/dev
+test: $(VENV)/dev $(VENV)/helm
 	@failed=; \
 	$(BIN)/python -m coverage run -m pytest $(PURE) || failed=1; \
 	$(BIN)/python -m coverage report || failed=1; \
@@ -73,3 +73,7 @@ ifneq ($(HAS_GPU),yes)
 endif
 	$(INSTALL) -e '.[$(ENGINE),otel,k8s,dev,docs]'
 	@touch $@
+
+# Where these cannot be had, the tests of charts and overlays that need them are skipped.
+$(VENV)/helm: tests/deploy/fetch_tools.py | $(VENV)/dev
+	@if $(BIN)/python $< $(BIN); then touch $@; else echo "No helm: tests of the chart are skipped."; fi

@@ -39,7 +39,7 @@ from baton.tests.helpers.tier_simulation import SimulatedRank
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
-YAML_FILES = sorted([*DEPLOY.rglob("*.yaml"), *DEPLOY.rglob("*.yml")])
+YAML_FILES = sorted(path for path in (*DEPLOY.rglob("*.yaml"), *DEPLOY.rglob("*.yml")) if "templates" not in path.parts)
 DOCKERFILES = sorted(DEPLOY.glob("Dockerfile.*"))
 SERVER_COMMANDS = {"launch_server": "null", "launch_prefill": "prefill", "launch_decode": "decode"}
 
