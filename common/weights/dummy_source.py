@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from ..api.errors import ConfigError
 from ..config.load_format import LOAD_FORMATS
 from ..config.server import ModelArgs
 from .lazy import LazyTensor
 from .slots import Slot
-from .source import SourceTensor
+from .source import SourceTensor, lacks
 
 
 @LOAD_FORMATS.register("dummy")
@@ -34,7 +33,7 @@ class DummySource:
             yield SourceTensor(slot.name, _DummyTensor(slot, self._seed), self.name)
 
     def find(self, name: str) -> LazyTensor:
-        raise ConfigError(f"The checkpoint {self.name} lacks {name}.")
+        raise lacks(self, name)
 
     def identity(self, is_optional: Callable[[str], bool]) -> bytes:
         return f"dummy {self._seed}".encode()

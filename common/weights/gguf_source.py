@@ -20,10 +20,10 @@ from ..config.load_format import LOAD_FORMATS
 from ..config.server import ModelArgs
 from .interleaved_rotary import ReorderedRows, half_order
 from .lazy import LazyTensor
-from .plain_reads import OpenFile, ReadTensor
+from .plain_reads import OpenFile
 from .samples import StoredTensor, sample_tensors
 from .slots import Slot
-from .source import SourceTensor
+from .source import SourceTensor, find_among
 
 PACKED = "packed"
 """Ends the name of a layer's rows of quantized blocks, uint8, where others have ``weight``."""
@@ -91,7 +91,7 @@ class GgufSource:
     def _read(self, tensor: StoredTensor) -> LazyTensor:
         if tensor.file not in self._opened:
             self._opened[tensor.file] = OpenFile(tensor.file)
-        return ReadTensor(self._opened[tensor.file], tensor)
+        return self._opened[tensor.file].tensor(tensor)
 
     def _ordered(self, tensor: GgufTensor, values: LazyTensor) -> LazyTensor:
         if not self._family.pairs_heads or ".attn_q." not in tensor.name and ".attn_k." not in tensor.name:
@@ -103,10 +103,7 @@ class GgufSource:
         return ReorderedRows(values, half_order(head_dim, head_dim))
 
     def find(self, name: str) -> LazyTensor:
-        for found, tensor, _ in self.tensors(()):
-            if found == name:
-                return tensor
-        raise ConfigError(f"The checkpoint {self.name} lacks {name}.")
+        return find_among(self, name)
 
     def identity(self, is_optional: Callable[[str], bool]) -> bytes:
         stored = [StoredTensor(own, tensor.kind, tensor.shape, tensor.file, tensor.start, tensor.num_bytes)

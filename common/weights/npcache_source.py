@@ -18,15 +18,14 @@ from ..config.checkpoint import resolve_checkpoint
 from ..config.load_format import LOAD_FORMATS
 from ..config.server import ModelArgs
 from ..config.weight_files import pickled_files
-from .lazy import DTYPES, LazyTensor
+from .lazy import DTYPES, TYPES, LazyTensor
 from .samples import StoredTensor, sample_tensors
 from .slots import Slot
-from .source import SourceTensor
+from .source import SourceTensor, lacks
 from .torch_source import read_pickled
 
 _FOLDER = "np"
 _INDEX = "tensors.json"
-_TYPES = {name: dtype for dtype, name in DTYPES.items()}
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """numpy's types of values by their bytes: it has no bfloat16, and no float8."""
 
@@ -48,7 +47,7 @@ class NumpyCacheSource:
 
     def find(self, name: str) -> LazyTensor:
         if name not in self._index:
-            raise ConfigError(f"The checkpoint {self.name} lacks {name}.")
+            raise lacks(self, name)
         return _MappedTensor(self._folder / _FOLDER / f"{name}.npy", self._index[name])
 
     @cached_property
@@ -125,5 +124,5 @@ class _MappedTensor:
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         part = np.array(self._values[key])  # a copy: torch's tensors are writable
-        whole = torch.from_numpy(part.reshape(-1).view(np.uint8)).view(_TYPES[self._dtype])
+        whole = torch.from_numpy(part.reshape(-1).view(np.uint8)).view(TYPES[self._dtype])
         return whole.view(part.shape)

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from ..api.errors import ConfigError
-from .lazy import DTYPES
+from .lazy import TYPES
 from .samples import StoredTensor
 
-_TYPES = {name: dtype for dtype, name in DTYPES.items()}
 _CHUNK_BYTES = 16 << 20
 MIN_COLUMN_BYTES = 1024
 """Bytes of a row that are read alone: a read of fewer takes as long, and the whole row is read instead."""
@@ -29,19 +28,33 @@ class OpenFile:
     def __init__(self, path: Path):
         self._descriptor = os.open(path, os.O_RDONLY)
 
-    def fileno(self) -> int:
-        return self._descriptor
-
     def __del__(self) -> None:
         if hasattr(self, "_descriptor"):
             os.close(self._descriptor)
 
+    def tensor(self, stored: StoredTensor) -> ReadTensor:
+        """Returns one of the file's tensors. Its slices raise ConfigError where the file cannot be read, or is shorter
+        than its header says."""
+        def fill(view: memoryview, start: int) -> None:
+            offset, done = stored.start + start, 0
+            while done < len(view):
+                try:
+                    count = os.preadv(self._descriptor, [view[done:]], offset + done)
+                except OSError as error:
+                    raise ConfigError(f"Cannot read {stored.file}: {error}.") from None
+                if not count:
+                    raise ConfigError(f"Cannot read {stored.file}: it ends within {stored.name}.")
+                done += count
+
+        return ReadTensor(stored, fill, reads_columns=True)
+
 
 class ReadTensor:
-    """A LazyTensor of an open file: a slice reads its rows, and of long rows the columns alone."""
+    """A LazyTensor of bytes that ``fill(view, start)`` reads, from the tensor's byte ``start`` on: a slice reads its
+    rows, and of long rows, with ``reads_columns``, the columns alone."""
 
-    def __init__(self, file: OpenFile, tensor: StoredTensor):
-        self._file, self._tensor = file, tensor
+    def __init__(self, tensor: StoredTensor, fill: Callable[[memoryview, int], None], *, reads_columns: bool):
+        self._tensor, self._fill, self._reads_columns = tensor, fill, reads_columns
 
     def get_shape(self) -> list[int]:
         return list(self._tensor.shape)
@@ -57,14 +70,13 @@ class ReadTensor:
         if not isinstance(rows, slice) or rows.step not in (None, 1):
             return self._read(0, shape[0], shape[1:])[key]
         start, stop, _ = rows.indices(shape[0])
-        columns = _columns(rest, shape, _TYPES[self._tensor.dtype].itemsize)
+        columns = _columns(rest, shape, TYPES[self._tensor.dtype].itemsize) if self._reads_columns else None
         if columns is not None:
             return self._read_columns(range(start, stop), columns)
         return self._read(start, max(start, stop), shape[1:])[(slice(None), *rest)]
 
     def _read(self, start: int, stop: int, shape: tuple[int, ...]) -> torch.Tensor:
-        """Reads rows; raises ConfigError as ``_fill`` does."""
-        dtype = _TYPES[self._tensor.dtype]
+        dtype = TYPES[self._tensor.dtype]
         row_bytes = math.prod(shape) * dtype.itemsize
         content = bytearray((stop - start) * row_bytes)
         self._fill(memoryview(content), start * row_bytes)
@@ -73,8 +85,8 @@ class ReadTensor:
         return torch.frombuffer(content, dtype=dtype).view(stop - start, *shape)
 
     def _read_columns(self, rows: range, columns: range) -> torch.Tensor:
-        """Reads a part of each of a matrix's rows; raises ConfigError as ``_fill`` does."""
-        dtype = _TYPES[self._tensor.dtype]
+        """Reads a part of each of a matrix's rows."""
+        dtype = TYPES[self._tensor.dtype]
         size = len(columns) * dtype.itemsize
         content = bytearray(len(rows) * size)
         if not content:
@@ -84,19 +96,6 @@ class ReadTensor:
             self._fill(view[index * size:(index + 1) * size],
                        (row * self._tensor.shape[1] + columns.start) * dtype.itemsize)
         return torch.frombuffer(content, dtype=dtype).view(len(rows), len(columns))
-
-    def _fill(self, view: memoryview, start: int) -> None:
-        """Reads the tensor's bytes from ``start`` on; raises ConfigError where the file cannot be read, or is shorter
-        than its header says."""
-        offset, done = self._tensor.start + start, 0
-        while done < len(view):
-            try:
-                count = os.preadv(self._file.fileno(), [view[done:]], offset + done)
-            except OSError as error:
-                raise ConfigError(f"Cannot read {self._tensor.file}: {error}.") from None
-            if not count:
-                raise ConfigError(f"Cannot read {self._tensor.file}: it ends within {self._tensor.name}.")
-            done += count
 
 
 def _columns(rest: tuple[Any, ...], shape: tuple[int, ...], itemsize: int) -> range | None:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..api.errors import ConfigError
 from ..config.load_format import LOAD_FORMATS
-from ..config.remote import RemoteFolder, is_remote, open_remote, safetensors_of
+from ..config.remote import is_remote, open_remote, safetensors_of
 from ..config.server import ModelArgs
-from .lazy import DTYPES, LazyTensor
+from .lazy import LazyTensor
+from .plain_reads import ReadTensor
 from .samples import StoredTensor, tensors_of_header
 from .slots import Slot
-from .source import SourceTensor
+from .source import SourceTensor, lacks
 
-_TYPES = {name: dtype for dtype, name in DTYPES.items()}
 _SAMPLE_BYTES = 1024
 
 
@@ -42,9 +41,17 @@ class RemoteSource:
         return is_remote(args.model_path)
 
     def tensors(self, slots: Sequence[Slot]) -> Iterator[SourceTensor]:
-        for file in safetensors_of(self._folder):
-            for tensor in self._header(file):
-                yield SourceTensor(tensor.name, _RemoteTensor(self._folder, tensor), file)
+        for tensor in self._stored.values():
+            yield SourceTensor(tensor.name, self._tensor(tensor), tensor.file.as_posix())
+
+    def find(self, name: str) -> LazyTensor:
+        if name not in self._stored:
+            raise lacks(self, name)
+        return self._tensor(self._stored[name])
+
+    @cached_property
+    def _stored(self) -> dict[str, StoredTensor]:
+        return {tensor.name: tensor for file in safetensors_of(self._folder) for tensor in self._header(file)}
 
     def _header(self, file: str) -> list[StoredTensor]:
         size = int.from_bytes(self._folder.read_range(file, 0, 8), "little")
@@ -53,49 +60,18 @@ class RemoteSource:
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ConfigError(f"Cannot read {self.name}/{file}: {error}.") from None
 
-    def find(self, name: str) -> LazyTensor:
-        for found, tensor, _ in self.tensors(()):
-            if found == name:
-                return tensor
-        raise ConfigError(f"The checkpoint {self.name} lacks {name}.")
+    def _tensor(self, stored: StoredTensor) -> LazyTensor:
+        def fill(view: memoryview, start: int) -> None:
+            view[:] = self._folder.read_range(stored.file.as_posix(), stored.start + start, len(view))
+
+        return ReadTensor(stored, fill, reads_columns=False)  # a request for each row would take longer than the row
 
     def identity(self, is_optional: Callable[[str], bool]) -> bytes:
         """Covers all tensors' names, types and shapes, and the first bytes of each file's first tensors."""
         facts: list[Any] = []
-        for file in safetensors_of(self._folder):
-            stored = sorted(tensor for tensor in self._header(file) if not is_optional(tensor.name))
-            for index, tensor in enumerate(stored):
+        for file, tensors in groupby(self._stored.values(), lambda tensor: tensor.file.as_posix()):
+            for index, tensor in enumerate(sorted(tensor for tensor in tensors if not is_optional(tensor.name))):
                 size = min(_SAMPLE_BYTES, tensor.num_bytes) if index < 4 else 0
                 content = self._folder.read_range(file, tensor.start, size)
                 facts.append((tensor.name, tensor.dtype, tensor.shape, hashlib.sha256(content).hexdigest()))
         return json.dumps(sorted(facts)).encode()
-
-
-class _RemoteTensor:
-    """A LazyTensor of a file on a network: a slice reads its rows."""
-
-    def __init__(self, folder: RemoteFolder, tensor: StoredTensor):
-        self._folder, self._tensor = folder, tensor
-
-    def get_shape(self) -> list[int]:
-        return list(self._tensor.shape)
-
-    def get_dtype(self) -> str:
-        return self._tensor.dtype
-
-    def __getitem__(self, key: Any) -> torch.Tensor:
-        shape = self._tensor.shape
-        rows, rest = (key[0], key[1:]) if isinstance(key, tuple) else (key, ())
-        if not shape or not isinstance(rows, slice) or rows.step not in (None, 1):
-            return self._read(0, shape[0] if shape else 1).view(shape)[key]
-        start, stop, _ = rows.indices(shape[0])
-        return self._read(start, max(start, stop))[(slice(None), *rest)]
-
-    def _read(self, start: int, stop: int) -> torch.Tensor:
-        dtype, inner = _TYPES[self._tensor.dtype], self._tensor.shape[1:]
-        row_bytes = math.prod(inner) * dtype.itemsize
-        content = self._folder.read_range(self._tensor.file.as_posix(), self._tensor.start + start * row_bytes,
-                                          (stop - start) * row_bytes)
-        if not content:
-            return torch.empty((stop - start, *inner), dtype=dtype)
-        return torch.frombuffer(bytearray(content), dtype=dtype).view(stop - start, *inner)

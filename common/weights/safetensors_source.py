@@ -15,10 +15,10 @@ from ..config.server import ModelArgs
 from ..config.weight_files import has_safetensors
 from .files import checkpoint_files
 from .lazy import LazyTensor
-from .plain_reads import OpenFile, ReadTensor, reading_ahead
+from .plain_reads import OpenFile, reading_ahead
 from .samples import read_header, sample
 from .slots import Slot
-from .source import SourceTensor
+from .source import SourceTensor, lacks
 
 
 @LOAD_FORMATS.register("safetensors")
@@ -50,7 +50,7 @@ class SafetensorsSource:
         if not self._maps:
             opened = OpenFile(file)
             for tensor in read_header(file):
-                yield SourceTensor(tensor.name, ReadTensor(opened, tensor), file.name)
+                yield SourceTensor(tensor.name, opened.tensor(tensor), file.name)
             return
         with safe_open(file, framework="pt") as content:
             for name in content.keys():  # noqa: SIM118 (the file is no mapping)
@@ -58,7 +58,7 @@ class SafetensorsSource:
 
     def find(self, name: str) -> LazyTensor:
         if name not in self._files:
-            raise ConfigError(f"The checkpoint {self.name} lacks {name}.")
+            raise lacks(self, name)
         with safe_open(self._files[name], framework="pt") as content:
             found: LazyTensor = content.get_slice(name)
             return found

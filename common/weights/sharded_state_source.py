@@ -24,10 +24,10 @@ from ..config.hub import METADATA_PATTERNS
 from ..config.load_format import LOAD_FORMATS
 from ..config.server import ModelArgs
 from .lazy import LazyTensor
-from .plain_reads import OpenFile, ReadTensor
+from .plain_reads import OpenFile
 from .samples import read_header, sample_tensors
 from .slots import Slot
-from .source import SourceTensor
+from .source import SourceTensor, lacks
 
 PATTERN = "model-rank-{rank}-part-{part}.safetensors"
 _FILE = re.compile(r".*rank-\d+.*part-\d+.*\.safetensors")
@@ -97,7 +97,7 @@ class ShardedStateSource:
     def find(self, name: str) -> LazyTensor:
         found = self._read()
         if name not in found:
-            raise ConfigError(f"The checkpoint {self.name} lacks {name}.")
+            raise lacks(self, name)
         return found[name]
 
     def _files(self) -> list[Path]:
@@ -118,7 +118,7 @@ class ShardedStateSource:
                 for tensor in read_header(file):
                     shape, dim, start = shards[tensor.name]
                     whole = found.setdefault(tensor.name, _Whole(tuple(shape), dim, file.name))
-                    whole.parts.setdefault(start, ReadTensor(opened, tensor))
+                    whole.parts.setdefault(start, opened.tensor(tensor))
             except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
                 raise ConfigError(f"Cannot read {file} as a rank's file: {error!r}.") from None
         return found

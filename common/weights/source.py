@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+from ..api.errors import ConfigError
 from ..config.checkpoint import read_config
 from ..config.load_format import LOAD_FORMATS
 from ..config.quantization import Unpack, unpacking
@@ -38,6 +39,19 @@ class WeightSource(Protocol):
     def identity(self, is_optional: Callable[[str], bool]) -> bytes:
         """Returns bytes that are equal for equal weights on any server, and different for others; tensors whose names
         are optional do not count."""
+
+
+def find_among(source: WeightSource, name: str) -> LazyTensor:
+    """Returns the first of a source's tensors with this name, as its ``find`` may; raises ConfigError without one."""
+    for found, tensor, _ in source.tensors(()):
+        if found == name:
+            return tensor
+    raise lacks(source, name)
+
+
+def lacks(source: WeightSource, name: str) -> ConfigError:
+    """Returns the error of a checkpoint without a tensor that another one of it needs."""
+    return ConfigError(f"The checkpoint {source.name} lacks {name}: use a complete one.")
 
 
 def open_weights(args: ModelArgs) -> WeightSource:

@@ -18,7 +18,7 @@ from ..config.server import ModelArgs
 from ..config.weight_files import pickled_files
 from .lazy import InMemory, LazyTensor
 from .slots import Slot
-from .source import SourceTensor
+from .source import SourceTensor, find_among
 
 _SAMPLE_VALUES = 1024
 
@@ -43,10 +43,7 @@ class TorchSource:
                 yield SourceTensor(name, InMemory(tensor), file.name)
 
     def find(self, name: str) -> LazyTensor:
-        for found, tensor, _ in self.tensors([]):
-            if found == name:
-                return tensor
-        raise ConfigError(f"The checkpoint {self.name} lacks {name}.")
+        return find_among(self, name)
 
     @cached_property
     def _files(self) -> list[Path]:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from baton.common.api.errors import ConfigError
 from baton.common.config.server import ModelArgs
 from baton.common.weights.files import checkpoint_files
-from baton.common.weights.plain_reads import OpenFile, ReadTensor, reading_ahead
+from baton.common.weights.plain_reads import OpenFile, reading_ahead
 from baton.common.weights.removal import remove_weights
 from baton.common.weights.safetensors_source import SafetensorsSource
 from baton.common.weights.samples import read_header
@@ -30,7 +30,7 @@ def test_slices_equal_mapped_ones(tmp_path, dtype):
     file = OpenFile(tmp_path / "model.safetensors")
     with safe_open(tmp_path / "model.safetensors", "pt") as mapped:
         for tensor in read_header(tmp_path / "model.safetensors"):
-            read, theirs = ReadTensor(file, tensor), mapped.get_slice(tensor.name)
+            read, theirs = file.tensor(tensor), mapped.get_slice(tensor.name)
             assert (read.get_shape(), read.get_dtype()) == (theirs.get_shape(), theirs.get_dtype())
             assert torch.equal(read[...].float(), tensors[tensor.name].float())
             for key in KEYS if tensor.name == "matrix" else ():

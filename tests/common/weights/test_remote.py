@@ -147,5 +147,5 @@ def test_keys_of_redis(tmp_path, monkeypatch):
     assert torch.equal(tensors["model.norm.weight"], model.model.norm.weight)
     del stored["models/a/model.safetensors"]
     with pytest.raises(ConfigError, match="lacks model.safetensors, or a part of it"):
-        source.find("model.norm.weight")
+        source.find("model.norm.weight")[...]
     remote.fetch_metadata.cache_clear()
