@@ -110,7 +110,7 @@ ATTENTION = Values(
                              "it is for other accelerators; GPUs are NVIDIA's "
                              "here"),
              "dual_chunk_flash_attn": "attention to chunks of a long context is not supported",
-             "hybrid_linear_attn": "models with linear attention are not supported"})
+             "hybrid_linear_attn": "recurrent layers have kernels of their own; leave it at auto"})
 
 VALUES: dict[str, Values] = {
     "--attention-backend": ATTENTION,
@@ -125,8 +125,7 @@ VALUES: dict[str, Values] = {
         **dict.fromkeys(("modelopt_fp4", "petit_nvfp4"),
                         "NVFP4 needs GPUs newer than Hopper; use a checkpoint in float8 or of AWQ"),
         **dict.fromkeys(("marlin", "qoq", "w4afp8"),
-                        "weights are in 16 bits, float8, int8, MXFP4 or packed integers of AWQ and GPTQ; use fp8, or "
-                        "such a checkpoint")}),
+                        "no kernel multiplies its weights; use fp8 or int4wo-128, or a checkpoint of AWQ or GPTQ")}),
     "--load-format": Values({"bitsandbytes": "auto"}),
     "--disaggregation-transfer-backend": Values(refused=dict.fromkeys(
         ("ascend", "mori"), "it is for other accelerators; use nixl, mooncake or ipc")),
