@@ -79,14 +79,14 @@ class Transposed:
 
 _BY_COLUMNS = ("qweight", "qzeros", "scales")
 """Tensors of AWQ's and GPTQ's projections that have a projection's outputs along their last dimension."""
-_OF_INPUTS = ("g_idx", "weight_g_idx", "weight_shape")
+OF_INPUTS = ("g_idx", "weight_g_idx", "weight_shape", "input_scale", "input_zero_point", "activation_scale")
 """Tensors of a quantized projection that belong to its inputs."""
 
 
 def split_outputs(kind: str, tensor: LazyTensor, sizes: Sequence[int]) -> Iterator[LazyTensor]:
     """Yields the parts of a fused projection's tensor ``kind`` ("weight", "bias", or a quantization format's) that
     belong to ``sizes`` of its outputs."""
-    if kind in _OF_INPUTS:
+    if kind in OF_INPUTS:
         yield from (tensor for _ in sizes)
     elif kind in _BY_COLUMNS:
         yield from (Transposed(part) for part in split_rows(Transposed(tensor), sizes))

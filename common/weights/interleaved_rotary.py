@@ -13,12 +13,13 @@ import torch
 
 from ..api.errors import ConfigError
 from ..config.model import ModelSpec
+from .fused_tensors import OF_INPUTS
 from .lazy import InMemory, LazyTensor
 from .loader import TensorParts
 
-_UNPACKED = ("weight", "bias", "weight_scale", "weight_packed")
+_UNPACKED = ("weight", "bias", "weight_scale", "weight_packed", "absmax", "SCB")
 """Parts of a quantized or plain projection that have a row for each of its outputs."""
-_WITHOUT_ROWS = ("weight_scale_inv", "input_scale", "weight_shape", "g_idx", "k_scale")
+_WITHOUT_ROWS = (*OF_INPUTS, "weight_scale_inv", "k_scale")
 
 
 def half_order(rotary_dim: int, head_dim: int) -> torch.Tensor:
@@ -50,8 +51,7 @@ def halves_of(spec: ModelSpec, rotary_dim: int, parts: TensorParts | None = None
               names: tuple[str, str] = ("q_proj", "k_proj"), norms: Collection[str] = ()) -> TensorParts:
     """Returns ``parts`` of a family (by default a checkpoint's tensors as they are) with the rows of queries and keys,
     which are ``names``, in the order of ``half_order``, and so the last dimension of the weights of ``norms`` of their
-    heads. The function raises ConfigError for a quantized projection
-    whose outputs are packed together."""
+    heads. The function raises ConfigError for a quantized projection whose outputs are packed together."""
     order = half_order(rotary_dim, spec.head_dim)
     rows_of = dict(zip(names, (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim)))
 
@@ -69,6 +69,7 @@ def halves_of(spec: ModelSpec, rotary_dim: int, parts: TensorParts | None = None
                 yield own, part
             else:
                 raise ConfigError(f"{own} packs outputs of a projection with interleaved rotary embeddings, which are "
-                                  "read in another order: use an unquantized or float8 checkpoint.")
+                                  "read in another order: use an unquantized or float8 checkpoint, or a "
+                                  "symmetric one of compressed-tensors.")
 
     return reorder
