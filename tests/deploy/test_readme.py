@@ -26,8 +26,10 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
 CONFIGS = {command.name: command.config for command in generate.COMMANDS}
 CONFIGS |= {"launch_prefill": CONFIGS["launch_server"], "launch_decode": CONFIGS["launch_server"]}
 OTHERS = {"--kv-events-config", "--torchao-config", "--pd-separated", "--router", "--enable", "--no", "--no-deps",
-          "--build", "--from-literal", "--gpus"}
-"""SGLang's, what flags begin with, and those of pip, docker and kubectl."""
+          "--build", "--from-literal", "--gpus", "--nodes", "--gpus-per-node", "--now", "--num-nodes", "--secret",
+          "--system", "--display-name", "--container-image-uri", "--container-ports", "--container-health-route",
+          "--container-predict-route", "--container-env-vars"}
+"""SGLang's, what flags begin with, and those of pip, docker, kubectl and other tools that deploy."""
 
 
 def name_of(path: Path) -> str:
