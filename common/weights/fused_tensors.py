@@ -10,64 +10,50 @@ import torch
 
 from ..api.errors import ConfigError
 from ..config.model import ModelSpec
-from .lazy import LazyTensor
+from .lazy import Derived, LazyTensor, sliced_rows
 from .loader import TensorParts
 
 
-class RowRange:
+class RowRange(Derived):
     """A LazyTensor of the rows ``[start, stop)`` of ``tensor``."""
 
     def __init__(self, tensor: LazyTensor, start: int, stop: int):
-        self._tensor = tensor
+        super().__init__(tensor)
         self._start, self._stop = start, stop
 
     def get_shape(self) -> list[int]:
         return [self._stop - self._start, *self._tensor.get_shape()[1:]]
 
-    def get_dtype(self) -> str:
-        return self._tensor.get_dtype()
-
     def __getitem__(self, key: Any) -> torch.Tensor:
-        own, rest = (key[0], key[1:]) if isinstance(key, tuple) else (key, ())
-        start, stop, _ = (slice(None) if own is Ellipsis else own).indices(self._stop - self._start)
+        start, stop, rest = sliced_rows(key, self._stop - self._start)
         return self._tensor[(slice(self._start + start, self._start + stop), *rest)]
 
 
-class GroupedRows:
+class GroupedRows(Derived):
     """A LazyTensor of the rows ``[start, stop)`` of each group of ``tensor``, which has groups of ``size`` rows. It
     reads the whole groups that a slice touches."""
 
     def __init__(self, tensor: LazyTensor, size: int, start: int, stop: int):
-        self._tensor = tensor
+        super().__init__(tensor)
         self._size, self._start, self._own = size, start, stop - start
 
     def get_shape(self) -> list[int]:
         rows, *rest = self._tensor.get_shape()
         return [rows // self._size * self._own, *rest]
 
-    def get_dtype(self) -> str:
-        return self._tensor.get_dtype()
-
     def __getitem__(self, key: Any) -> torch.Tensor:
-        own, rest = (key[0], key[1:]) if isinstance(key, tuple) else (key, ())
-        start, stop, _ = (slice(None) if own is Ellipsis else own).indices(self.get_shape()[0])
+        start, stop, rest = sliced_rows(key, self.get_shape()[0])
         first, last = start // self._own, -(-stop // self._own)
         groups = self._tensor[(slice(first * self._size, last * self._size), *rest)].unflatten(0, (-1, self._size))
         rows: torch.Tensor = groups[:, self._start:self._start + self._own].flatten(0, 1)
         return rows[start - first * self._own:stop - first * self._own]
 
 
-class Transposed:
+class Transposed(Derived):
     """A LazyTensor of the transposed matrix ``tensor`` (GPT-2's Conv1D); it reads what a slice needs."""
-
-    def __init__(self, tensor: LazyTensor):
-        self._tensor = tensor
 
     def get_shape(self) -> list[int]:
         return self._tensor.get_shape()[::-1]
-
-    def get_dtype(self) -> str:
-        return self._tensor.get_dtype()
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         if key is Ellipsis:
@@ -94,18 +80,12 @@ def split_outputs(kind: str, tensor: LazyTensor, sizes: Sequence[int]) -> Iterat
         yield from split_rows(tensor, sizes)
 
 
-class Scaled:
+class Scaled(Derived):
     """A LazyTensor of ``tensor`` times ``factor``, rounded once to the parameter's type."""
 
     def __init__(self, tensor: LazyTensor, factor: float):
-        self._tensor = tensor
+        super().__init__(tensor)
         self._factor = factor
-
-    def get_shape(self) -> list[int]:
-        return self._tensor.get_shape()
-
-    def get_dtype(self) -> str:
-        return self._tensor.get_dtype()
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         return self._tensor[key].float() * self._factor
@@ -147,33 +127,15 @@ def qkv_rows(spec: ModelSpec, prefix: str = "") -> dict[str, int]:
     return {f"{prefix}q_proj": spec.num_heads * spec.head_dim, f"{prefix}k_proj": kv, f"{prefix}v_proj": kv}
 
 
-class NormalizedRows:
+class NormalizedRows(Derived):
     """A LazyTensor of ``tensor`` with rows of length 1. Slices hold whole rows."""
-
-    def __init__(self, tensor: LazyTensor):
-        self._tensor = tensor
-
-    def get_shape(self) -> list[int]:
-        return self._tensor.get_shape()
-
-    def get_dtype(self) -> str:
-        return self._tensor.get_dtype()
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         return torch.nn.functional.normalize(self._tensor[key])
 
 
-class SwappedHalves:
+class SwappedHalves(Derived):
     """A LazyTensor of the matrix ``tensor`` with its right half of columns before its left one."""
-
-    def __init__(self, tensor: LazyTensor):
-        self._tensor = tensor
-
-    def get_shape(self) -> list[int]:
-        return self._tensor.get_shape()
-
-    def get_dtype(self) -> str:
-        return self._tensor.get_dtype()
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         rows, columns = key if isinstance(key, tuple) else (key, slice(None))

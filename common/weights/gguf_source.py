@@ -19,7 +19,7 @@ from ..config.gguf_file import GgufTensor, find_gguf, read_gguf
 from ..config.load_format import LOAD_FORMATS
 from ..config.server import ModelArgs
 from .interleaved_rotary import ReorderedRows, half_order
-from .lazy import LazyTensor
+from .lazy import Derived, LazyTensor
 from .plain_reads import OpenFile
 from .samples import StoredTensor, sample_tensors
 from .slots import Slot
@@ -112,12 +112,12 @@ class GgufSource:
         return sample_tensors(sorted(stored))
 
 
-class _Less:
+class _Less(Derived):
     """A tensor's values less a number."""
 
     def __init__(self, tensor: LazyTensor, number: float):
-        self._tensor, self._number = tensor, number
-        self.get_shape, self.get_dtype = tensor.get_shape, tensor.get_dtype
+        super().__init__(tensor)
+        self._number = number
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         return self._tensor[key] - self._number

@@ -14,7 +14,7 @@ import torch
 from ..api.errors import ConfigError
 from ..config.model import ModelSpec
 from .fused_tensors import OF_INPUTS
-from .lazy import InMemory, LazyTensor
+from .lazy import Derived, InMemory, LazyTensor
 from .loader import TensorParts
 
 _UNPACKED = ("weight", "bias", "weight_scale", "weight_packed", "absmax", "SCB")
@@ -29,18 +29,12 @@ def half_order(rotary_dim: int, head_dim: int) -> torch.Tensor:
     return torch.cat((turned, torch.arange(rotary_dim, head_dim)))
 
 
-class ReorderedRows:
+class ReorderedRows(Derived):
     """A LazyTensor with the rows of each head of ``tensor`` in another ``order``. Slices hold whole heads."""
 
     def __init__(self, tensor: LazyTensor, order: torch.Tensor):
-        self._tensor = tensor
+        super().__init__(tensor)
         self._order = order
-
-    def get_shape(self) -> list[int]:
-        return self._tensor.get_shape()
-
-    def get_dtype(self) -> str:
-        return self._tensor.get_dtype()
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         heads: torch.Tensor = self._tensor[key].unflatten(0, (-1, len(self._order)))

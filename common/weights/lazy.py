@@ -24,22 +24,40 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
 TYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
-class WithRows:
+class Derived:
+    """Base of LazyTensors whose slices are made of slices of another ``tensor``: as it is here, of its shape and
+    type."""
+
+    def __init__(self, tensor: LazyTensor):
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return self._tensor.get_shape()
+
+    def get_dtype(self) -> str:
+        return self._tensor.get_dtype()
+
+
+def sliced_rows(key: Any, rows: int) -> tuple[int, int, tuple[Any, ...]]:
+    """Returns the first row of ``rows`` that a slice's ``key`` takes, the one after its last, and the rest of the
+    key."""
+    own, rest = (key[0], key[1:]) if isinstance(key, tuple) else (key, ())
+    start, stop, _ = (slice(None) if own is Ellipsis else own).indices(rows)
+    return start, stop, rest
+
+
+class WithRows(Derived):
     """A LazyTensor with ``rows`` rows: the first ones of ``tensor``, then zeros."""
 
     def __init__(self, tensor: LazyTensor, rows: int):
-        self._tensor = tensor
+        super().__init__(tensor)
         self._rows = rows
 
     def get_shape(self) -> list[int]:
         return [self._rows, *self._tensor.get_shape()[1:]]
 
-    def get_dtype(self) -> str:
-        return self._tensor.get_dtype()
-
     def __getitem__(self, key: Any) -> torch.Tensor:
-        own, rest = (key[0], key[1:]) if isinstance(key, tuple) else (key, ())
-        start, stop, _ = (slice(None) if own is Ellipsis else own).indices(self._rows)
+        start, stop, rest = sliced_rows(key, self._rows)
         there = self._tensor.get_shape()[0]
         found = self._tensor[(slice(min(start, there), min(stop, there)), *rest)]
         missing = stop - start - len(found)
