@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from baton.router.config.discovery import split
 
 KUBERNETES = Path(__file__).resolve().parents[2] / "deploy/kubernetes"
 OVERLAYS = sorted(path.parent.name for path in KUBERNETES.rglob("kustomization.yaml"))
+BESIDE = Path(sys.executable).parent / "kubectl"
+KUBECTL = str(BESIDE) if BESIDE.exists() else shutil.which("kubectl")
 CLUSTER_WIDE = ("Namespace", "ClusterRole", "ClusterRoleBinding")
 
 Objects = dict[tuple[str, str], dict[str, Any]]
@@ -83,10 +86,11 @@ def test_overlays_render(overlay):
             assert mounted <= volumes, name
 
 
-@pytest.mark.skipif(not shutil.which("kubectl"), reason="needs kubectl")
+@pytest.mark.skipif(KUBECTL is None, reason="needs kubectl (tests/deploy/fetch_tools.py)")
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_kubectl_renders_the_same(overlay):
-    command = ["kubectl", "kustomize", str(KUBERNETES / overlay)]
+    assert KUBECTL is not None
+    command = [KUBECTL, "kustomize", str(KUBERNETES / overlay)]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     theirs, ours = by_name(list(yaml.safe_load_all(told))), render(KUBERNETES / overlay)
     assert theirs.keys() == ours.keys()
