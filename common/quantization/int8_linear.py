@@ -8,6 +8,7 @@ import torch
 
 from ...kernels.arguments import Float8Rows, Int8Format
 from ...kernels.int8.int8_matmul import compile_tiles, int8_matmul
+from ...kernels.reference import INT8_LEAST
 from ...kernels.rowwise.int8_quantize import quantize_int8
 from ..api.errors import ConfigError
 from ..weights.slots import Allocate, Slot, TensorKind
@@ -28,7 +29,7 @@ ZERO_POINT = TensorKind("zero point", keeps_ones=False, dummy_value=0.0)
 def quantize_int8_channels(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantizes ``[..., out, in]`` to int8 and a scale an output, ``[..., out]``."""
     wide = weight.float()
-    scale = wide.abs().amax(-1).clamp(min=1e-12) / INT8_LARGEST
+    scale = wide.abs().amax(-1).clamp(min=INT8_LEAST) / INT8_LARGEST
     return (wide / scale[..., None]).round().to(torch.int8), scale
 
 

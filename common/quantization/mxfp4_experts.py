@@ -13,11 +13,11 @@ from math import prod
 
 import torch
 
+from ...kernels.reference import MXFP4_VALUES
 from ..weights.interleaved_experts import deinterleave
 from ..weights.lazy import LazyTensor
 
 _NAME = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)_(blocks|scales)")
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def unpack(name: str, tensor: LazyTensor, find: Callable[[str], LazyTensor]) -> Iterator[tuple[str, LazyTensor]]:
@@ -78,7 +78,7 @@ class _Rows:
 
 def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Dequantizes ``blocks`` [rows, n, 16] and ``scales`` [rows, n], uint8, to bfloat16 ``[rows, n * 32]``."""
-    nibbles = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], dtype=torch.bfloat16)
+    nibbles = torch.tensor(MXFP4_VALUES, dtype=torch.bfloat16)
     byte = torch.arange(256)
     pairs = torch.stack((nibbles[byte % 16], nibbles[byte // 16]), -1).view(torch.int32)[:, 0]  # one look-up a byte
     values = pairs[blocks.flatten().int()].view(torch.bfloat16).view(*scales.shape, 32)

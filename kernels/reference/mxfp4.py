@@ -8,6 +8,8 @@ from ..arguments import ExpertBiases, Mxfp4Weights
 from .moe import gated_experts
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+MXFP4_VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
+"""The values (E2M1) by their four bits."""
 _BIAS = 221
 """A weight is an E2M1 value times 2**(scale - 221), see ``Mxfp4Weights``: 127 for the exponent of a float, 126 for the
 values' own bits, which are those of a subnormal, less 32. Scales of up to 2**33 fit."""
@@ -31,7 +33,7 @@ def pack_mxfp4_scales(scales: torch.Tensor) -> torch.Tensor:
 def dequantize_mxfp4(weights: Mxfp4Weights) -> torch.Tensor:
     """Dequantizes stacks of matrices, or one, to float32 ``[..., out, in]``."""
     packed, scale, group = weights
-    table = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], device=packed.device)
+    table = torch.tensor(MXFP4_VALUES, device=packed.device)
     halves = torch.stack((packed & 15, packed >> 4), -2).unflatten(-1, (-1, group // 2))  # [..., out, 2, n, group / 2]
     values = table[halves.transpose(-3, -2).int()].flatten(-2)  # [..., out, n, group]
     exponents = scale.transpose(-3, -2).flatten(-2)[..., :values.shape[-2]].int() - _BIAS
