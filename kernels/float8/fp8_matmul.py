@@ -12,8 +12,8 @@ import torch
 from .._triton import pdl, start_next, tl, triton, wait_for_last
 from ..arguments import By
 from ..gemm.split_k_reduce import last_split_sum, split_counters
-from ..tuning.float8 import Fp8Tile
 from ..tuning.policy import policy_of
+from ..tuning.split_tile import SplitTile
 
 GROUP = 128
 _BAND = 16
@@ -82,7 +82,7 @@ def _fp8_matmul_kernel(x_desc, w_desc, x_scale_ptr, w_scale_ptr, y_ptr, partial_
 
 
 def fp8_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, by: By,
-               dtype: torch.dtype, *, tall: int = GROUP, tile: Fp8Tile | None = None) -> torch.Tensor:
+               dtype: torch.dtype, *, tall: int = GROUP, tile: SplitTile | None = None) -> torch.Tensor:
     """``[T, out]`` in ``dtype`` of ``x`` [T, in] and ``weight`` [out, in], float8 or int8 and contiguous, where ``in``
     is a multiple of 16. Scales are float32: by row ``x_scale`` [T, 1] or [1] and ``weight_scale`` [out] or [1]; by
     block ``x_scale`` [T, ceil(in / 128)], of any strides, and contiguous ``weight_scale`` [ceil(out / tall), ceil(in /

@@ -14,8 +14,8 @@ import torch
 from .. import reference
 from .._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 from ..arguments import PackedInts
-from ..tuning.packed_ints import IntTile
 from ..tuning.policy import policy_of
+from ..tuning.split_tile import SplitTile
 from .dense_matmul import dense_matmul
 from .split_k_reduce import last_split_sum, split_counters
 
@@ -180,7 +180,7 @@ def _dequantize_kernel(q_ptr, scale_ptr, zero_ptr, order_ptr, y_ptr, out, width,
 
 
 def packed_int_matmul(x: torch.Tensor, weight: PackedInts, bias: torch.Tensor | None = None, *,
-                      tile: IntTile | None = None) -> torch.Tensor:
+                      tile: SplitTile | None = None) -> torch.Tensor:
     """``x`` [T, in] ``@ weight.T + bias``: ``[T, out]`` in the type of ``x``, summed in float32. ``bias`` [out].
 
     Few rows go through our kernel, by ``tile`` or the policy's; many through the library, which multiplies with the
@@ -206,7 +206,7 @@ def packed_int_matmul(x: torch.Tensor, weight: PackedInts, bias: torch.Tensor | 
     return y
 
 
-def options(weight: PackedInts, tile: IntTile) -> dict[str, int]:
+def options(weight: PackedInts, tile: SplitTile) -> dict[str, int]:
     """The constants of ``packed_sums`` for a weight, or for each of a stack."""
     whole_groups = weight.group == weight.width or weight.group % tile.depth == 0
     return {"BITS": weight.bits, "SCALES_SUMS": whole_groups and not weight.indexed, "INDEXED": weight.indexed,

@@ -13,8 +13,8 @@ from .. import reference
 from .._triton import runs_triton
 from ..arguments import Int8Rows
 from ..float8.fp8_matmul import fp8_matmul
-from ..tuning.float8 import Fp8Tile
 from ..tuning.policy import policy_of
+from ..tuning.split_tile import SplitTile
 
 
 def int8_matmul(rows: Int8Rows, weight: torch.Tensor, weight_scale: torch.Tensor,
@@ -34,10 +34,10 @@ def int8_matmul(rows: Int8Rows, weight: torch.Tensor, weight_scale: torch.Tensor
     return y.to(rows.dtype)
 
 
-def _tile(rows: int, weight: torch.Tensor) -> Fp8Tile:
+def _tile(rows: int, weight: torch.Tensor) -> SplitTile:
     policy = policy_of(weight.device).float8
     if rows > policy.max_rows:
-        return Fp8Tile(128, 128, 128, 1, 8, 3)
+        return SplitTile(128, 128, 128, 1, 8, 3)
     return policy.tile("row", rows, *weight.shape)
 
 

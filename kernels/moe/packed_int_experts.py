@@ -11,8 +11,8 @@ from ..arguments import ExpertBiases, PackedInts
 from ..gated_activation import clamped_gate
 from ..gemm.packed_int_matmul import options, packed_sums
 from ..rowwise.silu_and_mul import silu_and_mul
-from ..tuning.packed_ints import IntTile
 from ..tuning.policy import policy_of
+from ..tuning.split_tile import SplitTile
 from .moe_align import Alignment, moe_align
 
 
@@ -49,7 +49,7 @@ def _moe_packed_int_kernel(x_ptr, q_ptr, scale_ptr, zero_ptr, order_ptr, bias_pt
 
 
 def moe_packed_ints(x: torch.Tensor, parts: Sequence[PackedInts], aligned: Alignment, choices: int, total: int,
-                    tile: IntTile, bias: torch.Tensor | None = None) -> torch.Tensor:
+                    tile: SplitTile, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``[total, N]`` in the type of ``x`` [., in]: row c is ``x[c // choices]`` times its expert's matrix, transposed;
     rows that ``aligned`` leaves out are not written. The stacks ``parts`` have the outputs ``N`` one after the other;
     ``bias`` [S, N] is added."""

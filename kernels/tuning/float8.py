@@ -4,24 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 from ..arguments import By
 from ..device import DeviceFacts
+from .split_tile import SplitTile
 
 ALL_ROWS = 1 << 31
-
-
-class Fp8Tile(NamedTuple):
-    """One program's part of a product: ``rows`` x ``columns`` by steps of ``depth`` over one of ``splits`` of the inner
-    dimension, with ``stages`` steps in flight."""
-
-    rows: int
-    columns: int
-    depth: int
-    splits: int
-    warps: int
-    stages: int
 
 
 @dataclass(frozen=True)
@@ -52,20 +40,20 @@ class Float8Policy:
         return ALL_ROWS if self.batch_invariant else self.numbers.max_rows
 
     @lru_cache(4096)  # noqa: B019 (policies live as long as the process)
-    def tile(self, by: By, rows: int, out: int, width: int) -> Fp8Tile:
+    def tile(self, by: By, rows: int, out: int, width: int) -> SplitTile:
         """Few rows: narrow columns and splits, so that every SM reads weights. Many: three programs share an SM, of
         which one scales its sums while the others multiply."""
         if self.batch_invariant or rows > self.numbers.max_rows:
-            return Fp8Tile(64, 128, 128, 1, 4, 3)
+            return SplitTile(64, 128, 128, 1, 4, 3)
         if rows > 64:
-            return self._split(Fp8Tile(128, 64, 128, 1, 4, 4), out, width)
+            return self._split(SplitTile(128, 64, 128, 1, 4, 4), out, width)
         if out > self.numbers.wide_columns:
-            return Fp8Tile(64, 128, 128, 1, 4, 4)
+            return SplitTile(64, 128, 128, 1, 4, 4)
         if by == "row":
-            return self._split(Fp8Tile(64, 32, 256, 1, 4, 4), out, width)
-        return self._split(Fp8Tile(64, 64, 128, 1, 4, 6), out, width)
+            return self._split(SplitTile(64, 32, 256, 1, 4, 4), out, width)
+        return self._split(SplitTile(64, 64, 128, 1, 4, 6), out, width)
 
-    def _split(self, tile: Fp8Tile, out: int, width: int) -> Fp8Tile:
+    def _split(self, tile: SplitTile, out: int, width: int) -> SplitTile:
         numbers, tiles, steps, splits = self.numbers, -(-out // tile.columns), -(-width // tile.depth), 1
         while 2 * splits * tiles <= numbers.resident_programs and steps >= 2 * splits * numbers.min_steps_per_split:
             splits *= 2

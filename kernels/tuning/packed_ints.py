@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 from ..device import DeviceFacts
+from .split_tile import SplitTile
 
 MAX_TILES = 1 << 14
 """Tiles that may be split: each has a counter."""
@@ -19,18 +19,6 @@ LARGE_TILE_SHARED_BYTES = 160 << 10
 """Shared memory without which tiles of 128 x 128 would have one step in flight."""
 OTHER_SHARED_BYTES = 16 << 10
 """Shared memory of a program that is no step's."""
-
-
-class IntTile(NamedTuple):
-    """One program's part of a product: ``rows`` x ``columns`` by steps of ``depth`` inputs over one of ``splits`` of
-    them, with ``stages`` steps in flight."""
-
-    rows: int
-    columns: int
-    depth: int
-    splits: int
-    warps: int
-    stages: int
 
 
 @dataclass(frozen=True)
@@ -58,7 +46,7 @@ class PackedIntPolicy:
         return not self.batch_invariant and rows >= self.numbers.dequantize_min_rows
 
     @lru_cache(4096)  # noqa: B019 (policies live as long as the process)
-    def tile(self, rows: int, out: int, width: int, group: int, itemsize: int, indexed: bool = False) -> IntTile:
+    def tile(self, rows: int, out: int, width: int, group: int, itemsize: int, indexed: bool = False) -> SplitTile:
         """The tile of a product of ``rows`` in a type of ``itemsize`` bytes with a weight [out, width]."""
         if self.batch_invariant:
             return self._fitting(64, group, width, itemsize)
@@ -71,21 +59,21 @@ class PackedIntPolicy:
         return tile._replace(splits=splits)
 
     def expert_tile(self, tokens: int, choices: int, num_experts: int, width: int, group: int,
-                    itemsize: int) -> IntTile:
+                    itemsize: int) -> SplitTile:
         """The tile of a grouped product, by the rows that an expert gets; both products go through one alignment, and
         have equal ``rows``. Programs of several experts run at once, so that nothing is split."""
         rows = 32 if self.batch_invariant else -(-tokens * choices // num_experts)
         return self._fitting(min(rows, 64), group, width, itemsize)
 
-    def _fitting(self, rows: int, group: int, width: int, itemsize: int) -> IntTile:
+    def _fitting(self, rows: int, group: int, width: int, itemsize: int) -> SplitTile:
         """A step stays within a group where groups are of 64 inputs or more: then it has one scale for each output."""
         depth = 128 if group == width or group % 128 == 0 else 64
         if itemsize > 2:
-            return IntTile(16, 32, depth, 1, 4, 2)
+            return SplitTile(16, 32, depth, 1, 4, 2)
         for most, stages in ((16, 6), (32, 6), (64, 4)):
             if rows <= most or (most == 64 and self.facts.shared_bytes < LARGE_TILE_SHARED_BYTES):
-                return IntTile(most, 64, depth, 1, 4, self._stages(most, 64, depth, stages))
-        return IntTile(128, 128, depth, 1, 8, self._stages(128, 128, depth, 3))
+                return SplitTile(most, 64, depth, 1, 4, self._stages(most, 64, depth, stages))
+        return SplitTile(128, 128, depth, 1, 8, self._stages(128, 128, depth, 3))
 
     def _stages(self, rows: int, columns: int, depth: int, most: int) -> int:
         """Steps in flight that fit: of rows in 16 bits and values in 8."""

@@ -23,8 +23,8 @@ import torch
 from ...kernels.arguments import PackedInts
 from ...kernels.gemm.dense_matmul import dense_matmul
 from ...kernels.gemm.packed_int_matmul import dequantize_ints, packed_int_matmul
-from ...kernels.tuning.packed_ints import IntTile
 from ...kernels.tuning.policy import policy_of
+from ...kernels.tuning.split_tile import SplitTile
 from . import ceilings
 from .fp8_gemm import SHAPES
 from .moe_shapes import micros
@@ -60,16 +60,16 @@ class Case:
                 "library": micros(lambda: [dense_matmul(self.x, dequantize_ints(w, torch.bfloat16))
                                            for w in self.weights]) / count}
 
-    def by(self, tile: IntTile) -> float:
+    def by(self, tile: SplitTile) -> float:
         return micros(lambda: [packed_int_matmul(self.x, w, tile=tile) for w in self.weights]) / len(self.weights)
 
-    def fastest(self) -> tuple[IntTile, float]:
+    def fastest(self) -> tuple[SplitTile, float]:
         """Tries tiles with the rows of the policy's."""
         (out, width), rows = self.wide[0].shape, len(self.x)
         own = policy_of(self.x.device).packed_ints.tile(rows, out, width, GROUP, 2)
         found = {own: self.by(own)}
         for columns, splits, warps, stages in itertools.product((64, 128), (1, 2, 4, 8), (4, 8), (2, 3, 4, 6)):
-            tile = IntTile(own.rows, columns, GROUP, splits, warps, stages)
+            tile = SplitTile(own.rows, columns, GROUP, splits, warps, stages)
             try:
                 found[tile] = self.by(tile)
             except Exception as error:  # more shared memory or registers than there are

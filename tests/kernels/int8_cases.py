@@ -11,8 +11,8 @@ from baton.kernels.float8.fp8_matmul import fp8_matmul
 from baton.kernels.int8.int8_matmul import int8_matmul
 from baton.kernels.moe.moe_experts import moe_experts
 from baton.kernels.rowwise.int8_quantize import quantize_int8
-from baton.kernels.tuning.float8 import Fp8Tile
 from baton.kernels.tuning.moe import Tile, Tiles
+from baton.kernels.tuning.split_tile import SplitTile
 from baton.tests.kernels.kernel_cases import DEVICE, each_dtype, pytestmark, random
 from baton.tests.kernels.moe_cases import choices_of
 
@@ -48,7 +48,7 @@ def test_products_are_exact(rows, out, width, splits):
     """Sums of int32: scales of one give integers."""
     x, w = int8(rows, width), int8(out, width, seed=1)
     ones = torch.ones(rows, 1, device=DEVICE), torch.ones(out, device=DEVICE)
-    tile = Fp8Tile(64, 32, 128, splits, 4, 2)
+    tile = SplitTile(64, 32, 128, splits, 4, 2)
     got = fp8_matmul(x, ones[0], w, ones[1], "row", torch.float32, tile=tile)
     assert torch.equal(got, (x.double() @ w.double().T).float())
 

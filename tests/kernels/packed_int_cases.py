@@ -19,7 +19,7 @@ from baton.kernels.gemm.packed_int_matmul import dequantize_ints, packed_int_mat
 from baton.kernels.moe.moe_sum import moe_sum
 from baton.kernels.moe.packed_int_experts import packed_int_expert_products
 from baton.kernels.rowwise.silu_and_mul import silu_and_mul
-from baton.kernels.tuning.packed_ints import IntTile
+from baton.kernels.tuning.split_tile import SplitTile
 from baton.tests.helpers.packed_checkpoints import FORMS, quantize
 from baton.tests.kernels.kernel_cases import DEVICE, each_dtype, pytestmark, random
 
@@ -64,7 +64,7 @@ def test_products_equal_the_twin(rows, out, width, group, bits, kind, dtype, ato
     weight = packed(out=out, width=width, bits=bits, group=group, kind=kind, dtype=dtype)
     x, bias = random(rows, width + 16, dtype=dtype)[:, :width], random(out, dtype=dtype, seed=2)
     want = reference.packed_int_matmul(x, weight, bias)
-    for tile in (None, IntTile(16, 32, 64, 3, 4, 3)):
+    for tile in (None, SplitTile(16, 32, 64, 3, 4, 3)):
         got = packed_int_matmul(x, weight, bias, tile=tile)
         torch.testing.assert_close(got, want, atol=atol * width**0.5, rtol=rtol)
 
