@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ._triton import tl, triton
 from .elementwise import by_element
+
+GateActivation = Callable[[torch.Tensor], torch.Tensor]
+"""Takes gates followed by ups ``[T, 2 * width]``, and returns activated gates times ups ``[T, width]``."""
 
 ALPHA = 1.702
 """Slope of the clamped gate: x * sigmoid(1.702 * x) is close to a GELU (arXiv:1606.08415)."""

@@ -22,7 +22,8 @@ class MoESpec:
     chosen experts, an MLP of ``shared_size`` runs for every token: ``shared_name`` in the checkpoint, with
     ``shared_gate`` times a sigmoid of its own. The router is ``router_name`` in the checkpoint, with
     ``router_bias`` added to its logits. ``expert_bias``: both products of an expert have one. ``gate_limit``: an
-    expert's gate and up are clamped by it, see ``kernels.moe_experts``; 0 for a plain silu.
+    expert's gate and up are clamped by it, see ``kernels.moe_experts``; 0 for a plain ``activation``, by its name in
+    ``layers.activations``. With a ``router_softcap`` the router's logits are ``softcap * tanh(logits / softcap)``.
     """
 
     num_experts: int
@@ -45,6 +46,8 @@ class MoESpec:
     router_bias: bool = False
     expert_bias: bool = False
     gate_limit: float = 0.0
+    activation: str = "silu"
+    router_softcap: float = 0.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:

@@ -18,6 +18,7 @@ from ..registry import Registry
 if TYPE_CHECKING:
     import torch
 
+    from ...kernels.gated_activation import GateActivation
     from ..quantization.experts import ExpertStack, GroupedExperts
     from ..quantization.methods import LinearMethod
     from ..quantization.shards import Shard
@@ -52,9 +53,11 @@ class LayerFormat(Protocol):
         """Creates the method of a weight ``[sum of the shards' sizes, width]``; raises ConfigError where the format
         does not allow such shards."""
 
-    def experts(self, gate_up: ExpertStack, down: ExpertStack, limit: float) -> GroupedExperts:
+    def experts(self, gate_up: ExpertStack, down: ExpertStack, limit: float,
+                activate: GateActivation | None = None) -> GroupedExperts:
         """Creates the computation of a rank's experts, whose linear methods are in this format. A ``limit`` clamps gate
-        and up, 0 for a plain silu. Raises ConfigError where experts cannot be computed so."""
+        and up, 0 for a plain silu, and ``activate`` takes silu's place. Raises ConfigError where experts cannot be
+        computed so."""
 
 
 @dataclass(frozen=True)

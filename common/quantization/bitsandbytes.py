@@ -13,6 +13,7 @@ from ..config.quantization import QUANTIZATIONS, Packed, names_layer
 if TYPE_CHECKING:
     import torch
 
+    from ...kernels.gated_activation import GateActivation
     from ..weights.lazy import LazyTensor
     from ..weights.slots import Allocate
     from .experts import ExpertStack, GroupedExperts
@@ -61,11 +62,15 @@ class BitsAndBytes:
             return bnb_int8_linear(shards, width, allocate)
         return BnbLinear(shards, width, self.kind, self.stored, allocate)
 
-    def experts(self, gate_up: ExpertStack, down: ExpertStack, limit: float) -> GroupedExperts:
-        from .experts import ExpertByExpert
+    def experts(self, gate_up: ExpertStack, down: ExpertStack, limit: float,
+                activate: GateActivation | None = None) -> GroupedExperts:
+        from .experts import ExpertByExpert, check_fused
         from .packed_int_linear import PackedIntExperts
 
-        return (PackedIntExperts if self.kind == "int8" else ExpertByExpert)(gate_up, down, limit)
+        if self.kind != "int8":
+            return ExpertByExpert(gate_up, down, limit, activate)
+        check_fused(gate_up, activate)
+        return PackedIntExperts(gate_up, down, limit)
 
 
 def _unpack(name: str, tensor: LazyTensor, find: Callable[[str], LazyTensor]) -> Iterator[tuple[str, LazyTensor]]:

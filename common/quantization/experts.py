@@ -8,9 +8,10 @@ from typing import Protocol
 import torch
 
 from ...kernels.arguments import By, ExpertBiases, Float8Rows, Scales
-from ...kernels.gated_activation import clamped_gate
+from ...kernels.gated_activation import GateActivation, clamped_gate
 from ...kernels.moe.moe_experts import moe_experts, moe_products
 from ...kernels.rowwise.silu_and_mul import silu_and_mul
+from ..api.errors import ConfigError
 from .methods import LinearMethod
 
 
@@ -54,19 +55,22 @@ class GroupedExperts(Protocol):
 class KernelExperts:
     """Experts that the grouped kernels compute, over stacks of weights and, with ``scales_by``, of their scales."""
 
-    def __init__(self, gate_up: ExpertStack, down: ExpertStack, limit: float, scales_by: By | None = None):
+    def __init__(self, gate_up: ExpertStack, down: ExpertStack, limit: float, scales_by: By | None = None,
+                 activate: GateActivation | None = None):
         self._weights = gate_up.parameters[0], down.parameters[0]
         self._scales = scales_by and Scales(gate_up.parameters[1], down.parameters[1], scales_by)
         self._biases = None if gate_up.bias is None or down.bias is None else ExpertBiases(gate_up.bias, down.bias)
-        self._limit = limit
+        self._limit, self._activate = limit, activate
         self.accepts_float8 = scales_by == "block"  # experts quantize them so anyway
 
     def __call__(self, x: torch.Tensor, local_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return moe_experts(x, *self._weights, local_ids, weights, self._scales, biases=self._biases, limit=self._limit)
+        return moe_experts(x, *self._weights, local_ids, weights, self._scales, biases=self._biases, limit=self._limit,
+                           activate=self._activate)
 
     def products(self, x: torch.Tensor | Float8Rows,
                  local_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return moe_products(x, *self._weights, local_ids, self._scales, biases=self._biases, limit=self._limit)
+        return moe_products(x, *self._weights, local_ids, self._scales, biases=self._biases, limit=self._limit,
+                            activate=self._activate)
 
 
 class ExpertByExpert:
@@ -74,8 +78,10 @@ class ExpertByExpert:
 
     accepts_float8 = False
 
-    def __init__(self, gate_up: ExpertStack, down: ExpertStack, limit: float):
+    def __init__(self, gate_up: ExpertStack, down: ExpertStack, limit: float,
+                 activate: GateActivation | None = None):
         self._gate_up, self._down, self._limit = gate_up, down, limit
+        self._activate = activate or silu_and_mul
 
     def __call__(self, x: torch.Tensor, local_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         rows = self.products(x, local_ids)[0].view(*local_ids.shape, x.shape[1])
@@ -95,9 +101,16 @@ class ExpertByExpert:
 
     def _compute(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         hidden = self._gate_up.methods[expert](x, _row(self._gate_up.bias, expert))
-        hidden = clamped_gate(hidden, self._limit) if self._limit else silu_and_mul(hidden)
+        hidden = clamped_gate(hidden, self._limit) if self._limit else self._activate(hidden)
         return self._down.methods[expert](hidden, _row(self._down.bias, expert))
 
 
 def _row(bias: torch.Tensor | None, expert: int) -> torch.Tensor | None:
     return None if bias is None else bias[expert]
+
+
+def check_fused(gate_up: ExpertStack, activate: GateActivation | None) -> None:
+    """Raises ConfigError for another activation than silu, where the experts' kernels compute only that one."""
+    if activate is not None:
+        raise ConfigError(f"{gate_up.name} is quantized in a format whose experts are computed with silu alone: use a "
+                          "checkpoint in bfloat16, float8 or int8.")

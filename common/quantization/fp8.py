@@ -13,6 +13,7 @@ from ..config.quantization import COMPRESSED_GROUPS, QUANTIZATIONS, CompressedGr
 if TYPE_CHECKING:
     import torch
 
+    from ...kernels.gated_activation import GateActivation
     from ..weights.slots import Allocate
     from .experts import ExpertStack, GroupedExperts
     from .methods import LinearMethod
@@ -75,7 +76,8 @@ class Fp8:
 
         return (Fp8Block if self.weights == "block" else Fp8PerChannel)(shards, width, self, allocate)
 
-    def experts(self, gate_up: ExpertStack, down: ExpertStack, limit: float) -> GroupedExperts:
+    def experts(self, gate_up: ExpertStack, down: ExpertStack, limit: float,
+                activate: GateActivation | None = None) -> GroupedExperts:
         from .experts import KernelExperts
 
         if self.weights == "block" and self.block != BLOCK:
@@ -85,7 +87,8 @@ class Fp8:
             raise ConfigError(f"{gate_up.name} is quantized with static scales of activations, which is not supported "
                               "for experts: use a checkpoint with dynamic ones, or one in bfloat16 with --quantization "
                               "fp8.")
-        return KernelExperts(gate_up, down, limit, scales_by="block" if self.weights == "block" else "row")
+        return KernelExperts(gate_up, down, limit, scales_by="block" if self.weights == "block" else "row",
+                             activate=activate)
 
 
 AS_LOADED = {"fp8": Fp8("channel"), "fp8_per_tensor": Fp8("tensor"), "fp8_per_block": Fp8("block"),

@@ -14,6 +14,7 @@ from ..config.quantization import QUANTIZATIONS, not_at_load
 if TYPE_CHECKING:
     import torch
 
+    from ...kernels.gated_activation import GateActivation
     from ..weights.slots import Allocate
     from .experts import ExpertStack, GroupedExperts
     from .methods import LinearMethod
@@ -73,5 +74,6 @@ class GgufBlocks:
                                   f"part has {width} inputs: choose a --tp-size that leaves whole blocks to each rank.")
         return GgufLinear(shards, width, self.kind, allocate)
 
-    def experts(self, gate_up: ExpertStack, down: ExpertStack, limit: float) -> GroupedExperts:
+    def experts(self, gate_up: ExpertStack, down: ExpertStack, limit: float,
+                activate: GateActivation | None = None) -> GroupedExperts:
         raise ConfigError(f"{gate_up.name} is in {self.kind}, and experts are not computed in GGUF's blocks.")

@@ -13,6 +13,7 @@ from ..config.quantization import COMPRESSED_GROUPS, QUANTIZATIONS, CompressedGr
 if TYPE_CHECKING:
     import torch
 
+    from ...kernels.gated_activation import GateActivation
     from ..weights.slots import Allocate
     from .experts import ExpertStack, GroupedExperts
     from .methods import LinearMethod
@@ -63,14 +64,15 @@ class Int8:
 
         return Int8Linear(shards, width, self, allocate)
 
-    def experts(self, gate_up: ExpertStack, down: ExpertStack, limit: float) -> GroupedExperts:
+    def experts(self, gate_up: ExpertStack, down: ExpertStack, limit: float,
+                activate: GateActivation | None = None) -> GroupedExperts:
         from .experts import KernelExperts
 
         if self.activations == "static" or self.asymmetric:
             raise ConfigError(f"{gate_up.name} is quantized with static scales or zero points of activations, which is "
                               "not supported for experts: use a checkpoint with dynamic, symmetric ones, or one in "
                               "bfloat16 with --quantization w8a8_int8.")
-        return KernelExperts(gate_up, down, limit, scales_by="row")
+        return KernelExperts(gate_up, down, limit, scales_by="row", activate=activate)
 
 
 @COMPRESSED_GROUPS.register("int8")

@@ -12,6 +12,7 @@ from ..config.quantization import QUANTIZATIONS
 if TYPE_CHECKING:
     import torch
 
+    from ...kernels.gated_activation import GateActivation
     from ..weights.slots import Allocate
     from .experts import ExpertStack, GroupedExperts
     from .methods import LinearMethod
@@ -46,7 +47,10 @@ class IntWeightOnly:
 
         return int_linear_at_load(shards, width, self.bits, self.group, allocate)
 
-    def experts(self, gate_up: ExpertStack, down: ExpertStack, limit: float) -> GroupedExperts:
+    def experts(self, gate_up: ExpertStack, down: ExpertStack, limit: float,
+                activate: GateActivation | None = None) -> GroupedExperts:
+        from .experts import check_fused
         from .packed_int_linear import PackedIntExperts
 
+        check_fused(gate_up, activate)
         return PackedIntExperts(gate_up, down, limit)

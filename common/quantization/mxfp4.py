@@ -12,6 +12,7 @@ from ..config.quantization import QUANTIZATIONS, Packed, QuantFormat, not_at_loa
 if TYPE_CHECKING:
     import torch
 
+    from ...kernels.gated_activation import GateActivation
     from ..weights.lazy import LazyTensor
     from ..weights.slots import Allocate
     from .experts import ExpertStack, GroupedExperts
@@ -45,9 +46,12 @@ class Mxfp4:
 
         return Mxfp4Linear(shards, width, allocate)
 
-    def experts(self, gate_up: ExpertStack, down: ExpertStack, limit: float) -> GroupedExperts:
+    def experts(self, gate_up: ExpertStack, down: ExpertStack, limit: float,
+                activate: GateActivation | None = None) -> GroupedExperts:
+        from .experts import check_fused
         from .mxfp4_packed import Mxfp4Experts
 
+        check_fused(gate_up, activate)
         return Mxfp4Experts(gate_up, down, limit)
 
 

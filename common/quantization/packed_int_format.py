@@ -15,6 +15,7 @@ from ..api.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+    from ...kernels.gated_activation import GateActivation
     from ..weights.slots import Allocate
     from .experts import ExpertStack, GroupedExperts
     from .methods import LinearMethod
@@ -93,7 +94,10 @@ class PackedIntFormat:
         # Each projection has groups of its own.
         return Joined([linear(alone([shard])) for shard in shards], [shard.size for shard in shards])
 
-    def experts(self, gate_up: ExpertStack, down: ExpertStack, limit: float) -> GroupedExperts:
+    def experts(self, gate_up: ExpertStack, down: ExpertStack, limit: float,
+                activate: GateActivation | None = None) -> GroupedExperts:
+        from .experts import check_fused
         from .packed_int_linear import PackedIntExperts
 
+        check_fused(gate_up, activate)
         return PackedIntExperts(gate_up, down, limit)

@@ -8,7 +8,7 @@ import torch
 
 from ..arguments import Choice, ExpertBiases, Int8Format, Scales
 from ..elementwise import by_element
-from ..gated_activation import clamped_gate
+from ..gated_activation import GateActivation, clamped_gate
 from .float8 import quantize_groups
 from .gemm import block_matmul, scaled_matmul
 from .gemm import product as unscaled_product
@@ -21,7 +21,7 @@ ExpertProduct = Callable[[torch.Tensor, int], torch.Tensor]
 
 def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, topk_ids: torch.Tensor,
                 weights: torch.Tensor, scales: Scales | None = None, biases: ExpertBiases | None = None,
-                limit: float = 0.0) -> torch.Tensor:
+                limit: float = 0.0, activate: GateActivation | None = None) -> torch.Tensor:
     """Twin of ``moe.moe_experts.moe_experts``: computes expert by expert of those that have a token."""
     def product(rows: torch.Tensor, stack: torch.Tensor, scale: torch.Tensor | None, expert: int) -> torch.Tensor:
         matrix = stack[expert]
@@ -36,12 +36,12 @@ def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, topk
     up_scale, down_scale = (None, None) if scales is None else (scales.gate_up, scales.down)
     return gated_experts(x, len(gate_up), topk_ids, weights,
                          lambda rows, expert: product(rows, gate_up, up_scale, expert),
-                         lambda rows, expert: product(rows, down, down_scale, expert), biases, limit)
+                         lambda rows, expert: product(rows, down, down_scale, expert), biases, limit, activate)
 
 
 def gated_experts(x: torch.Tensor, num_experts: int, topk_ids: torch.Tensor, weights: torch.Tensor,
                   gate_up: ExpertProduct, down: ExpertProduct, biases: ExpertBiases | None,
-                  limit: float) -> torch.Tensor:
+                  limit: float, activate: GateActivation | None = None) -> torch.Tensor:
     """The gated MLPs of S experts by two products, as ``moe.moe_experts.moe_experts`` says."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     is_local = (topk_ids >= 0) & (topk_ids < num_experts)
@@ -49,7 +49,7 @@ def gated_experts(x: torch.Tensor, num_experts: int, topk_ids: torch.Tensor, wei
         tokens, choices = (topk_ids == expert).nonzero(as_tuple=True)
         hidden = gate_up(x[tokens], expert)
         hidden = hidden if biases is None else hidden + biases.gate_up[expert]
-        hidden = clamped_gate(hidden, limit) if limit else silu_and_mul(hidden)
+        hidden = clamped_gate(hidden, limit) if limit else (activate or silu_and_mul)(hidden)
         made = down(hidden, expert)
         made = made if biases is None else made + biases.down[expert]
         total.index_add_(0, tokens, made.float() * weights[tokens, choices, None])

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from baton.common.config.moe import MoESpec
+from baton.common.layers.activations import activation_of
 from baton.kernels import reference
 from baton.kernels.arguments import Scales
 from baton.kernels.moe.moe_align import moe_align, num_blocks_of
@@ -147,3 +148,20 @@ def test_moe_experts_in_float8(by, hidden, size, in_order):
     tiles = Tiles(Tile(16, 16, depth, 2, 4, 2), Tile(16, 32, depth, 2, 4, 2), in_order)
     got = moe_experts(x, gate_up, down, places, weights, scales, tiles)
     torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
+
+
+@each_dtype
+@pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", "relu2"])
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_other_activations(activation, is_sorted, dtype, atol, rtol):
+    """Whether or not the tiles are those of sorted rows."""
+    activate = activation_of(activation, gated=True)
+    places = choices_of(20, 3, 2, 1)
+    weights = torch.rand(places.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    x = random(20, 32, dtype=dtype)
+    gate_up, down = random(3, 96, 32, dtype=dtype, seed=2) * 0.2, random(3, 32, 48, dtype=dtype, seed=3) * 0.2
+    want = reference.moe_experts(x, gate_up, down, places, weights, activate=activate)
+    tiles = Tiles(Tile(16, 16, 16, 2, 4, 2), Tile(16, 32, 16, 2, 4, 2), sorted=is_sorted)
+    got = moe_experts(x, gate_up, down, places, weights, tiles=tiles, activate=activate)
+    torch.testing.assert_close(got, want, atol=2 * atol, rtol=rtol)
+    assert (got - reference.moe_experts(x, gate_up, down, places, weights)).abs().max() > 10 * atol

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 import torch
 
 from ....kernels.arguments import Float8Rows
+from ....kernels.gated_activation import GateActivation
 from ...api.errors import ConfigError
 from ...config.moe import MoESpec
 from ...distributed.expert_parallel import ExpertParallel
 from ...quantization.experts import GroupedExperts, KernelExperts
 from ...quantization.shards import Shard
 from ...weights.slots import Allocate, Slot
+from ..activations import activation_of
 from .stack import ExpertLinear
 
 
@@ -43,7 +45,7 @@ class Experts:
         # Of the ranks whose results add up to an expert's, the first adds its bias.
         self.down = ExpertLinear(self.num_local, size, down, allocate, bias=spec.expert_bias,
                                  adds_bias=share.expert_tp_rank == 0)
-        self._grouped = _grouped(self.gate_up, self.down, spec.gate_limit)
+        self._grouped = _grouped(self.gate_up, self.down, spec.gate_limit, _activation(spec))
 
     def __call__(self, x: torch.Tensor, local_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Returns this rank's summand of ``[T, hidden]``.
@@ -86,11 +88,17 @@ class Experts:
             yield from layer.slots(self.physical_to_logical, self.spec.num_experts)
 
 
-def _grouped(gate_up: ExpertLinear, down: ExpertLinear, limit: float) -> GroupedExperts:
+def _activation(spec: MoESpec) -> GateActivation | None:
+    """Returns what computes the experts' activation; None for silu, which the kernels fuse."""
+    return None if spec.activation in ("silu", "swish") else activation_of(spec.activation, gated=True)
+
+
+def _grouped(gate_up: ExpertLinear, down: ExpertLinear, limit: float,
+             activate: GateActivation | None) -> GroupedExperts:
     """Returns the computation of the experts in their quantization format."""
     if gate_up.quantization != down.quantization:
         raise ConfigError(f"The checkpoint quantizes one of {gate_up.name} and {down.name}, which are computed "
                           "together: use a checkpoint that treats them alike.")
     if gate_up.quantization is None:
-        return KernelExperts(gate_up, down, limit)
-    return gate_up.quantization.experts(gate_up, down, limit)
+        return KernelExperts(gate_up, down, limit, activate=activate)
+    return gate_up.quantization.experts(gate_up, down, limit, activate)

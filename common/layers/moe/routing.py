@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from ....kernels.elementwise import by_element
 from ....kernels.gemm.dense_matmul import library_matmul
 from ....kernels.moe.moe_topk import moe_topk
 from ...config.moe import MoESpec
@@ -35,7 +36,9 @@ class Router:
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Computes router logits ``[T, num_experts]``. Sigmoid scores of many experts lie close together, so that
         DeepSeek-V3 needs float32 in the GEMM too, and so do all routers with a bias of their choice; other softmax
-        models were trained with it in the model's type."""
+        models were trained with it in the model's type. Capped logits are computed in float32, as Grok-1's."""
+        if cap := self.spec.router_softcap:
+            return cap * by_element(torch.tanh, library_matmul(x.float(), self.weight.float()) / cap)
         if self.spec.scoring == "sigmoid" or self.spec.correction_bias:
             return library_matmul(x.float(), self.weight.float())
         return library_matmul(x, self.weight, self.offset)

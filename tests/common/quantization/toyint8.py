@@ -14,6 +14,7 @@ from baton.common.config.quantization import names_layer
 from baton.common.quantization.experts import ExpertByExpert, ExpertStack
 from baton.common.quantization.shards import Shard
 from baton.common.weights.slots import Allocate, Slot, TensorKind
+from baton.kernels.gated_activation import GateActivation
 from baton.kernels.rowwise.silu_and_mul import silu_and_mul
 
 INT8 = TensorKind("int8", "I8", dummy_std=40.0, dummy_limit=127.0)
@@ -49,8 +50,9 @@ class ToyInt8:
     def linear(self, shards: Sequence[Shard], width: int, allocate: Allocate) -> Int8Linear:
         return Int8Linear(shards, width, self.stored, allocate)
 
-    def experts(self, gate_up: ExpertStack, down: ExpertStack, limit: float) -> ExpertByExpert:
-        return ExpertByExpert(gate_up, down, limit)
+    def experts(self, gate_up: ExpertStack, down: ExpertStack, limit: float,
+                activate: GateActivation | None = None) -> ExpertByExpert:
+        return ExpertByExpert(gate_up, down, limit, activate)
 
 
 class Int8Linear:
