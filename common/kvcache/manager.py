@@ -425,6 +425,8 @@ class KVCacheManager:
             return False
         assert self.prefix_cache is not None
         self.prefix_cache.evict_from_group(index, count - group.num_free)
+        if self._writes is not None:
+            self._writes.settle()
         while count > group.num_free:
             self.allocator.free(self.partial_pages.evict(1))
         return True

@@ -150,7 +150,8 @@ class TierWrites:
         return task
 
     def settle(self) -> None:
-        """Let the stream wait for all copies: pages of further groups may be freed before the first group's are."""
+        """Let the stream wait for all copies, since pages of a further group have been freed without their edges: a
+        copy that reads them may be queued or in flight, and the next step may write into them."""
         for task in self._unsettled:
             if not task.done:
                 task.wait_on_device()

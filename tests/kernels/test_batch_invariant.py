@@ -56,6 +56,9 @@ ASKED: dict[str, Chooser] = {
     "attention.mla_splits": lambda p, rows: p.attention.mla_splits(16, 2),
     "attention.mla_verify": lambda p, rows: tuple(p.attention.mla_verify(heads, rows, 2) for heads in (8, 16, 128)),
     "attention.mla_verify_splits": lambda p, rows: p.attention.mla_verify_splits(),
+    "packed_ints.dequantizes": lambda p, rows: p.packed_ints.dequantizes(rows),
+    "packed_ints.tile": lambda p, rows: tuple(p.packed_ints.tile(rows, *s, 128, 2) for s in SHAPES),
+    "packed_ints.expert_tile": lambda p, rows: p.packed_ints.expert_tile(rows, 8, 128, 2048, 128, 2),
     "moe.tiles": lambda p, rows: tuple(p.moe.tiles(rows, 128, 2048, 768, 8, BF16, warp) for warp in (False, True)),
 }
 INDEPENDENT = {"attention.verifies", "attention.mla_verify_splits", "gemm.invariant", "gemm.invariant_tiles",
@@ -75,7 +78,7 @@ def test_a_choice_is_the_same_for_all_rows(name):
 
 def test_every_chooser_is_asked():
     """A new method of a policy needs a line above: its choices, too, must obey."""
-    parts = {"gemm", "float8", "attention", "moe"}
+    parts = {"gemm", "float8", "attention", "moe", "packed_ints"}
     assert {field.name for field in fields(Policy)} == parts | {"facts", "all_to_all", "batch_invariant"}
     methods = {f"{part}.{name}" for part in parts for name, value in vars(type(getattr(H200, part))).items()
                if not name.startswith("_") and (callable(value) or isinstance(value, property))}

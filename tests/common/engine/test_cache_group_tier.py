@@ -62,11 +62,12 @@ def test_prompts_come_back_whole(checkpoint, reference):
     assert group.num_free == group.num_pages and group.num_reserved == 0
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", [None, 1, 2, 3])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_little_memory(checkpoint, reference, monkeypatch, overlap, late):
-    """Windows' pages leave before the others, and are found in the tier; copies may end late, and steps begin early."""
-    made, rng = [], np.random.default_rng(1)
+    """Windows' pages leave before the others, and are found in the tier; with a seed ``late``, copies may end late, and
+    steps begin early."""
+    made, rng = [], np.random.default_rng(late)
 
     def copies(context, memory):
         made.append(LateCopies(context, memory))
