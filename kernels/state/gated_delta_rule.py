@@ -175,4 +175,4 @@ def gated_delta_rule(mixed: torch.Tensor, log_decay: torch.Tensor, beta: torch.T
         mixed, log_decay, beta, runs.begins, runs.ends, w, u, **sizes, CHUNK=CHUNK, PRECISION=precision)
     _chunks_kernel[(count, heads, blocks)](
         mixed, log_decay, w, u, states, runs.begins, runs.ends, runs.sources, runs.targets, out, states.stride(0),
-        states.stride(1), scale, **sizes, CHUNK=CHUNK, PRECISION=precision)
+        states.stride(1), scale, **sizes, CHUNK=CHUNK, PRECISION=precision, num_warps=8, num_stages=1)

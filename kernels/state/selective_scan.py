@@ -89,4 +89,5 @@ def selective_scan(mixed: torch.Tensor, step: torch.Tensor, log_decay: torch.Ten
         states.stride(0), states.stride(1), GROUPS=shape.num_groups, HEADS=shape.heads, VALUE=shape.head_dim,
         STATE=shape.state_dim, CHANNELS=shape.channels, CHUNK=CHUNK, BLOCK_P=_BLOCK_VALUES,
         BLOCK_N=max(16, triton.next_power_of_2(shape.state_dim)), ONE_ROW=runs.max_rows == 1,
-        PRECISION="ieee" if mixed.dtype == torch.float32 else "tf32")
+        PRECISION="ieee" if mixed.dtype == torch.float32 else "tf32", num_stages=1,
+        num_warps=4 if runs.max_rows == 1 else 8)

@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 LEFT_OUT = frozenset((
     "/pause_generation",  # all other requests would wait
+    "/update_weight_version",  # servers of different versions are no pair
     "/update_weights_from_disk",  # would be another model for all that follows
     "/release_memory_occupation", "/resume_memory_occupation", "/set_internal_state",  # and these another server
     "/start_profile", "/stop_profile", "/dump_expert_distribution_record",  # fill the disk

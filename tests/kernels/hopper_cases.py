@@ -18,18 +18,21 @@ import torch
 from baton.kernels.arguments import (
     ChainPages,
     ChainState,
+    DeltaNet,
     ExpertBiases,
     Float8Format,
     HeadNorms,
     Int8Format,
     Int8Rows,
     KnownChains,
+    Mamba2,
     Mxfp4Weights,
     NormWeight,
     PackedInts,
     RowMask,
     Scales,
     SimulatedCounts,
+    StateRuns,
 )
 from baton.kernels.attention.current_kv import CurrentKV
 from baton.kernels.attention.decode_plan import DecodePlan, plan_decode
@@ -93,6 +96,9 @@ from baton.kernels.sampling.argmax import argmax
 from baton.kernels.sampling.sample import best_perturbed, perturb, sample
 from baton.kernels.speculative.accept_chains import accept_chains
 from baton.kernels.speculative.place_chains import place_chains, place_rows
+from baton.kernels.state.causal_conv1d import causal_conv1d
+from baton.kernels.state.gated_delta_rule import gated_delta_rule
+from baton.kernels.state.selective_scan import selective_scan
 from baton.kernels.tuning.attention import VerifyTile
 from baton.kernels.tuning.gemm import InvariantTile, PersistentTile, SplitKTile, WarpSpecializedTile
 from baton.kernels.tuning.moe import Tiles, warp_specialized_tiles
@@ -122,6 +128,36 @@ def int32(*shape: int) -> torch.Tensor:
 
 def int64(*shape: int) -> torch.Tensor:
     return of(*shape, dtype=torch.int64)
+
+
+DELTA = DeltaNet(16, 2, 128, 128, 4)
+MAMBA = Mamba2(1, 24, 64, 256, 4)
+
+
+def runs_of(count: int, rows: int) -> StateRuns:
+    """As many runs of equal numbers of rows."""
+    begins = np.arange(count) * rows
+    bounds = None if rows == 1 else np.stack((begins, begins + rows), 1)
+    return StateRuns(int32(count), int32(count), int64(count), int64(count), rows, bounds)
+
+
+def convolved(count: int, rows: int) -> None:
+    tokens, channels = count * rows, DELTA.channels
+    memory = fp32(64, 16, DELTA.values)[..., :DELTA.conv_values].unflatten(-1, (channels, 3))
+    causal_conv1d(of(tokens, 16, channels), of(16, channels, 4), None, memory, runs_of(count, rows),
+                  of(tokens, 16, channels))
+
+
+def delta_ruled(count: int, rows: int) -> None:
+    tokens, memory = count * rows, fp32(64, 16, DELTA.values)[..., DELTA.conv_values:]
+    gated_delta_rule(of(tokens, 16, DELTA.channels), fp32(tokens, 32), fp32(tokens, 32), memory, DELTA,
+                     runs_of(count, rows), of(tokens, 32, 128))
+
+
+def scanned(count: int, rows: int) -> None:
+    tokens, memory = count * rows, fp32(64, 1, MAMBA.values)[..., MAMBA.conv_values:]
+    selective_scan(of(tokens, 1, MAMBA.channels), fp32(tokens, 24), fp32(tokens, 24), fp32(24), memory, MAMBA,
+                   runs_of(count, rows), of(tokens, 24, 64))
 
 
 def plan(requests: int, kv_heads: int, **splits: int | None) -> DecodePlan:
@@ -439,6 +475,12 @@ CASES: dict[str, Callable[[], object]] = {
     "rmsnorm 16384": lambda: rmsnorm(of(7, 16384), of(16384), 1e-5, of(7, 16384)),
     "silu_and_mul 14336": lambda: silu_and_mul(of(7, 28672)),
     "silu_and_mul 10944": lambda: silu_and_mul(of(7, 21888)),
+    "causal_conv1d Qwen3-Next, decode": lambda: convolved(7, 1),
+    "causal_conv1d Qwen3-Next, prompts": lambda: convolved(7, 200),
+    "gated_delta_rule Qwen3-Next, decode": lambda: delta_ruled(7, 1),
+    "gated_delta_rule Qwen3-Next, prompts": lambda: delta_ruled(7, 200),
+    "selective_scan Falcon-H1, decode": lambda: scanned(7, 1),
+    "selective_scan Falcon-H1, prompts": lambda: scanned(7, 200),
     "gelu_and_mul Gemma 2 9B": lambda: gelu_and_mul(of(7, 28672), True),
     "gelu_and_mul, exact": lambda: gelu_and_mul(of(7, 28672), False),
     "rmsnorm Gemma 2 9B, weights in float32": lambda: rmsnorm(of(7, 3584), of(3584, dtype=FP32), 1e-6, of(7, 3584)),
@@ -685,7 +727,9 @@ CASES: dict[str, Callable[[], object]] = {
     "copy_blocks 9 bytes": lambda: copied(7, 9),
 }
 
-FEW = ["int8_quantize 4096", "mxfp4_experts gpt-oss, 7 tokens", "dequantize_nf4 Llama", "int8_matmul Llama, 7 rows",
+FEW = ["causal_conv1d Qwen3-Next, prompts", "gated_delta_rule Qwen3-Next, decode",
+       "gated_delta_rule Qwen3-Next, prompts", "selective_scan Falcon-H1, prompts", "gelu_and_mul Gemma 2 9B",
+       "int8_quantize 4096", "mxfp4_experts gpt-oss, 7 tokens", "dequantize_nf4 Llama", "int8_matmul Llama, 7 rows",
        "rmsnorm 4096, residual", "scale_by_sinks", "fp8_rmsnorm 4096, a scale a group", "silu_and_mul 14336",
        "rope_and_store Qwen3, float8", "paged_decode Qwen3", "paged_prefill Llama", "mla_rope_and_store V2-Lite",
        "sparse_decode Llama",
@@ -767,5 +811,7 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
 SIZES = (1, 3, 4, 15, 16)
 
 MOST_SPILLED = 512
-SPILL_MORE = {"paged_prefill float32": 2048, "mla_prefill float32": 2048}
-"""Bytes that a thread may spill, and cases that may spill more: float32 has no tensor cores, and only tests use it."""
+SPILL_MORE = {"paged_prefill float32": 2048, "mla_prefill float32": 2048,
+              "gated_delta_rule Qwen3-Next, prompts": 1024, "selective_scan Falcon-H1, prompts": 1024}
+"""Bytes that a thread may spill, and cases that may spill more: float32 has no tensor cores, and only tests use it;
+states in float32 are not tuned yet."""

@@ -19,6 +19,7 @@ from baton.common.config import checkpoint
 from baton.common.config.draft_model import pin_revisions
 from baton.common.config.server import DataParallelArgs, ParallelArgs, SpeculativeArgs
 from baton.common.forward.forward_batch import ForwardBatch, Row, model_input
+from baton.common.models.decoder.causal_lm import CausalLM
 from baton.common.models.registry import MODELS, family_of
 from baton.common.runner.dp_sync import DPStepInfo
 from baton.common.speculative.base import DraftStep
@@ -452,8 +453,12 @@ def test_ranks_draft_alike(tmp_path, dp_size):
 def test_families_without_blocks_have_no_draft_layers(tmp_path, monkeypatch):
     target = save_model(tmp_path / "model", "Llama")
     save_nextn(tmp_path / "draft", target)
-    monkeypatch.setitem(MODELS._entries, "LlamaForCausalLM", dataclasses.replace(family_of("LlamaForCausalLM"),
-                                                                                 blocks=None))
+    family = family_of("LlamaForCausalLM")
+
+    def build(spec, parallel, dtype, device):
+        return CausalLM(spec, parallel, dtype, device, family.blocks(spec, parallel))
+
+    monkeypatch.setitem(MODELS._entries, "LlamaForCausalLM", dataclasses.replace(family, blocks=None, build=build))
     with pytest.raises(ConfigError, match="LlamaForCausalLM has no draft layers: its family names no blocks"):
         load_runner(drafting_config(tmp_path / "model", tmp_path / "draft", "NEXTN"))
 

@@ -119,10 +119,10 @@ def test_a_missing_checkpoint(module):
 
 
 def test_an_unsupported_architecture(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["BertModel"], "hidden_size": 8}))
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NoneForCausalLM"], "hidden_size": 8}))
     line = start_fails("-m", "baton.decode.launch", "--model-path", str(tmp_path), "--device", "cpu",
                        "--port", str(free_port()))
-    assert "BertModel" in line and "LlamaForCausalLM" in line
+    assert "NoneForCausalLM is not supported" in line and "docs/models.md" in line
 
 
 @pytest.mark.parametrize("module, flags", [

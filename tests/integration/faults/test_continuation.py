@@ -57,7 +57,11 @@ def told(events, path):
         return last["text"], last["output_ids"], info["finish_reason"], info["completion_tokens"]
     choices = [event["choices"][0] for event in events if event["choices"]]
     deltas = [choice.get("delta", {"content": choice.get("text")}) for choice in choices]
-    calls = [(call["index"], call["function"]) for delta in deltas for call in delta.get("tool_calls", ())]
+    calls: dict[int, dict[str, str]] = {}
+    for call in (call for delta in deltas for call in delta.get("tool_calls", ())):
+        so_far = calls.setdefault(call["index"], {"name": "", "arguments": ""})
+        for part in so_far:  # several tokens may come in one event
+            so_far[part] += call["function"].get(part) or ""
     usage = next((event["usage"] for event in events if event["usage"]), None)
     if usage:
         usage["prompt_tokens_details"] = None  # the second time it is cached

@@ -85,6 +85,8 @@ def test_servers_pass_what_is_checked_before_they_load(line, tmp_path, monkeypat
         assert lacking is not None and "needs a GPU" in lacking
     elif "--disaggregation-ib-device" in line:
         assert lacking is None or "needs the package mooncake-transfer-engine" in lacking
+    elif "--quantization modelopt" in line:  # the model in place of theirs is not quantized
+        assert lacking is not None and "is for checkpoints of modelopt" in lacking
     else:
         assert lacking is None
 
