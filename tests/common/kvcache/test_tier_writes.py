@@ -229,3 +229,36 @@ def test_pages_of_a_window_are_loaded_after_those_that_are_cached():
     cache.groups[0].allocator.free(hold)
     cache.release(table)
     cache.check_integrity()
+
+
+def test_pages_of_a_window_are_overwritten_after_their_copies():
+    """They are evicted while the edges that they belong to stay."""
+    layout = KVLayout(num_kv_heads=1, head_dim=4, page_size=PAGE, dtype="float32", groups=(1,))
+    pool, window = KVPool(layout, 12, "cpu"), KVPool(layout, 5, "cpu")
+    made = []
+
+    def copies(memory):
+        made.append(LateCopies(context, memory))
+        return made[0]
+
+    context = TierContext(pool, 64 * layout.page_bytes, "--hicache-size", further=(window,))
+    cache = KVCacheManager(12, PAGE, groups=[CacheGroup(SlidingWindow(2), 5, PAGE)])
+    cache.attach_tier(HostTier(context, copies), WRITE_POLICIES.get("write_through")(), shared=False)
+
+    def compute(tokens):
+        ids = np.array(tokens, np.int32)
+        table = cache.match_prefix(ids, len(ids) - 1)
+        assert cache.reserve(table, len(ids)) and cache.allocate_slots(table, len(ids))
+        assert cache.allocate_chunk(table, 0, len(ids)) == len(ids)
+        return table, ids
+
+    table, ids = compute(FIRST[:4])
+    for group in (*pool.groups, *window.groups):
+        group[:] = 1.0
+    cache.release(table, ids)
+    cache.poll_tier()
+    assert made[0].launched and cache.tier.num_pages == 2
+    table, _ = compute(SECOND)
+    assert not made[0].launched, "the next step writes into pages that a copy is to read"
+    cache.release(table)
+    cache.check_integrity()
