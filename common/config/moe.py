@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ..api.errors import ConfigError
 
@@ -48,6 +49,13 @@ class MoESpec:
     gate_limit: float = 0.0
     activation: str = "silu"
     router_softcap: float = 0.0
+
+    @classmethod
+    def in_every_layer(cls, values: Mapping[str, Any], **facts: Any) -> MoESpec:
+        """Reads a mixture in every layer by the names of Mixtral's config.json; ``facts`` are further fields."""
+        return cls(num_experts=values["num_experts"], top_k=values["num_experts_per_tok"],
+                   intermediate_size=values["intermediate_size"], layers=tuple(range(values["num_hidden_layers"])),
+                   **facts)
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from ...kernels.gemm.dense_matmul import library_matmul
 from ..weights.slots import Allocate, Slot
+from .activations import Activation
 
 
 class ClassifierHead:
@@ -25,23 +26,39 @@ class ClassifierHead:
         yield Slot(f"{self.name}.weight", self.weight, tuple(self.weight.shape))
 
 
-class TwoLayerHead:
-    """``[R, hidden] -> [R, labels]`` by two layers with biases, ``{name}.0`` and ``{name}.2``, and a ReLU between."""
+class _Layers:
+    """Linear layers of hidden states with biases, ``{name}.0``, ``{name}.2``, ... with ``sizes`` outputs, and an
+    activation between them."""
 
-    def __init__(self, name: str, num_labels: int, hidden_size: int, allocate: Allocate):
-        self._layers = [(f"{name}.{index}", allocate(size, hidden_size), allocate(size))
-                        for index, size in ((0, hidden_size), (2, num_labels))]
+    def __init__(self, name: str, sizes: Sequence[int], hidden_size: int, activate: Activation, allocate: Allocate):
+        self._layers = [(f"{name}.{2 * number}", allocate(size, hidden_size), allocate(size))
+                        for number, size in enumerate(sizes)]
+        self._activate = activate
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns float32 scores of hidden states of any float type."""
-        (_, weight, bias), (_, out_weight, out_bias) = self._layers
-        inner = torch.relu(library_matmul(hidden.to(weight.dtype), weight) + bias)
-        return (library_matmul(inner, out_weight) + out_bias).float()
+        x = hidden.to(self._layers[0][1].dtype)
+        for number, (_, weight, bias) in enumerate(self._layers):
+            x = library_matmul(self._activate(x) if number else x, weight) + bias
+        return x.float()
 
     def slots(self) -> Iterator[Slot]:
         for name, weight, bias in self._layers:
             yield Slot(f"{name}.weight", weight, tuple(weight.shape))
             yield Slot(f"{name}.bias", bias, tuple(bias.shape))
+
+
+class TwoLayerHead:
+    """``[R, hidden] -> [R, labels]`` by two layers with biases, ``{name}.0`` and ``{name}.2``, and a ReLU between."""
+
+    def __init__(self, name: str, num_labels: int, hidden_size: int, allocate: Allocate):
+        self._layers = _Layers(name, (hidden_size, num_labels), hidden_size, torch.relu, allocate)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns float32 scores of hidden states of any float type."""
+        return self._layers(hidden)
+
+    def slots(self) -> Iterator[Slot]:
+        return self._layers.slots()
 
 
 class WeightedRewardHead:
@@ -51,18 +68,12 @@ class WeightedRewardHead:
 
     def __init__(self, attributes: int, hidden_size: int, allocate: Allocate):
         self._score = ClassifierHead("score", 2 * attributes, hidden_size, allocate)
-        self._layers = [(f"weights.fc.{index}", allocate(size, hidden_size), allocate(size))
-                        for index, size in ((0, hidden_size), (2, hidden_size), (4, attributes))]
+        self._weights = _Layers("weights.fc", (hidden_size, hidden_size, attributes), hidden_size, torch.selu, allocate)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns float32 rewards of hidden states of any float type."""
-        x = hidden.to(self._layers[0][1].dtype)
-        for number, (_, weight, bias) in enumerate(self._layers):
-            x = library_matmul(torch.selu(x) if number else x, weight) + bias
-        return (self._score(hidden)[:, ::2] * x.float()).sum(-1, keepdim=True)
+        return (self._score(hidden)[:, ::2] * self._weights(hidden)).sum(-1, keepdim=True)
 
     def slots(self) -> Iterator[Slot]:
         yield from self._score.slots()
-        for name, weight, bias in self._layers:
-            yield Slot(f"{name}.weight", weight, tuple(weight.shape))
-            yield Slot(f"{name}.bias", bias, tuple(bias.shape))
+        yield from self._weights.slots()

@@ -15,7 +15,6 @@ from .deepseek import Version, read_experts, tensor_parts
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-
     from ..distributed.parallel import Parallel
     from .decoder.blocks import Blocks
 

@@ -15,7 +15,6 @@ from ..config.state import StateSpec
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-
     from ..distributed.parallel import Parallel
     from ..distributed.tp import TPGroup
     from ..weights.lazy import LazyTensor

@@ -18,7 +18,6 @@ from ..config.window import every_full, no_window, window_of_alternating_layers
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-
     from ..distributed.parallel import Parallel
     from .decoder.blocks import Blocks
 

@@ -17,7 +17,6 @@ from ..config.scores import Scores
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-
     from ..distributed.parallel import Parallel
     from ..weights.lazy import LazyTensor
     from ..weights.loader import TensorParts
@@ -43,7 +42,7 @@ def read_bigcode(config: ModelConfig) -> ModelSpec:
 
 
 def _read(config: ModelConfig, num_kv_heads: int) -> ModelSpec:
-    values = _common_names(config.values)
+    values = common_names(config.values)
     config = dataclasses.replace(config, values=values)
     if values.get("scale_attn_by_inverse_layer_idx"):
         raise ConfigError("config.json states scale_attn_by_inverse_layer_idx, which is not supported.")
@@ -56,7 +55,7 @@ def _read(config: ModelConfig, num_kv_heads: int) -> ModelSpec:
                        scores=Scores(None if values["scale_attn_weights"] else 1.0))
 
 
-def _common_names(values: Mapping[str, Any]) -> dict[str, Any]:
+def common_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the configuration with what others name otherwise under their names, too."""
     return {**values, "hidden_size": values["n_embd"], "num_hidden_layers": values["n_layer"],
             "num_attention_heads": values["n_head"], "intermediate_size": values["n_inner"] or 4 * values["n_embd"]}

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..config.model import ModelSpec
 from ..config.model_config import ModelConfig
 from ..config.rope import RotarySpec
+from .gpt2 import common_names
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-
     from ..distributed.parallel import Parallel
     from ..weights.lazy import LazyTensor
     from ..weights.loader import TensorParts
@@ -31,17 +31,11 @@ class GPTJSpec:
 
 
 def read(config: ModelConfig) -> ModelSpec:
-    values = _common_names(config.values)
+    values = common_names(config.values)
     config = dataclasses.replace(config, values=values)
     own = GPTJSpec(RotarySpec(10000.0, None, values["n_positions"]), values["layer_norm_epsilon"],
                    values["activation_function"], values["rotary_dim"] or config.head_dim)
     return config.spec(values["n_positions"], own)
-
-
-def _common_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the configuration with what others name otherwise under their names, too."""
-    return {**values, "hidden_size": values["n_embd"], "num_hidden_layers": values["n_layer"],
-            "num_attention_heads": values["n_head"], "intermediate_size": values["n_inner"] or 4 * values["n_embd"]}
 
 
 def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:

@@ -14,7 +14,6 @@ from . import granite
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-
     from ..distributed.parallel import Parallel
     from ..weights.lazy import LazyTensor
     from ..weights.loader import TensorParts
@@ -24,9 +23,7 @@ if TYPE_CHECKING:
 def read(config: ModelConfig) -> ModelSpec:
     check_silu(config)
     values = config.values
-    moe = MoESpec(num_experts=values["num_experts"], top_k=values["num_experts_per_tok"],
-                  intermediate_size=values["intermediate_size"], layers=tuple(range(values["num_hidden_layers"])),
-                  shared_size=values["shared_intermediate_size"], shared_name="shared_mlp")
+    moe = MoESpec.in_every_layer(values, shared_size=values["shared_intermediate_size"], shared_name="shared_mlp")
     return dataclasses.replace(granite.read(config), moe=moe)
 
 

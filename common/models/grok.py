@@ -18,7 +18,6 @@ from ..config.scores import Scores
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-
     from ..distributed.parallel import Parallel
     from ..weights.lazy import LazyTensor
     from .decoder.blocks import Blocks

@@ -21,7 +21,6 @@ from ..config.rope import RotarySpec, read_rope
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-
     from ..distributed.parallel import Parallel
     from ..weights.lazy import LazyTensor
     from ..weights.loader import TensorParts

@@ -17,7 +17,6 @@ from . import mixtral
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-
     from ..distributed.parallel import Parallel
     from ..weights.lazy import LazyTensor
     from .decoder.blocks import Blocks
@@ -36,9 +35,7 @@ def read(config: ModelConfig) -> ModelSpec:
     check_silu(config)
     values = config.values
     rope = read_rope(values, may_be_partial=True)
-    moe = MoESpec(num_experts=values["num_experts"], top_k=values["num_experts_per_tok"],
-                  intermediate_size=values["intermediate_size"], layers=tuple(range(values["num_hidden_layers"])),
-                  scoring="sigmoid", correction_bias=True)
+    moe = MoESpec.in_every_layer(values, scoring="sigmoid", correction_bias=True)
     own = MiniMaxSpec(rope, values["rms_norm_eps"], values.get("rotary_dim") or rope.rotary_dim(config.head_dim))
     return config.spec(rope.longest_context, own, windows=no_window(values), moe=moe)
 

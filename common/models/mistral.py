@@ -13,7 +13,6 @@ from ..config.window import window_of_all_layers
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-
     from ..distributed.parallel import Parallel
     from .decoder.blocks import Blocks
 

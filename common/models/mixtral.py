@@ -16,7 +16,6 @@ from ..config.window import window_of_all_layers
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-
     from ..distributed.parallel import Parallel
     from ..weights.lazy import LazyTensor
     from .decoder.blocks import Blocks
@@ -33,8 +32,7 @@ class MixtralSpec:
 def read(config: ModelConfig) -> ModelSpec:
     check_silu(config)
     values, rope = config.values, read_rope(config.values)
-    moe = MoESpec(num_experts=values["num_experts"], top_k=values["num_experts_per_tok"],
-                  intermediate_size=values["intermediate_size"], layers=tuple(range(values["num_hidden_layers"])))
+    moe = MoESpec.in_every_layer(values)
     return config.spec(rope.longest_context, MixtralSpec(rope, values["rms_norm_eps"]),
                        windows=window_of_all_layers(values), moe=moe)
 

@@ -16,7 +16,6 @@ from .qwen import tensor_parts
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-
     from ..distributed.parallel import Parallel
     from .decoder.blocks import Blocks
 
@@ -35,9 +34,7 @@ class OlmoeSpec:
 def read(config: ModelConfig) -> ModelSpec:
     check_silu(config)
     values, rope = config.values, read_rope(config.values)
-    moe = MoESpec(num_experts=values["num_experts"], top_k=values["num_experts_per_tok"],
-                  intermediate_size=values["intermediate_size"], layers=tuple(range(values["num_hidden_layers"])),
-                  renormalize=bool(values["norm_topk_prob"]))
+    moe = MoESpec.in_every_layer(values, renormalize=bool(values["norm_topk_prob"]))
     own = OlmoeSpec(rope, values["rms_norm_eps"], bool(values["attention_bias"]), values["clip_qkv"])
     return config.spec(rope.longest_context, own, windows=no_window(values), moe=moe)
 

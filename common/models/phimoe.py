@@ -17,7 +17,6 @@ from . import mixtral
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-
     from ..distributed.parallel import Parallel
     from ..weights.lazy import LazyTensor
     from .decoder.blocks import Blocks
@@ -36,9 +35,7 @@ class PhimoeSpec:
 def read(config: ModelConfig) -> ModelSpec:
     check_silu(config)
     values, rope = config.values, read_rope(config.values)
-    moe = MoESpec(num_experts=values["num_experts"], top_k=values["num_experts_per_tok"],
-                  intermediate_size=values["intermediate_size"], layers=tuple(range(values["num_hidden_layers"])),
-                  scoring="sparsemixer", jitter=values["router_jitter_noise"])
+    moe = MoESpec.in_every_layer(values, scoring="sparsemixer", jitter=values["router_jitter_noise"])
     own = PhimoeSpec(rope, values["rms_norm_eps"], bool(values["attention_bias"]), bool(values["lm_head_bias"]))
     return config.spec(rope.longest_context, own, windows=window_of_all_layers(values), moe=moe)
 

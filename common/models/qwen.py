@@ -16,7 +16,6 @@ from ..config.window import Windows, window_of_flagged_layers
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-
     from ..distributed.parallel import Parallel
     from ..weights.lazy import LazyTensor
     from .decoder.blocks import Blocks

@@ -18,7 +18,6 @@ from ..config.rope import RotarySpec
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-
     from ..distributed.parallel import Parallel
     from ..weights.loader import TensorParts
     from .decoder.blocks import Blocks

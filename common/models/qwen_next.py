@@ -17,7 +17,6 @@ from .qwen import read_experts
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
-
     from ...kernels.arguments import DeltaNet
     from ..distributed.parallel import Parallel
     from ..distributed.tp import TPGroup

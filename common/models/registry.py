@@ -56,6 +56,10 @@ class ModelFamily:
     encoder: bool = False
     build: Build | None = None
 
+    def parts_of(self, spec: ModelSpec) -> TensorParts | None:
+        """Returns the ``tensor_parts`` for a model of this family."""
+        return self.tensor_parts if self.tensor_parts_of is None else self.tensor_parts_of(spec)
+
 
 MODELS: Registry[ModelFamily] = Registry("model architecture", "baton.common.models", group="baton.models")
 """The families by the names that ``architectures`` of a config.json may have."""
@@ -169,5 +173,4 @@ def blocks_of(spec: ModelSpec, parallel: Parallel) -> Blocks:
 
 def tensor_parts(spec: ModelSpec) -> TensorParts | None:
     """Returns the ``tensor_parts`` of a model's family."""
-    family = family_of(spec.implementation or spec.architecture)
-    return family.tensor_parts if family.tensor_parts_of is None else family.tensor_parts_of(spec)
+    return family_of(spec.implementation or spec.architecture).parts_of(spec)

@@ -58,8 +58,7 @@ def blocks(spec: ModelSpec, parallel: Parallel, *, text_model: str) -> Blocks:
 
 def tensor_parts_of(spec: ModelSpec, *, text_model: str) -> TensorParts:
     """Names the text model's tensors as those of a model without images, and leaves the others out."""
-    family = family_of(text_model)
-    parts_of_text = family.tensor_parts if family.tensor_parts_of is None else family.tensor_parts_of(spec)
+    parts_of_text = family_of(text_model).parts_of(spec)
 
     def parts(name: str, tensor: LazyTensor) -> Iterable[tuple[str, LazyTensor]]:
         if _OTHER_PARTS.intersection(name.split(".", 2)[:2]):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+
 import torch
 from torch.nn.functional import silu
 
@@ -49,13 +51,23 @@ def gated_delta_rule(mixed: torch.Tensor, log_decay: torch.Tensor, beta: torch.T
         out.copy_(torch.einsum("shkv,shk->shv", state, q))
         states[runs.targets] = state.unflatten(1, size[:2]).flatten(2).to(states.dtype)
         return
+    for rows, values in _over_chunks(_delta_chunk, (q, k, v, log_decay, beta), initial, states, runs):
+        out[rows] = values.to(out.dtype)
+
+
+def _over_chunks(compute: Callable[..., tuple[torch.Tensor, torch.Tensor]], inputs: Sequence[torch.Tensor],
+                 initial: torch.Tensor, states: torch.Tensor,
+                 runs: StateRuns) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yields the rows of each chunk and its outputs [C, H, ...] by ``compute``, of ``inputs`` [T, H, ...] and the state
+    before it; stores the state after each run, which began with ``initial`` [S, a, b, ...], where H = a * b."""
+    assert runs.bounds is not None
     for run, (begin, end) in enumerate(runs.bounds.tolist()):
         state = initial[run].flatten(0, 1)
         for start in range(begin, end, CHUNK):
             rows = slice(start, min(start + CHUNK, end))
-            values, state = _delta_chunk(*(x[rows].transpose(0, 1) for x in (q, k, v, log_decay, beta)), state=state)
-            out[rows] = values.transpose(0, 1).to(out.dtype)
-        states[runs.targets[run]] = state.unflatten(0, size[:2]).flatten(1).to(states.dtype)
+            values, state = compute(*(x[rows].transpose(0, 1) for x in inputs), state=state)
+            yield rows, values.transpose(0, 1)
+        states[runs.targets[run]] = state.unflatten(0, initial.shape[1:3]).flatten(1).to(states.dtype)
 
 
 def _delta_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor, *,
@@ -87,14 +99,8 @@ def selective_scan(mixed: torch.Tensor, step: torch.Tensor, log_decay: torch.Ten
         out.copy_(torch.einsum("shpn,shn->shp", state, c) + skip[:, None] * x)
         states[runs.targets] = state.unflatten(1, size[:2]).flatten(2).to(states.dtype)
         return
-    for run, (begin, end) in enumerate(runs.bounds.tolist()):
-        state = initial[run].flatten(0, 1)
-        for start in range(begin, end, CHUNK):
-            rows = slice(start, min(start + CHUNK, end))
-            values, state = _scan_chunk(*(part[rows].transpose(0, 1) for part in (c, b, scaled, log_decay)),
-                                        state=state)
-            out[rows] = (values.transpose(0, 1) + skip[:, None] * x[rows]).to(out.dtype)
-        states[runs.targets[run]] = state.unflatten(0, size[:2]).flatten(1).to(states.dtype)
+    for rows, values in _over_chunks(_scan_chunk, (c, b, scaled, log_decay), initial, states, runs):
+        out[rows] = (values + skip[:, None] * x[rows]).to(out.dtype)
 
 
 def _scan_chunk(c: torch.Tensor, b: torch.Tensor, x: torch.Tensor, log_decay: torch.Tensor, *,
