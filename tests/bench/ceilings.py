@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import statistics
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -34,6 +37,12 @@ def fp8_matmul_tflops(n: int = 8192) -> float:
     one = torch.ones(1, device="cuda")
     return 2 * n**3 / _seconds(lambda: torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16,
                                                         use_fast_accum=True)) / 1e12
+
+
+def write_products(path: Path, copy: float, tflops: float, measured: Sequence[object]) -> None:
+    """Writes what was measured of products beside the ceilings of the same run."""
+    path.write_text(json.dumps({"device": torch.cuda.get_device_name(), "copy_tb_s": copy,
+                                "bf16_matmul_tflops": tflops, "measured": measured}, indent=1) + "\n")
 
 
 def peer_gb_s(size: int = 2 << 30) -> float | None:

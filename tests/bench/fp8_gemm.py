@@ -14,7 +14,6 @@ back over weights that together exceed the caches.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -93,8 +92,7 @@ def main() -> None:
             del case
             torch.cuda.empty_cache()
     if args.output:
-        args.output.write_text(json.dumps({"device": torch.cuda.get_device_name(), "copy_tb_s": copy,
-                                           "bf16_matmul_tflops": tflops, "measured": measured}, indent=1) + "\n")
+        ceilings.write_products(args.output, copy, tflops, measured)
 
 
 if __name__ == "__main__":

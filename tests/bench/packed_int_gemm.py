@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from pathlib import Path
 
 import torch
@@ -102,8 +101,7 @@ def main() -> None:
         del case
         torch.cuda.empty_cache()
     if args.output:
-        args.output.write_text(json.dumps({"device": torch.cuda.get_device_name(), "copy_tb_s": copy,
-                                           "bf16_matmul_tflops": tflops, "measured": measured}, indent=1) + "\n")
+        ceilings.write_products(args.output, copy, tflops, measured)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,14 @@ def repack(folder: Path, change: Callable[[Tensors], Tensors], config: Mapping[s
     path = folder / "model.safetensors"
     tensors = load_file(path)
     save_file({name: tensor.contiguous() for name, tensor in change(tensors).items()}, path, {"format": "pt"})
-    config_path = folder / "config.json"
-    values = {**json.loads(config_path.read_text()), **config}
-    config_path.write_text(json.dumps({key: value for key, value in values.items() if key not in drop}))
+    change_config(folder, config, drop=drop)
+
+
+def change_config(folder: Path, changes: Mapping[str, Any], *, drop: tuple[str, ...] = ()) -> None:
+    """Writes fields of a checkpoint's config.json, and leaves out the keys ``drop``."""
+    path = folder / "config.json"
+    values = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in values.items() if key not in drop}))
 
 
 def renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:

@@ -77,6 +77,12 @@ def forward(runner: ModelRunner, parts: list[tuple[np.ndarray, int, np.ndarray]]
     return runner.forward(batch)
 
 
+def logits_of(folder: Path | str, tokens: np.ndarray, **model: Any) -> torch.Tensor:
+    """Logits of a prompt by the checkpoint in ``folder``; ``model`` as for ``server_config``."""
+    runner = load_runner(server_config(folder, **model))
+    return forward(runner, [(tokens, 0, scattered_pages(runner, 1, len(tokens))[0])])
+
+
 def expected_logits(model: Any, tokens: np.ndarray) -> torch.Tensor:
     with torch.inference_mode():
         return model(torch.from_numpy(tokens)[None]).logits[0]

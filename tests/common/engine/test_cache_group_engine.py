@@ -24,13 +24,13 @@ def random_prompt(rng, count):
     return rng.integers(3, VOCABULARY, count).tolist()
 
 
-def branching_prompts(count=14):
-    """Prompts of up to ten windows that share beginnings of all lengths."""
+def branching_prompts(count=14, longest=150, tail=60):
+    """Prompts that share beginnings of all lengths; by default of up to ten windows."""
     rng = np.random.default_rng(3)
-    prompts = [random_prompt(rng, 150)]
+    prompts = [random_prompt(rng, longest)]
     for _ in range(count - 1):
         shared = prompts[rng.integers(len(prompts))]
-        prompts.append(shared[:rng.integers(1, len(shared))] + random_prompt(rng, int(rng.integers(1, 60))))
+        prompts.append(shared[:rng.integers(1, len(shared))] + random_prompt(rng, int(rng.integers(1, tail))))
     return prompts
 
 

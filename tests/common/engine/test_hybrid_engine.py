@@ -10,11 +10,13 @@ import torch
 
 from baton.common.api.errors import ConfigError
 from baton.common.config.hybrid import check_hybrid
+from baton.tests.common.engine.test_cache_group_engine import branching_prompts as cache_group_prompts
+from baton.tests.common.engine.test_cache_group_engine import random_prompt
 from baton.tests.helpers.hand_driven import Engine, tokens_of
 from baton.tests.helpers.hybrid_models import save_hybrid
 from baton.tests.helpers.small_models import load_model_spec, server_config
 
-PAGE, VOCABULARY = 4, 97
+PAGE = 4
 
 
 @pytest.fixture(scope="module")
@@ -23,18 +25,8 @@ def checkpoint(tmp_path_factory):
     return folder, save_hybrid(folder)
 
 
-def random_prompt(rng, count):
-    return rng.integers(3, VOCABULARY, count).tolist()
-
-
-def branching_prompts(count=12):
-    """Prompts that share beginnings of all lengths."""
-    rng = np.random.default_rng(3)
-    prompts = [random_prompt(rng, 90)]
-    for _ in range(count - 1):
-        shared = prompts[rng.integers(len(prompts))]
-        prompts.append(shared[:rng.integers(1, len(shared))] + random_prompt(rng, int(rng.integers(1, 40))))
-    return prompts
+def branching_prompts():
+    return cache_group_prompts(12, longest=90, tail=40)
 
 
 def run_all(engine, prompts, **sampling):

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import transformers
@@ -14,6 +10,7 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 from baton.common.api.errors import ConfigError
 from baton.common.models.registry import load_model_spec
 from baton.tests.helpers.family_parity import SEED, SMALL, VOCAB, check_family, check_model, randomize, save_random
+from baton.tests.helpers.repacked_models import change_config
 from baton.tests.helpers.small_models import server_config
 
 EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
@@ -46,12 +43,6 @@ LLAMA_4 = {**LOCAL, "num_experts_per_tok": 1, "intermediate_size_mlp": 64, "num_
 DBRX = {"d_model": 48, "n_heads": 4, "n_layers": 2, "max_seq_len": 256, "vocab_size": VOCAB, "eos_token_id": 7,
         "attn_config": {"clip_qkv": 0.6, "kv_n_heads": 2, "rope_theta": 5000.0},
         "ffn_config": {"hidden_size": 48, "ffn_hidden_size": 24, "moe_num_experts": 8, "moe_top_k": 3}}
-
-
-def change_config(folder: Path, **changes: Any) -> None:
-    """Writes fields of a checkpoint's config.json."""
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -93,7 +84,8 @@ def test_deepseek_moe(tmp_path):
         layer.mlp = DeepseekV2Moe(experts)
     randomize(model)
     model.save_pretrained(tmp_path)
-    change_config(tmp_path, model_type="deepseek", architectures=["DeepseekForCausalLM"], **EXPERTS, n_shared_experts=2)
+    change_config(tmp_path, {"model_type": "deepseek", "architectures": ["DeepseekForCausalLM"], **EXPERTS,
+                             "n_shared_experts": 2})
     check_model(tmp_path, model)
 
 
@@ -105,6 +97,6 @@ def test_deepseek_moe(tmp_path):
 ], ids=lambda value: value if isinstance(value, str) and value.isalnum() else "")
 def test_what_is_not_supported_is_named(tmp_path, name, changes, sentence):
     getattr(transformers, f"{name}Config")(**SMALL, architectures=[f"{name}ForCausalLM"]).save_pretrained(tmp_path)
-    change_config(tmp_path, **changes)
+    change_config(tmp_path, changes)
     with pytest.raises(ConfigError, match=sentence):
         load_model_spec(server_config(tmp_path).model)

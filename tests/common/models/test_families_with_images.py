@@ -12,7 +12,7 @@ import torch
 from baton.common.api.errors import ConfigError
 from baton.common.models.registry import load_model_spec
 from baton.tests.helpers.family_parity import check_greedy, save_random
-from baton.tests.helpers.repacked_models import Tensors, repack
+from baton.tests.helpers.repacked_models import Tensors, change_config, repack
 from baton.tests.helpers.small_models import server_config
 
 MROPE = {"type": "mrope", "mrope_section": [2, 2, 2], "rope_theta": 10000.0}
@@ -35,8 +35,7 @@ def into_whole(folder: Path, architecture: str, prefix: str, **text: Any) -> Non
 
     repack(folder, change, {"architectures": [architecture], "text_config": config},
            drop=tuple(name for name in config if name not in ("dtype", "eos_token_id")))
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": [architecture]}))
+    change_config(folder, {"architectures": [architecture]})
 
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])

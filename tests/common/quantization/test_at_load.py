@@ -11,9 +11,8 @@ from baton.common.distributed.tp import TPGroup
 from baton.common.layers.linear import ColumnLinear, Columns, RowLinear
 from baton.common.quantization.int_weight_only import IntWeightOnly
 from baton.common.weights.slots import allocator
-from baton.tests.common.quantization.test_int8 import logits_of
 from baton.tests.common.quantization.test_quantization import filled, rms
-from baton.tests.helpers.small_models import expected_logits, save_model
+from baton.tests.helpers.small_models import expected_logits, logits_of, save_model
 from baton.tests.helpers.small_moe import save_moe
 
 TOKENS = np.random.default_rng(2).integers(0, 97, 30)
@@ -26,7 +25,7 @@ def test_logits_are_near_the_model_s(tmp_path, kind, flag, most):
     model = save_model(tmp_path, "Qwen3", **SIZES) if kind == "dense" else save_moe(
         tmp_path, "Qwen3Moe", **SIZES, moe_intermediate_size=32)
     exact = expected_logits(model, TOKENS)
-    found = logits_of(tmp_path, quantization=flag)
+    found = logits_of(tmp_path, TOKENS, quantization=flag)
     assert 1e-4 * rms(exact) < rms(found - exact) < most * rms(exact)
 
 

@@ -11,10 +11,9 @@ from baton.common.distributed.tp import TPGroup
 from baton.common.layers.linear import ColumnLinear, Columns, RowLinear
 from baton.common.quantization.bitsandbytes import BitsAndBytes
 from baton.common.weights.slots import allocator
-from baton.tests.common.quantization.test_int8 import logits_of
 from baton.tests.common.quantization.test_quantization import filled, rms
 from baton.tests.helpers.bitsandbytes_checkpoints import SIZES, pack_int8, save_bitsandbytes
-from baton.tests.helpers.small_models import expected_logits, save_model
+from baton.tests.helpers.small_models import expected_logits, logits_of, save_model
 from baton.tests.helpers.small_moe import save_moe
 
 TOKENS = np.random.default_rng(2).integers(0, 97, 30)
@@ -24,11 +23,11 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("kind,nested", [("nf4", False), ("nf4", True), ("fp4", False), ("int8", False)])
 def test_checkpoints_compute_what_the_plain_model_does(tmp_path, kind, nested):
     plain = expected_logits(save_bitsandbytes(tmp_path, kind, nested), TOKENS)
-    found = logits_of(tmp_path)
+    found = logits_of(tmp_path, TOKENS)
     torch.testing.assert_close(found, plain, atol=2e-3, rtol=2e-3)
-    assert torch.equal(logits_of(tmp_path, quantization="bitsandbytes"), found)
+    assert torch.equal(logits_of(tmp_path, TOKENS, quantization="bitsandbytes"), found)
     if kind == "nf4":
-        float8 = logits_of(tmp_path, quantization="fp8")
+        float8 = logits_of(tmp_path, TOKENS, quantization="fp8")
         assert 1e-3 * rms(plain) < rms(float8 - plain) < 0.2 * rms(plain)
 
 
@@ -37,7 +36,7 @@ def test_weights_are_quantized_as_they_are_loaded(tmp_path, kind):
     save = save_model if kind == "dense" else save_moe
     experts = {"moe_intermediate_size": 64} if kind == "experts" else {}
     exact = expected_logits(save(tmp_path, "Qwen3" if kind == "dense" else "Qwen3Moe", **SIZES, **experts), TOKENS)
-    found = logits_of(tmp_path, quantization="bitsandbytes")
+    found = logits_of(tmp_path, TOKENS, quantization="bitsandbytes")
     assert 1e-2 * rms(exact) < rms(found - exact) < 0.5 * rms(exact)
 
 
@@ -65,7 +64,7 @@ def test_ranks_hold_parts_of_what_one_rank_holds(scheme):
 def test_dummy_weights(tmp_path):
     save_bitsandbytes(tmp_path, "nf4")
     (tmp_path / "model.safetensors").unlink()
-    found = [logits_of(tmp_path, load_format="dummy", random_seed=seed) for seed in (1, 1, 2)]
+    found = [logits_of(tmp_path, TOKENS, load_format="dummy", random_seed=seed) for seed in (1, 1, 2)]
     assert torch.equal(*found[:2]) and not torch.allclose(*found[1:]) and found[0].isfinite().all()
 
 

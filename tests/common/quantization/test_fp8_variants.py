@@ -14,10 +14,9 @@ from baton.common.config.server import CacheArgs
 from baton.common.quantization.fp8 import Fp8
 from baton.common.weights.kv_scales import is_kv_scale, read_kv_scales
 from baton.common.weights.lazy import InMemory
-from baton.tests.common.quantization.test_int8 import logits_of
 from baton.tests.common.quantization.test_quantization import rms
 from baton.tests.helpers.fp8_checkpoints import SIZES, save_float8, state
-from baton.tests.helpers.small_models import expected_logits, save_model
+from baton.tests.helpers.small_models import expected_logits, logits_of, save_model
 
 TOKENS = np.random.default_rng(2).integers(0, 97, 30)
 MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {
@@ -34,10 +33,10 @@ def test_checkpoints_compute_what_the_plain_model_does(tmp_path, form):
         (tmp_path / "hf_quant_config.json").write_text(json.dumps(MODELOPT))
     else:
         state(tmp_path, FBGEMM)
-    found = logits_of(tmp_path)
+    found = logits_of(tmp_path, TOKENS)
     assert rms(found - plain) < 0.1 * rms(plain - exact)
     flag = "modelopt" if form == "static" else "fbgemm_fp8"
-    assert torch.equal(logits_of(tmp_path, quantization=flag), found)
+    assert torch.equal(logits_of(tmp_path, TOKENS, quantization=flag), found)
 
 
 def test_what_they_say():

@@ -18,7 +18,7 @@ from baton.common.weights.slots import allocator
 from baton.tests.common.models.test_gpt_oss import packed
 from baton.tests.helpers.dummy_weights import fill_dummy
 from baton.tests.helpers.gpt_oss_models import save_gpt_oss
-from baton.tests.helpers.small_models import expected_logits, forward, load_runner, scattered_pages, server_config
+from baton.tests.helpers.small_models import expected_logits, logits_of
 
 TOKENS = np.random.default_rng(2).integers(0, 97, 30)
 SPEC = MoESpec(num_experts=4, top_k=2, intermediate_size=96, layers=(0,), gate_limit=7.0, expert_bias=True)
@@ -29,11 +29,6 @@ def experts(share: ExpertParallel | None = None, spec: MoESpec = SPEC) -> Expert
                    allocator(torch.float32, torch.device("cpu"), Mxfp4()))
     fill_dummy(made.slots(), 3)
     return made
-
-
-def logits_of(folder, **model) -> torch.Tensor:
-    runner = load_runner(server_config(folder, **model))
-    return forward(runner, [(TOKENS, 0, scattered_pages(runner, 1, 30)[0])])
 
 
 @pytest.mark.parametrize("size,ep,group", [(2, 2, 32), (2, 1, 16), (4, 1, 8)])
@@ -66,10 +61,10 @@ def test_flags_convert_packed_experts(tmp_path):
     model = save_gpt_oss(tmp_path, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
     packed(model, tmp_path, 1)
     exact = expected_logits(model, TOKENS)
-    kept = logits_of(tmp_path)
-    assert torch.equal(logits_of(tmp_path, quantization="mxfp4"), kept)
+    kept = logits_of(tmp_path, TOKENS)
+    assert torch.equal(logits_of(tmp_path, TOKENS, quantization="mxfp4"), kept)
     torch.testing.assert_close(kept, exact, atol=2e-3, rtol=2e-3)
-    float8 = logits_of(tmp_path, quantization="fp8")
+    float8 = logits_of(tmp_path, TOKENS, quantization="fp8")
     assert 1e-3 * exact.norm() < (float8 - exact).norm() < 0.2 * exact.norm()
 
 
@@ -78,5 +73,5 @@ def test_dummy_weights(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
     (tmp_path / "model.safetensors").unlink()
-    found = [logits_of(tmp_path, load_format="dummy", random_seed=seed) for seed in (1, 1, 2)]
+    found = [logits_of(tmp_path, TOKENS, load_format="dummy", random_seed=seed) for seed in (1, 1, 2)]
     assert torch.equal(*found[:2]) and not torch.allclose(*found[1:]) and found[0].isfinite().all()

@@ -26,7 +26,7 @@ from baton.common.weights.slots import Slot, allocator, finish_loading
 from baton.common.weights.staging import Staging
 from baton.tests.helpers.deepseek_models import save_deepseek
 from baton.tests.helpers.packed_checkpoints import FORMS, Form, quantize, save_packed
-from baton.tests.helpers.small_models import forward, load_runner, save_model, scattered_pages, server_config
+from baton.tests.helpers.small_models import forward, load_runner, logits_of, save_model, scattered_pages, server_config
 from baton.tests.helpers.small_moe import save_moe
 from baton.tests.helpers.thread_ranks import on_ranks
 from baton.tests.integration.transfer.test_deepseek_relay import pair_equal_to_unified
@@ -46,13 +46,8 @@ SAVE = {"Phi3": partial(save_model, family="Phi3", pad_token_id=0, **SIZES),
                                                   v_head_dim=16)}
 
 
-def logits_of(folder: Path, **model) -> torch.Tensor:
-    runner = load_runner(server_config(folder, **model))
-    return forward(runner, [(TOKENS, 0, scattered_pages(runner, 1, 30)[0])])
-
-
 def assert_equal_to_dense(folder: Path, dense: Path) -> None:
-    want, found = logits_of(dense), logits_of(folder)
+    want, found = logits_of(dense, TOKENS), logits_of(folder, TOKENS)
     torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)
     assert torch.equal(found.argmax(-1), want.argmax(-1))
 
@@ -102,7 +97,7 @@ def test_groups_of_compressed_tensors_have_schemes_of_their_own(tmp_path):
     scale = tensors[name].abs().amax(1, keepdim=True) / 448
     packed = tensors | {name: (tensors[name] / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
     save_file(packed, tmp_path / "model" / "model.safetensors")
-    want, found = logits_of(dense), logits_of(tmp_path / "model")
+    want, found = logits_of(dense, TOKENS), logits_of(tmp_path / "model", TOKENS)
     assert 0 < (found - want).norm() < 0.04 * want.norm()  # float8 rounds
 
 
@@ -156,7 +151,7 @@ def test_two_ranks_compute_what_one_does(tmp_path, family, form):
         runner = load_runner(server_config(tmp_path / "model", tp=tp.size), Parallel(tp))
         return forward(runner, [(TOKENS, 0, scattered_pages(runner, 1, 30)[0])])
 
-    want = logits_of(tmp_path / "model")
+    want = logits_of(tmp_path / "model", TOKENS)
     for found in on_ranks(2, compute):
         torch.testing.assert_close(found, want, atol=1e-3, rtol=1e-4)
         assert torch.equal(found.argmax(-1), want.argmax(-1))
@@ -193,9 +188,9 @@ def test_dummy_weights(tmp_path):
         folder = tmp_path / name
         save_packed(folder, FORMS[name], dense_model)
         (folder / "model.safetensors").unlink()
-        found = [logits_of(folder, load_format="dummy", random_seed=seed) for seed in (1, 1, 2)]
+        found = [logits_of(folder, TOKENS, load_format="dummy", random_seed=seed) for seed in (1, 1, 2)]
         assert torch.equal(*found[:2]) and not torch.allclose(*found[1:]) and found[0].isfinite().all()
-        exact = logits_of(folder.with_name(f"{name}-dense"), load_format="dummy", random_seed=1)
+        exact = logits_of(folder.with_name(f"{name}-dense"), TOKENS, load_format="dummy", random_seed=1)
         assert 0.3 < found[0].std() / exact.std() < 3
 
 
@@ -215,7 +210,7 @@ def test_weights_are_updated_offloaded_and_released(tmp_path, form):
     first, second = tmp_path / "first", tmp_path / "second"
     save_packed(first, FORMS[form], partial(scaled, factor=1.0))
     dense = save_packed(second, FORMS[form], partial(scaled, factor=1.5))
-    want, pages = logits_of(dense), scattered_pages(load_runner(server_config(first)), 1, 30)[0]
+    want, pages = logits_of(dense, TOKENS), scattered_pages(load_runner(server_config(first)), 1, 30)[0]
     for offload in (OffloadArgs(), OffloadArgs(offload_group_size=1)):
         runner = load_runner(dataclasses.replace(server_config(first), offload=offload))
         before = forward(runner, [(TOKENS, 0, pages)])
@@ -341,11 +336,11 @@ def test_groups_that_the_configuration_does_not_say(tmp_path):
     tensors, name = load_file(file), "model.layers.0.mlp.down_proj.g_idx"
     save_file(tensors | {name: torch.zeros_like(tensors[name])}, file)
     with pytest.raises(ConfigError, match="down_proj.g_idx does not put 32 inputs into each of 4 groups"):
-        logits_of(tmp_path / "model")
+        logits_of(tmp_path / "model", TOKENS)
     del tensors[name]
     save_file(tensors, file)
     with pytest.raises(ConfigError, match=f"lacks {name}"):
-        logits_of(tmp_path / "model")
+        logits_of(tmp_path / "model", TOKENS)
 
 
 def test_a_tensor_that_is_not_packed_is_refused(tmp_path):
@@ -353,7 +348,7 @@ def test_a_tensor_that_is_not_packed_is_refused(tmp_path):
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (dense / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"lacks .*weight_packed"):
-        logits_of(dense)
+        logits_of(dense, TOKENS)
 
 
 def test_slots_say_how_much_they_read():

@@ -24,14 +24,7 @@ from baton.common.weights.safetensors_source import SafetensorsSource
 from baton.common.weights.slots import Slot
 from baton.common.weights.source import SourceTensor, open_weights
 from baton.common.weights.torch_source import TorchSource
-from baton.tests.helpers.small_models import (
-    expected_logits,
-    forward,
-    load_runner,
-    save_model,
-    scattered_pages,
-    server_config,
-)
+from baton.tests.helpers.small_models import expected_logits, logits_of, save_model
 from baton.tests.helpers.small_moe import save_moe
 
 TOKENS = np.arange(1, 12)
@@ -65,19 +58,14 @@ def memory(monkeypatch):
     del LOAD_FORMATS._entries["dict"]
 
 
-def logits_of(folder, **model) -> torch.Tensor:
-    runner = load_runner(server_config(folder, **model))
-    return forward(runner, [(TOKENS, 0, scattered_pages(runner, 1, 16)[0])])
-
-
 @pytest.mark.parametrize("save", [lambda folder: save_model(folder, "Llama"),
                                   lambda folder: save_moe(folder, "Mixtral")], ids=["dense", "experts"])
 def test_weights_in_memory(tmp_path, memory, save):
     model = save(tmp_path)
     memory(load_file(tmp_path / "model.safetensors"))
-    from_file = logits_of(tmp_path)
+    from_file = logits_of(tmp_path, TOKENS)
     (tmp_path / "model.safetensors").unlink()
-    assert torch.equal(logits_of(tmp_path, load_format="dict"), from_file)
+    assert torch.equal(logits_of(tmp_path, TOKENS, load_format="dict"), from_file)
     torch.testing.assert_close(from_file, expected_logits(model, TOKENS), atol=1e-4, rtol=0)
 
 
@@ -87,10 +75,10 @@ def test_wrong_tensors_in_memory_are_named(tmp_path, memory):
     norm = tensors.pop("model.norm.weight")
     memory(tensors)
     with pytest.raises(ConfigError, match=r"^The checkpoint in memory lacks model.norm.weight\.$"):
-        logits_of(tmp_path, load_format="dict")
+        logits_of(tmp_path, TOKENS, load_format="dict")
     memory({**tensors, "model.norm.weight": norm[:3]})
     with pytest.raises(ConfigError, match=r"model.norm.weight in a dict has shape \[3\]"):
-        logits_of(tmp_path, load_format="dict")
+        logits_of(tmp_path, TOKENS, load_format="dict")
 
 
 def test_weights_in_memory_have_an_identity_of_their_own(tmp_path, memory):
@@ -146,13 +134,14 @@ def test_what_shares_a_finish_is_finished_once_after_all_are_loaded(tmp_path, me
 def test_a_checkpoint_of_torchs_own_files(tmp_path):
     """It loads as one in safetensors does, where there is none of those; files that are no tensors run no code."""
     save_model(tmp_path, "Llama")
-    want, tensors = logits_of(tmp_path), load_file(tmp_path / "model.safetensors")
+    want, tensors = logits_of(tmp_path, TOKENS), load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
     halves = [dict(list(tensors.items())[part::2]) for part in range(2)]
     for part, content in enumerate(halves):
         torch.save(content, tmp_path / f"pytorch_model-{part}.bin")
     torch.save({"lr": 0.1}, tmp_path / "training_args.bin")
-    assert torch.equal(logits_of(tmp_path), want) and torch.equal(logits_of(tmp_path, load_format="pt"), want)
+    assert torch.equal(logits_of(tmp_path, TOKENS), want)
+    assert torch.equal(logits_of(tmp_path, TOKENS, load_format="pt"), want)
     args = ModelArgs(str(tmp_path))
     found = identify(args, load_model_spec(args))
     assert torch.equal(open_weights(args).find("model.norm.weight")[:], tensors["model.norm.weight"])
@@ -163,13 +152,13 @@ def test_a_checkpoint_of_torchs_own_files(tmp_path):
     for content, error in (([1], "it is no dictionary of tensors"), ({"a": Path}, "Cannot read")):
         torch.save(content, tmp_path / "pytorch_model-1.bin")
         with pytest.raises(ConfigError, match=error):
-            logits_of(tmp_path)
+            logits_of(tmp_path, TOKENS)
     for file in tmp_path.glob("*.bin"):
         file.unlink()
     with pytest.raises(ConfigError, match="holds no safetensors files"):
-        logits_of(tmp_path)
+        logits_of(tmp_path, TOKENS)
     with pytest.raises(ConfigError, match=r"holds no \.bin or \.pt files, which --load-format pt reads"):
-        logits_of(tmp_path, load_format="pt")
+        logits_of(tmp_path, TOKENS, load_format="pt")
 
 
 def test_torchs_own_files_of_a_hub_are_downloaded_where_there_are_no_others(monkeypatch, tmp_path):

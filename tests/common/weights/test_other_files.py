@@ -20,14 +20,7 @@ from baton.common.models.registry import load_model_spec
 from baton.common.weights.fingerprint import identify
 from baton.common.weights.plain_reads import ReadTensor
 from baton.common.weights.source import open_weights
-from baton.tests.helpers.small_models import (
-    expected_logits,
-    forward,
-    load_runner,
-    save_model,
-    scattered_pages,
-    server_config,
-)
+from baton.tests.helpers.small_models import expected_logits, load_runner, logits_of, save_model, server_config
 from baton.tests.helpers.small_moe import save_moe
 
 TOKENS = np.arange(1, 12)
@@ -36,11 +29,6 @@ MISTRAL = {"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn
            "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2", "mlp.up_proj":
            "feed_forward.w3", "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output",
            "block_sparse_moe.": "", "mlp.": "", "model.layers": "layers"}
-
-
-def logits_of(folder, **model) -> torch.Tensor:
-    runner = load_runner(server_config(folder, **model))
-    return forward(runner, [(TOKENS, 0, scattered_pages(runner, 1, 16)[0])])
 
 
 def as_mistral(folder, **params) -> None:
@@ -66,7 +54,7 @@ def as_mistral(folder, **params) -> None:
 def test_mistrals_own_format(tmp_path):
     model = save_model(tmp_path, "Mistral")
     as_mistral(tmp_path)
-    torch.testing.assert_close(logits_of(tmp_path), expected_logits(model, TOKENS), atol=1e-4, rtol=0)
+    torch.testing.assert_close(logits_of(tmp_path, TOKENS), expected_logits(model, TOKENS), atol=1e-4, rtol=0)
     args = ModelArgs(str(tmp_path))
     assert load_model_spec(args).context_length == 256 and identify(args, load_model_spec(args)).fingerprint
     assert torch.equal(open_weights(args).find("model.layers.1.self_attn.q_proj.weight")[:],
@@ -83,7 +71,7 @@ def test_mistrals_own_format(tmp_path):
 def test_mistrals_experts(tmp_path):
     model = save_moe(tmp_path, "Mixtral")
     as_mistral(tmp_path, moe={"num_experts": 4, "num_experts_per_tok": 2})
-    torch.testing.assert_close(logits_of(tmp_path), expected_logits(model, TOKENS), atol=1e-4, rtol=0)
+    torch.testing.assert_close(logits_of(tmp_path, TOKENS), expected_logits(model, TOKENS), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -93,8 +81,8 @@ def test_numpys_copy_of_pickled_weights(tmp_path, dtype):
     tensors = {name: tensor.to(dtype) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     (tmp_path / "model.safetensors").unlink()
     torch.save(tensors, tmp_path / "pytorch_model.bin")
-    want = logits_of(tmp_path, load_format="pt")
-    assert torch.equal(logits_of(tmp_path, load_format="npcache"), want)
+    want = logits_of(tmp_path, TOKENS, load_format="pt")
+    assert torch.equal(logits_of(tmp_path, TOKENS, load_format="npcache"), want)
     written = tmp_path / "np" / "model.norm.weight.npy"
     before = written.stat().st_mtime_ns
     args = ModelArgs(str(tmp_path), load_format="npcache")
@@ -103,7 +91,7 @@ def test_numpys_copy_of_pickled_weights(tmp_path, dtype):
     torch.save({**tensors, "model.norm.weight": tensors["model.norm.weight"] * 2, "scalar": torch.tensor(3.5)},
                tmp_path / "pytorch_model.bin")
     os.utime(tmp_path / "pytorch_model.bin", ns=(1, 1))
-    assert not torch.equal(logits_of(tmp_path, load_format="npcache"), want)
+    assert not torch.equal(logits_of(tmp_path, TOKENS, load_format="npcache"), want)
     assert identify(args, load_model_spec(args)).fingerprint != found
     assert open_weights(args).find("scalar")[...].item() == 3.5
     with pytest.raises(ConfigError, match="lacks nothing"):
@@ -111,10 +99,10 @@ def test_numpys_copy_of_pickled_weights(tmp_path, dtype):
     (tmp_path / "np" / "lock").unlink()
     (tmp_path / "np" / "lock").mkdir()
     with pytest.raises(ConfigError, match="--load-format npcache cannot write .*: make it writable, or use"):
-        logits_of(tmp_path, load_format="npcache")
+        logits_of(tmp_path, TOKENS, load_format="npcache")
     (tmp_path / "pytorch_model.bin").unlink()
     with pytest.raises(ConfigError, match="holds no .bin or .pt files, which --load-format npcache copies"):
-        logits_of(tmp_path, load_format="npcache")
+        logits_of(tmp_path, TOKENS, load_format="npcache")
 
 
 def test_weights_are_quantized_one_at_a_time(tmp_path, monkeypatch):
@@ -144,8 +132,8 @@ def test_the_model_streamer(tmp_path, monkeypatch):
     """Reads files with its own threads; where it is not installed that is said."""
     pytest.importorskip("runai_model_streamer")
     save_model(tmp_path, "Qwen3", shard="40KB")
-    want = logits_of(tmp_path)
-    assert torch.equal(logits_of(tmp_path, load_format="runai_streamer"), want)
+    want = logits_of(tmp_path, TOKENS)
+    assert torch.equal(logits_of(tmp_path, TOKENS, load_format="runai_streamer"), want)
     args = ModelArgs(str(tmp_path), load_format="runai_streamer")
     assert identify(args, load_model_spec(args)) == identify(ModelArgs(str(tmp_path)), load_model_spec(args))
     monkeypatch.setitem(sys.modules, "runai_model_streamer", None)
