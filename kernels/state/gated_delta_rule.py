@@ -3,7 +3,8 @@
 Prompts are computed in chunks of 64 tokens by the WY representation of products of Householder matrices
 (arXiv:2406.06484): with the decays D, what the tokens of a chunk write is U - W S, where S is the state before it, and
 U and W are ``inverse(I + tril(beta * K K^T * D, -1))`` times the tokens' own values and keys. One kernel computes U and
-W of all chunks at once, another goes over a head's chunks with the state in registers.
+W of all chunks at once, another goes over a head's chunks with the state in registers. Products are of the type of
+their rows, and summed in float32: in tf32 the second kernel spilled 984 bytes a thread on sm_90.
 """
 
 from __future__ import annotations
@@ -53,8 +54,27 @@ def _unit(x):
 
 
 @triton.jit
-def _unit_rows(x):
-    return x / tl.sqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
+def _over_length(x):
+    """1 over the length of each row of ``x``: products are scaled by it, so that rows go to them as they are loaded."""
+    wide = x.to(tl.float32)
+    return 1 / tl.sqrt(tl.sum(wide * wide, 1) + 1e-6)
+
+
+@triton.jit
+def _inverse(system, number, PRECISION: tl.constexpr):
+    """The inverse of I + ``system`` [C, C], strictly lower: its diagonal blocks of 16 rows row by row, all at once;
+    then the blocks below them by X, the product of that inverse and these, whose fourth power is 0."""
+    same_block = (number // 16)[:, None] == (number // 16)[None, :]
+    inverse = tl.where(number[:, None] == number[None, :], 1.0, 0.0)
+    for i in range(1, 16):
+        is_row = (number % 16 == i)[:, None] & same_block
+        own = tl.sum(tl.where(is_row, system, 0.0), 0)
+        row = tl.sum(own[:, None] * inverse, 0)
+        inverse = tl.where(is_row, inverse - row[None, :], inverse)
+    x = tl.dot(inverse, tl.where(same_block, 0.0, system), input_precision=PRECISION)
+    square = tl.dot(x, x, input_precision=PRECISION)
+    series = square - x - tl.dot(x, square, input_precision=PRECISION)
+    return inverse + tl.dot(series, inverse, input_precision=PRECISION)
 
 
 @triton.jit
@@ -73,29 +93,26 @@ def _write_kernel(mixed_ptr, log_decay_ptr, beta_ptr, begins_ptr, ends_ptr, w_pt
     live = rows < end
     keys = tl.arange(0, BLOCK_K)
     inputs = mixed_ptr + (rows * HEADS + head // GROUP) * CHANNELS
-    k = _unit_rows(tl.load(inputs[:, None] + KEY + keys[None, :], live[:, None] & (keys < KEY)[None, :],
-                           other=0.0).to(tl.float32))
+    k = tl.load(inputs[:, None] + KEY + keys[None, :], live[:, None] & (keys < KEY)[None, :], other=0.0)
+    unit = _over_length(k)
     of_head = rows * HEADS * GROUP + head
     beta = tl.load(beta_ptr + of_head, live, other=0.0)
     total = tl.cumsum(tl.load(log_decay_ptr + of_head, live, other=0.0), 0)
     below = number[:, None] > number[None, :]
     decay = tl.exp(tl.where(below, total[:, None] - total[None, :], 0.0))
-    products = tl.dot(k, tl.trans(k), input_precision=PRECISION)
-    system = tl.where(below, beta[:, None] * products * decay, 0.0)
-    inverse = tl.where(number[:, None] == number[None, :], 1.0, 0.0)
-    for i in range(1, CHUNK):  # row i of the inverse, of the rows before it
-        own = tl.sum(tl.where((number == i)[:, None], system, 0.0), 0)
-        row = tl.sum(own[:, None] * inverse, 0)
-        inverse = tl.where((number == i)[:, None], inverse - row[None, :], inverse)
-    w = tl.dot(inverse, k * (beta * tl.exp(total))[:, None], input_precision=PRECISION)
+    products = tl.dot(k, tl.trans(k), input_precision="ieee")
+    system = tl.where(below, (beta * unit)[:, None] * products * unit[None, :] * decay, 0.0)
+    inverse = _inverse(system, number, PRECISION)
+    of_keys = (inverse * (beta * tl.exp(total) * unit)[None, :]).to(k.dtype)
+    w = tl.dot(of_keys, k, input_precision="ieee")
     tl.store(w_ptr + of_head[:, None] * KEY + keys[None, :], w.to(w_ptr.dtype.element_ty),
              live[:, None] & (keys < KEY)[None, :])
+    of_values = (inverse * beta[None, :]).to(k.dtype)
     for first in range(0, VALUE, BLOCK_V):
         values = first + tl.arange(0, BLOCK_V)
         inside = live[:, None] & (values < VALUE)[None, :]
-        v = tl.load(inputs[:, None] + 2 * KEY + (head % GROUP) * VALUE + values[None, :], inside,
-                    other=0.0).to(tl.float32)
-        u = tl.dot(inverse, v * beta[:, None], input_precision=PRECISION)
+        v = tl.load(inputs[:, None] + 2 * KEY + (head % GROUP) * VALUE + values[None, :], inside, other=0.0)
+        u = tl.dot(of_values, v, input_precision="ieee")
         tl.store(u_ptr + of_head[:, None] * VALUE + values[None, :], u.to(u_ptr.dtype.element_ty), inside)
 
 
@@ -103,7 +120,7 @@ def _write_kernel(mixed_ptr, log_decay_ptr, beta_ptr, begins_ptr, ends_ptr, w_pt
 def _chunks_kernel(mixed_ptr, log_decay_ptr, w_ptr, u_ptr, state_ptr, begins_ptr, ends_ptr, sources_ptr, targets_ptr,
                    out_ptr, state_page, state_part, scale, HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr,
                    VALUE: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
-                   BLOCK_V: tl.constexpr, PRECISION: tl.constexpr):
+                   BLOCK_V: tl.constexpr):
     """All chunks of one run, for some values of one head."""
     run = tl.program_id(0)
     head = tl.program_id(1)
@@ -125,22 +142,24 @@ def _chunks_kernel(mixed_ptr, log_decay_ptr, w_ptr, u_ptr, state_ptr, begins_ptr
         is_key = live[:, None] & (keys < KEY)[None, :]
         is_value = live[:, None] & (values < VALUE)[None, :]
         inputs = mixed_ptr + (rows * HEADS + part) * CHANNELS
-        q = _unit_rows(tl.load(inputs[:, None] + keys[None, :], is_key, other=0.0).to(tl.float32)) * scale
-        k = _unit_rows(tl.load(inputs[:, None] + KEY + keys[None, :], is_key, other=0.0).to(tl.float32))
+        q = tl.load(inputs[:, None] + keys[None, :], is_key, other=0.0)
+        k = tl.load(inputs[:, None] + KEY + keys[None, :], is_key, other=0.0)
         of_head = rows * HEADS * GROUP + head
         total = tl.cumsum(tl.load(log_decay_ptr + of_head, live, other=0.0), 0)
         last = tl.sum(tl.where(number == CHUNK - 1, total, 0.0), 0)
-        w = tl.load(w_ptr + of_head[:, None] * KEY + keys[None, :], is_key, other=0.0).to(tl.float32)
+        w = tl.load(w_ptr + of_head[:, None] * KEY + keys[None, :], is_key, other=0.0)
         u = tl.load(u_ptr + of_head[:, None] * VALUE + values[None, :], is_value, other=0.0).to(tl.float32)
-        written = u - tl.dot(w, state, input_precision=PRECISION)
+        before = state.to(q.dtype)
+        written = u - tl.dot(w, before, input_precision="ieee")
+        of_queries, of_keys = _over_length(q) * scale, _over_length(k)
         seen = number[:, None] >= number[None, :]
-        decay = tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0))
-        scores = tl.where(seen, tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay, 0.0)
-        out = tl.dot(q * tl.exp(total)[:, None], state, input_precision=PRECISION)
-        out += tl.dot(scores, written, input_precision=PRECISION)
+        decay = tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0)) * of_queries[:, None] * of_keys[None, :]
+        scores = tl.where(seen, tl.dot(q, tl.trans(k), input_precision="ieee") * decay, 0.0)
+        out = tl.dot(q, before, input_precision="ieee") * (tl.exp(total) * of_queries)[:, None]
+        out += tl.dot(scores.to(q.dtype), written.to(q.dtype), input_precision="ieee")
         tl.store(out_ptr + of_head[:, None] * VALUE + values[None, :], out.to(out_ptr.dtype.element_ty), is_value)
-        left = k * tl.exp(last - total)[:, None]
-        state = state * tl.exp(last) + tl.dot(tl.trans(left), written, input_precision=PRECISION)
+        left = (written * (tl.exp(last - total) * of_keys)[:, None]).to(k.dtype)
+        state = state * tl.exp(last) + tl.dot(tl.trans(k), left, input_precision="ieee")
     tl.store(state_ptr + target * state_page + matrix, state.to(state_ptr.dtype.element_ty), is_matrix)
 
 
@@ -168,11 +187,11 @@ def gated_delta_rule(mixed: torch.Tensor, log_decay: torch.Tensor, beta: torch.T
             mixed, log_decay, beta, states, runs.begins, runs.sources, runs.targets, out, states.stride(0),
             states.stride(1), scale, **sizes)
         return
-    precision = "ieee" if mixed.dtype == torch.float32 else "tf32"
     w = torch.empty((len(mixed), heads, shape.key_dim), dtype=mixed.dtype, device=mixed.device)
     u = torch.empty((len(mixed), heads, shape.value_dim), dtype=mixed.dtype, device=mixed.device)
     _write_kernel[(count, triton.cdiv(runs.max_rows, CHUNK), heads)](
-        mixed, log_decay, beta, runs.begins, runs.ends, w, u, **sizes, CHUNK=CHUNK, PRECISION=precision)
+        mixed, log_decay, beta, runs.begins, runs.ends, w, u, **sizes, CHUNK=CHUNK,
+        PRECISION="ieee" if mixed.dtype == torch.float32 else "tf32")
     _chunks_kernel[(count, heads, blocks)](
         mixed, log_decay, w, u, states, runs.begins, runs.ends, runs.sources, runs.targets, out, states.stride(0),
-        states.stride(1), scale, **sizes, CHUNK=CHUNK, PRECISION=precision, num_warps=8, num_stages=1)
+        states.stride(1), scale, **sizes, CHUNK=CHUNK, num_warps=8, num_stages=1)

@@ -1,5 +1,6 @@
 """The selective scan of Mamba-2 (state-space duality, arXiv:2405.21060, section 6): prompts in chunks of 64 tokens,
-whose pairs are computed by matrix products; a program goes over a head's chunks with the state in registers."""
+whose pairs are computed by matrix products; a program goes over a head's chunks with the state in registers. Products
+are of the type of their rows, and summed in float32."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ _BLOCK_VALUES = 32
 def _scan_kernel(mixed_ptr, step_ptr, log_decay_ptr, skip_ptr, state_ptr, begins_ptr, ends_ptr, sources_ptr,
                  targets_ptr, out_ptr, state_page, state_part, GROUPS: tl.constexpr, HEADS: tl.constexpr,
                  VALUE: tl.constexpr, STATE: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr,
-                 BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, ONE_ROW: tl.constexpr, PRECISION: tl.constexpr):
+                 BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, ONE_ROW: tl.constexpr):
     """All tokens of one run, for some values of one head."""
     run = tl.program_id(0)
     head = tl.program_id(1)
@@ -28,8 +29,8 @@ def _scan_kernel(mixed_ptr, step_ptr, log_decay_ptr, skip_ptr, state_ptr, begins
     target = tl.load(targets_ptr + run).to(tl.int64)
     values = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
     columns = tl.arange(0, BLOCK_N)
-    matrix = part * state_part + (head % HEADS) * VALUE * STATE + values[:, None] * STATE + columns[None, :]
-    is_matrix = (values < VALUE)[:, None] & (columns < STATE)[None, :]
+    matrix = part * state_part + (head % HEADS) * VALUE * STATE + values[None, :] * STATE + columns[:, None]
+    is_matrix = (values < VALUE)[None, :] & (columns < STATE)[:, None]
     state = tl.load(state_ptr + tl.maximum(source, 0) * state_page + matrix, is_matrix & (source >= 0),
                     other=0.0).to(tl.float32)
     skip = tl.load(skip_ptr + head)
@@ -41,8 +42,8 @@ def _scan_kernel(mixed_ptr, step_ptr, log_decay_ptr, skip_ptr, state_ptr, begins
         c = tl.load(inputs + HEADS * VALUE + STATE + columns, columns < STATE, other=0.0).to(tl.float32)
         of_head = row * GROUPS * HEADS + head
         state *= tl.exp(tl.load(log_decay_ptr + of_head))
-        state += (x * tl.load(step_ptr + of_head))[:, None] * b[None, :]
-        out = tl.sum(state * c[None, :], 1) + skip * x
+        state += (x * tl.load(step_ptr + of_head))[None, :] * b[:, None]
+        out = tl.sum(state * c[:, None], 0) + skip * x
         tl.store(out_ptr + of_head * VALUE + values, out.to(out_ptr.dtype.element_ty), values < VALUE)
     else:
         number = tl.arange(0, CHUNK)
@@ -52,21 +53,21 @@ def _scan_kernel(mixed_ptr, step_ptr, log_decay_ptr, skip_ptr, state_ptr, begins
             is_value = live[:, None] & (values < VALUE)[None, :]
             is_state = live[:, None] & (columns < STATE)[None, :]
             inputs = mixed_ptr + (rows * GROUPS + part) * CHANNELS
-            x = tl.load(inputs[:, None] + (head % HEADS) * VALUE + values[None, :], is_value, other=0.0).to(tl.float32)
-            b = tl.load(inputs[:, None] + HEADS * VALUE + columns[None, :], is_state, other=0.0).to(tl.float32)
-            c = tl.load(inputs[:, None] + HEADS * VALUE + STATE + columns[None, :], is_state, other=0.0).to(tl.float32)
+            x = tl.load(inputs[:, None] + (head % HEADS) * VALUE + values[None, :], is_value, other=0.0)
+            b = tl.load(inputs[:, None] + HEADS * VALUE + columns[None, :], is_state, other=0.0)
+            c = tl.load(inputs[:, None] + HEADS * VALUE + STATE + columns[None, :], is_state, other=0.0)
             of_head = rows * GROUPS * HEADS + head
             total = tl.cumsum(tl.load(log_decay_ptr + of_head, live, other=0.0), 0)
             last = tl.sum(tl.where(number == CHUNK - 1, total, 0.0), 0)
-            scaled = x * tl.load(step_ptr + of_head, live, other=0.0)[:, None]
+            step = tl.load(step_ptr + of_head, live, other=0.0)
             seen = number[:, None] >= number[None, :]
-            decay = tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0))
-            scores = tl.where(seen, tl.dot(c, tl.trans(b), input_precision=PRECISION) * decay, 0.0)
-            out = tl.dot(c * tl.exp(total)[:, None], tl.trans(state), input_precision=PRECISION)
-            out += tl.dot(scores, scaled, input_precision=PRECISION) + skip * x
+            decay = tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0)) * step[None, :]
+            scores = tl.where(seen, tl.dot(c, tl.trans(b), input_precision="ieee") * decay, 0.0).to(x.dtype)
+            out = tl.dot(c, state.to(c.dtype), input_precision="ieee") * tl.exp(total)[:, None]
+            out += tl.dot(scores, x, input_precision="ieee") + skip * x.to(tl.float32)
             tl.store(out_ptr + of_head[:, None] * VALUE + values[None, :], out.to(out_ptr.dtype.element_ty), is_value)
-            left = b * tl.exp(last - total)[:, None]
-            state = state * tl.exp(last) + tl.dot(tl.trans(scaled), left, input_precision=PRECISION)
+            left = (x.to(tl.float32) * (step * tl.exp(last - total))[:, None]).to(x.dtype)
+            state = state * tl.exp(last) + tl.dot(tl.trans(b), left, input_precision="ieee")
     tl.store(state_ptr + target * state_page + matrix, state.to(state_ptr.dtype.element_ty), is_matrix)
 
 
@@ -88,6 +89,5 @@ def selective_scan(mixed: torch.Tensor, step: torch.Tensor, log_decay: torch.Ten
         mixed, step, log_decay, skip, states, runs.begins, runs.ends, runs.sources, runs.targets, out,
         states.stride(0), states.stride(1), GROUPS=shape.num_groups, HEADS=shape.heads, VALUE=shape.head_dim,
         STATE=shape.state_dim, CHANNELS=shape.channels, CHUNK=CHUNK, BLOCK_P=_BLOCK_VALUES,
-        BLOCK_N=max(16, triton.next_power_of_2(shape.state_dim)), ONE_ROW=runs.max_rows == 1,
-        PRECISION="ieee" if mixed.dtype == torch.float32 else "tf32", num_stages=1,
+        BLOCK_N=max(16, triton.next_power_of_2(shape.state_dim)), ONE_ROW=runs.max_rows == 1, num_stages=1,
         num_warps=4 if runs.max_rows == 1 else 8)

@@ -811,7 +811,5 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
 SIZES = (1, 3, 4, 15, 16)
 
 MOST_SPILLED = 512
-SPILL_MORE = {"paged_prefill float32": 2048, "mla_prefill float32": 2048,
-              "gated_delta_rule Qwen3-Next, prompts": 1024, "selective_scan Falcon-H1, prompts": 1024}
-"""Bytes that a thread may spill, and cases that may spill more: float32 has no tensor cores, and only tests use it;
-states in float32 are not tuned yet."""
+SPILL_MORE = {"paged_prefill float32": 2048, "mla_prefill float32": 2048}
+"""Bytes that a thread may spill, and cases that may spill more: float32 has no tensor cores, and only tests use it."""
