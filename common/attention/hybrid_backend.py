@@ -34,8 +34,9 @@ class StateBackend:
     def plan(self, batch: ForwardBatch) -> StatePlan:
         batch = batch.in_group(self._cache_group)
         if batch.is_decode:
-            return StatePlan(self._states, [self._decode_runs(batch)])
-        return StatePlan(self._states, [_upload(runs, batch.input_ids.device) for runs in self._cut(batch)])
+            return StatePlan(self._states, lambda: [self._decode_runs(batch)])
+        runs = [_upload(runs, batch.input_ids.device) for runs in self._cut(batch)]
+        return StatePlan(self._states, lambda: runs)
 
     def _decode_runs(self, batch: ForwardBatch) -> StateRuns:
         """One row a request, which a CUDA graph can capture: the first row of a page reads the page before."""
@@ -70,16 +71,20 @@ class StateBackend:
 
 
 class StatePlan:
-    """The runs of a batch, one after the other: those of an element of ``runs`` begin where others of an element before
-    have ended."""
+    """The runs of a batch, one after the other: those of an element of ``make_runs()`` begin where others of an element
+    before have ended. The first layer makes them, so that a graph that captures the layers makes them in every replay.
+    """
 
-    def __init__(self, states: dict[int, torch.Tensor], runs: Sequence[StateRuns]):
+    def __init__(self, states: dict[int, torch.Tensor], make_runs: Callable[[], Sequence[StateRuns]]):
         self._states = states
-        self._runs = runs
+        self._make_runs = make_runs
+        self._runs: Sequence[StateRuns] | None = None
 
     def run(self, layer: int, mix: Mix) -> None:
         """Computes a layer's rows by ``mix``, and its states."""
         states = self._states[layer]
+        if self._runs is None:
+            self._runs = self._make_runs()
         for runs in self._runs:
             mix(states, runs)
 

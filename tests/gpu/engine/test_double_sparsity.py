@@ -3,8 +3,6 @@ graphs, and its speed at long contexts."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from baton.common.config.server import KernelArgs
 from baton.tests.bench.double_sparsity import Case
 from baton.tests.helpers.channel_files import save_random_channels, sparsity
 from baton.tests.helpers.hand_driven import Engine, tokens_of
-from baton.tests.helpers.rank_processes import SECONDS
+from baton.tests.helpers.kernel_cases import check_cases
 from baton.tests.helpers.small_models import save_steep_qwen3
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -26,12 +24,7 @@ PROMPTS = [[(7 * i + count) % 97 for i in range(count)] for count in (3, 20, 141
 
 
 def test_kernels_equal_their_twins():
-    cases = Path(__file__).parents[2] / "kernels" / "sparse_cases.py"
-    done = subprocess.run([sys.executable, "-m", "pytest", "--import-mode=importlib", "-p", "no:cacheprovider",
-                           "-p", "no:benchmark", "-o", "addopts=", "-o", "filterwarnings=default", str(cases)],
-                          capture_output=True, text=True, timeout=SECONDS)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout and "skipped" not in done.stdout
+    check_cases("sparse_cases.py")
 
 
 def answers(folder: Path, **options) -> dict[str, list[int]]:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from baton.kernels import _triton
 from baton.kernels.sampling.argmax import argmax
 from baton.tests.bench import small_kernels
-from baton.tests.helpers.rank_processes import SECONDS
+from baton.tests.helpers.kernel_cases import check_cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -21,13 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
                          ["kernel_cases.py", "sample_cases.py", "fp8_cases.py", "small_m_cases.py", "verify_cases.py",
                           "chain_cases.py", "int8_cases.py", "nf4_cases.py"])
 def test_kernels_equal_their_twins(file):
-    cases = Path(__file__).parents[2] / "kernels" / file
-    # The machine's own plugins and their warnings are no part of the test.
-    done = subprocess.run([sys.executable, "-m", "pytest", "--import-mode=importlib", "-p", "no:cacheprovider",
-                           "-p", "no:benchmark", "-o", "addopts=", "-o", "filterwarnings=default", str(cases)],
-                          capture_output=True, text=True, timeout=SECONDS)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout and "skipped" not in done.stdout
+    check_cases(file)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64, 140])

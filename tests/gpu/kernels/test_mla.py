@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +21,7 @@ from baton.common.kvcache.pool import KVPool
 from baton.tests.bench.mla_decode import V2_LITE
 from baton.tests.helpers.deepseek_models import YARN, save_deepseek
 from baton.tests.helpers.hand_driven import Engine, tokens_of
-from baton.tests.helpers.rank_processes import SECONDS
+from baton.tests.helpers.kernel_cases import check_cases
 from baton.tests.helpers.small_models import expected_logits, forward, load_runner, scattered_pages, server_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -35,11 +32,7 @@ NUM_PAGES = 900
 
 
 def test_kernels_equal_their_twins():
-    cases = Path(__file__).parents[2] / "kernels" / "mla_cases.py"
-    done = subprocess.run([sys.executable, "-m", "pytest", "--import-mode=importlib", "-p", "no:cacheprovider",
-                           str(cases)], capture_output=True, text=True, timeout=SECONDS)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout and "skipped" not in done.stdout
+    check_cases("mla_cases.py")
 
 
 @pytest.mark.parametrize("decode", ["triton", "flashinfer"])

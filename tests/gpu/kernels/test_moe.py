@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -23,6 +19,7 @@ from baton.kernels.tuning.moe import default_tiles, warp_specialized_tiles
 from baton.tests.common.distributed.moe_rank import TOKENS
 from baton.tests.common.distributed.test_moe_ranks import MOE_RANK
 from baton.tests.gpu.whole_models import check_graphs_and_overlap
+from baton.tests.helpers.kernel_cases import check_cases
 from baton.tests.helpers.rank_processes import run_ranks
 from baton.tests.helpers.small_models import expected_logits, forward, load_runner, scattered_pages, server_config
 from baton.tests.helpers.small_moe import FAMILIES, save_moe
@@ -31,11 +28,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def test_kernels_equal_their_twins():
-    cases = [str(Path(__file__).parents[2] / "kernels" / name) for name in ("moe_cases.py", "mxfp4_cases.py")]
-    done = subprocess.run([sys.executable, "-m", "pytest", "--import-mode=importlib", "-p", "no:cacheprovider",
-                           *cases], capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout and "skipped" not in done.stdout
+    check_cases("moe_cases.py", "mxfp4_cases.py", timeout=280)
 
 
 @pytest.mark.parametrize("tokens", [1, 13, 200, 1500, 5000])

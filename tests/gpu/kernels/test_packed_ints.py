@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +12,7 @@ from baton.kernels import reference
 from baton.kernels.arguments import PackedInts
 from baton.kernels.gemm.packed_int_matmul import packed_int_matmul
 from baton.kernels.moe.packed_int_experts import packed_int_expert_products
+from baton.tests.helpers.kernel_cases import check_cases
 from baton.tests.helpers.packed_checkpoints import FORMS, save_packed
 from baton.tests.helpers.small_models import forward, load_runner, save_model, scattered_pages, server_config
 from baton.tests.helpers.small_moe import save_moe
@@ -25,11 +23,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 
 
 def test_kernels_equal_their_twins():
-    cases = Path(__file__).parents[2] / "kernels" / "packed_int_cases.py"
-    done = subprocess.run([sys.executable, "-m", "pytest", "--import-mode=importlib", "-p", "no:cacheprovider",
-                           str(cases)], capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout and "skipped" not in done.stdout
+    check_cases("packed_int_cases.py", timeout=280)
 
 
 def packed(*shape: int, bits: int, group: int, zeros: bool) -> PackedInts:

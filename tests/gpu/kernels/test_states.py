@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,17 +11,14 @@ from baton.common.config.server import KernelArgs
 from baton.tests.helpers.family_parity import save_random
 from baton.tests.helpers.hand_driven import Engine, tokens_of
 from baton.tests.helpers.hybrid_models import MAMBA, save_hybrid
+from baton.tests.helpers.kernel_cases import check_cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 PROMPTS = [[(7 * i + count) % 97 for i in range(count)] for count in (3, 20, 141, 8, 130, 64, 31)]
 
 
 def test_kernels_equal_their_twins():
-    cases = Path(__file__).parents[2] / "kernels" / "state_cases.py"
-    done = subprocess.run([sys.executable, "-m", "pytest", "--import-mode=importlib", "-p", "no:cacheprovider",
-                           str(cases)], capture_output=True, text=True, timeout=230)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout and "skipped" not in done.stdout
+    check_cases("state_cases.py", timeout=230)
 
 
 def answers(folder: Path, device: str, **options) -> dict[str, list[int]]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +21,7 @@ from baton.kernels.moe.moe_experts import moe_experts
 from baton.tests.gpu.kernels.test_attention import fused
 from baton.tests.gpu.whole_models import check_bfloat16, check_graphs_and_overlap
 from baton.tests.helpers.gpt_oss_models import save_gpt_oss
-from baton.tests.helpers.rank_processes import SECONDS
+from baton.tests.helpers.kernel_cases import check_cases
 from baton.tests.helpers.small_models import expected_logits, forward, load_runner, scattered_pages, server_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -34,11 +31,7 @@ FLASHINFER = pytest.mark.skipif(find_spec("flashinfer") is None, reason="not ins
 
 
 def test_kernels_equal_their_twins():
-    cases = Path(__file__).parents[2] / "kernels" / "window_cases.py"
-    done = subprocess.run([sys.executable, "-m", "pytest", "--import-mode=importlib", "-p", "no:cacheprovider",
-                           str(cases)], capture_output=True, text=True, timeout=SECONDS)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout and "skipped" not in done.stdout
+    check_cases("window_cases.py")
 
 
 Make = Callable[[KVPool, int], AttentionBackend]
