@@ -13,6 +13,7 @@ from ..common.api.errors import ServingError, TransferFailed
 from ..common.distributed.agreement import RankAgreement
 from ..common.engine.unified_scheduler import UnifiedScheduler
 from ..common.request.req import Req
+from ..common.scheduler.page_budget import QueueAdmission
 from ..kvtransfer.protocol.states import Phase
 from ..kvtransfer.receiver.kv_receiver import KVReceiver
 from ..kvtransfer.requests import Progress, TransferRequest, TransferStatus, TransferTable
@@ -34,6 +35,7 @@ class DecodeScheduler:
         self.transfers = TransferTable(receiver, group)
         self.peers = PrefillPeers(receiver)
         self.arrived = self.batcher.make_queue()
+        self._admission = QueueAdmission(self.batcher.page_budget, incoming=True)
         self._new: list[Req] = []  # of the arrived ones
         self._started: list[TransferRequest] = []  # in this step
 
@@ -111,12 +113,11 @@ class DecodeScheduler:
 
     def _reserve_arrived(self) -> None:
         """Reserves pages in the queue's order while there are any; retracted requests that are as urgent come first."""
-        while not self.paused and (req := self.arrived.peek()) is not None and self._is_next(req):
-            self.unified.preempt_for(req, req.num_prompt_tokens, req.num_prompt_tokens)
-            if not self.batcher.has_slot or not self.batcher.page_budget.reserve(
-                    req, req.num_prompt_tokens, req.num_prompt_tokens):
+        while not self.paused and (head := self.arrived.peek()) is not None and self._is_next(head):
+            self.unified.preempt_for(head, *self._admission.extent(head))
+            req = self.arrived.admit(self._admission) if self.batcher.has_slot else None
+            if req is None:
                 return
-            self.arrived.remove(req)
             req.end_span("queue")
             if not self.batcher.load_from_tier(req, req.num_prompt_tokens, self._ask_prefill):
                 self._ask_prefill(req)

@@ -181,7 +181,7 @@ class UnifiedScheduler:
         if batcher.paused is not None:
             return None
         if batcher.priorities.enabled and (head := batcher.waiting.peek()) is not None:
-            self.preempt_for(head, len(head.tokens), head.prefix_limit)
+            self.preempt_for(head, *batcher.admission.extent(head))
         mixed = batcher.args.enable_mixed_chunk
         if not mixed and (batch := batcher.next_prefill()) is not None:
             return batch

@@ -22,7 +22,7 @@ from ..request.step_input import Chunk, StepInput, chunk_step, draft_step
 from .chain_planner import ChainPlanner, NoChain
 from .drafting import Drafting
 from .new_token_ratio import NewTokenRatio, remaining_decrease, remaining_output
-from .page_budget import PageBudget
+from .page_budget import PageBudget, QueueAdmission
 from .policies.order import Order, OrderInputs
 from .policies.priority import Priorities
 from .preemption.retraction import Retraction
@@ -65,6 +65,7 @@ class Batcher:
         self.running, self.transferring = self.queues.running, self.queues.transferring
         self.page_budget = PageBudget(cache, NewTokenRatio(args.schedule_conservativeness if decodes else 0.0),
                                       self.queues, self.priorities)
+        self.admission = QueueAdmission(self.page_budget)
         self.retraction = Retraction(self.queues, self.page_budget, self.priorities, swap, self.remove, loads)
         self.paused: PauseMode | None = None
         """The owner launches no step while this is set."""
@@ -122,7 +123,7 @@ class Batcher:
 
     def make_queue(self) -> WaitingQueue:
         """An empty queue, ordered by the current policy and by each that is set later."""
-        queue = WaitingQueue(self._order_maker(), self.priorities.urgency)
+        queue = WaitingQueue(self._order_maker(), self.priorities.urgency, self.args.schedule_backfill_ratio)
         self._waiting_queues.append(queue)
         return queue
 
@@ -181,12 +182,7 @@ class Batcher:
     def _admit(self, above: int | None = None) -> Iterator[Req]:
         """Admit waiting requests, those more urgent than ``above``, while pages and slots allow; yields those whose
         prompt is to be computed."""
-        while self.has_slot and (req := self.waiting.peek()) is not None:
-            if above is not None and self.priorities.urgency(req) <= above:
-                return
-            if not self.page_budget.reserve(req, len(req.tokens), req.prefix_limit):
-                return
-            self.waiting.remove(req)
+        while self.has_slot and (req := self.waiting.admit(self.admission, above)) is not None:
             if not self.load_from_tier(req, req.prefix_limit, self._begin_loaded) and self._begin(req):
                 yield req
 

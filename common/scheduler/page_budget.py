@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..kvcache.manager import KVCacheManager, PageTable
 from ..request.req import Req
@@ -40,6 +41,24 @@ class PageBudget:
         req.page_table = table
         self.cache.record_use(table, self._priorities.urgency(req))
         return True
+
+    @property
+    def headroom(self) -> int:
+        """Pages for requests to be admitted: those available, but what running requests are expected to need."""
+        queues = self._queues
+        if not queues.num_admitted:
+            return self.cache.num_available
+        expected = self.cache.pages_for(self.new_token_ratio.reserved_tokens(queues.remaining))
+        return self.cache.num_available - len(queues.running) - expected
+
+    def pages(self, req: Req, num_tokens: int, prefix_limit: int) -> int:
+        """Pages of ``headroom`` that ``reserve`` with the same arguments takes, expected output among them."""
+        available = self.cache.num_available
+        table = self._match(req, num_tokens, prefix_limit)
+        missing = self.cache.pages_for(num_tokens) - table.count
+        locked = available - self.cache.num_available  # cached, and evictable until then
+        self.cache.release(table)
+        return missing + locked + self.cache.pages_for(self.new_token_ratio.reserved_tokens(remaining_output(req)))
 
     def shortfalls(self, req: Req, num_tokens: int, prefix_limit: int) -> list[int]:
         """Pages of each cache group that must become free before ``reserve`` succeeds, 0 or less where it would now."""
@@ -97,3 +116,26 @@ class PageBudget:
         for req in reqs:
             req.page_table = None
             req.num_computed_tokens = 0
+
+
+@dataclass(frozen=True)
+class QueueAdmission:
+    """Page budget of one queue: requests whose prompt this server computes, or whose pages another server fills
+    (``incoming``)."""
+
+    budget: PageBudget
+    incoming: bool = False
+
+    @property
+    def headroom(self) -> int:
+        return self.budget.headroom
+
+    def extent(self, req: Req) -> tuple[int, int]:
+        """The arguments ``num_tokens`` and ``prefix_limit`` of ``PageBudget.reserve``."""
+        return (req.num_prompt_tokens,) * 2 if self.incoming else (len(req.tokens), req.prefix_limit)
+
+    def pages(self, req: Req) -> int:
+        return self.budget.pages(req, *self.extent(req))
+
+    def reserve(self, req: Req) -> bool:
+        return self.budget.reserve(req, *self.extent(req))

@@ -35,6 +35,9 @@ class ScheduleArgs:
     schedule_conservativeness: float = flag(1.0, help=(
         "scales the share of running requests' output that is reserved before another one is admitted: larger for "
         "fewer retractions, 0 for the largest batches"))
+    schedule_backfill_ratio: float = flag(4.0, help=(
+        "requests behind one that does not fit may be admitted before it until they have taken this many times the KV "
+        "pages that it takes; then what becomes free is left for it. 0: none passes it"))
     enable_priority_scheduling: bool = flag(False, help=(
         "more urgent requests (the field priority, larger first) run first, and preempt others"))
     schedule_low_priority_values_first: bool = flag(False, help="smaller values of priority are more urgent")
@@ -79,7 +82,7 @@ class ScheduleArgs:
             raise ConfigError(f"--chunked-prefill-size must be 1 or more, or -1 for whole prompts, not "
                               f"{self.chunked_prefill_size}.")
         at_least(self, 1, "max_running_requests", "max_prompts_per_request", "max_prefill_tokens")
-        at_least(self, 0, "max_queued_requests", "schedule_conservativeness",
+        at_least(self, 0, "max_queued_requests", "schedule_conservativeness", "schedule_backfill_ratio",
                  "priority_scheduling_preemption_threshold", "retract_host_memory_gb")
         if not self.request_timeout > 0:
             raise ConfigError(f"--request-timeout must be above 0, not {self.request_timeout:g}.")
