@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-FOLDERS := kernels common kvtransfer prefill decode router lang
+FOLDERS := kernels common kvtransfer prefill decode router simulate lang
 TYPES := /tmp/baton-types-$(shell id -u)
 # Tests of the modules in pyproject.toml's [tool.coverage.run], which must cover all of their lines and branches.
 PURE := $(filter-out %/test_tool_routes.py,$(wildcard tests/common/parsers/test_*.py)) \

@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
-FOLDERS = ("common", "kernels", "kvtransfer", "prefill", "decode", "router", "lang")
+FOLDERS = ("common", "kernels", "kvtransfer", "prefill", "decode", "router", "simulate", "lang")
 
 PACKAGES = [f"baton.{name}" for folder in FOLDERS for name in find_packages(include=[folder, f"{folder}.*"])]
 
@@ -27,6 +27,6 @@ setup(
                   "baton.common.tinychat": [f"{name}/*" for name in ("checkpoint", "eagle3", "nextn", "draft")],
                   "baton.common.tokenizer": ["chat_templates/*.jinja"],
                   "baton.common.commands": ["*.pyi"], "baton.kernels": ["tuning/*.json"],
-                  "baton.router.monitoring": ["dashboard.html"]},
+                  "baton.router.monitoring": ["dashboard.html"], "baton.simulate.costs": ["tables/*.json"]},
     cmdclass={"build_py": BuildPackages},
 )

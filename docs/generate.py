@@ -47,6 +47,7 @@ from baton.launch import ClusterConfig
 from baton.router.config import RouterConfig
 from baton.router.obs.metrics import Metrics
 from baton.router.workers.registry import Registry
+from baton.simulate.args import Simulate
 from baton.tests.helpers import layers, request_fields
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,6 +83,7 @@ COMMANDS = (
     Command("bench_draft_acceptance", BenchDraft, "How many draft tokens a model's MTP layers would get accepted."),
     Command("calibrate_double_sparsity", CalibrateDoubleSparsity, "The heavy channels of a model's heads, from a text: "
             "[sparse attention](sparse-attention.md). `python -m baton.calibrate_double_sparsity` is the same."),
+    Command("baton_simulate", Simulate, "A cluster under a workload, on a virtual clock: [simulator](simulator.md)."),
     Command("bench_kvtransfer", BenchArgs, "KV transfers between processes: [KV transfer](transfer.md#measure)."),
 )
 
@@ -400,6 +402,8 @@ FAMILIES = (
            ("router/config", "router/net", "router/sglang_flags.py", "router/monitoring")),
     Family("Benchmarks", "The load cannot be made or the server does not answer ([benchmarks](benchmarks.md)).",
            ("common/bench", "kvtransfer/bench")),
+    Family("Simulations", "The workload, the cluster or the cost table cannot be used ([simulator](simulator.md)).",
+           ("simulate",)),
 )
 
 

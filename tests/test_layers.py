@@ -14,6 +14,7 @@ MAY_IMPORT = {
     "prefill": {"kvtransfer", "common"},
     "decode": {"kvtransfer", "common"},
     "router": {"common"},
+    "simulate": {"kvtransfer", "common", "prefill", "decode", "router"},
     "lang": {"offline"},
 }
 TORCH_FREE = {"api", "commands", "config", "obs", "registry"}
@@ -45,6 +46,7 @@ def test_router_uses_only_the_torch_free_parts_of_common():
     "baton.common.kvcache.manager",
     "baton.kvtransfer.bootstrap", "baton.prefill.launch", "baton.decode.launch", "baton.launch", "baton",
     "baton.offline", "baton.bench", "baton.lang", "baton.common.bench.serving",
+    "baton.simulate.command",
 ])
 def test_import_does_not_bring_torch(module):
     """The router's install has no torch, and an API server that imports it starts seconds later."""

@@ -40,11 +40,12 @@ def test_contents(wheel):
                       *(f"launch_{name}.py" for name in ("router", "server", "cluster", "prefill", "decode")),
                       "calibrate_double_sparsity.py", *(f"bench_{name}.py" for name in (
                           "serving", "one_batch", "one_batch_server", "offline_throughput")),
-                      "common", "kernels", "kvtransfer", "prefill", "decode", "router", "lang"}
+                      "common", "kernels", "kvtransfer", "prefill", "decode", "router", "simulate", "lang"}
     shipped = {name.removeprefix("baton/common/tinychat/") for name in names if "/tinychat/" in name}
     assert {name for name in shipped if name.endswith(".py")} == {"__init__.py"}, "training code is not for users"
     assert {*(f"baton/common/tinychat/{name}/{file}" for name in ("checkpoint", "eagle3", "nextn", "draft")
               for file in ("model.safetensors", "config.json")), "baton/router/monitoring/dashboard.html",
+            "baton/simulate/costs/tables/llama-3-8b-h200.json",
             "baton/common/tokenizer/chat_templates/qwen.jinja"} <= set(names)
     assert {f"baton/{table.relative_to(ROOT)}" for table in (ROOT / "kernels/tuning").rglob("*.json")} <= set(names)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 
 FLOORS: dict[str, list[list[str]]] = {
-    "": [["kernels"], ["common"], ["kvtransfer", "router"], ["prefill", "decode"],
+    "": [["kernels"], ["common"], ["kvtransfer", "router"], ["prefill", "decode"], ["simulate"],
          ["launch", "launch_prefill", "launch_decode", "launch_router", "offline", "utils"],
          ["bench", "calibrate_double_sparsity", "launch_server", "launch_cluster", "lang"],
          ["bench_offline_throughput", "bench_one_batch", "bench_one_batch_server", "bench_serving"]],
@@ -36,6 +36,7 @@ FLOORS: dict[str, list[list[str]]] = {
                    ["sender", "receiver", "pages"], ["bench"]],
     "lang": [["errors"], ["choices", "sampling", "http", "chat_template"], ["expressions"], ["api"], ["backends"],
              ["interpreter"], ["state"], ["program"]],
+    "simulate": [["costs", "workload"], ["args"], ["results"], ["world"], ["command"]],
     "router": [["config", "routes", "sglang_flags"], ["net"], ["workers"], ["policies", "admission"], ["obs"],
                ["relay"], ["monitoring"], ["admin"], ["components"], ["entry"], ["process_setup", "app"],
                ["multiprocess"], ["launch"]],

@@ -34,6 +34,8 @@ from baton.common.registry import Registry
 from baton.common.request.extras import EXTRAS
 from baton.router.config import RouterConfig
 from baton.router.config.policy import ROUTING_POLICIES
+from baton.simulate.args import Simulate
+from baton.simulate.workload.formats.base import TRACE_FORMATS
 from baton.tests.helpers.layers import ROOT
 
 FILES: dict[str, tuple[Registry, set[str]]] = {
@@ -60,6 +62,7 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
     "common/parsers/reasoning": (REASONING_FORMATS, {"format", "grammar", "parser", "registry"}),
     "common/bench/workloads": (DATASETS, {
         "arrivals", "dataset_args", "datasets", "own_workload", "vocabulary", "workload"}),
+    "simulate/workload/formats": (TRACE_FORMATS, {"base"}),
     "common/bench/exams": (EXAMS, {"exam", "files", "numbers", "prompts"}),
     "common/quantization": (QUANTIZATIONS, {
         "bitsandbytes_linear", "bitsandbytes_tensors",
@@ -95,6 +98,7 @@ FLAGS = {
     "reasoning_parser": {"none", *REASONING_FORMATS},
     "dataset_name": {*DATASETS},
     "task": {*EXAMS},
+    "trace_format": {*TRACE_FORMATS},
     "disaggregation_mode": {*ROLES},
     "schedule_policy": {*SCHEDULE_POLICIES},
     "speculative_algorithm": {*SPECULATIVE_ALGORITHMS},
@@ -108,7 +112,7 @@ FLAGS = {
 """Flags that take registered names, and the values that ``--help`` shows."""
 
 
-COMMANDS = (RouterConfig, ServerConfig, BenchServing, BenchEval)
+COMMANDS = (RouterConfig, ServerConfig, BenchServing, BenchEval, Simulate)
 
 
 @pytest.mark.parametrize("folder", FILES)

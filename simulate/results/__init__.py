@@ -1,0 +1,1 @@
+"""Figures of a simulation, as text, JSON and a page with plots."""

@@ -1,0 +1,1 @@
+"""Requests to simulate: traces in published formats, and synthetic arrivals."""

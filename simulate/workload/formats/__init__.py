@@ -1,0 +1,1 @@
+"""Formats of traces, one a file, each registered by its name."""

@@ -1,0 +1,1 @@
+"""The simulated world: a virtual clock, engines, their transfers, the router."""
