@@ -6,7 +6,6 @@ Nothing here reads a clock: uses are counted, so that the ranks of a tensor-para
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -99,32 +98,6 @@ class EvictionQueue(Generic[T]):
     def _is_current(self, entry: tuple[Rank, int, T]) -> bool:
         queued = self._queued.get(entry[2])
         return queued is not None and queued[0] == entry[1]
-
-
-class RecencyQueue(Generic[T]):
-    """An EvictionQueue in the order of the last ``put``, which is called at every use: each call takes constant time.
-    """
-
-    def __init__(self) -> None:
-        self._items: OrderedDict[T, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __contains__(self, item: T) -> bool:
-        return item in self._items
-
-    def put(self, item: T, usage: Usage) -> None:
-        self._items[item] = None
-        self._items.move_to_end(item)
-
-    def discard(self, item: T) -> None:
-        self._items.pop(item, None)
-
-    def pop(self) -> T:
-        if not self._items:
-            raise IndexError("the queue is empty")
-        return self._items.popitem(last=False)[0]
 
 
 def make_order(policy: str, config: str) -> EvictionOrder:

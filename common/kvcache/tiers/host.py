@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,10 +15,9 @@ from ...api.errors import ConfigError
 from ...config.server.tiers import KV_TIERS
 from ..allocator import PageAllocator
 from ..cache_group import ABSENT
-from ..eviction.base import EvictionQueue, RecencyQueue, Usage
-from ..eviction.lru import LeastRecentlyUsed
 from ..page_keys import PageKey
 from .base import HostListener, TierContext, TierCounters, TierTask
+from .evictable_keys import evictable_keys
 from .page_copies import IO_BACKENDS, Copy, HostPageCopies, PageCopies
 from .slot_memory import OutOfHostMemory, SlotMemory
 
@@ -60,6 +60,24 @@ class InFlight:
     def _incomplete(self, numbers: np.ndarray) -> Copy | None:
         copy = self._copies.get(int(numbers.max(initial=0)))
         return None if copy is None or copy.complete else copy
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """Keys, their slots [n], and what ``generation`` their slots had then: other numbers now, and a page has left."""
+
+    keys: Sequence[PageKey]
+    slots: np.ndarray
+    generations: np.ndarray
+
+    def present(self, generation: np.ndarray) -> np.ndarray:
+        """[n] bool: which pages are still in their slots."""
+        found: np.ndarray = generation[self.slots] == self.generations
+        return found
+
+    def keys_of(self, chosen: np.ndarray) -> list[PageKey]:
+        """The keys of ``chosen`` [n] bool."""
+        return list(self.keys) if chosen.all() else [key for key, is_one in zip(self.keys, chosen.tolist()) if is_one]
 
 
 class StoreTask:
@@ -164,17 +182,14 @@ class HostTier:
         self._slots.allocate(count)
         self.grow(self.num_allocated)
         self._slot_of: dict[PageKey, int] = {}
-        self._usage: dict[PageKey, Usage] = {}
-        self._clock = 0
-        order = context.order or LeastRecentlyUsed()
-        self._evictable: EvictionQueue[PageKey] | RecencyQueue[PageKey] = (
-            RecencyQueue() if isinstance(order, LeastRecentlyUsed) else EvictionQueue(order))
+        self._evictable = evictable_keys(context.order)
         """The keys without a pin."""
         self._pins: Counter[PageKey] = Counter()
         self._generation = np.zeros(count, np.int64)  # counts a slot's contents
-        self._queued: dict[int, tuple[PageKey, np.ndarray]] = {}  # slot: key, and page of each cache group
+        self._queued: list[tuple[_Contents, np.ndarray]] = []  # with pages [cache groups, n]
+        self._is_queued = np.zeros(count, bool)  # by slot
         self._reserved: dict[int, int] = {}  # slot: the number of clears before
-        self._stored: dict[Copy, list[tuple[PageKey, int]]] = {}  # keys and generations, for the listeners
+        self._stored: dict[Copy, list[_Contents]] = {}  # for the listeners
         self._step_loads: list[Copy] = []
 
     def __repr__(self) -> str:
@@ -206,9 +221,8 @@ class HostTier:
 
     def load(self, keys: Sequence[PageKey], page_ids: np.ndarray, compute_seconds: float = 0.0) -> LoadTask:
         present = keys[:self.lookup(keys)]
-        self._touch(present)
-        for key in present:
-            self._usage[key].num_uses += 1
+        self._evictable.touch(present)
+        self._evictable.count_use(present)
         self.pin(present)
         if not present:
             return LoadTask(self, present, None, 0.0)
@@ -248,30 +262,41 @@ class HostTier:
         return load <= (copy.num_groups - missing) * compute and missing * load <= (copy.num_groups - 1) * compute
 
     def store(self, keys: Sequence[PageKey], page_ids: np.ndarray) -> StoreTask:
-        slot_of = [self._slot_of.get(key) for key in keys]
-        self._touch([key for key, slot in zip(keys, slot_of) if slot is not None])
+        slot_of = list(map(self._slot_of.get, keys))
         new = [i for i, slot in enumerate(slot_of) if slot is None]
-        new = new[:self._make_room(len(new), set(keys))]
-        slots = self._slots.allocate(len(new))
-        self._generation[slots] += 1
-        for i, slot, pages in zip(new, slots.tolist(), np.atleast_2d(page_ids)[:, new].T):
-            self._queued[slot] = keys[i], pages
-            self._slot_of[keys[i]] = slot_of[i] = slot
-        self._add_usage([keys[i] for i in new])
-        self.counters.stored += len(new)
+        if len(new) < len(keys):
+            self._evictable.touch([key for key, slot in zip(keys, slot_of) if slot is not None])
+        new = new[:self._make_room(len(new), frozenset(keys) if len(new) < len(keys) else ())]
+        if new:
+            for i, slot in zip(new, self._queue([keys[i] for i in new], np.atleast_2d(page_ids)[:, new]).tolist()):
+                slot_of[i] = slot
         kept = [slot for slot in slot_of if slot is not None]
         return StoreTask(self, slot_of.index(None) if len(kept) < len(keys) else len(keys), np.array(kept, np.int64))
+
+    def _queue(self, keys: list[PageKey], page_ids: np.ndarray) -> np.ndarray:
+        """Queue copies of pages [cache groups, n] whose keys are new; returns their slots."""
+        slots = self._slots.allocate(len(keys))
+        self._generation[slots] += 1
+        self._queued.append((_Contents(keys, slots, self._generation[slots]), page_ids))
+        self._is_queued[slots] = True
+        self._slot_of.update(zip(keys, slots.tolist()))
+        self._evictable.add(keys)
+        self.counters.stored += len(keys)
+        return slots
 
     def flush(self) -> None:
         if not self._queued:
             return
-        queued = self._queued
-        slots, pages = np.array(list(queued)), np.stack([ids for _, ids in queued.values()], 1)
-        numbers = self._numbers_of(pages)
-        copy = self._copies.store(slots, pages, _not_none(self.loads.of_slots(slots), self.loads.of_pages(numbers)))
-        self.stores.add(copy, slots, numbers)
-        self._stored[copy] = [(key, int(self._generation[slot])) for slot, (key, _) in queued.items()]
-        self._queued = {}  # not before: a slot is always queued or in flight for other threads
+        queued = [(contents, pages, contents.present(self._generation)) for contents, pages in self._queued]
+        slots = np.concatenate([contents.slots[there] for contents, _, there in queued])
+        pages = np.concatenate([ids[:, there] for _, ids, there in queued], 1)
+        if len(slots):
+            numbers = self._numbers_of(pages)
+            copy = self._copies.store(slots, pages, _not_none(self.loads.of_slots(slots), self.loads.of_pages(numbers)))
+            self.stores.add(copy, slots, numbers)
+            self._stored[copy] = [contents for contents, _ in self._queued]
+        self._queued = []
+        self._is_queued[slots] = False  # not before: a slot is always queued or in flight for other threads
 
     def _numbers_of(self, page_ids: np.ndarray) -> np.ndarray:
         """Numbers pages [cache groups, n] through all cache groups; without those that are ABSENT."""
@@ -280,7 +305,7 @@ class HostTier:
 
     def is_queued(self, slots: np.ndarray) -> bool:
         """True where a slot waits for ``flush``."""
-        return bool(self._queued) and any(slot in self._queued for slot in slots.tolist())
+        return bool(self._queued) and bool(self._is_queued[slots].any())
 
     def poll(self) -> None:
         for copy in self.loads.pop_complete():
@@ -288,11 +313,9 @@ class HostTier:
                 newest = copy.num_bytes / seconds
                 self.link_rate += _NEWEST_RATE_WEIGHT * (newest - self.link_rate) if self.link_rate else newest
         for copy in self.stores.pop_complete():
-            stored = self._stored.pop(copy)
-            if self.listeners:
-                self._call_stored([key for key, generation in stored
-                                   if (slot := self._slot_of.get(key)) is not None
-                                   and self._generation[slot] == generation])
+            for contents in self._stored.pop(copy):
+                if keys := contents.keys_of(contents.present(self._generation)):
+                    self._call_stored(keys)
 
     def close(self) -> None:
         for copy in (*self.loads, *self.stores):
@@ -304,17 +327,18 @@ class HostTier:
     def pin(self, keys: Sequence[PageKey]) -> None:
         assert all(key in self._slot_of for key in keys)
         self._pins.update(keys)
-        for key in keys:
-            self._evictable.discard(key)
+        self._evictable.take_out(keys)
 
     def unpin(self, keys: Sequence[PageKey]) -> None:
+        free: list[PageKey] = []
         for key in reversed(keys):
             if self._pins[key] > 1:
                 self._pins[key] -= 1
                 continue
             del self._pins[key]
             if key in self._slot_of:
-                self._evictable.put(key, self._usage[key])
+                free.append(key)
+        self._evictable.put_back(free)
 
     def free(self, keys: Sequence[PageKey]) -> None:
         freed = self._drop(keys)
@@ -330,43 +354,26 @@ class HostTier:
 
     def _drop(self, keys: Sequence[PageKey]) -> list[PageKey]:
         """Free the slots of ``keys``; copies that are in flight go on, and the next ones wait for them."""
-        dropped = [key for key in keys if key in self._slot_of]
-        slots = np.array([self._slot_of.pop(key) for key in dropped], np.int64)
+        found = [self._slot_of.pop(key, None) for key in keys]
+        dropped = list(keys) if None not in found else [key for key, slot in zip(keys, found) if slot is not None]
+        slots = np.array([slot for slot in found if slot is not None], np.int64)
         self._generation[slots] += 1
-        for key, slot in zip(dropped, slots.tolist()):
-            self._pins.pop(key, None)
-            self._queued.pop(slot, None)
-            del self._usage[key]
-            self._evictable.discard(key)
+        self._is_queued[slots] = False
+        if self._pins:
+            for key in dropped:
+                self._pins.pop(key, None)
+        self._evictable.forget(dropped)
+        slots.sort()  # the last page left first: neighbours are copied by one command
         self._slots.free(slots)
         return dropped
 
-    def _touch(self, keys: Sequence[PageKey]) -> None:
-        self._clock += 1
-        for key in reversed(keys):
-            self._usage[key].last_used = self._clock
-            if key in self._evictable:
-                self._evictable.put(key, self._usage[key])
-
-    def _add_usage(self, keys: Sequence[PageKey]) -> None:
-        """Let new ``keys`` be evicted, of equal usage the last page first: the others are of use without it."""
-        for key in reversed(keys):
-            self._usage[key] = usage = Usage(self._clock)
-            self._evictable.put(key, usage)
-
-    def _make_room(self, count: int, keep: set[PageKey] | frozenset[PageKey]) -> int:
+    def _make_room(self, count: int, keep: Container[PageKey] = ()) -> int:
         """Evict until ``count`` slots are free, but pinned pages and those of ``keep``; returns how many of ``count``
         are."""
-        missing = count - self._slots.num_free
-        evicted: list[PageKey] = []
-        kept: list[PageKey] = []
-        while len(evicted) < missing and self._evictable:
-            key = self._evictable.pop()
-            (kept if key in keep else evicted).append(key)
-        for key in kept:
-            self._evictable.put(key, self._usage[key])
-        self.free(evicted)
-        self.counters.evicted += len(evicted)
+        if (missing := count - self._slots.num_free) > 0:
+            evicted = self._evictable.next(missing, keep)
+            self.free(evicted)
+            self.counters.evicted += len(evicted)
         return min(count, self._slots.num_free)
 
     def _slots_of(self, keys: Sequence[PageKey]) -> np.ndarray:
@@ -377,7 +384,7 @@ class HostTier:
     def reserve(self, count: int) -> np.ndarray | None:
         if count > self._slots.num_free + self.num_pages - len(self._pins):
             return None
-        self._make_room(count, frozenset())
+        self._make_room(count)
         slots = self._slots.allocate(count)
         self._generation[slots] += 1
         self._reserved.update(dict.fromkeys(slots.tolist(), self.num_clears))
@@ -386,7 +393,6 @@ class HostTier:
     def publish(self, keys: Sequence[PageKey], slots: np.ndarray) -> None:
         published: list[PageKey] = []
         unused = []
-        self._clock += 1
         for key, slot in zip(keys, slots.tolist(), strict=True):
             if self._reserved.pop(slot) != self.num_clears or key in self._slot_of:
                 unused.append(slot)
@@ -394,8 +400,8 @@ class HostTier:
                 self._slot_of[key] = slot
                 published.append(key)
         self._slots.free(np.array(unused, np.int64))
-        self._add_usage(published)
         if published:
+            self._evictable.add(published)
             self._call_stored(published)
 
     def unreserve(self, slots: np.ndarray) -> None:
@@ -414,7 +420,7 @@ class HostTier:
         if slot is None:
             return False
         generation, begin = self._generation[slot], 0
-        if (self._slot_of.get(key) != slot or slot in self._queued
+        if (self._slot_of.get(key) != slot or self._is_queued[slot]
                 or self.stores.of_slots(np.array([slot])) is not None):
             return False
         for array in self.memory.arrays:
@@ -430,7 +436,9 @@ class HostTier:
         assert self._pins.keys() <= self._slot_of.keys() and min(self._pins.values(), default=1) > 0, "pins are off"
         assert all(key in self._evictable for key in self._slot_of.keys() - self._pins.keys())
         assert len(self._evictable) == len(self._slot_of) - len(self._pins), "a page that can be evicted is not queued"
-        assert all(self._slot_of[key] == slot for slot, (key, _) in self._queued.items()), "a dropped page is queued"
+        queued = [key for contents, _ in self._queued for key in contents.keys_of(contents.present(self._generation))]
+        assert sorted(self._slot_of[key] for key in queued) == np.flatnonzero(self._is_queued).tolist(), (
+            "the count of queued pages is off")
 
     def _call_stored(self, keys: list[PageKey]) -> None:
         for listener in self.listeners:

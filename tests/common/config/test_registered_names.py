@@ -79,7 +79,7 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
         "staging", "instance_transfer", "uploads"}),
     "common/kvcache/eviction": (EVICTION_POLICIES, {"base"}),
     "common/kvcache/write_policies": (WRITE_POLICIES, {"base"}),
-    "common/kvcache/tiers": (KV_TIERS, {"base", "page_copies", "slot_memory"}),
+    "common/kvcache/tiers": (KV_TIERS, {"base", "batch_copy", "evictable_keys", "page_copies", "slot_memory"}),
     "common/kvcache/storage": (KV_STORAGES, {
         "base", "fingerprint", "folder", "health", "objects", "open", "operations", "page_servers", "page_shape",
         "storage"}),

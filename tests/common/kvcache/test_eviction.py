@@ -7,7 +7,7 @@ import pytest
 
 from baton.common.api.errors import ConfigError
 from baton.common.config.server.cache import EVICTION_POLICIES
-from baton.common.kvcache.eviction.base import EvictionQueue, RecencyQueue, Usage, make_order
+from baton.common.kvcache.eviction.base import EvictionQueue, Usage, make_order
 from baton.common.kvcache.manager import KVCacheManager
 from baton.common.kvcache.prefix_cache import PrefixCache
 
@@ -146,15 +146,3 @@ def test_a_queue_forgets_stale_places():
 def test_settings_that_make_no_sense_are_refused(policy, config, message):
     with pytest.raises(ConfigError, match=message):
         make_order(policy, config)
-
-
-def test_a_queue_by_recency_goes_by_the_last_put():
-    queue = RecencyQueue()
-    for name in "abcab":
-        queue.put(name, Usage())
-    queue.discard("a")
-    queue.discard("x")
-    assert len(queue) == 2 and "b" in queue and "a" not in queue
-    assert [queue.pop(), queue.pop()] == ["c", "b"]
-    with pytest.raises(IndexError):
-        queue.pop()
