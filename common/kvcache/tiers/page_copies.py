@@ -7,8 +7,9 @@ gives the copy engines one command for each run of pages that are neighbours in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -16,7 +17,10 @@ import torch
 from ....kernels.comm.copy_blocks import copy_blocks
 from ..cache_group import ABSENT
 from .base import TierContext
+from .batch_copy import load_batch_copy
 from .slot_memory import SlotMemory
+
+logger = logging.getLogger(__name__)
 
 PROGRAMS = 16
 """SMs that a copy by kernel takes from the steps that run beside it."""
@@ -209,28 +213,44 @@ class KernelPageCopies(CudaPageCopies):
         copy_blocks(source, target, prepared, self._groups[group].shape[1], programs=PROGRAMS)
 
 
-Run = tuple[int, int, int]
-"""The first slot, the first page, and the number of both."""
+class Runs(NamedTuple):
+    """Runs of pages that are neighbours in both memories, [n] each: the first slots, the first pages, the numbers of
+    both."""
+
+    slots: np.ndarray
+    pages: np.ndarray
+    counts: np.ndarray
 
 
 class DirectPageCopies(CudaPageCopies):
     """Copies by the copy engines, one for each run."""
 
-    def prepare(self, slots: np.ndarray, page_ids: np.ndarray, *, to_device: bool) -> list[Run]:
-        return list(runs(slots, page_ids, self._memory.chunk_of(slots)))
+    def __init__(self, context: TierContext, memory: SlotMemory):
+        self._batch = load_batch_copy()
+        try:
+            super().__init__(context, memory)  # tries a copy
+        except RuntimeError as error:
+            if self._batch is None:
+                raise
+            logger.warning("Pages are copied one by one, because %s.", error)
+            self._batch = None
+            super().__init__(context, memory)
 
-    def copy_group(self, group: int, prepared: list[Run], *, to_device: bool) -> None:
+    def prepare(self, slots: np.ndarray, page_ids: np.ndarray, *, to_device: bool) -> Runs:
+        return runs(slots, page_ids, self._memory.chunk_of(slots))
+
+    def copy_group(self, group: int, prepared: Runs, *, to_device: bool) -> None:
         device, host = self._groups[group], self._memory.arrays[group]
-        if _BATCH is not None:
+        if self._batch is not None:
             size = device.shape[1]
-            at_device = [device.data_ptr() + page * size for _, page, _ in prepared]
-            at_host = [host.ctypes.data + slot * size for slot, _, _ in prepared]
+            at_device = (device.data_ptr() + prepared.pages * size).astype(np.uint64)
+            at_host = (host.ctypes.data + prepared.slots * size).astype(np.uint64)
             targets, sources = (at_device, at_host) if to_device else (at_host, at_device)
-            stream = torch.cuda.current_stream(self._device).cuda_stream
-            _BATCH(targets, sources, [count * size for _, _, count in prepared], stream)
+            self._batch(targets, sources, (prepared.counts * size).astype(np.uint64),
+                        torch.cuda.current_stream(self._device).cuda_stream)
             return
         slots = torch.from_numpy(host)
-        for slot, page, count in prepared:
+        for slot, page, count in zip(*(array.tolist() for array in prepared)):
             ends = device[page:page + count], slots[slot:slot + count]
             target, source = ends if to_device else ends[::-1]
             target.copy_(source, non_blocking=True)
@@ -240,36 +260,11 @@ IO_BACKENDS: Mapping[str, type[CudaPageCopies]] = {"kernel": KernelPageCopies, "
 """By ``--hicache-io-backend``."""
 
 
-def _batch_copy() -> Callable[[list[int], list[int], list[int], int], None] | None:
-    """One call for many copies (cudaMemcpyBatchAsync, CUDA 12.8 and later); None where there is none."""
-    try:
-        from cuda.bindings import runtime
-
-        attributes = runtime.cudaMemcpyAttributes()
-        attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
-        attributes.flags = runtime.cudaMemcpyFlags.cudaMemcpyFlagPreferOverlapWithCompute
-        batch = runtime.cudaMemcpyBatchAsync
-        if runtime.getLocalRuntimeVersion()[1] < 13000:  # its call has an argument more
-            return None
-    except (ImportError, AttributeError):
-        return None
-
-    def copy(targets: list[int], sources: list[int], sizes: list[int], stream: int) -> None:
-        error = batch(targets, sources, sizes, len(sizes), [attributes], [0], 1, runtime.cudaStream_t(stream))[0]
-        if int(error) != 0:
-            raise RuntimeError(f"cudaMemcpyBatchAsync failed: {error!r}")
-
-    return copy
-
-
-_BATCH = _batch_copy()
-
-
-def runs(slots: np.ndarray, page_ids: np.ndarray, chunks: np.ndarray) -> Iterator[Run]:
-    """Yields ``(first slot, first page, count)`` of the runs in which both are contiguous, in one chunk: one copy each.
-    """
+def runs(slots: np.ndarray, page_ids: np.ndarray, chunks: np.ndarray) -> Runs:
+    """The runs in which slots and pages are contiguous, in one chunk: one copy each."""
     assert len(slots) == len(page_ids)
+    if not len(slots):
+        return Runs(slots, page_ids, np.empty(0, np.int64))
     breaks = np.flatnonzero((np.diff(slots) != 1) | (np.diff(page_ids) != 1) | (np.diff(chunks) != 0)) + 1
-    begins = [0, *breaks.tolist()] if len(slots) else []
-    for begin, end in zip(begins, [*begins[1:], len(slots)]):
-        yield int(slots[begin]), int(page_ids[begin]), end - begin
+    begins = np.concatenate(([0], breaks))
+    return Runs(slots[begins], page_ids[begins], np.diff(np.append(begins, len(slots))))
