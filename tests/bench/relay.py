@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import uvloop
@@ -56,9 +57,26 @@ def unified(flags: list[str], logs: Path) -> Iterator[str]:
         server.stop(40)
 
 
+@dataclass(frozen=True)
+class Relay:
+    """A router, and the prefill and the decode server behind it."""
+
+    router: Server
+    prefill: Server
+    decode: Server
+
+
 @contextmanager
 def relay(flags: list[str], logs: Path, gpus: tuple[int, int], prefill_flags: Sequence[str] = (),
           decode_flags: Sequence[str] = ()) -> Iterator[str]:
+    """Yields the router's address of ``relay_servers``."""
+    with relay_servers(flags, logs, gpus, prefill_flags, decode_flags) as servers:
+        yield servers.router.url
+
+
+@contextmanager
+def relay_servers(flags: list[str], logs: Path, gpus: tuple[int, int], prefill_flags: Sequence[str] = (),
+                  decode_flags: Sequence[str] = ()) -> Iterator[Relay]:
     """Router, one prefill and one decode server on the given GPUs."""
     share = ["--mem-fraction-static", "0.42"] if gpus[0] == gpus[1] else []
     ports = free_ports(4)
@@ -75,7 +93,7 @@ def relay(flags: list[str], logs: Path, gpus: tuple[int, int], prefill_flags: Se
             part.start()
         for part in parts:
             part.wait_ready(300)
-        yield router.url
+        yield Relay(router, prefill, decode)
         for worker in (prefill, decode):
             worker.assert_clean(10)
         counters = prefill.state()["counters"]
