@@ -68,7 +68,7 @@ def bench(module: str, seconds: float, *argv: str, name: str = "", json: str = "
 
 
 def weight_updates(source: str, *argv: str) -> Step:
-    """16 GB from the GPU that serves, or from its host."""
+    """16 GB from the GPU that serves, from its host, or over NCCL from another GPU."""
     filled = "-filled" if "--fill-gpu" in argv else ""
     return bench("weight_updates", 120, "--model", "llama-8b", "--device", "cuda", "--source", source, *argv,
                  name=f"weight_updates-{source}{filled}", tail=4)
@@ -89,7 +89,7 @@ PLANS: dict[str, list[Step]] = {
         tests("transformers-code", 180), tests("families", 240),
         tests("kv-ipc", 120), tests("shared-tensors", 120), tests("grammar", 240), tests("scheduling", 240),
         tests("prefill-graphs", 120), tests("chain-graphs", 120), tests("invariant-products", 120),
-        tests("fixed-splits", 120), tests("offload", 180),
+        tests("fixed-splits", 120), tests("offload", 180), tests("layerwise-markers", 120),
         tests("all-reduce", 240), tests("small-m-matmul", 120), tests("dense-warp-specialized", 120),
         tests("split-k-warp-specialized", 120), tests("models-sampler", 240), tests("gather-scatter-norm", 120),
         tests("decode-warp-specialized", 120), tests("batched-splits", 120),
@@ -120,7 +120,8 @@ PLANS: dict[str, list[Step]] = {
         *parts("four-ranks", 150, "expert_parallel", "each_other", "groups and 2", "groups"),
         *parts("moe", 150, "two_gpus")[:1], tests("tensor-parallel", 150), tests("pipeline", 150), tests("relay", 200),
         tests("all-to-all", 150), tests("dead-rank", 150, alone=True), tests("kv-ipc", 120, alone=True),
-        tests("shared-tensors", 120),
+        tests("shared-tensors", 120), tests("update-group", 120),
+        weight_updates("group", "--rounds", "2"),
         bench("copy_blocks", 60, json="--out", tail=34), bench("transfer_exposed", 150, json="--out", tail=26),
         bench("all_reduce", 60, json="--out", tail=16), bench("token_exchange", 60, json="--out"),
         bench("decode_tp", 120, json="--out"), bench("pipeline", 120, json="--out"),
