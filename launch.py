@@ -39,7 +39,7 @@ def launch_server(argv: Sequence[str] | None = None) -> None:
         if "dist_init_addr" in values:
             print(f"launch_server: --dist-init-addr is not needed: {DECIDED_BY_CLUSTER['dist_init_addr']}.",
                   file=sys.stderr, flush=True)
-        _start_cluster(copies, [])
+        _start_cluster(copies, router_tls(values))
     config = build(ServerConfig, values)
     sys.exit(importlib.import_module(config.role.launcher).run(config))
 
@@ -51,6 +51,9 @@ DECIDED_BY_CLUSTER = {
     "port": "--port is the router's; the servers take the ports after it",
     "dp_size": "--dp-size counts whole servers, and attention groups with --enable-dp-attention",
     "dist_init_addr": "all servers run on this host, and the ranks of each meet by themselves",
+    **dict.fromkeys(("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs", "ssl_cert_reqs",
+                     "enable_ssl_refresh"),
+                    "TLS ends at the router; give it --router-ssl-certfile and --router-ssl-keyfile"),
     **dict.fromkeys(("nnodes", "node_rank"),
                     "all servers run on this host; for several hosts use launch_prefill and launch_decode"),
 }
@@ -81,9 +84,8 @@ class ClusterArgs:
     def first_port(self) -> int:
         return self.worker_base_port or self.port + 1
 
-    @property
-    def url(self) -> str:
-        return f"http://{'127.0.0.1' if self.host == '0.0.0.0' else self.host}:{self.port}"
+    def url(self, scheme: str) -> str:
+        return f"{scheme}://{'127.0.0.1' if self.host == '0.0.0.0' else self.host}:{self.port}"
 
 
 @dataclass(frozen=True)
@@ -117,12 +119,25 @@ def copies_of(values: Mapping[str, Any]) -> ClusterConfig | None:
                  {**config, **{key: values[key] for key in ("host", "port", "dp_size") if key in values}})
 
 
+def router_tls(values: Mapping[str, Any]) -> list[str]:
+    """Returns the router's flags for a server's of TLS. Raises ConfigError for those that the router does not have."""
+    given = {name: value for name, value in values.items() if "ssl_" in name and value}
+    if others := given.keys() - {"ssl_certfile", "ssl_keyfile"}:
+        raise ConfigError(f"--{sorted(others)[0].replace('_', '-')} is not for the router that --dp-size starts: leave "
+                          "it out, or start the servers and their router one by one.")
+    return [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value)]
+
+
 @dataclass(frozen=True)
 class ClusterPlan:
     """The configurations of a cluster's processes, servers by name."""
 
     servers: dict[str, ServerConfig]
     router: RouterConfig
+
+    def url(self, args: ClusterArgs) -> str:
+        """The router's address."""
+        return args.url("http" if self.router.security.ssl_certfile is None else "https")
 
     def check_ports(self, args: ClusterArgs) -> None:
         """Raises ConfigError where a port is taken, before any process is started."""
@@ -140,7 +155,7 @@ class ClusterPlan:
             parts.append(ClusterProcess(name, [sys.executable, "-m", *server.role.argv, *to_argv(server)],
                                         f"http://127.0.0.1:{server.http.port}", folder / f"{name}.log"))
         argv = [sys.executable, "-m", "baton.router.launch", *to_argv(self.router)]
-        return [*parts, ClusterProcess("router", argv, args.url, folder / "router.log", "/readiness",
+        return [*parts, ClusterProcess("router", argv, self.url(args), folder / "router.log", "/readiness",
                                       is_last=True)]
 
 
@@ -251,7 +266,7 @@ def _run(config: ClusterConfig, plan: ClusterPlan, folder: Path) -> int:
     setup_logging(dataclasses.replace(logs, log_dir=None), "cluster")
     until = "" if logs.log_dir else ", until they end without a failure"
     say(f"The logs of all parts are in {folder}{until}.", logs)
-    return run_parts(plan.processes(config.cluster, folder), partial(_greet, config, plan.router), logs)
+    return run_parts(plan.processes(config.cluster, folder), partial(_greet, config, plan), logs)
 
 
 def _count_gpus(device: str) -> int:
@@ -262,11 +277,11 @@ def _count_gpus(device: str) -> int:
     return torch.cuda.device_count()
 
 
-def _greet(config: ClusterConfig, router: RouterConfig) -> bool:
+def _greet(config: ClusterConfig, plan: ClusterPlan) -> bool:
     """Prints the cluster's address; with ``--ask`` also an answer. Returns whether the cluster is to stay up."""
-    url, question, logs = config.cluster.url, config.cluster.question, config.servers.logs
+    url, question, logs = plan.url(config.cluster), config.cluster.question, config.servers.logs
     name = config.servers.model.served_model_name or config.servers.model.model_path
-    key = next(iter(router.security.client_keys), None)
+    key = next(iter(plan.router.security.client_keys), None)
     header = "" if key is None else " -H 'Authorization: Bearer KEY'"
     say(f"\nReady at {url}. Try:\n\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{header} \\\n"

@@ -39,7 +39,7 @@ def transport_arguments(parts: EngineParts) -> dict[str, Any]:
     pools = [*runner.pools, *(() if runner.draft_pool is None else (runner.draft_pool,))]
     backend = make_backend(args.disaggregation_transfer_backend, config.http.host, args.disaggregation_ib_device)
     return {
-        "args": args, "host": config.http.host, "server": config.http.shown_url, "backend": backend,
+        "args": args, "host": config.http.host, "server": config.shown_url, "backend": backend,
         "rank": parts.tp.rank, "tp_size": parts.tp.size, "dp_rank": parts.parallel.dp_rank,
         "dp_size": parts.parallel.dp_size, "model": runner.model, "layout": runner.layout,
         "num_pages": runner.pool.num_pages, "spare_page": runner.scratch_page,

@@ -113,7 +113,7 @@ def _server(config: BenchOneBatchServer) -> Iterator[Address]:
     host = "127.0.0.1" if http.host in ("0.0.0.0", "::", "") else http.host
     process = subprocess.Popen([sys.executable, "-m", "baton.launch_server", *to_argv(config.server)])
     try:
-        url = f"http://{host}:{http.port}"
+        url = f"{config.server.tls.scheme}://{host}:{http.port}"
         Control(url, headers).wait_ready(seconds, lambda: _check_alive(process))
         yield Address(url, headers)
     finally:

@@ -78,7 +78,8 @@ def _both(pool: ThreadPoolExecutor, world: TPGroup, work: Callable[[], Any], ask
 def _post(config: ServerConfig, path: str, seconds: float, body: Mapping[str, Any]) -> None:
     """Raises ConfigError."""
     args, secret = config.model, config.http.admin_api_key or config.http.api_key
-    url = (f"http://{args.remote_instance_weight_loader_seed_instance_ip}:"
+    host = args.remote_instance_weight_loader_seed_instance_ip or ""
+    url = (f"{host if '://' in host else f'http://{host}'}:"
            f"{args.remote_instance_weight_loader_seed_instance_service_port}{path}")
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {secret}"} if secret else {})}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)

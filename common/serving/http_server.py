@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import ssl
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -16,6 +17,7 @@ from ..garbage_collector import freeze_collector, warn_of_collections
 from ..obs.tracing import Tracing, exporter_for
 from .context.serving_context import ServingContext
 from .context.traces import Traces
+from .tls_refresh import refresh_certificate
 
 log = logging.getLogger("baton.server")
 
@@ -49,6 +51,12 @@ class HTTPServer:
         stack.callback(server.close)
         stack.callback(asyncio.create_task(context.client_timeouts.watch()).cancel)
         return server
+
+    def keep_certificate(self, context: ssl.SSLContext | None) -> None:
+        """Renews the certificate of the connections' ``context`` where --enable-ssl-refresh says so."""
+        args = self._context.config.tls
+        if context is not None and args.enable_ssl_refresh:
+            self._stack.callback(asyncio.create_task(refresh_certificate(context, args)).cancel)
 
     def export_traces(self) -> None:
         """Exports the spans of requests, where the configuration says so."""

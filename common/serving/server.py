@@ -7,6 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Sequence
 
@@ -41,12 +42,13 @@ def run_server(config: ServerConfig, rank_target: RankTarget, services: Sequence
         return run_node(config, rank_target)
     setup_logging(config.logs, config.role.component)
     try:
+        tls = config.tls.context()
         with _listen(config.http) as listener:
             host = EngineHost(config, rank_target, without_torch=True)
             if config.answers.enable_custom_logit_processor:
                 log.warning("--enable-custom-logit-processor lets whoever may send requests run any code on this "
                             "machine: requests name modules to import, or bring pickles.")
-            uvloop.run(_Server(host).run(listener, services))
+            uvloop.run(_Server(host, tls).run(listener, services))
     except ConfigError as error:
         sentence = str(error)
     except KeyboardInterrupt:  # before there was a server that could stop in order
@@ -75,8 +77,9 @@ def _listen(http: HttpArgs) -> socket.socket:
 class _Server:
     """One run of a server: an engine host served over HTTP, until a signal or the engine's end."""
 
-    def __init__(self, host: EngineHost):
+    def __init__(self, host: EngineHost, tls: ssl.SSLContext | None):
         self._host = host
+        self._tls = tls
 
     async def run(self, listener: socket.socket, services: Sequence[Service]) -> None:
         """Raises ConfigError, with a sentence for the operator, where the server cannot start or continue."""
@@ -108,14 +111,16 @@ class _Server:
         context, count = host.context, host.config.http.tokenizer_worker_num
         app = make_app(context)
         if count == 1:
-            await self._http.start(app, lambda make: loop.create_server(make, sock=listener, backlog=1024))
+            await self._http.start(app, lambda make: loop.create_server(make, sock=listener, backlog=1024,
+                                                                        ssl=self._tls))
+            self._http.keep_certificate(self._tls)
         else:
             self._workers = workers = Workers(host, count, listener.getsockname()[1])
             app.on_response_prepare.append(workers.before_answer)
             await self._http.start(app, lambda make: loop.create_unix_server(make, workers.address, backlog=1024),
                                    logs_requests=False)
             await stack.enter_async_context(workers)
-        log.info("listening on http://%s:%d, model %s", *listener.getsockname()[:2], context.model.name)
+        log.info("listening on %s://%s:%d, model %s", host.config.tls.scheme, *listener.getsockname()[:2], context.model.name)
 
     async def _note_throughput(self) -> None:
         while True:

@@ -5,18 +5,13 @@ from __future__ import annotations
 import ssl
 
 from ...common.api.errors import ConfigError
+from ...common.config.tls import https_context, load_chain
 from ..config.security import SecurityArgs
 
 
 def server_context(args: SecurityArgs) -> ssl.SSLContext | None:
     """The context of --ssl-certfile, or None; raises ConfigError for files that cannot be used."""
-    if args.ssl_certfile is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["http/1.1"])
-    _load_chain(context, args.ssl_certfile, args.ssl_keyfile, "--ssl-certfile and --ssl-keyfile")
-    return context
+    return None if args.ssl_certfile is None else https_context(args.ssl_certfile, args.ssl_keyfile)
 
 
 def worker_context(args: SecurityArgs) -> ssl.SSLContext:
@@ -30,12 +25,5 @@ def worker_context(args: SecurityArgs) -> ssl.SSLContext:
             except (OSError, ssl.SSLError) as error:
                 raise ConfigError(f"Cannot use --worker-ca-file {path}: {error}.") from None
     if args.client_cert_path is not None:
-        _load_chain(context, args.client_cert_path, args.client_key_path, "--client-cert-path and --client-key-path")
+        load_chain(context, args.client_cert_path, args.client_key_path, "--client-cert-path and --client-key-path")
     return context
-
-
-def _load_chain(context: ssl.SSLContext, certificate: str, key: str | None, names: str) -> None:
-    try:
-        context.load_cert_chain(certificate, key)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"Cannot use {names} ({certificate}, {key}): {error}.") from None

@@ -6,6 +6,7 @@ what it does not combine with, those with flags of other classes too.
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 
 from ...api.errors import ConfigError
@@ -28,12 +29,13 @@ from .sparsity import SparsityArgs
 from .speculative import SpeculativeArgs
 from .storage import StorageArgs
 from .tiers import TierArgs
+from .tls import TlsArgs
 
 __all__ = [
     "AnswerArgs", "CacheArgs", "ChatArgs", "DataParallelArgs", "DebugArgs", "DisaggregationArgs", "EventsArgs",
     "GrammarArgs", "HttpArgs", "KernelArgs", "LogArgs", "ModelArgs", "NodeArgs", "ObserveArgs", "OffloadArgs",
     "ParallelArgs", "ResponsesArgs", "ScheduleArgs", "ServerConfig", "ServerSections", "SparsityArgs",
-    "SpeculativeArgs", "StorageArgs", "TierArgs",
+    "SpeculativeArgs", "StorageArgs", "TierArgs", "TlsArgs",
 ]
 
 
@@ -63,6 +65,7 @@ class ServerSections:
     tiers: TierArgs = TierArgs()
     debug: DebugArgs = DebugArgs()
     sparsity: SparsityArgs = SparsityArgs()
+    tls: TlsArgs = TlsArgs()
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,13 @@ class ServerConfig(ServerSections):
             raise ConfigError(f"launch_{mode} starts {mode} servers; for --disaggregation-mode {self.mode} there is "
                               "launch_server.")
         return self
+
+    @property
+    def shown_url(self) -> str:
+        """The name of this server in its peers' logs."""
+        http = self.http
+        host = socket.gethostname() if http.host in ("0.0.0.0", "::", "") else http.host
+        return f"{self.tls.scheme}://{f'[{host}]' if ':' in host else host}:{http.port}"
 
     @property
     def model_name(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from dataclasses import dataclass
 from typing import Literal
@@ -32,12 +31,6 @@ class HttpArgs:
     log_level_http: Literal["debug", "info", "warning", "error"] | None = flag(None, help=(
         "least severe level of the HTTP log; info has a line for each request (by default none are written)"))
     stream_interval: int = flag(1, help="tokens that are gathered into one event of a stream")
-
-    @property
-    def shown_url(self) -> str:
-        """The name of this server in its peers' logs."""
-        host = socket.gethostname() if self.host in ("0.0.0.0", "::", "") else self.host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:

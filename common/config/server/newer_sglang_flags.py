@@ -257,8 +257,6 @@ NEWER: dict[str, Foreign] = {
            "grpc-response-timeout-secs sidecar sidecar-args enable-http2 http2-max-concurrent-streams "
            "http2-initial-connection-window-size "
            "smg-http-sidecar-port grpc-http-sidecar-port"),
-    **_all(Refused("TLS ends at the router: launch_router --tls-cert-path and --tls-key-path; use these"),
-           "ssl-keyfile ssl-certfile ssl-ca-certs ssl-keyfile-password enable-ssl-refresh"),
     **_all(Refused("--chat-template names the template of all requests; use that"),
            "trust-request-chat-template hf-chat-template-name"),
     **_all(Refused("grammars begin after the reasoning; leave it out"), "enable-strict-thinking"),

@@ -160,7 +160,8 @@ async def server_facts(context: ServingContext) -> dict[str, Any]:
     for section in dataclasses.fields(context.config):
         info.update(dataclasses.asdict(getattr(context.config, section.name)))
     info["weight_version"] = context.model.weight_version
-    info["api_key"] = info["admin_api_key"] = info["cluster_secret"] = None  # secrets
+    for secret in ("api_key", "admin_api_key", "cluster_secret", "ssl_keyfile_password"):
+        info[secret] = None
     info.update(version=__version__, status="ready" if context.status.is_ready else "not ready",
                 served_model_name=context.model.name, stream_continuation=True, paused=context.client.paused,
                 staging_weights=context.status.staging_weights, epoch=context.status.epoch,

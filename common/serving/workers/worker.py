@@ -154,5 +154,7 @@ class _Worker:
 
     async def _listen(self, app: Any) -> None:
         http, loop = self._spec.config.http, asyncio.get_running_loop()
+        tls = self._spec.config.tls.context()
         await self._http.start(app, lambda make: loop.create_server(make, http.host, self._spec.port, backlog=1024,
-                                                                    reuse_port=True))
+                                                                    reuse_port=True, ssl=tls))
+        self._http.keep_certificate(tls)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import ssl
-import subprocess
 
 import pytest
 
@@ -13,6 +12,7 @@ from baton.common.config.cli import build
 from baton.router.admin.endpoints import OPEN_PATHS, admin_routes
 from baton.router.config import RouterConfig
 from baton.router.routes import RELAYED
+from baton.tests.helpers.certificates import make_certificate
 
 
 def bearer(key: str) -> str:
@@ -165,13 +165,7 @@ async def test_client_s_authorization_goes_through(start_router, worker, request
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
-    """Paths of a self-signed certificate for 127.0.0.1 and its key."""
-    folder = tmp_path_factory.mktemp("tls")
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-                    "-keyout", key, "-out", cert, "-days", "2", "-subj", "/CN=127.0.0.1",
-                    "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
-    return str(cert), str(key)
+    return make_certificate(tmp_path_factory.mktemp("tls"))
 
 
 async def test_https_on_both_sides(start_router, worker, certificate, script):
