@@ -342,7 +342,7 @@ FAMILIES = (
            "A value has the wrong type or range, or two flags exclude each other. The sentence names the flag; "
            "[flags](flags.md) lists what each takes.",
            ("common/config/cli.py", "common/config/foreign_flags.py", "common/config/logs.py",
-            "common/config/rules.py", "common/config/server",
+            "common/config/rules.py", "common/config/server", "common/config/tls.py",
             "common/registry.py", "common/commands", "common/runner/tensor_input.py", "launch.py",
             "offline.py", "common/serving/offline.py", "common/serving/native",
             "common/serving/tool_servers")),

@@ -33,16 +33,17 @@ _PATH_SUFFIXES = ("_path", "_file", "_folder", "_dir", "_template", "_plot", "ce
 
 def flag(default: Any = dataclasses.MISSING, *, help: str, names: Sequence[str] = (), repeat: bool = False,
          required: bool = False, some: bool = False, metavar: str | tuple[str, ...] | None = None,
-         choices: Choices | None = None) -> Any:
+         choices: Choices | None = None, bare: str | None = None) -> Any:
     """Declares a dataclass field that is also a command-line flag.
 
     ``names`` are aliases of the name that is derived from the field's. ``repeat`` lets the flag be given several
     times, each with one or more values (``--prefill URL [PORT]``); the field is then a tuple of tuples of strings.
     ``required`` fields have no default. With ``some`` a flag of many values takes at least one. ``choices`` are the
     names of a registry, for a field of type ``str``; other fields have those of their ``Literal``.
+    ``bare``: the flag's value where none follows it.
     """
     metadata = {"help": help, "names": tuple(names), "repeat": repeat, "metavar": metavar, "some": some,
-                "choices": choices}
+                "choices": choices, "bare": bare}
     if required:
         return dataclasses.field(metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -106,6 +107,8 @@ class _Flag:
             options.update(action="append", nargs="+")
         else:
             options.update(type=kind, choices=self.choices, nargs=("+" if meta["some"] else "*") if many else None)
+            if meta["bare"] is not None:
+                options.update(nargs="?", const=meta["bare"])
         action = parser.add_argument(*self.spellings, **options)
         action.hidden = self.hidden  # type: ignore[attr-defined]
         if kind is str and self.key.endswith(_PATH_SUFFIXES):

@@ -46,8 +46,9 @@ from ..scheduler.make_batcher import make_batcher
 from ..scheduler.request_tracker import RequestTracker
 from ..speculative.draft_length import CostTable, DraftLength
 from ..speculative.simulated import SimulatedAcceptance
+from ..weights.checksums import verify_checkpoint
 from ..weights.custom_loaders import custom_loaders
-from ..weights.removal import remove_weights
+from ..weights.removal import drop_page_cache, remove_weights
 from .control import Control
 from .cuda_stack import warn_of_stack
 from .embedding_scheduler import EmbeddingScheduler
@@ -123,7 +124,10 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     set_batch_invariant(spec.config.kernels.enable_deterministic_inference)
     try:
         custom_loaders(spec.config.model)  # refused now, if one cannot be imported
-        resolve_checkpoint(spec.config.model, lambda share: progress("downloading", share))
+        folder = resolve_checkpoint(spec.config.model, lambda share: progress("downloading", share))
+        if spec.local_rank == 0:
+            verify_checkpoint(spec.config.model, folder, lambda share: progress("verifying", share))
+        torch.set_float32_matmul_precision("high" if spec.config.kernels.enable_tf32_matmul else "highest")
         parallel = join_groups(spec)
         if spec.config.nodes.nnodes == 1 and not spec.config.kernels.disable_custom_all_reduce:
             connect_all(parallel,
@@ -143,7 +147,9 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
                 "Storage | None", None if prefetches is None else prefetches.storage))
         parallel.world.barrier()  # Ready means that every rank is up
         if spec.local_rank == 0 and spec.config.model.delete_ckpt_after_loading:
-            remove_weights(resolve_checkpoint(spec.config.model))
+            remove_weights(folder)
+        elif spec.local_rank == 0 and spec.config.model.weight_loader_drop_cache_after_load:
+            drop_page_cache(folder)
     except Exception as error:
         channel.send(StartFailed(_failure_sentence(spec, error)))
         channel.close()
@@ -161,10 +167,11 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
                       parts.tracker)
     if spec.rank == 0 and spec.config.model.enable_pickled_weights:
         log.warning("--enable-pickled-weights: whoever reaches /update_weights_from_tensor is trusted with this server")
-    timeout = spec.config.observe.watchdog_timeout
-    watchdog = Watchdog(timeout) if timeout else None
+    observe = spec.config.observe
+    watchdog = (Watchdog(observe.watchdog_timeout, soft_timeout=observe.soft_watchdog_timeout or 0)
+                if observe.watchdog_timeout or observe.soft_watchdog_timeout else None)
     freeze_collector()
-    warn_of_collections(spec.config.observe.gc_warning_threshold_secs)
+    warn_of_collections(observe.gc_warning_threshold_secs)
     ticker = Ticker(channel, parallel.tp, agreement=agreement) if pp_channel is None else PPTicker(channel, pp_channel)
     loop = EngineLoop(ticker, parts.tracker, scheduler, cache, control, send, events, watchdog,
                       parts.grammars, parts.runner.dp_sync if parallel.dp_size > 1 else None,

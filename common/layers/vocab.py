@@ -7,7 +7,7 @@ from copy import copy
 
 import torch
 
-from ...kernels.gemm.dense_matmul import compile_tiles, dense_matmul
+from ...kernels.gemm.dense_matmul import compile_tiles, dense_matmul, float32_matmul
 from ...kernels.rowwise.gather_rows import gather_rows
 from ..distributed.tp import TPGroup
 from ..weights.slots import Allocate, Slot
@@ -31,6 +31,8 @@ class VocabTable:
         self.weight = allocate(rows, hidden_size)
         self.used = max(0, min(rows, vocab_size - self.start))
         self.weight[self.used:].zero_()
+        self.in_float32 = False
+        """True: logits are computed in float32."""
         self.bias: torch.Tensor | None = None
         if bias:
             self.bias = allocate(rows)
@@ -51,18 +53,22 @@ class VocabTable:
         return self.tp.all_reduce(gather_rows(self.weight, ids, self.start))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Computes logits ``[R, vocab]`` of ``[R, hidden]`` in its type, whole on every rank, with contiguous rows."""
+        """Computes logits ``[R, vocab]`` of ``[R, hidden]`` in its type, or float32, whole on every rank, with
+        contiguous rows."""
         if not len(hidden):
-            return hidden.new_empty((0, self.vocab_size))
+            return self._no_rows(hidden, self.vocab_size)
         return self.tp.all_gather_last_dim(self.local_logits(hidden))[:, :self.vocab_size]
 
     def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Computes this rank's columns ``[R, c]`` of the logits of ``[R, hidden]``. The first ``vocab`` columns of the
         ranks' concatenated ones are the logits."""
         if not len(hidden):
-            return hidden.new_empty((0, len(self.weight)))
-        logits = dense_matmul(hidden, self.weight)
+            return self._no_rows(hidden, len(self.weight))
+        logits = (float32_matmul if self.in_float32 else dense_matmul)(hidden, self.weight)
         return logits if self.bias is None else logits.add_(self.bias)
+
+    def _no_rows(self, hidden: torch.Tensor, width: int) -> torch.Tensor:
+        return hidden.new_empty((0, width), dtype=torch.float32 if self.in_float32 else None)
 
     def slots(self) -> Iterator[Slot]:
         if self.used:

@@ -52,15 +52,15 @@ def setup_logging(args: LogArgs, component: str) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
-def check_folder(name: str) -> Path:
-    """Creates a missing --log-dir; raises ConfigError where it cannot be written."""
+def check_folder(name: str, flag: str = "--log-dir") -> Path:
+    """Creates a missing folder of ``flag``; raises ConfigError where it cannot be written."""
     folder = Path(name).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError as error:
-        raise ConfigError(f"Cannot write to --log-dir {folder}: {error.strerror}.") from None
+        raise ConfigError(f"Cannot write to {flag} {folder}: {error.strerror}.") from None
 
 
 class SharedFile(logging.handlers.RotatingFileHandler):

@@ -193,13 +193,14 @@ class ModelRunner:
             runner._enable_two_batch_overlap()
         if device.type == "cuda":
             runner._warm_up(progress)
-            decodes = config.role.decodes and not config.model.is_embedding
+            decodes = (config.role.decodes and not config.model.is_embedding
+                       and not config.kernels.disable_decode_cuda_graph)
             captures_prefill = config.captured_prompts(spec.context_length) > 0
             captures = weights.model.supports_cuda_graphs and config.captures_graphs
             if (decodes or captures_prefill) and captures and may_capture(parallel):
                 runner._captures_decode = decodes
                 runner.prefill_graphs.select(config, spec)
-                if runner.chain_steps is not None:
+                if runner.chain_steps is not None and decodes:
                     runner.chain_steps.select(config)
             profiles = config.debug.enable_profile_cuda_graph
             with capture_profile(parallel.world.rank, device) if profiles else nullcontext():

@@ -47,6 +47,8 @@ class ModelWeights:
         try:
             offloading = dataclasses.replace(spec, offload=config.offload)
             weights = cls(config, spec, build_model(offloading, parallel, getattr(torch, dtype), device), parallel)
+            if config.kernels.enable_fp32_lm_head and weights.model.lm_head is not None:
+                weights.model.lm_head.in_float32 = True
             if config.model.from_instance:
                 weights._receive(parallel, device)
             else:

@@ -107,7 +107,8 @@ def _check_backends(config: ServerConfig) -> None:
     may_have_gpu = _may_have_gpu(config) or os.environ.get("TRITON_INTERPRET") == "1"
     why = "--device is cpu" if config.model.device == "cpu" else "this host shows none (no driver's /dev/nvidiactl)"
     for flag, given in [("--enable-layerwise-nvtx-marker", config.debug.enable_layerwise_nvtx_marker),
-                        ("--enable-profile-cuda-graph", config.debug.enable_profile_cuda_graph)]:
+                        ("--enable-profile-cuda-graph", config.debug.enable_profile_cuda_graph),
+                        ("--enable-tf32-matmul", kernels.enable_tf32_matmul)]:
         if given and not _may_have_gpu(config):
             raise ConfigError(f"{flag} needs a GPU, and {why}: leave it out.")
     for flag, choices, name in chosen:

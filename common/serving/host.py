@@ -249,4 +249,6 @@ def _tokenizer(args: ModelArgs) -> Tokenizer:
         return no_tokenizer()
     tokenizer = load_tokenizer(args.tokenizer_path or args.model_path, None if args.tokenizer_path else args.revision,
                                trust_remote_code=args.trust_remote_code, download_dir=args.download_dir)
+    if args.hf_chat_template_name is not None:
+        return tokenizer.with_named_template(args.hf_chat_template_name)
     return tokenizer.with_chat_template(args.chat_template) if args.chat_template else tokenizer

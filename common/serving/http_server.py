@@ -11,6 +11,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http import RawRequestMessage
+from aiohttp.web_log import AccessLogger
+from yarl import URL
 
 from ..config.server import ServerConfig
 from ..garbage_collector import freeze_collector, warn_of_collections
@@ -37,16 +40,21 @@ class HTTPServer:
         self.hurry = asyncio.Event()
         """Set it to end the wait for running requests."""
 
-    async def start(self, app: web.Application, listen: Listen, *, logs_requests: bool = True) -> asyncio.Server:
-        """Accepts connections; raises OSError. ``logs_requests``: as --log-level-http says."""
+    async def start(self, app: web.Application, listen: Listen, *, behind_workers: bool = False) -> asyncio.Server:
+        """Accepts connections; raises OSError. ``behind_workers``: they are those of processes that have logged the
+        requests, and have read their paths."""
         context, stack = self._context, self._stack
         runner = web.AppRunner(app, handler_cancellation=True,
-                               access_log=_http_log(context.config) if logs_requests else None,
+                               access_log=None if behind_workers else _http_log(context.config),
+                               access_log_class=_access_log_without(context.config.http.
+                                                                    uvicorn_access_log_exclude_prefixes),
                                access_log_format='%a "%r" %s in %Tf s',
                                shutdown_timeout=1.0, handle_signals=False, keepalive_timeout=_KEEPALIVE_SECONDS)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         make: Any = runner.server
+        if not behind_workers and (root := context.config.http.fastapi_root_path.rstrip("/")):
+            make.request_factory = _without_root(root, make.request_factory)
         server = self._listening = await listen(lambda: context.client_timeouts.connect(make))
         stack.callback(server.close)
         stack.callback(asyncio.create_task(context.client_timeouts.watch()).cancel)
@@ -58,11 +66,14 @@ class HTTPServer:
         if context is not None and args.enable_ssl_refresh:
             self._stack.callback(asyncio.create_task(refresh_certificate(context, args)).cancel)
 
-    def export_traces(self) -> None:
-        """Exports the spans of requests, where the configuration says so."""
+    def export(self) -> None:
+        """Exports spans of requests, and lines about them, where the configuration says so."""
         context = self._context
+        if (lines := context.telemetry.request_export) is not None:
+            self._stack.push_async_callback(asyncio.to_thread, lines.close)
         if to := context.config.observe.traces_to:
-            traces = Traces(Tracing(f"baton-{context.config.role.component}", exporter_for(to)), context.config.role)
+            name = context.config.observe.otlp_service_name or f"baton-{context.config.role.component}"
+            traces = Traces(Tracing(name, exporter_for(to)), context.config.role)
             context.telemetry.traces = traces
             self._stack.push_async_callback(asyncio.to_thread, traces.close)
 
@@ -96,6 +107,27 @@ class HTTPServer:
         while ((context.client.num_open or context.in_flight.num_received)
                and not self.hurry.is_set() and context.status.dead is None):
             await asyncio.sleep(0.02)
+
+
+def _without_root(root: str, make: Callable[..., web.BaseRequest]) -> Callable[..., web.BaseRequest]:
+    """Wraps aiohttp's factory of requests: paths below ``root`` become those of the API."""
+    def made(message: RawRequestMessage, *others: Any) -> web.BaseRequest:
+        if message.path.startswith(f"{root}/"):
+            path = message.path[len(root):]
+            message = message._replace(path=path, url=URL(path, encoded=True))
+        return make(message, *others)
+
+    return made
+
+
+def _access_log_without(prefixes: tuple[str, ...]) -> type[AccessLogger]:
+    """aiohttp's log of requests, without those whose path begins with one of the ``prefixes``."""
+    class Filtered(AccessLogger):
+        def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
+            if not request.path.startswith(prefixes):
+                super().log(request, response, time)
+
+    return Filtered if prefixes else AccessLogger
 
 
 def _http_log(config: ServerConfig) -> logging.Logger | None:

@@ -89,7 +89,7 @@ class _Server:
             self._workers: Workers | None = None
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-            http.export_traces()
+            http.export()
             await self._serve_http(stack, listener)
             await host.start(services)
             http.observe_process(host.ready)
@@ -118,9 +118,10 @@ class _Server:
             self._workers = workers = Workers(host, count, listener.getsockname()[1])
             app.on_response_prepare.append(workers.before_answer)
             await self._http.start(app, lambda make: loop.create_unix_server(make, workers.address, backlog=1024),
-                                   logs_requests=False)
+                                   behind_workers=True)
             await stack.enter_async_context(workers)
-        log.info("listening on %s://%s:%d, model %s", host.config.tls.scheme, *listener.getsockname()[:2], context.model.name)
+        log.info("listening on %s://%s:%d, model %s", host.config.tls.scheme, *listener.getsockname()[:2],
+                 context.model.name)
 
     async def _note_throughput(self) -> None:
         while True:

@@ -97,6 +97,16 @@ class Tokenizer:
             source = "{{- bos_token -}}" + source
         return Tokenizer(self._hf, source, template.stops)
 
+    def with_named_template(self, name: str) -> Tokenizer:
+        """This tokenizer with the template of this name, where its checkpoint has several; raises ConfigError."""
+        found = self._hf.chat_template
+        templates = found if isinstance(found, dict) else {"default": found} if found else {}
+        if name not in templates:
+            names = ", ".join(sorted(templates)) or "none"
+            raise ConfigError(f"--hf-chat-template-name {name} is not among the chat templates of the checkpoint: "
+                              f"{names}.")
+        return Tokenizer(self._hf, templates[name], self._stops)
+
     @property
     def chat_template(self) -> str | None:
         """The jinja source of the template for chats with tools, None where there is no template."""
@@ -202,13 +212,15 @@ class Tokenizer:
 
     def render_chat(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None,
                     continue_final_message: bool, options: Mapping[str, Any],
-                    add_generation_prompt: bool | None = None) -> str:
-        """The prompt's text by the chat template; ``options`` are further variables for the template. It ends with the
-        beginning of an answer (``add_generation_prompt``), unless the final message is to be continued.
+                    add_generation_prompt: bool | None = None, template: str | None = None) -> str:
+        """The prompt's text by the chat template, or by ``template`` in its place; ``options`` are further variables
+        for the template. It ends with the beginning of an answer (``add_generation_prompt``), unless the final message
+        is to be continued.
 
         Raises InvalidRequest where there is no template or it rejects the messages.
         """
-        if self._chat_template is None and not self._hf.chat_template:
+        source = self._chat_template if template is None else template
+        if source is None and not self._hf.chat_template:
             raise InvalidRequest("The model has no chat template: use /v1/completions, or start the server with "
                                  "--chat-template.", code="no_chat_template")
         if reserved := _RESERVED & options.keys():
@@ -218,7 +230,7 @@ class Tokenizer:
             add_generation_prompt = not continue_final_message
         try:
             result: str = self._hf.apply_chat_template(
-                       messages, tools=tools, chat_template=self._chat_template, tokenize=False,
+                       messages, tools=tools, chat_template=source, tokenize=False,
                        add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
                        **options)
             return result

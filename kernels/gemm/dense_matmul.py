@@ -59,6 +59,13 @@ def library_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     return linear(x, weight, bias)
 
 
+def float32_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``dense_matmul`` by the library with results in float32, whatever the type of ``x`` and ``weight``."""
+    if x.is_cuda and x.dtype != torch.float32:
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+    return linear(x.float(), weight.float())
+
+
 def _invariant_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
                        gated: bool = False) -> torch.Tensor:
     """Multiplies by a tile whose order of sums is that of all others; without Triton by the twin."""

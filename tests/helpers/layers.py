@@ -30,7 +30,7 @@ FLOORS: dict[str, list[list[str]]] = {
                        ["sse", "stats_logger", "forward"], ["respond", "host"],
                        ["chat", "completions", "native", "embeddings", "sessions", "files", "admin"],
                        ["messages", "responses", "tokens", "batches"], ["api_document", "offline"], ["app"],
-                       ["http_server"], ["workers"], ["server"], ["unified_server"]],
+                       ["tls_refresh"], ["http_server"], ["workers"], ["server"], ["unified_server"]],
     "kvtransfer": [["io_thread", "timing"], ["protocol"], ["backends"],
                    ["bootstrap", "checksum", "expiring", "requests"], ["notices", "failures"], ["driver", "endpoint"],
                    ["sender", "receiver", "pages"], ["bench"]],

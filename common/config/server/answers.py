@@ -46,6 +46,12 @@ class AnswerArgs:
         "repetition_penalty)"))
     default_chat_template_kwargs: str | None = flag(None, metavar="JSON", help=(
         "a JSON object of chat_template_kwargs for chats that leave them out, as {\"enable_thinking\": false}"))
+    trust_request_chat_template: bool = flag(False, help=(
+        "let chats bring a chat_template: a program in a sandbox, whose loops may keep this server busy, so only where "
+        "clients are trusted"))
+    return_input_ids: bool = flag(False, help=(
+        "add the prompt's token ids to each answer of /v1/chat/completions, as sglext.input_ids"))
+    return_output_ids: bool = flag(False, help="and each choice's token ids, as sglext.output_ids")
     stream_response_default_include_usage: bool = flag(False, help=(
         "end streams of chats and completions with their usage, unless stream_options.include_usage is false"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
 from typing import Literal
@@ -30,12 +31,22 @@ class HttpArgs:
         "seconds within which a request's body must arrive; one more for each 16 KiB received; 0: no limit"))
     log_level_http: Literal["debug", "info", "warning", "error"] | None = flag(None, help=(
         "least severe level of the HTTP log; info has a line for each request (by default none are written)"))
+    uvicorn_access_log_exclude_prefixes: tuple[str, ...] = flag((), metavar="PREFIX", help=(
+        "beginnings of paths whose requests the HTTP log of --log-level-http leaves out, as /health /metrics"))
+    fastapi_root_path: str = flag("", metavar="PREFIX", help=(
+        "path before those of the API, where a proxy sends requests on with it: /PREFIX/v1/models; paths without it "
+        "are served as well"))
     stream_interval: int = flag(1, help="tokens that are gathered into one event of a stream")
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
             raise ConfigError(f"--port must be between 0 and 65535, not {self.port}.")
         at_least(self, 1, "stream_interval", "max_payload_size", "tokenizer_worker_num")
+        if self.fastapi_root_path and not re.fullmatch(r"(/[\w.~-]+)+/?", self.fastapi_root_path):
+            raise ConfigError(f"--fastapi-root-path must be a path as /prefix, not {self.fastapi_root_path!r}.")
+        if self.uvicorn_access_log_exclude_prefixes and self.log_level_http is None:
+            raise ConfigError("--uvicorn-access-log-exclude-prefixes is about the HTTP log, of which there is none: "
+                              "give --log-level-http info too.")
         if self.tokenizer_worker_num > 1 and sys.platform != "linux":
             raise ConfigError("--tokenizer-worker-num above 1 needs Linux (SO_REUSEPORT).")
         for name in ("shutdown_grace_secs", "client_header_timeout_secs", "client_body_timeout_secs"):

@@ -46,11 +46,26 @@ class KernelArgs:
     disable_cuda_graph_padding: bool = flag(False, help=(
         "run a decode batch as a CUDA graph only where its size is captured, and launch kernels one by one for others, "
         "instead of padding them to the next size"))
+    disable_decode_cuda_graph: bool = flag(False, help=(
+        "launch a decode step's kernels one by one, and prefill steps as --disable-piecewise-cuda-graph says"))
+    enable_fp32_lm_head: bool = flag(False, help=(
+        "compute logits in float32, of hidden states and a head in the model's type, as trainers do"))
+    enable_tf32_matmul: bool = flag(False, help=(
+        "multiply matrices in float32 by a GPU's tensor cores, with 10 bits of mantissa"))
     enable_deterministic_inference: bool = flag(False, help=(
         "give a request the same tokens and log-probabilities, bit by bit, whatever else is computed with it, in "
         "chunks of any size, from the prefix cache or not; slower. Requests without a seed have the seed 42"))
 
     flag_rules: ClassVar[tuple[ServerRule, ...]] = (
+        Rule(lambda c: c.kernels.enable_fp32_lm_head and c.model.is_embedding,
+             "--enable-fp32-lm-head is for servers that generate: leave it out with --is-embedding."),
+        Rule(lambda c: c.kernels.enable_fp32_lm_head and c.model.model_impl == "transformers",
+             "--enable-fp32-lm-head is for Baton's own heads: leave --model-impl transformers out."),
+        Rule(lambda c: c.kernels.enable_fp32_lm_head and c.kernels.enable_deterministic_inference,
+             "--enable-fp32-lm-head multiplies by a library whose order of sums depends on the batch: leave "
+             "--enable-deterministic-inference out."),
+        Rule(lambda c: c.kernels.enable_tf32_matmul and c.kernels.enable_deterministic_inference,
+             "--enable-deterministic-inference multiplies by kernels of its own: leave --enable-tf32-matmul out."),
         Rule(lambda c: c.kernels.enable_deterministic_inference and c.model.is_embedding,
              "--enable-deterministic-inference is for servers that generate: leave it out with --is-embedding."),
         Rule(lambda c: c.kernels.enable_deterministic_inference and c.model.model_impl == "transformers",

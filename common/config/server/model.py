@@ -57,10 +57,17 @@ class ModelArgs:
     weight_loader_disable_mmap: bool = flag(False, help=(
         "read safetensors files by plain reads of what a rank needs, instead of mapping them: for file systems whose "
         "mappings are slow"))
+    model_checksum: str | None = flag(None, bare="", metavar="SOURCE", help=(
+        "compare the checkpoint's files with SHA-256 sums before they are loaded: those of a JSON file, "
+        "{\"checksums\": {\"model.safetensors\": \"…\"}}, or of a repository on the hub; without a value of "
+        "--model-path's"))
     model_loader_extra_config: str = flag("{}", metavar="JSON", help=(
         "a JSON object of the loader's settings: {\"enable_multithread_load\": true, \"num_threads\": 8} reads so many "
         "safetensors files ahead, each by a thread, for file systems on which one reader is slow, and copies as many "
         "tensors at a time; false copies one at a time, and without it four are copied at a time"))
+    weight_loader_drop_cache_after_load: bool = flag(False, help=(
+        "let the system forget the pages of the weights' files once they are loaded, for hosts whose memory others "
+        "need"))
     delete_ckpt_after_loading: bool = flag(False, help=(
         "remove the weights' files of the folder --model-path once they are loaded, for hosts with little disk; the "
         "other files stay"))
@@ -95,6 +102,9 @@ class ModelArgs:
     chat_template: str | None = flag(None, help=(
         "jinja file, SGLang's JSON conversation template, or the name of a template that ships with Baton, in place of "
         "the checkpoint's chat template"))
+    hf_chat_template_name: str | None = flag(None, metavar="NAME", help=(
+        "which of the checkpoint's chat templates to use, where it has several (default, tool_use, rag); without it "
+        "tool_use where there is one and a chat has tools, else default"))
     completion_template: Literal["deepseek_coder", "star_coder", "qwen_coder"] | None = flag(None, help=(
         "how a code model gets a prompt and its suffix, for the field suffix of /v1/completions"))
 
@@ -124,10 +134,16 @@ class ModelArgs:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "context_length")
+        if self.chat_template is not None and self.hf_chat_template_name is not None:
+            raise ConfigError("--chat-template replaces the checkpoint's chat templates, of which "
+                              "--hf-chat-template-name names one: give one of the two.")
         at_least(self, 0, "base_gpu_id")
         at_least(self, 1, "gpu_id_step")
         if unnamed := [path for path in self.custom_weight_loader if not all(path.split(".")) or "." not in path]:
             raise ConfigError(f"--custom-weight-loader takes package.module.function, not {unnamed[0]}.")
+        if self.model_checksum is not None and self.load_format == "dummy":
+            raise ConfigError("--model-checksum compares what is loaded, and --load-format dummy loads nothing: leave "
+                              "one of them out.")
         _ = self.config_overrides, self.loader_threads, self.seed_ports  # Raise for what they cannot read.
         if self.from_instance != (self.remote_instance_weight_loader_seed_instance_ip is not None):
             raise ConfigError("--load-format remote_instance and --remote-instance-weight-loader-seed-instance-ip go "

@@ -53,6 +53,9 @@ NEWER: dict[str, Foreign] = {
     **_all(Mapped(_whitespace, "--constrained-json-whitespace-pattern", "1"), "constrained-json-max-whitespace-cnt"),
     **_all(Mapped(lambda values, ours: {"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
            "enable-hicache disaggregation-decode-enable-offload-kvcache"),
+    **_all(Mapped(lambda values, ours: {"disable_custom_all_reduce": True},
+                  "--disable-custom-all-reduce: sums are fused with norms where they go through peer memory"),
+           "enforce-disable-flashinfer-allreduce-fusion"),
     **_all(Mapped(lambda values, ours: {"kv_checksum": "full"}, "--kv-checksum full"),
            "disaggregation-enable-kv-checksum"),
     # ------------------------------------------------------------------ always so here
@@ -88,6 +91,12 @@ NEWER: dict[str, Foreign] = {
     **_all(Automatic("ranks read the checkpoint through the page cache"), "weight-loader-prefetch-checkpoints"),
     **_all(Automatic("ranks read the checkpoint through the page cache", "1"), "weight-loader-prefetch-num-threads"),
     **_all(Automatic("collections do not stop a server: loaded objects are frozen", "*"), "gc-threshold"),
+    **_all(Automatic("chunks follow each other through the stages without a limit", "1"), "pp-async-batch-depth"),
+    **_all(Automatic("--speculative-adaptive measures costs itself", "1"), "speculative-adaptive-config"),
+    **_all(Automatic("drafts are accepted where they equal the sample, which changes no token's distribution"),
+           "speculative-use-rejection-sampling speculative-use-block-verification"),
+    **_all(Automatic("items of /v1/score share the query in the prefix cache"), "enable-mis"),
+    **_all(Automatic("torch.compile is off"), "enable-torch-compile-debug-mode"),
     # ------------------------------------------------------------------ refused
     **_all(Refused("it is for other accelerators; GPUs are NVIDIA's here"),
            "mlx-enable-sampling enable-amd-monokernel monokernel-backend enable-aiter-allreduce-fusion "
@@ -146,9 +155,6 @@ NEWER: dict[str, Foreign] = {
            "modelopt-checkpoint-restore-path modelopt-checkpoint-save-path modelopt-export-path quantize-and-serve "
            "rl-quant-profile"),
     **_all(Refused("sums of ranks are in the model's type; leave it out"), "enable-quant-communications"),
-    **_all(Refused("logits are computed in the model's type, and sampled in float32; leave it out"),
-           "enable-fp32-lm-head"),
-    **_all(Refused("matrices in float32 are multiplied in float32; leave it out"), "enable-tf32-matmul"),
     **_all(Refused("--hicache-size and --hicache-ratio set the host memory of --enable-hierarchical-cache; use these"),
            "hicache-host-memory-fraction"),
     **_all(Refused("host memory keeps what it is given until it needs the room; leave it out", ("cache",)),
@@ -179,13 +185,10 @@ NEWER: dict[str, Foreign] = {
            "speculative-dflash-block-size speculative-domino-candidate-pool-size speculative-dspark-block-size "
            "speculative-dspark-sps-table-path speculative-dspark-confidence-sts-path "
            "speculative-dspark-align-verify-tokens-to-graph-tier enable-multi-layer-eagle"),
-    **_all(Refused("drafts are accepted where they equal the sample; leave it out"),
-           "speculative-use-rejection-sampling speculative-use-block-verification"),
     **_all(Refused("the draft model runs as the model does; leave it out"),
            "speculative-draft-load-format speculative-draft-attention-backend speculative-draft-kv-cache-dtype "
            "speculative-draft-window-size speculative-draft-sink-size speculative-moe-a2a-backend "
            "speculative-draft-model-quantization"),
-    **_all(Refused("--speculative-adaptive measures costs itself; use that alone"), "speculative-adaptive-config"),
     **_all(Refused("NGRAM drafts from the server's own requests; leave it out"),
            "speculative-ngram-external-corpus-path speculative-ngram-external-corpus-max-tokens"),
     **_all(Refused("NGRAM drafts from the server's own requests; leave it out", ("0",)),
@@ -196,49 +199,35 @@ NEWER: dict[str, Foreign] = {
     **_all(Refused("answers do not name experts; see --expert-distribution-recorder-mode stat"),
            "enable-return-routed-experts expert-balancedness-report-mode"),
     **_all(Refused("answers have no such field; leave it out"),
-           "sampling-mask-max-tokens return-input-ids return-output-ids"),
-    **_all(Refused("/v1/score scores each item by itself; leave it out"), "enable-mis"),
+           "sampling-mask-max-tokens"),
     **_all(Refused("--disable-cuda-graph, --cuda-graph-bs and --disable-piecewise-cuda-graph say what is captured; use "
                    "these", ("full",)), "cuda-graph-backend-decode"),
     **_all(Refused("--disable-cuda-graph, --cuda-graph-bs and --disable-piecewise-cuda-graph say what is captured; use "
                    "these", ("breakable",)), "cuda-graph-backend-prefill"),
     **_all(Refused("--disable-cuda-graph, --cuda-graph-bs and --disable-piecewise-cuda-graph say what is captured; use "
                    "these"),
-           "cuda-graph-config cuda-graph-max-seq-len-prefill disable-decode-cuda-graph debug-cuda-graph"),
-    **_all(Refused("/start_profile and /stop_profile profile a running server; use these"),
-           "enable-torch-compile-debug-mode"),
-    **_all(Refused("sums of ranks are fused where that is faster; --disable-custom-all-reduce leaves them to NCCL"),
-           "enforce-disable-flashinfer-allreduce-fusion"),
+           "cuda-graph-config cuda-graph-max-seq-len-prefill debug-cuda-graph"),
     **_all(Refused("--enable-deterministic-inference gives the same tokens in every batch; use that"),
            "rl-on-policy-target"),
     **_all(Refused("config.json is read as it is; leave it at auto", ("auto",)), "model-config-parser"),
-    **_all(Refused("weights of a running server come over NCCL between GPUs, over gloo between CPUs; leave it out"),
+    **_all(Refused("weights of a running server come over NCCL between GPUs, over gloo between CPUs; leave it out",
+                   ("nccl",)),
            "remote-instance-weight-loader-backend"),
     **_all(Refused("checkpoints are safetensors or torch's .bin files on a disk or the hub"),
            "remote-instance-weight-loader-start-seed-via-transfer-engine engine-info-bootstrap-port "
-           "modelexpress-config model-checksum decrypted-config-file decrypted-draft-config-file "
-           "checkpoint-engine-wait-weights-before-ready weight-cache-socket weight-cache-timeout "
-           "weight-loader-drop-cache-after-load"),
+           "modelexpress-config decrypted-config-file decrypted-draft-config-file "
+           "checkpoint-engine-wait-weights-before-ready weight-cache-socket weight-cache-timeout"),
     **_all(Refused("checkpoints are read from a disk; leave it out", ("off", "serial")),
            "weight-cache-mode startup-weight-load-mode"),
-    **_all(Refused("--log-requests writes JSON to the log; leave it out", ("json", "stdout")),
-           "log-requests-format log-requests-target"),
-    **_all(Refused("no HTTP access log is written; leave it out"), "uvicorn-access-log-exclude-prefixes"),
-    **_all(Refused("metrics have the labels model_name and mode; add others in the scraper's configuration"),
-           "extra-metric-labels"),
     **_all(Refused("/metrics and /get_load tell how busy a server is; use these"),
            "enable-mfu-metrics load-publish-endpoint enable-forward-pass-metrics forward-pass-metrics-worker-id "
-           "forward-pass-metrics-ipc-name export-metrics-to-file export-metrics-to-file-dir"),
+           "forward-pass-metrics-ipc-name"),
     **_all(Refused("requests are traced; leave it out", ("request",)), "trace-modules"),
-    **_all(Refused("spans name the server's role; leave it out"), "otlp-service-name"),
     **_all(Refused("KV pages are compared after transfers (--kv-checksum); leave it out", ("none",)),
            "kv-canary kv-canary-real-data"),
     **_all(Refused("KV pages are compared after transfers (--kv-checksum); leave it out"), "kv-canary-sweep-interval"),
     **_all(Refused("--debug-tensor-dump-output-folder dumps what the model's modules compute; use that"),
            "forward-hooks msprobe-dump-config"),
-    **_all(Refused("--watchdog-timeout ends a rank that hangs; use that"), "soft-watchdog-timeout"),
-    **_all(Refused("chunks follow each other through the stages without a limit; leave it out", ("0",)),
-           "pp-async-batch-depth"),
     **_all(Refused("prompts and decode steps share the engine by --chunked-prefill-size, --max-prefill-tokens and "
                    "--enable-mixed-chunk; use these"),
            "prefill-decode-interval enable-dynamic-chunking prefill-max-requests enable-prefill-delayer "
@@ -247,17 +236,13 @@ NEWER: dict[str, Foreign] = {
            "prefill-delayer-queue-min-ratio prefill-delayer-max-delay-ms min-free-slots-delay"),
     **_all(Refused("prompts and decode steps share the engine by --chunked-prefill-size, --max-prefill-tokens and "
                    "--enable-mixed-chunk; use these", ("0",)), "prefill-decode-interval-min-bs"),
-    **_all(Refused("priorities are ignored without --enable-priority-scheduling; leave it out"),
-           "abort-on-priority-when-disabled"),
     **_all(Automatic("answers of /v1/responses are stored, within --response-store-entries"),
            "enable-response-store"),
     **_all(Refused("tokenizers are those of Hugging Face; leave it out", ("huggingface",)), "tokenizer-backend"),
     **_all(Refused("servers speak HTTP/1.1 at the paths of their documents; put a proxy before the router"),
-           "fastapi-root-path smg-grpc-mode grpc-mode grpc-port "
+           "smg-grpc-mode grpc-mode grpc-port "
            "grpc-response-timeout-secs sidecar sidecar-args enable-http2 http2-max-concurrent-streams "
            "http2-initial-connection-window-size "
            "smg-http-sidecar-port grpc-http-sidecar-port"),
-    **_all(Refused("--chat-template names the template of all requests; use that"),
-           "trust-request-chat-template hf-chat-template-name"),
     **_all(Refused("grammars begin after the reasoning; leave it out"), "enable-strict-thinking"),
 }

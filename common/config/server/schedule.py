@@ -44,6 +44,8 @@ class ScheduleArgs:
     priority_scheduling_preemption_threshold: int = flag(10, help=(
         "a waiting request preempts running ones that are less urgent by more than this"))
     default_priority_value: int = flag(0, help="priority of requests without one")
+    abort_on_priority_when_disabled: bool = flag(False, help=(
+        "refuse requests with a priority while there is no --enable-priority-scheduling, instead of ignoring it"))
     enable_mixed_chunk: bool = flag(False, help=(
         "decode in every step, along with chunks of prompts: smoother streams, without CUDA graphs while prompts are "
         "computed; the decode tokens count in --chunked-prefill-size"))
@@ -57,6 +59,8 @@ class ScheduleArgs:
              "--schedule-low-priority-values-first needs --enable-priority-scheduling."),
         Rule(lambda c: c.priority_scheduling_preemption_threshold != 10 and not c.enable_priority_scheduling,
              "--priority-scheduling-preemption-threshold needs --enable-priority-scheduling."),
+        Rule(lambda c: c.abort_on_priority_when_disabled and c.enable_priority_scheduling,
+             "--abort-on-priority-when-disabled is for servers without --enable-priority-scheduling: leave one out."),
         Rule(lambda c: c.default_priority_value and not c.enable_priority_scheduling,
              "--default-priority-value needs --enable-priority-scheduling."),
     )

@@ -161,6 +161,7 @@ _AUTOMATIC: dict[str, Foreign] = {
     "--enable-mscclpp": Automatic(_SMALL_SUMS),
     "--enable-nccl-nvls": Automatic("NCCL decides by itself; NCCL_NVLS_ENABLE in the environment overrules it"),
     "--enable-p2p-check": Automatic("peer access is tried at start"),
+    "--deepep-config": Automatic("--moe-a2a-backend peer has no settings to tune", "1"),
     "--deepep-mode": Automatic("--moe-a2a-backend peer has a way for prompts and one for decode steps", "1"),
     "--triton-attention-reduce-in-fp32": Automatic("attention always adds up in float32"),
     "--triton-attention-num-kv-splits": Automatic("decode attention splits contexts by their lengths", "1"),
@@ -206,7 +207,6 @@ _REFUSED: dict[str, Foreign] = {
     **_refused(_NO_LMCACHE, "--enable-lmcache"),
     **_refused(_OFFLOAD_MODE, "--offload-mode", harmless=("cpu",)),
     **_refused(_NO_MULTIPLEX, "--enable-pdmux", "--sm-group-num"),
-    **_refused("--moe-a2a-backend peer has no settings; leave it out", "--deepep-config"),
     **_refused("pools of layers with a window are sized by --swa-full-tokens-ratio; use that",
                "--hybrid-kvcache-ratio"),
 }

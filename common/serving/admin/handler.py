@@ -136,13 +136,14 @@ _logging = BodyDecoder(LoggingRequest, LOGGING_REFUSED)
 
 
 async def configure_logging(context: ServingContext, request: web.Request) -> web.Response:
-    """Changes --log-requests, --log-requests-level and --crash-dump-folder while the server runs."""
+    """Changes --log-requests, its level and format, and --crash-dump-folder while the server runs."""
     body, requests = _logging.decode(await request.read()), context.telemetry.request_log
     level = next(each for each in (body.log_requests_level, requests.level, context.config.observe.log_requests_level)
                  if each is not None)
     enabled = requests.level is not None if body.log_requests is None else body.log_requests
     try:
-        requests.configure(level if enabled else None, body.crash_dump_folder)
+        requests.configure(level if enabled else None, body.crash_dump_folder,
+                           None if body.log_requests_format is None else body.log_requests_format == "text")
     except ConfigError as error:
         raise InvalidRequest(str(error), param="crash_dump_folder") from None
     message = f"Requests are logged at level {level}." if enabled else "Requests are not logged."

@@ -27,9 +27,10 @@ class WeightVersion(msgspec.Struct):
 class LoggingRequest(msgspec.Struct):
     log_requests: bool | None = None
     log_requests_level: Literal[0, 1, 2, 3] | None = None
+    log_requests_format: Literal["json", "text"] | None = None
     crash_dump_folder: str | None = None
 
 
 _NO_DUMPS = Refused("crash_dump_folder takes the last requests when the engine dies, log_requests_level 3 logs all")
 LOGGING_REFUSED = {"dump_requests_folder": _NO_DUMPS, "dump_requests_threshold": _NO_DUMPS,
-                   "log_requests_format": Refused("each line of the log is a JSON object", ("json",))}
+                   "log_requests_target": Refused("start the server with --log-requests-target")}

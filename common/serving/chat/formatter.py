@@ -87,7 +87,7 @@ class ChatFormatter:
         self._with_prompt = bool(body.return_token_ids or body.return_prompt_token_ids)
         self._body = body
         self._output_format = output_format
-        self._reports_cached = context.config.answers.enable_cache_report
+        self._answers = context.config.answers
         self._tokenizer = context.status.serving_tokenizer()
         self._token_bytes = self._tokenizer.token_bytes
         self._streams: list[_ChoiceStream] = []
@@ -157,10 +157,15 @@ class ChatFormatter:
         return chunks
 
     def _sglext(self, choices: Sequence[Choice]) -> SglExt | UnsetType:
-        return SglExt.of(choices[0].cached_tokens_details, self._body.return_cached_tokens_details)
+        first, body, answers = choices[0], self._body, self._answers
+        return SglExt(
+            first.cached_tokens_details if body.return_cached_tokens_details and first.cached_tokens_details else UNSET,
+            first.prompt_ids if body.return_input_ids_in_sglext or answers.return_input_ids else UNSET,
+            [choice.token_ids for choice in choices] if body.return_output_ids_in_sglext or answers.return_output_ids
+            else UNSET).or_unset
 
     def _usage(self, choices: Sequence[Choice], parsers: Sequence[OutputParser]) -> Usage:
-        usage = usage_of(choices, self._body.num_choices, report_cached=self._reports_cached)
+        usage = usage_of(choices, self._body.num_choices, report_cached=self._answers.enable_cache_report)
         if self._output_format.reasoning is not None:
             usage.reasoning_tokens = sum(self._reasoning_tokens(choice, parser)
                                          for choice, parser in zip(choices, parsers))

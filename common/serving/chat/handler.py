@@ -55,7 +55,7 @@ async def plan_chat(context: ServingContext, body: ChatRequest, *, arrived: floa
     choice = tool_choice(body)
     tokenizer = context.status.serving_tokenizer()
     body.set_defaults(context.config.answers)
-    prompt = chat_prompt(tokenizer, body, choice, context.config.answers.template_defaults)
+    prompt = chat_prompt(tokenizer, body, choice, context.config.answers)
     asked = grammar_field(body, body.response_format)
     form = answer_form(model.chat_formats, body, choice, prompt, asked and asked.spec)
     ids = await planner.prompt_ids(Prompts(texts=[prompt]), "messages", add_special_tokens=False)

@@ -3,28 +3,46 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from ...api.errors import InvalidRequest
+from ...config.server import AnswerArgs
 from ...tokenizer.tokenizer import Tokenizer
 from ..protocol.unsupported_fields import MESSAGE, TOOL, refuse
 from .schema import ChatRequest, ContentPart, Message, MessageToolCall, Reasoning, Tool
 from .tool_choice import ToolChoice
 
 
-def chat_prompt(tokenizer: Tokenizer, request: ChatRequest, choice: ToolChoice, defaults: Mapping[str, Any]) -> str:
-    """``choice`` is the request's own, see ``tool_choice``; ``defaults``: the template's variables that the request
-    does not set. Raises InvalidRequest."""
+def chat_prompt(tokenizer: Tokenizer, request: ChatRequest, choice: ToolChoice, args: AnswerArgs) -> str:
+    """``choice`` is the request's own, see ``tool_choice``. Raises InvalidRequest."""
     continued = bool(request.continue_final_message)
     if continued and request.add_generation_prompt:
         raise InvalidRequest("continue_final_message continues the last message, add_generation_prompt begins a new "
                              "one; send one of them.", param="continue_final_message")
-    messages = template_messages(request, knows_developer="developer" in (tokenizer.chat_template or ""))
-    tools, options = template_tools(choice.tools), {**defaults, **template_options(request)}
+    template, options = request_template(request, template_options(request), args)
+    knows_developer = "developer" in (template or tokenizer.chat_template or "")
+    messages, tools = template_messages(request, knows_developer=knows_developer), template_tools(choice.tools)
     return tokenizer.render_chat(
-        messages, tools=tools, continue_final_message=continued,
-        add_generation_prompt=not continued and request.add_generation_prompt is not False, options=options)
+        messages, tools=tools, template=template, continue_final_message=continued,
+        add_generation_prompt=not continued and request.add_generation_prompt is not False,
+        options={**args.template_defaults, **options})
+
+
+def request_template(request: ChatRequest, options: dict[str, Any],
+                     args: AnswerArgs) -> tuple[str | None, dict[str, Any]]:
+    """Returns the request's own template, also one in chat_template_kwargs, and the other variables. Raises
+    InvalidRequest where the server does not trust it."""
+    template = options.pop("chat_template", None) or request.chat_template
+    if template is None:
+        return None, options
+    if not args.trust_request_chat_template:
+        raise InvalidRequest("chat_template is a program, and a client's is not run here: start the server with "
+                             "--chat-template, or where clients are trusted with --trust-request-chat-template.",
+                             param="chat_template", code="unsupported_parameter")
+    if not isinstance(template, str):
+        raise InvalidRequest("chat_template must be a text of jinja.", param="chat_template")
+    return template, options
 
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")

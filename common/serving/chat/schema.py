@@ -104,6 +104,9 @@ class ChatRequest(CommonFields, kw_only=True):
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
     return_prompt_token_ids: bool | None = None
+    return_input_ids_in_sglext: bool | None = None
+    return_output_ids_in_sglext: bool | None = None
+    chat_template: str | None = None
 
     @property
     def requested_tokens(self) -> int | None:

@@ -79,7 +79,8 @@ class CompletionFormatter:
         return chunks
 
     def _sglext(self, choices: Sequence[Choice]) -> SglExt | UnsetType:
-        return SglExt.of(choices[0].cached_tokens_details, self._body.return_cached_tokens_details)
+        details = choices[0].cached_tokens_details
+        return SglExt(details if self._body.return_cached_tokens_details and details else UNSET).or_unset
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | None,
                     metadata: AnswerMetadata | UnsetType = UNSET, sglext: SglExt | UnsetType = UNSET) -> Completion:

@@ -21,6 +21,7 @@ from ...tokenizer.tokenizer import Tokenizer
 from ..protocol.logprobs import joined
 from ..protocol.usage import CachedTokensDetails, CompletionTokensDetails, Usage
 from .draft_counts import DraftCounts, Speculation
+from .request_export import RequestExport
 from .request_log import RequestLog
 from .time_stats import TimeStats
 from .traces import Traces
@@ -55,6 +56,8 @@ class Choice:
         self.arrived = arrived
         self.finish: ChoiceFinish | None = None
         self.latency = 0.0
+        self.first_token_seconds: float | None = None
+        """From arrival to the first token; None before."""
         self._num_continued = 0
         self.num_prompt_tokens = len(request.input_ids)
         self.num_cached_tokens = 0
@@ -210,7 +213,8 @@ class Choice:
             for _ in range(count):
                 self._metrics.itl.observe(gap)
         else:
-            self._metrics.ttft.observe(now - self.arrived)
+            self.first_token_seconds = now - self.arrived
+            self._metrics.ttft.observe(self.first_token_seconds)
             self._count_prompt()
         self._metrics.generation_tokens.inc(count)
         self._last = now
@@ -236,7 +240,8 @@ class Generation:
     def __init__(self, client: EngineClient, tokenizer: Tokenizer, metrics: ServerMetrics, requests: Sequence[Generate],
                  arrived: float, continued: Sequence[int] = (), request_log: RequestLog | None = None,
                  traces: Traces | None = None, count_drafts: Callable[[], DraftCounts | None] = lambda: None,
-                 weight_version: Callable[[], str] = lambda: "default", time_stats: TimeStats | None = None):
+                 weight_version: Callable[[], str] = lambda: "default", time_stats: TimeStats | None = None,
+                 request_export: RequestExport | None = None):
         """``arrived``: the HTTP request's arrival, on the monotonic clock in seconds. ``continued``: output of the only
         choice that another server answered. ``count_drafts`` makes the counts of a choice's drafts,
         ``weight_version`` names the weights of now."""
@@ -244,6 +249,7 @@ class Generation:
         self._request_log = request_log
         self._traces = traces
         self._time_stats = time_stats
+        self._request_export = request_export
         self._requests = requests
         self._arrived = arrived
         self._stream: OutputStream = client.open(requests)
@@ -297,6 +303,13 @@ class Generation:
                 self._time_stats.end(choice.rid, reached, arrived=self._arrived, stages=choice.stages,
                                      num_prompt_tokens=choice.num_prompt_tokens,
                                      num_output_tokens=choice.num_output_tokens)
+            if self._request_export is not None:
+                self._request_export.end(choice.request, reached, seconds=time.monotonic() - self._arrived,
+                                         num_prompt_tokens=choice.num_prompt_tokens,
+                                         num_cached_tokens=choice.num_cached_tokens,
+                                         num_output_tokens=choice.num_output_tokens,
+                                         first_token_seconds=choice.first_token_seconds,
+                                         weight_version=choice.weight_version)
 
     @property
     def live(self) -> bool:

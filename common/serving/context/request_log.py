@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ import msgspec
 
 from ...api.errors import ConfigError
 from ...api.messages import Generate
+from ...config.server import ObserveArgs
+from ...obs.logging import SharedFile, check_folder
 
 log = logging.getLogger("baton.requests")
 
@@ -37,28 +40,39 @@ class RequestLog:
     """The request log of one server.
 
     ``level`` None logs nothing; 0 counts, 1 also sampling parameters, 2 also the beginnings of prompt and answer, 3 all
-    of them. With ``dump_folder``, the running requests and those of the last five minutes are retained for ``dump``.
+    of them, as words with ``text``. With ``dump_folder``, the running requests and those of the last five minutes are
+    retained for ``dump``.
     """
 
-    def __init__(self, level: int | None, dump_folder: Path | None):
+    @classmethod
+    def of(cls, args: ObserveArgs, max_bytes: int) -> RequestLog:
+        """The log that the flags ask for, whose files have up to ``max_bytes``; raises ConfigError."""
+        target = _logger_to(args.log_requests_target, max_bytes) if args.log_requests_target else log
+        return cls(args.log_level_of_requests, args.dump_folder, text=args.log_requests_format == "text", target=target)
+
+    def __init__(self, level: int | None, dump_folder: Path | None, *, text: bool = False,
+                 target: logging.Logger = log):
         """Raises ConfigError where the folder cannot be written: when the engine is dead it is too late to say so."""
         if dump_folder is not None:
             _check_folder(dump_folder)
         self.level = level
+        self.text = text
+        self._log = target
         self.process = ""
         """Names this process in the names of its dumps, where a server has several that write some."""
         self._dump_folder = dump_folder
         self._entries: dict[str, _Entry] = {}
         self._ended: deque[tuple[float, _Entry]] = deque(maxlen=MAX_DUMPED_REQUESTS)
 
-    def configure(self, level: int | None, dump_folder: str | None) -> None:
-        """Changes the level, and the folder where one is given, for requests that begin or end from now on. Raises
-        ConfigError, with nothing changed, where the folder cannot be written."""
+    def configure(self, level: int | None, dump_folder: str | None, text: bool | None = None) -> None:
+        """Changes the level, and the folder and the form where one is given, for requests that begin or end from now
+        on. Raises ConfigError, with nothing changed, where the folder cannot be written."""
         if dump_folder is not None:
             folder = Path(dump_folder).expanduser()
             _check_folder(folder)
             self._dump_folder = folder
         self.level = level
+        self.text = self.text if text is None else text
 
     @property
     def dump_folder(self) -> Path | None:
@@ -71,7 +85,7 @@ class RequestLog:
     def start(self, requests: Sequence[Generate]) -> None:
         for request in requests:
             if self.level is not None:
-                log.info("%s", _line("begin", request.rid, self._fields(request)))
+                self._write("begin", request.rid, self._fields(request))
             if self._dump_folder is not None:
                 self._entries[request.rid] = _Entry(time.time(), request)
 
@@ -82,7 +96,7 @@ class RequestLog:
             fields["seconds"] = round(seconds, 4)
             if self.level >= 2:
                 fields["text"] = text if self.level > 2 else text[:_MAX_LOGGED_CHARS]
-            log.info("%s", _line("end", rid, fields))
+            self._write("end", rid, fields)
         entry = self._entries.pop(rid, None)
         if entry is not None:
             entry.outcome, entry.num_output_tokens = outcome, num_output_tokens
@@ -107,13 +121,27 @@ class RequestLog:
         log.error("the last %d requests are in %s", len(entries), target)
         return target
 
+    def _write(self, event: str, rid: str, fields: dict[str, Any]) -> None:
+        """Prompts hold any characters, and a line must stay one: values are JSON in both forms."""
+        if self.text:
+            values = {name: msgspec.json.encode(value).decode() for name, value in {"rid": rid, **fields}.items()}
+            self._log.info("%s", " ".join((event, *(f"{name}={value}" for name, value in values.items()))))
+        else:
+            self._log.info("%s", msgspec.json.encode({"event": event, "rid": rid, **fields}).decode())
+
     def _fields(self, request: Generate) -> dict[str, Any]:
-        fields: dict[str, Any] = {"prompt_tokens": len(request.input_ids)}
-        if self.level and self.level >= 1:
-            fields["sampling"] = request.sampling
-        if self.level and self.level >= 2:
-            fields["input_ids"] = request.input_ids if self.level > 2 else request.input_ids[:_MAX_LOGGED_CHARS]
-        return fields
+        return {"prompt_tokens": len(request.input_ids), **shown_parameters(request, self.level or 0)}
+
+
+def shown_parameters(request: Generate, level: int) -> dict[str, Any]:
+    """The parameters of a request that --log-requests-level shows: 0 none, 1 those of sampling, 2 also the prompt's
+    first tokens, 3 all of them."""
+    fields: dict[str, Any] = {}
+    if level >= 1:
+        fields["sampling"] = request.sampling
+    if level >= 2:
+        fields["input_ids"] = request.input_ids if level > 2 else request.input_ids[:_MAX_LOGGED_CHARS]
+    return fields
 
 
 def _check_folder(folder: Path) -> None:
@@ -127,6 +155,12 @@ def _check_folder(folder: Path) -> None:
         raise ConfigError(f"Cannot write to {folder}; give another --crash-dump-folder.")
 
 
-def _line(event: str, rid: str, fields: dict[str, Any]) -> str:
-    """One JSON object: prompts hold any characters, and a log line must stay one line."""
-    return msgspec.json.encode({"event": event, "rid": rid, **fields}).decode()
+def _logger_to(targets: Sequence[str], max_bytes: int) -> logging.Logger:
+    """A logger whose lines go to these targets of --log-requests-target alone; raises ConfigError."""
+    target = logging.getLogger("baton.request_lines")
+    target.propagate = False
+    target.setLevel(logging.INFO)
+    target.handlers[:] = [
+        logging.StreamHandler(sys.stdout) if name == "stdout" else
+        SharedFile(check_folder(name, "--log-requests-target") / "requests.log", max_bytes) for name in targets]
+    return target

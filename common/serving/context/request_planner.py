@@ -138,12 +138,20 @@ class RequestPlanner:
         request that begins here). ``body`` has BootstrapFields. Raises InvalidRequest."""
         assert isinstance(body, BootstrapFields)
         requests = engine_requests(ids, self.seeded(samplings), n, body.rid, self.placements(body, len(ids), n),
-                                   [logprobs] * len(ids), body.priority, namespaces_of(body, len(ids)))
+                                   [logprobs] * len(ids), self.priority(body.priority), namespaces_of(body, len(ids)))
         named: list[str | None] = per_prompt("custom_logit_processor", body.custom_logit_processor, len(ids))
         set_row_extras(requests, [custom_processor(name, body.custom_params) for name in named],
                        [bool(body.return_hidden_states)] * len(ids), self._config.answers,
                        self._model.spec.hidden_size)
         return requests, await self.resume(body.continuation, requests, grammar_param)
+
+    def priority(self, given: int | None) -> int | None:
+        """A request's priority; raises InvalidRequest where --abort-on-priority-when-disabled does not take one."""
+        schedule = self._config.schedule
+        if given is not None and schedule.abort_on_priority_when_disabled:
+            raise InvalidRequest("priority has no effect here: leave it out, or start the server with "
+                                 "--enable-priority-scheduling.", param="priority")
+        return given
 
     def seeded(self, samplings: list[SamplingParams]) -> list[SamplingParams]:
         """Returns the parameters with a seed in each, where the server is deterministic."""

@@ -47,4 +47,5 @@ class ServingContext:
         return Generation(self.client, self.status.serving_tokenizer(), telemetry.request_metrics, requests, arrived,
                           continued,
                           telemetry.request_log if telemetry.request_log.active else None, telemetry.traces,
-                          telemetry.count_drafts, lambda: self.model.weight_version, telemetry.time_stats)
+                          telemetry.count_drafts, lambda: self.model.weight_version, telemetry.time_stats,
+                          telemetry.request_export)

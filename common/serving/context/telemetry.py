@@ -13,6 +13,7 @@ from ...config.server import ServerConfig
 from ...obs.buckets import Buckets
 from ...obs.metrics import ServerMetrics
 from .draft_counts import DraftCounts
+from .request_export import RequestExport
 from .request_log import RequestLog
 from .time_stats import TimeStats
 from .traces import Traces
@@ -40,8 +41,10 @@ class Telemetry:
             config.model_name, config.mode, sglang_names=config.observe.sglang_metrics,
             speculates=self._speculates, simulated=self._simulated, tiered=config.tiers.enable_hierarchical_cache,
             buckets=Buckets.of_flags(config.observe), by_rank=config.observe.enable_metrics_for_all_schedulers,
-            custom_labels=config.observe.tokenizer_metrics_allowed_custom_labels)
-        self.request_log = RequestLog(config.observe.log_level_of_requests, config.observe.dump_folder)
+            custom_labels=config.observe.tokenizer_metrics_allowed_custom_labels,
+            extra_labels=config.observe.extra_labels)
+        self.request_log = RequestLog.of(config.observe, config.logs.max_bytes)
+        self.request_export = RequestExport.of(config.observe)
         self.time_stats = (TimeStats("decode" if config.role.decodes else "transfer")
                            if config.observe.enable_request_time_stats_logging else None)
         self.traces: Traces | None = None

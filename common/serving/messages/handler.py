@@ -31,7 +31,7 @@ async def count_tokens(context: ServingContext, request: web.Request) -> web.Res
     tokenizer = context.status.serving_tokenizer()
     chat = as_chat(decode_count(await request.read()))
     context.model.check_name(chat.model)
-    prompt = chat_prompt(tokenizer, chat, tool_choice(chat), context.config.answers.template_defaults)
+    prompt = chat_prompt(tokenizer, chat, tool_choice(chat), context.config.answers)
     ids = await context.planner.prompt_ids(Prompts(texts=[prompt]), "messages", add_special_tokens=False)
     return json_response(TokenCount(len(ids[0])))
 

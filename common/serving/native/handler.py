@@ -123,8 +123,8 @@ async def _plan(context: ServingContext, body: GenerateRequest) -> tuple[
     n = counts.pop()
     placements = context.planner.placements(body, len(ids), n)
     options = logprob_options(body, [len(prompt) for prompt in ids], context.model.spec.vocab_size)
-    requests = engine_requests(ids, context.planner.seeded(samplings), n, body.rid, placements, options, body.priority,
-                               namespaces_of(body, len(ids)))
+    requests = engine_requests(ids, context.planner.seeded(samplings), n, body.rid, placements, options,
+                               context.planner.priority(body.priority), namespaces_of(body, len(ids)))
     set_row_extras(requests, body.processors(given), body.returns_hidden_states(len(ids)), context.config.answers,
                    context.model.spec.hidden_size)
     if embeds is not None:

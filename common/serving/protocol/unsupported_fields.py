@@ -66,14 +66,11 @@ _OPENAI: Table = {
 CHAT: Table = {
     **_OPENAI,
     "functions": Refused(_SEND("tools")), "function_call": Refused(_SEND("tool_choice"), ("auto", "none")),
-    "chat_template": Refused("start the server with --chat-template: a template is a program, and a client's is not "
-                             "run here"),
     "input_ids": Refused("/generate takes them"), "task": _PLAIN, "documents": Refused("put them into messages"),
     "echo": Refused("/v1/completions takes it"), "best_of": Refused("/v1/completions takes it", (1,)),
     "modalities": Refused("this model writes text only", (["text"],)), "audio": _TEXT_ONLY,
     "web_search_options": Refused("this server runs no tools"), "video_config": _TEXT_ONLY,
-    "return_input_ids_in_sglext": Refused(_SEND("return_prompt_token_ids")),
-    "return_output_ids_in_sglext": Refused(_SEND("return_token_ids")), **_SAMPLED, "moderation": _PLAIN,
+    **_SAMPLED, "moderation": _PLAIN,
 }
 COMPLETION: Table = {**_OPENAI, "return_prompt_token_ids": Refused(_SEND("return_token_ids"))}
 RESPONSE: Table = {

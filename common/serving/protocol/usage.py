@@ -33,14 +33,17 @@ class CachedTokensDetails(msgspec.Struct):
 
 
 class SglExt(msgspec.Struct):
-    """What SGLang adds to answers of OpenAI's APIs."""
+    """What SGLang adds to answers of OpenAI's APIs, where a request or the server asks for it."""
 
-    cached_tokens_details: CachedTokensDetails
+    cached_tokens_details: CachedTokensDetails | UnsetType = UNSET
+    input_ids: list[int] | UnsetType = UNSET
+    output_ids: list[list[int]] | UnsetType = UNSET
+    """One list for each choice."""
 
-    @classmethod
-    def of(cls, details: CachedTokensDetails | None, asked: bool | None) -> SglExt | UnsetType:
-        """UNSET where nothing was cached, or ``asked`` for."""
-        return cls(details) if asked and details is not None else UNSET
+    @property
+    def or_unset(self) -> SglExt | UnsetType:
+        """UNSET where there is nothing to add."""
+        return UNSET if self == SglExt() else self
 
 
 class PromptTokensDetails(msgspec.Struct):

@@ -46,7 +46,7 @@ def _texts(context: ServingContext, body: TokenizeRequest) -> list[str]:
         return body.prompt if isinstance(body.prompt, list) else [body.prompt]
     chat = body.chat()
     return [chat_prompt(context.status.serving_tokenizer(), chat, tool_choice(chat),
-                        context.config.answers.template_defaults)]
+                        context.config.answers)]
 
 
 async def detokenize(context: ServingContext, request: web.Request) -> web.Response:

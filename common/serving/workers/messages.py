@@ -40,6 +40,7 @@ class ServerState(msgspec.Struct, tag=True):
     weights_path: str
     weight_version: str
     log_level: int | None
+    log_text: bool
     dump_folder: str | None
     num_freezes: int
 

@@ -105,7 +105,7 @@ class _Worker:
     async def run(self) -> None:
         """Raises ConfigError where it cannot start."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._ended.set)
-        self._http.export_traces()
+        self._http.export()
         self._http.observe_process(self._ready)
         forwarder = await self._stack.enter_async_context(Forwarder(self._spec.address))
         app = make_app(self._context, forwarder)

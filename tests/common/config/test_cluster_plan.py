@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from baton.common.api.errors import ConfigError
 from baton.common.config.cli import _flags, parse
 from baton.common.config.server import ServerConfig
-from baton.launch import DECIDED_BY_CLUSTER, DEFAULTS, ClusterConfig, launch_cluster, plan_cluster
+from baton.launch import (
+    DECIDED_BY_CLUSTER,
+    DEFAULTS,
+    ClusterConfig,
+    copies_of,
+    launch_cluster,
+    plan_cluster,
+    router_tls,
+)
 from baton.router.config import RouterConfig
 
 
@@ -131,3 +142,17 @@ def test_other_policies_and_no_prefix_cache_leave_kv_events_off():
 def test_attention_groups_of_pairs():
     found = configs("--enable-dp-attention", "--dp-size", "2", "--tp-size", "2")
     assert [(name, server.dp_size) for name, server in found.servers.items()] == [("prefill-0", 2), ("decode-0", 2)]
+
+
+def test_tls_ends_at_the_router():
+    values = {"model_path": "tinychat", "dp_size": 2, "port": 31000, "ssl_certfile": "cert.pem",
+              "ssl_keyfile": "key.pem"}
+    flags = router_tls(values)
+    assert flags == ["--ssl-certfile", "cert.pem", "--ssl-keyfile", "key.pem"]
+    copies = copies_of(values)
+    plan = plan_cluster(copies, 0, flags)
+    *servers, router = plan.processes(copies.cluster, Path())
+    assert router.url == "https://127.0.0.1:31000" == plan.url(copies.cluster)
+    assert all(part.url.startswith("http://") and "--ssl-certfile" not in part.argv for part in servers)
+    with pytest.raises(ConfigError, match="--ssl-ca-certs is not for the router that --dp-size starts"):
+        router_tls({"ssl_ca_certs": "x"})

@@ -73,7 +73,7 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
     "common/config/described": (DESCRIPTIONS, set()),
     "common/models": (MODELS, {"registry"}),
     "common/weights": (LOAD_FORMATS, {
-        "custom_loaders", "digest", "expert_names", "files", "filling", "fingerprint", "fused_tensors",
+        "checksums", "custom_loaders", "digest", "expert_names", "files", "filling", "fingerprint", "fused_tensors",
         "interleaved_experts", "interleaved_rotary", "kv_scales", "lazy", "loader", "pickled", "plain_reads", "pushed",
         "removal", "samples", "shared_tensors", "slots", "source",
         "staging", "instance_transfer", "uploads"}),

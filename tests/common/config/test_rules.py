@@ -30,6 +30,8 @@ TIERS = {"enable_hierarchical_cache": True}
 TRANSFORMERS = {"model_impl": "transformers"}
 FIXED = {"enable_deterministic_inference": True}
 SPARSE = {"enable_double_sparsity": True, "ds_channel_config_path": "x"}
+HTTPS = {"ssl_certfile": "c", "ssl_keyfile": "k"}
+FP32 = {"enable_fp32_lm_head": True}
 SERVERS: list[tuple[dict[str, Any], str]] = [
     (PP | {"enable_return_hidden_states": True}, "--enable-return-hidden-states does not work across the stages"),
     ({"constrained_json_whitespace_pattern": " ", "constrained_json_disable_any_whitespace": True}, "exclude each"),
@@ -86,6 +88,21 @@ SERVERS: list[tuple[dict[str, Any], str]] = [
     ({"cpu_offload_gb": 1.0, "enable_eplb": True, "tp_size": 2, "ep_size": 2}, "--enable-eplb moves experts between"),
     ({"custom_weight_loader": ("loader",)}, "--custom-weight-loader takes package.module.function, not loader."),
     ({"numa_node": (-2,)}, "--numa-node takes numbers of nodes, or -1, not -2."),
+    ({"ssl_certfile": "c"}, "--ssl-certfile and --ssl-keyfile go together: give both or none."),
+    ({"enable_ssl_refresh": True}, "are for servers with a certificate: give --ssl-certfile and --ssl-keyfile."),
+    (HTTPS | {"ssl_cert_reqs": 2}, "--ssl-cert-reqs 2 needs the authorities of clients' certificates: give --ssl-ca-"),
+    ({"export_metrics_to_file": True}, "--export-metrics-to-file and --export-metrics-to-file-dir go together"),
+    ({"log_requests_format": "text"}, "--log-requests-format and --log-requests-target are for the lines of --log-req"),
+    ({"otlp_service_name": "x"}, "--otlp-service-name names spans: set --otlp-traces-endpoint or --enable-trace too."),
+    ({"abort_on_priority_when_disabled": True, "enable_priority_scheduling": True}, "is for servers without --enable-"),
+    (FP32 | {"is_embedding": True}, "--enable-fp32-lm-head is for servers that generate: leave it out with --is-emb"),
+    (FP32 | TRANSFORMERS, "--enable-fp32-lm-head is for Baton's own heads: leave --model-impl transformers out."),
+    (FP32 | FIXED, "--enable-fp32-lm-head multiplies by a library whose order of sums depends on the batch: leave"),
+    (FIXED | {"enable_tf32_matmul": True}, "multiplies by kernels of its own: leave --enable-tf32-matmul out."),
+    ({"chat_template": "chatml", "hf_chat_template_name": "rag"}, "of which --hf-chat-template-name names one: give"),
+    ({"model_checksum": "", "load_format": "dummy"}, "--model-checksum compares what is loaded, and --load-format dum"),
+    ({"fastapi_root_path": "x"}, "--fastapi-root-path must be a path as /prefix, not 'x'."),
+    ({"uvicorn_access_log_exclude_prefixes": ("/x",)}, "is about the HTTP log, of which there is none: give"),
     ({"delete_ckpt_after_loading": True, "load_format": "dummy"}, "and --load-format dummy loads nothing: leave one"),
     ({"model_loader_extra_config": '{"x": 1}'}, "enable_multithread_load and num_threads, not x."),
     ({"model_loader_extra_config": '{"num_threads": 0}'}, "and 1 to 256 for num_threads."),

@@ -108,6 +108,7 @@ def test_values_are_translated_or_refused(name, values, capsys):
     ("""--kv-events-config '{"publisher": "null"}'""", ""),
     ("--tbo-token-distribution-threshold 0.48", ""),
     ("--disaggregation-enable-kv-checksum", "--kv-checksum full"),
+    ("--enforce-disable-flashinfer-allreduce-fusion", "--disable-custom-all-reduce"),
     ("--oltp-traces-endpoint localhost:4317", "--otlp-traces-endpoint localhost:4317"),
     ("--disaggregation-ib-device mlx5_0",
      "--disaggregation-ib-device mlx5_0 --disaggregation-transfer-backend mooncake"),

@@ -36,6 +36,27 @@ def test_watchdog_barks_once_the_loop_stands_still():
     watchdog.close()
 
 
+def test_stalls_are_reported_once_each_and_do_not_end_the_loop():
+    stalls = []
+    watchdog = Watchdog(0, soft_timeout=0.1, on_stall=stalls.append)
+    for count in (1, 2):
+        watchdog.beat()
+        deadline = time.monotonic() + 10
+        while len(stalls) < count:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(0.3)
+        assert len(stalls) == count
+    watchdog.close()
+
+
+def test_a_stall_shows_its_stacks():
+    code = ("from baton.common.engine.watchdog import Watchdog\nimport time\n"
+            "def stands_still():\n    time.sleep(0.6)\nWatchdog(0, soft_timeout=0.2)\nstands_still()")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0 and done.stderr.count("in stands_still") == 1
+
+
 def test_a_hanging_process_shows_its_stacks_and_ends():
     code = ("from baton.common.engine.watchdog import Watchdog\nimport time\n"
             "def stands_still():\n    time.sleep(60)\nWatchdog(0.2)\nstands_still()")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import ssl
 from pathlib import Path
@@ -22,6 +23,10 @@ async def name_shown(port: int) -> str:
     return shown
 
 
+def read(path: str) -> str:
+    return Path(path).read_text()
+
+
 async def until_shown(port: int, expected: str) -> None:
     async with asyncio.timeout(5):
         while await name_shown(port) != expected:
@@ -30,25 +35,23 @@ async def until_shown(port: int, expected: str) -> None:
 
 async def test_new_connections_get_the_new_certificate(tmp_path, caplog):
     """Also where one file is replaced before the other, and the new key has no password."""
-    pems = {}
-    for name, password in (("used", "secret"), ("next", None)):
-        pems[name] = make_certificate(tmp_path, name, password)
-    args = TlsArgs(*pems["used"], ssl_keyfile_password="secret", enable_ssl_refresh=True)
-    first, second = (Path(pems[name][0]).read_text() for name in ("used", "next"))
+    used, renewed = make_certificate(tmp_path, "used", "secret"), make_certificate(tmp_path, "renewed")
+    args = TlsArgs(*used, ssl_keyfile_password="secret", enable_ssl_refresh=True)
+    first, second = read(used[0]), read(renewed[0])
     context = args.context()
     server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0, ssl=context)
     port = server.sockets[0].getsockname()[1]
     task = asyncio.create_task(refresh_certificate(context, args, period=0.01))
     try:
         await until_shown(port, first)
-        shutil.copy(pems["next"][0], pems["used"][0])
+        shutil.copy(renewed[0], used[0])
         async with asyncio.timeout(5):
             while "stays the one before" not in caplog.text:
                 await asyncio.sleep(0.01)
         assert await name_shown(port) == first
-        Path(pems["used"][1]).unlink()
+        os.unlink(used[1])
         await asyncio.sleep(0.05)
-        shutil.copy(pems["next"][1], pems["used"][1])
+        shutil.copy(renewed[1], used[1])
         await until_shown(port, second)
         assert not task.done()
     finally:

@@ -21,8 +21,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 
 @pytest.fixture
 def server(tmp_path: Path):
-    argv = ["server", "--model-path", "tinychat", "--device", "cuda", "--base-gpu-id", "1", "--max-total-tokens", "4096",
-            "--mem-fraction-static", "0.1", "--attention-backend", "triton", "--cuda-graph-max-bs", "2"]
+    argv = ["server", "--model-path", "tinychat", "--device", "cuda", "--base-gpu-id", "1",
+            "--max-total-tokens", "4096", "--mem-fraction-static", "0.1",
+            "--attention-backend", "triton", "--cuda-graph-max-bs", "2"]
     server = Server("baton.launch", argv, free_port(), tmp_path / "server.log").start()
     try:
         server.wait_ready()
