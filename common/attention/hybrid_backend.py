@@ -51,13 +51,18 @@ class StateBackend:
 
     def _cut(self, batch: ForwardBatch) -> list[list[tuple[int, int, int, int]]]:
         """Cuts each request's rows where a state is kept: at the end of the page that they begin in, and of the last
-        full page. Returns the first runs of all requests, then the second, then the third, as begin, end, source and
-        target."""
-        cuts: list[list[tuple[int, int, int, int]]] = [[], [], []]
+        full page; with drafts after each row. Returns the first runs of all requests, then the second, and so on, as
+        begin, end, source and target."""
+        counts = [0] * batch.num_reqs if batch.drafts is None else batch.drafts.counts.tolist()
+        cuts: list[list[tuple[int, int, int, int]]] = [[] for _ in range(max(3, max(counts, default=0) + 1))]
         size, indices = self._page_size, batch.kv_indices_cpu
         for b in range(batch.num_reqs):
             begin, end = batch.qo_indptr_cpu[b:b + 2].tolist()
             first, last = batch.kv_indptr_cpu[b:b + 2].tolist()
+            if counts[b]:
+                for row, run in zip(cuts, self._draft_runs(batch, b, counts[b])):
+                    row.append(run)
+                continue
             stop = (last - first - 1) * size + int(batch.kv_last_page_len_cpu[b])  # counted from the first page listed
             start = stop - (end - begin)
             ends = sorted({-(-start // size) * size, stop // size * size, stop} - {start})
@@ -68,6 +73,16 @@ class StateBackend:
                 cuts[number].append((end - (stop - start), end - (stop - at), source, target))
                 start, source = at, target
         return [runs for runs in cuts if runs]
+
+    def _draft_runs(self, batch: ForwardBatch, b: int, count: int) -> list[tuple[int, int, int, int]]:
+        """Returns a run for the newest token of request ``b`` and for each of its ``count`` drafts."""
+        assert batch.drafts is not None
+        begin, end = batch.qo_indptr_cpu[b:b + 2].tolist()
+        own = batch.kv_indices_cpu[batch.kv_indptr_cpu[b]:batch.kv_indptr_cpu[b + 1]].tolist()
+        offset = (int(batch.kv_last_page_len_cpu[b]) - 1 - count) % self._page_size  # of the newest token in its page
+        before = own[-1] if offset else own[-2]
+        pages = [before, own[-1], *batch.drafts.page_of_token[begin + 1:end].tolist()]
+        return [(row, row + 1, *pages[row - begin:row - begin + 2]) for row in range(begin, end)]
 
 
 class StatePlan:
@@ -103,8 +118,7 @@ class HybridBackend:
         return HybridPlan(attention, self._places, self._states.plan(batch))
 
     def verifies(self, batch: ForwardBatch) -> bool:
-        """Returns False: a state cannot forget drafts that are refused."""
-        return False
+        return self._attention.verifies(batch)
 
     def warm_up(self, compute_prompt: Callable[[], None]) -> None:
         self._attention.warm_up(compute_prompt)

@@ -7,9 +7,12 @@ from .rules import ServerRule
 from .server import ServerConfig
 
 HYBRID_RULES: tuple[ServerRule, ...] = (
-    ServerRule(lambda c: c.speculative.speculative_algorithm is not None,
-               "The states of this model's recurrent layers cannot forget drafts that are refused: leave "
-               "--speculative-algorithm out."),
+    ServerRule(lambda c: c.speculative.drafts_trees,
+               "The recurrent layers of this model verify chains of drafts, no trees: leave --speculative-eagle-topk and "
+               "--speculative-ngram-max-bfs-breadth at 1."),
+    ServerRule(lambda c: c.speculative.speculative_adaptive,
+               "--speculative-adaptive does not measure what drafts cost the recurrent layers of this model: leave it "
+               "out."),
     ServerRule(lambda c: c.parallel.pp_size > 1,
                "The states of this model's recurrent layers are not split over pipeline stages: use --tp-size instead "
                "of --pp-size."),

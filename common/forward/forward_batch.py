@@ -48,6 +48,7 @@ class ForwardBatch:
     verifies: bool = False  # the rows are the newest tokens and the drafts of running requests
     mask: RowMask | None = None
     further: tuple[ForwardBatch, ...] = ()  # the same rows with the page tables of further cache groups
+    drafts: DraftPages | None = None  # of a cache group where drafts have pages of their own
     # ``logits_rows`` as a decode batch of their own, where they are the last tokens of requests
     last_tokens: ForwardBatch | None = field(default=None, init=False)
 
@@ -95,6 +96,8 @@ class ForwardBatch:
     def _in_pages(self, tensors: dict[str, Any], pages: GroupPages, logits_rows: np.ndarray) -> ForwardBatch:
         """Returns the same rows with the ``pages`` of another cache group, on the device ``tensors``."""
         batch = replace(self, **tensors, kv_indptr_cpu=pages.kv_indptr, kv_indices_cpu=pages.kv_indices)
+        if pages.num_drafts is not None:
+            batch.drafts = DraftPages(pages.num_drafts, pages.page_of_token)
         if self.last_tokens is not None:
             batch.last_tokens = _last_tokens(batch, logits_rows)
         return batch
@@ -117,6 +120,14 @@ class ForwardBatch:
         return self.input_ids.shape[0]
 
 
+class DraftPages(NamedTuple):
+    """The last ``counts`` [B] rows of each request are drafts, whose pages are in ``page_of_token`` [T] and not in
+    ``kv_indices``; both in host memory."""
+
+    counts: np.ndarray
+    page_of_token: np.ndarray
+
+
 PAGE_FIELDS = ("page_of_token", "kv_indptr", "kv_indices")
 """The fields of a batch that differ between cache groups."""
 
@@ -132,6 +143,9 @@ class GroupPages(Protocol):
 
     @property
     def kv_indices(self) -> np.ndarray: ...
+
+    @property
+    def num_drafts(self) -> np.ndarray | None: ...
 
 
 class MaskColumns(NamedTuple):
@@ -300,6 +314,7 @@ class _RowPages(NamedTuple):
     page_of_token: np.ndarray
     kv_indptr: np.ndarray
     kv_indices: np.ndarray
+    num_drafts: np.ndarray | None = None
 
 
 def build_forward_batch(rows: Sequence[Row], page_size: int, device: torch.device,

@@ -70,15 +70,17 @@ class GroupTable:
     ``owned[i]`` is True where ``ids[i]`` is allocated to the request, False where the prefix cache owns it and the
     request is one of its readers. ``bound``: the pages that are reserved for the request. ``unread``: pages before
     this one are read by no step but one that is in flight. ``cached_end``: the table began with pages of the prefix
-    cache, up to this one.
+    cache, up to this one. ``drafts``: ids of pages for the drafts of the step in flight, in their order, in a group
+    where each has one.
     """
 
-    __slots__ = ("bound", "cached_end", "first", "group", "ids", "owned", "unread")
+    __slots__ = ("bound", "cached_end", "drafts", "first", "group", "ids", "owned", "unread")
 
     def __init__(self, group: CacheGroup) -> None:
         self.group = group
         self.first = self.bound = self.unread = self.cached_end = 0
         self.ids = np.empty(0, np.int64)
+        self.drafts = self.ids
         self.owned = np.empty(0, bool)
 
     def __repr__(self) -> str:
@@ -101,6 +103,8 @@ class CacheGroup:
     ``name``."""
 
     name = "swa"
+    stores_drafts = True
+    """True where drafts are stored in the pages of their tokens, and overwritten where they are refused."""
 
     def __init__(self, rule: RetentionRule, num_pages: int, page_size: int):
         self.rule = rule
@@ -176,6 +180,16 @@ class CacheGroup:
         if wanted > 0 and free(wanted):
             self.extend(table, table.end + wanted)
         return max(start, min(stop, table.end * self.page_size))
+
+    def allocate_drafts(self, table: GroupTable, count: int, free: Callable[[int], bool]) -> int:
+        """Allocate pages for the ``count`` drafts that the next step verifies, or for fewer where pages are short;
+        returns for how many. Without ``stores_drafts``; ``free`` as in ``extend_for_chunk``."""
+        raise NotImplementedError
+
+    def keep_accepted(self, table: GroupTable, start: int, accepted: int) -> None:
+        """Record that the first ``accepted`` drafts after the token at position ``start`` are tokens: the step has run.
+        Without ``stores_drafts``."""
+        raise NotImplementedError
 
     def drop_before(self, table: GroupTable, first: int) -> None:
         """Give back the pages before ``first``."""

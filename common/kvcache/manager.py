@@ -57,6 +57,11 @@ class PageTable:
         owned = np.count_nonzero(self.owned)
         return f"PageTable({self.count} pages, {owned} owned, {self.num_cached_pages} cached at start)"
 
+    def covers(self, num_pages: int) -> bool:
+        """Returns whether the table has the first ``num_pages`` pages in all groups. Further groups have no pages for
+        drafts where those are not stored with their tokens."""
+        return self.count >= num_pages and all(own.end >= num_pages for own in self.groups)
+
     @property
     def ids(self) -> np.ndarray:
         """Page ids [count] int64."""
@@ -407,14 +412,34 @@ class KVCacheManager:
     def allocate_next(self, table: PageTable, num_tokens: int, num_drafts: int = 0) -> bool:
         """Extend ``table`` in all groups by the page of the next token, the last of ``num_tokens`` but for the drafts
         after it, where it has none; False where pages are short."""
-        count = self.pages_for(num_tokens)
         for index, (group, own) in enumerate(zip(self.groups, table.groups)):
+            count = self.pages_for(num_tokens if group.stores_drafts else num_tokens - num_drafts)
             if own.end < count:
                 group.make_room(own, num_tokens - num_drafts - 1)
                 if not self._free_in_group(index, count - own.end):
                     return False
                 group.extend(own, count)
         return self.allocate_slots(table, num_tokens)
+
+    def allocate_drafts(self, table: PageTable, num_drafts: int) -> int:
+        """Allocate what drafts of the next step take besides the slots of their tokens; returns for how many of
+        ``num_drafts`` there is room."""
+        for index, (group, own) in enumerate(zip(self.groups, table.groups)):
+            if not group.stores_drafts:
+                num_drafts = group.allocate_drafts(own, num_drafts, partial(self._free_in_group, index))
+        return num_drafts
+
+    def keep_accepted(self, table: PageTable, start: int, accepted: int) -> None:
+        """Record that the first ``accepted`` drafts after the token at position ``start`` are tokens, once the step
+        that verified them has run."""
+        for group, own in zip(self.groups, table.groups):
+            if not group.stores_drafts:
+                group.keep_accepted(own, start, accepted)
+
+    @property
+    def stores_drafts(self) -> bool:
+        """True where drafts need no more than the slots of their tokens."""
+        return all(group.stores_drafts for group in self.groups)
 
     def _free_in_group(self, index: int, count: int) -> bool:
         """Evict until ``count`` pages of a further group are free; False, and no change, where that is impossible."""

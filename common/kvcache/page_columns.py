@@ -17,11 +17,13 @@ _versions = count(1)
 
 class GroupSlots(NamedTuple):
     """The slots and pages in a further cache group; the fields as in PageSlots. Of each request there are the pages up
-    to its last token's that its tokens read, or more."""
+    to its last token's that its tokens read, or more. With ``num_drafts`` [B] as many of each request's last tokens are
+    drafts with pages of their own, which ``kv_indices`` has not."""
 
     page_of_token: np.ndarray  # [T] int64
     kv_indptr: np.ndarray  # [B + 1] int32
     kv_indices: np.ndarray  # [M] int32
+    num_drafts: np.ndarray | None = None
 
 
 class PageSlots(NamedTuple):
@@ -58,6 +60,8 @@ class PageColumns:
         self._appended = _NO_PAGES  # rows, and the pages appended to them since the page tables were last read
         self._padded: PaddedPages | None = None
         self._padded_version = 0
+        # True where the first group may have pages for drafts while others lack that of a token.
+        self._may_lag = not all(table.covers(table.count) for table in page_tables)
 
     def __len__(self) -> int:
         return len(self._tables)
@@ -67,6 +71,7 @@ class PageColumns:
         columns = PageColumns(joining, self._page_size)
         if not len(rows):
             return columns
+        columns._may_lag = columns._may_lag or self._may_lag
         columns._tables = [self._tables[row] for row in rows.tolist()] + columns._tables
         columns._capacity = np.concatenate((self._capacity[rows], columns._capacity))
         indptr, indices = self._kv_indptr, self._kv_indices
@@ -87,12 +92,17 @@ class PageColumns:
     def rows_without_page(self, last_positions: np.ndarray) -> list[int]:
         """Rows that have no page for the token at ``last_positions`` [B]. After allocating one otherwise than by
         ``append_pages``, call ``update_capacity``, or write to ``capacities``."""
-        return np.flatnonzero(self._capacity <= last_positions).tolist()
+        short = self._capacity <= last_positions
+        if self._may_lag:
+            pages = last_positions // self._page_size + 1
+            short |= np.array([not table.covers(count) for table, count in zip(self._tables, pages.tolist())], bool)
+        return np.flatnonzero(short).tolist()
 
     @property
     def capacities(self) -> np.ndarray:
-        """Tokens [B] int64 that the rows' pages hold. Who allocates pages otherwise than by ``append_pages`` writes the
-        new values into it."""
+        """Tokens [B] int64 that the rows' pages of the first group hold. Who allocates pages otherwise than by
+        ``append_pages``, as for drafts, writes the new values into it."""
+        self._may_lag = bool(self._tables) and any(not own.group.stores_drafts for own in self._tables[0].groups)
         return self._capacity
 
     def update_capacity(self, row: int) -> None:
@@ -104,6 +114,7 @@ class PageColumns:
         page table has grown without ``update_capacity``."""
         tables = list(map(self._tables.__getitem__, rows))
         current = [table.count for table in tables] == (self._capacity[rows] // self._page_size).tolist()
+        current = current and not (self._may_lag and not all(table.covers(table.count) for table in tables))
         pages = cache.append_pages(tables) if current else None
         if pages is None:
             return False
@@ -124,6 +135,8 @@ class PageColumns:
             self._page_of_token = self._kv_indices[self._kv_indptr[1:] - 1].astype(np.int64)
             offsets = positions - self._page_start
             self._further = self._group_slots(positions, positions, positions)
+            if self._may_lag:  # drafts that were accepted have changed page tables
+                self._version = next(_versions)
         return PageSlots(self._page_of_token, offsets, self._kv_indptr, self._kv_indices,
                          (offsets + 1).astype(np.int32), self._version, self._further)
 
@@ -134,6 +147,8 @@ class PageColumns:
         """
         page_start = self._cover(last_positions)
         self._page_start = None
+        if self._may_lag:
+            self._version = next(_versions)
         in_request, offsets = np.divmod(positions, self._page_size)
         first = np.repeat(self._kv_indptr[:-1], q_lens)
         return PageSlots(self._kv_indices[first + in_request].astype(np.int64), offsets, self._kv_indptr,
@@ -155,16 +170,23 @@ class PageColumns:
         from ``starts`` [B] to ``last_positions`` [B]."""
         if not self._tables or not self._tables[0].groups:
             return ()
-        ends = (last_positions // self._page_size + 1).tolist()
         slots = []
         for tables in zip(*(table.groups for table in self._tables)):
+            num_drafts = np.array([len(own.drafts) for own in tables])
+            lasts = last_positions - num_drafts
             firsts = [max(own.first, own.group.first_page(start)) for own, start in zip(tables, starts.tolist())]
+            ends = (lasts // self._page_size + 1).tolist()
             parts = [own.span(first, end) for own, first, end in zip(tables, firsts, ends)]
             kv_indptr = np.zeros(len(tables) + 1, np.int32)
             np.cumsum([len(ids) for ids in parts], out=kv_indptr[1:])
             kv_indices = np.concatenate(parts, dtype=np.int32, casting="same_kind")
-            places = positions // self._page_size + np.repeat(kv_indptr[:-1] - np.array(firsts), q_lens)
-            slots.append(GroupSlots(kv_indices[places].astype(np.int64), kv_indptr, kv_indices))
+            stored = positions if not num_drafts.any() else np.minimum(positions, np.repeat(lasts, q_lens))
+            places = stored // self._page_size + np.repeat(kv_indptr[:-1] - np.array(firsts), q_lens)
+            page_of_token = kv_indices[places].astype(np.int64)
+            if num_drafts.any():
+                is_draft = positions > np.repeat(lasts, q_lens)
+                page_of_token[is_draft] = np.concatenate([own.drafts for own in tables])
+            slots.append(GroupSlots(page_of_token, kv_indptr, kv_indices, num_drafts if num_drafts.any() else None))
         return tuple(slots)
 
     def _cover(self, last_positions: np.ndarray) -> np.ndarray:

@@ -5,6 +5,9 @@ The page of tokens ``[p * page_size, (p + 1) * page_size)`` holds the state afte
 that a page that is full never changes: it is a snapshot, after which a prompt with the same beginning can go on. A step
 reads the page of the token before its first one, and writes those of its last full page and of its last token. Pages
 between have no state: they are ABSENT in page tables, and take no memory.
+
+A state cannot forget a draft that is refused. So each draft of a step gets a page of its own for as long as the step
+runs; that of the last accepted draft takes its token's place in the page table, and the others are free again.
 """
 
 from __future__ import annotations
@@ -52,6 +55,7 @@ class StateGroup(CacheGroup):
     """
 
     name = "mamba"
+    stores_drafts = False
 
     def __init__(self, num_pages: int, page_size: int, *, in_flight: bool = False):
         super().__init__(LastState(in_flight), num_pages, page_size)
@@ -78,6 +82,46 @@ class StateGroup(CacheGroup):
             self._append(table, np.full(page - table.end, ABSENT), owned=False)
             self._append(table, self.allocator.allocate(1), owned=True)
         return stop
+
+    def allocate_drafts(self, table: GroupTable, count: int, free: Callable[[int], bool]) -> int:
+        count = max(0, min(count, self.num_unreserved))
+        if not count or not free(count):
+            return 0
+        table.drafts = self.allocator.allocate(count)
+        self.num_allocated += count
+        return count
+
+    def keep_accepted(self, table: GroupTable, start: int, accepted: int) -> None:
+        drafts, table.drafts = table.drafts, table.drafts[:0]
+        if not len(drafts):
+            return
+        size, stop = self.page_size, start + accepted + 1
+        kept = {}
+        for page in {stop // size - 1, (stop - 1) // size}:  # the last full page, and that of the last token
+            last = min(stop, (page + 1) * size) - 1  # the token after which the page has the state
+            if last > start:
+                kept[page] = last - start - 1
+        for page, draft in sorted(kept.items()):
+            place = page - table.first
+            if page < table.end:  # the state after the token at ``start``
+                self._leave(table.ids[place:place + 1], table.owned[place:place + 1])
+                table.ids[place], table.owned[place] = drafts[draft], True
+                self.num_in_tables += 1
+            else:
+                self._append(table, np.full(page - table.end, ABSENT), owned=False)
+                self._append(table, drafts[draft:draft + 1], owned=True)
+                self.num_allocated -= 1  # it was counted before
+        refused = np.delete(drafts, list(kept.values()))
+        self.allocator.free(refused)
+        self.num_allocated -= len(refused)
+        self.drop_before(table, self._last_full_page(stop))
+        table.unread = NONE_IN_FLIGHT
+
+    def release(self, table: GroupTable) -> None:
+        self.allocator.free(table.drafts)
+        self.num_allocated -= len(table.drafts)
+        table.drafts = table.drafts[:0]
+        super().release(table)
 
     def drop_unread(self, table: GroupTable, num_tokens: int) -> None:
         """Nothing: ``extend_for_chunk`` knows what the step reads."""

@@ -317,7 +317,7 @@ class Batcher:
             return all(allocated)
         page_size = self.cache.page_size
         short = [req for req in self.running
-                 if req.page_table is None or req.page_table.count * page_size < req.length]
+                 if req.page_table is None or not req.page_table.covers(-(-req.length // page_size))]
         self._commit_windows(short)
         allocated = [self.page_budget.allocate_next(req) for req in short]
         return all(allocated)

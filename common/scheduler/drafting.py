@@ -183,6 +183,11 @@ class Drafting:
             capacities[row] = self._grow(reqs[row], int(positions[row]), int(verified[row]), int(after[row]), len(reqs))
         room = capacities - positions - 1
         counts = np.minimum(counts, room)
+        if not self._cache.stores_drafts:
+            for row in np.flatnonzero(counts).tolist():
+                table = reqs[row].page_table
+                assert table is not None
+                counts[row] = self._cache.allocate_drafts(table, int(counts[row]))
         drafts: dict[int, Drafts] = {}
         for row, count in enumerate(counts.tolist()):
             if count and (own := found[row]) is not None and (first := own.first(count)) is not None:
@@ -259,6 +264,8 @@ class Drafting:
 
     def count(self, step: StepInput, output: StepOutput, counts: np.ndarray) -> None:
         """Count the drafts of a step, whose requests got ``counts`` tokens, before these have them."""
+        if not self._cache.stores_drafts:
+            self._keep_accepted(step, output, counts)
         num_drafts = np.array(output.num_drafts, np.int64)
         places = np.flatnonzero(num_drafts)
         drafted, accepted = num_drafts[places], counts[places] - 1
@@ -269,6 +276,12 @@ class Drafting:
             if not kept:
                 return
             self._lengths.acceptance.observe([reqs[place] for place in kept], drafted[kept], accepted[kept])
+
+    def _keep_accepted(self, step: StepInput, output: StepOutput, counts: np.ndarray) -> None:
+        tokens = dict(zip(output.req_index, counts.tolist()))
+        for index in step.drafts:
+            if (table := step.reqs[index].page_table) is not None:
+                self._cache.keep_accepted(table, step.chunks[index].stop - 1, max(0, tokens.get(index, 1) - 1))
 
     def on_verified(self, step: StepInput, output: StepOutput) -> None:
         """Tell the proposer which drafts were accepted; the requests have their tokens."""

@@ -8,6 +8,7 @@ import random
 
 import numpy as np
 
+from baton.common.api.drafts import Drafts
 from baton.common.api.messages import Generate
 from baton.common.api.sampling import SamplingParams
 from baton.common.config.server import ScheduleArgs
@@ -15,7 +16,10 @@ from baton.common.kvcache.cache_group import ABSENT
 from baton.common.kvcache.manager import KVCacheManager
 from baton.common.kvcache.state_group import StateGroup
 from baton.common.request.req import Req
+from baton.common.request.step_input import StepInput
+from baton.common.request.step_output import StepOutput
 from baton.common.scheduler.batcher import Batcher
+from baton.common.scheduler.drafting import Drafting
 
 MODULUS = (1 << 61) - 1
 _LOST = -7  # in a page that was freed
@@ -25,7 +29,8 @@ class SimulatedServer:
     """One server. A step is computed when the next one is launched, as with overlapped scheduling, so that what is
     freed in between is overwritten first (``overwrites``: another process may write into free pages at once)."""
 
-    def __init__(self, seed: int, *, page_size: int, pages: int, states: int, overwrites: bool):
+    def __init__(self, seed: int, *, page_size: int, pages: int, states: int, overwrites: bool,
+                 drafts: bool = False):
         self.rng = random.Random(seed)
         self.page_size = page_size
         self.group = StateGroup(states, page_size, in_flight=overwrites)
@@ -33,13 +38,15 @@ class SimulatedServer:
         self.states = [_LOST] * states
         self.overwrites = overwrites
         self.batcher = Batcher(self.cache, ScheduleArgs(
-            max_running_requests=6, chunked_prefill_size=self.rng.choice((5, 16, 23)), schedule_conservativeness=0.0))
+            max_running_requests=6, chunked_prefill_size=self.rng.choice((5, 16, 23)), schedule_conservativeness=0.0),
+            drafting=Drafting(_Drafter(self.rng), self.cache, 5) if drafts else None)
         self.num_checked = 0
         self._in_flight: list[_Work] = []
 
-    def launch(self, reqs: list[tuple[Req, int, int]]) -> None:
+    def launch(self, step: StepInput) -> None:
         """Records what a step reads and writes, by the page tables of now, and computes the step before."""
-        work = [_Work(req, start, stop, self._table(req)) for req, start, stop in reqs]
+        work = [_Work(chunk.req, chunk.start, chunk.stop, self._table(chunk.req), step.drafts.get(index))
+                for index, chunk in enumerate(step.chunks)]
         self.finish_step()
         self._in_flight = work
 
@@ -60,6 +67,8 @@ class SimulatedServer:
         """Goes on from the state before the chunk as the model's layers do: it is cut at the end of the page that it
         begins in, and of its last full page."""
         size = self.page_size
+        if work.drafts is not None:
+            assert work.stop == work.start + 1 and len(work.draft_pages) == len(work.drafts)
         state = 1 if work.start == 0 else self.states[work.pages[(work.start - 1) // size]]
         expected = state_after(work.tokens[:work.start])
         assert state == expected, f"{work.rid} goes on after {work.start} tokens from a state of others"
@@ -72,6 +81,9 @@ class SimulatedServer:
                 state = state_after(work.tokens[at:end], state)
                 self.states[work.pages[page]] = state
                 at = end
+        for token, page in zip(work.drafts.tokens if work.drafts else (), work.draft_pages):
+            state = state_after([token], state)
+            self.states[page] = state
 
     def check_snapshots(self) -> None:
         """All states of the prefix cache are those after the tokens of their nodes."""
@@ -88,11 +100,33 @@ class SimulatedServer:
             stack += [(child, np.concatenate((tokens, node.tokens))) for child in node.children.values()]
 
 
+class _Drafter:
+    """Drafts what follows, and errs now and then."""
+
+    def __init__(self, rng: random.Random):
+        self.rng = rng
+
+    def propose(self, reqs: list[Req], limits: list[int]) -> list[Drafts | None]:
+        return [self._propose(req.tokens.view().tolist(), self.rng.randrange(limit + 1))
+                for req, limit in zip(reqs, limits)]
+
+    def _propose(self, tokens: list[int], count: int) -> Drafts | None:
+        drafts: list[int] = []
+        for _ in range(count):
+            drafts.append((state_after(tokens + drafts) + (self.rng.random() < 0.2)) % 3)
+        return Drafts(tuple(drafts)) if drafts else None
+
+    def on_verified(self, req: Req, drafts: Drafts, num_accepted: int) -> None: ...
+
+    def on_end(self, reqs: list[Req]) -> None: ...
+
+
 class _Work:
     """A chunk of a request, with what its tables were when it was launched."""
 
-    def __init__(self, req: Req, start: int, stop: int, pages: dict[int, int]):
-        self.rid, self.start, self.stop, self.pages = req.rid, start, stop, pages
+    def __init__(self, req: Req, start: int, stop: int, pages: dict[int, int], drafts: Drafts | None):
+        self.rid, self.start, self.stop, self.pages, self.drafts = req.rid, start, stop, pages, drafts
+        self.draft_pages = req.page_table.groups[0].drafts.tolist()
         self.tokens = req.tokens.view(0, stop).tolist()
 
 
@@ -110,12 +144,13 @@ class StateTraffic:
         self.rng = random.Random(seed)
         size = self.rng.choice((1, 2, 4, 8))
         sizes = {"page_size": size, "pages": -(-240 // size) + 8}
-        self.decode = SimulatedServer(seed, states=self.rng.choice((16, 24, 60)), overwrites=pair, **sizes)
+        self.decode = SimulatedServer(seed, states=self.rng.choice((16, 24, 60)), overwrites=pair, drafts=True, **sizes)
         self.prefill = SimulatedServer(seed + 1, states=12, overwrites=False, **sizes) if pair else None
         self.transcripts: list[list[int]] = [[]]
         self.live: dict[str, Req] = {}
         self.prompts: dict[str, Req] = {}
         self.count = self.num_handed_over = self.num_retracted = self.num_hits = self.num_ended = 0
+        self.num_accepted = self.num_refused = 0
 
     @property
     def num_checked(self) -> int:
@@ -174,7 +209,7 @@ class StateTraffic:
         if batch is None:
             server.finish_step()
             return
-        server.launch([(chunk.req, chunk.start, chunk.stop) for chunk in batch.chunks])
+        server.launch(batch)
         server.batcher.mark_launched(batch)
         for chunk in batch.chunks:
             if chunk.samples:
@@ -214,20 +249,48 @@ class StateTraffic:
                 server.finish_step()
                 batcher.retraction.retract_decode()
                 self.num_retracted += 1
-            batch = batcher.next_decode()
+            batch = batcher.next_decode(drafts=self.rng.random() < 0.6)
         if batch is None:
             server.finish_step()
             return
         chunks = list(batch.chunks)
         for chunk in chunks:
             self.num_hits += chunk.start > 0 and chunk.req.num_output_tokens == 0
-        server.launch([(chunk.req, chunk.start, chunk.stop) for chunk in chunks])
+        server.launch(batch)
         batcher.mark_launched(batch)
+        if batch.drafts:
+            self._verify(batch)
+            return
         for chunk in chunks:
             if chunk.samples:
                 chunk.req.append_pending(self._token(chunk.req))
                 if chunk.req.finish is not None:
                     self._end(chunk.req)
+
+    def _verify(self, step: StepInput) -> None:
+        """Accepts drafts up to the first that is wrong, once the step has run."""
+        self.decode.finish_step()
+        runs = []
+        for index, req in enumerate(step.reqs):
+            run = [self._token(req)]
+            for draft in step.drafts[index].tokens if index in step.drafts else ():
+                if draft != run[-1]:
+                    self.num_refused += 1
+                    break
+                run.append(state_after([*req.tokens.view().tolist(), *run]) % 3)
+            self.num_accepted += len(run) - 1
+            runs.append(run)
+        counts = np.array([len(run) for run in runs])
+        output = StepOutput(list(range(len(runs))), counts.tolist(), [token for run in runs for token in run],
+                            num_drafts=[len(step.drafts.get(index, ())) for index in range(len(runs))])
+        batcher = self.decode.batcher
+        batcher.drafting.count(step, output, counts)
+        for req, run in zip(step.reqs, runs):
+            req.append_pending(*run)
+        batcher.mark_verified(step, counts, [run[-1] for run in runs])
+        for req in step.reqs:
+            if req.finish is not None:
+                self._end(req)
 
     def _end(self, req: Req) -> None:
         self.decode.finish_step()
