@@ -8,8 +8,8 @@ from .server import ServerConfig
 
 HYBRID_RULES: tuple[ServerRule, ...] = (
     ServerRule(lambda c: c.speculative.drafts_trees,
-               "The recurrent layers of this model verify chains of drafts, no trees: leave --speculative-eagle-topk and "
-               "--speculative-ngram-max-bfs-breadth at 1."),
+               "The recurrent layers of this model verify chains of drafts, no trees: leave --speculative-eagle-topk "
+               "and --speculative-ngram-max-bfs-breadth at 1."),
     ServerRule(lambda c: c.speculative.speculative_adaptive,
                "--speculative-adaptive does not measure what drafts cost the recurrent layers of this model: leave it "
                "out."),

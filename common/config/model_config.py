@@ -70,10 +70,14 @@ class ModelConfig:
             context_length=_context_length(longest_context, self.args), head=head,
             num_labels=_num_labels(config) if head == "classifier" else 0, moe=moe,
             quantization=choose_quantization(config, self.args.quantization), mla=mla,
-            mtp_layers=config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0, windows=windows,
+            mtp_layers=next((config[name] for name in _MTP_COUNTS if config.get(name)), 0), windows=windows,
             scores=scores, state=state,
             dropped_eos_ids=tuple(id for id in self.eos_token_ids if id not in has), family=family)
 
+
+
+_MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+"""Names of the number of layers of multi-token prediction."""
 
 def check_silu(config: ModelConfig) -> None:
     """Raises ConfigError for a checkpoint whose MLPs have another activation than silu."""

@@ -102,7 +102,7 @@ def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
 
     def attention(name: str, layer: int, spec: ModelSpec, tp: TPGroup, allocate: Allocate, *,
                   in_features: int | None = None) -> LayerAttention:
-        make = attend if layer in state.attention_layers else mix
+        make = attend if spec.state is None or layer in state.attention_layers else mix
         return make(name, layer, spec, tp, allocate, in_features=in_features)
 
     return Blocks(own.rope, rms_norm(own.rms_norm_eps, offset=1.0), attention,
@@ -117,11 +117,20 @@ def _shape(own: QwenNextSpec) -> DeltaNet:
                     own.linear_key_head_dim, own.linear_value_head_dim, own.linear_conv_kernel_dim)
 
 
-def tensor_parts(name: str, tensor: LazyTensor, *, own: QwenNextSpec) -> Iterable[tuple[str, LazyTensor]]:
-    """Splits experts that transformers stacked, and the fused projection of queries, keys and values."""
+_DRAFT_NAMES = {"mtp.layers.0.": "", "mtp.fc.": "eh_proj.", "mtp.norm.": "shared_head.norm.",
+                "mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm."}
+
+
+def tensor_parts(name: str, tensor: LazyTensor, *, own: QwenNextSpec,
+                 num_layers: int) -> Iterable[tuple[str, LazyTensor]]:
+    """Splits experts that transformers stacked, and the fused projection of queries, keys and values; names the layer
+    of multi-token prediction as DeepSeek-V3's."""
     from ..weights.expert_names import by_expert
     from ..weights.fused_tensors import split_rows
 
+    for given, draft in _DRAFT_NAMES.items():
+        if name.startswith(given):
+            name = f"model.layers.{num_layers}.{draft}{name.removeprefix(given)}"
     if ".in_proj_qkv." in name:
         keys = own.linear_num_key_heads * own.linear_key_head_dim
         values = own.linear_num_value_heads * own.linear_value_head_dim
@@ -138,7 +147,7 @@ _LINEAR = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key
 _NEXT = {**COMMON, **_LINEAR, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16,
          "intermediate_size": 5632, "vocab_size": 151936, "num_experts": 512, "num_experts_per_tok": 10,
          "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": True,
-         "decoder_sparse_step": 1}
+         "decoder_sparse_step": 1, "num_nextn_predict_layers": 1}
 _3_5 = {**COMMON, **_LINEAR, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 16,
         "num_key_value_heads": 4, "intermediate_size": 12288, "vocab_size": 248320}
 _3_5_MOE = {**_3_5, "hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2, "intermediate_size": 0,
@@ -147,7 +156,7 @@ _3_5_MOE = {**_3_5, "hidden_size": 2048, "num_hidden_layers": 40, "num_key_value
 
 
 def _parts_of(spec: ModelSpec) -> TensorParts:
-    return partial(tensor_parts, own=spec.family)
+    return partial(tensor_parts, own=spec.family, num_layers=spec.num_layers)
 
 
 MODELS.register("Qwen3NextForCausalLM")(

@@ -78,8 +78,9 @@ class MTPNetwork:
 
 
 def mtp_spec(spec: ModelSpec, first: int, depth: int) -> ModelSpec:
-    """Returns the specification of ``depth`` layers of multi-token prediction, whose numbers begin at ``first``."""
+    """Returns the specification of ``depth`` layers of multi-token prediction, whose numbers begin at ``first``; those
+    of hybrid models have attention."""
     moe = spec.moe
     if moe is not None:
         moe = dataclasses.replace(moe, layers=tuple(range(first, first + depth)))
-    return dataclasses.replace(spec, num_layers=depth, windows=(), moe=moe)
+    return dataclasses.replace(spec, num_layers=depth, windows=(), moe=moe, state=None)

@@ -14,10 +14,10 @@ from baton.common.config.server import ParallelArgs, ServerConfig, SpeculativeAr
 from baton.common.distributed.expert_parallel import ExpertParallel
 from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.tp import init_tp
-from baton.common.forward.forward_batch import Row, build_forward_batch
+from baton.common.forward.forward_batch import build_forward_batch
 from baton.common.runner.model_runner import ModelRunner
 from baton.tests.helpers.rank_processes import end_rank
-from baton.tests.helpers.small_models import load_runner, scattered_pages, server_config
+from baton.tests.helpers.small_models import load_runner, row_of, scattered_pages, server_config
 
 TOKENS = np.random.default_rng(4).integers(0, 131, 40)
 """Of which 2 are only guessed."""
@@ -43,8 +43,8 @@ def rows_by_chunks(runner: ModelRunner, chunk: int) -> torch.Tensor:
     parts = []
     for start in range(0, 38, chunk):
         stop = min(start + chunk, 38)
-        batch = build_forward_batch([Row(TOKENS[start:stop], start, pages)], runner.layout.page_size, runner.device,
-                                    list(range(stop - start)))
+        batch = build_forward_batch([row_of(runner, TOKENS[start:stop], start, pages)], runner.layout.page_size,
+                                    runner.device, list(range(stop - start)))
         following = np.stack([TOKENS[start + k:stop + k] for k in range(1, len(predictors) + 1)])
         hidden = runner.hidden_states(batch)
         rows = predictors.hidden_states(batch, hidden, torch.from_numpy(following).to(runner.device))

@@ -18,6 +18,7 @@ from baton.common.bench.workloads.workload import Prompt, Turn
 from baton.tests.common.models.test_models_numerics import TOLERANCE
 from baton.tests.common.runner.mtp_rank import TOKENS, rows_by_chunks, with_layers
 from baton.tests.helpers.deepseek_models import save_deepseek, save_with_predictors
+from baton.tests.helpers.hybrid_models import add_draft_layer, save_hybrid
 from baton.tests.helpers.rank_processes import run_ranks
 from baton.tests.helpers.small_models import load_runner, server_config
 
@@ -37,6 +38,15 @@ def test_rows_equal_transformers(tmp_path, chunk):
     runner = load_runner(with_layers(server_config(tmp_path, page_size=4)))
     got = rows_by_chunks(runner, chunk)
     torch.testing.assert_close(got, expected_rows(*models), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("chunk", [38, 11])
+def test_rows_of_a_hybrid_model_equal_transformers(tmp_path, chunk):
+    """Its layer of multi-token prediction has attention, whatever the model's first layer has."""
+    model = save_hybrid(tmp_path, vocab_size=131)
+    foretell = add_draft_layer(tmp_path, model)
+    runner = load_runner(with_layers(server_config(tmp_path, page_size=4)))
+    torch.testing.assert_close(rows_by_chunks(runner, chunk), expected_rows(model, foretell), atol=TOLERANCE, rtol=0)
 
 
 def test_ranks_equal_transformers(tmp_path):

@@ -14,7 +14,7 @@ from baton.common.speculative.ngram import NgramProposer
 from baton.tests.common.speculative.test_drafting_engine import Oracle
 from baton.tests.helpers.family_parity import save_random
 from baton.tests.helpers.hand_driven import Engine, tokens_of
-from baton.tests.helpers.hybrid_models import MAMBA, save_hybrid
+from baton.tests.helpers.hybrid_models import MAMBA, add_draft_layer, save_hybrid
 from baton.tests.helpers.small_models import load_model_spec, server_config
 
 VOCAB = 97
@@ -105,6 +105,16 @@ def test_a_draft_model(checkpoint, expected, tmp_path):
         engine = Engine(checkpoint, speculative=SpeculativeArgs("STANDALONE", str(tmp_path)),
                         cache={"max_mamba_cache_size": 64}, **options)
         assert answers(engine, 2) == expected
+        assert engine.drafting.num_drafted > 0
+
+
+def test_layers_of_multi_token_prediction(tmp_path):
+    model = save_hybrid(tmp_path)
+    add_draft_layer(tmp_path, model)
+    want = answers(Engine(tmp_path, cache={"max_mamba_cache_size": 64}))
+    for options in ({}, {"overlap": True, "page_size": 1, "chunk": 7}):
+        engine = Engine(tmp_path, speculative=SpeculativeArgs("NEXTN"), cache={"max_mamba_cache_size": 64}, **options)
+        assert answers(engine, 2) == want
         assert engine.drafting.num_drafted > 0
 
 
