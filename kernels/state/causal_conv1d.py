@@ -8,8 +8,16 @@ from .._triton import runs_triton, tl, triton
 from ..arguments import StateRuns
 from ..reference import state as reference
 
-_BLOCK_ROWS = 32
+_BLOCK_ROWS = 16
 _BLOCK_CHANNELS = 64
+
+
+@triton.jit
+def _channels_of(block, part_channels, BLOCK_C: tl.constexpr):
+    """The part of a block of channels, their places in it, and which there are: neighbours, as loads want them."""
+    blocks = tl.cdiv(part_channels, BLOCK_C)
+    place = block % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
+    return block // blocks, place, place < part_channels
 
 
 @triton.jit
@@ -22,9 +30,8 @@ def _convolve_kernel(x_ptr, weight_ptr, bias_ptr, state_ptr, begins_ptr, ends_pt
     if begin + tl.program_id(1) * BLOCK_T >= end:
         return
     rows = begin + tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    channels = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
-    inside = channels < num_channels
-    part, place = channels // part_channels, channels % part_channels
+    part, place, inside = _channels_of(tl.program_id(2), part_channels, BLOCK_C)
+    channels = part * part_channels + place
     source = tl.load(sources_ptr + run).to(tl.int64)
     x_channel = x_ptr + part * x_part + place
     history = state_ptr + tl.maximum(source, 0) * state_page + part * state_part + place * (TAPS - 1)
@@ -36,9 +43,10 @@ def _convolve_kernel(x_ptr, weight_ptr, bias_ptr, state_ptr, begins_ptr, ends_pt
         seen = (rows < end)[:, None] & inside[None, :]
         own = tl.load(x_channel[None, :] + row.to(tl.int64)[:, None] * x_row, seen & (row >= begin)[:, None],
                       other=0.0).to(tl.float32)
-        before = tl.load(history[None, :] + (row - begin + TAPS - 1)[:, None],
-                         seen & (row < begin)[:, None] & (source >= 0), other=0.0).to(tl.float32)
-        acc += (own + before) * tl.load(weight_ptr + channels * TAPS + tap, inside, other=0.0).to(tl.float32)[None, :]
+        if tl.program_id(1) == 0:  # others see no token before their run
+            own += tl.load(history[None, :] + (row - begin + TAPS - 1)[:, None],
+                           seen & (row < begin)[:, None] & (source >= 0), other=0.0).to(tl.float32)
+        acc += own * tl.load(weight_ptr + channels * TAPS + tap, inside, other=0.0).to(tl.float32)[None, :]
     acc = acc / (1.0 + tl.exp(-acc))
     tl.store(out_ptr + rows.to(tl.int64)[:, None] * num_channels + channels[None, :], acc.to(out_ptr.dtype.element_ty),
              (rows < end)[:, None] & inside[None, :])
@@ -51,12 +59,11 @@ def _convolve_kernel(x_ptr, weight_ptr, bias_ptr, state_ptr, begins_ptr, ends_pt
 def _keep_inputs_kernel(x_ptr, state_ptr, begins_ptr, ends_ptr, sources_ptr, targets_ptr, x_row, x_part, state_page,
                         state_part, num_channels, part_channels, TAPS: tl.constexpr, BLOCK_C: tl.constexpr):
     run = tl.program_id(0)
-    channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    part, place = channels // part_channels, channels % part_channels
+    part, place, inside = _channels_of(tl.program_id(1), part_channels, BLOCK_C)
     source = tl.load(sources_ptr + run).to(tl.int64)
     history = state_ptr + tl.maximum(source, 0) * state_page + part * state_part + place * (TAPS - 1)
     _keep_inputs(x_ptr + part * x_part + place, history, state_ptr, targets_ptr, run, tl.load(begins_ptr + run),
-                 tl.load(ends_ptr + run), source, part, place, channels < num_channels, x_row, state_page, state_part,
+                 tl.load(ends_ptr + run), source, part, place, inside, x_row, state_page, state_part,
                  TAPS)
 
 
@@ -92,7 +99,7 @@ def causal_conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     assert states.stride()[2:] == (taps - 1, 1)
     one_row = runs.max_rows == 1
     block_rows = 1 if one_row else _BLOCK_ROWS
-    blocks = triton.cdiv(num_channels, _BLOCK_CHANNELS)
+    blocks = parts * triton.cdiv(part_channels, _BLOCK_CHANNELS)
     strides = x.stride(0), x.stride(1), states.stride(0), states.stride(1), num_channels, part_channels
     _convolve_kernel[(count, triton.cdiv(runs.max_rows, block_rows), blocks)](
         x, weight, weight if bias is None else bias, states, runs.begins, runs.ends, runs.sources, runs.targets, out,

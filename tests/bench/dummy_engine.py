@@ -34,14 +34,14 @@ def make(tokens: int, max_running: int, *, shape: dict[str, Any] = LLAMA_8B, siz
          device: str = "cuda", quantization: Quantization = None, kv_cache_dtype: CacheType = "auto",
          parallel: Parallel | None = None,
          model_impl: Literal["auto", "baton", "transformers"] = "auto",
-         attention_backend: str = "auto") -> SteppedEngine:
-    """With a KV pool of ``tokens`` and no prefix cache; ``sizes``: the decode batches to capture, () for a server's;
-    ``parallel``: see SteppedEngine."""
+         attention_backend: str = "auto", states: int | None = None) -> SteppedEngine:
+    """With a KV pool of ``tokens``, ``states`` of a hybrid model and no prefix cache; ``sizes``: the decode batches to
+    capture, () for a server's; ``parallel``: see SteppedEngine."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shape))
         return SteppedEngine(build(ServerConfig, {
             "model_path": folder, "dtype": "bfloat16" if device == "cuda" else "float32", "device": device,
             "load_format": "dummy", "quantization": quantization, "model_impl": model_impl, "max_total_tokens": tokens,
-            "attention_backend": attention_backend,
+            "attention_backend": attention_backend, "max_mamba_cache_size": states,
             "disable_radix_cache": True, "kv_cache_dtype": kv_cache_dtype, "max_running_requests": max_running,
             "cuda_graph_bs": sizes}), parallel)

@@ -49,8 +49,10 @@ _TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "nu
 
 
 def measure(shape: dict[str, Any], prompt: int, batches: tuple[int, ...], device: str) -> dict[str, float]:
-    engine = dummy_engine.make((prompt + 64) * 2 + max(batches) * 1200, max(batches), sizes=batches, device=device,
-                               shape={**_BASE, **shape}, attention_backend="triton" if device == "cuda" else "torch")
+    engine = dummy_engine.make(
+        (prompt + 64) * 2 + max(batches) * 1200, max(batches), sizes=batches, device=device,
+        states=4 * max(batches) + 8, shape={**_BASE, **shape},
+        attention_backend="triton" if device == "cuda" else "torch")
     try:
         figures = {"weights_gb": torch.cuda.memory_allocated() / 1e9 if device == "cuda" else 0.0}
         once(engine, 1, prompt, 2)  # compiles
