@@ -12,6 +12,13 @@ if TYPE_CHECKING:
     from .offline import Engine
 
 
+@command("bench_calibrate")
+def bench_calibrate(argv: Sequence[str] | None = None) -> None:
+    from .simulate.calibrate import command as calibrate
+
+    calibrate.main(argv)
+
+
 @command("bench_offline_throughput")
 def bench_offline_throughput(argv: Sequence[str] | None = None) -> None:
     """Run ``baton.Engine`` over a data set; the engine is passed in, because common/ may not import it."""

@@ -1,0 +1,1 @@
+"""``bench_calibrate``: measures a server over HTTP and fits a cost table."""

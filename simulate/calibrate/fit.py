@@ -1,0 +1,130 @@
+"""Fits a cost table to the samples of a server, by least squares of relative errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ...common.api.errors import ConfigError
+from ..costs.model import Costs, RequestCosts, StepCosts, TransferCosts
+from .samples import DecodeSample, PrefillSample, PromptSample, Samples
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A table, and by how much its samples differ from it: names of samples with their relative errors."""
+
+    costs: Costs
+    errors: dict[str, list[float]]
+
+
+def fit(samples: Samples, *, name: str, gpus: int = 1, layer_groups: int = 2, description: str = "") -> Fitted:
+    """Raises ConfigError where there are too few samples."""
+    if len(samples.prompts) < 4 or not samples.decode:
+        raise ConfigError("A cost table needs prompts of several lengths and decode steps.")
+    prefill, outside = _prefill(samples)
+    batches, base, context = _decode(samples.decode)
+    steps = StepCosts(*prefill, tuple(batches), tuple(base), context)
+    costs = Costs(name, samples.model, description or samples.device, steps, _requests(samples, steps, outside),
+                  TransferCosts(layer_groups=layer_groups), samples.kv_tokens or 400_000, samples.page_size, gpus,
+                  {"all": f"bench_calibrate: {len(samples.prompts)} prompts alone, {len(samples.prefill)} prefill "
+                          f"steps, {len(samples.decode)} decode batches"})
+    if samples.pair:
+        costs = replace(costs, transfer=_transfer(samples, costs))
+    return Fitted(costs, _errors(samples, costs))
+
+
+def _solve(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
+    """Least squares of relative errors with coefficients of 0 or more: a negative one is set to 0, and the others are
+    solved anew."""
+    scale = 1.0 / np.array(values)
+    matrix = np.array(rows, float) * scale[:, None]
+    columns = list(range(matrix.shape[1]))
+    found = np.zeros(matrix.shape[1])
+    while columns:
+        part, *_ = np.linalg.lstsq(matrix[:, columns], np.ones(len(values)), rcond=None)
+        if (part >= 0).all():
+            found[columns] = part
+            break
+        columns.pop(int(part.argmin()))
+    return [float(value) for value in found]
+
+
+def _num_steps(tokens: int, chunk: int) -> int:
+    return -(-tokens // chunk)
+
+
+def _prefill(samples: Samples) -> tuple[list[float], float]:
+    """``prefill_step, prefill_token, prefill_context``, and the milliseconds around the engine."""
+    rows = [[_num_steps(each.tokens, samples.chunk), each.tokens, each.tokens**2 / 2, 1.0]
+            for each in _medians(samples.prompts)]
+    values = [each.ms for each in _medians(samples.prompts)]
+    steps = median_steps(samples.prefill)
+    rows += [[1.0, each.tokens, each.pairs, 0.0] for each in steps]
+    values += [each.ms for each in steps]
+    *prefill, outside = _solve(rows, values)
+    return prefill, outside
+
+
+def median_steps(samples: Sequence[PrefillSample]) -> list[PrefillSample]:
+    """One sample for each shape of a step."""
+    shapes = sorted({(each.tokens, each.pairs) for each in samples})
+    return [PrefillSample(*shape, float(np.median([each.ms for each in samples if (each.tokens, each.pairs) == shape])))
+            for shape in shapes]
+
+
+def _medians(samples: Sequence[PromptSample]) -> list[PromptSample]:
+    """One sample for each length."""
+    return [PromptSample(length, float(np.median([each.ms for each in samples if each.tokens == length])))
+            for length in sorted({each.tokens for each in samples})]
+
+
+def _decode(samples: Sequence[DecodeSample]) -> tuple[list[int], list[float], float]:
+    """``decode_batches, decode_base, decode_context``."""
+    batches = sorted({each.rows for each in samples})
+    rows = [[*(float(each.rows == batch) for batch in batches), each.context] for each in samples]
+    *base, context = _solve(rows, [each.ms for each in samples])
+    rising = np.maximum.accumulate(base).tolist()  # more rows never take less
+    return batches, rising, context
+
+
+def _requests(samples: Samples, steps: StepCosts, outside: float) -> RequestCosts:
+    """``outside``: milliseconds from sending to reading, less the engine's."""
+    token = min((each.spread / each.rows for each in samples.decode if each.rows > 1), default=0.012)
+    rates = [max(0.0, each.ms - steps.prefill(each.requests * each.tokens, 0.0) - outside) / each.requests
+             for each in samples.bursts]
+    api_request = min(min(rates, default=0.4), 0.8 * outside)
+    answer = min(0.3, 0.3 * outside)
+    return RequestCosts(max(0.0, outside - answer - token), answer, api_request, token, 0.0)
+
+
+def _transfer(samples: Samples, costs: Costs) -> TransferCosts:
+    """The bandwidth by the counters; the latency and the router's time are what prompts alone through a pair take
+    beyond what is simulated without them."""
+    from ..workload.request import SimRequest
+    from ..world.cluster import ClusterSpec, simulate
+
+    if samples.write_seconds <= 0 or samples.written <= 0:
+        raise ConfigError("The prefill server counts no writes: was the pair's router given?")
+    known = replace(costs.transfer, bandwidth=samples.written / samples.write_seconds / 1e9, latency=0.0,
+                    bytes_per_token=round(samples.written / samples.written_tokens))
+    spec = ClusterSpec(replace(costs, transfer=known), prefill=1, decode=1, prefix_cache=False)
+    rest = []
+    for each in _medians(samples.pair):
+        [outcome] = simulate([SimRequest(0.0, each.tokens, 1)], spec).outcomes
+        rest.append(each.ms - outcome.ttft * 1e3)
+    return replace(known, latency=max(0.0, float(np.median(rest))))
+
+
+def _errors(samples: Samples, costs: Costs) -> dict[str, list[float]]:
+    """Relative errors of the table, by kind of sample."""
+    steps, requests = costs.steps, costs.requests
+    outside = requests.request + requests.answer + requests.api_token
+    return {
+        "prompts alone": [(steps.prompt(each.tokens, chunk=samples.chunk) + outside) / each.ms - 1
+                          for each in _medians(samples.prompts)],
+        "prefill steps": [steps.prefill(each.tokens, each.pairs) / each.ms - 1 for each in median_steps(samples.prefill)],
+        "decode steps": [steps.decode(each.rows, each.context) / each.ms - 1 for each in samples.decode],
+    }

@@ -1,0 +1,177 @@
+"""Measures servers under workloads that the simulator replays: calibrates them, then saves what clients saw.
+
+    python -m baton.tests.bench.simulator_validation --out FOLDER                      # paced servers, on any CPU
+    python -m baton.tests.bench.simulator_validation --out FOLDER --gpus 0 1           # an 8B shape in dummy weights
+
+A unified server and a pair start side by side (on GPUs: unified and prefill on the first, decode on the second) and
+are loaded one after the other. ``FOLDER/costs.json`` is the calibration, ``FOLDER/CLUSTER-WORKLOAD.json`` a run in the
+form that ``simulate/validation/`` reads. ``--clusters 2P1D`` starts more prefill or decode servers, without a unified
+one. The workloads are held out: nothing of them is used for the fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from baton.simulate.workload.request import SimRequest
+from baton.simulate.workload.synthetic import Lengths, synthetic
+from baton.tests.helpers.harness import Server
+from baton.tests.helpers.ports import free_ports
+
+from .relay import LLAMA_8B
+
+PACED_COSTS = Path(__file__).parents[1] / "helpers" / "paced_costs.json"
+POOL_TOKENS = 60_000
+
+
+def workloads(seconds: float, *, paced: bool) -> dict[str, list[SimRequest]]:
+    """By name. Paced devices are slower, and their prompts shorter: a CPU copies their pages."""
+    if paced:
+        shapes = {"poisson": (3.0, Lengths(300, 0.6, 1500), Lengths(40, 0.5, 160), 1.0),
+                  "bursty": (1.8, Lengths(500, 0.8, 2500), Lengths(30, 0.6, 120), 2.0)}
+    else:
+        shapes = {"poisson": (8.0, Lengths(1024, 0.6, 4000), Lengths(128, 0.5, 512), 1.0),
+                  "bursty": (5.0, Lengths(2500, 0.8, 8000), Lengths(96, 0.6, 384), 2.0)}
+    return {name: synthetic(rate, int(rate * seconds), inputs, outputs, cv=cv, seed=11)
+            for name, (rate, inputs, outputs, cv) in shapes.items()}
+
+
+class Cluster:
+    """A router over ``spec`` (``1U``, ``2P1D``), or a single unified server, with their processes."""
+
+    def __init__(self, spec: str, gpus: Sequence[int], model: list[str], logs: Path):
+        self.spec = spec
+        self.counts = {letter: int(count) for count, letter in re.findall(r"(\d+)([UPD])", spec)}
+        self._gpus, self._logs = gpus, logs
+        self.servers: list[Server] = []
+        self.prefills: list[Server] = []
+        routes: list[str] = []
+        for letter, count in self.counts.items():
+            for _ in range(count):
+                routes += self._start(letter, model)
+        self.router = None
+        if "P" in self.counts:
+            [port] = free_ports(1)
+            self.router = Server("baton.router.launch", ["--pd-disaggregation", *routes, "--log-level", "warning"],
+                                 port, logs / f"router-{spec}.log").start()
+
+    def _start(self, letter: str, model: list[str]) -> list[str]:
+        port, bootstrap = free_ports(2)
+        mode = {"U": "null", "P": "prefill", "D": "decode"}[letter]
+        flags = [*model, "--disaggregation-mode", mode, "--max-total-tokens", str(POOL_TOKENS),
+                 *(["--disaggregation-transfer-backend", "ipc"] if letter != "U" else []),
+                 *(["--disaggregation-bootstrap-port", str(bootstrap)] if letter == "P" else [])]
+        log = self._logs / f"{letter}{len(self.servers)}-{self.spec}.log"
+        if self._gpus:
+            gpu = self._gpus[min(int(letter == "D"), len(self._gpus) - 1)]
+            server = Server("baton.launch", ["server", *flags, "--base-gpu-id", str(gpu)], port, log)
+        else:
+            server = Server("baton.tests.helpers.paced_server", flags, port, log, PACE_COSTS=str(PACED_COSTS),
+                            OMP_NUM_THREADS="1")
+        self.servers.append(server.start())
+        if letter == "P":
+            self.prefills.append(server)
+        return {"U": [], "P": ["--prefill", server.url, str(bootstrap)], "D": ["--decode", server.url]}[letter]
+
+    @property
+    def url(self) -> str:
+        return self.router.url if self.router is not None else self.servers[0].url
+
+    def wait_ready(self, seconds: float) -> None:
+        for server in (*self.servers, *([self.router] if self.router is not None else [])):
+            server.wait_ready(seconds)
+
+    def stop(self) -> None:
+        for server in (*([self.router] if self.router is not None else []), *self.servers):
+            server.process.terminate()  # type: ignore[union-attr]
+        for server in (*([self.router] if self.router is not None else []), *self.servers):
+            server.stop(30)
+
+
+def bench(command: str, argv: list[str], timeout: float) -> None:
+    code = f"from baton.bench import {command}; {command}({argv!r})"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=timeout)
+
+
+def replay(cluster: Cluster, name: str, requests: Sequence[SimRequest], out: Path) -> None:
+    """Send the requests at their times, and save what came back."""
+    trace, lines = out / f"{name}.jsonl", out / f"{cluster.spec}-{name}.out.jsonl"
+    trace.write_text("".join(json.dumps({"timestamp": each.at * 1e3, "input_length": each.input_len,
+                                         "output_length": each.output_len}) + "\n" for each in requests))
+    lines.unlink(missing_ok=True)
+    bench("bench_serving", ["--base-url", cluster.url, "--dataset-name", "trace", "--dataset-path", str(trace),
+                            "--num-prompts", str(len(requests)), "--tokenize-prompt", "--flush-cache", "--output-file",
+                            str(lines), "--output-details", "--disable-progress"],
+          requests[-1].at + 120)
+    found = json.loads(lines.read_text())
+    assert not found["failed"], found["failed"]
+    first = requests[0].at
+    counts = cluster.counts
+    (out / f"{cluster.spec}-{name}.json").write_text(json.dumps({
+        "name": f"{cluster.spec} {name}", "date": f"{datetime.date.today()}", "unified": counts.get("U", 0),
+        "prefill": counts.get("P", 0), "decode": counts.get("D", 0), "pool_tokens": POOL_TOKENS,
+        "requests": [[round(each.at - first, 6), each.input_len, each.output_len] for each in requests],
+        "ttft_ms": [round(1e3 * value, 2) for value in found["ttfts"]],
+        "tpot_ms": [round(1e3 * sum(gaps) / (count - 1), 3) for gaps, count in
+                    zip(found["itls"], found["output_lens"]) if count > 1],
+        "e2e_ms": [round(1e3 * value, 2) for value in found["e2e_latencies"]],
+        "client_cpu": found["client_cpu"]}, indent=None))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--gpus", type=int, nargs="*", default=[])
+    parser.add_argument("--clusters", nargs="+", default=["1U", "1P1D"])
+    parser.add_argument("--workloads", nargs="+", default=["poisson", "bursty"])
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--skip-calibration", action="store_true")
+    parser.add_argument("--ready-seconds", type=float, default=150.0)
+    parser.add_argument("--server-flags", default="", help="further flags of all servers")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        if args.gpus:
+            (Path(folder) / "config.json").write_text(json.dumps(LLAMA_8B))
+            model = ["--model-path", folder, "--tokenizer-path", "tinychat", "--load-format", "dummy"]
+        else:
+            model = ["--model-path", "tinychat", "--device", "cpu", "--json-model-override-args",
+                     '{"max_position_embeddings": 40000}']
+        model += ["--log-level", "warning", *args.server_flags.split()]
+        clusters = [Cluster(spec, args.gpus, model, args.out) for spec in args.clusters]
+        try:
+            for cluster in clusters:
+                cluster.wait_ready(args.ready_seconds)
+            print("ready", flush=True)
+            if not args.skip_calibration:
+                calibrate(clusters, args)
+            for cluster in clusters:
+                for name, requests in workloads(args.seconds, paced=not args.gpus).items():
+                    if name in args.workloads:
+                        replay(cluster, name, requests, args.out)
+        finally:
+            for cluster in clusters:
+                cluster.stop()
+
+
+def calibrate(clusters: Sequence[Cluster], args: argparse.Namespace) -> None:
+    """The unified server, and the pair for its transfers."""
+    by_spec = {cluster.spec: cluster for cluster in clusters}
+    pair = by_spec["1P1D"]
+    bench("bench_calibrate", [
+        "--base-url", by_spec["1U"].url, "--output-file", str(args.out / "costs.json"), "--samples-file",
+        str(args.out / "samples.json"), "--max-batch", "128" if args.gpus else "32", "--max-context",
+        "8192" if args.gpus else "2048", "--repeats", "3", "--pair-url", pair.url, "--prefill-url",
+        pair.prefills[0].url], 200)
+
+
+if __name__ == "__main__":
+    main()
