@@ -50,7 +50,7 @@ class WorkloadArgs:
 @dataclass(frozen=True)
 class ClusterArgs:
     costs: str = flag(DEFAULT_COSTS, help=(
-        "cost table: the name of one that is shipped, or a file"))
+        "cost table: the name of one that is shipped, or a file that bench_calibrate wrote"))
     prefill_costs: str | None = flag(None, help="cost table of the prefill servers, where it is another")
     unified: int | None = flag(None, help="number of unified servers (default: 1 without --prefill and --decode)")
     prefill: int = flag(0, help="number of prefill servers")

@@ -43,10 +43,9 @@ class Calibrate:
     """The configuration of ``bench_calibrate``."""
 
     calibrate: CalibrateArgs
-    target: TargetArgs = nested(omit={
-        name: "every measurement has its own" for name in (
-            "backend", "tokenizer", "tokenize_prompt", "disable_ignore_eos", "return_logprob", "disable_stream",
-            "extra_request_body")})
+    target: TargetArgs = nested(omit=dict.fromkeys((
+        "backend", "tokenizer", "tokenize_prompt", "disable_ignore_eos", "return_logprob", "disable_stream",
+        "extra_request_body"), "every measurement has its own"))
 
 
 def sizes(largest: int, *steps: int) -> list[int]:

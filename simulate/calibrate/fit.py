@@ -26,7 +26,8 @@ def fit(samples: Samples, *, name: str, gpus: int = 1, layer_groups: int = 2, de
         raise ConfigError("A cost table needs prompts of several lengths and decode steps.")
     prefill, outside = _prefill(samples)
     batches, base, context = _decode(samples.decode)
-    steps = StepCosts(*prefill, tuple(batches), tuple(base), context)
+    step, token, pair = prefill
+    steps = StepCosts(step, token, pair, tuple(batches), tuple(base), context)
     costs = Costs(name, samples.model, description or samples.device, steps, _requests(samples, steps, outside),
                   TransferCosts(layer_groups=layer_groups), samples.kv_tokens or 400_000, samples.page_size, gpus,
                   {"all": f"bench_calibrate: {len(samples.prompts)} prompts alone, {len(samples.prefill)} prefill "
@@ -84,7 +85,9 @@ def _medians(samples: Sequence[PromptSample]) -> list[PromptSample]:
 def _decode(samples: Sequence[DecodeSample]) -> tuple[list[int], list[float], float]:
     """``decode_batches, decode_base, decode_context``."""
     batches = sorted({each.rows for each in samples})
-    rows = [[*(float(each.rows == batch) for batch in batches), each.context] for each in samples]
+    one_context = len(samples) == len(batches)  # the context's share of their time cannot be known
+    rows = [[*(float(each.rows == batch) for batch in batches), 0.0 if one_context else each.context]
+            for each in samples]
     *base, context = _solve(rows, [each.ms for each in samples])
     rising = np.maximum.accumulate(base).tolist()  # more rows never take less
     return batches, rising, context
@@ -125,6 +128,7 @@ def _errors(samples: Samples, costs: Costs) -> dict[str, list[float]]:
     return {
         "prompts alone": [(steps.prompt(each.tokens, chunk=samples.chunk) + outside) / each.ms - 1
                           for each in _medians(samples.prompts)],
-        "prefill steps": [steps.prefill(each.tokens, each.pairs) / each.ms - 1 for each in median_steps(samples.prefill)],
+        "prefill steps": [steps.prefill(each.tokens, each.pairs) / each.ms - 1
+                          for each in median_steps(samples.prefill)],
         "decode steps": [steps.decode(each.rows, each.context) / each.ms - 1 for each in samples.decode],
     }

@@ -11,6 +11,7 @@ import re
 import time
 import urllib.request
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,7 @@ STEP_GAP_SHARE = 0.3
 """First tokens that are closer than this share of the longest time between two come from one step."""
 DECODE_STEPS = 40
 QUEUED_TOKENS = 65536
-ALTERNATING = 24
+ALTERNATING = 16
 
 
 class Measurement:
@@ -113,9 +114,9 @@ class Measurement:
                 self.samples.prefill.append(PrefillSample(length, length * length / 2, float(np.median(every))))
 
     async def decode(self) -> None:
-        for context in (64, 1024, 4096):
+        for context in sorted({min(context, self._args.max_context) for context in (64, 1024, 4096)}):
             for rows in sizes(self._args.max_batch, 1, 4, 16, 32, 64, 128):
-                if context > self._args.max_context or rows * (context + 2 * DECODE_STEPS) > self.most_tokens:
+                if rows * (context + 2 * DECODE_STEPS) > self.most_tokens:
                     continue
                 if context > 64 and rows not in (1, 16, 64, self._args.max_batch):
                     continue
@@ -211,7 +212,7 @@ def write_counters(url: str, headers: dict[str, str]) -> tuple[float, float]:
     return found[0], found[1]
 
 
-def read_json(url: str, headers: dict[str, str]) -> dict[str, object]:
+def read_json(url: str, headers: dict[str, str]) -> dict[str, Any]:
     """A server's JSON; empty where it has none."""
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as answer:

@@ -139,8 +139,8 @@ def load(name: str) -> Costs:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Costs)
     except OSError as error:
-        raise ConfigError(f"There is no cost table {name!r} ({error.strerror}): give a file that has one, or the name "
-                          f"of one that is shipped: {', '.join(shipped())}.") from None
+        raise ConfigError(f"There is no cost table {name!r} ({error.strerror}): give a file that bench_calibrate "
+                          f"wrote, or the name of one that is shipped: {', '.join(shipped())}.") from None
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{name} is no cost table: {error}.") from None
 

@@ -32,15 +32,16 @@ PACED_COSTS = Path(__file__).parents[1] / "helpers" / "paced_costs.json"
 POOL_TOKENS = 60_000
 
 
-def workloads(seconds: float, *, paced: bool) -> dict[str, list[SimRequest]]:
-    """By name. Paced devices are slower, and their prompts shorter: a CPU copies their pages."""
+def workloads(seconds: float, *, paced: bool, prefills: int = 1) -> dict[str, list[SimRequest]]:
+    """By name, at rates for so many servers that compute prompts. Paced devices are slower, and their prompts shorter:
+    a CPU copies their pages."""
     if paced:
         shapes = {"poisson": (3.0, Lengths(300, 0.6, 1500), Lengths(40, 0.5, 160), 1.0),
                   "bursty": (1.8, Lengths(500, 0.8, 2500), Lengths(30, 0.6, 120), 2.0)}
     else:
         shapes = {"poisson": (8.0, Lengths(1024, 0.6, 4000), Lengths(128, 0.5, 512), 1.0),
                   "bursty": (5.0, Lengths(2500, 0.8, 8000), Lengths(96, 0.6, 384), 2.0)}
-    return {name: synthetic(rate, int(rate * seconds), inputs, outputs, cv=cv, seed=11)
+    return {name: synthetic(rate * prefills, int(rate * prefills * seconds), inputs, outputs, cv=cv, seed=11)
             for name, (rate, inputs, outputs, cv) in shapes.items()}
 
 
@@ -154,7 +155,8 @@ def main() -> None:
             if not args.skip_calibration:
                 calibrate(clusters, args)
             for cluster in clusters:
-                for name, requests in workloads(args.seconds, paced=not args.gpus).items():
+                prefills = cluster.counts.get("U", 0) + cluster.counts.get("P", 0)
+                for name, requests in workloads(args.seconds, paced=not args.gpus, prefills=prefills).items():
                     if name in args.workloads:
                         replay(cluster, name, requests, args.out)
         finally:

@@ -1,0 +1,1 @@
+"""Validation: what clients of real servers measured, against the simulation of the same requests."""
