@@ -19,8 +19,16 @@ HYBRID_RULES: tuple[ServerRule, ...] = (
     ServerRule(lambda c: c.dp_size > 1,
                "The recurrent layers of this model are not computed in data-parallel attention groups: use --tp-size "
                "without --enable-dp-attention."),
-    ServerRule(lambda c: c.tiers.enable_hierarchical_cache,
-               "--enable-hierarchical-cache does not keep the states of this model's recurrent layers: leave it out."),
+    ServerRule(lambda c: c.tiers.enable_hierarchical_cache and c.role.receives_kv,
+               "--enable-hierarchical-cache does not keep the states of this model's recurrent layers on a decode "
+               "server: leave it out."),
+    ServerRule(lambda c: c.tiers.enable_hierarchical_cache and c.tiers.hicache_write_policy != "write_through",
+               "--hicache-write-policy {tiers.hicache_write_policy} would come too late for the states of this "
+               "model's recurrent layers, which are evicted by themselves: leave it at write_through."),
+    ServerRule(lambda c: c.tiers.enable_hierarchical_cache and (
+        c.tiers.kv_tier != "host" or c.tiers.hicache_storage_backend is not None),
+        "The states of this model's recurrent layers are kept in host memory alone: leave --kv-tier at host, and "
+        "--hicache-storage-backend out."),
     ServerRule(lambda c: c.schedule.retract_host_memory_gb,
                "--retract-host-memory-gb does not keep the states of this model's recurrent layers: leave it out."),
     ServerRule(lambda c: c.sparsity.enable_double_sparsity,

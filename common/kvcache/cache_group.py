@@ -103,6 +103,8 @@ class CacheGroup:
     ``name``."""
 
     name = "swa"
+    is_in_every_page = True
+    """True where every page of tokens that is computed has one of the group."""
     stores_drafts = True
     """True where drafts are stored in the pages of their tokens, and overwritten where they are refused."""
 

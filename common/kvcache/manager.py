@@ -174,12 +174,17 @@ class KVCacheManager:
         assert self.prefix_cache is not None and not (shared and self.groups)
         self.tier = tier
         self._writes = TierWrites(tier, policy, self.prefix_cache, self.allocator, shared=shared, alone=alone,
-                                  has_draft=self._has_draft)
+                                  has_draft=self._has_draft, groups=self.groups)
 
     @property
     def writes_windows(self) -> bool:
-        """True where pages of further groups are copied to a tier."""
-        return self._writes is not None and bool(self.groups)
+        """True where pages of further groups are copied to a tier, and all would be."""
+        return self._writes is not None and any(group.is_in_every_page for group in self.groups)
+
+    @property
+    def loads_any_prefix(self) -> bool:
+        """True where what a tier can load of a few pages says whether it has any of more."""
+        return all(group.is_in_every_page for group in self.groups)
 
     def leaves_window(self, table: PageTable, num_tokens: int) -> bool:
         """True where a page that is not published is about to leave a further group, with ``num_tokens`` computed."""
@@ -527,6 +532,8 @@ class KVCacheManager:
             for before, edge in self.prefix_cache.edges_from(table.node, own.first, table.num_published):
                 if group.give_to_cache(own, before, edge.group_pages[index]):
                     self.prefix_cache.add_to_group(edge, index)
+                    if self._writes is not None and not group.is_in_every_page:
+                        self._writes.completed(edge)
 
     def keep_partial_page(self, table: PageTable, tokens: np.ndarray) -> PartialPage | None:
         """Hand the last page of ``tokens`` (int32, all computed, all of the table's) to the cache where it is partly

@@ -55,6 +55,7 @@ class StateGroup(CacheGroup):
     """
 
     name = "mamba"
+    is_in_every_page = False
     stores_drafts = False
 
     def __init__(self, num_pages: int, page_size: int, *, in_flight: bool = False):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .allocator import PageAllocator
-from .cache_group import ABSENT
+from .cache_group import ABSENT, CacheGroup
 from .page_keys import PageKey
 from .prefix_cache import Node, PrefixCache
 
@@ -29,15 +29,17 @@ class TierWrites:
     """
 
     def __init__(self, tier: KVTier, policy: WritePolicy, cache: PrefixCache, allocator: PageAllocator, *,
-                 shared: bool, alone: bool, has_draft: Callable[[np.ndarray], np.ndarray]):
+                 shared: bool, alone: bool, has_draft: Callable[[np.ndarray], np.ndarray],
+                 groups: Sequence[CacheGroup] = ()):
         """``alone``: no other rank has to free the same pages in the same step. ``has_draft``: [n] bool of pages, those
-        with the draft model's keys and values. The others are not copied."""
+        with the draft model's keys and values. The others are not copied. ``groups``: the further cache groups."""
         self._tier = tier
         self._policy = policy
         self._cache = cache
         self._allocator = allocator
         self._shared, self._alone = shared, alone
         self._has_draft = has_draft
+        self._required = [0, *(number for number, group in enumerate(groups, 1) if group.is_in_every_page)]
         self._leaving: list[tuple[TierTask, np.ndarray]] = []
         self._unsettled: list[TierTask] = []
         self._num_ahead = 0  # pages that were copied ahead and are still there, about
@@ -48,6 +50,11 @@ class TierWrites:
         """The last ``count`` pages of ``node`` have entered the cache."""
         if self._policy.at_commit(node.usage):
             self._store(self._cache.page_keys(node)[-count:], pages_of(node)[:, -count:])
+
+    def completed(self, edge: Node) -> None:
+        """Pages of ``edge`` that the cache has had got one of a further group."""
+        if self._policy.at_commit(edge.usage):
+            self._store(self._cache.page_keys(edge), pages_of(edge))
 
     def reused(self, node: Node) -> None:
         """One more request reads the path to ``node``."""
@@ -138,8 +145,8 @@ class TierWrites:
             self._store(self._cache.page_keys(node), pages_of(node))
 
     def _store(self, keys: Sequence[PageKey], pages: np.ndarray) -> TierTask | None:
-        """Store whole pages: those that lack nothing of [cache groups, n]."""
-        whole = self._has_draft(pages[0]) & (pages != ABSENT).all(0)
+        """Store whole pages: those of [cache groups, n] that lack nothing, but of groups that are not in every page."""
+        whole = self._has_draft(pages[0]) & (pages[self._required] != ABSENT).all(0)
         if not whole.all():
             keys, pages = [key for key, kept in zip(keys, whole.tolist()) if kept], pages[:, whole]
         if not len(keys):

@@ -20,6 +20,7 @@ from ..kvcache.pool import KVPool
 from ..kvcache.storage.page_servers import PageServers
 from ..kvcache.tiers.base import KVTier, TierContext
 from ..kvcache.tiers.host import HostTier
+from ..kvcache.tiers.with_states import HybridHostTier
 from .batcher import Batcher
 from .chain_planner import ChainPlanner
 from .drafting import Drafting
@@ -52,7 +53,7 @@ def make_batcher(config: ServerConfig, runner: ModelRunner, cache: KVCacheManage
         tiers = _host_tiers(runner.pools, runner.draft_pool, num_bytes)
         swap = SwapSpace(tiers, cache, rates, shared=config.role.receives_kv)
     if rates is not None and config.tiers.enable_hierarchical_cache:
-        if cache.groups:
+        if cache.groups and runner.spec.state is None:
             _check_windows(config)
         tier = make_tier(config, runner)
         policy = WRITE_POLICIES.get(config.tiers.hicache_write_policy)()
@@ -111,7 +112,8 @@ def make_tier(config: ServerConfig, runner: ModelRunner) -> KVTier:
     context = TierContext(runner.pool, 0, args.host_flag, runner.draft_pool, io_backend=args.hicache_io_backend,
                           in_background=runner.device.type == "cuda", order=order, further=runner.pools[1:])
     num_bytes = args.host_bytes(sum(group.nbytes for group in context.groups))
-    tier: KVTier = KV_TIERS.get(args.kv_tier)(dataclasses.replace(context, num_bytes=num_bytes))
+    make = KV_TIERS.get(args.kv_tier) if runner.spec.state is None else HybridHostTier
+    tier: KVTier = make(dataclasses.replace(context, num_bytes=num_bytes))
     return tier
 
 

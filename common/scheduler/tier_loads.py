@@ -129,6 +129,8 @@ class TierLoads:
         """The leading keys that the tier has, of the pages after those in the prefix cache."""
         tokens = req.tokens.view()
         probed = (table.num_cached_pages + _PROBED_PAGES) * self._cache.page_size
+        if not self._cache.loads_any_prefix:
+            probed = limit
         keys = self._cache.tier_keys(table, tokens, min(limit, probed))
         count = self._tier.lookup(keys)
         if count == _PROBED_PAGES and probed < limit:

@@ -5,21 +5,34 @@ stale, owned twice or of other tokens is seen when it is read."""
 from __future__ import annotations
 
 import random
+from typing import Any
+from unittest import mock
 
 import numpy as np
+import torch
 
 from baton.common.api.drafts import Drafts
 from baton.common.api.messages import Generate
 from baton.common.api.sampling import SamplingParams
 from baton.common.config.server import ScheduleArgs
+from baton.common.config.server.tiers import WRITE_POLICIES
+from baton.common.distributed.tp import TPGroup
 from baton.common.kvcache.cache_group import ABSENT
+from baton.common.kvcache.layout import KVLayout
 from baton.common.kvcache.manager import KVCacheManager
+from baton.common.kvcache.pool import KVPool
 from baton.common.kvcache.state_group import StateGroup
+from baton.common.kvcache.tiers import host
+from baton.common.kvcache.tiers.base import TierContext
+from baton.common.kvcache.tiers.with_states import HybridHostTier
 from baton.common.request.req import Req
 from baton.common.request.step_input import StepInput
 from baton.common.request.step_output import StepOutput
 from baton.common.scheduler.batcher import Batcher
 from baton.common.scheduler.drafting import Drafting
+from baton.common.scheduler.preemption.copy_rates import AgreedRates
+from baton.common.scheduler.tier_loads import TierLoads
+from baton.tests.helpers.late_copies import LateCopies
 
 MODULUS = (1 << 61) - 1
 _LOST = -7  # in a page that was freed
@@ -30,16 +43,33 @@ class SimulatedServer:
     freed in between is overwritten first (``overwrites``: another process may write into free pages at once)."""
 
     def __init__(self, seed: int, *, page_size: int, pages: int, states: int, overwrites: bool,
-                 drafts: bool = False):
-        self.rng = random.Random(seed)
+                 drafts: bool = False, tier: bool = False):
+        """``tier``: pages and states are kept in host memory, whose copies end late."""
+        self.rng, self.numbers = random.Random(seed), np.random.default_rng(seed)
         self.page_size = page_size
         self.group = StateGroup(states, page_size, in_flight=overwrites)
         self.cache = KVCacheManager(pages, page_size, True, [self.group])
-        self.states = [_LOST] * states
+        layouts = (KVLayout((1,), 1, 1, page_size, "float32"),
+                   KVLayout((1,), 1, -(-2 // page_size), page_size, "float32", "state", retained_tokens=2))
+        pools = [KVPool(layout, count, "cpu") for layout, count in zip(layouts, (pages, states))]
+        self.states = pools[1].groups[0].view(states, -1)[:, :2].view(torch.int64).numpy()[:, 0]
+        self.states[:] = _LOST
+        self.tier, self.copies = None, []
+        loads = None
+        if tier:
+            def late_copies(context: TierContext, memory: Any) -> LateCopies:
+                self.copies.append(LateCopies(context, memory))
+                return self.copies[-1]
+
+            with mock.patch.object(host, "HostPageCopies", late_copies):
+                self.tier = HybridHostTier(TierContext(
+                    pools[0], sum(pool.groups[0].nbytes for pool in pools), "-", further=pools[1:]))
+            self.cache.attach_tier(self.tier, WRITE_POLICIES.get("write_through")(), shared=False)
+            loads = TierLoads(self.cache, self.tier, TPGroup(), AgreedRates(1e9, TPGroup()))
         self.overwrites = overwrites
         self.batcher = Batcher(self.cache, ScheduleArgs(
             max_running_requests=6, chunked_prefill_size=self.rng.choice((5, 16, 23)), schedule_conservativeness=0.0),
-            drafting=Drafting(_Drafter(self.rng), self.cache, 5) if drafts else None)
+            drafting=Drafting(_Drafter(self.rng), self.cache, 5) if drafts else None, loads=loads)
         self.num_checked = 0
         self._in_flight: list[_Work] = []
 
@@ -55,6 +85,14 @@ class SimulatedServer:
         own, = req.page_table.groups
         return {own.first + i: int(page) for i, page in enumerate(own.ids) if page != ABSENT}
 
+    def end_iteration(self) -> None:
+        """Begins the copies of what the step has computed."""
+        if self.tier is not None:
+            self.finish_step()
+            self.batcher.flush_stores()
+            for copies in self.copies:
+                copies.run_some(self.numbers)
+
     def finish_step(self) -> None:
         work, self._in_flight = self._in_flight, []
         if self.overwrites:
@@ -69,7 +107,7 @@ class SimulatedServer:
         size = self.page_size
         if work.drafts is not None:
             assert work.stop == work.start + 1 and len(work.draft_pages) == len(work.drafts)
-        state = 1 if work.start == 0 else self.states[work.pages[(work.start - 1) // size]]
+        state = 1 if work.start == 0 else int(self.states[work.pages[(work.start - 1) // size]])
         expected = state_after(work.tokens[:work.start])
         assert state == expected, f"{work.rid} goes on after {work.start} tokens from a state of others"
         self.num_checked += 1
@@ -140,11 +178,12 @@ class StateTraffic:
     """Random requests whose prompts begin as earlier answers ended: at a unified server, or at a pair of servers, where
     the state after the prompt is handed over."""
 
-    def __init__(self, seed: int, *, pair: bool):
+    def __init__(self, seed: int, *, pair: bool, tier: bool = False):
         self.rng = random.Random(seed)
         size = self.rng.choice((1, 2, 4, 8))
         sizes = {"page_size": size, "pages": -(-240 // size) + 8}
-        self.decode = SimulatedServer(seed, states=self.rng.choice((16, 24, 60)), overwrites=pair, drafts=True, **sizes)
+        self.decode = SimulatedServer(seed, states=self.rng.choice((16, 24, 60)), overwrites=pair, drafts=True,
+                                      tier=tier, **sizes)
         self.prefill = SimulatedServer(seed + 1, states=12, overwrites=False, **sizes) if pair else None
         self.transcripts: list[list[int]] = [[]]
         self.live: dict[str, Req] = {}
@@ -156,6 +195,11 @@ class StateTraffic:
     def num_checked(self) -> int:
         return self.decode.num_checked + (self.prefill.num_checked if self.prefill else 0)
 
+    @property
+    def num_loaded(self) -> int:
+        """States that came back from host memory."""
+        return self.decode.tier.states.counters.loaded if self.decode.tier else 0
+
     def step(self) -> None:
         rng, batcher = self.rng, self.decode.batcher
         if len(self.live) < 9 and rng.random() < 0.25:
@@ -163,14 +207,20 @@ class StateTraffic:
         if self.live and rng.random() < 0.02:
             self._abort(rng.choice(list(self.live)))
         if rng.random() < 0.02:
-            self.decode.cache.prefix_cache.evict_from_group(0, rng.randrange(1, 9))
+            group = self.decode.group
+            self.decode.cache._free_in_group(0, min(group.num_available, group.num_free + rng.randrange(1, 9)))
         if rng.random() < 0.004:
             self.decode.finish_step()
             batcher.retraction.retract_all()
             self.num_retracted += 1
+        self._iterate()
+
+    def _iterate(self) -> None:
+        self.decode.batcher.poll_loads(0.0)
         if self.prefill is not None:
             self._prefill_step(self.prefill)
         self._decode_step()
+        self.decode.end_iteration()
 
     def _message(self, prompt: list[int], count: int) -> Req:
         message = Generate(f"r{self.count}", prompt, SamplingParams(max_new_tokens=count))
@@ -309,9 +359,7 @@ class StateTraffic:
         for _ in range(5000):
             if not self.live and not self.prompts:
                 break
-            if self.prefill is not None:
-                self._prefill_step(self.prefill)
-            self._decode_step()
+            self._iterate()
         for server in filter(None, (self.decode, self.prefill)):
             server.finish_step()
             assert server.batcher.idle

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -209,6 +209,11 @@ class HostTier:
     @property
     def num_pages(self) -> int:
         return len(self._slot_of)
+
+    @property
+    def keys(self) -> Iterable[PageKey]:
+        """The keys of all pages that it keeps."""
+        return self._slot_of.keys()
 
     @property
     def busy(self) -> bool:

@@ -157,7 +157,8 @@ def test_pools_of_states(checkpoint):
 def test_what_does_not_combine_is_refused(checkpoint):
     spec = load_model_spec(server_config(checkpoint[0]).model)
     for flags, sentence in [({"speculative_algorithm": "NGRAM", "speculative_adaptive": True}, "does not measure"),
-                            ({"pp_size": 2}, "pipeline stages"), ({"enable_hierarchical_cache": True}, "leave it out"),
+                            ({"pp_size": 2}, "pipeline stages"),
+                            ({"enable_hierarchical_cache": True, "hicache_write_policy": "write_back"}, "too late"),
                             ({"retract_host_memory_gb": 1.0}, "leave it out"), ({"is_embedding": True}, "generation"),
                             ({"tp": 2, "dp_size": 2, "enable_dp_attention": True}, "without --enable-dp"),
                             ({"enable_deterministic_inference": True}, "where chunks end")]:

@@ -1,5 +1,5 @@
-"""Random steps of {arrive, hit, evict, chunk, accept and refuse drafts, retract, abort, finish, hand over}: no state is
-of other tokens.
+"""Random steps of {arrive, hit, evict, chunk, accept and refuse drafts, retract, abort, finish, hand over, store,
+load}: no state is of other tokens.
 
 ``BATON_STATE_STEPS=1000000 pytest tests/common/scheduler/test_state_simulation.py`` takes so many steps of each kind of
 server, with fresh seeds from ``BATON_STATE_SEED`` on.
@@ -19,12 +19,12 @@ STEPS_A_SEED = 500
 
 
 @pytest.mark.timeout(60 + STEPS)
-@pytest.mark.parametrize("pair", [False, True])
-def test_no_state_is_of_other_tokens(pair):
+@pytest.mark.parametrize("pair,tier", [(False, False), (True, False), (False, True)])
+def test_no_state_is_of_other_tokens(pair, tier):
     counts = dict.fromkeys(("num_checked", "num_hits", "num_retracted", "num_ended", "num_handed_over", "num_accepted",
-                            "num_refused"), 0)
+                            "num_refused", "num_loaded"), 0)
     for round_ in range(-(-STEPS // STEPS_A_SEED)):
-        traffic = StateTraffic(SEED + 10 * round_, pair=pair)
+        traffic = StateTraffic(SEED + 10 * round_, pair=pair, tier=tier)
         for number in range(STEPS_A_SEED):
             traffic.step()
             if number % 50 == 0:
@@ -36,5 +36,6 @@ def test_no_state_is_of_other_tokens(pair):
             counts[name] += getattr(traffic, name)
     assert counts["num_checked"] > 5 * STEPS // 2 and counts["num_ended"] > STEPS // 50
     assert counts["num_hits"] > STEPS // 100 or pair
+    assert bool(counts["num_loaded"]) == tier and (not tier or counts["num_loaded"] > STEPS // 100)
     assert counts["num_accepted"] > STEPS // 4 and counts["num_refused"] > STEPS // 20
     assert counts["num_retracted"] > 3 and bool(counts["num_handed_over"]) == pair
