@@ -49,6 +49,7 @@ from baton.router.obs.metrics import Metrics
 from baton.router.workers.registry import Registry
 from baton.simulate.args import Simulate
 from baton.simulate.calibrate.args import Calibrate
+from baton.simulate.plan.args import Plan
 from baton.tests.helpers import layers, request_fields
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -85,6 +86,8 @@ COMMANDS = (
     Command("calibrate_double_sparsity", CalibrateDoubleSparsity, "The heavy channels of a model's heads, from a text: "
             "[sparse attention](sparse-attention.md). `python -m baton.calibrate_double_sparsity` is the same."),
     Command("baton_simulate", Simulate, "A cluster under a workload, on a virtual clock: [simulator](simulator.md)."),
+    Command("baton_plan", Plan, "The cheapest cluster for a workload and an objective: "
+            "[simulator](simulator.md#plan)."),
     Command("bench_calibrate", Calibrate, "A running server's cost table for `baton_simulate`: "
             "[simulator](simulator.md#calibrate)."),
     Command("bench_kvtransfer", BenchArgs, "KV transfers between processes: [KV transfer](transfer.md#measure)."),

@@ -37,7 +37,7 @@ FLOORS: dict[str, list[list[str]]] = {
     "lang": [["errors"], ["choices", "sampling", "http", "chat_template"], ["expressions"], ["api"], ["backends"],
              ["interpreter"], ["state"], ["program"]],
     "simulate": [["costs", "workload"], ["args"], ["results"], ["world"],
-                 ["calibrate", "validation"], ["command"]],
+                 ["predict", "calibrate", "validation"], ["plan", "command"]],
     "router": [["config", "routes", "sglang_flags"], ["net"], ["workers"], ["policies", "admission"], ["obs"],
                ["relay"], ["monitoring"], ["admin"], ["components"], ["entry"], ["process_setup", "app"],
                ["multiprocess"], ["launch"]],

@@ -1,0 +1,1 @@
+"""``baton_plan``: the cheapest cluster that serves a workload within its objectives, by simulation."""
