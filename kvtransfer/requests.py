@@ -93,9 +93,11 @@ class TransferTable:
     They are not kept by request id: the next attempt has the same id, while this one's pages still drain.
     """
 
-    def __init__(self, transport: Transport, group: RankAgreement):
+    def __init__(self, transport: Transport, group: RankAgreement, topic: str = "transfers"):
+        """``topic`` names the transfers in the group's agreement, which may have another table's, too."""
         self._transport = transport
         self._group = group
+        self._topic = topic
         self._transfers: dict[int, TransferRequest] = {}
         self._numbers = itertools.count()
 
@@ -124,7 +126,7 @@ class TransferTable:
         if not self._transfers:
             return []
         transfers = list(self)
-        agreed = self._group.min_by_key("transfers", [transfer.number for transfer in transfers], self._local_states,
+        agreed = self._group.min_by_key(self._topic, [transfer.number for transfer in transfers], self._local_states,
                                         (Phase.RESERVING, False, True))
         return [Progress(transfer, Phase(phase), bool(settled), not connected)
                 for transfer, (phase, settled, connected) in zip(transfers, agreed)]

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..common.config.server.disaggregation import TransferOverlap
+from ..common.forward.forward_batch import AfterGroup
 from ..common.kvcache.manager import KVCacheManager
 from ..common.request.req import Req
-from ..common.request.step_input import Chunk, StepInput
+from ..common.request.step_input import Chunk
 from ..kvtransfer.sender.kv_sender import KVSender
 
 if TYPE_CHECKING:
@@ -57,23 +58,23 @@ class KVPush:
         """Pushes a whole prompt that an earlier attempt has computed."""
         self._push(self._pages(req, 0, self._cache.pages_for(req.num_prompt_tokens)), self._all_groups, self._event())
 
-    def push_cached(self, batch: StepInput) -> None:
+    def push_cached(self, chunks: Sequence[Chunk]) -> None:
         """Pushes the pages of this server's prefix cache before the forward pass of a request's first chunk.
 
         The step in flight may be computing them: they are sent when it has run.
         """
         if self._overlap == "prompt":
             return
-        for chunk in batch.chunks:
+        for chunk in chunks:
             page_table = chunk.req.page_table
             assert page_table is not None
             cached = page_table.num_cached_pages
             if cached and chunk.start == cached * self._cache.page_size:
                 self._push(self._pages(chunk.req, 0, cached), self._all_groups, self._event())
 
-    def callback_for(self, batch: StepInput) -> Callable[[int, torch.cuda.Event | None], None]:
-        """Returns a callback that pushes pages, which the executor calls after each layer group."""
-        to_push = list(self._pages_of(batch))
+    def callback_for(self, chunks: Sequence[Chunk]) -> AfterGroup:
+        """Returns a callback that pushes the pages of ``chunks``, which the executor calls after each layer group."""
+        to_push = list(self._pages_of(chunks))
         computed: set[int] = set()
 
         def push(group: int, ready: torch.cuda.Event | None) -> None:
@@ -91,8 +92,8 @@ class KVPush:
     def _all_groups(self) -> range:
         return range(len(self._cache_groups))
 
-    def _pages_of(self, batch: StepInput) -> Iterator[_Pages]:
-        for chunk in batch.chunks:
+    def _pages_of(self, chunks: Sequence[Chunk]) -> Iterator[_Pages]:
+        for chunk in chunks:
             first, end = self._span(chunk)
             if end > first:
                 yield self._pages(chunk.req, first, end)

@@ -49,7 +49,8 @@ class Router:
         self.reports = WorkerReports(self)
         self.sampler = Sampler(self)
         self._rng = rng or Random()
-        self._health = components.health(config, self.registry, self._update_ranks if config.workers.dp_aware else None)
+        self._health = components.health(config, self.registry, self._update_ranks if config.workers.dp_aware else None,
+                                         self.change_role)
         self._connections: set[ClientConnection] = set()
         self._server: asyncio.Server | None = None
         self._metrics_server: asyncio.Server | None = None
@@ -212,6 +213,13 @@ class Router:
         worker = self.remove_worker(url, force=True)[0].renewed()
         self.add_worker(worker)
         self._health.take_out(worker, reason, epoch)
+
+    def change_role(self, worker: Worker, role: str) -> Worker:
+        """Lets a worker's server, with all of its ranks, serve in another role; running requests end undisturbed.
+        Returns its new worker."""
+        changed = self.remove_worker(worker.endpoint.url)[0].renewed(role)
+        self.add_worker(changed)
+        return changed
 
     async def apply_changes(self) -> None:
         """Returns once all processes of the router act on what the registry says, and the workers' loads are those of

@@ -44,7 +44,7 @@ class Components(Protocol):
 
     def registry(self, config: RouterConfig, on_drained: Callable[[Worker], None]) -> Registry: ...
     def health(self, config: RouterConfig, registry: Registry,
-               on_ranks: Callable[[Worker, int], None] | None) -> Health: ...
+               on_ranks: Callable[[Worker, int], None] | None, on_role: Callable[[Worker, str], object]) -> Health: ...
     def dispatcher(self, config: RouterConfig, registry: Registry, metrics: Metrics, rng: Random,
                    suspect: Callable[[Worker, Failure], None]) -> Dispatcher: ...
     def admission(self, rules: AdmissionRules, loop: asyncio.AbstractEventLoop) -> AdmissionControl: ...
@@ -68,9 +68,9 @@ class LocalComponents:
                         circuit_rules=config.circuit.rules, on_drained=on_drained,
                         models=Models.from_args(config.workers))
 
-    def health(self, config: RouterConfig, registry: Registry,
-               on_ranks: Callable[[Worker, int], None] | None) -> Health:
-        return HealthMonitor(config.health, registry, on_ranks=on_ranks)
+    def health(self, config: RouterConfig, registry: Registry, on_ranks: Callable[[Worker, int], None] | None,
+               on_role: Callable[[Worker, str], object]) -> Health:
+        return HealthMonitor(config.health, registry, on_ranks=on_ranks, on_role=on_role)
 
     def dispatcher(self, config: RouterConfig, registry: Registry, metrics: Metrics, rng: Random,
                    suspect: Callable[[Worker, Failure], None]) -> Dispatcher:

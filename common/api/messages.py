@@ -73,6 +73,7 @@ class Generate(msgspec.Struct, tag=True):
     namespace: Namespace = SHARED  # of its pages in the prefix cache
     dp_rank: int | None = None  # the data-parallel rank that computes it; None where there is one
     aborted: bool = False  # before it was sent: then it never is
+    sends_kv: bool = False  # the prompt is computed for the server that named the bootstrap room, not decoded here
 
 
 SpanName = Literal["meeting", "queue", "prefill", "transfer", "decode"]

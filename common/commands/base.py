@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..distributed.tp import TPGroup
     from ..engine.peers import Peers
     from ..engine.profiler import Profiler
+    from ..engine.switchable_scheduler import SwitchableScheduler
     from ..engine.weight_receiver import WeightReceiver
     from ..engine.weight_sender import WeightSender
     from ..runner.model_runner import ModelRunner
@@ -42,6 +43,8 @@ class Rank(Protocol):
     runner: ModelRunner
     batcher: Batcher
     peers: Peers
+    roles: SwitchableScheduler | None
+    """Where the server's role may change."""
     profiler: Profiler
     weights: WeightReceiver
     weight_sender: WeightSender

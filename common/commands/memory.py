@@ -32,7 +32,7 @@ class MemoryRequest(msgspec.Struct):
 
 
 def run_release(rank: Rank, command: ReleaseMemory) -> str:
-    if "kv_cache" in command.kinds and rank.config.role.transfers_kv:
+    if "kv_cache" in command.kinds and rank.config.duties.transfers_kv:
         # Peers know the addresses of this pool, and a transfer library has registered it.
         raise InvalidRequest("The KV pool of a prefill or decode server stays where peers know it; release "
                              'only tags ["weights"].', param="tags")
@@ -81,7 +81,7 @@ async def resume_memory_occupation(server: Server, body: MemoryRequest) -> str:
 def _kinds(server: Server, body: MemoryRequest) -> tuple[MemoryKind, ...]:
     if body.tags is not None:
         return body.tags
-    return ("weights",) if server.context.config.role.transfers_kv else ("weights", "kv_cache")
+    return ("weights",) if server.context.config.duties.transfers_kv else ("weights", "kv_cache")
 
 
 COMMANDS.register("release_memory_occupation")(Command(ReleaseMemory, run_release, (

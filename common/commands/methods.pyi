@@ -163,6 +163,18 @@ class CommandMethods(ABC):
     def stop_profile(
         self,
     ) -> str: ...
+    def switch_role(
+        self,
+        role: str | None = None,
+        new_role: str | None = None,
+        server_args: Mapping[str, Any] | None = None,
+    ) -> str: ...
+    def pd_role_switch(
+        self,
+        role: str | None = None,
+        new_role: str | None = None,
+        server_args: Mapping[str, Any] | None = None,
+    ) -> str: ...
     def update_weights_from_disk(
         self,
         model_path: str,

@@ -30,7 +30,7 @@ class PauseRequest(msgspec.Struct):
 
 def run_pause(rank: Rank, command: PauseGeneration) -> str:
     mode = command.mode
-    if mode == "retract" and (not rank.config.role.decodes or rank.config.model.is_embedding):
+    if mode == "retract" and (not rank.config.duties.decodes or rank.config.model.is_embedding):
         mode = "in_place"  # computed pages are being sent to decode, or are part of a mean
     rank.batcher.pause(mode)
     return "Generation is paused."

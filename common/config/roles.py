@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
+from ..api.errors import InvalidRequest
 from ..registry import Registry
 
 
@@ -30,6 +32,9 @@ class Role:
     """True where a request is answered whole, as OpenAI's endpoints promise; else the answer is a part of another
     server's."""
 
+    rank: str = ""
+    """The module of its engine ranks; ``make_part(parts, unified)`` makes the role's part of an engine of all roles."""
+
     @property
     def transfers_kv(self) -> bool:
         """True where the KV pool's addresses are known to other servers."""
@@ -44,10 +49,32 @@ class Role:
 ROLES: Registry[Role] = Registry("role of a server")
 ROLES.register("null")(Role(
     label="unified", component="server", launcher="baton.common.serving.unified_server",
+    rank="baton.common.engine.rank",
     argv=("baton.launch", "server"), computes_prompts=True, decodes=True))
 ROLES.register("prefill")(Role(
-    label="prefill", component="prefill", launcher="baton.prefill.launch", argv=("baton.prefill.launch",),
+    label="prefill", component="prefill", launcher="baton.prefill.launch", rank="baton.prefill.rank",
+    argv=("baton.prefill.launch",),
     computes_prompts=True, sends_kv=True, answers_clients=False))
 ROLES.register("decode")(Role(
-    label="decode", component="decode", launcher="baton.decode.launch", argv=("baton.decode.launch",),
+    label="decode", component="decode", launcher="baton.decode.launch", rank="baton.decode.rank",
+    argv=("baton.decode.launch",),
     decodes=True, receives_kv=True))
+ROLE_HEADER = "x-baton-role"
+"""Names the role in which a router asks for a request: the server may have changed its own meanwhile."""
+
+
+def check_role(name: str, param: str) -> str:
+    """Returns the registered name of a role that servers switch to; raises InvalidRequest. The router's name of a
+    unified server is taken, too."""
+    name = "null" if name in ("regular", "unified") else name
+    if name not in ROLES or not (ROLES.get(name).transfers_kv or ROLES.get(name).serves_alone):
+        raise InvalidRequest(f"{param} must be prefill, decode or null (both phases), not {name!r}.", param=param)
+    return name
+
+
+def all_duties() -> Role:
+    """Returns the facts of a server that may take any of the roles that hand requests to each other."""
+    roles = [ROLES.get(name) for name in ROLES.names]
+    facts: dict[str, Any] = {fact.name: any(getattr(role, fact.name) for role in roles)
+                             for fact in fields(Role) if fact.type == "bool"}
+    return replace(roles[0], **facts)

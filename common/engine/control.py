@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -24,19 +25,25 @@ from .profiler import Profiler
 from .weight_receiver import WeightReceiver
 from .weight_sender import WeightSender
 
+if TYPE_CHECKING:
+    from .switchable_scheduler import SwitchableScheduler
+
 
 class Control:
     """Control of one rank. All ranks of the engine agree on the outcome before any of them changes shared state."""
 
     def __init__(self, config: ServerConfig, tp: TPGroup, runner: ModelRunner, batcher: Batcher,
-                 peers: Peers | None = None, tracker: RequestTracker | None = None):
-        """``tracker``: the requests, whose pages change their namespaces with the weights."""
+                 peers: Peers | None = None, tracker: RequestTracker | None = None,
+                 roles: SwitchableScheduler | None = None):
+        """``tracker``: the requests, whose pages change their namespaces with the weights. ``roles``: where the
+        server's role may change."""
         self.config = config
         self.tp = tp
         self.runner = runner
         self.batcher = batcher
         self._tracker = tracker
         self.peers = peers or NoPeers()
+        self.roles = roles
         self.released: set[MemoryKind] = set()
         self.step_delay = 0.0
         self.profiler = Profiler(tp.rank, runner.device, runner)

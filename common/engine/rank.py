@@ -57,6 +57,7 @@ from .loop import EngineLoop, Scheduler
 from .numa import bind_rank
 from .rank_channel import PPTicker, RankChannel, Ticker
 from .rank_spec import RankSpec
+from .switchable_scheduler import SwitchableScheduler, make_switchable
 from .unified_scheduler import UnifiedScheduler
 from .watchdog import Watchdog
 
@@ -112,6 +113,14 @@ def unified_scheduler(parts: EngineParts) -> Scheduler:
     return parts.make_unified_scheduler()
 
 
+def switchable_scheduler(parts: EngineParts) -> SwitchableScheduler:
+    """The scheduler of an engine that may take any role."""
+    scheduler = make_switchable(parts.make_unified_scheduler(), parts, parts.config.mode)
+    if parts.config.role.sends_kv:
+        scheduler.register()
+    return scheduler
+
+
 def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     """Build, report Ready (or StartFailed, with a sentence for the operator), and serve until Shutdown."""
     setup_logging(spec.config.logs, f"{spec.config.role.component}.rank{spec.rank}")
@@ -137,6 +146,8 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
         if pp_channel is None and parallel.attn_tp.size > 1:
             agreement = TickAgreement(parallel, spec.config.nodes.first_host or "127.0.0.1")
         parts = build_parts(spec, parallel, send, progress, pp_channel, agreement)
+        if spec.config.disaggregation.enable_pd_role_switch:
+            make_scheduler = switchable_scheduler
         scheduler = make_scheduler(parts)
         cache = parts.batcher.cache
         events = None
@@ -164,7 +175,7 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     for group in cache.groups:
         log.info("and %d KV pages for layers with %s", group.num_pages, group.rule)
     control = Control(spec.config, parallel.world, parts.runner, parts.batcher, scheduler.peers,
-                      parts.tracker)
+                      parts.tracker, scheduler if isinstance(scheduler, SwitchableScheduler) else None)
     if spec.rank == 0 and spec.config.model.enable_pickled_weights:
         log.warning("--enable-pickled-weights: whoever reaches /update_weights_from_tensor is trusted with this server")
     observe = spec.config.observe
@@ -229,7 +240,7 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
         max_request_tokens=min(runner.num_pages * runner.layout.page_size, model.context_length),
         max_requests=config.schedule.max_queued_requests + config.schedule.max_running_requests,
         timeout=config.schedule.request_timeout,
-        reserves_output=config.role.decodes,
+        reserves_output=config.duties.decodes,
         random_seed=None if config.speculative.speculative_algorithm is None else config.model.random_seed,
     )
     sampler = Sampler(model.vocab_size, runner.device, config.model.random_seed + parallel.dp_rank, parallel.attn_tp,

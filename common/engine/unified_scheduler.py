@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import Protocol
 
 import numpy as np
 
@@ -28,15 +29,29 @@ from ..execution.executor import Executor, LaunchedStep
 from ..execution.launched import Launched
 from ..execution.pp_executor import PPExecutor
 from ..execution.pp_pipeline import make_pipeline
+from ..forward.forward_batch import AfterGroup
 from ..request.input_batch import InputBatch
 from ..request.req import Req
 from ..request.step_input import StepInput
-from ..request.step_output import StepOutput, add_prompt_results, picked, row_results
+from ..request.step_output import RowResult, StepOutput, add_prompt_results, picked, row_results
 from ..scheduler.batcher import Batcher
 from ..scheduler.chain_planner import NoChain, num_verified
 from ..scheduler.request_tracker import RequestTracker
 from .draft_prefill import DraftPrefill
 from .peers import NoPeers
+
+
+class PromptSender(Protocol):
+    """Prompts whose KV caches are sent to other servers as they are computed."""
+
+    def step_tokens(self) -> int | None:
+        """Prompt tokens up to which further prompts join a step; None for the default."""
+
+    def before_launch(self, step: StepInput) -> AfterGroup | None:
+        """Called before a step is launched; returns what the executor calls after each layer group."""
+
+    def take_in(self, step: StepInput, result: RowResult) -> None:
+        """Takes the result of a request with ``sends_kv``, whose prompt ``step`` has computed."""
 
 
 class UnifiedScheduler:
@@ -61,6 +76,8 @@ class UnifiedScheduler:
         if self._drafts_on_device and isinstance(executor, Executor) and executor.drafts_from_tokens:
             self._draft_prefill = DraftPrefill(batcher, executor)
         self._pipeline = make_pipeline(batcher, executor, self._process_results, overlap=overlap, rate=self._rate)
+        self.prompts: PromptSender | None = None
+        """Prompts among the requests whose KV caches are sent to other servers."""
 
     @property
     def idle(self) -> bool:
@@ -111,7 +128,9 @@ class UnifiedScheduler:
             self.synchronize()  # the drafts that the step ends with are verified next
         if self._draft_prefill is not None:
             self._close_draft_gaps(self._draft_prefill)
-        launched = self._pipeline.advance(self._next_batch(now))
+        step = self._next_batch(now)
+        launched = self._pipeline.advance(
+            step, None if step is None or self.prompts is None else self.prompts.before_launch(step))
         if not self._must_finish():  # else the draft model has yet to write into the pages
             self.batcher.flush_stores()
         return launched or finishes
@@ -183,7 +202,8 @@ class UnifiedScheduler:
         if batcher.priorities.enabled and (head := batcher.waiting.peek()) is not None:
             self.preempt_for(head, *batcher.admission.extent(head))
         mixed = batcher.args.enable_mixed_chunk
-        if not mixed and (batch := batcher.next_prefill()) is not None:
+        limit = None if self.prompts is None else self.prompts.step_tokens()
+        if not mixed and (batch := batcher.next_prefill(limit)) is not None:
             return batch
         if batcher.chains is not None and not mixed:
             return self._next_decode()
@@ -274,6 +294,10 @@ class UnifiedScheduler:
         beyond, ended = [], []
         for result in row_results(step, output, to_check):
             req = result.req
+            if req.sends_kv:
+                assert self.prompts is not None
+                self.prompts.take_in(step, result)
+                continue
             if req.finish is not None:  # it ended with the previous step, and this one's token is beyond its end
                 beyond.append(req)
                 continue

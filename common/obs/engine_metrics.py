@@ -47,6 +47,7 @@ COUNTERS: dict[str, EngineMetric] = {
                                        DECODES),
     "preempted_requests": EngineMetric("Times that a running request was preempted by one of a higher priority",
                                        DECODES),
+    "role_switches": EngineMetric("Changes of the server's role by /switch_role"),
     "swapped_out_requests": EngineMetric("Retracted requests whose KV was swapped to host memory", DECODES),
     "reused_prompts": EngineMetric("Retained prompts that were sent again for another attempt", SENDS),
     "kv_bytes_sent": EngineMetric("Bytes of KV pages written to decode servers, by all ranks", SENDS),

@@ -118,8 +118,10 @@ class ServerMetrics:
 
     def __init__(self, model_name: str, mode: str, *, sglang_names: bool = True, speculates: bool = False,
                  simulated: bool = False, tiered: bool = False, buckets: Buckets | None = None, by_rank: bool = False,
-                 custom_labels: tuple[str, ...] = (), extra_labels: Mapping[str, str] | None = None):
-        """``sglang_names``: export metrics that SGLang has, too, a second time under its names. ``speculates``: the
+                 custom_labels: tuple[str, ...] = (), extra_labels: Mapping[str, str] | None = None,
+                 role: Role | None = None):
+        """``role``: the facts of all roles that the server may take, by default those of ``mode``.
+        ``sglang_names``: export metrics that SGLang has, too, a second time under its names. ``speculates``: the
         server drafts; ``simulated``: its acceptance is drawn, which all metrics say by a label. ``tiered``: it has KV
         tiers. ``by_rank``: export the engine's metrics of each data-parallel rank. ``custom_labels``: names of further
         labels of requests' metrics, ``extra_labels`` further labels of all."""
@@ -127,7 +129,8 @@ class ServerMetrics:
         labels = {"model_name": model_name, "mode": mode, **({"simulated": "true"} if simulated else {}),
                   **(extra_labels or {})}
         self.registry = CollectorRegistry()
-        self.engine = EngineCollector(labels, ROLES.get(mode), speculates=speculates, tiered=tiered, by_rank=by_rank)
+        self.engine = EngineCollector(labels, role or ROLES.get(mode), speculates=speculates, tiered=tiered,
+                                      by_rank=by_rank)
         self.registry.register(self.engine)
         names = [*labels, *custom_labels]
 

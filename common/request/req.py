@@ -86,6 +86,7 @@ class Req:
     keeps_pages: bool = True  # when it ends, in the prefix cache: False where its keys and values may not be finite
     prompt_logprobs: Logprobs | None = None
     pooling: Pooling | None = None
+    sends_kv: bool = False  # its pages are pushed to another server as they are computed
     reported: bool = False
     embedding: bytes | None = None
     extras: tuple[Extra, ...] = field(init=False)  # what its rows need beyond plain sampling
@@ -129,6 +130,7 @@ class Req:
                 message.processor.path, message.processor.params, RequestTokens(tokens, num_embeds, begin)),
             embeds=embeds,
             hidden=HiddenStates() if message.return_hidden_states else None,
+            sends_kv=message.sends_kv,
         )
 
     def __repr__(self) -> str:

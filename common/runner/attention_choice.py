@@ -59,7 +59,7 @@ class AttentionChoice:
         layers = [pool.layout.number_of(layer) for layer in range(pool.layout.num_layers)]
         channels = torch.from_numpy(order.of_rank(layers, group.rank, group.size)).to(pool.groups[0].device)
         sparsity = Sparsity(args.ds_heavy_channel_num, args.ds_heavy_token_num, args.ds_sparse_decode_threshold)
-        return DoubleSparsityBackend(exact, pool, num_heads, channels, sparsity if self.config.role.decodes else None,
+        return DoubleSparsityBackend(exact, pool, num_heads, channels, sparsity if self.config.duties.decodes else None,
                                      self.spec.scores.scale_of(self.spec.head_dim))
 
     def _hybrid(self, pools: Sequence[KVPool], state: StateSpec, num_heads: int) -> AttentionPlanner:

@@ -193,7 +193,7 @@ class ModelRunner:
             runner._enable_two_batch_overlap()
         if device.type == "cuda":
             runner._warm_up(progress)
-            decodes = (config.role.decodes and not config.model.is_embedding
+            decodes = (config.duties.decodes and not config.model.is_embedding
                        and not config.kernels.disable_decode_cuda_graph)
             captures_prefill = config.captured_prompts(spec.context_length) > 0
             captures = weights.model.supports_cuda_graphs and config.captures_graphs
@@ -361,7 +361,7 @@ class ModelRunner:
 
     def new_cache_groups(self) -> list[CacheGroup]:
         """Returns the further cache groups, all of whose pages are free."""
-        in_flight = self._config.role.receives_kv
+        in_flight = self._config.duties.receives_kv
         return [StateGroup(pool.num_pages - 1, pool.layout.page_size, in_flight=in_flight)
                 if pool.layout.form == "state" else
                 CacheGroup(SlidingWindow(pool.layout.retained_tokens), pool.num_pages - 1, pool.layout.page_size)

@@ -101,7 +101,7 @@ def _check_backends(config: ServerConfig) -> None:
         ("--attention-backend", ATTENTION_CHOICES, kernels.attention_backend),
         ("--sampling-backend", SAMPLING_CHOICES, kernels.sampling_backend),
         ("--decode-attention-backend", ATTENTION_CHOICES, kernels.decode_attention_backend)]
-    if config.role.transfers_kv:
+    if config.duties.transfers_kv:
         chosen.append(("--disaggregation-transfer-backend", Choices.of(TRANSFER_BACKENDS),
                        config.disaggregation.disaggregation_transfer_backend))
     may_have_gpu = _may_have_gpu(config) or os.environ.get("TRITON_INTERPRET") == "1"

@@ -51,18 +51,18 @@ def make_batcher(config: ServerConfig, runner: ModelRunner, cache: KVCacheManage
                             always_load=config.tiers.hicache_load_policy == "always" or config.parallel.pp_size > 1)
     if rates is not None and num_bytes:
         tiers = _host_tiers(runner.pools, runner.draft_pool, num_bytes)
-        swap = SwapSpace(tiers, cache, rates, shared=config.role.receives_kv)
+        swap = SwapSpace(tiers, cache, rates, shared=config.duties.receives_kv)
     if rates is not None and config.tiers.enable_hierarchical_cache:
         if cache.groups and runner.spec.state is None:
             _check_windows(config)
         tier = make_tier(config, runner)
         policy = WRITE_POLICIES.get(config.tiers.hicache_write_policy)()
-        cache.attach_tier(tier, policy, shared=config.role.receives_kv, alone=alone)
+        cache.attach_tier(tier, policy, shared=config.duties.receives_kv, alone=alone)
         if isinstance(tier, HostTier):
             runner.page_loads = tier
         prefetches = make_prefetches(config, runner, cache, tier, group, agreement or group, rates)
         loads = TierLoads(cache, tier, agreement or group, rates, prefetches, alone=alone,
-                          shared=config.role.receives_kv)
+                          shared=config.duties.receives_kv)
     pp_size, max_micro_batch = config.parallel.pp_size, None
     if pp_size > 1:
         max_micro_batch = (config.parallel.pp_max_micro_batch_size
@@ -73,7 +73,7 @@ def make_batcher(config: ServerConfig, runner: ModelRunner, cache: KVCacheManage
         drafting.keeps_drafts = _keeps_drafts(config, runner)
         if runner.chain_levels is not None:
             chains = ChainPlanner(runner.chain_levels, cache, drafting, runner.spec.context_length)
-    return Batcher(cache, config.schedule, decodes=config.role.decodes, seed=config.model.random_seed, swap=swap,
+    return Batcher(cache, config.schedule, decodes=config.duties.decodes, seed=config.model.random_seed, swap=swap,
                    loads=loads, pp_size=pp_size, max_micro_batch=max_micro_batch,
                    drafting=drafting, chains=chains, rates=rates)
 
@@ -120,7 +120,7 @@ def make_tier(config: ServerConfig, runner: ModelRunner) -> KVTier:
 def _check_windows(config: ServerConfig) -> None:
     """Raises ConfigError for what the tier cannot do with pages of sliding windows."""
     args, unless = config.tiers, "or set --disable-hybrid-swa-memory."
-    if config.role.receives_kv:
+    if config.duties.receives_kv:
         raise ConfigError("--enable-hierarchical-cache does not keep the pages of sliding windows on a decode server: "
                           f"leave it out, {unless}")
     if args.hicache_write_policy != "write_through":

@@ -78,7 +78,7 @@ class RequestTracker:
             raise InvalidRequest("The prompt is empty; send at least one token.")
         check_request_ids(message, self.vocab_size)
         needed = len(message.input_ids) + message.sampling.max_new_tokens
-        if not self._reserves_output:
+        if not self._reserves_output or message.sends_kv:
             needed = len(message.input_ids) + min(1, message.sampling.max_new_tokens)
         if needed > self._max_request_tokens:
             raise InvalidRequest(

@@ -16,6 +16,7 @@ from aiohttp import web
 from ..api.errors import InvalidRequest, NotFound, ServingError, TooLarge
 from ..commands.base import Endpoint
 from ..commands.registry import all_endpoints, refuse_taken_paths
+from ..config.roles import ROLE_HEADER, check_role
 from .admin import commands
 from .admin import handler as admin_routes
 from .api_document import api_document
@@ -27,6 +28,7 @@ from .context.api_keys import ApiKeys
 from .context.client_timeouts import SlowBody, SlowRequest
 from .context.in_flight import shut_down
 from .context.request_planner import CLIENT
+from .context.served_role import REQUEST_ROLE
 from .context.serving_context import ServingContext
 from .context.telemetry import CUSTOM_LABELS
 from .context.traces import TRACEPARENT
@@ -217,6 +219,9 @@ def _guard(context: ServingContext, for_clients: Set[str]) -> Any:
             TRACEPARENT.set(request.headers.get("traceparent"))
         if custom_labels is not None:
             CUSTOM_LABELS.set(request.headers.get(custom_labels))
+        if context.role.switchable:
+            asked = request.headers.get(ROLE_HEADER)
+            REQUEST_ROLE.set(None if asked is None else check_role(asked, ROLE_HEADER))
         CLIENT.set(functools.partial(_client, request))
         task = asyncio.current_task()
         assert task is not None

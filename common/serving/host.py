@@ -95,6 +95,7 @@ class EngineHost:
     async def start(self, services: Sequence[Service] = ()) -> None:
         """Starts the services and the ranks, which load; raises ConfigError where a service cannot run."""
         self.context.tool_servers = await start_tool_servers(self.config.responses.tool_server)
+        await self._stack.enter_async_context(self.context.role)
         for service in services:
             await self._stack.enter_async_context(service())
         config, channel = self.config, self._channel

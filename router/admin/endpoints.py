@@ -28,6 +28,7 @@ from ..workers.compatibility import misfits_of
 from ..workers.dp_ranks import report_of, server_url
 from ..workers.registry import Worker, WorkerMetadata
 from ..workers.roles import REGULAR, roles_of
+from .switch_role import switch_role
 from .weight_updates import HANDLERS
 from .worker_answers import ask_all, combined, servers
 
@@ -118,6 +119,10 @@ def drain_at(router: ClusterView, url: str) -> Response:
     running = sum(worker.load for worker in router.drain_worker(url))
     fate = "leaves when its running requests have ended" if running else "had nothing to do and left"
     return Response.json({"message": f"Worker {url} {fate}.", "running": running})
+
+
+async def change_role(router: ClusterView, request: Request) -> Response:
+    return await switch_role(router, parameters_of(request))
 
 
 async def broadcast(router: ClusterView, request: Request) -> Response:
@@ -241,6 +246,8 @@ _ADMIN_ROUTES: dict[bytes, tuple[tuple[bytes, ...], Handler]] = {
     b"/add_worker": ((b"POST",), add_worker),
     b"/remove_worker": ((b"POST",), remove_worker),
     b"/drain_worker": ((b"POST",), drain_worker),
+    b"/switch_role": ((b"POST",), change_role),
+    b"/pd_role_switch": ((b"POST",), change_role),
     b"/get_load": ((b"GET",), loads),
     b"/get_loads": ((b"GET",), loads),
     b"/v1/loads": ((b"GET",), loads),

@@ -16,7 +16,8 @@ from ..net.request import Request
 from ..routes import PREFIXES, changing_paths
 from .worker_routes import changes_workers
 
-_CHANGING = frozenset((b"/add_worker", b"/remove_worker", b"/drain_worker"))
+_CHANGING = frozenset((b"/add_worker", b"/remove_worker", b"/drain_worker", b"/switch_role",
+                       b"/pd_role_switch"))
 _SEPARATOR = re.compile(rb"[/\\]")
 
 

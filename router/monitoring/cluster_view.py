@@ -38,6 +38,9 @@ class ClusterView(Protocol):
     def take_out(self, url: str, reason: str, epoch: str | None) -> None:
         """Cuts all requests of a server, and lets it take none as long as it has this epoch."""
 
+    def change_role(self, worker: Worker, role: str) -> Worker:
+        """Lets a worker's server, with all of its ranks, serve in another role; returns its new worker."""
+
     async def apply_changes(self) -> None:
         """Returns once all processes of the router act on what the registry says, and the workers' loads are those of
         all of them."""

@@ -25,7 +25,7 @@ from ..net.upstream_response import Failure
 from ..workers.ask import WorkerClient, ask, ask_models, get
 from ..workers.dp_ranks import count_of
 from ..workers.registry import DEFAULT_BOOTSTRAP_PORT, Registry, Worker
-from ..workers.roles import can_serve_as, role_of_mode
+from ..workers.roles import SENDER, can_serve_as, role_among, role_of_mode
 from ..workers.weight_versions import WeightVersions
 from .pair_trials import PairTrials
 
@@ -44,14 +44,17 @@ _MODELS_SECONDS = 10.0
 class HealthMonitor:
     """One task a worker that checks it; changes worker states through the registry.
 
+    ``on_role(worker, role)`` is called for a server that has changed its role.
     ``on_ranks(worker, count)`` is called with the number of ranks of a worker's server before the worker takes
     requests; it may replace the worker by others.
     """
 
     def __init__(self, args: HealthArgs, registry: Registry, *,
-                 on_ranks: Callable[[Worker, int], None] | None = None):
+                 on_ranks: Callable[[Worker, int], None] | None = None,
+                 on_role: Callable[[Worker, str], object] = lambda worker, role: None):
         self._registry = registry
         self._on_ranks = on_ranks
+        self._on_role = on_role
         self._interval = args.health_check_interval_secs
         self._pauses = {"healthy": self._interval, "starting": args.worker_startup_check_interval}
         self._timeout = args.health_check_timeout_secs
@@ -206,7 +209,9 @@ class HealthMonitor:
         await ask_models(client, worker, self._timeout)
         info = (await ask(client, worker, get("/get_server_info"), self._timeout)).json_object()
         mode = info.get("disaggregation_mode")
-        if not worker.asks_role and not can_serve_as(mode, worker.role):
+        if info.get("enable_pd_role_switch") is True and self._follow_role(worker, mode):
+            return None
+        if not worker.asks_role and not can_serve_as(mode, worker.role) and not worker.serves_whole:
             return str(mode)
         worker.is_baton = info.get("stream_continuation") is True
         worker.keeps_files = bool(info.get("file_storage_path"))
@@ -228,6 +233,25 @@ class HealthMonitor:
         return None
 
 
+    def _follow_role(self, worker: Worker, mode: object) -> bool:
+        """Takes note of the role of a server that may change it; True where another worker takes this one's place."""
+        unknown = worker.asks_role and not worker.facts.transfers_kv
+        role = role_among(mode, SENDER if unknown else worker.role)
+        if unknown and role is not None:
+            worker.role = role
+        if role is not None and role != worker.role:
+            if worker in self._wake:
+                logger.info("Worker %s (%s) is a %s worker now.", worker.url, worker.role, role)
+                self._on_role(worker, role)
+            return True
+        worker.switches = True
+        serves_whole = worker.facts.transfers_kv and role is not None and not ROLES.get(str(mode)).transfers_kv
+        if worker.serves_whole is not serves_whole:
+            worker.serves_whole = serves_whole
+            self._registry.rebuild()
+        return False
+
+
 def _startup_stage(body: bytes) -> str:
     """Returns the progress of a server that starts, from its answer to /health; empty of any other answer."""
     try:
@@ -245,7 +269,7 @@ class _StartupProgress(msgspec.Struct):
 def apply_server_info(worker: Worker, info: dict[str, Any]) -> None:
     """Takes role and bootstrap port from a ``/get_server_info`` answer, where they were left open."""
     mode = info.get("disaggregation_mode")
-    if worker.asks_role:
+    if worker.asks_role and not worker.switches:
         worker.role = role_of_mode(mode)
     if worker.asks_port:
         port = info.get("disaggregation_bootstrap_port")

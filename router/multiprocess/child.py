@@ -157,8 +157,8 @@ class Child:
                                         Models.from_args(config.workers))
         return self._registry
 
-    def health(self, config: RouterConfig, registry: Registry,
-               on_ranks: Callable[[Worker, int], None] | None) -> Health:
+    def health(self, config: RouterConfig, registry: Registry, on_ranks: Callable[[Worker, int], None] | None,
+               on_role: Callable[[Worker, str], object]) -> Health:
         return _FailureReporter(self._link, self._registry)
 
     def dispatcher(self, config: RouterConfig, registry: Registry, metrics: Metrics, rng: Random,

@@ -35,6 +35,8 @@ class WorkerUpdate(msgspec.Struct, frozen=True):
     draining: bool
     is_baton: bool
     keeps_files: bool
+    switches: bool
+    serves_whole: bool
     response_tag: str | None
     pair_key: str | None
     model_fingerprint: str | None
@@ -50,7 +52,7 @@ class WorkerUpdate(msgspec.Struct, frozen=True):
 
     worker_fields: ClassVar[tuple[str, ...]] = (
         "role", "bootstrap_port", "model_ids", "model_cards", "state", "hung", "draining", "is_baton", "keeps_files",
-        "response_tag", "checked", "always_healthy", "named", "metadata", "pair_key", "model_fingerprint", "fitting",
+        "switches", "serves_whole", "response_tag", "checked", "always_healthy", "named", "metadata", "pair_key", "model_fingerprint", "fitting",
         "misfits", "stage", "weight_version", "outdated", "hold")
     """Fields that are attributes of a worker and may change."""
 

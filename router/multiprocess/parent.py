@@ -115,9 +115,9 @@ class Parent:
         self._registry.listeners.append(self._schedule_update)
         return self._registry
 
-    def health(self, config: RouterConfig, registry: Registry,
-               on_ranks: Callable[[Worker, int], None] | None) -> Health:
-        self._health = HealthMonitor(config.health, registry, on_ranks=on_ranks)
+    def health(self, config: RouterConfig, registry: Registry, on_ranks: Callable[[Worker, int], None] | None,
+               on_role: Callable[[Worker, str], object]) -> Health:
+        self._health = HealthMonitor(config.health, registry, on_ranks=on_ranks, on_role=on_role)
         return self._health
 
     def dispatcher(self, config: RouterConfig, registry: Registry, metrics: Metrics, rng: Random,

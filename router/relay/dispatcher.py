@@ -9,6 +9,7 @@ from random import Random
 from typing import Protocol
 
 from ...common.api.errors import WorkerUnavailable
+from ...common.config.roles import ROLE_HEADER
 from ..config import RouterConfig
 from ..net.body import Body, LargeBody, RoutingFields
 from ..net.busy_poll import BusyPoll
@@ -34,6 +35,7 @@ from .retry import FAILURES, Backoff, Outcome, Retries
 logger = logging.getLogger("baton.router")
 
 RETRY_AFTER_SECONDS = 1.0
+_ROLE_LINES = {role: f"{ROLE_HEADER}: {role}\r\n".encode() for role in WORKER_ROLES}
 _COPIED_BODY_BYTES = 16 * 1024
 """Bodies up to this size are appended to their head: a second buffer costs more than such a small copy."""
 
@@ -157,6 +159,7 @@ class Dispatcher:
         head = b"".join((
             method, b" ", pool.prefix, request.target, b" HTTP/1.0\r\n" if request.is_http_1_0 else b" HTTP/1.1\r\n",
             pool.host_line, request.headers, pool.authorization or request.authorization_line,
+            _ROLE_LINES[worker.role] if worker.switches else b"",
             b"x-request-id: ", request.request_id, end, copied))
         return pool.send(sink, head, parts, method == b"HEAD", resend)
 

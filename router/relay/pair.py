@@ -149,6 +149,11 @@ class PairRelay:
             retry_or_fail(self, "unavailable", error)
             return
         p, d = p_reservation.worker, d_reservation.worker
+        if d.serves_whole:
+            for reservation in (p_reservation, d_reservation):
+                reservation.release()
+            self._leave_to_decode(d)
+            return
         self._prefill = prefill = PairCall(self, "prefill", p_reservation, p)
         self._decode = decode = PairCall(self, "decode", d_reservation, d)
         response.workers = (p, d)
@@ -192,12 +197,13 @@ class PairRelay:
             prefills = [retaining]
         return prefills, decodes
 
-    def _leave_to_decode(self) -> None:
-        """Without any prefill worker, one of our decode servers does all of the work."""
+    def _leave_to_decode(self, chosen: Worker | None = None) -> None:
+        """Without any prefill worker, one of our decode servers does all of the work; or the ``chosen`` one, which
+        computes whole requests."""
         response = self.response
         relay = Relay(self.dispatcher, response, "decode",
                       self.dispatcher.subject("decode", response.request, self._fields), baton_only=True,
-                      retries=self.retries, pinned=self._pinned)
+                      retries=self.retries, pinned=self._pinned, first=chosen)
         response.connection.handler = relay
         if self._paused:
             relay.pause()

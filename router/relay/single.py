@@ -23,17 +23,20 @@ class Relay:
     """
 
     __slots__ = ("dispatcher", "response", "_role", "_subject", "retries", "_reservation", "_call", "_paused",
-                 "_baton_only", "_pinned")
+                 "_baton_only", "_pinned", "_first")
 
     def __init__(self, dispatcher: Dispatcher, response: ClientResponse, role: Role, subject: Subject,
-                 *, baton_only: bool = False, retries: Retries | None = None, pinned: Worker | None = None):
-        """``baton_only``: for our servers only; ``pinned``: for this worker only; ``retries``: of earlier attempts."""
+                 *, baton_only: bool = False, retries: Retries | None = None, pinned: Worker | None = None,
+                 first: Worker | None = None):
+        """``baton_only``: for our servers only; ``pinned``: for this worker only; ``first``: for this worker at the
+        first attempt; ``retries``: of earlier attempts."""
         self.dispatcher = dispatcher
         self.response = response
         self._role = role
         self._subject = subject
         self._baton_only = baton_only
         self._pinned = pinned
+        self._first = first
         self.retries = retries
         self._reservation: Reservation | None = None
         self._call: Call | None = None
@@ -47,8 +50,10 @@ class Relay:
             return
         log = response.log if response.began else None  # Of a stream that this attempt continues.
         workers = self.dispatcher.candidates(self._role, self.retries, response.request.group,
-                                             baton_only=self._baton_only or log is not None, pinned=self._pinned,
+                                             baton_only=self._baton_only or log is not None,
+                                             pinned=self._pinned or self._first,
                                              fingerprint=None if log is None else log.model_fingerprint)
+        self._first = None
         if not workers:
             retry_or_fail(self, "unavailable", no_worker_error(self._role, response.request.group))
             return

@@ -55,6 +55,8 @@ class Worker:
       ``/v1/models``) when ``asks_models``; ``is_baton``: one of our servers, which serves a whole request alone, and
       continues answers of others; ``keeps_files``: it has a folder for them; ``response_tag``: what the ids of the
       answers that it stores begin with.
+    - Role of a server that may change its own: ``switches``: requests name the role in which they are sent there;
+      ``serves_whole``: in a cluster of pairs it computes whole requests, without a prefill worker.
     - Pairs: ``pair_key`` (equal for workers that fit with the same others; None: unknown), ``model_fingerprint``,
       ``epoch`` (another one when what was learnt may have changed), and as trials showed (see ``compatibility``)
       ``fitting``, the kinds of decode workers that a prefill worker fits with (None: all), and ``misfits``.
@@ -75,7 +77,7 @@ class Worker:
                  "load_orders", "on_release", "draining", "is_baton", "circuit", "cached_tokens", "rank", "root",
                  "peak_load", "keeps_files", "response_tag", "checked", "always_healthy", "named", "metadata",
                  "pair_key", "model_fingerprint", "epoch", "fitting", "misfits", "stage", "weight_version", "outdated",
-                 "hold")
+                 "hold", "switches", "serves_whole")
 
     def __init__(self, endpoint: Endpoint, role: Role = REGULAR, *, asks_role: bool = False,
                  bootstrap_port: int | None | Literal["ask"] = "ask", api_key: str | None = None,
@@ -105,6 +107,8 @@ class Worker:
         self.draining = False
         self.is_baton = False
         self.keeps_files = False
+        self.switches = False
+        self.serves_whole = False
         self.response_tag: str | None = None
         self.circuit = Circuit(CircuitRules())
         self.cached_tokens: int | None = None
@@ -159,9 +163,9 @@ class Worker:
                       model_id=None if self.asks_models else self.model_ids[0],
                       always_healthy=self.always_healthy, named=self.named, metadata=self.metadata)
 
-    def renewed(self) -> Worker:
-        """Returns a new worker for the same server, of which nothing is known yet."""
-        return Worker(self.endpoint, self.role, asks_role=self.asks_role, api_key=self.api_key,
+    def renewed(self, role: Role | None = None) -> Worker:
+        """Returns a new worker for the same server, of which nothing is known yet but its ``role``, where given."""
+        return Worker(self.endpoint, role or self.role, asks_role=self.asks_role, api_key=self.api_key,
                       bootstrap_port="ask" if self.asks_port else self.bootstrap_port,
                       model_id=None if self.asks_models else self.model_ids[0],
                       always_healthy=self.always_healthy, named=self.named, metadata=self.metadata)
@@ -176,6 +180,8 @@ class Worker:
                                  "misfits": [{"worker": other.worker, "why": other.why} for other in self.misfits]}
         if self.outdated:
             shown["outdated"] = self.outdated
+        if self.serves_whole:
+            shown["serves_whole"] = True
         if self.stage:
             shown["stage"] = self.stage
         if self.facts.sends_kv:

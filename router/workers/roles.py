@@ -39,6 +39,18 @@ def can_serve_as(mode: object, role: str) -> bool:
     return WORKER_ROLES[role] is facts or (WORKER_ROLES[role].serves_alone and facts.answers_clients)
 
 
+def role_among(mode: object, role: str) -> str | None:
+    """The worker role that a server takes which has changed its own to ``mode``, in the cluster of a worker of
+    ``role``; None where it can serve there in none. Among pairs a unified server computes whole requests, as a decode
+    worker may."""
+    if mode not in ROLES:
+        return None
+    facts = ROLES.get(str(mode))
+    if WORKER_ROLES[role].serves_alone:
+        return role if facts.answers_clients else None
+    return RECEIVER if facts.serves_alone else role_of_mode(mode)
+
+
 def role_of_mode(mode: object) -> str:
     """The worker role of a server that reports this ``disaggregation_mode``."""
     return mode if isinstance(mode, str) and mode in WORKER_ROLES else REGULAR

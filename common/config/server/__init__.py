@@ -106,6 +106,11 @@ class ServerConfig(ServerSections):
     def role(self) -> Role:
         return self.disaggregation.role
 
+    @property
+    def duties(self) -> Role:
+        """See DisaggregationArgs: what the server is built for, which a request's own role may not be."""
+        return self.disaggregation.duties
+
     def require_mode(self, mode: str) -> ServerConfig:
         """Returns itself, for a command that starts servers of one mode; raises ConfigError for another mode."""
         if self.mode != mode:

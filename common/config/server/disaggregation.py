@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from ...api.errors import ConfigError
 from ...registry import Choices, Registry
 from ..cli import flag
-from ..roles import ROLES, Role
+from ..roles import ROLES, Role, all_duties
 from ..rules import Rule, ServerRule, check_own_rules
 
 TransferOverlap = Literal["layers", "chunk", "prompt"]
@@ -22,6 +22,9 @@ TRANSFER_BACKENDS: Registry[Callable[[Any], Any]] = Registry("transfer backend",
 class DisaggregationArgs:
     disaggregation_mode: str = flag("null", choices=Choices.of(ROLES), help=(
         "role of this server: both phases in one engine, or one of them"))
+    enable_pd_role_switch: bool = flag(False, help=(
+        "let /switch_role change this server's role between prefill, decode and both phases while it runs; memory, CUDA "
+        "graphs and connections are made for all of them"))
     disaggregation_transfer_backend: str = flag("nixl", choices=Choices.of(TRANSFER_BACKENDS), help=(
         "how KV pages travel; ipc copies them between GPUs (or processes) of one host at the speed of their link, auto "
         "is ipc within a host and nixl between hosts"))
@@ -50,15 +53,32 @@ class DisaggregationArgs:
         return ROLES.get(self.disaggregation_mode)
 
     @property
+    def duties(self) -> Role:
+        """The facts of the role, or with --enable-pd-role-switch of all roles that the server may take."""
+        return all_duties() if self.enable_pd_role_switch else self.role
+
+    @property
     def shares_memory(self) -> bool:
         """True where peers on this host map the KV pool."""
         backend = self.disaggregation_transfer_backend
-        return self.role.transfers_kv and TRANSFER_BACKENDS.has(backend, "maps_host_memory")
+        return self.duties.transfers_kv and TRANSFER_BACKENDS.has(backend, "maps_host_memory")
 
     own_flag_rules: ClassVar[tuple[Rule[DisaggregationArgs], ...]] = (
         Rule(lambda c: c.disaggregation_ib_device is not None and c.disaggregation_transfer_backend != "mooncake",
              "--disaggregation-ib-device is for --disaggregation-transfer-backend mooncake; NIXL takes its devices "
              "from the UCX_NET_DEVICES variable of the environment."),
+    )
+
+    flag_rules: ClassVar[tuple[ServerRule, ...]] = (
+        Rule(lambda c: c.disaggregation.enable_pd_role_switch and c.parallel.pp_size > 1,
+             "--enable-pd-role-switch does not work across the stages of --pp-size: leave one of them out."),
+        Rule(lambda c: c.disaggregation.enable_pd_role_switch and c.speculative.speculative_algorithm is not None,
+             "--enable-pd-role-switch does not work with drafts, whose state differs between the roles: leave "
+             "--speculative-algorithm out."),
+        Rule(lambda c: c.disaggregation.enable_pd_role_switch and c.model.is_embedding,
+             "--enable-pd-role-switch is for servers that generate: leave it or --is-embedding out."),
+        Rule(lambda c: c.disaggregation.enable_pd_role_switch and c.http.tokenizer_worker_num > 1,
+             "--enable-pd-role-switch needs the API server in one process: leave --tokenizer-worker-num at 1."),
     )
 
     def __post_init__(self) -> None:
@@ -68,7 +88,7 @@ class DisaggregationArgs:
         for name, seconds in waits.items():
             if not seconds > 0:
                 raise ConfigError(f"{name} must be above 0, not {seconds:g}.")
-        least = 1 if self.role.sends_kv else 0
+        least = 1 if self.duties.sends_kv else 0
         if not least <= self.disaggregation_bootstrap_port < 65536:
             raise ConfigError(f"--disaggregation-bootstrap-port must be between {least} and 65535, not "
                               f"{self.disaggregation_bootstrap_port}.")

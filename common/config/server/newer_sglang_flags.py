@@ -174,7 +174,6 @@ NEWER: dict[str, Foreign] = {
            "disaggregation-decode-retraction-backup"),
     **_all(Refused("decode allocates a request's pages when prefill starts; leave it out", ("early",)),
            "disaggregation-decode-allocation-policy"),
-    **_all(Refused("a server keeps its role; start another one and add it to the router"), "enable-pd-role-switch"),
     **_all(Refused("one GPU is not divided between prompts and decode steps; use --enable-mixed-chunk"),
            "pdmux-config-path"),
     **_all(Refused("the server that verifies drafts makes them; see --speculative-algorithm", ("null",)),

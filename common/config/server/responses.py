@@ -26,7 +26,7 @@ class ResponsesArgs:
     max_tool_rounds: int = flag(16, help="most rounds of tools in one answer of /v1/responses")
 
     flag_rules: ClassVar[tuple[ServerRule, ...]] = (
-        Rule(lambda c: c.responses.tool_server is not None and not c.role.answers_clients,
+        Rule(lambda c: c.responses.tool_server is not None and not c.duties.answers_clients,
              "--tool-server is for unified and decode servers: a prefill server answers no requests by itself."),
     )
 

@@ -69,11 +69,11 @@ class ScheduleArgs:
              and c.cache.disable_radix_cache,
              "--schedule-policy {schedule.schedule_policy} needs the prefix cache; drop --disable-radix-cache, or "
              "choose another policy."),
-        Rule(lambda c: c.schedule.enable_mixed_chunk and (not c.role.decodes or c.model.is_embedding),
+        Rule(lambda c: c.schedule.enable_mixed_chunk and (not c.duties.decodes or c.model.is_embedding),
              "--enable-mixed-chunk is for servers that decode; leave it out here."),
         Rule(lambda c: c.schedule.enable_mixed_chunk and c.parallel.pp_size > 1,
              "--enable-mixed-chunk does not work across the stages of --pp-size: leave one of them out."),
-        Rule(lambda c: c.schedule.retract_host_memory_gb and (not c.role.decodes or c.model.is_embedding),
+        Rule(lambda c: c.schedule.retract_host_memory_gb and (not c.duties.decodes or c.model.is_embedding),
              "--retract-host-memory-gb is for servers that decode; leave it out here."),
         Rule(lambda c: c.schedule.retract_host_memory_gb and c.parallel.pp_size > 1,
              "--retract-host-memory-gb does not work across the stages of --pp-size: leave one of them out."),

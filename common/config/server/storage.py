@@ -17,7 +17,7 @@ class StorageArgs:
         "most lines of batches that run together; every other running request takes one of these slots"))
 
     flag_rules: ClassVar[tuple[ServerRule, ...]] = (
-        Rule(lambda c: c.storage.file_storage_path is not None and not c.role.answers_clients,
+        Rule(lambda c: c.storage.file_storage_path is not None and not c.duties.answers_clients,
              "--file-storage-path is for unified and decode servers: a prefill server answers no requests by itself, "
              "so it cannot run batches."),
     )

@@ -69,21 +69,22 @@ class Retraction:
         self.num_preempted += 1
 
     def retract_all(self) -> None:
-        """Retract all requests that have pages, and swap none out: the weights may be others later. No token may be
-        pending."""
+        """Retract all requests that have pages, but those whose pages are being sent to other servers, and swap none
+        out: the weights may be others later. No token may be pending."""
         if self._swap is not None:
             for req in self._queues.waiting:
                 self._swap.discard(req)
         if self._loads is not None:
             self._loads.forget([*self._queues.waiting])
         for req in sorted([*self._queues.running, *self._queues.prefilling], key=lambda req: -req.arrived):
-            self._free(req, keep=False)
+            if not req.sends_kv:
+                self._free(req, keep=False)
 
     def _preemptible(self, req: Req) -> list[Req]:
         if not self._priorities.enabled:
             return []
         return [victim for queue in (self._queues.running, self._queues.prefilling) for victim in queue
-                if self._priorities.may_preempt(req, victim)]
+                if not victim.sends_kv and self._priorities.may_preempt(req, victim)]
 
     def _pick_victim(self, reqs: list[Req]) -> Req:
         """The least urgent, and of these the youngest."""

@@ -42,7 +42,7 @@ _LINKS = {
 async def root(context: ServingContext, request: web.Request) -> web.Response:
     """Names this server and links to its main endpoints."""
     as_html = "text/html" in request.headers.get("Accept", "")
-    body = about(f"This is a {context.config.role.label} server of {context.model.name}. It speaks OpenAI's API.",
+    body = about(f"This is a {context.role.facts.label} server of {context.model.name}. It speaks OpenAI's API.",
                  _LINKS, as_html=as_html)
     headers = {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": POLICY} if as_html else {
         "Content-Type": "application/json; charset=utf-8"}
@@ -73,7 +73,7 @@ async def health_generate(context: ServingContext, request: web.Request) -> web.
     A prefill or decode server generates nothing alone, and neither does a server that is paused: there this is
     ``/health``.
     """
-    if not context.config.role.serves_alone or context.client.paused:
+    if not context.role.facts.serves_alone or context.client.paused:
         return await health(context, request)
     tokenizer = context.status.serving_tokenizer()
     probe = Generate(rid=f"health-{time.monotonic_ns()}", input_ids=[0],
@@ -160,6 +160,7 @@ async def server_facts(context: ServingContext) -> dict[str, Any]:
     info: dict[str, Any] = {}
     for section in dataclasses.fields(context.config):
         info.update(dataclasses.asdict(getattr(context.config, section.name)))
+    info["disaggregation_mode"] = context.role.name
     info["weight_version"] = context.model.weight_version
     for secret in ("api_key", "admin_api_key", "cluster_secret", "ssl_keyfile_password"):
         info[secret] = None

@@ -30,6 +30,7 @@ from ..protocol.per_prompt import per_prompt
 from ..protocol.prompts import Prompts, output_limit
 from ..protocol.row_extras import custom_processor, set_row_extras
 from .served_model import ServedModel
+from .served_role import ServedRole
 from .server_status import ServerStatus
 
 log = logging.getLogger("baton.server")
@@ -67,7 +68,7 @@ class RequestPlanner:
     """Turns prompts and sampling parameters into requests to the engine."""
 
     def __init__(self, config: ServerConfig, model: ServedModel, status: ServerStatus, client: EngineClient,
-                 grammars: Grammars | None = None):
+                 role: ServedRole, grammars: Grammars | None = None):
         """``grammars``: a GrammarService of this process, unless given."""
         self.grammars = grammars or GrammarService(config.grammar, client, model.spec.vocab_size,
                                                    model.spec.eos_token_ids)
@@ -75,13 +76,14 @@ class RequestPlanner:
         self._model = model
         self._status = status
         self._client = client
+        self._role = role
 
     @property
     def token_limit(self) -> int:
         """Prompt and output together, in tokens. A prefill server's pool holds prompts only, so it limits no output."""
         context_length, ready = self._model.spec.context_length, self._status.ready
         assert ready is not None
-        return context_length if not self._config.role.decodes else min(context_length, ready.max_request_tokens)
+        return context_length if not self._role.of_request.decodes else min(context_length, ready.max_request_tokens)
 
     def check_count(self, count: int, param: str) -> None:
         """Raises InvalidRequest for a request of too many prompts; call it before any work is done for them."""
@@ -129,7 +131,7 @@ class RequestPlanner:
         self._model.check_generates()
         self._status.check_weights_stable()
         port = self._config.disaggregation.disaggregation_bootstrap_port
-        return place_choices(fields, num_prompts, n, role=self._config.role, default_port=port,
+        return place_choices(fields, num_prompts, n, role=self._role.of_request, default_port=port,
                           dp_size=self._config.dp_size)
 
     async def plan(self, body: PlannableRequest, ids: list[list[int]], samplings: list[SamplingParams], n: int,
@@ -207,7 +209,7 @@ def engine_requests(ids: list[list[int]], samplings: list[SamplingParams], n: in
             rid=rids[choice], input_ids=prompt, sampling=_reseeded(samplings[i], j), bootstrap=placement.bootstrap,
             return_logprob=options.enabled, top_logprobs_num=options.num_top,
             token_ids_logprob=list(options.token_ids), logprob_start_len=options.start if options.enabled else -1,
-            priority=priority, namespace=namespaces[i], dp_rank=placement.dp_rank))
+            priority=priority, namespace=namespaces[i], dp_rank=placement.dp_rank, sends_kv=placement.sends_kv))
     return requests
 
 

@@ -14,6 +14,7 @@ from ...engine_client.client import EngineClient
 from ...garbage_collector import freeze_collector
 from ...tokenizer.tokenizer import Tokenizer
 from .served_model import ServedModel
+from .served_role import ServedRole
 
 CONTINUES: ContextVar[bool] = ContextVar("continues", default=False)
 """True where a request that a stopping server still answers asks its engine once more."""
@@ -22,7 +23,7 @@ CONTINUES: ContextVar[bool] = ContextVar("continues", default=False)
 class ServerStatus:
     """The stage of a server's life: starting, ready, stopping, or with a dead engine."""
 
-    def __init__(self, config: ServerConfig, model: ServedModel, client: EngineClient):
+    def __init__(self, config: ServerConfig, model: ServedModel, client: EngineClient, role: ServedRole):
         self.ready: Ready | None = None
         self.loading = Loading("starting", 0.0)
         self.stopping = False
@@ -33,7 +34,8 @@ class ServerStatus:
         self.weights_lock = asyncio.Lock()  # one weight update at a time
         self.weights_changing = False  # not while they are received beside the steps
         self.staging_weights = False  # a weight update of several requests has begun
-        self._transfers_kv = config.role.transfers_kv
+        self._transfers_kv = config.duties.transfers_kv
+        self._role = role
         self._model = model
         self._client = client
         self._instance = uuid.uuid4().hex[:16]
@@ -53,7 +55,8 @@ class ServerStatus:
         """An id that changes whenever what this server reported about its engine may have changed."""
         identity = None if self.ready is None else self.ready.model
         version = zlib.crc32(self._model.weight_version.encode())
-        return f"{self._instance}-{0 if identity is None else identity.updates}-{version:08x}"
+        switches = f"-{self._role.num_switches}" if self._role.switchable else ""
+        return f"{self._instance}-{0 if identity is None else identity.updates}-{version:08x}{switches}"
 
     def freeze_garbage(self) -> None:
         """Freezes the garbage collector of this process, and of those that serve its clients."""

@@ -16,6 +16,7 @@ from .in_flight import InFlightRequests
 from .request_planner import Grammars, RequestPlanner
 from .response_store import ResponseStore
 from .served_model import ServedModel
+from .served_role import ServedRole
 from .server_status import ServerStatus
 from .sessions import Sessions
 from .telemetry import Telemetry
@@ -28,16 +29,17 @@ class ServingContext:
         self.config = config
         self.client = client
         self.model = ServedModel(config, spec)
-        self.status = ServerStatus(config, self.model, client)
+        self.role = ServedRole(config)
+        self.status = ServerStatus(config, self.model, client, self.role)
         self.telemetry = Telemetry(config)
-        self.planner = RequestPlanner(config, self.model, self.status, client, grammars)
+        self.planner = RequestPlanner(config, self.model, self.status, client, self.role, grammars)
         self.keys = ApiKeys.of(config.http.api_key, config.http.admin_api_key)
         self.in_flight = InFlightRequests()
         http = config.http
         self.client_timeouts = ClientTimeouts(http.client_header_timeout_secs, http.client_body_timeout_secs)
         self.sessions = Sessions()
         responses = config.responses
-        self.response_store = ResponseStore(responses.stored_entries if config.role.answers_clients else 0,
+        self.response_store = ResponseStore(responses.stored_entries if config.duties.answers_clients else 0,
                                             responses.response_store_mb * 2**20)
         self.tool_servers: ToolServers = {}
 

@@ -42,7 +42,7 @@ class Telemetry:
             speculates=self._speculates, simulated=self._simulated, tiered=config.tiers.enable_hierarchical_cache,
             buckets=Buckets.of_flags(config.observe), by_rank=config.observe.enable_metrics_for_all_schedulers,
             custom_labels=config.observe.tokenizer_metrics_allowed_custom_labels,
-            extra_labels=config.observe.extra_labels)
+            extra_labels=config.observe.extra_labels, role=config.duties)
         self.request_log = RequestLog.of(config.observe, config.logs.max_bytes)
         self.request_export = RequestExport.of(config.observe)
         self.time_stats = (TimeStats("decode" if config.role.decodes else "transfer")

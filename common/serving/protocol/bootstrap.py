@@ -29,10 +29,11 @@ class BootstrapFields(NamespaceFields, kw_only=True):
 
 class Placement(NamedTuple):
     """The bootstrap room of one choice, None where this server computes the prompt itself, and its data-parallel rank,
-    None where the engine's client chooses it."""
+    None where the engine's client chooses it. ``sends_kv``: this server computes the prompt for another one."""
 
     bootstrap: Bootstrap | None
     dp_rank: int | None
+    sends_kv: bool = False
 
 
 def place_choices(fields: BootstrapFields, num_prompts: int, n: int, *, role: Role, default_port: int,
@@ -51,10 +52,10 @@ def place_choices(fields: BootstrapFields, num_prompts: int, n: int, *, role: Ro
                              "requests to the router.", param="bootstrap_room")
     rank = requested_dp_rank(fields, dp_size)
     if dp_size == 1:
-        return [Placement(room, None) for room in rooms]
+        return [Placement(room, None, role.sends_kv) for room in rooms]
     if rank is None and role.sends_kv:
-        return [Placement(room, None if room is None else room.room % dp_size) for room in rooms]
-    return [Placement(room, rank) for room in rooms]
+        return [Placement(room, None if room is None else room.room % dp_size, True) for room in rooms]
+    return [Placement(room, rank, role.sends_kv) for room in rooms]
 
 
 def requested_dp_rank(fields: BootstrapFields, dp_size: int) -> int | None:

@@ -32,7 +32,12 @@ FIXED = {"enable_deterministic_inference": True}
 SPARSE = {"enable_double_sparsity": True, "ds_channel_config_path": "x"}
 HTTPS = {"ssl_certfile": "c", "ssl_keyfile": "k"}
 FP32 = {"enable_fp32_lm_head": True}
+SWITCH = {"enable_pd_role_switch": True}
 SERVERS: list[tuple[dict[str, Any], str]] = [
+    (SWITCH | PP, "--enable-pd-role-switch does not work across the stages of --pp-size: leave one of them out"),
+    (SWITCH | NGRAM, "--enable-pd-role-switch does not work with drafts, whose state differs between the roles"),
+    (SWITCH | {"is_embedding": True}, "--enable-pd-role-switch is for servers that generate: leave it or --is-emb"),
+    (SWITCH | {"tokenizer_worker_num": 2}, "--enable-pd-role-switch needs the API server in one process: leave"),
     (PP | {"enable_return_hidden_states": True}, "--enable-return-hidden-states does not work across the stages"),
     ({"constrained_json_whitespace_pattern": " ", "constrained_json_disable_any_whitespace": True}, "exclude each"),
     (FIXED | {"is_embedding": True}, "--enable-deterministic-inference is for servers that generate: leave it out"),

@@ -128,7 +128,7 @@ def drain(fleet):
     """Decode's word of what it took over arrives."""
     def done():
         fleet.prefill.scheduler.step(0.0)
-        return not len(fleet.prefill.scheduler._retained) and not len(fleet.prefill.cache.partial_pages)
+        return not len(fleet.prefill.scheduler.prompts.retained) and not len(fleet.prefill.cache.partial_pages)
     wait_until(done)
 
 
@@ -227,7 +227,7 @@ def test_what_was_kept_is_for_the_same_request_only(fleet, answer, other):
     fleet.start(prompt, second, previous=None if other == "no room named" else room, sampling=sampling)
     assert tokens_in(answered(fleet, second)) == answer(prompt)
     assert fleet.launches > launches
-    fleet.prefill.scheduler._retained.drop(room)
+    fleet.prefill.scheduler.prompts.retained.drop(room)
     drain(fleet)
 
 
@@ -257,7 +257,7 @@ def test_memory_that_others_need_ends_it(fleet, answer):
     fleet.until_computed(req, first)
     wait_until(lambda: fleet.prefill.scheduler.step(0.0) or fleet.prefill.scheduler.idle, 20)
     fleet.kill(first)
-    tail = fleet.prefill.scheduler._retained._prompts[room].partial_page
+    tail = fleet.prefill.scheduler.prompts.retained._prompts[room].partial_page
     assert tail.page is not None
     fleet.start(prompt_of(511, 11), second, sampling=SamplingParams(temperature=0.0, max_new_tokens=1))
     answered(fleet, second)
@@ -305,8 +305,8 @@ def test_what_left_for_host_memory_is_loaded_and_its_last_page_computed(tiered, 
     room, second = lose_first(tiered, prompt), tiered.decode()
     tiered.start(prompt_of(511, 16), second, sampling=SamplingParams(temperature=0.0, max_new_tokens=1))
     answered(tiered, second)
-    assert tiered.prefill.scheduler._retained._prompts[room].partial_page is None or (
-        tiered.prefill.scheduler._retained._prompts[room].partial_page.page is None)
+    assert tiered.prefill.scheduler.prompts.retained._prompts[room].partial_page is None or (
+        tiered.prefill.scheduler.prompts.retained._prompts[room].partial_page.page is None)
     launches, loads = tiered.launches, tiered.prefill.scheduler.batcher.loads
     loaded = loads.num_loaded
     tiered.start(prompt, second, previous=room)
@@ -334,7 +334,7 @@ def test_time_ends_it_and_so_does_a_client_that_left(fleet):
         if not leaves:
             assert len(fleet.prefill.cache.partial_pages) == 1
             fleet.prefill.scheduler.step(1000.0)
-        assert len(fleet.prefill.cache.partial_pages) == 0 and not len(fleet.prefill.scheduler._retained)
+        assert len(fleet.prefill.cache.partial_pages) == 0 and not len(fleet.prefill.scheduler.prompts.retained)
         assert not fleet.prefill.scheduler.sender._core.awaiting_ack
         fleet.prefill.assert_clean()
         fleet.kill(first)

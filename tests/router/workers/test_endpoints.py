@@ -138,6 +138,10 @@ async def test_questions_of_sglang_router_s_clients_are_answered(start_router, w
     assert (await request_to(router, "GET", path)).status == 200
 
 
+ONE_SERVER = ("/connect_prefill", "/switch_role", "/pd_role_switch")
+"""Paths whose requests are for one server."""
+
+
 async def test_every_endpoint_of_our_servers_is_there(start_router, worker, request_to):
     """Relayed, broadcast, or answered by the router itself."""
     from baton.common.commands.registry import all_endpoints
@@ -145,7 +149,7 @@ async def test_every_endpoint_of_our_servers_is_there(start_router, worker, requ
 
     router = await start_router(await worker())
     for method, path, _ in (*app.all_routes(all_endpoints()), ("GET", "/openapi.json", None)):
-        if path == "/connect_prefill" or path.endswith("remote_instance"):  # Questions of routers and new servers.
+        if path in ONE_SERVER or path.endswith("remote_instance"):
             continue
         reply = await request_to(router, method, re.sub(r"\{[^}]*\}", "name", path), b"{}" if method == "POST" else b"")
         assert reply.status == 200, (method, path, reply.body)
