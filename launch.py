@@ -195,8 +195,9 @@ def _plan_router(config: ClusterConfig, router_flags: Sequence[str]) -> RouterCo
 
 def _plan_server(config: ClusterConfig, index: int, *, gpu: int, sharing: int, events_port: int) -> ServerConfig:
     args, sections, mode = config.cluster, config.servers, config.roles[index]
-    role = ROLES.get(mode)
     replace = dataclasses.replace
+    disaggregation = replace(sections.disaggregation, disaggregation_mode=mode)
+    role = disaggregation.duties
     data_parallel = sections.data_parallel
     if data_parallel.enable_dp_attention:
         data_parallel = replace(data_parallel, dp_size=args.dp_size or 1)
@@ -208,8 +209,7 @@ def _plan_server(config: ClusterConfig, index: int, *, gpu: int, sharing: int, e
         "parallel": sections.parallel if role.computes_prompts else sections.parallel.without_stages,
         "data_parallel": data_parallel,
         "disaggregation": replace(
-            sections.disaggregation, disaggregation_mode=mode,
-            disaggregation_bootstrap_port=_bootstrap_port(config, index if role.sends_kv else 0)),
+            disaggregation, disaggregation_bootstrap_port=_bootstrap_port(config, index if role.sends_kv else 0)),
         "http": replace(sections.http, port=args.first_port + index),
         "events": replace(sections.events, kv_events_port=events_port),
         "storage": sections.storage if role.answers_clients else StorageArgs(),

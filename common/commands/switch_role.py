@@ -44,7 +44,8 @@ def run(rank: Rank, command: SwitchRole) -> str:
         rank.roles.switch_role(command.role)
     except ConfigError as error:
         raise WorkerUnavailable(str(error)) from None
-    return f"This is a {ROLES.get(command.role).label} server now; requests that run end in the role that they began in."
+    label = ROLES.get(command.role).label
+    return f"This is a {label} server now; requests that run end in the role that they began in."
 
 
 async def switch_role(server: Server, body: SwitchRoleRequest) -> str:
@@ -52,8 +53,8 @@ async def switch_role(server: Server, body: SwitchRoleRequest) -> str:
 
     It needs `--enable-pd-role-switch`. Later requests are served in the new role; those that run end as they began, so
     nothing is drained. Weights, prefix cache and CUDA graphs stay, and the bootstrap port is open while the role is
-    `prefill`. `server_args` changes limits with the role, as `/set_internal_state` does. A router's `/switch_role` takes
-    the worker's `url` too, and sends it no request of a role that it does not have.
+    `prefill`. `server_args` changes limits with the role, as `/set_internal_state` does. A router's `/switch_role`
+    takes the worker's `url` too, and sends it requests of its new role from then on.
     """
     context = server.context
     name = body.role if body.role is not None else body.new_role

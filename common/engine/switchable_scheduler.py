@@ -3,8 +3,8 @@
 It serves requests of all roles at once: the unified scheduler runs every step, the decode role's part reserves pages
 and receives KV caches, and the prefill role's part sends those of the prompts that were asked for by a decode server.
 Each request has a role of its own, which the API server gives it. So a change of the server's role concerns later
-requests alone: those that run end as they began, with their pages, and nothing is drained. The prefix cache, the weights
-and the CUDA graphs are those of all roles.
+requests alone: those that run end as they began, with their pages, and nothing is drained. The prefix cache, the
+weights and the CUDA graphs are those of all roles.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ async def switch_role(router: ClusterView, parameters: dict[str, Any]) -> Respon
     last = not any(other.role == worker.role and other.root is not worker.root and other.state == "healthy"
                    for other in router.registry)
     if last and target != worker.role and parameters.get("force") not in (True, "true", "1"):
-        raise Conflict(f"{worker.endpoint.url} is the only healthy {worker.role} worker; add another one before, or set "
-                       "force.")
+        raise Conflict(f"{worker.endpoint.url} is the only healthy {worker.role} worker; add another one before, or "
+                       "set force.")
     body = {"role": role}
     if "server_args" in parameters:
         body["server_args"] = parameters["server_args"]

@@ -52,8 +52,8 @@ class WorkerUpdate(msgspec.Struct, frozen=True):
 
     worker_fields: ClassVar[tuple[str, ...]] = (
         "role", "bootstrap_port", "model_ids", "model_cards", "state", "hung", "draining", "is_baton", "keeps_files",
-        "switches", "serves_whole", "response_tag", "checked", "always_healthy", "named", "metadata", "pair_key", "model_fingerprint", "fitting",
-        "misfits", "stage", "weight_version", "outdated", "hold")
+        "switches", "serves_whole", "response_tag", "checked", "always_healthy", "named", "metadata", "pair_key",
+        "model_fingerprint", "fitting", "misfits", "stage", "weight_version", "outdated", "hold")
     """Fields that are attributes of a worker and may change."""
 
 

@@ -23,8 +23,8 @@ class DisaggregationArgs:
     disaggregation_mode: str = flag("null", choices=Choices.of(ROLES), help=(
         "role of this server: both phases in one engine, or one of them"))
     enable_pd_role_switch: bool = flag(False, help=(
-        "let /switch_role change this server's role between prefill, decode and both phases while it runs; memory, CUDA "
-        "graphs and connections are made for all of them"))
+        "let /switch_role change this server's role between prefill, decode and both phases while it runs; memory, "
+        "CUDA graphs and connections are made for all of them"))
     disaggregation_transfer_backend: str = flag("nixl", choices=Choices.of(TRANSFER_BACKENDS), help=(
         "how KV pages travel; ipc copies them between GPUs (or processes) of one host at the speed of their link, auto "
         "is ipc within a host and nixl between hosts"))

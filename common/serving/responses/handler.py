@@ -108,7 +108,7 @@ def _stores(context: ServingContext, body: ResponseRequest, request: web.Request
     The prefill half of a pair stores nothing, and answers as without ``background``. Nor does a batch, whose file has
     its answers.
     """
-    if not context.config.role.answers_clients:
+    if not context.role.of_request.answers_clients:
         body.background = None
         return False
     enabled = context.response_store.enabled

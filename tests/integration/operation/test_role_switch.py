@@ -72,12 +72,16 @@ class Load:
         self._pool.shutdown()
 
 
+def states(url):
+    return get_json(url + "/get_server_info")["internal_states"]
+
+
 def served(url):
-    return sum(state["counters"]["finished_requests"] for state in get_json(url + "/get_server_info")["internal_states"])
+    return sum(state["counters"]["finished_requests"] for state in states(url))
 
 
 def cached_pages(url):
-    return sum(state["cached_pages"] for state in get_json(url + "/get_server_info")["internal_states"])
+    return sum(state["cached_pages"] for state in states(url))
 
 
 @pytest.fixture(scope="module")
