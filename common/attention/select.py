@@ -12,8 +12,10 @@ from ..api.errors import ConfigError
 from ..config.scores import PLAIN_SCORES, Scores
 from ..config.server import KernelArgs
 from ..config.server.kernels import ATTENTION_BACKENDS
+from ..config.window import AttentionChunk
 from ..kvcache.pool import KVPool
 from .base import AttentionBackend, AttentionFacts
+from .chunked_backend import ChunkedBackend
 from .per_layer_backend import LayerPlace, PerLayerBackend
 from .prefill_decode_backend import PrefillDecodeBackend
 
@@ -87,6 +89,10 @@ def select_attention(args: KernelArgs, device: torch.device, pool: KVPool, num_h
     decode = choose_decode_backend(args, *facts)
 
     def of_window(window: int | None) -> AttentionBackend:
+        if isinstance(window, AttentionChunk):
+            name = "triton" if device.type == "cuda" and prefill != "torch" else prefill
+            return ChunkedBackend(select_backend(name, device, pool, num_heads, dtype, None, scores), window,
+                                  pool.layout.page_size, on_device=name == "triton")
         made = [select_backend(name, device, pool, num_heads, dtype, window, scores)
                 for name in dict.fromkeys((prefill, decode))]
         return made[0] if len(made) == 1 else PrefillDecodeBackend(*made)

@@ -7,8 +7,19 @@ from typing import Any
 
 from ..api.errors import ConfigError
 
+
+class AttentionChunk(int):
+    """Tokens of a chunk: a token attends to those of its own, which begins at a multiple of them, up to itself."""
+
+
 Windows = tuple[int | None, ...]
-"""For each layer the tokens that a token attends to, itself included; None for all. Empty: no layer has a window."""
+"""For each layer the tokens that a token attends to, itself included; None for all. Empty: no layer has a window.
+An AttentionChunk is a window, too."""
+
+
+def forgetting(windows: Windows) -> Windows:
+    """Returns the windows behind which pages are given back: none of chunks, whose pages are kept."""
+    return tuple(None if isinstance(window, AttentionChunk) else window for window in windows)
 
 
 def window_of_all_layers(config: Mapping[str, Any]) -> Windows:

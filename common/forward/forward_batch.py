@@ -74,7 +74,7 @@ class ForwardBatch:
             host |= {"input_ids": token_ids.known, "pending": token_ids.rows, "sources": token_ids.sources}
         for index, group in enumerate(columns.further):
             host |= {f"{name}/{index}": getattr(group, name) for name in PAGE_FIELDS}
-        tensors: dict[str, Any] = _to_device(host, device)
+        tensors: dict[str, Any] = to_device(host, device)
         if columns.mask is not None:
             tensors["mask"] = RowMask(tensors.pop("words"), tensors.pop("counts"))
         groups = [{name: tensors.pop(f"{name}/{index}") for name in PAGE_FIELDS}
@@ -211,7 +211,7 @@ class TokenIds:
         if not len(self.rows):
             return upload_joined([self.known], torch.int64, device)
         host = {"known": self.known, "rows": self.rows, "sources": self.sources}
-        known, rows, sources = _to_device(host, device).values()
+        known, rows, sources = to_device(host, device).values()
         return self.fill(known, rows, sources)
 
     def fill(self, known: torch.Tensor, rows: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
@@ -357,7 +357,7 @@ def slice_batch(batch: ForwardBatch, rows: slice | torch.Tensor, requests: np.nd
              "kv_last_page_len": last_page_len}
     per_row: dict[str, Any] = {name: getattr(batch, name)[rows] for name in ("input_ids", "positions", "page_of_token",
                                                              "offset_in_page")}
-    tensors: dict[str, Any] = _to_device(table, batch.positions.device)
+    tensors: dict[str, Any] = to_device(table, batch.positions.device)
     return ForwardBatch(
         max_q_len=int(np.diff(qo_indptr).max(initial=1)), logits_rows=None, **per_row,
         **tensors,
@@ -407,7 +407,7 @@ def indptr_of(counts: np.ndarray) -> np.ndarray:
     return indptr
 
 
-def _to_device(host: Mapping[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
+def to_device(host: Mapping[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
     """Copies int32 and int64 arrays, in one transfer that does not wait for the device."""
     if device.type != "cuda":
         return {name: torch.from_numpy(array) for name, array in host.items()}

@@ -1,7 +1,7 @@
 """Llama 4's text models: rotary embeddings in most layers, none in the others, and mixtures of experts that weigh their
 inputs.
 
-Layers with rotary embeddings attend within chunks of ``attention_chunk_size`` tokens. Contexts of one chunk are served.
+Layers with rotary embeddings attend within chunks of ``attention_chunk_size`` tokens.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..api.errors import ConfigError
 from ..config.defaults import COMMON
 from ..config.model import ModelSpec
 from ..config.model_config import ModelConfig, check_silu
 from ..config.moe import MoESpec
 from ..config.rope import RotarySpec, read_rope
+from ..config.window import AttentionChunk
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from ..weights.lazy import LazyTensor
     from ..weights.loader import TensorParts
     from .decoder.blocks import Blocks
+
+_DEFAULT_CONTEXT = 131_072
+"""Tokens of a context, unless a flag says more: Scout's rotary table of its 10 million takes 5 GB."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +56,10 @@ def read(config: ModelConfig) -> ModelSpec:
     experts = _read_experts(values)
     size = values["intermediate_size_mlp"]
     config = dataclasses.replace(config, values={**values, "intermediate_size": size})
-    return config.spec(_longest_context(config, rope), own, moe=experts)
-
-
-def _longest_context(config: ModelConfig, rope: RotarySpec) -> int:
-    """Returns the longest context in tokens. Raises ConfigError where the server is asked for more than a chunk."""
-    chunk = config.values["attention_chunk_size"] or rope.longest_context
-    if (config.args.context_length or 0) > chunk:
-        raise ConfigError(f"--context-length {config.args.context_length} is longer than the chunks of {chunk} tokens "
-                          "within which layers of Llama 4 attend: attention in chunks is not supported, use "
-                          f"--context-length {chunk} or less.")
-    return min(rope.longest_context, chunk)
+    chunk = values["attention_chunk_size"]
+    windows = tuple(AttentionChunk(chunk) if rotates else None for rotates in own.rotates) if chunk else ()
+    longest = rope.longest_context if config.args.context_length else min(rope.longest_context, _DEFAULT_CONTEXT)
+    return config.spec(longest, own, moe=experts, windows=windows)
 
 
 def _read_experts(values: Mapping[str, Any]) -> MoESpec | None:
@@ -115,4 +111,5 @@ _DEFAULTS = {
 
 MODELS.register("Llama4ForCausalLM", "Llama4TextModel")(
     ModelFamily(read, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of, title="Llama 4",
-                notes="mixtures of experts; contexts of one attention chunk (8,192 tokens)"))
+                notes="mixtures of experts; attention within chunks, full layers without rotary embeddings; contexts "
+                      "of 131,072 tokens, or of as many as `--context-length` says"))

@@ -14,6 +14,7 @@ from ..config.load_format import LOAD_FORMATS
 from ..config.model import ModelSpec
 from ..config.server import CacheArgs, ModelArgs, ServerConfig
 from ..config.state import StateSpec
+from ..config.window import forgetting
 from ..distributed.parallel import Parallel
 from ..kvcache.cache_group import SlidingWindow
 from ..kvcache.channel_order import ChannelOrder
@@ -80,7 +81,7 @@ def cache_layouts(config: ServerConfig, spec: ModelSpec, parallel: Parallel, dty
         whole = msgspec.structs.replace(whole, channel_order=order.digest)
     if spec.state is not None:
         return _hybrid_layouts(whole, cache, spec.state, tp_size)
-    windows = spec.windows_of(range(spec.num_layers))
+    windows = forgetting(spec.windows_of(range(spec.num_layers)))
     kinds = sorted(set(windows), key=lambda window: window or 0)
     stages = [] if len(kinds) == 1 else parallel.pp.layers_of_stages(spec.num_layers)
     disabled = cache.disable_hybrid_swa_memory or config.model.is_embedding

@@ -18,6 +18,7 @@ from ..config.packages import is_installed
 from ..config.server import CacheArgs, ServerConfig
 from ..config.server.disaggregation import TRANSFER_BACKENDS
 from ..config.server.kernels import ATTENTION_CHOICES, SAMPLING_CHOICES
+from ..config.window import forgetting
 from ..kvcache.eviction.base import make_order
 from ..kvcache.layout import DTYPE_BYTES
 from ..models.registry import load_model_spec
@@ -139,7 +140,7 @@ def pool_layers(config: ServerConfig, spec: ModelSpec, layers: range) -> float:
     """The layers of a rank, of which those with a pool of their own for a sliding window count by its share."""
     if spec.state is not None:
         return len(spec.kv_layers(layers))
-    windows, cache = spec.windows_of(range(spec.num_layers)), config.cache
+    windows, cache = forgetting(spec.windows_of(range(spec.num_layers))), config.cache
     if cache.disable_hybrid_swa_memory or config.model.is_embedding or None not in windows:
         return len(layers)
     return sum(1 if windows[layer] is None else cache.swa_full_tokens_ratio for layer in layers)

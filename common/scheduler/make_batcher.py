@@ -12,6 +12,7 @@ from ..api.errors import ConfigError
 from ..config.server import ServerConfig
 from ..config.server.speculative import SPECULATIVE_ALGORITHMS
 from ..config.server.tiers import KV_TIERS, WRITE_POLICIES
+from ..config.window import AttentionChunk
 from ..distributed.agreement import RankAgreement
 from ..distributed.tp import TPGroup
 from ..kvcache.eviction.base import make_order
@@ -85,6 +86,9 @@ def make_drafting(config: ServerConfig, cache: KVCacheManager, spec: ModelSpec, 
     if args.speculative_algorithm is None:
         return None
     windows = [window for window in spec.windows if window is not None]
+    if args.drafts_trees and any(isinstance(window, AttentionChunk) for window in windows):
+        raise ConfigError("Layers of the model attend within chunks, in which trees of drafts are not verified: leave "
+                          "--speculative-eagle-topk and --speculative-ngram-max-bfs-breadth at 1.")
     if args.drafts_trees and windows and min(windows) <= args.max_depth:
         raise ConfigError(f"The model has a sliding window of {min(windows)} tokens: lower --speculative-num-steps or "
                           f"--speculative-num-draft-tokens, so that paths of trees have fewer than {min(windows)} "

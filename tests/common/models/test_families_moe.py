@@ -9,9 +9,24 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 
 from baton.common.api.errors import ConfigError
 from baton.common.models.registry import load_model_spec
-from baton.tests.helpers.family_parity import SEED, SMALL, VOCAB, check_family, check_model, randomize, save_random
+from baton.tests.helpers.family_parity import (
+    SEED,
+    SMALL,
+    TOLERANCE,
+    VOCAB,
+    check_family,
+    check_greedy,
+    check_model,
+    check_prefix,
+    check_ranks,
+    randomize,
+    save_random,
+    tokens,
+)
+from baton.tests.helpers.hand_driven import Engine, tokens_of
 from baton.tests.helpers.repacked_models import change_config
-from baton.tests.helpers.small_models import server_config
+from baton.tests.helpers.small_models import check_chunks, load_runner, server_config
+from baton.tests.helpers.toy_proposer import RepeatLastTokens
 
 EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
 MULTIPLIERS = {"attention_multiplier": 0.5, "logits_scaling": 3.0, "embedding_multiplier": 2.0,
@@ -56,11 +71,31 @@ def test_llama_4_within_a_chunk(tmp_path):
     check_family(tmp_path, "Llama4", config_name="Llama4Text", **LLAMA_4)
 
 
-def test_llama_4_beyond_a_chunk_is_refused(tmp_path):
-    save_random(tmp_path, "Llama4", config_name="Llama4Text", **LLAMA_4)
-    assert load_model_spec(server_config(tmp_path).model).context_length == 128
-    with pytest.raises(ConfigError, match="chunks of 128 tokens.*use --context-length 128"):
-        load_model_spec(server_config(tmp_path, context_length=200).model)
+def test_llama_4_in_chunks(tmp_path):
+    """Prompts of several chunks in each of their steps, prefixes that end within a chunk, and drafts."""
+    config = LLAMA_4 | {"attention_chunk_size": 16}
+    model = save_random(tmp_path, "Llama4", config_name="Llama4Text", **config)
+    prompts = [tokens(count) for count in (45, 2, 33, 17)]
+    for page_size, chunk in ((1, 7), (16, 23), (8, 64)):
+        check_chunks(load_runner(server_config(tmp_path, page_size=page_size)), model, prompts, chunk, TOLERANCE)
+    check_prefix(tmp_path, model, VOCAB, TOLERANCE)
+    check_greedy(tmp_path, model, VOCAB)
+    check_ranks(tmp_path, model, VOCAB, 2, TOLERANCE)
+    found = []
+    for proposer in (None, RepeatLastTokens()):
+        engine = Engine(tmp_path, proposer=proposer)
+        engine.start("0", prompts[0].tolist(), max_new_tokens=30, ignore_eos=True)
+        found.append(tokens_of(engine.run()))
+    assert found[0] == found[1] and engine.drafting.num_steps > 0
+    with pytest.raises(ConfigError, match="--page-size 64 must divide the 16 tokens of a chunk"):
+        load_runner(server_config(tmp_path, page_size=64))
+
+
+def test_contexts_of_llama_4(tmp_path):
+    changes = {"attention_chunk_size": 16, "max_position_embeddings": 1 << 20}
+    save_random(tmp_path, "Llama4", config_name="Llama4Text", **LLAMA_4 | changes)
+    assert load_model_spec(server_config(tmp_path).model).context_length == 131_072
+    assert load_model_spec(server_config(tmp_path, context_length=200_000).model).context_length == 200_000
 
 
 def test_dbrx(tmp_path):
