@@ -28,7 +28,7 @@ from baton.tests.helpers.chains_on_cpu import chains_on_cpu
 from baton.tests.helpers.flag_engine import Answer, FlagEngine, Question
 from baton.tests.helpers.mixed_questions import Mixed, chunks, differences
 
-SIZE = 200
+SIZE = 100
 """Requests that are asked at once."""
 POOL = ("--max-total-tokens", "32768")
 """Room for most of these; the others wait, or are retracted."""

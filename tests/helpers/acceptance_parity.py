@@ -460,7 +460,10 @@ def measure(algorithm: str, scenario: Scenario, asked: Sequence[Question]) -> Pa
     plain = plain_answers(scenario, asked)
     for answer, lengths in zip(answers, _lengths(algorithm, scenario, asked, answers)):
         for place, (known, verified, length) in enumerate(answer.verified):
-            wanted = lengths[known] if scenario not in FEWER_DRAFTS else min(lengths[known], verified + 1)
+            wanted = lengths[known]
+            if scenario in FEWER_DRAFTS and verified < num_drafts(algorithm):
+                # A smaller tree has other drafts than the first ones of a larger one.
+                wanted = length if algorithm in TREES else min(wanted, verified + 1)
             steps, accepted, expected, drafts = steps + 1, accepted + length, expected + wanted, drafts + verified
             if place == 0:
                 first = [first[0] + length, first[1] + wanted]

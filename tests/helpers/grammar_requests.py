@@ -20,6 +20,12 @@ QUESTIONS = ["What is the capital of France?", "Who are you?", "Tell me about ca
 
 
 @cache
+def _validator(source: str) -> Any:
+    schema = json.loads(source)
+    return jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)(schema)
+
+
+@cache
 def schemas() -> list[dict[str, Any]]:
     return [*BY_HAND.values(), *generated(30).values()]
 
@@ -52,7 +58,6 @@ class GrammarRequest:
         if kind == "regex":
             return re.fullmatch(source, text) is not None
         try:
-            jsonschema.validate(json.loads(text), json.loads(source))
-        except (ValueError, jsonschema.ValidationError):
+            return bool(_validator(source).is_valid(json.loads(text)))
+        except ValueError:
             return False
-        return True

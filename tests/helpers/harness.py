@@ -104,8 +104,9 @@ class Cluster:
     def __init__(self, folder: Path, *, prefill: int = 1, decode: int = 1, flags: Sequence[str] = (),
                  prefill_flags: Sequence[str] = (), decode_flags: Sequence[str] = (),
                  router_flags: Sequence[str] = ("--policy", "round_robin"),
-                 environment: Mapping[str, str] | None = None):
+                 environment: Mapping[str, str] | None = None, start_seconds: float = START_SECONDS):
         ports = free_ports(2 * prefill + decode + 1)
+        self._start_seconds = start_seconds
         common = ["--model-path", "tinychat", "--device", "cpu", "--log-level", "warning", *flags]
         self.prefill, self.decode, routed = [], [], []
         for i in range(prefill):
@@ -135,7 +136,7 @@ class Cluster:
             server.start()
         try:
             for server in (*self.workers, self.router):
-                server.wait_ready()
+                server.wait_ready(self._start_seconds)
             self._wait_routed()
         except BaseException:
             self._kill()
