@@ -98,8 +98,9 @@ def main() -> None:
             for server in cluster.workers:
                 server.assert_clean(30)
     count = sum(outcomes[end] for end in ("whole", "cut", "invalid", "aborted"))
-    print(f"{count} requests in {time.monotonic() - began:.0f} s, {args.algorithm}, {args.grammar_backend}: {outcomes['whole']} whole, "
-          f"{outcomes['cut']} cut by their length, {outcomes['tokens'] / max(1, outcomes['steps']):.2f} tokens a step")
+    print(f"{count} requests in {time.monotonic() - began:.0f} s, {args.algorithm}, {args.grammar_backend}: "
+          f"{outcomes['whole']} whole, {outcomes['cut']} cut by their length, "
+          f"{outcomes['tokens'] / max(1, outcomes['steps']):.2f} tokens a step")
     print(f"invalid {outcomes['invalid']}, aborted {outcomes['aborted']}")
     sys.exit(bool(outcomes["invalid"] or outcomes["aborted"]))
 
