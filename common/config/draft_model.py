@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,16 +12,22 @@ from ..api.errors import ConfigError
 from .checkpoint import pin_revision
 from .server import ModelArgs, ServerConfig
 
+_OWN_NAMES = {"--model-path": "--speculative-draft-model-path", "--load-format": "--speculative-draft-load-format",
+              "--quantization": "--speculative-draft-model-quantization",
+              "--(?:decode-)?attention-backend": "--speculative-draft-attention-backend"}
+"""Flags of the draft model, by patterns of the model's."""
+
 
 def draft_args(config: ServerConfig) -> ModelArgs:
     """Returns the flags of the draft model that --speculative-draft-model-path names, as a model's."""
-    path = config.speculative.speculative_draft_model_path
-    assert path is not None
+    args = config.speculative
+    assert args.speculative_draft_model_path is not None
+    default = "dummy" if config.model.load_format == "dummy" else "auto"
     return replace(
-        config.model, model_path=path, revision=config.speculative.speculative_draft_model_revision,
-        tokenizer_path=None, model_fingerprint=None, served_model_name=None, quantization=None, model_impl="baton",
-        context_length=None, json_model_override_args="{}",
-        load_format="dummy" if config.model.load_format == "dummy" else "auto")
+        config.model, model_path=args.speculative_draft_model_path, revision=args.speculative_draft_model_revision,
+        tokenizer_path=None, model_fingerprint=None, served_model_name=None, quantization=args.draft_quantization,
+        model_impl="baton", context_length=None, json_model_override_args="{}",
+        load_format=args.speculative_draft_load_format or default)
 
 
 def pin_revisions(config: ServerConfig) -> ServerConfig:
@@ -50,8 +57,11 @@ def flat_config(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def naming_draft() -> Iterator[None]:
-    """Names the draft model's flag in errors of its checkpoint."""
+    """Names the draft model's flags in errors of its checkpoint."""
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(str(error).replace("--model-path", "--speculative-draft-model-path")) from None
+        text = str(error)
+        for name, own in _OWN_NAMES.items():
+            text = re.sub(rf"{name}\b", own, text)
+        raise ConfigError(text) from None

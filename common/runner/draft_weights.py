@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
 from ..api.identity import ModelIdentity
+from ..config.draft_model import draft_args
 from ..config.model import ModelSpec
 from ..config.server import ModelArgs, ServerConfig
 from ..models.registry import tensor_parts
@@ -23,14 +22,12 @@ class DraftWeights:
 
     def __init__(self, config: ServerConfig, spec: ModelSpec, model: DraftModel):
         """``spec`` is that of the model which ``model`` drafts for."""
-        speculative = config.speculative
-        path = speculative.speculative_draft_model_path
+        path = config.speculative.speculative_draft_model_path
         self._spec, self._model = spec, model
         self._identity: ModelIdentity | None = None
         self._sent: str | None = None
         self._in_checkpoint = path is None or path == config.model.model_path
-        self._args = config.model if path is None else dataclasses.replace(
-            config.model, model_path=path, revision=speculative.speculative_draft_model_revision)
+        self._args = config.model if path is None else draft_args(config)
 
     @property
     def identity(self) -> ModelIdentity:

@@ -167,6 +167,8 @@ class ModelRunner:
             spec.quantization.check_device(dtype, device)
         if config.cache.kv_cache_dtype != "auto":
             check_float8(device, "--kv-cache-dtype auto")
+        if config.speculative.speculative_draft_kv_cache_dtype not in (None, "auto"):
+            check_float8(device, "--speculative-draft-kv-cache-dtype auto")
         attention = AttentionChoice(config, spec, parallel, dtype)
         attention.check(device)  # refuse before loading
         _check_pool(config, spec, parallel, dtype, device)

@@ -164,7 +164,8 @@ def draft_token_bytes(config: ServerConfig, model: ModelSpec, tp_size: int, dtyp
         with naming_draft():
             spec = load_model_spec(draft_args(config), draft=True)
         layers = spec.mtp_layers or spec.num_layers
-    return token_bytes(config.cache, spec, tp_size, dtype, layers)
+    cache = replace(config.cache, kv_cache_dtype=args.draft_cache_dtype(config.cache.kv_cache_dtype))
+    return token_bytes(cache, spec, tp_size, dtype, layers)
 
 
 def check_pool(tokens: int, bytes_per_token: int, available: int, where: str) -> None:

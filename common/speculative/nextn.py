@@ -32,15 +32,16 @@ def load(context: DraftContext) -> DraftModel:
     """Loads the layers of --speculative-draft-model-path, by default those of the model's checkpoint. Raises
     ConfigError where there are none, or where they are not for the model."""
     local = local_parallel(context.parallel)
-    path = context.config.speculative.speculative_draft_model_path
-    if path is None or path == context.config.model.model_path:
+    flags = context.config.speculative
+    path = flags.speculative_draft_model_path
+    if path is None or (path == context.config.model.model_path and flags.draft_format is None):
         spec, args, first, depth = context.spec, context.config.model, context.spec.num_layers, context.spec.mtp_layers
     else:
         checkpoint = DraftCheckpoint.of_flags(context)
         spec, args = checkpoint.spec, checkpoint.args
         checkpoint.check_hidden_size(context, spec.hidden_size)
         first, depth = _numbers(checkpoint)
-    if depth > 1 and context.config.speculative.topk > 1:
+    if depth > 1 and flags.topk > 1:
         raise ConfigError(f"The {depth} layers of multi-token prediction draft one token each, as chains: leave "
                           "--speculative-eagle-topk out.")
     if not depth:

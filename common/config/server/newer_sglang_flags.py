@@ -185,9 +185,7 @@ NEWER: dict[str, Foreign] = {
            "speculative-dspark-sps-table-path speculative-dspark-confidence-sts-path "
            "speculative-dspark-align-verify-tokens-to-graph-tier enable-multi-layer-eagle"),
     **_all(Refused("the draft model runs as the model does; leave it out"),
-           "speculative-draft-load-format speculative-draft-attention-backend speculative-draft-kv-cache-dtype "
-           "speculative-draft-window-size speculative-draft-sink-size speculative-moe-a2a-backend "
-           "speculative-draft-model-quantization"),
+           "speculative-draft-window-size speculative-draft-sink-size speculative-moe-a2a-backend"),
     **_all(Refused("NGRAM drafts from the server's own requests; leave it out"),
            "speculative-ngram-external-corpus-path speculative-ngram-external-corpus-max-tokens"),
     **_all(Refused("NGRAM drafts from the server's own requests; leave it out", ("0",)),

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ...registry import Choices, Registry
 from ..cli import flag
+from ..load_format import LOAD_FORMATS
+from ..quantization import QUANTIZATIONS
 from ..rules import Rule, ServerRule, at_least, check_own_rules
+from .kernels import ATTENTION_CHOICES
 from .simulated_acceptance import parse_shares
 
 if TYPE_CHECKING:
@@ -37,6 +40,17 @@ class SpeculativeArgs:
     speculative_draft_model_path: str | None = flag(None, names=("--speculative-draft-model",), help=(
         "the draft model's folder or name; NEXTN takes its layers from the model's own checkpoint by default"))
     speculative_draft_model_revision: str | None = flag(None, help="its revision, of a name on the Hugging Face hub")
+    speculative_draft_model_quantization: str | None = flag(
+        None, choices=Choices.of(QUANTIZATIONS, others=("unquant",)), help=(
+            "format of the linear layers of --speculative-draft-model-path, as --quantization's; by default, and with "
+            "unquant, the checkpoint's"))
+    speculative_draft_load_format: str | None = flag(None, choices=Choices.of(LOAD_FORMATS), help=(
+        "source of the weights of --speculative-draft-model-path, as --load-format's (default: auto, or dummy where "
+        "the model's are)"))
+    speculative_draft_attention_backend: str | None = flag(None, choices=ATTENTION_CHOICES, help=(
+        "the draft model's attention backend, for prompts and decode steps (default: the model's)"))
+    speculative_draft_kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] | None = flag(None, help=(
+        "type of the draft model's KV cache, auto that of its weights (default: --kv-cache-dtype)"))
     speculative_num_steps: int | None = flag(None, help=(
         "passes of the draft model in a step, each of which drafts the next token of a request (default: 3, or one "
         "less than the rows)"))
@@ -93,6 +107,16 @@ class SpeculativeArgs:
         Rule(lambda c: c.speculative_draft_model_path is not None and not c.is_device,
              "--speculative-draft-model-path is for EAGLE, EAGLE3, NEXTN and STANDALONE: name one of them by "
              "--speculative-algorithm, or leave it out."),
+        Rule(lambda c: c.draft_format is not None and c.speculative_draft_model_path is None,
+             "--speculative-draft-model-quantization and --speculative-draft-load-format are for a draft model's own "
+             "checkpoint: name it by --speculative-draft-model-path (of NEXTN it may be the model's)."),
+        Rule(lambda c: c.speculative_draft_load_format in ("remote_instance", "sharded_state"),
+             "--speculative-draft-load-format {speculative_draft_load_format} has the weights of a whole server: use a "
+             "format that reads the draft model's checkpoint."),
+        Rule(lambda c: not c.is_device and (
+            c.speculative_draft_attention_backend or c.speculative_draft_kv_cache_dtype),
+            "--speculative-draft-attention-backend and --speculative-draft-kv-cache-dtype are for EAGLE, EAGLE3, NEXTN "
+            "and STANDALONE: name one of them by --speculative-algorithm, or leave them out."),
         Rule(lambda c: c.speculative_token_map is not None and not c.has("token_map"),
              "--speculative-token-map restricts the vocabulary of EAGLE, NEXTN and STANDALONE (EAGLE3's heads have one "
              "of their own): name one of them by --speculative-algorithm, or leave it out."),
@@ -141,6 +165,21 @@ class SpeculativeArgs:
     @property
     def accept_thresholds(self) -> tuple[float, float]:
         return self.speculative_accept_threshold_single, self.speculative_accept_threshold_acc
+
+    @property
+    def draft_format(self) -> str | None:
+        """What flags say of how the draft model's checkpoint is read."""
+        return self.speculative_draft_load_format or self.draft_quantization
+
+    @property
+    def draft_quantization(self) -> str | None:
+        """The draft model's ``--quantization``."""
+        given = self.speculative_draft_model_quantization
+        return None if given == "unquant" else given
+
+    def draft_cache_dtype(self, cache_dtype: str) -> str:
+        """The draft model's ``--kv-cache-dtype``, where the model's is ``cache_dtype``."""
+        return self.speculative_draft_kv_cache_dtype or cache_dtype
 
     @property
     def is_device(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -117,9 +118,9 @@ def local_parallel(parallel: Parallel) -> Parallel:
 def draft_layout(config: ServerConfig, spec: ModelSpec, tp_size: int, dtype: str) -> KVLayout:
     """Returns the layout of a draft model's pool on one rank: a single layer group, since all layers are computed
     before any travels. ``dtype`` is the model's."""
-    cache = config.cache
+    cache_dtype = config.speculative.draft_cache_dtype(config.cache.kv_cache_dtype)
     return KVLayout(groups=(spec.num_layers,), num_kv_heads=spec.local_kv_heads(tp_size), head_dim=spec.kv_dim,
-                    page_size=cache.page_size, dtype=KV_DTYPES.get(cache.kv_cache_dtype, dtype),
+                    page_size=config.cache.page_size, dtype=KV_DTYPES.get(cache_dtype, dtype),
                     form="heads" if spec.mla is None else "latent", windows=spec.windows)
 
 
@@ -129,12 +130,17 @@ def draft_allocator(context: DraftContext, spec: ModelSpec) -> Allocate:
 
 
 def draft_attention(context: DraftContext, spec: ModelSpec, pool: KVPool) -> AttentionPlanner:
-    """Creates the attention backend of a draft model of ``spec``, which the model's flags choose."""
+    """Creates the attention backend of a draft model of ``spec``, which its own flag or the model's choose. Raises
+    ConfigError where it cannot run."""
     kernels, heads = context.config.kernels, spec.num_heads // context.parallel.attn_tp.size
-    if spec.mla is not None:
-        return select_latent_attention(kernels, context.device, pool, spec.mla, heads, context.dtype)
-    return select_attention(kernels, context.device, pool, heads, context.dtype,
-                            spec.windows_of(range(spec.num_layers)), spec.scores)
+    backend = context.config.speculative.speculative_draft_attention_backend
+    if backend is not None:
+        kernels = dataclasses.replace(kernels, attention_backend=backend, decode_attention_backend=backend)
+    with naming_draft() if backend is not None else nullcontext():
+        if spec.mla is not None:
+            return select_latent_attention(kernels, context.device, pool, spec.mla, heads, context.dtype)
+        return select_attention(kernels, context.device, pool, heads, context.dtype,
+                                spec.windows_of(range(spec.num_layers)), spec.scores)
 
 
 def check_tokenizer(config: ServerConfig, args: ModelArgs) -> None:

@@ -16,7 +16,7 @@ FEATURES = [*POOL, "--chunked-prefill-size", "64", "--enable-hierarchical-cache"
             "--hicache-load-policy", "always", "--enable-priority-scheduling",
             "--priority-scheduling-preemption-threshold", "0", *algorithm_flags("EAGLE3"),
             "--speculative-num-steps", "4", "--speculative-adaptive"]
-ASKED = bodies(18)
+ASKED = bodies(12)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_answers_are_those_of_plain_decoding(pair, expected):
     """Chains of adaptive length, grammars, several answers, penalties, log-probabilities, priorities, chunks of
     prompts, retraction, prefix hits and host memory; first all at once, then over what is cached, in another order."""
     order = [*range(1, len(ASKED), 2), *range(0, len(ASKED), 2)]
-    rounds = [ask(pair.url, ASKED, 18), ask(pair.url, [ASKED[place] for place in order], 9)]
+    rounds = [ask(pair.url, ASKED, 12), ask(pair.url, [ASKED[place] for place in order], 9)]
     choices = [body["sampling_params"].get("n", 1) for body in ASKED]
     starts = [sum(choices[:place]) for place in range(len(ASKED))]
     reordered = [starts[place] + choice for place in order for choice in range(choices[place])]
