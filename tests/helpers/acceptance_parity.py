@@ -271,7 +271,7 @@ def data_parallel(flags: Sequence[str], asked: Sequence[Question]) -> list[Answe
 
 def host_tier(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
     """All prompts are in host memory, to which the prefix cache has evicted them."""
-    engine = FlagEngine(*BASE, *ROOMY, "--enable-hierarchical-cache", "--hicache-size", "0.2", *flags)
+    engine = FlagEngine(*BASE, *ROOMY, *_HOST_TIER, *flags)
     engine.answers(asked)
     engine.cache._evict(engine.cache.num_cached)
     assert not engine.cache.num_cached
@@ -300,6 +300,48 @@ def storage(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
         assert loads.num_loaded_stored > len(asked), "nothing was loaded from the storage"
         loads.close()
         return answers
+
+
+def pair_with_host_tier(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
+    """All prompts are in the host memory of both engines."""
+    with started_pair(_HOST_TIER, flags) as engines:
+        engines.answers(asked)
+        for engine in (engines.prefill, engines.decode):
+            engine.cache._evict(engine.cache.num_cached)
+        answers = engines.answers(asked)
+        loaded = [engine.parts.batcher.loads.num_loaded for engine in (engines.prefill, engines.decode)]
+        assert sum(loaded) > len(asked), f"nothing was loaded from host memory: {loaded}"
+        return answers
+
+
+def preempted(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
+    """More urgent requests preempt others in the midst of their answers."""
+    priorities = ("--enable-priority-scheduling", "--priority-scheduling-preemption-threshold", "0")
+    engine = FlagEngine(*BASE, *ROOMY, *priorities, "--max-running-requests", str(max(1, len(asked) // 3)), *flags)
+    urgent = {number: replace(question, fields={**question.fields, "priority": 5})
+              for number, question in enumerate(asked) if number % 2}
+    reqs = [engine.start(str(number), question) for number, question in enumerate(asked) if number not in urgent]
+    run(engine, until=lambda: max(req.num_output_tokens for req in reqs) > MAX_NEW_TOKENS // 8)
+    for number, question in urgent.items():
+        engine.start(str(number), question)
+    answers = engine.finish(len(asked))
+    assert engine.parts.batcher.retraction.num_preempted > 0, "no request was preempted"
+    return answers
+
+
+def sampled(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
+    return unified(flags, asked)
+
+
+def pair_sampled(flags: Sequence[str], asked: Sequence[Question]) -> list[Answer]:
+    return pair(flags, asked)
+
+
+def two_choices(asked: Sequence[Question]) -> list[Question]:
+    """Two seeded answers to each question, as of a request with ``n`` 2, and log-probabilities of the first."""
+    return [replace(question, sampling=replace_sampling(question.sampling, temperature=0.8, seed=7 * number + choice),
+                    fields={} if choice else {"return_logprob": True, "top_logprobs_num": 2})
+            for number, question in enumerate(asked) for choice in range(2)]
 
 
 def _engine_of_tiers(*flags: str) -> FlagEngine:
@@ -387,15 +429,22 @@ SCENARIOS: Mapping[str, Scenario] = {
     "unified": unified, "chunked": chunked, "mixed chunk": mixed_chunk, "prefix hit": cached_prefix,
     "retraction": after_retraction, "small pool": small_pool, "retraction to host": after_swap,
     "continuation": continued, "TP 2": tensor_parallel, "DP attention": data_parallel, "host tier": host_tier,
-    "storage": storage,
+    "storage": storage, "priority": preempted, "n, seeds, logprobs": sampled,
     "FP8 KV": float8_cache, "PD, FP8 KV": pair_with_float8_cache,
     "PD": pair, "PD, chunked": pair_of_chunks, "PD, prefix delta": pair_with_delta, "PD, failover": after_failover,
-    "PD, continuation": pair_continued, "PD, retraction": pair_retracted}
+    "PD, continuation": pair_continued, "PD, retraction": pair_retracted,
+    "PD, host tier": pair_with_host_tier, "PD, n, seeds, logprobs": pair_sampled}
 """By name; in each the questions may be of grammars, too."""
 
 FEWER_DRAFTS = frozenset({small_pool})
 """Scenarios that have no pages for all drafts at times."""
+_FEWER_IN_TREES = FEWER_DRAFTS | {mixed_chunk}
+"""Scenarios that also verify a path of a tree only: steps with chunks of prompts do."""
+_ASKED: Mapping[Scenario, Callable[[Sequence[Question]], list[Question]]] = {
+    sampled: two_choices, pair_sampled: two_choices}
+"""What scenarios make of the questions."""
 _FLOAT8 = ("--kv-cache-dtype", "fp8_e4m3")
+_HOST_TIER = ("--enable-hierarchical-cache", "--hicache-size", "0.2", "--hicache-load-policy", "always")
 _OWN_FLAGS: Mapping[Scenario, Sequence[str]] = {float8_cache: _FLOAT8, pair_with_float8_cache: _FLOAT8}
 """Scenarios whose tokens are not those of the model in float32."""
 
@@ -444,7 +493,7 @@ def _lengths(algorithm: str, scenario: Scenario, asked: Sequence[Question],
              answers: Sequence[Answer]) -> list[Mapping[int, int]]:
     """What steps should accept, by the output tokens before them."""
     own = _OWN_FLAGS.get(scenario, ())
-    if own or algorithm in TREES:
+    if own or algorithm in TREES or scenario in _ASKED:
         return [*lengths_computed_anew((*own, *algorithm_flags(algorithm)), num_drafts(algorithm), asked, answers)]
     return [dict(enumerate(step_lengths(algorithm, tuple(question.prompt), tuple(answer.tokens)), 1))
             for question, answer in zip(asked, answers)]
@@ -452,6 +501,7 @@ def _lengths(algorithm: str, scenario: Scenario, asked: Sequence[Question],
 
 def measure(algorithm: str, scenario: Scenario, asked: Sequence[Question]) -> Parity:
     """Runs a scenario with an algorithm."""
+    asked = _ASKED.get(scenario, list)(asked)
     begun = time.monotonic()
     answers = scenario(algorithm_flags(algorithm), asked)
     seconds = time.monotonic() - begun
@@ -461,9 +511,10 @@ def measure(algorithm: str, scenario: Scenario, asked: Sequence[Question]) -> Pa
     for answer, lengths in zip(answers, _lengths(algorithm, scenario, asked, answers)):
         for place, (known, verified, length) in enumerate(answer.verified):
             wanted = lengths[known]
-            if scenario in FEWER_DRAFTS and verified < num_drafts(algorithm):
-                # A smaller tree has other drafts than the first ones of a larger one.
-                wanted = length if algorithm in TREES else min(wanted, verified + 1)
+            if algorithm in TREES and scenario in _FEWER_IN_TREES and verified < num_drafts(algorithm):
+                wanted = length  # a smaller tree has other drafts than the first ones of a larger one
+            elif scenario in FEWER_DRAFTS:
+                wanted = min(wanted, verified + 1)
             steps, accepted, expected, drafts = steps + 1, accepted + length, expected + wanted, drafts + verified
             if place == 0:
                 first = [first[0] + length, first[1] + wanted]

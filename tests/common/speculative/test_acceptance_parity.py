@@ -12,7 +12,8 @@ from baton.tests.helpers.mixed_questions import Mixed
 FAST = {("unified", "EAGLE3"), ("unified", "STANDALONE"), ("mixed chunk", "NGRAM"), ("retraction", "NEXTN"),
         ("retraction to host", "EAGLE3"), ("PD", "STANDALONE"), ("PD, prefix delta", "NEXTN"),
         ("PD, failover", "EAGLE3"), ("PD, continuation", "NEXTN"), ("host tier", "NEXTN"), ("storage", "EAGLE3"),
-        ("PD, FP8 KV", "EAGLE3"), ("PD", "EAGLE3 tree")}
+        ("PD, FP8 KV", "EAGLE3"), ("PD", "EAGLE3 tree"), ("priority", "NEXTN"), ("PD, host tier", "STANDALONE"),
+        ("PD, n, seeds, logprobs", "EAGLE3")}
 MATRIX = [pytest.param(name, algorithm, id=f"{name}, {algorithm}",
                        marks=() if (name, algorithm) in FAST else pytest.mark.slow)
           for name in SCENARIOS for algorithm in (*ALGORITHMS, *TREES)]
