@@ -15,6 +15,8 @@ EVICTION_POLICIES: Registry[Callable[..., Any]] = Registry("eviction policy", "b
 """Classes of ``EvictionOrder`` (kvcache/eviction/base.py), whose parameters are the settings of
 --radix-eviction-policy-config."""
 
+KVCacheDtype = Literal["auto", "fp8_e4m3", "fp8_e5m2"]
+
 
 @dataclass(frozen=True)
 class CacheArgs:
@@ -43,7 +45,7 @@ class CacheArgs:
         "type in which the states of a hybrid model's recurrent layers are kept"))
     num_layer_groups: int | None = flag(None, help=(
         "layer groups of the KV pool; by default as many as make a page of one about 1 MiB"))
-    kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = flag("auto", help=(
+    kv_cache_dtype: KVCacheDtype = flag("auto", help=(
         "type of the KV cache; auto is the model's, float8 takes half the memory and half the transfer"))
     quantization_param_path: str | None = flag(None, help=(
         "JSON file with the scales of a KV cache in float8 ({\"kv_cache\": {\"scaling_factor\": {RANK: {LAYER: "

@@ -10,6 +10,7 @@ from ..cli import flag
 from ..load_format import LOAD_FORMATS
 from ..quantization import QUANTIZATIONS
 from ..rules import Rule, ServerRule, at_least, check_own_rules
+from .cache import KVCacheDtype
 from .kernels import ATTENTION_CHOICES
 from .simulated_acceptance import parse_shares
 
@@ -49,7 +50,7 @@ class SpeculativeArgs:
         "the model's are)"))
     speculative_draft_attention_backend: str | None = flag(None, choices=ATTENTION_CHOICES, help=(
         "the draft model's attention backend, for prompts and decode steps (default: the model's)"))
-    speculative_draft_kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] | None = flag(None, help=(
+    speculative_draft_kv_cache_dtype: KVCacheDtype | None = flag(None, help=(
         "type of the draft model's KV cache, auto that of its weights (default: --kv-cache-dtype)"))
     speculative_num_steps: int | None = flag(None, help=(
         "passes of the draft model in a step, each of which drafts the next token of a request (default: 3, or one "
@@ -177,7 +178,7 @@ class SpeculativeArgs:
         given = self.speculative_draft_model_quantization
         return None if given == "unquant" else given
 
-    def draft_cache_dtype(self, cache_dtype: str) -> str:
+    def draft_cache_dtype(self, cache_dtype: KVCacheDtype) -> KVCacheDtype:
         """The draft model's ``--kv-cache-dtype``, where the model's is ``cache_dtype``."""
         return self.speculative_draft_kv_cache_dtype or cache_dtype
 
