@@ -21,6 +21,7 @@ DTYPES = [(torch.float32, 1e-4), *([(torch.bfloat16, 3e-2)] if GPU else [])]
 pytestmark = pytest.mark.skipif(not (GPU or _triton.INTERPRETED), reason="needs a GPU or TRITON_INTERPRET=1")
 each_dtype = pytest.mark.parametrize("dtype,tolerance", DTYPES)
 SHAPES = [DeltaNet(2, 2, 16, 20, 4), *([DeltaNet(16, 2, 128, 128, 4)] if GPU else [])]
+MIXERS = [Mamba2(2, 2, 12, 20, 4), *([Mamba2(1, 24, 64, 256, 4), Mamba2(8, 16, 64, 128, 4)] if GPU else [])]
 # Rows, source and target of each run: in place, from zeros, from another's state.
 RUNS = [[(70, 3, 3), (1, -1, 0), (5, 2, 4), (2, 2, 5)], [(1, 3, 3), (1, -1, 0), (1, 2, 4)], [(3, 1, 1)]]
 
@@ -39,6 +40,12 @@ def runs_of(runs: list[tuple[int, int, int]], *, decodes: bool = False) -> State
     return StateRuns(*tensors, max(rows for rows, _, _ in runs), None if decodes else np.stack((begins, ends), 1))
 
 
+def same(ours: torch.Tensor, twin: torch.Tensor, tolerance: float) -> None:
+    """Sums of hundreds of products are exact to a share of what they usually are, however small they turn out."""
+    usual = max(1.0, float(twin.float().square().mean().sqrt()))
+    torch.testing.assert_close(ours, twin, atol=tolerance * usual, rtol=tolerance)
+
+
 @pytest.mark.parametrize("runs", RUNS)
 @pytest.mark.parametrize("has_bias", [False, True])
 @each_dtype
@@ -54,7 +61,7 @@ def test_convolution(dtype, tolerance, runs, has_bias):
         convolve(x, weight, bias, states[..., :111].unflatten(-1, (37, 3)), own, out)
         found.append((states, out))
     for ours, twin in zip(*found):
-        torch.testing.assert_close(ours, twin, atol=tolerance, rtol=tolerance)
+        same(ours, twin, tolerance)
 
 
 def delta_inputs(shape: DeltaNet, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -77,10 +84,10 @@ def test_delta_rule(dtype, tolerance, runs, shape):
         compute(*inputs, states[..., shape.conv_values:shape.values], shape, own, out)
         found.append((states, out))
     for ours, twin in zip(*found):
-        torch.testing.assert_close(ours, twin, atol=tolerance, rtol=tolerance)
+        same(ours, twin, tolerance)
 
 
-@pytest.mark.parametrize("shape", [Mamba2(2, 2, 12, 20, 4), *([Mamba2(1, 24, 64, 256, 4)] if GPU else [])])
+@pytest.mark.parametrize("shape", MIXERS)
 @pytest.mark.parametrize("runs", RUNS)
 @each_dtype
 def test_selective_scan(dtype, tolerance, runs, shape):
@@ -95,7 +102,7 @@ def test_selective_scan(dtype, tolerance, runs, shape):
         compute(*inputs, states[..., shape.conv_values:shape.values], shape, own, out)
         found.append((states, out))
     for ours, twin in zip(*found):
-        torch.testing.assert_close(ours, twin, atol=tolerance, rtol=tolerance)
+        same(ours, twin, tolerance)
 
 
 def test_chunks_equal_steps():

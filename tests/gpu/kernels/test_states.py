@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from baton.common.config.server import KernelArgs
+from baton.tests.common.speculative.test_drafting_engine import Oracle
 from baton.tests.helpers.family_parity import save_random
 from baton.tests.helpers.hand_driven import Engine, tokens_of
 from baton.tests.helpers.hybrid_models import MAMBA, save_hybrid
@@ -22,7 +23,7 @@ def test_kernels_equal_their_twins():
 
 
 def answers(folder: Path, device: str, **options) -> dict[str, list[int]]:
-    engine = Engine(folder, page_size=16, device=device, dtype="float32", cache={"max_mamba_cache_size": 64}, **options)
+    engine = Engine(folder, page_size=16, device=device, dtype="float32", cache={"max_mamba_cache_size": 80}, **options)
     for _ in range(2):  # the second time over the prefix cache
         for rid, prompt in enumerate(PROMPTS):
             engine.start(str(rid), prompt, max_new_tokens=40, ignore_eos=True)
@@ -37,5 +38,6 @@ def test_tokens_equal_those_of_a_cpu(tmp_path, family):
     else:
         save_random(tmp_path, "FalconH1", **{**MAMBA, "vocab_size": 97, "head_dim": 64})
     want = answers(tmp_path, "cpu")
-    for options in ({}, {"overlap": True, "chunk": 50}, {"kernels": KernelArgs(disable_cuda_graph=True)}):
+    for options in ({}, {"overlap": True, "chunk": 50}, {"kernels": KernelArgs(disable_cuda_graph=True)},
+                    {"overlap": True, "proposer": Oracle(want)}):
         assert answers(tmp_path, "cuda", **options) == want

@@ -32,3 +32,11 @@ def test_bfloat16_stays_as_close_as_transformers(tmp_path, family, backend):
 def test_graphs_and_overlap_change_no_token(tmp_path, family):
     save_random(tmp_path, family, **SHAPE | FAMILIES[family])
     check_graphs_and_overlap(tmp_path)
+
+
+def test_graphs_of_attention_within_chunks(tmp_path):
+    """Page tables begin with a chunk, which decode steps enter."""
+    save_random(tmp_path, "Llama4", config_name="Llama4Text", **SHAPE, head_dim=64, intermediate_size_mlp=512,
+                num_local_experts=4, num_experts_per_tok=1, num_hidden_layers=4, no_rope_layer_interval=2,
+                interleave_moe_layer_step=2, attention_chunk_size=16)
+    check_graphs_and_overlap(tmp_path)
