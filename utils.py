@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 __all__ = ["async_stream_and_merge", "launch_server_cmd", "print_highlight", "stream_and_merge", "terminate_process",
@@ -28,7 +29,8 @@ def launch_server_cmd(command: str, host: str = "0.0.0.0", port: int | None = No
     """Starts ``command --port PORT`` and returns the process and the port, a free one of ``host`` by default.
 
     ``command`` is a shell's line, which may begin with ``NAME=VALUE`` and be broken by backslashes; no shell runs it.
-    Its output goes where this process's goes. Raises ValueError for a command without a program, OSError where the
+    ``python`` is this interpreter, and modules of SGLang, where it is not installed, are Baton's of the same name. Its
+    output goes where this process's goes. Raises ValueError for a command without a program, OSError where the
     program cannot be started, RuntimeError where no port is free.
     """
     words = shlex.split(command.replace("\\\n", " "))
@@ -39,9 +41,18 @@ def launch_server_cmd(command: str, host: str = "0.0.0.0", port: int | None = No
     if not words:
         raise ValueError(f"The command names no program: {command!r}.")
     port = _free_port(host) if port is None else port
-    process = subprocess.Popen([*words, "--port", str(port)], text=True, stderr=subprocess.STDOUT, env=environment,
+    process = subprocess.Popen([*_installed(words), "--port", str(port)], text=True, stderr=subprocess.STDOUT, env=environment,
                                start_new_session=True)  # a group of its own, to be ended with its children
     return process, port
+
+
+def _installed(words: list[str]) -> list[str]:
+    """The command with this interpreter for ``python``, and Baton's modules for SGLang's where only these are here."""
+    if words[0] in ("python", "python3"):
+        words = [sys.executable, *words[1:]]
+    if words[1:2] == ["-m"] and len(words) > 2 and words[2].startswith("sglang.") and not find_spec("sglang"):
+        words = [*words[:2], f"baton.{words[2].removeprefix('sglang.')}", *words[3:]]
+    return words
 
 
 def _free_port(host: str) -> int:
@@ -56,14 +67,14 @@ def _free_port(host: str) -> int:
 
 
 def wait_for_server(base_url: str, timeout: float | None = None, process: subprocess.Popen[Any] | None = None) -> None:
-    """Returns once the server lists its models and is healthy: one that loads its weights answers 503 to ``/health``.
+    """Returns once the server is healthy, which one that loads its weights is not (503), and lists its models.
 
     The key that it asks for is OPENAI_API_KEY's. Raises TimeoutError after ``timeout`` seconds (None: never),
     RuntimeError where the key is refused or ``process``, the server's, has ended.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     key = os.environ.get("OPENAI_API_KEY")
-    paths = ["/v1/models", "/health"]
+    paths = ["/health", "/v1/models"]
     while paths:
         request = urllib.request.Request(base_url.rstrip("/") + paths[0],
                                          headers={"Authorization": f"Bearer {key}"} if key else {})
@@ -72,10 +83,11 @@ def wait_for_server(base_url: str, timeout: float | None = None, process: subpro
                 del paths[0]
                 continue
         except urllib.error.HTTPError as error:
-            if paths == ["/health"] and error.code != 503:
-                return  # another server's, which has no such endpoint
             if error.code in (401, 403):
                 raise RuntimeError(f"{base_url} refuses the key of OPENAI_API_KEY (HTTP {error.code}).") from None
+            if paths[0] == "/health" and error.code != 503:
+                del paths[0]  # another server's, which has no such endpoint
+                continue
         except OSError:
             pass
         if process is not None and process.poll() is not None:

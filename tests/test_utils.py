@@ -56,7 +56,7 @@ def test_a_server_is_started_awaited_and_ended_with_its_children(stub, tmp_path)
         utils.wait_for_server(f"http://127.0.0.1:{port}", timeout=60, process=process)
         child = int((tmp_path / "child").read_text())
         assert alive(child)
-        assert (tmp_path / "child.asked").read_text().split() == ["/v1/models"] + ["/health"] * 3
+        assert (tmp_path / "child.asked").read_text().split() == ["/health"] * 3 + ["/v1/models"]
     finally:
         utils.terminate_process(process)
     assert process.returncode is not None
@@ -92,6 +92,16 @@ def test_a_command_needs_a_program_and_keeps_its_port():
     code = "import os, sys; sys.exit(os.environ['A'] != '1 2' or sys.argv[1:] != ['--port', '7'])"
     process, port = utils.launch_server_cmd(f'A="1 2" {sys.executable} -c "{code}"', port=7)
     assert port == 7 and process.wait(60) == 0
+
+
+@pytest.mark.parametrize("command, started", [
+    ("python -m sglang.launch_server --tp 2", [sys.executable, "-m", "baton.launch_server", "--tp", "2"]),
+    ("A=1 python3 x.py", [sys.executable, "x.py"]), ("sglang.x -m sglang.y", ["sglang.x", "-m", "baton.y"])])
+def test_the_documents_commands_are_ours(monkeypatch, command, started):
+    seen = []
+    monkeypatch.setattr(utils.subprocess, "Popen", lambda words, **options: seen.extend(words))
+    utils.launch_server_cmd(command, port=7)
+    assert seen == [*started, "--port", "7"]
 
 
 def test_text_is_highlighted_in_notebooks_and_printed_elsewhere(monkeypatch, capsys):
