@@ -41,8 +41,8 @@ def launch_server_cmd(command: str, host: str = "0.0.0.0", port: int | None = No
     if not words:
         raise ValueError(f"The command names no program: {command!r}.")
     port = _free_port(host) if port is None else port
-    process = subprocess.Popen([*_installed(words), "--port", str(port)], text=True, stderr=subprocess.STDOUT, env=environment,
-                               start_new_session=True)  # a group of its own, to be ended with its children
+    process = subprocess.Popen([*_installed(words), "--port", str(port)], text=True, stderr=subprocess.STDOUT,
+                               env=environment, start_new_session=True)  # a group of its own, ended with its children
     return process, port
 
 

@@ -79,12 +79,14 @@ class NodeServer:
     """Node 0's side: listens while the ``async with`` block runs. Other nodes end with an error when it is left without
     ``stop``.
 
-    ``on_lost(sentence)`` is called when a node ends, or reports the end of one of its ranks. Entering raises
-    ConfigError where the port is not free.
+    ``on_lost(sentence)`` is called when a node ends, or reports the end of one of its ranks, ``on_stop()`` when one was
+    asked to stop: it ends once it is sent ``stop``. Entering raises ConfigError where the port is not free.
     """
 
-    def __init__(self, config: ServerConfig, from_engine: str, on_lost: Callable[[str], None]):
+    def __init__(self, config: ServerConfig, from_engine: str, on_lost: Callable[[str], None],
+                 on_stop: Callable[[], None]):
         """``from_engine``: the ZMQ endpoint that the other nodes' ranks send to."""
+        self._on_stop = on_stop
         self._config = config
         self._from_engine = from_engine
         self._on_lost = on_lost
@@ -125,6 +127,9 @@ class NodeServer:
         self._connections[node] = connection
         connection.send({"from_engine": self._from_engine})
         message = await connection.receive()
+        if message is not None and "stopping" in message:
+            self._on_stop()
+            message = await connection.receive()
         del self._connections[node]
         await connection.close()
         if not self._stopping:

@@ -19,8 +19,8 @@ _GRACE_SECONDS = 5.0
 
 
 def run_node(config: ServerConfig, target: RankTarget) -> int:
-    """Run ranks until node 0 ends or sends ``stop``, or until a signal; returns the process's exit code, with a
-    sentence on stderr where it is not 0."""
+    """Run ranks until node 0 ends or sends ``stop``, which a signal asks it for; a second one ends the node. Returns
+    the process's exit code, with a sentence on stderr where it is not 0."""
     setup_logging(config.logs, f"node{config.nodes.node_rank}")
     try:
         asyncio.run(_Node(config, target).run())
@@ -40,6 +40,7 @@ class _Node:
         requested, of node 0 or of this one."""
         self._ended: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._is_stopped = False
+        self._connection: NodeLink | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         joining = asyncio.create_task(join(self._config))
@@ -48,6 +49,7 @@ class _Node:
             joining.cancel()
             return
         connection, from_engine = joining.result()
+        self._connection = connection
         specs = rank_specs(self._config, "", from_engine, f"tcp://{self._config.nodes.dist_init_addr}")
         ranks = RankProcesses(self._target, specs, self._on_rank_exit)
         ranks.start()
@@ -65,9 +67,15 @@ class _Node:
             raise ConfigError(reason)
 
     def _on_signal(self) -> None:
-        if not self._ended.done():
+        """Lets node 0 answer its requests first, as where it is stopped itself."""
+        if self._connection is None or self._is_stopped:
             self._is_stopped = True
             self._finish("The node was asked to stop.")
+            return
+        self._is_stopped = True
+        self._connection.send({"stopping": True})
+        grace = self._config.http.shutdown_grace_secs + _GRACE_SECONDS
+        asyncio.get_running_loop().call_later(grace, self._finish, "The node was asked to stop.")
 
     async def _listen(self, connection: NodeLink) -> None:
         message = await connection.receive()

@@ -103,7 +103,8 @@ class EngineHost:
         rendezvous = f"file://{channel.folder}/ranks" if address is None else f"tcp://{address}"
         if config.nodes.nnodes > 1:
             endpoint = channel.listen(config.nodes.link_address[0])
-            self._nodes = await self._stack.enter_async_context(NodeServer(config, endpoint, self._on_lost))
+            self._nodes = await self._stack.enter_async_context(NodeServer(config, endpoint, self._on_lost,
+                                                                            lambda: self.finish(None)))
         ranks = RankProcesses(self._rank_target, rank_specs(config, channel.to_engine, channel.from_engine, rendezvous),
                               self._on_rank_exit)
         self._stack.push_async_callback(self._stop_ranks, ranks)

@@ -9,6 +9,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -156,11 +157,32 @@ def test_two_hosts_answer_and_stop_together(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_host_that_is_stopped_ends_in_order(tmp_path):
-    with Hosts(tmp_path) as hosts:
+def test_a_host_that_is_stopped_lets_requests_end(tmp_path):
+    """The first answers what runs, takes nothing more, and ends with status 0, too."""
+    with Hosts(tmp_path) as hosts, ThreadPoolExecutor(1) as pool:
+        body = {"text": "x", "sampling_params": {"max_new_tokens": 200, "ignore_eos": True}}
+        answer = pool.submit(post_json, hosts.first.url + "/generate", body)
+        wait_running(hosts.first, 1)
         assert hosts.second.stop(ENDS_WITHIN) == 0, repr(hosts.second)
-        assert hosts.first.process.wait(ENDS_WITHIN) == 1, repr(hosts.first)
-        assert hosts.first.log.read_text().splitlines()[-1] == "error: Node 1: The node was asked to stop."
+        status, found = answer.result()
+        assert status == 200 and found["meta_info"]["completion_tokens"] == 200
+        assert hosts.first.process.wait(ENDS_WITHIN) == 0, repr(hosts.first)
+        assert_all_gone(hosts.parts)
+
+
+@pytest.mark.slow
+def test_a_host_that_is_asked_twice_ends_at_once(tmp_path):
+    with Hosts(tmp_path) as hosts:
+        body = {"text": "x", "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True}}
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(post_json, hosts.first.url + "/generate", body)
+            wait_running(hosts.first, 1)
+            for _ in range(2):
+                hosts.second.process.send_signal(signal.SIGTERM)
+                time.sleep(0.5)
+            assert hosts.second.process.wait(ENDS_WITHIN) == 0, repr(hosts.second)
+            assert answer.result()[0] == 503
+        assert hosts.first.process.wait(ENDS_WITHIN) in (0, 1)
 
 
 def test_a_host_may_be_stopped_before_the_first_is_there(tmp_path):

@@ -52,6 +52,7 @@ QUESTION = {"model": "default", "temperature": 0, "messages": [{"role": "user",
 def with_our_model(line: str, folder: Path) -> list[str]:
     """The command's flags for the shipped model, which two ranks can share, on this host."""
     argv = shlex.split(re.sub(r"(--tp(?:-size)?[ =])\d+", r"\g<1>2", line).replace("--dp 8", "--dp 2")
+                       .replace("int4wo-128", "int4wo-64")  # its MLP has 704 columns
                        .replace("--dp-size 8", "--dp-size 2").replace("--context-length 8192", "--context-length 4096"))
     draft = OUR_MODELS.get(argv[argv.index(next(flag for flag in argv if flag.startswith("--speculative-algo"))) + 1]
                            ) if "--speculative-algo" in line else None
