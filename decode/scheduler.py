@@ -191,6 +191,8 @@ class DecodeScheduler:
         req.prompt_logprobs = result.prompt_logprobs
         if req.hidden is not None and result.hidden_states is not None:
             req.hidden.add_prefilled(result.hidden_states, req.num_prompt_tokens)
+        if req.routed is not None and result.routed_experts is not None:
+            req.routed.add_prefilled(result.routed_experts, req.num_prompt_tokens)
         self.batcher.cache.commit(req.page_table, req.prompt)
         self.batcher.start_decode(req)
         self.unified.report(req, req.append_token(result.token_id), result.logprobs)

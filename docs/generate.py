@@ -371,7 +371,7 @@ FAMILIES = (
             "common/config/rope.py", "common/config/window.py", "common/models",
             "common/config/checkpoint.py", "common/config/hub.py", "common/config/described",
             "common/config/remote.py", "common/config/gguf_file.py", "common/config/gguf_families.py", "common/weights",
-            "common/runner/model_weights.py",
+            "common/runner/model_weights.py", "common/runner/chosen_experts.py",
             "common/runner/remote_instance.py",
             "common/speculative")),
     Family("Quantization",

@@ -180,8 +180,9 @@ class PromptTransfers:
             assert req.page_table is not None
             self.batcher.cache.trim(req.page_table, req.num_prompt_tokens)
         hidden = None if req.hidden is None else req.hidden.take()
+        routed = None if req.routed is None else req.routed.take()
         self._hand_over(transfer, req.append_pending(*token_ids), PrefillResult(
-            token_ids[0], req.num_cached_tokens, logprobs, req.prompt_logprobs, hidden, drafts, req.loaded))
+            token_ids[0], req.num_cached_tokens, logprobs, req.prompt_logprobs, hidden, routed, drafts, req.loaded))
 
     def _hand_over(self, transfer: TransferRequest, token_ids: list[int], result: PrefillResult) -> None:
         """Sends the first token after the pages of a computed prompt."""

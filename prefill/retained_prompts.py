@@ -54,10 +54,10 @@ class RetainedPrompts:
         return len(self._prompts)
 
     def add(self, room: int, req: Req, result: PrefillResult) -> None:
-        """Retains ``req``, which is computed and whose transfer is in flight. Requests with hidden states, which are
-        large, or with embeddings in place of tokens, which the radix tree cannot index, are not retained."""
+        """Retains ``req``, which is computed and whose transfer is in flight. Requests with hidden states or experts,
+        which are large, or with embeddings in place of tokens, which the radix tree cannot index, are not retained."""
         assert req.page_table is not None
-        if self._seconds == 0 or req.page_table.node is None or req.hidden is not None:
+        if self._seconds == 0 or req.page_table.node is None or req.hidden is not None or req.routed is not None:
             return
         self._cache.commit(req.page_table, req.tokens.view(0, req.num_prompt_tokens + self._cache.lookahead))
         partial_page = req.page_table.partial_page or self._cache.keep_partial_page(req.page_table, req.prompt)

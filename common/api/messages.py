@@ -70,6 +70,7 @@ class Generate(msgspec.Struct, tag=True):
     processor: CustomProcessor | None = None
     input_embeds: bytes | None = None
     return_hidden_states: bool = False
+    return_routed_experts: bool = False
     namespace: Namespace = SHARED  # of its pages in the prefix cache
     dp_rank: int | None = None  # the data-parallel rank that computes it; None where there is one
     aborted: bool = False  # before it was sent: then it never is
@@ -190,6 +191,7 @@ class OutputExtras(msgspec.Struct, omit_defaults=True):
     prompt_logprobs: Logprobs | None = None
     embedding: bytes | None = None  # float32, of a request with ``pooling``; class scores of a classifier
     hidden_states: bytes | None = None  # float32 rows of the positions after those sent before
+    routed_experts: bytes | None = None  # uint16 [n, layers, top_k], likewise
     spans: list[LatencySpan] = []  # those that ended since the last report, of traced requests
 
 

@@ -50,12 +50,14 @@ class ExpertParallel:
     num_nodes: int = 1
 
     @staticmethod
-    def from_args(args: ParallelArgs, group: TPGroup, nnodes: int = 1) -> ExpertParallel:
-        """Creates the part that the flags describe, of ranks on ``nnodes`` hosts."""
+    def from_args(args: ParallelArgs, group: TPGroup, nnodes: int = 1, *,
+                  keeps_chosen: bool = False) -> ExpertParallel:
+        """Creates the part that the flags describe, of ranks on ``nnodes`` hosts. ``keeps_chosen``: requests may ask
+        for the experts of their tokens."""
         return ExpertParallel(group, args.ep_size, args.moe_a2a_backend, redundant=args.ep_num_redundant_experts,
                            eplb=args.enable_eplb or args.ep_num_redundant_experts > 0,
                            counts_tokens=(args.enable_eplb or args.expert_distribution_recorder_mode is not None
-                                          or args.enable_expert_distribution_metrics),
+                                          or args.enable_expert_distribution_metrics or keeps_chosen),
                            whole_dense=args.moe_dense_tp_size is not None, dispatch=args.ep_dispatch_algorithm,
                            num_nodes=nnodes if args.eplb_algorithm.endswith("hierarchical") else 1)
 

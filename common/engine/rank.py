@@ -298,7 +298,8 @@ def join_groups(spec: RankSpec) -> Parallel:
         torch.set_num_threads(_num_threads(spec))
     return init_parallel(spec.rank, spec.world_size, spec.config.dp_size, spec.dist_init, device,
                          experts=partial(ExpertParallel.from_args, spec.config.parallel,
-                                         nnodes=spec.config.nodes.nnodes),
+                                         nnodes=spec.config.nodes.nnodes,
+                                         keeps_chosen=spec.config.answers.enable_return_routed_experts),
                          dp_head=spec.config.data_parallel.enable_dp_lm_head, pp_size=spec.config.parallel.pp_size,
                          pp_partition=spec.config.parallel.pp_layer_partition,
                          overlap=spec.config.data_parallel.enable_two_batch_overlap,

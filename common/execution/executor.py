@@ -20,8 +20,9 @@ from ..request.sampling_metadata import FAILED, NOT_FINITE, SamplingMetadata
 from ..request.step_input import StepInput
 from ..request.step_output import RowOutput, StepOutput, keep_accepted
 from ..sampling.extras.embeds import embeds_of
-from ..sampling.extras.hidden_states import HiddenReport, HiddenRows, hidden_rows
+from ..sampling.extras.hidden_states import HiddenReport, RequestRows, hidden_rows
 from ..sampling.extras.prompt_logprobs import PromptReport, PromptRow, prompt_rows
+from ..sampling.extras.routed_experts import RoutedReport, routed_rows
 from ..sampling.loose_acceptance import drafts_after
 from .accepted_rows import Accepted, accepted, paths_to_move
 from .chain_launch import ChainLauncher
@@ -134,6 +135,8 @@ class Executor:
             reports = [*reports, PromptReport(prompt, logits[count:])]
         if states is not None:
             reports = [*reports, HiddenReport(hidden, states)]
+        if self._runner.chosen_experts is not None and step.extra_index and (routed := routed_rows(step)):
+            reports = [*reports, RoutedReport(routed, self._runner.chosen_experts)]
         draft = None
         if self._draft_pass is not None and batch is not None and _is_drafted(step):
             draft = self._draft(ComputedStep(step, batch, features, sample.tokens), after_group)
@@ -209,7 +212,7 @@ class Executor:
         """The tokens that the previous step sampled."""
         return None if self._last is None else self._last.sample.tokens
 
-    def _model_input(self, step: StepInput, prompt: list[PromptRow], hidden: list[HiddenRows]) -> ModelInput:
+    def _model_input(self, step: StepInput, prompt: list[PromptRow], hidden: list[RequestRows]) -> ModelInput:
         token_ids, rows = self._token_ids(step), step.sample_rows
         follows_argmax = step.tokens.known is None and self._last is not None and self._last.sample.is_argmax
         drafts = self._draft_pass is not None and _is_drafted(step)

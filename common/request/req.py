@@ -27,10 +27,10 @@ from ..api.sampling import SamplingParams
 from ..kvcache.manager import PageTable
 from ..kvcache.page_keys import PageKey
 from .extras import Extra, extras_of
-from .hidden_states import HiddenStates
 from .logit_bias import LogitBias
 from .logit_processors import RequestTokens, RowProcessor
 from .output_matcher import OutputMatcher
+from .position_rows import HIDDEN_STATE, ROUTED_EXPERTS, PositionRows
 from .sampling_metadata import RequestedLogprobs
 from .token_buffer import TokenBuffer
 from .token_history import TokenHistory
@@ -68,7 +68,8 @@ class Req:
     bias: LogitBias | None = None
     processor: RowProcessor | None = None
     embeds: np.ndarray | None = None  # [n, hidden] float32, in place of the first n tokens' embeddings
-    hidden: HiddenStates | None = None  # where the request asks for them
+    hidden: PositionRows | None = None  # where the request asks for hidden states
+    routed: PositionRows | None = None  # and for the experts of its tokens
     matcher: OutputMatcher | None = None  # on the rank that samples tokens, where there is a grammar
     logprob_start: int | None = None  # first prompt position whose logprob is reported
     priority: int | None = None  # None: the server's default
@@ -129,7 +130,8 @@ class Req:
             processor=None if message.processor is None else RowProcessor.of(
                 message.processor.path, message.processor.params, RequestTokens(tokens, num_embeds, begin)),
             embeds=embeds,
-            hidden=HiddenStates() if message.return_hidden_states else None,
+            hidden=PositionRows(HIDDEN_STATE) if message.return_hidden_states else None,
+            routed=PositionRows(ROUTED_EXPERTS) if message.return_routed_experts else None,
             sends_kv=message.sends_kv,
         )
 
@@ -185,8 +187,9 @@ class Req:
         if self.pooling in ("mean", "cls"):
             return 0  # they read computed hidden states, which the cache does not have
         limit = len(self.tokens) - 1
-        if self.hidden is not None:
-            limit = min(limit, self.hidden.num_launched)
+        for rows in (self.hidden, self.routed):
+            if rows is not None:
+                limit = min(limit, rows.num_launched)
         if self.embeds is not None:
             return 0  # the cache identifies pages by their tokens
         if self.logprob_start is not None:
@@ -254,7 +257,7 @@ class Req:
         """Returns what the request reports besides its new tokens, whose ``logprobs`` are given; None where that is
         nothing. The first report says how many tokens the prompt has, and its log-probabilities."""
         if (self.reported and logprobs is None and self.finish is None and not self.spans and self.hidden is None
-                and self.embedding is None):
+                and self.routed is None and self.embedding is None):
             return None
         first, self.reported = not self.reported, True
         spans, self.spans = self.spans or [], None if self.spans is None else []
@@ -262,4 +265,5 @@ class Req:
             usage=PromptUsage(self.num_prompt_tokens, self.num_cached_tokens, self.loaded) if first else None,
             finish=self.finish,
             logprobs=logprobs, prompt_logprobs=self.prompt_logprobs if first else None, embedding=self.embedding,
-            hidden_states=None if self.hidden is None else self.hidden.take(), spans=spans)
+            hidden_states=None if self.hidden is None else self.hidden.take(),
+            routed_experts=None if self.routed is None else self.routed.take(), spans=spans)

@@ -12,6 +12,7 @@ import numpy as np
 from ..api.drafts import Drafts
 from ..api.errors import NON_FINITE_LOGITS, ServingError, from_code
 from ..api.messages import Logprobs
+from .position_rows import ROUTED_EXPERTS
 
 if TYPE_CHECKING:
     from .req import Req
@@ -25,6 +26,7 @@ class RowOutput(msgspec.Struct, array_like=True):
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     hidden_states: bytes | None = None
+    routed_experts: bytes | None = None
     error_code: str | None = None
     error: str = ""
 
@@ -97,6 +99,9 @@ def add_prompt_results(step: StepInput, output: StepOutput) -> None:
                 states = states.reshape(counts[index], -1)
                 req.hidden.num_launched += counts[index] - 1
             req.hidden.add(states)
+        if extra.routed_experts is not None:
+            assert req.routed is not None
+            req.routed.add(np.frombuffer(extra.routed_experts, ROUTED_EXPERTS))
 
 
 def row_results(step: StepInput, output: StepOutput, chosen: Sequence[int] | None = None) -> Iterator[RowResult]:

@@ -48,6 +48,7 @@ from ..weights.sharded_state_source import save_sharded
 from ..weights.staging import Destination
 from .attention_choice import AttentionChoice
 from .chain_steps import ChainSteps, chain_drafter
+from .chosen_experts import ChosenExpertRows
 from .cuda_graphs.capture_profile import capture_profile
 from .cuda_graphs.chain_graphs import ChainModel, ChainPool, Verified
 from .cuda_graphs.collection_paused import collection_paused
@@ -121,6 +122,10 @@ class ModelRunner:
         counts = ExpertCounts(model) if self._parallel.experts.counts_tokens else None
         args = config.parallel
         self.expert_record = expert_record(args, counts, weights.spec.num_layers)
+        self.chosen_experts: ChosenExpertRows | None = None
+        if config.answers.enable_return_routed_experts:
+            rows = config.schedule.largest_prefill(weights.spec.context_length) + config.schedule.max_running_requests
+            self.chosen_experts = ChosenExpertRows(expert_layers(model), weights.spec, rows, device)
         self._expert_balancer = None
         self._expert_utilization = None
         if args.enable_expert_distribution_metrics and counts is not None:

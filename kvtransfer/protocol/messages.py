@@ -58,7 +58,8 @@ MAX_MESSAGE_BYTES = 64 << 20
 class PrefillResult(msgspec.Struct, frozen=True):
     """Result of a prompt's computation: the first token, and how much of the prompt prefill had cached.
 
-    ``hidden_states`` are the prompt's, as float32 rows, where the request asks for them: 32 MiB at most. ``drafts``:
+    ``hidden_states`` are the prompt's, as float32 rows, where the request asks for them: 32 MiB at most, and so are
+    ``routed_experts``, as uint16. ``drafts``:
     what may follow the first token, where the prefill server drafts. ``loaded``: of the cached tokens, where a tier of
     the prefill server had any.
     """
@@ -68,6 +69,7 @@ class PrefillResult(msgspec.Struct, frozen=True):
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     hidden_states: bytes | None = None
+    routed_experts: bytes | None = None
     drafts: Drafts | None = None
     loaded: LoadedTokens | None = None
 

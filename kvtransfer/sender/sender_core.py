@@ -139,7 +139,7 @@ class SenderCore:
         if transfer.phase is not Phase.WRITING or transfer.early_result_sent or transfer.queued or result is None:
             return []
         transfer.early_result_sent = True
-        if result.prompt_logprobs is not None or result.hidden_states is not None:
+        if any(large is not None for large in (result.prompt_logprobs, result.hidden_states, result.routed_experts)):
             return []
         return [destination for destination in transfer.destinations if destination.session.checksum == "off"]
 

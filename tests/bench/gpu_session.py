@@ -90,6 +90,7 @@ PLANS: dict[str, list[Step]] = {
         tests("kv-ipc", 120), tests("shared-tensors", 120), tests("grammar", 240), tests("scheduling", 240),
         tests("prefill-graphs", 120), tests("chain-graphs", 120), tests("invariant-products", 120),
         tests("fixed-splits", 120), tests("offload", 180), tests("layerwise-markers", 120),
+        tests("routed-experts", 120),
         tests("all-reduce", 240), tests("small-m-matmul", 120), tests("dense-warp-specialized", 120),
         tests("split-k-warp-specialized", 120), tests("models-sampler", 240), tests("gather-scatter-norm", 120),
         tests("decode-warp-specialized", 120), tests("batched-splits", 120),

@@ -30,6 +30,8 @@ class AnswerArgs:
         "let requests bring a logit processor, as MODULE:NAME that this server imports or as SGLang's clients "
         "serialize it: whoever may send requests may then run any code here"))
     enable_return_hidden_states: bool = flag(False, help="let requests ask for the model's hidden states")
+    enable_return_routed_experts: bool = flag(False, help=(
+        "let requests to /generate ask for the experts that each layer chose for each token"))
     preferred_sampling_params: str | None = flag(None, metavar="JSON", help=(
         "a JSON object of sampling parameters, for requests to /generate that leave them out; /get_model_info reports "
         "it"))
@@ -58,6 +60,15 @@ class AnswerArgs:
     flag_rules: ClassVar[tuple[ServerRule, ...]] = (
         Rule(lambda c: c.answers.enable_return_hidden_states and c.parallel.pp_size > 1,
              "--enable-return-hidden-states does not work across the stages of --pp-size: leave one of them out."),
+        Rule(lambda c: c.answers.enable_return_routed_experts and (
+            c.parallel.pp_size > 1 or c.dp_size > 1 or c.parallel.moe_a2a_backend != "none"),
+             "--enable-return-routed-experts needs ranks that choose the experts of all layers and tokens: leave "
+             "--pp-size, --enable-dp-attention and --moe-a2a-backend out."),
+        Rule(lambda c: c.answers.enable_return_routed_experts and (
+            c.speculative.speculative_algorithm is not None or c.model.is_embedding
+            or c.model.model_impl == "transformers"),
+             "--enable-return-routed-experts is for servers that generate by Baton's own layers, without drafts: leave "
+             "--speculative-algorithm, --is-embedding and --model-impl transformers out."),
     )
 
     def __post_init__(self) -> None:

@@ -193,8 +193,8 @@ NEWER: dict[str, Foreign] = {
     **_all(Refused("answers get no watermark"), "enable-watermark watermark-config"),
     **_all(Refused("--enable-return-hidden-states returns the last layer's; use that"),
            "return-hidden-states-mode enable-return-aux-hidden-states return-aux-hidden-state-layer-ids"),
-    **_all(Refused("answers do not name experts; see --expert-distribution-recorder-mode stat"),
-           "enable-return-routed-experts expert-balancedness-report-mode"),
+    **_all(Refused("--enable-expert-distribution-metrics reports how evenly experts are used; use that"),
+           "expert-balancedness-report-mode"),
     **_all(Refused("answers have no such field; leave it out"),
            "sampling-mask-max-tokens"),
     **_all(Refused("--disable-cuda-graph, --cuda-graph-bs and --disable-piecewise-cuda-graph say what is captured; use "

@@ -47,6 +47,8 @@ class MoE:
         self.keeps_chosen = False
         self.chosen: torch.Tensor | None = None
         """The physical experts [T, top_k] of the last step, where it ``keeps_chosen``."""
+        self.chosen_rows: torch.Tensor | None = None
+        """int32 [rows, top_k], to which the experts of the last step's tokens are written, where they are asked for."""
         self.placement: Placement | None = None
         if share.eplb:
             initial = initial_placement(spec.num_experts, share.ep_size, self.experts.num_local)
@@ -188,6 +190,9 @@ class MoE:
             return
         if self.keeps_chosen:
             self.chosen = physical_ids
+        if self.chosen_rows is not None:
+            count = min(len(ids), len(self.chosen_rows))
+            self.chosen_rows[:count].copy_(ids[:count])
         for counts, chosen in ((self.counts, ids), (self.physical_counts, physical_ids)):
             if counts is not None:
                 counts.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())

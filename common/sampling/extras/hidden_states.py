@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 
 from ...forward.host_copies import Download
 from ...request.extras import EXTRAS, Extra
+from ...request.position_rows import PositionRows
+from ...request.req import Req
 from ...request.step_input import StepInput
 from ...request.step_output import RowOutput
 
 HIDDEN_STATES = EXTRAS.register("hidden_states")(Extra(frozenset(("hidden",)), lambda req: req.hidden is not None))
 
 
-class HiddenRows(NamedTuple):
+class RequestRows(NamedTuple):
     """Token rows ``start:stop`` of a step are the next positions of its request ``request``."""
 
     request: int
@@ -23,18 +26,23 @@ class HiddenRows(NamedTuple):
     stop: int
 
 
-def hidden_rows(step: StepInput) -> list[HiddenRows]:
-    """Returns the rows whose hidden states are requested; counts them as launched, but for drafts, which may not be
-    accepted."""
+def hidden_rows(step: StepInput) -> list[RequestRows]:
+    """Returns the rows whose hidden states are requested; see ``rows_of_positions``."""
+    return rows_of_positions(step, attrgetter("hidden"))
+
+
+def rows_of_positions(step: StepInput, rows_of: Callable[[Req], PositionRows | None]) -> list[RequestRows]:
+    """Returns the rows of positions that requests ask for and do not have yet; counts them as launched, but for drafts,
+    which may not be accepted."""
     rows = []
     for index in step.extra_index:
-        states = step.reqs[index].hidden
+        states = rows_of(step.reqs[index])
         first, begin = int(step.columns.qo_indptr[index]), int(step.starts[index])
         stop = begin + int(step.q_lens[index])
         if states is not None and stop > states.num_launched:
             start = max(begin, states.num_launched)
             assert start == states.num_launched, "positions were left out"
-            rows.append(HiddenRows(index, first + start - begin, first + stop - begin))
+            rows.append(RequestRows(index, first + start - begin, first + stop - begin))
             states.num_launched = stop if index not in step.drafts else stop - len(step.drafts[index])
     return rows
 
@@ -42,7 +50,7 @@ def hidden_rows(step: StepInput) -> list[HiddenRows]:
 class HiddenReport:
     """Hidden states of ``rows``, concatenated in ``states`` [rows, hidden], which the device is computing."""
 
-    def __init__(self, rows: Sequence[HiddenRows], states: torch.Tensor):
+    def __init__(self, rows: Sequence[RequestRows], states: torch.Tensor):
         self._rows = rows
         self._download = Download([states.float()])
 

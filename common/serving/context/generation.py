@@ -68,6 +68,7 @@ class Choice:
         self.speculation: Speculation | None = None
         self.embedding: bytes | None = None
         self.hidden_states: list[bytes] = []
+        self.routed_experts: list[bytes] = []
         self._total = Delta()
         self._texts: list[str] = []
         self._new = Delta()
@@ -201,6 +202,8 @@ class Choice:
             self._count_prompt()
         if extras.hidden_states:
             self.hidden_states.append(extras.hidden_states)
+        if extras.routed_experts:
+            self.routed_experts.append(extras.routed_experts)
         self.stages += extras.spans
 
     def _measure(self, count: int) -> None:

@@ -168,8 +168,9 @@ class RequestPlanner:
 
         ``grammar_param`` names the parameter that states the grammar; None where it is called as its kind.
         """
-        if continuation is not None and any(request.return_hidden_states for request in requests):
-            raise InvalidRequest("continuation does not go with return_hidden_states.", param="continuation")
+        for name in ("return_hidden_states", "return_routed_experts"):
+            if continuation is not None and any(getattr(request, name) for request in requests):
+                raise InvalidRequest(f"continuation does not go with {name}.", param="continuation")
         continued = continue_after(continuation, requests, self._model.spec.vocab_size)
         await self._prepare_grammars(requests, grammar_param)
         return continued

@@ -8,23 +8,26 @@ from typing import Any
 import msgspec
 
 from ...api.messages import Logprobs
+from ...config.model import ModelSpec
 from ..context.draft_counts import Speculation
 from ..context.generation import Choice
 from ..protocol.logprobs import TokenBytes, joined, native_lists, native_logprobs
-from ..protocol.row_extras import state_lists
+from ..protocol.row_extras import experts_base64, state_lists
 from .schema import GenerateAnswer
 
 
 class GenerateFormatter:
     """Formats each choice's complete answer so far, as SGLang's clients expect; see ``respond.ResponseFormatter``."""
 
-    def __init__(self, token_bytes: TokenBytes | None, batched: bool, hidden_size: int, *,
-                 stream_output: bool = False, with_prompt: bool = False):
+    def __init__(self, token_bytes: TokenBytes | None, batched: bool, spec: ModelSpec, *,
+                 stream_output: bool = False, with_prompt: bool = False, experts_start: int = 0):
         """``stream_output``: each event of a stream has the output since the one before, not that so far.
-        ``with_prompt``: the end of each answer has its prompt's token ids."""
+        ``with_prompt``: the end of each answer has its prompt's token ids. ``experts_start``: the first position whose
+        experts are asked for."""
+        self._experts_start = experts_start
         self._with_prompt = with_prompt
         self._stream_output = stream_output
-        self._hidden_size = hidden_size
+        self._spec = spec
         self._token_bytes = token_bytes
         self._batched = batched
 
@@ -61,7 +64,11 @@ class GenerateFormatter:
             info["weight_versions"] = choice.weight_versions
         if choice.request.return_hidden_states and choice.finish is not None:  # a stream sends them once, with its end
             info["hidden_states"] = state_lists(b"".join(choice.hidden_states), choice.num_prompt_tokens,
-                                                self._hidden_size)
+                                                self._spec.hidden_size)
+        if choice.request.return_routed_experts and choice.finish is not None:
+            info["routed_experts"] = experts_base64(
+                choice.routed_experts, self._spec, self._experts_start,
+                choice.num_prompt_tokens + choice.num_output_tokens - 1)
         return info
 
 

@@ -17,7 +17,7 @@ from ..context.session_turn import session_turn
 from ..context.sessions import SessionTurn
 from ..protocol.encoding import encode
 from ..protocol.namespaces import namespaces_of
-from ..protocol.row_extras import set_row_extras
+from ..protocol.row_extras import set_routed_experts, set_row_extras
 from ..respond import PlannedResponse, respond
 from ..web import json_bytes
 from .extras import Embeddings, embedded_prompts
@@ -95,9 +95,10 @@ async def plan_generate(context: ServingContext, body: GenerateRequest, *, arriv
         requests[0].rid = body.continuation.id
     continued = await context.planner.resume(body.continuation, requests, None)
     token_bytes = context.status.serving_tokenizer().token_bytes if body.return_text_in_logprobs else None
-    answer = GenerateFormatter(token_bytes, batched, context.model.spec.hidden_size,
+    answer = GenerateFormatter(token_bytes, batched, context.model.spec,
                                stream_output=context.config.answers.stream_output,
-                               with_prompt=bool(body.return_prompt_token_ids))
+                               with_prompt=bool(body.return_prompt_token_ids),
+                               experts_start=body.routed_experts_start_len or 0)
     return NativeRun(context, requests, answer, arrived=arrived, continued=continued, intervals=intervals,
                      session=session)
 
@@ -127,6 +128,8 @@ async def _plan(context: ServingContext, body: GenerateRequest) -> tuple[
                                context.planner.priority(body.priority), namespaces_of(body, len(ids)))
     set_row_extras(requests, body.processors(given), body.returns_hidden_states(len(ids)), context.config.answers,
                    context.model.spec.hidden_size)
+    set_routed_experts(requests, body.returns_routed_experts(len(ids)), body.routed_experts_start_len,
+                       context.config.answers, context.model.spec)
     if embeds is not None:
         row_bytes = 4 * context.model.spec.hidden_size
         _set_embeds(requests, [rows[:len(prompt) * row_bytes] for rows, prompt in zip(embeds, ids)])

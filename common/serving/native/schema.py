@@ -101,6 +101,8 @@ class GenerateRequest(BootstrapFields, kw_only=True):
     continuation: Continuation | None = None  # Baton's own
     input_embeds: Embeddings | None = None
     return_hidden_states: bool | list[bool] | None = None
+    return_routed_experts: bool | list[bool] | None = None
+    routed_experts_start_len: Int32 | None = None
     custom_logit_processor: str | list[str | None] | None = None
     return_prompt_token_ids: bool | None = None
 
@@ -121,6 +123,10 @@ class GenerateRequest(BootstrapFields, kw_only=True):
 
     def returns_hidden_states(self, num_prompts: int) -> list[bool]:
         return per_prompt("return_hidden_states", self.return_hidden_states or False, num_prompts)
+
+
+    def returns_routed_experts(self, num_prompts: int) -> list[bool]:
+        return per_prompt("return_routed_experts", self.return_routed_experts or False, num_prompts)
 
 
 class VertexRequest(msgspec.Struct):

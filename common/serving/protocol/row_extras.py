@@ -1,7 +1,8 @@
-"""What requests may ask of each row beyond sampling parameters: custom logit processors and hidden states."""
+"""What requests may ask of each row beyond sampling parameters: logit processors, hidden states, experts."""
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,9 @@ import numpy as np
 
 from ...api.errors import InvalidRequest
 from ...api.messages import CustomProcessor, Generate
+from ...config.model import ModelSpec
 from ...config.server import AnswerArgs
+from ...request.position_rows import ROUTED_EXPERTS
 
 MAX_HIDDEN_BYTES = 32 << 20  # of one answer; with it a prefill server's result stays below its 64 MiB
 MAX_SERIALIZED_PROCESSOR = 256 << 10  # characters; a rank keeps 128 of them
@@ -68,16 +71,44 @@ def set_row_extras(requests: Sequence[Generate], processors: Sequence[CustomProc
         prompt = i * len(processors) // len(requests)
         request.processor, request.return_hidden_states = processors[prompt], hidden[prompt]
         if request.return_hidden_states:
-            _check_hidden_bytes(len(request.input_ids) + request.sampling.max_new_tokens, hidden_size)
+            _check_bytes("return_hidden_states", len(request.input_ids) + request.sampling.max_new_tokens,
+                         4 * hidden_size)
 
 
-def _check_hidden_bytes(num_tokens: int, hidden_size: int) -> None:
-    """Raises InvalidRequest where the states of prompt and output together are too many."""
-    most = MAX_HIDDEN_BYTES // (4 * hidden_size)
+def set_routed_experts(requests: Sequence[Generate], asked: Sequence[bool], start: int | None, allowed: AnswerArgs,
+                       spec: ModelSpec) -> None:
+    """Sets which of ``requests``, equally many for each prompt, ask for the experts of their tokens, from the position
+    ``start`` on. Raises InvalidRequest."""
+    name = "return_routed_experts"
+    if start is not None and start < 0:
+        raise InvalidRequest(f"routed_experts_start_len must be 0 or more, not {start}.",
+                             param="routed_experts_start_len")
+    if not any(asked):
+        return
+    if not allowed.enable_return_routed_experts:
+        raise InvalidRequest(f"{name} needs a server that was started with --enable-return-routed-experts; leave it "
+                             "out.", param=name, code="unsupported_parameter")
+    assert spec.moe is not None
+    for i, request in enumerate(requests):
+        request.return_routed_experts = asked[i * len(asked) // len(requests)]
+        if request.return_routed_experts:
+            _check_bytes(name, len(request.input_ids) + request.sampling.max_new_tokens,
+                         2 * spec.num_layers * spec.moe.top_k)
+
+
+def _check_bytes(name: str, num_tokens: int, bytes_per_token: int) -> None:
+    """Raises InvalidRequest where the rows of prompt and output together are too many."""
+    most = MAX_HIDDEN_BYTES // bytes_per_token
     if num_tokens > most:
-        raise InvalidRequest(f"return_hidden_states goes with {most} tokens of prompt and output at most on this model "
-                             f"(32 MiB), the request has {num_tokens}; shorten the prompt or lower max_new_tokens.",
-                             param="return_hidden_states")
+        raise InvalidRequest(f"{name} goes with {most} tokens of prompt and output at most on this model (32 MiB), the "
+                             f"request has {num_tokens}; shorten the prompt or lower max_new_tokens.", param=name)
+
+
+def experts_base64(rows: Sequence[bytes], spec: ModelSpec, start: int, stop: int) -> str:
+    """SGLang's form: base64 of int32 ``[positions, layers, top_k]``, of the positions ``start:stop``."""
+    assert spec.moe is not None
+    experts = np.frombuffer(b"".join(rows), ROUTED_EXPERTS).reshape(-1, spec.num_layers * spec.moe.top_k)[start:stop]
+    return base64.b64encode(experts.astype("<i4").tobytes()).decode()
 
 
 def state_lists(states: bytes, num_prompt_tokens: int, hidden_size: int) -> list[Any]:

@@ -32,9 +32,9 @@ _TEXT_ONLY = Refused("this model takes text only")
 _NO_LORA = Refused("this server has no adapters")
 _SALT = Refused("these requests share one prefix cache; start the server with --disable-radix-cache to share nothing")
 _MEDIA = dict.fromkeys(("max_dynamic_patch", "min_dynamic_patch", "use_audio_in_video", "images_config"), _TEXT_ONLY)
-_ROUTED = {"return_routed_experts": _PLAIN, "routed_experts_start_len": Refused(harmless=(0,))}
 _CACHE = {"extra_key": _SALT, "cache_salt": _SALT}
 _IN_GENERATE = Refused("/generate takes it")
+_ROUTED = {"return_routed_experts": _IN_GENERATE, "routed_experts_start_len": Refused("/generate takes it", (0,))}
 _IN_CHAT = Refused("/v1/chat/completions and /generate take it")
 _SEND = "send {} instead".format
 _CHAT_ONLY = Refused("/v1/chat/completions takes it")
@@ -88,7 +88,7 @@ RESPONSE: Table = {
 _WITH_MEDIA = dict.fromkeys(("image_data", "video_data", "audio_data", "mm_hashes", "mm_content_hashes",
                              "video_config", "image_max_dynamic_patch", "video_max_dynamic_patch"), _TEXT_ONLY)
 GENERATE: Table = {
-    **_MEDIA, **_ROUTED, **_WITH_MEDIA, **_SAMPLED,
+    **_MEDIA, **_WITH_MEDIA, **_SAMPLED,
     "lora_path": _NO_LORA, "lora_id": _NO_LORA, "background": _PLAIN, "watermark": _PLAIN,
     "return_flat_raw_top_logprobs": Refused("top_logprobs_num returns them in lists"),
     "return_indexer_topk": _PLAIN, "mm_processor_kwargs": _TEXT_ONLY,

@@ -31,6 +31,7 @@ TRANSFORMERS = {"model_impl": "transformers"}
 FIXED = {"enable_deterministic_inference": True}
 SPARSE = {"enable_double_sparsity": True, "ds_channel_config_path": "x"}
 HTTPS = {"ssl_certfile": "c", "ssl_keyfile": "k"}
+ROUTED = {"enable_return_routed_experts": True}
 FP32 = {"enable_fp32_lm_head": True}
 SWITCH = {"enable_pd_role_switch": True}
 SERVERS: list[tuple[dict[str, Any], str]] = [
@@ -40,6 +41,8 @@ SERVERS: list[tuple[dict[str, Any], str]] = [
     (SWITCH | {"tokenizer_worker_num": 2}, "--enable-pd-role-switch needs the API server in one process: leave"),
     (PP | {"enable_return_hidden_states": True}, "--enable-return-hidden-states does not work across the stages"),
     ({"constrained_json_whitespace_pattern": " ", "constrained_json_disable_any_whitespace": True}, "exclude each"),
+    (ROUTED | PP, "--enable-return-routed-experts needs ranks that choose the experts of all layers and tokens: leave"),
+    (ROUTED | NGRAM, "--enable-return-routed-experts is for servers that generate by Baton's own layers, without draf"),
     (FIXED | {"is_embedding": True}, "--enable-deterministic-inference is for servers that generate: leave it out"),
     (FIXED | TRANSFORMERS, "--enable-deterministic-inference fixes the order of Baton's own layers: leave --model-im"),
     (FIXED | {"decode_attention_backend": "flashinfer"}, "--enable-deterministic-inference needs attention that adds"),

@@ -48,6 +48,7 @@ def test_extras_of_requests():
     for name, fields in {"penalties": {"presence_penalty": 0.5}, "logit_bias": {"logit_bias": {3: 1.0}},
                          "logprobs": {"return_logprob": True}, "min_new_tokens": {"min_new_tokens": 2},
                          "hidden_states": {"return_hidden_states": True},
+                         "routed_experts": {"return_routed_experts": True},
                          "input_embeds": {"input_embeds": bytes(24)}}.items():
         assert request(**fields).extras == (EXTRAS.get(name),)
     both = request(return_logprob=True, logprob_start_len=0, min_new_tokens=2)

@@ -133,7 +133,7 @@ def test_template_variables_of_the_server() -> None:
         seen: dict[str, Any] = {}
         tokenizer = SimpleNamespace(chat_template="", render_chat=lambda messages, seen=seen, **more: seen.update(more))
         chat = decode_chat(json.dumps({**CHAT, **given}).encode())
-        chat_prompt(cast(Any, tokenizer), chat, tool_choice(chat), args.template_defaults)
+        chat_prompt(cast(Any, tokenizer), chat, tool_choice(chat), args)
         assert seen["options"] == expected
     with pytest.raises(ConfigError, match="--default-chat-template-kwargs must be a JSON object"):
         AnswerArgs(default_chat_template_kwargs="[1]")
