@@ -15,10 +15,10 @@ PLAIN = {
     "sampling", "temperature", "top_p", "top_k", "min_p", "seed", "max_new_tokens", "stop_ids", "stop_token_ids",
     "ignore_eos", "finish",
     # the request's tokens and identity
-    "rid", "tokens", "num_prompt_tokens", "namespace", "sends_kv", "bootstrap", "arrived", "deadline", "priority", "extras",
+    "rid", "tokens", "num_prompt_tokens", "namespace", "bootstrap", "arrived", "deadline", "priority", "extras",
     # the scheduler's
     "page_table", "num_cached_tokens", "loaded", "num_computed_tokens", "num_pending", "num_retractions", "swapped_out",
-    "drafts", "keeps_pages",
+    "drafts", "keeps_pages", "sends_kv",
     # an embedding server's, which samples nothing
     "pooling", "embedding",
     # the API server's
