@@ -27,6 +27,7 @@ setup(
                   "baton.common.tinychat": [f"{name}/*" for name in ("checkpoint", "eagle3", "nextn", "draft")],
                   "baton.common.tokenizer": ["chat_templates/*.jinja"],
                   "baton.common.commands": ["*.pyi"], "baton.kernels": ["tuning/*.json"],
-                  "baton.router.monitoring": ["dashboard.html"], "baton.simulate.costs": ["tables/*.json"]},
+                  "baton.router.monitoring": ["dashboard.html"], "baton.simulate.costs": ["tables/*.json"],
+                  "baton.simulate.validation": ["measured/*.json"]},
     cmdclass={"build_py": BuildPackages},
 )

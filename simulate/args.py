@@ -79,9 +79,19 @@ class OutputArgs:
     output_details: bool = flag(False, help="with times of each request in that line")
     html: str | None = flag(None, help="write a page with tables and plots, which needs no network")
     plot: str | None = flag(None, help="write the plots alone, as SVG")
+    validate: bool = flag(False, help=(
+        "simulate runs that were measured on real servers, in place of a workload, and print the errors"))
+    measured_runs: tuple[str, ...] = flag((), metavar="FILE", help=(
+        "files of measured runs to validate by (default: those that are shipped)"))
 
     def __post_init__(self) -> None:
         Slo.parse(self.goodput)
+        if self.output_details and self.output_file is None:
+            raise ConfigError("--output-details needs --output-file.")
+        if self.measured_runs and not self.validate:
+            raise ConfigError("--measured-runs needs --validate.")
+        if self.validate and (self.output_file or self.plot):
+            raise ConfigError("--validate prints a table, and writes --html: leave --output-file and --plot out.")
 
 
 @dataclass(frozen=True)

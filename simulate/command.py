@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from ..common.bench.report.goodput import Slo
 from ..common.bench.report.report import append_line, check_writable, write_text
 from ..common.config.cli import parse
 from ..common.config.command import command
-from .args import Simulate
+from .args import OutputArgs, Simulate
 from .results.figures import figures
-from .results.plots import draw, html
+from .results.plots import draw, html, html_page
 from .results.records import Run
 from .results.table import table
+from .validation.compare import compare, read_measured, shipped, validation_table
 from .workload.make import make_workload
 from .workload.request import SimRequest, rate_of
 
@@ -26,11 +28,29 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(config: Simulate) -> None:
     """Simulate and report. Raises ConfigError."""
-    from .world.cluster import ClusterSpec, simulate
-
     output = config.output
     for path, flag in ((output.output_file, "--output-file"), (output.html, "--html"), (output.plot, "--plot")):
         check_writable(path, flag)
+    if output.validate:
+        validate(output)
+    else:
+        replay(config)
+
+
+def validate(output: OutputArgs) -> None:
+    """Simulate measured runs, and print the errors."""
+    runs = [read_measured(Path(path)) for path in output.measured_runs] or shipped()
+    text = validation_table([each for run in runs for each in compare(run)])
+    print(text)
+    if output.html is not None:
+        sources = "\n".join(f"{run.name}: {run.date}, {run.table().device}, {run.source}" for run in runs)
+        write_text(output.html, html_page("Validation", [("", text), ("Runs", sources)], []), "--html")
+
+
+def replay(config: Simulate) -> None:
+    """Simulate the workload, and report."""
+    from .world.cluster import ClusterSpec, simulate
+
     cluster = config.cluster
     costs, prefill_costs = cluster.loaded()
     requests = make_workload(config.workload)

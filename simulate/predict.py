@@ -103,7 +103,7 @@ def _service(costs: Costs, traffic: Traffic, chunk: int) -> tuple[float, float]:
     linear = steps.prefill_token * computed
     quadratic = steps.prefill_context * (second / 2 + second * traffic.cached / max(1e-9, 1 - traffic.cached))
     fixed = steps.prefill_step * max(1.0, computed / chunk)
-    mean = fixed + linear + quadratic
+    mean = max(steps.host_prefill, fixed + linear + quadratic)
     # The deviation of the linear part and of the quadratic one, which varies twice as much.
     return mean, traffic.input_cv * (linear + 2 * quadratic) / mean
 

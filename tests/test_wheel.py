@@ -46,6 +46,7 @@ def test_contents(wheel):
     assert {*(f"baton/common/tinychat/{name}/{file}" for name in ("checkpoint", "eagle3", "nextn", "draft")
               for file in ("model.safetensors", "config.json")), "baton/router/monitoring/dashboard.html",
             "baton/simulate/costs/tables/llama-3-8b-h200.json",
+            "baton/simulate/validation/measured/h200-1P1D-poisson.json",
             "baton/common/tokenizer/chat_templates/qwen.jinja"} <= set(names)
     assert {f"baton/{table.relative_to(ROOT)}" for table in (ROOT / "kernels/tuning").rglob("*.json")} <= set(names)
 

@@ -60,7 +60,7 @@ def _rows(costs: Costs) -> list[str]:
     return [
         f"{costs.name}: {costs.model}, {costs.kv_tokens:,} tokens of KV cache",
         f"prefill   {steps.prefill_step:.2f} ms a step, {steps.prefill_token * 1e3:.2f} us a token, "
-        f"{steps.prefill_context * 1e6:.3f} ns a pair of tokens",
+        f"{steps.prefill_context * 1e6:.3f} ns a pair of tokens, {steps.host_prefill:.2f} ms to launch one",
         f"decode    ms by requests {base}; {steps.decode_context * 1e6:.1f} ns a token of context",
         f"requests  {requests.request:.2f} + {requests.answer:.2f} ms around the engine, "
         f"{requests.api_request:.2f} ms of the API server, {requests.api_token * 1e3:.0f} us a token",

@@ -24,11 +24,11 @@ def fit(samples: Samples, *, name: str, gpus: int = 1, layer_groups: int = 2, de
     """Raises ConfigError where there are too few samples."""
     if len(samples.prompts) < 4 or not samples.decode:
         raise ConfigError("A cost table needs prompts of several lengths and decode steps.")
-    prefill, outside = _prefill(samples)
+    prefill = _prefill(samples)
     batches, base, context = _decode(samples.decode)
-    step, token, pair = prefill
-    steps = StepCosts(step, token, pair, tuple(batches), tuple(base), context)
-    costs = Costs(name, samples.model, description or samples.device, steps, _requests(samples, steps, outside),
+    steps = StepCosts(prefill.step, prefill.token, prefill.context, tuple(batches), tuple(base), context,
+                      host_prefill=prefill.host)
+    costs = Costs(name, samples.model, description or samples.device, steps, _requests(samples, prefill.outside),
                   TransferCosts(layer_groups=layer_groups), samples.kv_tokens or 400_000, samples.page_size, gpus,
                   {"all": f"bench_calibrate: {len(samples.prompts)} prompts alone, {len(samples.prefill)} prefill "
                           f"steps, {len(samples.decode)} decode batches"})
@@ -53,20 +53,43 @@ def _solve(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[flo
     return [float(value) for value in found]
 
 
-def _num_steps(tokens: int, chunk: int) -> int:
-    return -(-tokens // chunk)
+@dataclass(frozen=True)
+class _Prefill:
+    """Costs of prefill steps, the milliseconds around the engine, and the squares of the relative errors."""
+
+    step: float
+    token: float
+    context: float
+    host: float
+    outside: float
+    error: float
 
 
-def _prefill(samples: Samples) -> tuple[list[float], float]:
-    """``prefill_step, prefill_token, prefill_context``, and the milliseconds around the engine."""
-    rows = [[_num_steps(each.tokens, samples.chunk), each.tokens, each.tokens**2 / 2, 1.0]
-            for each in _medians(samples.prompts)]
-    values = [each.ms for each in _medians(samples.prompts)]
-    steps = median_steps(samples.prefill)
-    rows += [[1.0, each.tokens, each.pairs, 0.0] for each in steps]
-    values += [each.ms for each in steps]
-    *prefill, outside = _solve(rows, values)
-    return prefill, outside
+def _prefill(samples: Samples) -> _Prefill:
+    """Prompts of fewer tokens than a threshold, if any, take what the host needs to launch a step. Takes the threshold
+    that fits best."""
+    alone, steps = _medians(samples.prompts), median_steps(samples.prefill)
+    thresholds = [each.tokens for each in alone[:max(1, len(alone) - 2)]]
+    return min((_prefill_above(alone, steps, threshold, samples.chunk) for threshold in thresholds),
+               key=lambda each: each.error)
+
+
+def _prefill_above(alone: Sequence[PromptSample], steps: Sequence[PrefillSample], threshold: int,
+                   chunk: int) -> _Prefill:
+    """The fit where prompts below ``threshold`` tokens take as long as each other."""
+    rows = [[-(-each.tokens // chunk), each.tokens, each.tokens**2 / 2, 1.0] for each in alone
+            if each.tokens >= threshold]
+    values = [each.ms for each in alone if each.tokens >= threshold]
+    large = [each for each in steps if each.tokens >= threshold]
+    rows += [[1.0, each.tokens, each.pairs, 0.0] for each in large]
+    values += [each.ms for each in large]
+    step, token, context, outside = _solve(rows, values)
+    small = [each.ms - outside for each in alone if each.tokens < threshold]
+    host = float(np.median(small)) if small else min(1.0, step)
+    costs = StepCosts(step, token, context, (1,), (0.0,), 0.0, host_prefill=max(0.0, host))
+    errors = [(costs.prompt(each.tokens, chunk=chunk) + outside) / each.ms - 1 for each in alone]
+    errors += [costs.prefill(each.tokens, each.pairs) / each.ms - 1 for each in steps]
+    return _Prefill(step, token, context, costs.host_prefill, outside, sum(error**2 for error in errors))
 
 
 def median_steps(samples: Sequence[PrefillSample]) -> list[PrefillSample]:
@@ -93,14 +116,17 @@ def _decode(samples: Sequence[DecodeSample]) -> tuple[list[int], list[float], fl
     return batches, rising, context
 
 
-def _requests(samples: Samples, steps: StepCosts, outside: float) -> RequestCosts:
-    """``outside``: milliseconds from sending to reading, less the engine's."""
+def _requests(samples: Samples, outside: float) -> RequestCosts:
+    """``outside``: milliseconds from sending to reading, less the engine's. In a burst requests queue at the API
+    server, so that each further one takes as long as that works on it."""
     token = min((each.spread / each.rows for each in samples.decode if each.rows > 1), default=0.012)
-    rates = [max(0.0, each.ms - steps.prefill(each.requests * each.tokens, 0.0) - outside) / each.requests
-             for each in samples.bursts]
-    api_request = min(min(rates, default=0.4), 0.8 * outside)
+    bursts = sorted(samples.bursts, key=lambda each: each.requests)
+    rate = 0.4
+    if len(bursts) > 1 and bursts[-1].requests > bursts[0].requests:
+        rate = max(0.0, (bursts[-1].ms - bursts[0].ms) / (bursts[-1].requests - bursts[0].requests))
     answer = min(0.3, 0.3 * outside)
-    return RequestCosts(max(0.0, outside - answer - token), answer, api_request, token, 0.0)
+    request = max(0.0, outside - answer - token)
+    return RequestCosts(request, answer, min(rate, request), token, 0.0)
 
 
 def _transfer(samples: Samples, costs: Costs) -> TransferCosts:

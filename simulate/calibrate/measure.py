@@ -30,7 +30,7 @@ from .samples import BurstSample, DecodeSample, PrefillSample, PromptSample, Sam
 STEP_GAP_SHARE = 0.3
 """First tokens that are closer than this share of the longest time between two come from one step."""
 DECODE_STEPS = 40
-QUEUED_TOKENS = 65536
+QUEUED_STEPS = 7
 ALTERNATING = 16
 
 
@@ -101,8 +101,7 @@ class Measurement:
         for length in (chunk // 16, chunk // 4, chunk):
             if not 16 <= length <= self._args.max_context:
                 continue
-            count = min(max(4, QUEUED_TOKENS // length), self._args.max_batch, self.most_tokens // (length + 16))
-            answers = await self.ask([length] * count, 1)
+            answers = await self.ask([length] * (QUEUED_STEPS * chunk // length), 1)
             self.samples.prefill += [step for step in steps_of(answers, length) if step.tokens == chunk]
 
     async def alternating_prompts(self) -> None:
@@ -110,8 +109,7 @@ class Measurement:
         for length in (256, 512, 2048):
             if length <= self._args.max_context:
                 answers = await self.ask([length] * ALTERNATING, 1, clients=2)
-                every = np.diff(np.sort([answer.first for answer in answers])) * 1e3
-                self.samples.prefill.append(PrefillSample(length, length * length / 2, float(np.median(every))))
+                self.samples.prefill += [step for step in steps_of(answers, length) if step.tokens == length]
 
     async def decode(self) -> None:
         for context in sorted({min(context, self._args.max_context) for context in (64, 1024, 4096)}):
@@ -132,15 +130,15 @@ class Measurement:
 
 
 def steps_of(answers: Sequence[Answer], length: int) -> list[PrefillSample]:
-    """The steps that computed whole prompts of one length, without the first. Where steps cut prompts, the numbers of
-    prompts that end with a step are not its tokens."""
+    """The steps that computed whole prompts of one length, without the first ones and the last, before and after which
+    no prompts wait. Where steps cut prompts, the numbers of prompts that end with a step are not its tokens."""
     times = np.sort([answer.first for answer in answers]) * 1e3
     gaps = np.diff(times)
     begins = np.concatenate(([0], 1 + np.flatnonzero(gaps > STEP_GAP_SHARE * gaps.max(initial=0.0))))
     ends = [*begins[1:].tolist(), len(times)]
     found = []
     steps = [(float(times[begin]), end - begin) for begin, end in zip(begins.tolist(), ends)]
-    for (before, _), (at, count) in zip(steps[:-1], steps[1:]):
+    for (before, _), (at, count) in zip(steps[1:-2], steps[2:-1]):
         found.append(PrefillSample(count * length, count * length * length / 2, at - before))
     return found
 

@@ -2,7 +2,8 @@
 
 Times are milliseconds here, as they are measured; the simulator works in seconds. A prefill step of chunks with
 ``q`` tokens after ``start`` earlier ones takes ``prefill_step + sum(q) * prefill_token + sum(q * (start + q / 2)) *
-prefill_context``: products grow with the tokens, attention with the pairs of tokens. A decode step of b requests with n
+prefill_context``: products grow with the tokens, attention with the pairs of tokens. Where the host launches a step of
+few tokens for longer than the device computes it, it takes ``host_prefill``. A decode step of b requests with n
 tokens of context in total takes ``decode_base(b) + n * decode_context``: reading the weights and the products, then
 reading the KV cache.
 """
@@ -53,10 +54,12 @@ class StepCosts:
 
     def prompt(self, tokens: float, cached: float = 0.0, chunk: float = 8192.0) -> float:
         """A whole prompt alone, in chunks."""
-        computed = max(1.0, tokens - cached)
-        steps = max(1.0, -(-computed // chunk))
-        return (steps * self.prefill_step + computed * self.prefill_token
-                + computed * (cached + computed / 2) * self.prefill_context)
+        total, start, end = 0.0, cached, max(tokens, cached + 1.0)
+        while start < end:
+            q = min(chunk, end - start)
+            total += max(self.host_prefill, self.prefill(q, q * (start + q / 2)))
+            start += q
+        return total
 
     def decode_weights(self, rows: float) -> float:
         """The part of a decode step of ``rows`` requests that does not depend on their contexts."""

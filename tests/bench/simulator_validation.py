@@ -3,10 +3,10 @@
     python -m baton.tests.bench.simulator_validation --out FOLDER                      # paced servers, on any CPU
     python -m baton.tests.bench.simulator_validation --out FOLDER --gpus 0 1           # an 8B shape in dummy weights
 
-A unified server and a pair start side by side (on GPUs: unified and prefill on the first, decode on the second) and
-are loaded one after the other. ``FOLDER/costs.json`` is the calibration, ``FOLDER/CLUSTER-WORKLOAD.json`` a run in the
-form that ``simulate/validation/`` reads. ``--clusters 2P1D`` starts more prefill or decode servers, without a unified
-one. The workloads are held out: nothing of them is used for the fit.
+Servers start side by side, as many of each kind as a cluster of ``--clusters`` has (on GPUs: unified and prefill
+servers share the first ones, decode servers have the others), and the clusters are loaded one after the other.
+``FOLDER/costs.json`` is the calibration, ``FOLDER/CLUSTER-WORKLOAD.json`` a run in the form that
+``simulate/validation/`` reads. The workloads are held out: nothing of them is used for the fit.
 """
 
 from __future__ import annotations
@@ -45,56 +45,55 @@ def workloads(seconds: float, *, paced: bool, prefills: int = 1) -> dict[str, li
             for name, (rate, inputs, outputs, cv) in shapes.items()}
 
 
-class Cluster:
-    """A router over ``spec`` (``1U``, ``2P1D``), or a single unified server, with their processes."""
+class Servers:
+    """The most servers of each kind that a cluster takes; clusters share them, one after the other."""
 
-    def __init__(self, spec: str, gpus: Sequence[int], model: list[str], logs: Path):
-        self.spec = spec
-        self.counts = {letter: int(count) for count, letter in re.findall(r"(\d+)([UPD])", spec)}
-        self._gpus, self._logs = gpus, logs
-        self.servers: list[Server] = []
-        self.prefills: list[Server] = []
-        routes: list[str] = []
-        for letter, count in self.counts.items():
-            for _ in range(count):
-                routes += self._start(letter, model)
-        self.router = None
-        if "P" in self.counts:
-            [port] = free_ports(1)
-            self.router = Server("baton.router.launch", ["--pd-disaggregation", *routes, "--log-level", "warning"],
-                                 port, logs / f"router-{spec}.log").start()
+    def __init__(self, specs: Sequence[str], gpus: Sequence[int], model: list[str], logs: Path):
+        self._model, self._logs = model, logs
+        counts = {letter: max(counts_of(spec).get(letter, 0) for spec in specs) for letter in "UPD"}
+        # Unified and prefill servers share GPUs, decode servers have the GPUs after them.
+        first = {"U": 0, "P": 0, "D": max(1, counts["P"]) if len(gpus) > 1 else 0}
+        self.of = {letter: [self._start(letter, gpus[(first[letter] + i) % len(gpus)] if gpus else None)
+                            for i in range(count)] for letter, count in counts.items()}
 
-    def _start(self, letter: str, model: list[str]) -> list[str]:
+    def _start(self, letter: str, gpu: int | None) -> tuple[Server, list[str]]:
+        """A server, and the router's flags for it."""
         port, bootstrap = free_ports(2)
         mode = {"U": "null", "P": "prefill", "D": "decode"}[letter]
-        flags = [*model, "--disaggregation-mode", mode, "--max-total-tokens", str(POOL_TOKENS),
+        flags = [*self._model, "--disaggregation-mode", mode, "--max-total-tokens", str(POOL_TOKENS),
                  *(["--disaggregation-transfer-backend", "ipc"] if letter != "U" else []),
                  *(["--disaggregation-bootstrap-port", str(bootstrap)] if letter == "P" else [])]
-        log = self._logs / f"{letter}{len(self.servers)}-{self.spec}.log"
-        if self._gpus:
-            gpu = self._gpus[min(int(letter == "D"), len(self._gpus) - 1)]
+        log = self._logs / f"{letter}-{port}.log"
+        if gpu is not None:
             server = Server("baton.launch", ["server", *flags, "--base-gpu-id", str(gpu)], port, log)
         else:
             server = Server("baton.tests.helpers.paced_server", flags, port, log, PACE_COSTS=str(PACED_COSTS),
                             OMP_NUM_THREADS="1")
-        self.servers.append(server.start())
-        if letter == "P":
-            self.prefills.append(server)
-        return {"U": [], "P": ["--prefill", server.url, str(bootstrap)], "D": ["--decode", server.url]}[letter]
+        route = {"U": [], "P": ["--prefill", server.url, str(bootstrap)], "D": ["--decode", server.url]}[letter]
+        return server.start(), route
 
     @property
-    def url(self) -> str:
-        return self.router.url if self.router is not None else self.servers[0].url
+    def all(self) -> list[Server]:
+        return [server for some in self.of.values() for server, _ in some]
 
-    def wait_ready(self, seconds: float) -> None:
-        for server in (*self.servers, *([self.router] if self.router is not None else [])):
-            server.wait_ready(seconds)
 
-    def stop(self) -> None:
-        for server in (*([self.router] if self.router is not None else []), *self.servers):
-            server.process.terminate()  # type: ignore[union-attr]
-        for server in (*([self.router] if self.router is not None else []), *self.servers):
-            server.stop(30)
+class Cluster:
+    """A router over the first servers of each kind, as ``spec`` (``2P1D``) counts them; ``1U``: a server alone."""
+
+    def __init__(self, spec: str, servers: Servers, logs: Path):
+        self.spec, self.counts = spec, counts_of(spec)
+        chosen = [each for letter, count in self.counts.items() for each in servers.of[letter][:count]]
+        self.router = None
+        if "P" in self.counts:
+            [port] = free_ports(1)
+            routes = [word for _, route in chosen for word in route]
+            self.router = Server("baton.router.launch", ["--pd-disaggregation", *routes, "--log-level", "warning"],
+                                 port, logs / f"router-{spec}.log").start()
+        self.url = chosen[0][0].url if self.router is None else self.router.url
+
+
+def counts_of(spec: str) -> dict[str, int]:
+    return {letter: int(count) for count, letter in re.findall(r"(\d+)([UPD])", spec)}
 
 
 def bench(command: str, argv: list[str], timeout: float) -> None:
@@ -147,32 +146,38 @@ def main() -> None:
             model = ["--model-path", "tinychat", "--device", "cpu", "--json-model-override-args",
                      '{"max_position_embeddings": 40000}']
         model += ["--log-level", "warning", *args.server_flags.split()]
-        clusters = [Cluster(spec, args.gpus, model, args.out) for spec in args.clusters]
+        specs = args.clusters if args.skip_calibration else list(dict.fromkeys(["1U", "1P1D", *args.clusters]))
+        servers = Servers(specs, args.gpus, model, args.out)
+        running = servers.all
         try:
-            for cluster in clusters:
-                cluster.wait_ready(args.ready_seconds)
+            for server in servers.all:
+                server.wait_ready(args.ready_seconds)
+            clusters = {spec: Cluster(spec, servers, args.out) for spec in specs}
+            for cluster in clusters.values():
+                if cluster.router is not None:
+                    running.append(cluster.router.wait_ready())
             print("ready", flush=True)
             if not args.skip_calibration:
-                calibrate(clusters, args)
-            for cluster in clusters:
-                prefills = cluster.counts.get("U", 0) + cluster.counts.get("P", 0)
+                calibrate(clusters["1U"], clusters["1P1D"], servers.of["P"][0][0].url, args)
+            for spec in args.clusters:
+                counts = clusters[spec].counts
+                prefills = counts.get("U", 0) + counts.get("P", 0)
                 for name, requests in workloads(args.seconds, paced=not args.gpus, prefills=prefills).items():
                     if name in args.workloads:
-                        replay(cluster, name, requests, args.out)
+                        replay(clusters[spec], name, requests, args.out)
         finally:
-            for cluster in clusters:
-                cluster.stop()
+            for server in reversed(running):
+                server.process.terminate()  # type: ignore[union-attr]
+            for server in reversed(running):
+                server.stop(30)
 
 
-def calibrate(clusters: Sequence[Cluster], args: argparse.Namespace) -> None:
+def calibrate(unified: Cluster, pair: Cluster, prefill_url: str, args: argparse.Namespace) -> None:
     """The unified server, and the pair for its transfers."""
-    by_spec = {cluster.spec: cluster for cluster in clusters}
-    pair = by_spec["1P1D"]
     bench("bench_calibrate", [
-        "--base-url", by_spec["1U"].url, "--output-file", str(args.out / "costs.json"), "--samples-file",
+        "--base-url", unified.url, "--output-file", str(args.out / "costs.json"), "--samples-file",
         str(args.out / "samples.json"), "--max-batch", "128" if args.gpus else "32", "--max-context",
-        "8192" if args.gpus else "2048", "--repeats", "3", "--pair-url", pair.url, "--prefill-url",
-        pair.prefills[0].url], 200)
+        "8192" if args.gpus else "4096", "--repeats", "3", "--pair-url", pair.url, "--prefill-url", prefill_url], 200)
 
 
 if __name__ == "__main__":
