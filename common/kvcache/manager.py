@@ -170,8 +170,8 @@ class KVCacheManager:
     def attach_tier(self, tier: KVTier, policy: WritePolicy, *, shared: bool, alone: bool = True) -> None:
         """Keep pages of the prefix cache in ``tier``, as ``policy`` says. ``shared``: not only this device's stream
         writes into free pages (transfers do), so that a page is freed only after it was copied; unless ``alone``, on
-        all ranks. Not with further groups."""
-        assert self.prefix_cache is not None and not (shared and self.groups)
+        all ranks."""
+        assert self.prefix_cache is not None
         self.tier = tier
         self._writes = TierWrites(tier, policy, self.prefix_cache, self.allocator, shared=shared, alone=alone,
                                   has_draft=self._has_draft, groups=self.groups)
@@ -368,8 +368,8 @@ class KVCacheManager:
                 own.first = own.unread = begin
             group.extend(own, end)
             rows.append(np.full(num_pages, ABSENT, np.int64))
-            loaded = max(first, own.first)
-            rows[-1][loaded - first:] = own.span(loaded, end)
+            if (loaded := max(first, own.first)) < end:
+                rows[-1][loaded - first:] = own.span(loaded, end)
         return np.stack(rows)
 
     def add_loaded(self, table: PageTable, tokens: np.ndarray, num_pages: int) -> None:
@@ -378,6 +378,8 @@ class KVCacheManager:
         count = table.num_cached_pages + num_pages
         self.commit(table, tokens[:count * self.page_size + self.lookahead])
         table.num_cached_pages = count
+        for own in table.groups:
+            own.cached_end = max(own.cached_end, min(count, own.end))
 
     def reserve(self, table: PageTable, max_tokens: int) -> bool:
         """Reserve pages of further groups for a request of at most ``max_tokens`` tokens; False where other requests
@@ -454,9 +456,10 @@ class KVCacheManager:
         if count > group.num_available:
             return False
         assert self.prefix_cache is not None
-        self.prefix_cache.evict_from_group(index, count - group.num_free)
         if self._writes is not None:
-            self._writes.settle()
+            self._writes.evict_from_group(index, count - group.num_free)
+        else:
+            self.prefix_cache.evict_from_group(index, count - group.num_free)
         while count > group.num_free:
             self.allocator.free(self.partial_pages.evict(1))
         return True

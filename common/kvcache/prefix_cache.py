@@ -269,9 +269,16 @@ class PrefixCache:
         self._in_group[index].put(node, node.usage)
         self.version += 1
 
-    def evict_from_group(self, index: int, count: int) -> None:
+    @property
+    def has_groups(self) -> bool:
+        """True where edges have pages of further groups."""
+        return bool(self._groups)
+
+    def evict_from_group(self, index: int, count: int,
+                         on_freed: Callable[[Node, np.ndarray], None] | None = None) -> None:
         """Free ``count`` pages of a further group that no request reads, or all of these: of the edges that the policy
-        evicts first, and of each the first, without which the prefixes that end behind them can still be reused."""
+        evicts first, and of each the first, without which the prefixes that end behind them can still be reused.
+        ``on_freed`` is called with each edge, which has its pages still, and the places of those that are freed."""
         group, queue = self._groups[index], self._in_group[index]
         kept = []
         while queue and count > 0:
@@ -279,6 +286,8 @@ class PrefixCache:
             ids = node.group_pages[index]
             places = np.flatnonzero(ids != ABSENT)
             freed = places[group.unread_of(ids[places])][:count]
+            if on_freed is not None and len(freed):
+                on_freed(node, freed)
             group.free_cached(ids[freed])
             ids[freed] = ABSENT
             count -= len(freed)

@@ -21,11 +21,12 @@ AHEAD_SHARE = 1 / 32
 
 
 class TierWrites:
-    """Writes of one prefix cache. No call waits for a copy but ``reclaim``.
+    """Writes of one prefix cache. Without further groups no call waits for a copy but ``reclaim``.
 
     With ``shared`` memory not only this device's stream writes into free pages (transfers do): a page whose copy is in
     flight when it is evicted is *leaving*, and free once that is complete on all ranks. Otherwise it is free at once,
-    and the stream waits before it overwrites the page.
+    and the stream waits before it overwrites the page. Pages of further groups do not leave: with shared memory their
+    copies, most of which have ended long before, are waited for.
     """
 
     def __init__(self, tier: KVTier, policy: WritePolicy, cache: PrefixCache, allocator: PageAllocator, *,
@@ -41,7 +42,6 @@ class TierWrites:
         self._has_draft = has_draft
         self._required = [0, *(number for number, group in enumerate(groups, 1) if group.is_in_every_page)]
         self._leaving: list[tuple[TierTask, np.ndarray]] = []
-        self._unsettled: list[TierTask] = []
         self._num_ahead = 0  # pages that were copied ahead and are still there, about
         self._num_left = 0  # times that leaving pages became free
         self.num_leaving = 0
@@ -95,6 +95,9 @@ class TierWrites:
                                np.concatenate([pages_of(node) for node in kept], 1))
         if task is None or (task.done and (self._alone or not self._shared)):
             self._allocator.free(pages)
+        elif self._shared and self._cache.has_groups:
+            task.wait()
+            self._allocator.free(pages)
         elif self._shared:
             self._tier.flush()
             self._leaving.append((task, pages))
@@ -103,13 +106,32 @@ class TierWrites:
             task.wait_on_device()
             self._allocator.free(pages)
 
+    def evict_from_group(self, index: int, count: int) -> None:
+        """Free ``count`` pages of a further group, or all that no request reads; as far as the policy wants it, the
+        tier keeps their content and that of the same tokens' pages in the other groups."""
+        keys: list[PageKey] = []
+        pages: list[np.ndarray] = []
+
+        def on_freed(node: Node, places: np.ndarray) -> None:
+            if self._policy.at_eviction(node.usage):
+                own = self._cache.page_keys(node)
+                keys.extend(own[place] for place in places.tolist())
+                pages.append(pages_of(node)[:, places])
+
+        self._cache.evict_from_group(index, count, on_freed)
+        task = self._store(keys, np.concatenate(pages, 1)) if keys else None
+        if task is not None and not task.done:
+            if self._shared:
+                task.wait()
+            else:
+                task.wait_on_device()
+
     def poll(self) -> None:
         """Once a step, before its launch: start what ``flush`` of the step before has left, and advance the copies."""
         if self._policy.ahead:
             self._write_ahead()
         self._tier.flush()
         self._tier.poll()
-        self._unsettled = [task for task in self._unsettled if not task.done]
 
     @property
     def num_copied(self) -> int:
@@ -151,18 +173,7 @@ class TierWrites:
             keys, pages = [key for key, kept in zip(keys, whole.tolist()) if kept], pages[:, whole]
         if not len(keys):
             return None
-        task = self._tier.store(keys, pages if len(pages) > 1 else pages[0])
-        if len(pages) > 1:
-            self._unsettled.append(task)
-        return task
-
-    def settle(self) -> None:
-        """Let the stream wait for all copies, since pages of a further group have been freed without their edges: a
-        copy that reads them may be queued or in flight, and the next step may write into them."""
-        for task in self._unsettled:
-            if not task.done:
-                task.wait_on_device()
-        self._unsettled.clear()
+        return self._tier.store(keys, pages if len(pages) > 1 else pages[0])
 
 
 def pages_of(node: Node) -> np.ndarray:

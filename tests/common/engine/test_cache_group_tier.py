@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from baton.common.api.errors import ConfigError
+from baton.common.config.server.tiers import WRITE_POLICIES
 from baton.common.kvcache.tiers import host
 from baton.tests.common.engine.test_cache_group_engine import PAGE, branching_prompts
+from baton.tests.helpers import dict_tier  # noqa: F401 (registers it)
 from baton.tests.helpers.gpt_oss_models import save_gpt_oss
 from baton.tests.helpers.hand_driven import Engine, tokens_of
 from baton.tests.helpers.late_copies import LateCopies
@@ -47,12 +49,14 @@ def evict(engine):
     assert engine.cache.num_cached == group.num_cached == 0
 
 
-def test_prompts_come_back_whole(checkpoint, reference):
+@pytest.mark.parametrize("policy", WRITE_POLICIES.names)
+def test_prompts_come_back_whole(checkpoint, reference, policy):
     """Into pages of both pools that others have used; of the window's only the last."""
-    engine = Engine(checkpoint, page_size=PAGE, chunk=40, tiers=TIERS)
+    engine = Engine(checkpoint, page_size=PAGE, chunk=40, tiers=TIERS | {"hicache_write_policy": policy})
     group, = engine.cache.groups
-    for prompt, tokens in zip(branching_prompts(), reference):
-        assert ask(engine, prompt)[0] == tokens
+    for _ in range(2 if policy == "write_through_selective" else 1):  # which keeps what is used twice
+        for prompt, tokens in zip(branching_prompts(), reference):
+            assert ask(engine, prompt)[0] == tokens
     evict(engine)
     for prompt, tokens in zip(branching_prompts(), reference):
         assert ask(engine, prompt) == (tokens, (len(prompt) - 1) // PAGE * PAGE)
@@ -62,9 +66,10 @@ def test_prompts_come_back_whole(checkpoint, reference):
     assert group.num_free == group.num_pages and group.num_reserved == 0
 
 
-@pytest.mark.parametrize("late", [None, 1, 2, 3])
+@pytest.mark.parametrize("late,policy", [(None, "write_through"), (1, "write_through"), (2, "write_back"),
+                                         (3, "write_through_selective")])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_little_memory(checkpoint, reference, monkeypatch, overlap, late):
+def test_little_memory(checkpoint, reference, monkeypatch, overlap, late, policy):
     """Windows' pages leave before the others, and are found in the tier; with a seed ``late``, copies may end late, and
     steps begin early."""
     made, rng = [], np.random.default_rng(late)
@@ -77,7 +82,7 @@ def test_little_memory(checkpoint, reference, monkeypatch, overlap, late):
         monkeypatch.setattr(host, "HostPageCopies", copies)
         monkeypatch.setattr(host.HostTier, "is_hidden", lambda self, copy, seconds: bool(rng.integers(2)))
     engine = Engine(checkpoint, page_size=PAGE, overlap=overlap, chunk=24, max_total_tokens=320,
-                    cache={"swa_full_tokens_ratio": 0.2}, tiers=TIERS)
+                    cache={"swa_full_tokens_ratio": 0.2}, tiers=TIERS | {"hicache_write_policy": policy})
     prompts = branching_prompts()
     for _ in range(2):
         for index, prompt in enumerate(prompts):
@@ -114,9 +119,9 @@ def test_turns_of_a_conversation_find_prompts_and_answers(checkpoint, overlap):
         text = text + tokens + rng.integers(3, 97, 5).tolist()
 
 
-def test_policies_that_come_too_late_are_refused(checkpoint):
-    with pytest.raises(ConfigError, match="write_back would come too late"):
-        Engine(checkpoint, page_size=PAGE, tiers=TIERS | {"hicache_write_policy": "write_back"})
+def test_another_tier_is_refused(checkpoint):
+    with pytest.raises(ConfigError, match="--kv-tier dict does not keep the pages of sliding windows"):
+        Engine(checkpoint, page_size=PAGE, tiers=TIERS | {"kv_tier": "dict"})
 
 
 def test_a_storage_keeps_all_pools(checkpoint, reference, tmp_path):

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import time
 
 import numpy as np
 import pytest
 
+from baton.common.config.server.tiers import WRITE_POLICIES
+from baton.common.kvcache.tiers import host
 from baton.decode.rank import _make_scheduler as make_decode
 from baton.prefill.rank import _make_scheduler as make_prefill
 from baton.tests.helpers.gpt_oss_models import WINDOW, save_gpt_oss
+from baton.tests.helpers.late_copies import LateCopies
+from baton.tests.helpers.tiers import in_host
 from baton.tests.integration.transfer.test_deepseek_relay import make_unified
 from baton.tests.integration.transfer.test_relay_in_process import VOCAB, Side, bootstrap_port, run, tokens_of
 from baton.tests.kvtransfer.conftest import BACKENDS
@@ -90,6 +96,60 @@ def test_little_memory(checkpoint, prompts, expected, bootstrap_port, swaps):  #
               decode_options=decode_options) as sides:
         for attempt in range(3):
             assert answer(sides, bootstrap_port, prompts, room=100 * attempt) == expected
+
+
+@pytest.mark.parametrize("policy", WRITE_POLICIES.names)
+def test_host_memory_behind_little_memory(checkpoint, prompts, expected, bootstrap_port, monkeypatch,  # noqa: F811
+                                          policy):
+    """On both sides. Prefill's writes into decode's pages wait for copies of what was in them, which are late."""
+    made, rng = [], np.random.default_rng(WRITE_POLICIES.names.index(policy))
+
+    def copies(context, memory):
+        made.append(LateCopies(context, memory))
+        return made[-1]
+
+    monkeypatch.setattr(host, "HostPageCopies", copies)
+    with pair(checkpoint, bootstrap_port, chunk=64, max_total_tokens=400, cache={"swa_full_tokens_ratio": 0.2},
+              tiers=in_host(0.01, hicache_load_policy="always", hicache_write_policy=policy)) as sides:
+        for side in sides:
+            step = side.scheduler.step
+            side.scheduler.step = lambda now, step=step: (step(now), [each.run_some(rng) for each in made])[0]
+        for attempt in range(3):
+            assert answer(sides, bootstrap_port, prompts, room=100 * attempt) == expected
+        for side in sides:
+            assert side.cache.tier.counters.stored > 20
+            side.cache.tier.check_integrity()
+        assert sum(side.scheduler.batcher.loads.num_loaded for side in sides) > 20
+
+
+def test_the_next_turn_finds_answers_of_many_windows_in_the_storage(checkpoint, bootstrap_port, tmp_path):  # noqa: F811
+    """Decode has written the pages of its answer, those of windows that it had left included."""
+    extra = {"storage_dir": str(tmp_path), "min_free_space": 0, "use_direct_io": False, "prefetch_threshold": PAGE,
+             "stall_seconds": 30}
+    tiers = in_host(0.01, hicache_load_policy="always", hicache_storage_backend="file",
+                    hicache_storage_prefetch_policy="wait_complete",
+                    hicache_storage_backend_extra_config=json.dumps(extra))
+    text = np.random.default_rng(7).integers(0, VOCAB, 30).tolist()
+    with pair(checkpoint, bootstrap_port, chunk=23, tiers=tiers) as sides:
+        for turn in range(3):
+            for side in sides:
+                req = side.start("0", text, max_new_tokens=4 * WINDOW, room=turn, port=bootstrap_port)
+                if side is sides[0]:
+                    prompt = req
+            run(*sides)
+            outputs, failures = sides[1].take()
+            sides[0].take()
+            assert not failures
+            assert not turn or prompt.num_cached_tokens >= len(text) - 3 - 2 * PAGE
+            text = [*text, *tokens_of(outputs)["0"], 1, 2, 3]
+            end = time.monotonic() + 30
+            for side in sides:
+                while side.cache.tier.busy or side.scheduler.batcher.loads.prefetches.storage.num_queued_writes:
+                    side.scheduler.step(0.0)
+                    assert time.monotonic() < end
+                side.cache.flush()
+        for side in sides:
+            side.scheduler.batcher.loads.close()
 
 
 def test_the_window_of_a_branch_travels_and_the_rest_of_its_prompt_does_not(checkpoint, prompts, expected,
