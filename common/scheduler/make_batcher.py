@@ -22,10 +22,12 @@ from ..kvcache.storage.page_servers import PageServers
 from ..kvcache.tiers.base import KVTier, TierContext
 from ..kvcache.tiers.host import HostTier
 from ..kvcache.tiers.with_states import HybridHostTier
+from ..kvcache.tiers.shared_pages import HostShare
+from ..kvcache.tiers.slot_memory import SlotMemory
 from .batcher import Batcher
 from .chain_planner import ChainPlanner
 from .drafting import Drafting
-from .kv_storage import open_rank_storage
+from .kv_storage import num_sharing, open_rank_storage, share_host_memory
 from .preemption.copy_rates import AgreedRates, measure_link_bandwidth
 from .preemption.swap_space import SwapSpace
 from .tier_loads import TierLoads
@@ -56,12 +58,12 @@ def make_batcher(config: ServerConfig, runner: ModelRunner, cache: KVCacheManage
     if rates is not None and config.tiers.enable_hierarchical_cache:
         if cache.groups and runner.spec.state is None:
             _check_windows(config)
-        tier = make_tier(config, runner)
+        tier, share = make_tier(config, runner, group)
         policy = WRITE_POLICIES.get(config.tiers.hicache_write_policy)()
         cache.attach_tier(tier, policy, shared=config.duties.receives_kv, alone=alone)
         if isinstance(tier, HostTier):
             runner.page_loads = tier
-        prefetches = make_prefetches(config, runner, cache, tier, group, agreement or group, rates)
+        prefetches = make_prefetches(config, runner, cache, tier, share, group, agreement or group, rates)
         loads = TierLoads(cache, tier, agreement or group, rates, prefetches, alone=alone,
                           shared=config.duties.receives_kv)
     pp_size, max_micro_batch = config.parallel.pp_size, None
@@ -109,40 +111,43 @@ def _keeps_drafts(config: ServerConfig, runner: ModelRunner) -> bool:
     return not runner.captures_decode if runner.chain_levels is None else runner.chain_levels.has_plain
 
 
-def make_tier(config: ServerConfig, runner: ModelRunner) -> KVTier:
-    """Builds the tier behind a rank's pools. Raises ConfigError where the host lacks its memory."""
+def make_tier(config: ServerConfig, runner: ModelRunner, group: TPGroup) -> tuple[KVTier, HostShare | None]:
+    """Builds the tier behind the pools of a rank of ``group``, and says which ranks it is shared with. Raises
+    ConfigError where the host lacks its memory."""
     args = config.tiers
     order = make_order(config.cache.radix_eviction_policy, config.cache.radix_eviction_policy_config)
     context = TierContext(runner.pool, 0, args.host_flag, runner.draft_pool, io_backend=args.hicache_io_backend,
                           in_background=runner.device.type == "cuda", order=order, further=runner.pools[1:])
-    num_bytes = args.host_bytes(sum(group.nbytes for group in context.groups))
+    num_bytes = args.host_bytes(sum(each.nbytes for each in context.groups))
+    share = None
+    if (count := num_sharing(config, runner, group)) > 1:
+        sizes = [each[0].nbytes for each in context.groups]
+        slots = count * num_bytes // sum(sizes)
+        if slots and (share := share_host_memory(SlotMemory.num_bytes(sizes, slots), count, group)) is not None:
+            num_bytes = slots * sum(sizes)
+            logger.info("%d ranks share %d pages in host memory", count, slots)
     make = KV_TIERS.get(args.kv_tier) if runner.spec.state is None else HybridHostTier
-    tier: KVTier = make(dataclasses.replace(context, num_bytes=num_bytes))
-    return tier
+    tier: KVTier = make(dataclasses.replace(context, num_bytes=num_bytes, share=share))
+    return tier, share
 
 
 def _check_windows(config: ServerConfig) -> None:
     """Raises ConfigError for what the tier cannot do with pages of sliding windows."""
     args, unless = config.tiers, "or set --disable-hybrid-swa-memory."
-    if config.duties.receives_kv:
-        raise ConfigError("--enable-hierarchical-cache does not keep the pages of sliding windows on a decode server: "
-                          f"leave it out, {unless}")
-    if args.hicache_write_policy != "write_through":
-        raise ConfigError(f"--hicache-write-policy {args.hicache_write_policy} would come too late for the pages of "
-                          f"sliding windows, which requests give back before: leave it at write_through, {unless}")
     if args.kv_tier != "host":
         raise ConfigError(f"--kv-tier {args.kv_tier} does not keep the pages of sliding windows: leave it at host, "
                           f"{unless}")
 
 
-def make_prefetches(config: ServerConfig, runner: ModelRunner, cache: KVCacheManager, tier: KVTier, group: TPGroup,
-                    agreement: RankAgreement, rates: AgreedRates) -> Prefetches | None:
+def make_prefetches(config: ServerConfig, runner: ModelRunner, cache: KVCacheManager, tier: KVTier,
+                    share: HostShare | None, group: TPGroup, agreement: RankAgreement,
+                    rates: AgreedRates) -> Prefetches | None:
     """Builds the prefetches into host memory, from the storage of the flags or from one that is attached later; None
     where the tier is another. Raises ConfigError where the storage cannot be opened."""
     if not isinstance(tier, HostTier):
         return None
     args, storage, servers = config.tiers, None, PageServers()
-    open_storage = partial(open_rank_storage, config, runner, tier, group, servers)
+    open_storage = partial(open_rank_storage, config, runner, tier, group, servers, share)
     if args.hicache_storage_backend is not None:
         storage = open_storage(args.hicache_storage_backend, args.storage_config)
     return Prefetches(cache, tier, storage, agreement, rates, args.hicache_storage_prefetch_policy,

@@ -48,7 +48,7 @@ from ...common.bench.client.server_sender import ServerSender
 from ...common.bench.workloads.trace import BLOCK, Line, read
 from ...common.bench.workloads.workload import Conversation, Prompt, single
 from ...common.garbage_collector import freeze_collector
-from .relay import Relay, dummy_flags, relay_servers
+from .relay import LLAMA_8B, Relay, dummy_flags, relay_servers
 
 VOCABULARY = 4000
 
@@ -223,7 +223,7 @@ def main() -> None:
                    max_length=args.max_length, seed=args.seed)
     rows: list[dict] = []
     with tempfile.TemporaryDirectory() as folder:
-        flags = (dummy_flags(Path(folder)) if args.shape == "8b" else
+        flags = (dummy_flags(Path(folder), LLAMA_8B | {"max_position_embeddings": 32768}) if args.shape == "8b" else
                  ["--model-path", "tinychat", "--device", "cpu", "--log-level", "warning"])
         for tiers in args.tiers:
             both, prefill, decode = flags_of(args, tiers)

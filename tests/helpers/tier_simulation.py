@@ -17,8 +17,11 @@ from baton.common.config.server.tiers import WRITE_POLICIES, PrefetchLimits
 from baton.common.kvcache.layout import KVLayout
 from baton.common.kvcache.manager import KVCacheManager
 from baton.common.kvcache.pool import KVPool
+from baton.common.kvcache.storage.first_rank import FirstRankStorage
 from baton.common.kvcache.tiers.base import TierContext
 from baton.common.kvcache.tiers.host import HostTier
+from baton.common.kvcache.tiers.shared_pages import HostShare
+from baton.common.kvcache.tiers.slot_memory import SlotMemory
 from baton.common.request.req import Req
 from baton.common.scheduler.batcher import Batcher
 from baton.common.scheduler.preemption.copy_rates import AgreedRates
@@ -32,17 +35,25 @@ PAGE, PAGES, SLOTS = 4, 40, 48
 _LAYOUT = KVLayout(groups=(1, 1), num_kv_heads=1, head_dim=1, page_size=PAGE, dtype="float32")
 
 
+def shares(count: int) -> list[HostShare]:
+    """Host memory of ranks that share it, in this process."""
+    memory = np.zeros(HostShare.HEADER_BYTES + SlotMemory.num_bytes([_LAYOUT.page_bytes // 2] * 2, SLOTS), np.uint8)
+    return [HostShare.of(index, count, memory) for index in range(count)]
+
+
 class SimulatedRank:
     """One rank: its caches and its batcher. Ranks that are given the same calls take the same decisions, whatever their
     own ``rng`` does to copies and to the storage."""
 
     def __init__(self, group: Any, seed: int, *, alone: bool = True, shared: bool = False,
-                 prefetch_policy: Any = "timeout", write_policy: str = "write_through"):
+                 prefetch_policy: Any = "timeout", write_policy: str = "write_through",
+                 share: HostShare | None = None):
+        """``share``: with ranks that have the same pages; the first one has the storage."""
         self.rng = np.random.default_rng(seed)
         self.pool = KVPool(_LAYOUT, PAGES, "cpu")
         self._memory = [tensor.view(PAGES, 2, PAGE).numpy() for tensor in self.pool.groups]
         self.cache = KVCacheManager(PAGES, PAGE)
-        context = TierContext(self.pool, SLOTS * _LAYOUT.page_bytes, "-")
+        context = TierContext(self.pool, SLOTS * _LAYOUT.page_bytes, "-", share=share)
         made = []
 
         def late_copies(memory: Any) -> Any:
@@ -52,7 +63,8 @@ class SimulatedRank:
         self.host = HostTier(context, late_copies)
         self.device = made[0]
         self.cache.attach_tier(self.host, WRITE_POLICIES.get(write_policy)(), shared=shared, alone=alone)
-        self.storage = FakeStorage(self.host, self.rng, max_delay=4, fail_share=0.1, pages_a_step=3)
+        self.storage = (FakeStorage(self.host, self.rng, max_delay=4, fail_share=0.1, pages_a_step=3)
+                        if share is None or share.index == 0 else FirstRankStorage("fake"))
         rates = AgreedRates(1e9, group)
         self.prefetches = Prefetches(self.cache, self.host, self.storage, group, rates, prefetch_policy,
                                      PrefetchLimits(2 * PAGE, 5.0, 0.0))
@@ -96,11 +108,12 @@ class SimulatedRank:
                         self._numbers.pop(chunk.req)
             batcher.finish_all(ended)
         batcher.flush_stores()
-        self.storage.step()
         self.device.run_some(self.rng)
-        if len(self.storage.objects) > 400:  # some are lost, whatever they are needed for
-            for key in [*self.storage.objects][int(self.rng.integers(7))::7]:
-                del self.storage.objects[key]
+        if isinstance(self.storage, FakeStorage):
+            self.storage.step()
+            if len(self.storage.objects) > 400:  # some are lost, whatever they are needed for
+                for key in [*self.storage.objects][int(self.rng.integers(7))::7]:
+                    del self.storage.objects[key]
         return launched, ended
 
     def check(self) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..pool import KVPool
+    from .shared_pages import HostShare
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class TierContext:
     ``draft_pool`` a page is that of both pools: they are stored, loaded and dropped together. ``io_backend``: see
     page_copies.py. ``in_background``: the memory may come later; who makes the tier calls ``grow``. ``order``: the
     eviction policy, by default LRU.
+
+    ``share``: the ranks of this host that have the same pages, and keep one copy of them together.
 
     ``further``: the pools of further cache groups (cache_group.py). Then a page has an id in each cache group, page ids
     are [cache groups, n], and what is ABSENT is not loaded; all of a page that is stored is there.
@@ -45,6 +48,7 @@ class TierContext:
     in_background: bool = False
     order: EvictionOrder | None = None
     further: Sequence[KVPool] = ()
+    share: HostShare | None = None
 
     @property
     def groups(self) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,10 +20,12 @@ from ..page_keys import PageKey
 from .base import HostListener, TierContext, TierCounters, TierTask
 from .evictable_keys import evictable_keys
 from .page_copies import IO_BACKENDS, Copy, HostPageCopies, PageCopies
+from .shared_pages import SharedPageCopies
 from .slot_memory import OutOfHostMemory, SlotMemory
 
 _MIN_MEASURED_BYTES = 8 << 20
 _NEWEST_RATE_WEIGHT = 0.3  # in the moving average
+_POLL_SECONDS = 5e-4
 
 
 class InFlight:
@@ -118,7 +121,7 @@ class LoadTask:
         self.num_pages = len(keys)
         self.keys = keys
         self.copy = copy
-        self.num_clears = tier.num_clears
+        self.slots = tier.slots_of(keys)
         self._tier = tier
         self._compute_seconds = compute_seconds
         self._done = False
@@ -143,7 +146,8 @@ class HostTier:
     """Slots for as many pages as fit into the context's bytes; see base.py for what its calls guarantee.
 
     A copy waits on the device for the copies in flight with the same slots or pages, so that a slot may change hands,
-    and a page be evicted, while the device still reads it.
+    and a page be evicted, while the device still reads it. With a ``share`` in the context the slots are those of all
+    its ranks (shared_pages.py); a storage fills and reads them on the first one.
     """
 
     def __init__(self, context: TierContext, make_copies: Callable[[SlotMemory], PageCopies] | None = None):
@@ -162,7 +166,8 @@ class HostTier:
         try:
             pin, unpin = partial(_pin, groups[0].device), partial(_unpin, groups[0].device)
             self.memory = SlotMemory(sizes, count, pin=pin if on_gpu else None, unpin=unpin if on_gpu else None,
-                                     in_background=context.in_background)
+                                     in_background=context.in_background,
+                                     shared=None if context.share is None else context.share.memory)
         except OutOfHostMemory as problem:
             raise ConfigError(f"The host has no {gigabytes:g} GiB for {context.flag} ({problem}); lower it.") from None
         if make_copies is not None:
@@ -171,10 +176,15 @@ class HostTier:
             self._copies = IO_BACKENDS[context.io_backend](context, self.memory)
         else:
             self._copies = HostPageCopies(context, self.memory)
+        self._shared: SharedPageCopies | None = None
+        if context.share is not None:
+            self._copies = self._shared = SharedPageCopies(self._copies, context.share, self.page_bytes)
         sizes = [pool.num_pages for pool in (context.pool, *context.further)]
         self._first_number = np.cumsum([0, *sizes[:-1]])[:, None]
         self.loads, self.stores = (InFlight(count, sum(sizes)) for _ in range(2))
         self.num_clears = 0
+        self._num_loads = np.zeros(count, np.int64)  # that are not finished, by slot
+        self._withheld = np.zeros(count, bool)  # by slot: dropped while such loads read it
         self.link_rate = 0.0
         """Bytes a second of loads, a moving average; 0 before the first one."""
         self.capacity = 0
@@ -231,7 +241,8 @@ class HostTier:
         self.pin(present)
         if not present:
             return LoadTask(self, present, None, 0.0)
-        slots, pages = self._slots_of(present), np.atleast_2d(page_ids)[:, :len(present)]
+        slots, pages = self.slots_of(present), np.atleast_2d(page_ids)[:, :len(present)]
+        self._num_loads[slots] += 1
         if self.is_queued(slots):
             self.flush()
         numbers = self._numbers_of(pages)
@@ -242,8 +253,12 @@ class HostTier:
 
     def finish(self, task: TierTask) -> None:
         assert isinstance(task, LoadTask)
-        if task.num_clears == self.num_clears:
-            self.unpin(task.keys)
+        self._num_loads[task.slots] -= 1
+        dropped = self._withheld[task.slots]
+        self.unpin([key for key, is_dropped in zip(task.keys, dropped.tolist()) if not is_dropped])
+        free = task.slots[dropped & (self._num_loads[task.slots] == 0)]
+        self._withheld[free] = False
+        self._slots.free(free)
         if task.copy is not None and not task.copy.complete:
             self._step_loads.append(task.copy)
 
@@ -313,6 +328,8 @@ class HostTier:
         return bool(self._queued) and bool(self._is_queued[slots].any())
 
     def poll(self) -> None:
+        if self._shared is not None:
+            self._shared.advance()
         for copy in self.loads.pop_complete():
             if copy.num_bytes >= _MIN_MEASURED_BYTES and (seconds := copy.seconds):
                 newest = copy.num_bytes / seconds
@@ -369,7 +386,9 @@ class HostTier:
                 self._pins.pop(key, None)
         self._evictable.forget(dropped)
         slots.sort()  # the last page left first: neighbours are copied by one command
-        self._slots.free(slots)
+        read = self._num_loads[slots] > 0
+        self._withheld[slots[read]] = True
+        self._slots.free(slots[~read])
         return dropped
 
     def _make_room(self, count: int, keep: Container[PageKey] = ()) -> int:
@@ -381,7 +400,8 @@ class HostTier:
             self.counters.evicted += len(evicted)
         return min(count, self._slots.num_free)
 
-    def _slots_of(self, keys: Sequence[PageKey]) -> np.ndarray:
+    def slots_of(self, keys: Sequence[PageKey]) -> np.ndarray:
+        """The slots [n] of pages that it keeps."""
         return np.array([self._slot_of[key] for key in keys], np.int64)
 
     # -- what a storage fills and reads ----------------------------------------------------------
@@ -416,8 +436,10 @@ class HostTier:
 
     def slot_views(self, slot: int) -> list[np.ndarray]:
         for copies in (self.loads, self.stores):
-            if (copy := copies.of_slots(np.array([slot]))) is not None:
+            while (copy := copies.of_slots(np.array([slot]))) is not None:
                 copy.synchronize()
+                if not copy.complete:  # on other ranks
+                    time.sleep(_POLL_SECONDS)
         return [array[slot] for array in self.memory.arrays]
 
     def read_slot(self, key: PageKey, into: np.ndarray) -> bool:
@@ -432,11 +454,14 @@ class HostTier:
             end = begin + array.shape[1]
             into[begin:end] = array[slot]
             begin = end
+        if self._shared is not None:
+            self._shared.catch_up()
         return bool(self._generation[slot] == generation)
 
     def check_integrity(self) -> None:
         """Asserts that each slot is free, reserved or has one key."""
         taken = [*self._slot_of.values(), *self._reserved]
+        taken += np.flatnonzero(self._withheld).tolist()
         assert len(set(taken)) == len(taken) == self.capacity - self._slots.num_free, repr(self)
         assert self._pins.keys() <= self._slot_of.keys() and min(self._pins.values(), default=1) > 0, "pins are off"
         assert all(key in self._evictable for key in self._slot_of.keys() - self._pins.keys())

@@ -79,10 +79,11 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
         "staging", "instance_transfer", "uploads"}),
     "common/kvcache/eviction": (EVICTION_POLICIES, {"base"}),
     "common/kvcache/write_policies": (WRITE_POLICIES, {"base"}),
-    "common/kvcache/tiers": (KV_TIERS, {"base", "batch_copy", "evictable_keys", "page_copies", "slot_memory"}),
+    "common/kvcache/tiers": (KV_TIERS, {
+        "base", "batch_copy", "evictable_keys", "page_copies", "shared_pages", "slot_memory"}),
     "common/kvcache/storage": (KV_STORAGES, {
-        "base", "fingerprint", "folder", "health", "objects", "open", "operations", "page_servers", "page_shape",
-        "storage"}),
+        "base", "fingerprint", "first_rank", "folder", "health", "objects", "open", "operations", "page_servers",
+        "page_shape", "storage"}),
     "kvtransfer/pages": (KV_STORAGES, {"messages", "peers", "server", "staging"}),
     "kvtransfer/backends": (TRANSFER_BACKENDS, {"base", "cuda_driver", "ipc_cuda", "ipc_host"}),
 }

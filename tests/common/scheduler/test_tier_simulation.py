@@ -10,7 +10,7 @@ import pytest
 from baton.common.distributed.tick_agreement import TickAgreement
 from baton.common.distributed.tp import TPGroup
 from baton.tests.common.distributed.test_tick_agreement import World
-from baton.tests.helpers.tier_simulation import SimulatedRank, Traffic
+from baton.tests.helpers.tier_simulation import SimulatedRank, Traffic, shares
 
 STEPS = 8_000  # of each case; 100,000 were run, too
 CASES = [("timeout", "write_through", False), ("best_effort", "write_back", False),
@@ -34,15 +34,18 @@ def test_no_page_is_lost_in_random_steps(case):
     assert rank.prefetches.num_held == 0
 
 
+@pytest.mark.parametrize("sharing", [False, True], ids=["own memory", "shared memory"])
 @pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=str)
-def test_ranks_decide_alike_over_storages_and_links_of_other_speeds(case):
-    """Two ranks that agree by ticks; their copies and storages take other times and fail elsewhere."""
+def test_ranks_decide_alike_over_storages_and_links_of_other_speeds(case, sharing):
+    """Two ranks that agree by ticks; their copies and storages take other times and fail elsewhere. Of shared memory
+    each writes every second slot, and the first one has the storage."""
     prefetch_policy, write_policy, shared = case
     said: list[bytes] = []
     groups = [TickAgreement(SimpleNamespace(world=World(rank, said), dp_rank=0,
                                             attn_tp=SimpleNamespace(rank=rank, size=2))) for rank in (0, 1)]
     ranks = [SimulatedRank(group, seed, alone=False, shared=shared, prefetch_policy=prefetch_policy,
-                           write_policy=write_policy) for seed, group in enumerate(groups)]
+                           write_policy=write_policy, share=share)
+             for seed, (group, share) in enumerate(zip(groups, shares(2) if sharing else (None, None)))]
 
     def tick():
         groups[1].report()

@@ -321,7 +321,7 @@ def test_random_operations_against_a_dict(seed):
             there -= set(event[1])
     tier.flush()
     kept = [name for name in known if tier.lookup([name])]
-    assert there == {name for name in kept if not tier.is_queued(tier._slots_of([name]))}
+    assert there == {name for name in kept if not tier.is_queued(tier.slots_of([name]))}
 
 
 class Host:
