@@ -21,9 +21,9 @@ from ..kvcache.pool import KVPool
 from ..kvcache.storage.page_servers import PageServers
 from ..kvcache.tiers.base import KVTier, TierContext
 from ..kvcache.tiers.host import HostTier
-from ..kvcache.tiers.with_states import HybridHostTier
 from ..kvcache.tiers.shared_pages import HostShare
 from ..kvcache.tiers.slot_memory import SlotMemory
+from ..kvcache.tiers.with_states import HybridHostTier
 from .batcher import Batcher
 from .chain_planner import ChainPlanner
 from .drafting import Drafting
