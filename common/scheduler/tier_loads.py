@@ -117,12 +117,16 @@ class TierLoads:
         if not self._rates.should_load((queued + count) * page_bytes, count * page_size):
             self.num_computed += count
             return None
-        if (page_ids := self._cache.allocate_loaded(table, count)) is None:
+        self._tier.pin(keys)  # pages of further groups that are evicted for these are stored
+        page_ids = self._cache.allocate_loaded(table, count)
+        if page_ids is None:
+            self._tier.unpin(keys)
             self.num_computed += count
             return None
         rest = req.length - (table.num_cached_pages + count) * page_size
         task = self._tier.load(keys, page_ids if len(page_ids) > 1 else page_ids[0],
                                0.0 if self._shared else self._rates.compute_seconds(rest))
+        self._tier.unpin(keys)
         return _Load(req, task, then, next(self._numbers), count, sum(key in stored for key in keys))
 
     def _found(self, table: PageTable, req: Req, limit: int) -> list[PageKey]:

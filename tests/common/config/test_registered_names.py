@@ -80,7 +80,7 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
     "common/kvcache/eviction": (EVICTION_POLICIES, {"base"}),
     "common/kvcache/write_policies": (WRITE_POLICIES, {"base"}),
     "common/kvcache/tiers": (KV_TIERS, {
-        "base", "batch_copy", "evictable_keys", "page_copies", "shared_pages", "slot_memory"}),
+        "base", "batch_copy", "evictable_keys", "page_copies", "shared_pages", "slot_memory", "with_states"}),
     "common/kvcache/storage": (KV_STORAGES, {
         "base", "fingerprint", "first_rank", "folder", "health", "objects", "open", "operations", "page_servers",
         "page_shape", "storage"}),
