@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -63,6 +63,15 @@ class AttentionBackend(AttentionPlanner, Protocol):
     ``k``, after ``norms`` of their heads. ``sinks`` [Hq] float32 are logits that join the denominators of the heads'
     softmaxes. It mutates the pool and ``q``.
     """
+
+
+@runtime_checkable
+class CompilesKernels(Protocol):
+    """A backend whose kernels of prompts take long to compile at a machine's first start."""
+
+    def compile_meanwhile(self) -> None:
+        """Compiles them in the background, where they are not yet; prompts are another kernel's until then. Without
+        this call the first prompt waits."""
 
 
 class AttentionFacts(NamedTuple):

@@ -1,4 +1,4 @@
-"""Attention by FlashInfer's paged kernels (compiled at first use, about 100 s, then cached on disk)."""
+"""Attention by FlashInfer's paged kernels, which are compiled once a machine: see prompt_kernels.py."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from ..forward.forward_batch import ForwardBatch
 from ..forward.step_context import AttentionPlan
 from ..kvcache.pool import KVPool
 from .base import AttentionBackend, AttentionFacts, check_gpu, store
+from .prompt_kernels import PromptKernels, flashinfer_prompts
 from .triton_backend import TritonBackend
 from .workspace import AttentionWorkspace
 
@@ -89,6 +90,21 @@ class FlashInferBackend:
         self._max_dequantized_pages = _DEQUANTIZED_BYTES // (
             2 * layout.num_kv_heads * layout.page_size * layout.head_dim * dtype.itemsize)
         self._triton = TritonBackend(pool, num_heads, window, scores)
+        self._prompts: PromptKernels | None = None
+
+    def compile_meanwhile(self) -> None:
+        self._prompts = flashinfer_prompts(self._fa3, self._prompt_types, self.pool.layout.head_dim,
+                                           window=self._heads["window_left"] >= 0,
+                                           softcap=bool(self._heads.get("logits_soft_cap")))
+
+    @property
+    def _prompt_types(self) -> dict[str, torch.dtype]:
+        """Types of a prompt's queries and pages as attention reads them."""
+        return self._types | {"kv_data_type": self._types["q_data_type"]} if self.dequantizes else self._types
+
+    @property
+    def _compiling(self) -> bool:
+        return self._prompts is not None and not self._prompts.ready
 
     def _wrappers(self, workspace: AttentionWorkspace) -> _Wrappers:
         """Makes the wrappers of a workspace."""
@@ -103,11 +119,11 @@ class FlashInferBackend:
 
     def plan(self, batch: ForwardBatch, workspace: AttentionWorkspace, *, max_length: int | None = None,
              out: torch.Tensor | None = None) -> AttentionPlan:
-        if self.verifies(batch) or (not batch.is_decode and self.dequantizes and (
-                batch.kv_indptr_cpu[-1] > self._max_dequantized_pages)):
+        wrappers = workspace.of(self, lambda: self._wrappers(workspace))
+        if self.verifies(batch) or (not batch.is_decode and (self._compiling or (
+                self.dequantizes and batch.kv_indptr_cpu[-1] > self._max_dequantized_pages))):
             plan = self._triton.plan(batch, workspace, max_length=max_length)
             return dataclasses.replace(plan, attends_last_tokens=False)
-        wrappers = workspace.of(self, lambda: self._wrappers(workspace))
         lengths = self._lengths(batch)
         if max_length is not None:
             wrapper = self._over_tensors_of(batch, wrappers)
@@ -126,7 +142,7 @@ class FlashInferBackend:
 
     def warm_up(self, compute_prompt: Callable[[], None]) -> None:
         compute_prompt()
-        if self.dequantizes:
+        if self.dequantizes and not self._compiling:
             max_pages, self._max_dequantized_pages = self._max_dequantized_pages, 0  # every prompt is a long one
             try:
                 compute_prompt()
@@ -146,7 +162,7 @@ class FlashInferBackend:
         types = self._types
         if plan.is_paged_prefill and self.dequantizes:
             read = torch.arange(len(pages), dtype=torch.int32, device=pages.device)
-            types = types | {"kv_data_type": types["q_data_type"]}
+            types = self._prompt_types
         table = (kv_indptr, read, last_page_len)
         if plan.is_whole:
             wrapper.plan(qo_indptr, qo_indptr, head_dim_qk=layout.head_dim, causal=True, **self._heads, **types)

@@ -14,7 +14,7 @@ from ..config.server import KernelArgs
 from ..config.server.kernels import ATTENTION_BACKENDS
 from ..config.window import AttentionChunk
 from ..kvcache.pool import KVPool
-from .base import AttentionBackend, AttentionFacts
+from .base import AttentionBackend, AttentionFacts, CompilesKernels
 from .chunked_backend import ChunkedBackend
 from .per_layer_backend import LayerPlace, PerLayerBackend
 from .prefill_decode_backend import PrefillDecodeBackend
@@ -95,6 +95,8 @@ def select_attention(args: KernelArgs, device: torch.device, pool: KVPool, num_h
                                   pool.layout.page_size, on_device=name == "triton")
         made = [select_backend(name, device, pool, num_heads, dtype, window, scores)
                 for name in dict.fromkeys((prefill, decode))]
+        if args.attention_backend == "auto" and isinstance(made[0], CompilesKernels):
+            made[0].compile_meanwhile()
         return made[0] if len(made) == 1 else PrefillDecodeBackend(*made)
 
     kinds = list(dict.fromkeys(windows)) or [None]

@@ -11,12 +11,14 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import uvloop
@@ -44,8 +46,10 @@ OPEN_LOOP = load.Workload(4096, 256, 200, rate=8.0)
 
 def dummy_flags(folder: Path, shape: dict = LLAMA_8B) -> list[str]:
     (folder / "config.json").write_text(json.dumps(shape))
+    # Named, FlashInfer is compiled before a server is ready.
+    flashinfer = shutil.which("nvidia-smi") and find_spec("flashinfer") and "kv_lora_rank" not in shape
     return ["--model-path", str(folder), "--tokenizer-path", "tinychat", "--load-format", "dummy",
-            "--served-model-name", "dummy"]
+            "--served-model-name", "dummy", *(["--attention-backend", "flashinfer"] if flashinfer else [])]
 
 
 @contextmanager

@@ -14,16 +14,30 @@ import torch
 from ...api.errors import ConfigError
 from ...api.messages import Failed, FromEngine, Generate, OutputBatch
 from ...api.sampling import SamplingParams
+from ...attention.select import choose_backend
 from ...config.server import ServerConfig
 from ...distributed.parallel import Parallel
-from ...engine.rank import EngineParts, build_parts, join_groups, unified_scheduler
+from ...engine.rank import EngineParts, build_parts, device_of, join_groups, unified_scheduler
 from ...engine.rank_spec import RankSpec
 from ...engine.unified_scheduler import UnifiedScheduler
 from ...execution.executor import Executor
+from ...models.registry import load_model_spec
 from ...runner.cuda_graphs.piecewise_graphs import GraphSizes
+from ...runner.kv_sizing import resolve_dtype
 from ..report.draft_figures import DraftFigures
 from .draft_timer import DraftTimer
 from .timed_executor import TimedExecutor
+
+
+def _compiled_first(spec: RankSpec) -> RankSpec:
+    """Names the attention backend that ``auto`` is: else a server computes prompts by other kernels while those of the
+    backend are compiled."""
+    config, model, device = spec.config, load_model_spec(spec.config.model), device_of(spec)
+    if config.kernels.attention_backend != "auto" or device.type == "cpu" or model.mla or model.encoder:
+        return spec
+    name = choose_backend("auto", device, resolve_dtype(config, model, device), model.head_dim, model.scores.softcap)
+    kernels = dataclasses.replace(config.kernels, attention_backend=name)
+    return dataclasses.replace(spec, config=dataclasses.replace(config, kernels=kernels))
 
 
 class SteppedEngine:
@@ -31,9 +45,9 @@ class SteppedEngine:
 
     def __init__(self, config: ServerConfig, parallel: Parallel | None = None,
                  progress: Callable[[str, float], None] = lambda stage, share: None):
-        """Loads the weights and warms up. Raises ConfigError. ``parallel``: this rank's groups, where several
-        processes step one engine alike."""
-        spec = RankSpec(config, 0, 1, "", "", "")
+        """Loads the weights and warms up; all kernels are compiled then. Raises ConfigError. ``parallel``: this rank's
+        groups, where several processes step one engine alike."""
+        spec = _compiled_first(RankSpec(config, 0, 1, "", "", ""))
         self._refused: list[Failed] = []
         self._answers: dict[str, list[int]] | None = None  # of ``complete``
         try:

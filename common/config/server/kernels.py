@@ -27,7 +27,9 @@ _FIXED_ORDER = ("auto", "triton", "torch")
 @dataclass(frozen=True)
 class KernelArgs:
     attention_backend: str = flag("auto", choices=ATTENTION_CHOICES, help=(
-        "auto is flashinfer on a GPU where it is installed and supports the model, else triton; torch on a CPU"))
+        "auto is flashinfer on a GPU where it is installed and supports the model, else triton; torch on a CPU. At a "
+        "machine's first start auto computes prompts by triton until flashinfer is compiled, for which flashinfer "
+        "waits"))
     decode_attention_backend: str = flag("auto", choices=ATTENTION_CHOICES, help=(
         "backend of decode steps; auto is triton on a GPU, else that of --attention-backend"))
     sampling_backend: str = flag("auto", choices=SAMPLING_CHOICES, help=(

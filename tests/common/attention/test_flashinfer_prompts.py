@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -122,6 +123,73 @@ def test_float8_pages_are_widened_for_the_library_and_too_many_are_not(backend_o
             torch.testing.assert_close(got, want)
         assert Wrapper.runs - before == by_library
         backends[1]._max_dequantized_pages = 10**6 if start == 0 else 3
+
+
+class Compiler:
+    """FlashInfer's compiler, which ends when it is allowed to."""
+
+    def __init__(self, monkeypatch, compiled: bool = False, error: Exception | None = None):
+        self.allowed, self.asked, self.error = threading.Event(), [], error
+        jit, prefill = ModuleType("flashinfer.jit"), ModuleType("flashinfer.prefill")
+        spec = SimpleNamespace(is_aot=False, is_compiled=compiled)
+        jit.gen_batch_prefill_module = lambda *kernels: spec  # type: ignore[attr-defined]
+        prefill.get_batch_prefill_module = self.load  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "flashinfer.jit", jit)
+        monkeypatch.setitem(sys.modules, "flashinfer.prefill", prefill)
+
+    def load(self, *kernels):
+        self.asked.append(kernels)
+        assert self.allowed.wait(20)
+        if self.error is not None:
+            raise self.error
+
+    def end(self) -> None:
+        self.allowed.set()
+        for thread in threading.enumerate():
+            if thread.name == "flashinfer-compiler":
+                thread.join(20)
+
+
+class Prompts:
+    """A backend over float8 pages, and which kernels have computed its prompts."""
+
+    def __init__(self, backend_of):
+        layout = KVLayout((1,), num_kv_heads=2, head_dim=16, page_size=16, dtype="float8_e4m3fn", scales=SCALES[:1])
+        self.backend = backend_of(KVPool(layout, 60, CPU), 8, torch.float32)
+        self.workspace = AttentionWorkspace(CPU)
+
+    def by_library(self) -> bool:
+        before, pages = Wrapper.runs, np.arange(4)[None]
+        plan = self.backend.plan(build_forward_batch([Row([0, 0], 0, row) for row in pages], 16, CPU), self.workspace)
+        results_of([plan], pages, 0, 2, 0)
+        return Wrapper.runs > before
+
+
+def test_prompts_are_computed_by_other_kernels_until_the_library_has_compiled_its_own(backend_of, monkeypatch):
+    compiler, prompts = Compiler(monkeypatch), Prompts(backend_of)
+    prompts.backend.compile_meanwhile()
+    counted: list[bool] = []
+    prompts.backend.warm_up(lambda: counted.append(prompts.by_library()))
+    assert counted == [False] and not prompts.by_library()
+    compiler.end()
+    assert prompts.by_library()
+    assert compiler.asked == [("fa3", torch.float32, torch.float32, torch.float32, torch.int32, 16, 16, 0, False, False,
+                               False)]
+
+
+def test_kernels_of_an_earlier_start_are_used_at_once(backend_of, monkeypatch):
+    compiler, prompts = Compiler(monkeypatch, compiled=True), Prompts(backend_of)
+    prompts.backend.compile_meanwhile()
+    assert prompts.by_library() and not compiler.asked
+
+
+def test_a_machine_without_a_compiler_keeps_the_other_kernels(backend_of, monkeypatch, caplog):
+    compiler = Compiler(monkeypatch, error=RuntimeError("Ninja build failed.\nnvcc: not found"))
+    prompts = Prompts(backend_of)
+    prompts.backend.compile_meanwhile()
+    compiler.end()
+    assert not prompts.by_library()
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "nvcc: not found" in caplog.text
 
 
 def test_a_warm_up_computes_prompts_by_both_kernels(backend_of):
