@@ -367,7 +367,7 @@ FAMILIES = (
            "or does not match its config.json.",
            ("common/config/model.py", "common/config/model_config.py", "common/config/draft_model.py",
             "common/config/draft_kind.py",
-            "common/config/moe.py", "common/config/mla.py",
+            "common/config/moe.py", "common/config/mla.py", "common/config/mamba2.py",
             "common/config/rope.py", "common/config/window.py", "common/models",
             "common/config/checkpoint.py", "common/config/hub.py", "common/config/described",
             "common/config/remote.py", "common/config/gguf_file.py", "common/config/gguf_families.py", "common/weights",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..api.errors import ConfigError
 from ..config.defaults import COMMON
+from ..config.mamba2 import Mamba2Spec, check_mamba2, heads_of_group
 from ..config.model import ModelSpec
 from ..config.model_config import ModelConfig, check_silu
 from ..config.rope import RotarySpec, read_rope
-from ..config.state import StateSpec
 from .registry import MODELS, ModelFamily
 
 if TYPE_CHECKING:
@@ -25,60 +25,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FalconH1Spec:
-    """Falcon-H1's own facts. ``mamba_*`` are those of the mixers, ``mamba_heads`` those of a group; ``mamba_norm`` as
-    in Mamba2Mixer. ``factors``: what checkpoints' matrices are multiplied by, by the ends of their names; the five of
-    ``in_proj`` are those of gates, x, B, C and time steps."""
+    """Falcon-H1's own facts. ``factors``: what checkpoints' matrices are multiplied by, by the ends of their names; the
+    five of ``in_proj`` are those of gates, x, B, C and time steps."""
 
     rope: RotarySpec
     rms_norm_eps: float
-    mamba_groups: int
-    mamba_heads: int
-    mamba_head_dim: int
-    mamba_state_dim: int
-    mamba_taps: int
-    mamba_norm: str
-    mamba_conv_bias: bool
+    mamba: Mamba2Spec
     embedding_multiplier: float
     lm_head_multiplier: float
     factors: Mapping[str, tuple[float, ...]]
-
-    @property
-    def group_values(self) -> int:
-        """Values of a group's state."""
-        inner = self.mamba_heads * self.mamba_head_dim
-        return (inner + 2 * self.mamba_state_dim) * (self.mamba_taps - 1) + inner * self.mamba_state_dim
 
 
 def read(config: ModelConfig) -> ModelSpec:
     check_silu(config)
     values, rope = config.values, read_rope(config.values)
-    _check(values)
+    check_mamba2(values, "projectors_bias", "mamba_proj_bias", "attention_bias", "mlp_bias")
     inner = values["mamba_d_ssm"] or int(values["mamba_expand"] * values["hidden_size"])
     heads, groups = values["mamba_n_heads"], values["mamba_n_groups"]
-    if heads % groups or inner % heads:
-        raise ConfigError(f"config.json gives {inner} values to {heads} Mamba-2 heads of {groups} groups, which does "
-                          "not come out even.")
-    order = "norm_first" if values["mamba_norm_before_gate"] else "gate_first"
-    norm = order if values["mamba_rms_norm"] else "none"
-    own = FalconH1Spec(rope, values["rms_norm_eps"], groups, heads // groups, inner // heads, values["mamba_d_state"],
-                       values["mamba_d_conv"], norm, bool(values["mamba_conv_bias"]), values["embedding_multiplier"],
+    order: Literal["norm_first", "gate_first"] = "norm_first" if values["mamba_norm_before_gate"] else "gate_first"
+    mamba = Mamba2Spec(groups, heads_of_group(inner, heads, groups), inner // heads, values["mamba_d_state"],
+                       values["mamba_d_conv"], order if values["mamba_rms_norm"] else "none",
+                       bool(values["mamba_conv_bias"]))
+    own = FalconH1Spec(rope, values["rms_norm_eps"], mamba, values["embedding_multiplier"],
                        values["lm_head_multiplier"], _factors(values))
     layers = tuple(range(values["num_hidden_layers"]))
-    spec = config.spec(rope.longest_context, own,
-                       state=StateSpec(layers, layers, groups, own.group_values, "groups of Mamba-2 heads"))
+    spec = config.spec(rope.longest_context, own, state=mamba.state(layers, layers))
     if spec.quantization is not None:
         raise ConfigError("Falcon-H1's matrices are multiplied by factors while they are loaded, and not quantized: "
                           "use an unquantized checkpoint without --quantization.")
     return spec
-
-
-def _check(values: Mapping[str, Any]) -> None:
-    for name in ("projectors_bias", "mamba_proj_bias", "attention_bias", "mlp_bias"):
-        if values.get(name):
-            raise ConfigError(f"config.json states {name}, which is not supported: use a checkpoint without biases.")
-    least, most = values["time_step_limit"]
-    if least or most not in (float("inf"), {"__float__": "Infinity"}):
-        raise ConfigError(f"config.json limits time steps to {values['time_step_limit']}, which is not supported.")
 
 
 def _factors(values: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
@@ -93,19 +68,17 @@ def _factors(values: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
 
 
 def blocks(spec: ModelSpec, parallel: Parallel) -> Blocks:
-    from ...kernels.arguments import Mamba2
     from .decoder.blocks import Blocks, HeadForm, LayerForm, dense_mlp, rms_norm
     from .decoder.embedding_steps import scaled
     from .decoder.mamba2 import Mamba2Mixer, ParallelMixers
     from .decoder.self_attention import SelfAttention
 
     own: FalconH1Spec = spec.family
-    shape = Mamba2(own.mamba_groups, own.mamba_heads, own.mamba_head_dim, own.mamba_state_dim, own.mamba_taps)
 
     def mixers(name: str, layer: int, spec: ModelSpec, tp: TPGroup, allocate: Allocate, *,
                in_features: int | None = None) -> LayerAttention:
-        mamba = Mamba2Mixer(f"{name.removesuffix('self_attn')}mamba", layer, spec, tp, allocate, shape=shape,
-                            eps=own.rms_norm_eps, norm=own.mamba_norm, conv_bias=own.mamba_conv_bias)
+        mamba = Mamba2Mixer(f"{name.removesuffix('self_attn')}mamba", layer, spec, tp, allocate,
+                            own.mamba, eps=own.rms_norm_eps)
         return ParallelMixers(SelfAttention(name, layer, spec, tp, allocate), mamba, tp)
 
     return Blocks(own.rope, rms_norm(own.rms_norm_eps), mixers, dense_mlp(),
@@ -118,9 +91,6 @@ def tensor_parts_of(spec: ModelSpec) -> TensorParts:
     from ..weights.fused_tensors import Scaled, split_rows
 
     own: FalconH1Spec = spec.family
-    inner = own.mamba_groups * own.mamba_heads * own.mamba_head_dim
-    group = own.mamba_groups * own.mamba_state_dim
-    sizes = inner, inner, group, group, own.mamba_groups * own.mamba_heads
 
     def parts(name: str, tensor: LazyTensor) -> Iterable[tuple[str, LazyTensor]]:
         factors = next((found for end, found in own.factors.items() if name.endswith(end)), (1.0,))
@@ -128,7 +98,7 @@ def tensor_parts_of(spec: ModelSpec) -> TensorParts:
         if not name.endswith("mamba.in_proj.weight"):
             yield renamed, tensor if factors == (1.0,) else Scaled(tensor, factors[0])
             return
-        for part, rows, factor in zip(("z", "x", "b", "c", "dt"), split_rows(tensor, sizes), factors):
+        for part, rows, factor in zip(("z", "x", "b", "c", "dt"), split_rows(tensor, own.mamba.in_sizes), factors):
             yield renamed.replace(".in_proj.", f".in_proj_{part}."), Scaled(rows, factor)
 
     return parts

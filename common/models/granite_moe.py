@@ -57,11 +57,11 @@ def tensor_parts_of(spec: ModelSpec) -> TensorParts:
     return parts
 
 
-_DEFAULTS = {
+DEFAULTS = {
     **COMMON, "intermediate_size": 11008, "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False,
     "eos_token_id": 2, "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0,
     "attention_multiplier": 1.0, "num_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 0}
 
 MODELS.register("GraniteMoeForCausalLM", "GraniteMoeModel", "GraniteMoeSharedForCausalLM", "GraniteMoeSharedModel")(
-    ModelFamily(read, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of, title="Granite 3 MoE",
+    ModelFamily(read, blocks, DEFAULTS, tensor_parts_of=tensor_parts_of, title="Granite 3 MoE",
                 notes="mixtures of experts, with or without a shared one"))

@@ -210,8 +210,8 @@ MakeClassifier = Callable[[int, int, Allocate], Classifier]
 @dataclass(frozen=True)
 class Blocks:
     """The parts of which a family's decoder is made. ``rotary_dim`` values of a head are rotated, by default as many as
-    ``rope`` says; ``rope_of`` says it for each layer where they differ. ``embedding``: what follows the embedding, in
-    this order. ``classifier`` makes the head of classifiers."""
+    ``rope`` says; ``rope_of`` says it for each layer where they differ, as ``form_of`` does of ``form``.
+    ``embedding``: what follows the embedding, in this order. ``classifier`` makes the head of classifiers."""
 
     rope: RotarySpec
     norm: MakeNorm
@@ -222,4 +222,5 @@ class Blocks:
     head: HeadForm = field(default_factory=HeadForm)
     embedding: tuple[MakeEmbeddingStep, ...] = ()
     rope_of: RopeOfLayer | None = None
+    form_of: Callable[[int], LayerForm] | None = None
     classifier: MakeClassifier = partial(ClassifierHead, "score")

@@ -55,7 +55,7 @@ class DecoderLayer:
                  blocks: Blocks):
         """Builds layer ``index`` of the model, whose keys and values are layer ``kv_layer`` of the pool."""
         self.name = name = f"model.layers.{index}"
-        self.form = form = blocks.form
+        self.form = form = blocks.form if blocks.form_of is None else blocks.form_of(index)
 
         def norm(part: str | None, exchange: TokenExchange | None = None) -> Norm | None:
             return None if part is None else blocks.norm(f"{name}.{part}", spec.hidden_size, allocate, exchange)

@@ -15,6 +15,7 @@ from ....kernels.state.causal_conv1d import causal_conv1d
 from ....kernels.state.gated_norm import gated_norm
 from ....kernels.state.selective_scan import selective_scan
 from ...attention.hybrid_backend import states_of
+from ...config.mamba2 import Mamba2Spec
 from ...config.model import ModelSpec
 from ...distributed.deferred_reduce import DeferredSum, MaybeDeferred
 from ...distributed.tp import TPGroup
@@ -26,12 +27,13 @@ from .self_attention import SelfAttention
 
 
 class Mamba2Mixer:
-    """The mixer of one layer; ``shape`` is the whole model's. Gates multiply the output, which is normed by group
-    before (``norm`` "norm_first"), after ("gate_first") or not at all ("none")."""
+    """The mixer of one layer, and its attention where it has no other; ``mamba`` is the whole model's."""
 
-    def __init__(self, name: str, layer: int, spec: ModelSpec, tp: TPGroup, allocate: Allocate, *, shape: Mamba2,
-                 eps: float, norm: str, conv_bias: bool):
+    def __init__(self, name: str, layer: int, spec: ModelSpec, tp: TPGroup, allocate: Allocate, mamba: Mamba2Spec, *,
+                 eps: float):
         self.layer = layer
+        shape, norm = mamba.shape(), mamba.mamba_norm
+        self._least_step = mamba.mamba_least_step
         self.shape = own = replace(shape, num_groups=shape.num_groups // tp.size)
         self._eps, self._norm_order = eps, norm
         heads, inner = shape.num_groups * shape.heads, shape.num_groups * shape.heads * shape.head_dim
@@ -48,7 +50,7 @@ class Mamba2Mixer:
         self._slots = [Slot(f"{name}.conv1d.weight", self._conv, (channels, 1, shape.taps), 1,
                             load=lambda weight: self._conv.copy_(load(weight)))]
         self._conv_bias: torch.Tensor | None = None
-        if conv_bias:
+        if mamba.mamba_conv_bias:
             bias = self._conv_bias = allocate(own.num_groups * own.channels)
             whole = bias if tp.size == 1 else bias[:1].expand(channels)  # so that the slot reads all of the tensor
             self._slots.append(Slot(f"{name}.conv1d.bias", whole, (channels,),
@@ -69,12 +71,24 @@ class Mamba2Mixer:
         return torch.cat([part.unflatten(0, (shape.num_groups, size))[first:first + count]
                           for part, size in zip(parts, sizes)], 1).flatten(0, 1)
 
+    def activation_format(self, rows: int) -> Float8Format | None:
+        return self.projection.activation_format(rows)
+
+    def project(self, x: Rows) -> Projected:
+        return (self.projection(x),)
+
+    def attend(self, projected: Projected, step: StepContext, cos_sin: torch.Tensor | None,
+               trimmed: bool) -> torch.Tensor:
+        return self.mix(projected[0], step, trimmed)
+
     def mix(self, projected: torch.Tensor, step: StepContext, trimmed: bool) -> torch.Tensor:
         """Returns the heads' outputs ``[T, width]`` of projected rows; see ``LayerAttention.attend``."""
         gate, x, b, c, dt = projected.split_with_sizes(self.projection.sizes, -1)
         groups = self.shape.num_groups
         mixed = torch.cat([part.unflatten(-1, (groups, -1)) for part in (x, b, c)], -1)
         time_step = softplus(dt.float() + self._dt_bias)
+        if self._least_step:
+            time_step = time_step.clamp(min=self._least_step)
         log_decay = -self._a_log.exp() * time_step
         convolved = torch.empty_like(mixed)
         heads = torch.empty(len(mixed), *time_step.shape[1:], self.shape.head_dim, dtype=mixed.dtype,

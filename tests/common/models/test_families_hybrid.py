@@ -30,3 +30,23 @@ def test_qwen3_5_moe(tmp_path):
 @pytest.mark.parametrize("changes", [{"mamba_rms_norm": True}, {"mamba_conv_bias": False}])
 def test_falcon_h1(tmp_path, changes):
     check_family(tmp_path, "FalconH1", **MAMBA, **changes, tp=2 if "mamba_rms_norm" in changes else 0)
+
+
+NEMOTRON = {"ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 12, "n_groups": 2, "head_dim": 12,
+            "num_hidden_layers": None}
+
+
+@pytest.mark.parametrize("pattern", ["M-M*-M", "-*--MM-"])
+def test_nemotron_h(tmp_path, pattern):
+    """Layers without an MLP, and MLPs alone."""
+    check_family(tmp_path, "NemotronH", **NEMOTRON, hybrid_override_pattern=pattern)
+
+
+GRANITE = {"mamba_n_heads": 8, "mamba_d_state": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
+           "shared_intermediate_size": 40, "embedding_multiplier": 2.0, "residual_multiplier": 0.3,
+           "attention_multiplier": 0.5, "logits_scaling": 3.0, "layer_types": ["mamba", "attention", "mamba"]}
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_local_experts": 0, "position_embedding_type": "rope"}])
+def test_granite_4(tmp_path, changes):
+    check_family(tmp_path, "GraniteMoeHybrid", **GRANITE | changes, tp=0)
