@@ -5,8 +5,6 @@ from functools import cache
 import pytest
 
 from baton.common.api.errors import ConfigError
-from baton.common.config.cli import parse
-from baton.common.config.server import ServerConfig
 from baton.tests.helpers.acceptance_parity import BASE, ROOMY, algorithm_flags, questions, started_pair
 from baton.tests.helpers.flag_engine import Answer, FlagEngine
 
@@ -43,18 +41,6 @@ def test_answers_and_acceptance(algorithm, flags, least):
 def test_pages_of_another_type_travel_with_the_models():
     with started_pair(FLOAT8, EAGLE3) as engines:
         assert acceptance_length(engines.answers(questions(4))) > 2.0
-
-
-@pytest.mark.parametrize(("flags", "sentence"), [
-    (("--speculative-algorithm", "NEXTN", "--speculative-draft-model-quantization", "fp8"),
-     "name it by --speculative-draft-model-path"),
-    ((*EAGLE3, "--speculative-draft-load-format", "sharded_state"), "use a format that reads the draft model's"),
-    (("--speculative-algorithm", "NGRAM", *FLOAT8), "are for EAGLE, EAGLE3, NEXTN and STANDALONE"),
-])
-def test_flags_without_a_meaning_are_refused(flags, sentence, capsys):
-    with pytest.raises(SystemExit):
-        parse(ServerConfig, ["--model-path", "tinychat", *flags], prog="engine", description="")
-    assert sentence in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("flags", "sentence"), [
