@@ -99,7 +99,7 @@ def make_drafting(config: ServerConfig, cache: KVCacheManager, spec: ModelSpec, 
         logger.info("--speculative-num-draft-tokens %s: a chain of %s passes has %s rows.", rows, args.num_steps,
                     args.num_drafts + 1)
     make = SPECULATIVE_ALGORITHMS.get(args.speculative_algorithm).make_proposer
-    return Drafting(None if make is None else make(args), cache, args.num_drafts,
+    return Drafting(None if make is None else make(config), cache, args.num_drafts,
                     config.schedule.largest_prefill(context_length), context_length, group.size == 1, args.num_steps,
                     args.room_for_drafts)
 

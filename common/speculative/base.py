@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from ..api.drafts import Drafts
 from ..config.model import ModelSpec
 from ..config.server import ServerConfig
-from ..config.server.speculative import SpeculativeArgs
 from ..request.req import Req
 
 if TYPE_CHECKING:
@@ -183,5 +182,5 @@ class Algorithm:
     """A registered algorithm: one of the two. Those with ``load`` are registered with the trait "device", and "shifted"
     where their draft models are."""
 
-    make_proposer: Callable[[SpeculativeArgs], Proposer] | None = None
+    make_proposer: Callable[[ServerConfig], Proposer] | None = None
     load: Callable[[DraftContext], DraftModel] | None = None

@@ -6,16 +6,21 @@ alone, is Saxena's method (https://github.com/apoorvumang/prompt-lookup-decoding
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
 
 from ..api.drafts import Drafts
+from ..config.server import ServerConfig
 from ..config.server.speculative import SPECULATIVE_ALGORITHMS, SpeculativeArgs
 from ..request.req import Req
 from .base import Algorithm, Proposer
+from .ngram_corpus import NgramCorpus, read_corpus
 from .ngram_index import WAYS, Match, NgramIndex
 from .ngram_tree import tree_of
+
+logger = logging.getLogger(__name__)
 
 
 class OwnNgramProposer:
@@ -39,17 +44,21 @@ class OwnNgramProposer:
 
 
 class NgramProposer:
-    """Looks n-grams up in the tokens of all requests of the same namespace."""
+    """Looks n-grams up in the tokens of all requests of the same namespace, and in those of a ``corpus``."""
 
-    def __init__(self, args: SpeculativeArgs):
+    def __init__(self, args: SpeculativeArgs, corpus: NgramCorpus | None = None):
         self._args = args
+        self._corpus = corpus
         self._most = min(WAYS, args.speculative_ngram_max_bfs_breadth)
         self._index = NgramIndex(args.speculative_ngram_min_match_window_size,
                                  args.speculative_ngram_max_match_window_size, args.speculative_ngram_capacity)
 
     def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[Drafts | None]:
         depths = [min(limit, self._args.speculative_ngram_max_trie_depth) for limit in limits]
-        matches = self._index.match(reqs, depths, WAYS if self._most > 1 else 1)
+        most = WAYS if self._most > 1 else 1
+        matches = self._index.match(reqs, depths, most)
+        if self._corpus is not None:
+            matches = list(map(_longer, matches, self._corpus.match(reqs, depths, most)))
         return [None if match is None else self._drafts(match, limit) for match, limit in zip(matches, limits)]
 
     def _drafts(self, match: Match, limit: int) -> Drafts | None:
@@ -73,9 +82,26 @@ class NgramProposer:
         self._index.end(reqs)
 
 
-def make_proposer(args: SpeculativeArgs) -> Proposer:
-    """Makes the proposer that the flags ask for."""
-    return NgramProposer(args) if args.speculative_ngram_capacity else OwnNgramProposer(args)
+def _longer(own: Match | None, of_corpus: Match | None) -> Match | None:
+    """Returns the longer match; of equal ones what followed in both, in requests first."""
+    if own is None or of_corpus is None:
+        return own or of_corpus
+    if own.length == of_corpus.length:
+        return Match(own.length, [*own.continuations, *of_corpus.continuations][:WAYS])
+    return max(own, of_corpus, key=lambda match: match.length)
+
+
+def make_proposer(config: ServerConfig) -> Proposer:
+    """Makes the proposer that the flags ask for. Raises ConfigError for a corpus that cannot be read."""
+    args = config.speculative
+    if not args.speculative_ngram_capacity:
+        return OwnNgramProposer(args)
+    corpus = None
+    if args.speculative_ngram_external_corpus_path is not None:
+        corpus = read_corpus(args, config.model)
+        logger.info("NGRAM drafts from %s tokens of %s, too", corpus.num_tokens,
+                    args.speculative_ngram_external_corpus_path)
+    return NgramProposer(args, corpus)
 
 
 def continuation(tokens: np.ndarray, min_window: int, max_window: int, limit: int) -> list[int]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -37,6 +37,16 @@ class Match(NamedTuple):
 
     length: int
     continuations: list[list[int]]
+
+
+class Text(Protocol):
+    """Tokens that are indexed: a request, or a document."""
+
+    @property
+    def tokens(self) -> TokenBuffer: ...
+
+    @property
+    def namespace(self) -> Namespace: ...
 
 
 class _Stream(NamedTuple):
@@ -69,7 +79,7 @@ class NgramIndex:
         self._table = np.zeros((len(self.windows) * buckets, WAYS), np.uint64)  # 0: none
         self._max_tokens = buckets * WAYS  # of requests that have ended
         self._streams: dict[int, _Stream] = {}
-        self._running: dict[Req, _Running] = {}
+        self._running: dict[Text, _Running] = {}
         self._ended: deque[int] = deque()
         self._num_ended_tokens = 0
         self._next_number = 1
@@ -86,18 +96,30 @@ class NgramIndex:
             return []
         running = [self._running.get(req) or self._begin(req) for req in reqs]
         counts = [req.tokens.count for req in reqs]
-        self._add_prompts(reqs, running, counts)
+        self._add_prompts(reqs, running, counts, _MAX_NEW_TOKENS)
         new = max(1, *(count - of.count for of, count in zip(running, counts) if count - of.count <= _MAX_NEW_TOKENS),
                   1)
-        width = self._max_window + new
-        tails = np.full((len(reqs), width), -1, np.int64)
-        for row, (req, count) in enumerate(zip(reqs, counts)):
-            tail = req.tokens.view(max(0, count - width), count)
-            tails[row, width - len(tail):] = tail
+        tails = _tails(reqs, counts, self._max_window + new)
         hashes = self._hashes(tails, new + 1, [of.seed for of in running])
         ends = np.array(counts, np.int64) - 1
         self._insert(hashes[:, :, :-1], ends - new, running, counts)
-        return self._look_up(hashes[:, :, -1], ends, reqs, limits, most)
+        return self._look_up(hashes[:, :, -1], ends, [req.namespace for req in reqs], limits, most)
+
+    def add(self, text: Text) -> None:
+        """Indexes all tokens of a text, which stay until ``end``."""
+        of, count = self._running.get(text) or self._begin(text), text.tokens.count
+        while of.count < count:
+            self._add_prompts([text], [of], [count], 0)
+
+    def find(self, reqs: Sequence[Req], namespace: Namespace, limits: Sequence[int],
+             most: int) -> list[Match | None]:
+        """Returns what followed the last tokens of ``reqs`` in the texts of a namespace; see ``match``. Adds nothing.
+        """
+        if not reqs:
+            return []
+        counts = [req.tokens.count for req in reqs]
+        hashes = self._hashes(_tails(reqs, counts, self._max_window), 1, [namespace.seed or 0] * len(reqs))
+        return self._look_up(hashes[:, :, -1], np.array(counts, np.int64) - 1, [namespace] * len(reqs), limits, most)
 
     def end(self, reqs: Sequence[Req]) -> None:
         """Takes note that requests have ended: their tokens are kept until more have ended than there is room for."""
@@ -109,19 +131,20 @@ class NgramIndex:
         while self._num_ended_tokens > self._max_tokens:
             self._num_ended_tokens -= self._streams.pop(self._ended.popleft()).tokens.count
 
-    def _begin(self, req: Req) -> _Running:
+    def _begin(self, req: Text) -> _Running:
         while self._next_number in self._streams or not self._next_number:
             self._next_number = (self._next_number + 1) % (1 << _STREAM_BITS)
         of = self._running[req] = _Running(self._next_number, req.namespace.seed or 0)
         self._streams[of.number] = _Stream(req.tokens, req.namespace)
         return of
 
-    def _add_prompts(self, reqs: Sequence[Req], running: Sequence[_Running], counts: Sequence[int]) -> None:
-        """Indexes tokens of requests that have many new ones, as many as are allowed at once."""
+    def _add_prompts(self, reqs: Sequence[Text], running: Sequence[_Running], counts: Sequence[int],
+                     few: int) -> None:
+        """Indexes tokens of requests that have more than a ``few`` new ones, as many as are allowed at once."""
         left = _PROMPT_TOKENS
         for req, of, count in zip(reqs, running, counts):
             missing = min(left, count - of.count)
-            if count - of.count <= _MAX_NEW_TOKENS or not missing:
+            if count - of.count <= few or not missing:
                 continue
             start, stop = max(0, of.count - self._max_window), of.count + missing
             tokens = req.tokens.view(start, stop)
@@ -175,19 +198,19 @@ class NgramIndex:
             if done_now:
                 of.count = count
 
-    def _look_up(self, hashes: np.ndarray, ends: np.ndarray, reqs: Sequence[Req], limits: Sequence[int],
+    def _look_up(self, hashes: np.ndarray, ends: np.ndarray, namespaces: Sequence[Namespace], limits: Sequence[int],
                  most: int) -> list[Match | None]:
-        """Returns the matches of the requests whose last n-grams, which end at ``ends`` [n], have ``hashes``
-        [windows, n]."""
+        """Returns the matches in ``namespaces`` of the requests whose last n-grams, which end at ``ends`` [n], have
+        ``hashes`` [windows, n]."""
         rows = self._table[(hashes & self._mask).astype(np.int64) + self._first_bucket[:, None]]
         found = ((rows ^ hashes[:, :, None]) >> np.uint64(_TAG_SHIFT) == 0) & (rows != 0)
         some = found.any(2) & (ends >= np.array(self.windows)[:, None] - 1)
-        matches: list[Match | None] = [None] * len(reqs)
+        matches: list[Match | None] = [None] * len(namespaces)
         chosen = np.flatnonzero(some.any(0))
         longest = len(self.windows) - 1 - np.argmax(some[::-1, chosen], 0)
         places = np.where(found[longest, chosen], rows[longest, chosen] & np.uint64((1 << _TAG_SHIFT) - 1), 0)
         for row, of_row, window in zip(chosen.tolist(), places.tolist(), longest.tolist()):
-            continuations = self._continuations(of_row, reqs[row].namespace, limits[row], most)
+            continuations = self._continuations(of_row, namespaces[row], limits[row], most)
             if continuations:
                 matches[row] = Match(self.windows[window], continuations)
         return matches
@@ -211,6 +234,15 @@ class NgramIndex:
 
 
 _TAG_SHIFT = _OFFSET_BITS + _STREAM_BITS
+
+
+def _tails(reqs: Sequence[Req], counts: Sequence[int], width: int) -> np.ndarray:
+    """Returns the last tokens [n, width] int64 of requests that have ``counts`` of them, -1 before the first."""
+    tails = np.full((len(reqs), width), -1, np.int64)
+    for row, (req, count) in enumerate(zip(reqs, counts)):
+        tail = req.tokens.view(max(0, count - width), count)
+        tails[row, width - len(tail):] = tail
+    return tails
 
 
 def _last_ways(buckets: np.ndarray) -> list[np.ndarray]:

@@ -6,4 +6,5 @@ from baton.common.config.server.speculative import SPECULATIVE_ALGORITHMS
 from baton.common.speculative.base import Algorithm
 from baton.tests.helpers.toy_proposer import RepeatLastTokens
 
-SPECULATIVE_ALGORITHMS.register("TOY_REPEAT")(Algorithm(make_proposer=RepeatLastTokens))
+SPECULATIVE_ALGORITHMS.register("TOY_REPEAT")(Algorithm(
+    make_proposer=lambda config: RepeatLastTokens(config.speculative)))

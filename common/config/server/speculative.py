@@ -83,6 +83,10 @@ class SpeculativeArgs:
         "most drafts of NGRAM that follow each other"))
     speculative_ngram_capacity: int = flag(10_000_000, help=(
         "entries of NGRAM's index, of 8 bytes, of the tokens of all requests; 0 looks in the request's own only"))
+    speculative_ngram_external_corpus_path: str | None = flag(None, metavar="FILE", help=(
+        "texts that NGRAM drafts from as well, for all requests: a JSON string in each line"))
+    speculative_ngram_external_corpus_max_tokens: int = flag(10_000_000, help=(
+        "most tokens of that file; more end the start"))
     speculative_adaptive: bool = flag(False, help=(
         "choose the number of drafts by the batch, the measured cost of a step and the running acceptance"))
     speculative_simulate_acceptance: str | None = flag(None, metavar="LENGTH", help=(
@@ -102,6 +106,10 @@ class SpeculativeArgs:
         Rule(lambda c: c.speculative_ngram_max_bfs_breadth > 1 and not c.speculative_ngram_capacity,
              "--speculative-ngram-max-bfs-breadth {speculative_ngram_max_bfs_breadth} needs the index of all requests: "
              "leave --speculative-ngram-capacity out."),
+        Rule(lambda c: c.speculative_ngram_external_corpus_path is not None and (
+            c.speculative_algorithm != "NGRAM" or not c.speculative_ngram_capacity),
+            "--speculative-ngram-external-corpus-path needs --speculative-algorithm NGRAM and its index: set the one, "
+            "and leave --speculative-ngram-capacity out."),
         Rule(lambda c: c.has("draft_path") and c.speculative_draft_model_path is None,
              "--speculative-algorithm {speculative_algorithm} needs the folder or the name of its draft model: set "
              "--speculative-draft-model-path."),
@@ -153,6 +161,7 @@ class SpeculativeArgs:
     def __post_init__(self) -> None:
         at_least(self, 1, "speculative_num_steps", "speculative_eagle_topk", "speculative_ngram_max_trie_depth")
         at_least(self, 0, "speculative_ngram_capacity")
+        at_least(self, 1, "speculative_ngram_external_corpus_max_tokens")
         at_least(self, 2, "speculative_num_draft_tokens")
         check_own_rules(self)
         _ = self.simulated_acceptance  # Raises for what it cannot read.

@@ -152,6 +152,7 @@ SERVERS: list[tuple[dict[str, Any], str]] = [
     (DP | {"enable_two_batch_overlap": True}, "--two-batch-min-tokens 16384 or more, and no step has as many: raise"),
     ({"speculative_accept_threshold_acc": 0.0}, "--speculative-accept-threshold-acc must be above 0 and at most 1."),
     (NGRAM | {"speculative_ngram_min_match_window_size": 13}, "--speculative-ngram-min-match-window-size must be betw"),
+    (NGRAM | {"speculative_ngram_external_corpus_path": "x", "speculative_ngram_capacity": 0}, "needs --speculative-a"),
     ({"speculative_algorithm": "EAGLE3"}, "--speculative-algorithm EAGLE3 needs the folder or the name of its draft "),
     ({"speculative_draft_model_path": "x"}, "--speculative-draft-model-path is for EAGLE, EAGLE3, NEXTN and STAND"),
     ({"speculative_draft_model_quantization": "fp8"}, "--speculative-draft-model-quantization and --speculative-draf"),

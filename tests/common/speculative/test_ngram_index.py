@@ -27,6 +27,10 @@ class Request(SimpleNamespace):
     __hash__ = object.__hash__
 
 
+def proposer_of(**flags):
+    return make_proposer(SimpleNamespace(speculative=SpeculativeArgs(**flags)))
+
+
 def grow(req, tokens):
     for token in tokens:
         req.tokens.append(token)
@@ -141,17 +145,17 @@ def test_a_tree_without_branches_is_a_chain():
 
 def test_flags():
     """The breadth falls with the length of the match; without a capacity requests are looked up by themselves."""
-    proposer = make_proposer(SpeculativeArgs(speculative_ngram_max_bfs_breadth=5, speculative_ngram_min_bfs_breadth=2))
+    proposer = proposer_of(speculative_ngram_max_bfs_breadth=5, speculative_ngram_min_bfs_breadth=2)
     assert isinstance(proposer, NgramProposer)
     assert [proposer._breadth(length) for length in (1, 4, 8, 12)] == [5, 4, 3, 2]
     asks = Request([1, 2, 9, 4, 1, 3, 9, 1])
     (drafts,) = proposer.propose([asks], [6])
     assert drafts == Drafts((3, 2, 9, 9, 1, 4), (-1, -1, 0, 1, 2, 3))
-    most = make_proposer(SpeculativeArgs(speculative_ngram_max_bfs_breadth=2, speculative_ngram_match_type="PROB"))
+    most = proposer_of(speculative_ngram_max_bfs_breadth=2, speculative_ngram_match_type="PROB")
     assert most.propose([asks], [3]) == [Drafts((3, 2, 9), (-1, -1, 0))]
-    chain = make_proposer(SpeculativeArgs(speculative_ngram_max_trie_depth=2))
+    chain = proposer_of(speculative_ngram_max_trie_depth=2)
     assert chain.propose([asks], [6]) == [Drafts((3, 9))]
-    own = make_proposer(SpeculativeArgs(speculative_ngram_capacity=0, speculative_ngram_max_trie_depth=2))
+    own = proposer_of(speculative_ngram_capacity=0, speculative_ngram_max_trie_depth=2)
     assert isinstance(own, OwnNgramProposer) and own.propose([asks], [6]) == [Drafts((3, 9))]
 
 
