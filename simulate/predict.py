@@ -4,7 +4,7 @@ Prefill servers are a queue with several servers, whose wait is Allen and Cunnee
 one server, (ca^2 + cs^2) / 2 times the wait of exponential times, extended to several by Erlang's C. Decode servers
 hold as many requests as arrive while one is answered (Little's law), which is a fixed point, because steps take longer
 with more requests. It is a check of the simulator, and it prunes what the planner simulates. It knows no caches, no
-retractions and no policies, and stands for steady loads: a queue that grows without bound is reported as such.
+retractions and no policies, and is for steady loads: a queue that grows without bound is reported as such.
 """
 
 from __future__ import annotations

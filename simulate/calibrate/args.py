@@ -49,5 +49,5 @@ class Calibrate:
 
 
 def sizes(largest: int, *steps: int) -> list[int]:
-    """Those of ``steps`` below ``largest``, and ``largest``."""
+    """Returns the ``steps`` below ``largest``, and ``largest``."""
     return [*(step for step in steps if step < largest), largest]

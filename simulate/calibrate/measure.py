@@ -51,7 +51,7 @@ class Measurement:
         self._read_info(url, headers)
 
     def _read_info(self, url: str, headers: dict[str, str]) -> None:
-        """What the server says of itself."""
+        """Read the server's description of itself."""
         found = read_json(url + "/get_server_info", headers)
         samples = self.samples
         samples.kv_tokens = int(found.get("max_total_num_tokens") or samples.kv_tokens)

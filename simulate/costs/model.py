@@ -26,7 +26,7 @@ TABLES = Path(__file__).parent / "tables"
 class StepCosts:
     """Time of a step on the device. ``decode_batches`` (ascending) and ``decode_base`` are a curve, linear between its
     points and beyond the last; ``mixed``: a mixed step takes this share of the sum of its parts. ``host_*``: the host's
-    time to launch a step, of which the device hides what is shorter than its own work."""
+    time to launch a step, which shows where it is longer than the device's."""
 
     prefill_step: float
     prefill_token: float
@@ -121,7 +121,7 @@ class Costs:
     page_size: int = 16
     gpus: int = 1
     sources: dict[str, str] = field(default_factory=dict)
-    """Where each figure comes from."""
+    """Source of each figure."""
 
     def __post_init__(self) -> None:
         if self.kv_tokens < self.page_size or self.page_size < 1 or self.gpus < 1:

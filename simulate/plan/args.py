@@ -65,7 +65,7 @@ class PlanArgs:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a cluster must reach: a share of requests within an SLO, an interactivity in tokens a second, or both."""
+    """Goal of a cluster: a share of requests within an SLO, an interactivity in tokens a second, or both."""
 
     slo: Slo | None
     attainment: float

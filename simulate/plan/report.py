@@ -42,7 +42,7 @@ def rows(found: Found) -> list[str]:
 
 
 def _check(found: Found) -> list[str]:
-    """The closed form beside the simulation, for the clusters that it calls stable."""
+    """The closed form and the simulation, for the clusters that the former calls stable."""
     lines = [f"closed form (Kingman, Erlang, Little)  {'TTFT mean':>12}{'simulated':>11}{'error':>8}{'TPOT mean':>12}"
              f"{'simulated':>11}{'error':>8}"]
     stable = [each for each in found.results if each.candidate.predicted.stable]

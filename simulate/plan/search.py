@@ -89,7 +89,7 @@ def search(config: Plan, requests: Sequence[SimRequest], progress: Callable[[str
 
 
 def _margin(objective: Objective, figures: Figures) -> float:
-    """How near the worst latency is to its limit: the least is the most comfortable."""
+    """The worst latency as a share of its limit."""
     parts = [0.0]
     if objective.slo is not None:
         parts += [getattr(figures, name).p99 / limit for name, limit in objective.slo.limits.items()]

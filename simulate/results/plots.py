@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from ...common.bench.report.goodput import Slo
-from ...common.bench.report.spread import percentile
+from ...common.bench.report.plot import cumulative, open_requests
 from ...common.bench.report.svg import Chart, Line, page
 from .figures import Figures
 from .records import Outcome, Run
 from .table import table
 
-_POINTS, _BINS = 200, 120
+_BINS = 120
 _STYLE = ("body{font-family:sans-serif;max-width:960px;margin:2em auto;color:#222}"
           "pre{background:#f5f5f5;padding:1em;overflow-x:auto}")
 
@@ -20,12 +20,12 @@ _STYLE = ("body{font-family:sans-serif;max-width:960px;margin:2em auto;color:#22
 def charts(run: Run) -> list[Chart]:
     done = [outcome for outcome in run.outcomes if not outcome.error]
     return [
-        Chart("Time to first token", "ms", "% of requests", [_cumulative(outcome.ttft for outcome in done)]),
-        Chart("Time per output token", "ms", "% of requests", [_cumulative(outcome.tpot for outcome in done)]),
+        Chart("Time to first token", "ms", "% of requests", [cumulative(outcome.ttft for outcome in done)]),
+        Chart("Time per output token", "ms", "% of requests", [cumulative(outcome.tpot for outcome in done)]),
         Chart("Time to first token over time", "s", "ms", [_means(done)]),
-        Chart("Open requests", "s", "requests", [open_requests(done)]),
+        Chart("Open requests", "s", "requests", [open_requests(done, 0.0)]),
         Chart("Requests sent", "s", "a second", [_rate(outcome.sent for outcome in done)]),
-        Chart("End-to-end latency", "ms", "% of requests", [_cumulative(outcome.e2e for outcome in done)]),
+        Chart("End-to-end latency", "ms", "% of requests", [cumulative(outcome.e2e for outcome in done)]),
     ]
 
 
@@ -53,13 +53,6 @@ def html_page(title: str, texts: Iterable[tuple[str, str]], drawings: Sequence[s
     return "\n".join([*parts, "</body></html>", ""])
 
 
-def _cumulative(seconds: Iterable[float | None]) -> Line:
-    ordered = sorted(value * 1e3 for value in seconds if value is not None)
-    if not ordered:
-        return Line([])
-    return Line([(percentile(ordered, 100 * i / _POINTS), 100 * i / _POINTS) for i in range(_POINTS + 1)])
-
-
 def _means(outcomes: Sequence[Outcome]) -> Line:
     """The mean TTFT of the requests that were sent within each bin."""
     bins: dict[int, list[float]] = {}
@@ -76,13 +69,3 @@ def _rate(times: Iterable[float]) -> Line:
     for time in at:
         counts[int(time / width)] += 1
     return Line([((number + 0.5) * width, count / width) for number, count in enumerate(counts[:_BINS])])
-
-
-def open_requests(outcomes: Sequence[Outcome]) -> Line:
-    """Requests sent and not ended, as a step function."""
-    changes = sorted([(outcome.sent, 1) for outcome in outcomes] + [(outcome.last, -1) for outcome in outcomes])
-    points, count = [(0.0, 0.0)], 0
-    for at, change in changes:
-        count += change
-        points.append((at, float(count)))
-    return Line(points[::max(1, len(points) // (5 * _POINTS))])

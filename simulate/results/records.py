@@ -1,4 +1,4 @@
-"""What a run leaves: an outcome of each request, the gaps between tokens, the use of each server."""
+"""Records of a run: an outcome of each request, the gaps between tokens, the use of each server."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..workload.request import SimRequest
+
+_POINTS = 8
+"""Values that describe gaps that grow evenly."""
 
 if TYPE_CHECKING:
     from ...common.request.req import Req
@@ -53,26 +56,25 @@ class Gaps:
     def __init__(self) -> None:
         self._values: list[float] = []
         self._counts: list[int] = []
-        self._steps: list[tuple[np.ndarray, int]] = []
+        self._steps: list[tuple[float, float, int]] = []  # the first and last of gaps that grow evenly
 
     def add(self, seconds: float, count: int = 1) -> None:
         self._values.append(seconds)
         self._counts.append(count)
 
     def add_steps(self, end_of: Callable[[int], float], steps: int, rows: int) -> None:
-        """Add the gaps between steps 0 to ``steps - 1``, for each of ``rows`` requests. They grow evenly, so three
-        values describe them."""
+        """Add the gaps between steps 0 to ``steps - 1``, for each of ``rows`` requests. They grow evenly."""
         if steps < 2:
             return
         first, last = end_of(1) - end_of(0), end_of(steps - 1) - end_of(steps - 2)
-        self._steps.append((np.linspace(first, last, min(steps - 1, 8)), rows * (steps - 1)))
+        self._steps.append((first, last, rows * (steps - 1)))
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns the gaps and how often each occurred (float)."""
-        values = [np.array(self._values), *(gaps for gaps, _ in self._steps)]
-        counts = [np.array(self._counts, float),
-                  *(np.full(len(gaps), count / len(gaps)) for gaps, count in self._steps)]
-        return np.concatenate(values), np.concatenate(counts)
+        first, last, counts = (np.array(column, float) for column in (zip(*self._steps) if self._steps else ((),) * 3))
+        between = np.linspace(first, last, _POINTS)  # [points, runs of steps]
+        return (np.concatenate((np.array(self._values, float), between.ravel())),
+                np.concatenate((np.array(self._counts, float), np.tile(counts / _POINTS, _POINTS))))
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from ...common.bench.report.goodput import Slo
+from ...common.bench.report.table import times
 from .figures import Figures
-
-_COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 
 
 def table(figures: Figures, slo: Slo | None = None) -> str:
@@ -37,16 +36,6 @@ def _counts(figures: Figures, slo: Slo | None) -> list[str]:
 
 def _line(name: str, value: str) -> str:
     return f"{name:<12}{value}"
-
-
-def times(figures: Figures) -> list[str]:
-    """Rows of milliseconds."""
-    rows = [f"{'ms':<12}" + "".join(f"{column:>11}" for column in _COLUMNS)]
-    for name in ("ttft", "tpot", "itl", "e2e"):
-        spread = getattr(figures, name)
-        if spread.count:
-            rows.append(f"{name.upper():<12}" + "".join(f"{getattr(spread, column):>11,.2f}" for column in _COLUMNS))
-    return rows
 
 
 def servers(figures: Figures) -> list[str]:

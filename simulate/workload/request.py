@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 BLOCK = 512
-"""Tokens that one id of ``blocks`` stands for, as in Mooncake's traces."""
+"""Tokens of one id of ``blocks``, as in Mooncake's traces."""
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ class VirtualBatcher(Batcher):
         return batch
 
     def skip(self, batch: InputBatch, steps: int) -> None:
-        """Do what so many decode steps of ``batch`` do, of which none is the last of a request and all find pages:
-        launch them, and take in as many results, the oldest of which is in flight."""
+        """Do what so many decode steps of ``batch`` do, where all find pages and none is a request's last: launch them,
+        and take in as many results, first those of the step in flight."""
         cache, queues = self.cache, self.queues
         ends = batch.positions + steps  # tokens that have a page afterwards
         pages = batch.pages

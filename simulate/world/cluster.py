@@ -86,7 +86,7 @@ class _Process:
 
 
 class _Server:
-    """An engine with its API server. ``Outputs`` of the engine; a prefill server's tokens go to nobody's client."""
+    """An engine with its API server. ``Outputs`` of the engine; a prefill server's tokens go to no client."""
 
     def __init__(self, cluster: Cluster, costs: Costs, answers: bool):
         self._cluster = cluster
@@ -115,8 +115,7 @@ class _Server:
             for rid in ended:
                 cluster.events.at(time, cluster.prefilled, rid)
             return
-        gap = time - self._last_sent
-        self._last_sent = time
+        before, self._last_sent = self._last_sent, time
         outcomes, gaps = cluster.outcomes, cluster.gaps
         continuing = 0
         begun = []
@@ -125,13 +124,13 @@ class _Server:
             outcome.num_tokens += 1
             if outcome.num_tokens == 1:
                 begun.append(outcome)
-            elif outcome.emitted == time - gap:
+            elif outcome.emitted == before:
                 continuing += 1
             else:
                 gaps.add(time - outcome.emitted)
             outcome.emitted = time
         if continuing:
-            gaps.add(gap, continuing)
+            gaps.add(time - before, continuing)
         cluster.events.at(time, self._send, len(rids), begun, [outcomes[int(rid)] for rid in ended])
 
     def _send(self, rows: int, begun: Sequence[Outcome], ended: Sequence[Outcome]) -> None:
@@ -147,11 +146,18 @@ class _Server:
         first, last = end_of(0), end_of(steps - 1)
         outcomes, gaps, rows = self._cluster.outcomes, self._cluster.gaps, len(rids)
         self._api.busy += (steps - 1) * rows * self._costs.api_token / 1e3
+        before = self._last_sent
+        continuing = 0
         for rid in rids:
             outcome = outcomes[int(rid)]
             outcome.num_tokens += steps
-            gaps.add(first - outcome.emitted)
+            if outcome.emitted == before:
+                continuing += 1
+            else:
+                gaps.add(first - outcome.emitted)
             outcome.emitted = last
+        if continuing:
+            gaps.add(first - before, continuing)
         gaps.add_steps(end_of, steps, rows)
         self._last_sent = last
         self._cluster.events.at(last, self._send, rows, (), ())

@@ -31,7 +31,7 @@ class VirtualStep:
 
 @dataclass
 class Usage:
-    """What a device did: seconds of its steps by kind, their number, and rows."""
+    """Use of a device: seconds of its steps by kind, their number, and rows."""
 
     prefill: float = 0.0
     decode: float = 0.0

@@ -48,7 +48,7 @@ class Outputs(Protocol):
     """Receives what the engine sends to its API server, with the time of sending."""
 
     def tokens(self, rids: list[str], ended: list[str], time: float) -> None:
-        """A token of each request, some of which end with it."""
+        """A token of each request; those in ``ended`` end with it."""
 
     def failed(self, rid: str, message: str, time: float) -> None: ...
 
@@ -70,11 +70,11 @@ class Skip:
     launched: VirtualStep
 
     def end_of(self, step: int) -> float:
-        """The end of the step that was in flight (0), or of one of those after it."""
+        """The end of the step that was in flight (0), or of a later one."""
         return self.begin + step * self.first + self.growth * step * (step - 1) / 2
 
     def iterations_before(self, time: float) -> int:
-        """How many of them begin before ``time``: the next one is the first to notice what happens then."""
+        """Number of iterations that begin before ``time``: the next one is the first to notice what happens then."""
         if time <= self.start:
             return 0
         if time <= self.begin:

@@ -22,7 +22,7 @@ RETAIN_SECONDS = 5.0
 
 
 class ServerParts:
-    """What the engines of all roles are made of."""
+    """Parts that the engines of all roles have."""
 
     def __init__(self, costs: Costs, args: ScheduleArgs, *, decodes: bool, prefix_cache: bool, outputs: Outputs,
                  pool_tokens: int, layer_groups: int, max_requests: int):

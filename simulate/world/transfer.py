@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from ...kvtransfer.sender.sender_core import SenderCore
 from ..costs.model import TransferCosts
 from .events import Events
 
+C = TypeVar("C", bound="SenderCore | ReceiverCore")
 PORT = 1
 NEVER = Timing(bootstrap_timeout=1e12, transfer_timeout=1e12, peer_timeout=1e12)
 
@@ -76,38 +78,21 @@ class Network:
         self.events.at(free + self.costs.latency / 1e3, done)
 
 
-class VirtualSender:
-    """A prefill server's end: the part of KVSender that its scheduler uses."""
+class _End(Generic[C]):
+    """One end of transfers: the interface of Transport over a core."""
 
-    def __init__(self, name: str, network: Network, clock: Callable[[], float], changed: Callable[[], None]):
+    def __init__(self, name: str, core: C, network: Network, clock: Callable[[], float], changed: Callable[[], None]):
         """``clock``: the engine's time in seconds, which runs ahead of the events' clock. ``changed`` is called where a
         transfer has changed its state by a message or a write."""
         self.name = name
-        self.core = SenderCore(network.info(name), NEVER)
+        self.core: C = core
         self._network = network
         self._clock = clock
         self._changed = changed
-        self._group_bytes = network.page_size * network.costs.bytes_per_token // network.costs.layer_groups
-        network.senders[name] = self
 
     @property
     def counters(self) -> dict[str, float]:
         return dict(self.core.counters)
-
-    @property
-    def writes_waiting(self) -> tuple[int, int]:
-        return len(self.core.queue), 0
-
-    def expect(self, room: int, prompt_digest: int, num_prompt_tokens: int) -> None:
-        self.core.expect(room, prompt_digest, num_prompt_tokens, self._clock())
-        self._called()
-
-    def push(self, room: int, group: int, first: int, src_page_ids: np.ndarray, ready: float) -> None:
-        self.core.push(room, group, first, src_page_ids, ready)
-        self._network.events.at(ready, self._post)
-
-    def finish(self, room: int, result: m.PrefillResult) -> None:
-        self._network.events.at(self._clock(), self._finish, room, result)
 
     def phase(self, room: int) -> Phase:
         return self.core.transfers[room].phase
@@ -119,10 +104,42 @@ class VirtualSender:
 
     def abort(self, room: int, error: ServingError) -> None:
         self.core.abort(room, error, self._clock())
-        self._called()
+        self.called()
 
     def forget(self, room: int) -> None:
         self.core.forget(room)
+
+    def called(self) -> None:
+        """Carry out the effects of a scheduler's call, at the engine's time."""
+        self._carry_out(max(0.0, self._clock() - self._network.events.now))
+
+    def _carry_out(self, late: float = 0.0) -> None:
+        """Carry out the core's effects, ``late`` seconds from now."""
+        raise NotImplementedError
+
+
+class VirtualSender(_End[SenderCore]):
+    """A prefill server's end: the part of KVSender that its scheduler uses."""
+
+    def __init__(self, name: str, network: Network, clock: Callable[[], float], changed: Callable[[], None]):
+        super().__init__(name, SenderCore(network.info(name), NEVER), network, clock, changed)
+        self._group_bytes = network.page_size * network.costs.bytes_per_token // network.costs.layer_groups
+        network.senders[name] = self
+
+    @property
+    def writes_waiting(self) -> tuple[int, int]:
+        return len(self.core.queue), 0
+
+    def expect(self, room: int, prompt_digest: int, num_prompt_tokens: int) -> None:
+        self.core.expect(room, prompt_digest, num_prompt_tokens, self._clock())
+        self.called()
+
+    def push(self, room: int, group: int, first: int, src_page_ids: np.ndarray, ready: float) -> None:
+        self.core.push(room, group, first, src_page_ids, ready)
+        self._network.events.at(ready, self._post)
+
+    def finish(self, room: int, result: m.PrefillResult) -> None:
+        self._network.events.at(self._clock(), self._finish, room, result)
 
     def await_ack(self, room: int) -> None:
         self.core.await_ack(room)
@@ -161,10 +178,6 @@ class VirtualSender:
         if transfer.phase is not before:
             self._changed()
 
-    def _called(self) -> None:
-        """Carry out the effects of a scheduler's call, at the engine's time."""
-        self._carry_out(max(0.0, self._clock() - self._network.events.now))
-
     def _carry_out(self, late: float = 0.0) -> None:
         effects, network = self.core.effects, self._network
         while effects:
@@ -176,21 +189,13 @@ class VirtualSender:
                 self.core.sessions.admitted(effect.session, self.name, network.events.now)
 
 
-class VirtualReceiver:
+class VirtualReceiver(_End[ReceiverCore]):
     """A decode server's end: the part of KVReceiver that its scheduler uses."""
 
     def __init__(self, name: str, network: Network, num_pages: int, clock: Callable[[], float],
                  changed: Callable[[], None]):
-        self.name = name
-        self.core = ReceiverCore(network.info(name), NEVER, num_pages)
-        self._network = network
-        self._clock = clock
-        self._changed = changed
+        super().__init__(name, ReceiverCore(network.info(name), NEVER, num_pages), network, clock, changed)
         network.receivers[name] = self
-
-    @property
-    def counters(self) -> dict[str, float]:
-        return dict(self.core.counters)
 
     def reserve(self, room: int, peer: tuple[str, int], prompt_digest: int, num_prompt_tokens: int, first_page: int,
                 page_ids: np.ndarray, dp_rank: int | None = None,
@@ -198,14 +203,6 @@ class VirtualReceiver:
         self.core.reserve(room, peer, prompt_digest, num_prompt_tokens, first_page, page_ids, self._clock(), dp_rank,
                           further)
         self.called()
-
-    def phase(self, room: int) -> Phase:
-        return self.core.transfers[room].phase
-
-    def error(self, room: int) -> ServingError:
-        error = self.core.transfers[room].error
-        assert error is not None
-        return error
 
     def result(self, room: int) -> m.PrefillResult:
         result = self.core.transfers[room].result
@@ -223,23 +220,12 @@ class VirtualReceiver:
         self.core.connections.decline(room, peer, error, self._clock())
         self.called()
 
-    def abort(self, room: int, error: ServingError) -> None:
-        self.core.abort(room, error, self._clock())
-        self.called()
-
-    def forget(self, room: int) -> None:
-        self.core.forget(room)
-
     # -- events --------------------------------------------------------------------------------------------------------
 
     def receive(self, session: bytes, message: m.ToReceiver) -> None:
         self.core.receive(session, message, self._network.events.now)
         self._carry_out()
         self._changed()
-
-    def called(self) -> None:
-        """Carry out the effects of a scheduler's call, at the engine's time."""
-        self._carry_out(max(0.0, self._clock() - self._network.events.now))
 
     def _carry_out(self, late: float = 0.0) -> None:
         effects, network = self.core.effects, self._network

@@ -6,7 +6,7 @@
 Servers start side by side, as many of each kind as a cluster of ``--clusters`` has (on GPUs: unified and prefill
 servers share the first ones, decode servers have the others), and the clusters are loaded one after the other.
 ``FOLDER/costs.json`` is the calibration, ``FOLDER/CLUSTER-WORKLOAD.json`` a run in the form that
-``simulate/validation/`` reads. The workloads are held out: nothing of them is used for the fit.
+``simulate/validation/`` reads. Nothing of the workloads is used for the fit.
 """
 
 from __future__ import annotations

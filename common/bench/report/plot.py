@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from ..client.answer import Answer
 from .spread import percentile
@@ -17,17 +18,17 @@ def draw(title: str, answers: Sequence[Answer], begin: float, duration: float) -
     done = [answer for answer in answers if answer.failure is None]
     gaps = [gap for answer in done for gap in answer.gaps]
     charts = [
-        Chart("Time to first token", "ms", "% of requests", [_spread(answer.ttft for answer in done)]),
-        Chart("Between events of a stream", "ms", "% of gaps", [_spread(gaps)]),
-        Chart("Time per output token", "ms", "% of requests", [_spread(answer.tpot for answer in done)]),
-        Chart("End-to-end latency", "ms", "% of requests", [_spread(answer.e2e for answer in done)]),
+        Chart("Time to first token", "ms", "% of requests", [cumulative(answer.ttft for answer in done)]),
+        Chart("Between events of a stream", "ms", "% of gaps", [cumulative(gaps)]),
+        Chart("Time per output token", "ms", "% of requests", [cumulative(answer.tpot for answer in done)]),
+        Chart("End-to-end latency", "ms", "% of requests", [cumulative(answer.e2e for answer in done)]),
         Chart("Output tokens", "s", "tok/s", [tokens_a_second(done, begin, duration)]),
         Chart("Open requests", "s", "requests", [open_requests(done, begin)]),
     ]
     return page(title, charts)
 
 
-def _spread(seconds: Iterable[float | None]) -> Line:
+def cumulative(seconds: Iterable[float | None]) -> Line:
     """The cumulative distribution: percent of values up to a number of milliseconds."""
     ordered = sorted(value * 1e3 for value in seconds if value is not None)
     if not ordered:
@@ -48,7 +49,17 @@ def tokens_a_second(answers: Sequence[Answer], begin: float, duration: float) ->
     return Line([((i + 0.5) * width, count / width) for i, count in enumerate(bins)])
 
 
-def open_requests(answers: Sequence[Answer], begin: float) -> Line:
+class Ended(Protocol):
+    """A request with the clock when it was sent and when it ended, if it did."""
+
+    @property
+    def sent(self) -> float: ...
+
+    @property
+    def last(self) -> float | None: ...
+
+
+def open_requests(answers: Sequence[Ended], begin: float) -> Line:
     """Requests sent and not ended, as a step function."""
     changes = [(answer.sent - begin, 1) for answer in answers if answer.last is not None]
     changes += [(answer.last - begin, -1) for answer in answers if answer.last is not None]

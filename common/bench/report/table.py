@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 from .figures import Figures
 from .goodput import Slo
@@ -45,7 +46,23 @@ def _line(name: str, value: str) -> str:
     return f"{name:<12}{value}"
 
 
-def times(figures: Figures) -> list[str]:
+class Latencies(Protocol):
+    """Spreads in milliseconds."""
+
+    @property
+    def ttft(self) -> Spread: ...
+
+    @property
+    def tpot(self) -> Spread: ...
+
+    @property
+    def itl(self) -> Spread: ...
+
+    @property
+    def e2e(self) -> Spread: ...
+
+
+def times(figures: Latencies) -> list[str]:
     """Rows of milliseconds, of what was seen."""
     rows = [f"{'ms':<12}" + "".join(f"{column:>11}" for column in _COLUMNS)]
     for name in ("ttft", "tpot", "itl", "e2e"):

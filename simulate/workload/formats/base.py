@@ -28,7 +28,7 @@ _HEAD_BYTES = 4096
 
 
 def read_trace(path: str, name: str | None, count: int | None) -> list[SimRequest]:
-    """Reads a trace in the order of its times, the first of which is 0. Raises ConfigError."""
+    """Reads a trace in the order of its times, from 0 on. Raises ConfigError."""
     file = Path(path)
     with _read_errors(path):
         with file.open(encoding="utf-8-sig", errors="replace") as opened:
