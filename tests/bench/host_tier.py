@@ -149,19 +149,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     tokens = min(args.tokens, 512) if args.tiny else args.tokens
     rows: dict[str, dict[str, float]] = {}
-    for name in BACKENDS:
+    for name in args.backends:
         rows[f"copies, {name}"] = rates(name, tokens // PAGE, tiny=args.tiny)
         torch.cuda.empty_cache()
     own = page_copies.PROGRAMS
-    for page_copies.PROGRAMS in (8, 32, 64):
+    for page_copies.PROGRAMS in (8, 32, 64) if "kernel" in args.backends else ():
         rows[f"{page_copies.PROGRAMS} programs"] = rates("kernel", tokens // PAGE, tiny=args.tiny)
         torch.cuda.empty_cache()
     page_copies.PROGRAMS = own
-    for name in BACKENDS[:1] if args.tiny else BACKENDS:
+    for name in args.backends[:1] if args.tiny else args.backends:
         rows[f"TTFT ms, {name}"] = ttft(name, tokens, tiny=args.tiny)
         torch.cuda.empty_cache()
     for title, row in rows.items():

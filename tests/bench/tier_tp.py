@@ -1,6 +1,7 @@
 """Host hits over several ranks: TTFT of a long prompt that is computed, in the GPUs' prefix cache and in host memory.
 
     python -m baton.tests.bench.tier_tp --out FILE                     # Llama-70B's layers, 16 of them, on two GPUs
+    python -m baton.tests.bench.tier_tp --out FILE --shape latents     # 8 layers of DeepSeek-V2-Lite: one copy of both
     python -m baton.tests.bench.tier_tp --out FILE --shape tinychat    # on a CPU: does the bench itself run?
 
 Two prompts of which the pool holds one are asked in turn, each twice: at first it comes from host memory, then from the
@@ -20,10 +21,12 @@ from pathlib import Path
 
 from ..helpers.harness import Server, post_json
 from ..helpers.ports import free_port
+from .mla_decode import V2_LITE
 from .relay import LLAMA_8B, dummy_flags
 
 LLAMA_70B = LLAMA_8B | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64,
                         "max_position_embeddings": 65536}
+SHAPES = {"70b": (LLAMA_70B, 16), "latents": (V2_LITE | {"max_position_embeddings": 65536}, 8)}
 REST = 64
 ANSWER = 4
 
@@ -73,8 +76,8 @@ def wait_for_host_memory(server: Server) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--shape", choices=("70b", "tinychat"), default="70b")
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--shape", choices=("70b", "latents", "tinychat"), default="70b")
+    parser.add_argument("--layers", type=int, help="default: 16 of 70b, 8 of latents")
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--tp-size", type=int, default=2)
     parser.add_argument("--turns", type=int, default=3)
@@ -84,8 +87,10 @@ def main() -> None:
     logs, tokens = args.logs or Path(tempfile.mkdtemp()), args.tokens
     logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        if args.shape == "70b":
-            flags = [*dummy_flags(Path(folder), LLAMA_70B | {"num_hidden_layers": args.layers}), "--hicache-size", "8"]
+        if args.shape in SHAPES:
+            shape, layers = SHAPES[args.shape]
+            flags = [*dummy_flags(Path(folder), shape | {"num_hidden_layers": args.layers or layers}), "--hicache-size",
+                     "8"]
         else:
             tokens = 480
             flags = ["--model-path", "tinychat", "--device", "cpu", "--hicache-size", "0.05", "--log-level", "warning",
