@@ -80,10 +80,12 @@ class Health:
         self._calls: dict[int, float] = {}  # in flight: when each has stalled
         self._aside_until: float | None = None
         self._retry_seconds = _FIRST_RETRY_SECONDS
+        self._recovered = clock()
 
     @contextmanager
-    def call(self, num_bytes: int = 0) -> Iterator[None]:
-        """Times a call to the backend that copies up to ``num_bytes``."""
+    def call(self, num_bytes: int = 0, *, shows_health: bool = True) -> Iterator[None]:
+        """Times a call to the backend that copies up to ``num_bytes``. With ``shows_health`` the backend works again
+        once it succeeds."""
         number, begin = next(self._numbers), self._clock()
         with self._lock:
             self._calls[number] = begin + self._limit(num_bytes)
@@ -94,7 +96,7 @@ class Health:
             with self._lock:
                 stalled = self._calls.pop(number) < end
                 self.seconds += end - begin
-        if not stalled:
+        if shows_health and not stalled:
             self._succeeded()
 
     def _limit(self, num_bytes: int) -> float:
@@ -114,12 +116,14 @@ class Health:
         return self._aside_until is not None and now < self._aside_until
 
     def failed(self, reason: str) -> None:
-        """Puts the backend aside; says so once until it works again."""
+        """Puts the backend aside; says so once until it works again. One that soon fails again is put aside longer."""
         with self._lock:
             now = self._clock()
             if self._aside_until is not None and now < self._aside_until:
                 return
             if self._aside_until is None:
+                if now - self._recovered > _MAX_RETRY_SECONDS:
+                    self._retry_seconds = _FIRST_RETRY_SECONDS
                 logger.warning("The KV storage %s is put aside for %s, and tried again from time to time: %s",
                                self._name, self._kind, reason)
             self._aside_until = now + self._retry_seconds
@@ -131,5 +135,5 @@ class Health:
             return
         with self._lock:
             if self._aside_until is not None and self._clock() >= self._aside_until:
-                self._aside_until, self._retry_seconds = None, _FIRST_RETRY_SECONDS
+                self._aside_until, self._recovered = None, self._clock()
                 logger.info("The KV storage %s is used for %s again.", self._name, self._kind)

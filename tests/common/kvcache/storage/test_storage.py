@@ -383,6 +383,31 @@ def test_a_call_may_take_as_long_as_its_bytes_should():
     assert not health.is_aside
 
 
+def test_a_backend_that_soon_fails_again_is_put_aside_longer(caplog):
+    now = [0.0]
+    health = Health("test", "writes", lambda: now[0], 0.1)
+    for seconds in (1, 2, 4):
+        health.failed("it is full")
+        now[0] += seconds - 0.1
+        assert health.is_aside
+        now[0] += 0.2
+        with health.call(shows_health=False):  # it tells what it has
+            assert not health.is_aside
+    assert len(caplog.messages) == 1, "it has not worked since"
+    with health.call():
+        now[0] += 0.01
+    health.failed("it is full")
+    now[0] += 7
+    assert health.is_aside and len(caplog.messages) == 2
+    now[0] += 2
+    with health.call():
+        now[0] += 0.01
+    now[0] += 100
+    health.failed("it is full")
+    now[0] += 1.1
+    assert not health.is_aside
+
+
 def test_random_operations_never_give_a_wrong_page():
     rng = random.Random(5)
     shared: dict[str, np.ndarray] = {}
