@@ -95,6 +95,38 @@ def predict(costs: Costs, traffic: Traffic, *, unified: int = 0, prefill: int = 
                       min(1.0, batch) * (1 - share) + share, batch, kv_usage, True)
 
 
+@dataclass(frozen=True)
+class Size:
+    """Numbers of servers, with their prediction."""
+
+    prefill: int
+    decode: int
+    predicted: Prediction
+
+
+def smallest_pair(costs: Costs, traffic: Traffic, *, ttft_ms: float | None = None, tpot_ms: float | None = None,
+                  max_gpus: int = 64, most_usage: float = 0.85, prefill_costs: Costs | None = None,
+                  max_running_requests: int = 256) -> Size | None:
+    """The prefill and decode servers of the fewest GPUs whose predicted 99th percentiles are within the limits, with
+    ``most_usage`` of prefill servers and KV caches at most; of equal ones that with the lowest TTFT. None where
+    ``max_gpus`` do not suffice. Takes milliseconds, so that a planner may ask at every decision."""
+    sender = prefill_costs or costs
+    for gpus in range(sender.gpus + costs.gpus, max_gpus + 1):
+        found = []
+        for prefill in range(1, (gpus - costs.gpus) // sender.gpus + 1):
+            decode, rest = divmod(gpus - prefill * sender.gpus, costs.gpus)
+            if rest:
+                continue
+            predicted = predict(costs, traffic, prefill=prefill, decode=decode, prefill_costs=prefill_costs,
+                                max_running_requests=max_running_requests)
+            if (predicted.stable and max(predicted.prefill_usage, predicted.kv_usage) <= most_usage
+                    and predicted.ttft_p99 <= (ttft_ms or math.inf) and predicted.tpot_p99 <= (tpot_ms or math.inf)):
+                found.append(Size(prefill, decode, predicted))
+        if found:
+            return min(found, key=lambda size: size.predicted.ttft_p99)
+    return None
+
+
 def _service(costs: Costs, traffic: Traffic, chunk: int) -> tuple[float, float]:
     """Mean and coefficient of variation of a prompt's time on a prefill server."""
     steps = costs.steps

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from baton.simulate.costs.model import load
-from baton.simulate.predict import Traffic, _erlang_b, _wait, predict
+from baton.simulate.predict import Traffic, _erlang_b, _wait, predict, smallest_pair
 from baton.simulate.results.figures import figures
 from baton.simulate.workload.synthetic import Lengths, synthetic
 from baton.simulate.world.cluster import ClusterSpec, simulate
@@ -68,3 +68,24 @@ def test_predictions_need_neither_torch_nor_numpy():
     code = ("import sys, baton.simulate.predict, baton.simulate.costs.model as model; model.load('llama-3-8b-h200'); "
             "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)")
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_the_smallest_pair_grows_with_the_load_and_keeps_its_limits():
+    gpus = []
+    for rate in (2, 10, 40, 80):
+        size = smallest_pair(COSTS, Traffic(rate, 2048, 200, 0.6, 0.6), ttft_ms=400, tpot_ms=12)
+        assert size.predicted.ttft_p99 <= 400 and size.predicted.tpot_p99 <= 12 and size.predicted.prefill_usage <= 0.85
+        gpus.append(size.prefill + size.decode)
+    assert gpus == sorted(gpus) and gpus[0] == 2 < gpus[-1]
+    assert smallest_pair(COSTS, Traffic(80, 2048, 200), ttft_ms=400, max_gpus=3) is None
+    assert smallest_pair(COSTS, Traffic(1, 2048, 200), tpot_ms=1) is None
+    wide = smallest_pair(load("llama-3-8b-h200-tp2"), Traffic(20, 2048, 200), ttft_ms=400, prefill_costs=COSTS)
+    assert wide.decode >= 1 and wide.predicted.tpot_mean < size.predicted.tpot_mean
+
+
+def test_the_smallest_pair_serves_what_it_promises():
+    """The simulation of the size that the closed form names: within the limits, or a little above."""
+    requests = synthetic(20, 500, Lengths(2048, 0.6), Lengths(200, 0.6), seed=5)
+    size = smallest_pair(COSTS, Traffic.of(requests), ttft_ms=500, tpot_ms=12)
+    found = figures(simulate(requests, ClusterSpec(COSTS, prefill=size.prefill, decode=size.decode)))
+    assert found.ttft.p99 < 500 * 1.2 and found.tpot.p99 < 12 * 1.2
