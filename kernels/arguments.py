@@ -56,8 +56,8 @@ class Float8Rows(NamedTuple):
 class PackedInts(NamedTuple):
     """A weight [out, in] of integers in 4 or 8 ``bits``, or S of them, with S before all shapes.
 
-    ``values`` uint8 [out, in * bits / 8], contiguous. Of 4 bits, each 32 inputs are 16 bytes: input i is in the lower
-    half of byte i, input 16 + i in the upper one. ``scales`` float32 [groups, out] and ``zeros`` [groups, out],
+    ``values`` uint8 [out, in * bits / 8], contiguous. Of 4 bits, each 32 inputs are 8 words of 16 bits: the inputs i,
+    8 + i, 16 + i and 24 + i are the nibbles of word i, from its lowest on. ``scales`` float32 [groups, out] and ``zeros`` [groups, out],
     integers in the rows' type (None: 2 ** (bits - 1) each), are those of ``group`` inputs, a multiple of 32 that
     divides ``in``. An input weighs ``(value - zero) * scale``.
 

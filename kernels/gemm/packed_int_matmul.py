@@ -1,8 +1,8 @@
 """Multiplies rows with a weight of packed 4-bit or 8-bit integers, which are dequantized in registers.
 
-The bytes of a step hold two operands: the lower halves are 16 of each 32 inputs, the upper ones the other 16, so that
-no value changes its place between two registers. Rows are loaded to match. Where a step stays within a group, the
-integers are multiplied and the sums scaled; else the weights are, rounded to the rows' type.
+Of 4 bits, the words of a step hold four operands, each of 8 of 32 inputs, so that no value changes its place between
+two registers. Rows are loaded to match. Where a step stays within a group, the integers are multiplied and the sums
+scaled; else the weights are, rounded to the rows' type.
 """
 
 from __future__ import annotations
@@ -12,22 +12,59 @@ from functools import cache
 import torch
 
 from .. import reference
-from .._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
+from .._triton import INTERPRETED, pdl, runs_triton, start_next, tl, triton, wait_for_last
 from ..arguments import PackedInts
 from ..tuning.policy import policy_of
 from ..tuning.split_tile import SplitTile
 from .dense_matmul import dense_matmul
 from .split_k_reduce import last_split_sum, split_counters
 
+_PTX = tl.constexpr(not INTERPRETED)
+"""The interpreter knows no PTX."""
+
 
 @triton.jit
-def _without_zero(raw, zero, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """``raw - zero`` in DTYPE, exactly. 4 bits below the exponent of 128 (bfloat16), or 8 below that of 1,024
-    (float16), are 128 or 1,024 and the value: that takes no conversion."""
-    if DTYPE == tl.float16:  # noqa: SIM300
-        made = (raw.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - (zero + 1024).to(tl.float16)
-    elif DTYPE == tl.bfloat16 and BITS == 4:  # noqa: SIM300
-        made = (raw.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True) - (zero + 128).to(tl.bfloat16)
+def _nibbles(words, zero, DTYPE: tl.constexpr):
+    """``value - zero`` of the four values of each int16 of ``words``, in DTYPE and exactly.
+
+    4 bits below the exponent of 128 (bfloat16) or of 1,024 (float16) are 128 or 1,024 and the value: values of two
+    neighbours take one instruction for that, and one for the zero."""
+    if _PTX and DTYPE != tl.float32:  # noqa: SIM300
+        HALF: tl.constexpr = DTYPE == tl.float16  # noqa: SIM300
+        MADE: tl.constexpr = "0x000f000f, 0x64006400, 0xea; " if HALF else "0x000f000f, 0x43004300, 0xea; "
+        LESS: tl.constexpr = "sub.rn.f16x2 " if HALF else "sub.rn.bf16x2 "
+        a, b, c, d = tl.inline_asm_elementwise(
+            "{ .reg .b32 a, b, c, d; shr.u32 b, $4, 4; shr.u32 c, $4, 8; shr.u32 d, $4, 12; lop3.b32 a, $4, " + MADE
+            + "lop3.b32 b, b, " + MADE + "lop3.b32 c, c, " + MADE + "lop3.b32 d, d, " + MADE + LESS + "$0, a, $5; "
+            + LESS + "$1, b, $5; " + LESS + "$2, c, $5; " + LESS + "$3, d, $5; }", "=r,=r,=r,=r,r,r",
+            [words, (zero + (1024 if HALF else 128)).to(DTYPE)], dtype=(tl.int16, tl.int16, tl.int16, tl.int16),
+            is_pure=True, pack=2)
+        a, b = a.to(DTYPE, bitcast=True), b.to(DTYPE, bitcast=True)
+        c, d = c.to(DTYPE, bitcast=True), d.to(DTYPE, bitcast=True)
+    else:
+        a = ((words & 15).to(tl.float32) - zero).to(DTYPE)
+        b = ((words >> 4 & 15).to(tl.float32) - zero).to(DTYPE)
+        c = ((words >> 8 & 15).to(tl.float32) - zero).to(DTYPE)
+        d = ((words >> 12 & 15).to(tl.float32) - zero).to(DTYPE)
+    return a, b, c, d
+
+
+@triton.jit
+def _bytes(raw, zero, DTYPE: tl.constexpr):
+    """``raw - zero`` in DTYPE, exactly. A byte below the exponent of 1,024 (float16) or 2^23 (float32, which becomes
+    bfloat16 two at a time) is that and the value."""
+    if _PTX and DTYPE == tl.float16:  # noqa: SIM300
+        made = tl.inline_asm_elementwise(
+            "{ .reg .b32 a, b; prmt.b32 a, $2, 0x64646464, 0x4140; prmt.b32 b, $2, 0x64646464, 0x4342; "
+            "sub.rn.f16x2 $0, a, $3; sub.rn.f16x2 $1, b, $4; }", "=r,=r,r,r,r", [raw, (zero + 1024).to(DTYPE)],
+            dtype=DTYPE, is_pure=True, pack=4)
+    elif _PTX and DTYPE == tl.bfloat16:  # noqa: SIM300
+        made = tl.inline_asm_elementwise(
+            "{ .reg .b32 a, b, c, d; prmt.b32 a, $2, 0x4b000000, 0x7440; prmt.b32 b, $2, 0x4b000000, 0x7441; "
+            "prmt.b32 c, $2, 0x4b000000, 0x7442; prmt.b32 d, $2, 0x4b000000, 0x7443; sub.f32 a, a, $3; "
+            "sub.f32 b, b, $4; sub.f32 c, c, $5; sub.f32 d, d, $6; cvt.rn.bf16x2.f32 $0, b, a; "
+            "cvt.rn.bf16x2.f32 $1, d, c; }", "=r,=r,r,r,r,r,r", [raw, zero + 8388608], dtype=DTYPE, is_pure=True,
+            pack=4)
     else:
         made = (raw.to(tl.float32) - zero).to(DTYPE)
     return made
@@ -44,16 +81,42 @@ def _zero(offset, zero_ptr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _operand(raw, position, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, BITS: tl.constexpr,
-             INDEXED: tl.constexpr, DTYPE: tl.constexpr):
-    """Dequantized ``raw`` [COLUMNS, positions], with the scale of each position's group."""
+def _groups(position, order_ptr, width, group, INDEXED: tl.constexpr):
     if INDEXED:
         groups = tl.load(order_ptr + width + position, position < width, other=0)
     else:
         groups = tl.minimum(position, width - 1) // group
-    at = groups[None, :] * out + safe[:, None]
-    wide = _without_zero(raw, _zero(at, zero_ptr, BITS), BITS, DTYPE).to(tl.float32)
-    return (wide * tl.load(scale_ptr + at)).to(DTYPE)
+    return groups
+
+
+@triton.jit
+def _operand(raw, position, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, BITS: tl.constexpr,
+             INDEXED: tl.constexpr, DTYPE: tl.constexpr):
+    """Dequantized ``raw`` [COLUMNS, positions], with the scale of each position's group."""
+    at = _groups(position, order_ptr, width, group, INDEXED)[None, :] * out + safe[:, None]
+    return ((raw.to(tl.float32) - _zero(at, zero_ptr, BITS)) * tl.load(scale_ptr + at)).to(DTYPE)
+
+
+@triton.jit
+def _operands(words, position, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, INDEXED: tl.constexpr,
+              DTYPE: tl.constexpr):
+    """The four dequantized values of each int16 of ``words`` [COLUMNS, positions]; they are those of ``position``, 8
+    behind it, 16 and 24. But for indexed weights all four are in one group."""
+    if INDEXED:
+        a = _operand(words & 15, position, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, 4, INDEXED, DTYPE)
+        b = _operand(words >> 4 & 15, position + 8, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, 4, INDEXED,
+                     DTYPE)
+        c = _operand(words >> 8 & 15, position + 16, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, 4,
+                     INDEXED, DTYPE)
+        d = _operand(words >> 12 & 15, position + 24, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, 4,
+                     INDEXED, DTYPE)
+    else:
+        at = _groups(position, order_ptr, width, group, INDEXED)[None, :] * out + safe[:, None]
+        scale = tl.load(scale_ptr + at)
+        a, b, c, d = _nibbles(words, _zero(at, zero_ptr, 4), DTYPE)
+        a, b = (a.to(tl.float32) * scale).to(DTYPE), (b.to(tl.float32) * scale).to(DTYPE)
+        c, d = (c.to(tl.float32) * scale).to(DTYPE), (d.to(tl.float32) * scale).to(DTYPE)
+    return a, b, c, d
 
 
 @triton.jit
@@ -71,49 +134,72 @@ def _rows_at(x_at, row_in, position, order_ptr, width, WHOLE: tl.constexpr):
 
 
 @triton.jit
+def _four_products(a, b, c, d, x_at, row_in, position, order_ptr, width, sums, WHOLE: tl.constexpr):
+    sums = tl.dot(a, _rows_at(x_at, row_in, position, order_ptr, width, WHOLE), sums, input_precision="ieee")
+    sums = tl.dot(b, _rows_at(x_at, row_in, position + 8, order_ptr, width, WHOLE), sums, input_precision="ieee")
+    sums = tl.dot(c, _rows_at(x_at, row_in, position + 16, order_ptr, width, WHOLE), sums, input_precision="ieee")
+    return tl.dot(d, _rows_at(x_at, row_in, position + 24, order_ptr, width, WHOLE), sums, input_precision="ieee")
+
+
+@triton.jit
 def packed_sums(x_at, row_in, q_ptr, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, first, last,
                 BITS: tl.constexpr, SCALES_SUMS: tl.constexpr, INDEXED: tl.constexpr, WHOLE: tl.constexpr,
                 ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
                 DTYPE: tl.constexpr):
     """``[COLUMNS, ROWS]`` float32: the columns ``safe`` of one weight times the rows at ``x_at`` [ROWS], over the steps
     from ``first`` to ``last``. Weights come first: they fill the tensor cores' tall side."""
-    BYTES: tl.constexpr = DEPTH * BITS // 8
-    byte = tl.arange(0, BYTES)
-    row_bytes = width * BITS // 8
-    q_at = q_ptr + safe.to(tl.int64)[:, None] * row_bytes + byte[None, :]
+    WORDS: tl.constexpr = DEPTH // 4 if BITS == 4 else DEPTH
+    word = tl.arange(0, WORDS)
+    words = width // 4 if BITS == 4 else width
+    if BITS == 4:
+        q_ptr = q_ptr.to(tl.pointer_type(tl.int16))
+        place = word // 8 * 32 + word % 8
+    else:
+        place = word
+    q_at = q_ptr + safe.to(tl.int64)[:, None] * words + word[None, :]
     sums = tl.zeros((COLUMNS, ROWS), tl.float32)
+    if SCALES_SUMS:
+        # Loads of a column each are no part of the compiler's pipeline: a step takes those that the last one loaded.
+        at = tl.minimum(first, tl.maximum(last - 1, 0)) * DEPTH // group * out + safe
+        next_scale = tl.load(scale_ptr + at)
+        next_zero = _zero(at, zero_ptr, BITS)
     for step in tl.range(first, last, num_stages=STAGES):
         if WHOLE:
-            q = tl.load(q_at + step * BYTES)
+            q = tl.load(q_at + step * WORDS)
         else:
-            q = tl.load(q_at + step * BYTES, (step * BYTES + byte < row_bytes)[None, :], other=0)
-        if BITS == 4:
-            position = step * DEPTH + byte // 16 * 32 + byte % 16
-        else:
-            position = step * DEPTH + byte
-        x = _rows_at(x_at, row_in, position, order_ptr, width, WHOLE)
+            q = tl.load(q_at + step * WORDS, (step * WORDS + word < words)[None, :], other=0)
+        position = step * DEPTH + place
         if SCALES_SUMS:
-            at = step * DEPTH // group * out + safe
-            zero = _zero(at, zero_ptr, BITS)[:, None]
+            scale, zero = next_scale[:, None], next_zero[:, None]
+            at = tl.minimum(step + 1, last - 1) * DEPTH // group * out + safe
+            next_scale = tl.load(scale_ptr + at)
+            next_zero = _zero(at, zero_ptr, BITS)
+            part = tl.zeros((COLUMNS, ROWS), tl.float32)
             if BITS == 4:
-                part = tl.dot(_without_zero(q & 15, zero, BITS, DTYPE), x, input_precision="ieee")
-                upper = _rows_at(x_at, row_in, position + 16, order_ptr, width, WHOLE)
-                part = tl.dot(_without_zero(q >> 4, zero, BITS, DTYPE), upper, part, input_precision="ieee")
+                a, b, c, d = _nibbles(q, tl.broadcast_to(zero, (COLUMNS, WORDS)), DTYPE)
+                part = _four_products(a, b, c, d, x_at, row_in, position, order_ptr, width, part, WHOLE)
             else:
-                part = tl.dot(_without_zero(q, zero, BITS, DTYPE), x, input_precision="ieee")
-            sums += part * tl.load(scale_ptr + at)[:, None]
+                w = _bytes(q, tl.broadcast_to(zero, (COLUMNS, WORDS)), DTYPE)
+                part = tl.dot(w, _rows_at(x_at, row_in, position, order_ptr, width, WHOLE), part,
+                              input_precision="ieee")
+            sums += part * scale
         elif BITS == 4:
-            w = _operand(q & 15, position, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, BITS, INDEXED,
-                         DTYPE)
-            sums = tl.dot(w, x, sums, input_precision="ieee")
-            upper = _rows_at(x_at, row_in, position + 16, order_ptr, width, WHOLE)
-            w = _operand(q >> 4, position + 16, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, BITS, INDEXED,
-                         DTYPE)
-            sums = tl.dot(w, upper, sums, input_precision="ieee")
+            a, b, c, d = _operands(q, position, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, INDEXED, DTYPE)
+            sums = _four_products(a, b, c, d, x_at, row_in, position, order_ptr, width, sums, WHOLE)
         else:
             w = _operand(q, position, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, BITS, INDEXED, DTYPE)
-            sums = tl.dot(w, x, sums, input_precision="ieee")
+            sums = tl.dot(w, _rows_at(x_at, row_in, position, order_ptr, width, WHOLE), sums, input_precision="ieee")
     return sums
+
+
+@triton.jit
+def fetch_weights(q_ptr, safe, row_bytes, first_byte, last_byte):
+    """Prefetches the bytes of a program's columns into the L2 cache: no earlier kernel writes them. All of them are
+    then on their way at once, whatever the loop has in flight."""
+    row = (q_ptr + safe.to(tl.int64) * row_bytes).to(tl.int64)
+    for byte in range(first_byte, tl.minimum(last_byte, row_bytes), 128):
+        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [row + byte], dtype=tl.int32,
+                                  is_pure=False, pack=1)
 
 
 # ``rows`` changes with every step: specialized on 1 and on multiples of 16 it would compile while requests wait.
@@ -122,7 +208,7 @@ def _packed_int_matmul_kernel(x_ptr, q_ptr, scale_ptr, zero_ptr, order_ptr, bias
                               rows, out, width, x_stride, group, splits, biased, BITS: tl.constexpr,
                               SCALES_SUMS: tl.constexpr, INDEXED: tl.constexpr, WHOLE: tl.constexpr,
                               ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, REDUCES: tl.constexpr,
-                              STAGES: tl.constexpr, PDL: tl.constexpr):
+                              STAGES: tl.constexpr, FETCHES: tl.constexpr, PDL: tl.constexpr):
     program = tl.program_id(0)
     split = tl.program_id(1)
     row_blocks = tl.cdiv(rows, ROWS)  # all blocks of rows before the next columns: the weight is read once
@@ -134,6 +220,8 @@ def _packed_int_matmul_kernel(x_ptr, q_ptr, scale_ptr, zero_ptr, order_ptr, bias
     each = tl.cdiv(steps, splits)
     first = split * each
     start_next(PDL)
+    if PDL and FETCHES:
+        fetch_weights(q_ptr, safe, width * BITS // 8, first * DEPTH * BITS // 8, (first + each) * DEPTH * BITS // 8)
     wait_for_last(PDL)
     x_at = x_ptr + tl.where(row_in, row, 0).to(tl.int64) * x_stride
     sums = packed_sums(x_at, row_in, q_ptr, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, first,
@@ -156,27 +244,27 @@ def _dequantize_kernel(q_ptr, scale_ptr, zero_ptr, order_ptr, y_ptr, out, width,
                        INDEXED: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr):
     start_next(PDL)
     wait_for_last(PDL)
-    BYTES: tl.constexpr = DEPTH * BITS // 8
+    WORDS: tl.constexpr = DEPTH // 4 if BITS == 4 else DEPTH
+    words = width // 4 if BITS == 4 else width
+    if BITS == 4:
+        q_ptr = q_ptr.to(tl.pointer_type(tl.int16))
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     column_in = column < out
     safe = tl.where(column_in, column, 0)
-    byte = tl.program_id(1) * BYTES + tl.arange(0, BYTES)
-    byte_in = byte < width * BITS // 8
-    q = tl.load(q_ptr + safe.to(tl.int64)[:, None] * (width * BITS // 8) + byte[None, :], byte_in[None, :], other=0)
-    y_at = y_ptr + safe.to(tl.int64)[:, None] * width
-    stored = column_in[:, None] & byte_in[None, :]
+    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    q = tl.load(q_ptr + safe.to(tl.int64)[:, None] * words + word[None, :], (word < words)[None, :], other=0)
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     if BITS == 4:
-        position = byte // 16 * 32 + byte % 16
-        lower = _operand(q & 15, position, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, BITS, INDEXED,
-                         DTYPE)
-        tl.store(y_at + position[None, :], lower, stored)
-        upper = _operand(q >> 4, position + 16, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, BITS, INDEXED,
-                         DTYPE)
-        tl.store(y_at + position[None, :] + 16, upper, stored)
+        a, b, c, d = _operands(q, word // 8 * 32 + word % 8, scale_ptr, zero_ptr, order_ptr, safe, out, width, group,
+                               INDEXED, DTYPE)
+        # [COLUMNS, blocks, 8, 2, 2] -> [COLUMNS, blocks, 2, 2, 8]
+        w = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (COLUMNS, DEPTH // 32, 8, 2, 2))
+        w = tl.reshape(tl.permute(w, (0, 1, 3, 4, 2)), (COLUMNS, DEPTH))
     else:
-        w = _operand(q, byte, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, BITS, INDEXED, DTYPE)
-        tl.store(y_at + byte[None, :], w, stored)
+        w = _operand(q, word, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, BITS, INDEXED, DTYPE)
+    position = tl.program_id(1) * DEPTH + tl.arange(0, DEPTH)
+    tl.store(y_ptr + safe.to(tl.int64)[:, None] * width + position[None, :], w,
+             column_in[:, None] & (position < width)[None, :])
 
 
 def packed_int_matmul(x: torch.Tensor, weight: PackedInts, bias: torch.Tensor | None = None, *,
@@ -202,7 +290,8 @@ def packed_int_matmul(x: torch.Tensor, weight: PackedInts, bias: torch.Tensor | 
     _packed_int_matmul_kernel[(tiles, tile.splits)](
         x, weight.values, weight.scales, weight.zeros, weight.order, y if bias is None else bias, y, partials,
         split_counters(x.device), rows, out, width, x.stride(0), weight.group, tile.splits, int(bias is not None),
-        **options(weight, tile), ROWS=tile.rows, COLUMNS=tile.columns, REDUCES=tile.splits > 1, **pdl(x))
+        **options(weight, tile), ROWS=tile.rows, COLUMNS=tile.columns, REDUCES=tile.splits > 1,
+        FETCHES=policy.fetches(tiles * tile.splits), **pdl(x))
     return y
 
 

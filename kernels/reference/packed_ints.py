@@ -7,24 +7,24 @@ import torch
 from ..arguments import PackedInts
 from .gemm import product
 
-BLOCK = 32
-"""Inputs that are packed together."""
+PARTS, INPUTS = 4, 8
+"""32 inputs are packed together, of which each part is a nibble of as many 16-bit words."""
 
 
 def pack_ints(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Packs uint8 ``[..., in]`` as ``PackedInts`` has them: ``[..., in * bits / 8]``."""
     if bits == 8:
         return values
-    halves = values.unflatten(-1, (-1, 2, BLOCK // 2))
-    return (halves[..., 0, :] | (halves[..., 1, :] << 4)).flatten(-2)
+    parts = values.unflatten(-1, (-1, PARTS, INPUTS))
+    return torch.stack([parts[..., i, :] | (parts[..., i + 1, :] << 4) for i in (0, 2)], -1).flatten(-3)
 
 
 def unpack_ints(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """The inverse of ``pack_ints``."""
     if bits == 8:
         return packed
-    halves = packed.unflatten(-1, (-1, BLOCK // 2))
-    return torch.stack((halves & 15, halves >> 4), -2).flatten(-3)
+    words = packed.unflatten(-1, (-1, INPUTS, 2))
+    return torch.stack((words & 15, words >> 4), -1).flatten(-2).transpose(-1, -2).flatten(-3)
 
 
 def dequantize_ints(weight: PackedInts, dtype: torch.dtype, *, sort: bool = True) -> torch.Tensor:

@@ -45,6 +45,10 @@ class PackedIntPolicy:
         """Says whether the weight is dequantized into a buffer for so many rows."""
         return not self.batch_invariant and rows >= self.numbers.dequantize_min_rows
 
+    def fetches(self, programs: int) -> bool:
+        """Says whether programs prefetch their weights: in one that begins later it is only a second read."""
+        return programs <= self.numbers.resident_programs
+
     @lru_cache(4096)  # noqa: B019 (policies live as long as the process)
     def tile(self, rows: int, out: int, width: int, group: int, itemsize: int, indexed: bool = False) -> SplitTile:
         """The tile of a product of ``rows`` in a type of ``itemsize`` bytes with a weight [out, width]."""
