@@ -144,10 +144,10 @@ class ExpertBiases(NamedTuple):
 
 
 class Mxfp4Weights(NamedTuple):
-    """Matrices of S experts in MXFP4, contiguous uint8: ``packed`` [S, out, in / 2] and ``scale`` [S, ceil(in / group /
-    4), out, 4], zeros after an output's last; ``group`` is 32, or a power of two less.
+    """Matrices of S experts in MXFP4, contiguous uint8: ``packed`` [S, out, quads * group * 2] and ``scale`` [S, quads,
+    out, 4], quads of four groups of inputs, with zeros after the last input; ``group`` is 32, or a power of two less.
 
-    A group's byte i has its value i in the lower four bits (E2M1) and its value ``i + group / 2`` in the upper ones.
+    A quad's 16-bit word i has the value i of each of its groups (E2M1), in the bits that ``reference.mxfp4`` names.
     ``scale`` is the exponent of the group's power of two, 2**(scale - 221): such that an E2M1 value, read as the bits
     of a float with eight bits of exponent, times the float with this exponent, is the weight times 2**-32."""
 

@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 from ...kernels.arguments import ExpertBiases, Float8Rows, Mxfp4Weights
 from ...kernels.moe.mxfp4_experts import mxfp4_experts, mxfp4_products
-from ...kernels.reference import dequantize_mxfp4, pack_mxfp4, pack_mxfp4_scales
+from ...kernels.reference import dequantize_mxfp4, mxfp4_block, pack_mxfp4, pack_mxfp4_scales
 from ...kernels.rowwise.silu_and_mul import silu_and_mul
 from ..api.errors import ConfigError
 from ..weights.slots import PAIRS, Allocate, Slot, TensorKind
@@ -35,8 +35,10 @@ class Mxfp4Linear(SeparateProduct):
             raise ConfigError(f"{shards[0].name} has {width} inputs on each rank, and products in MXFP4 take multiples "
                               "of 4: choose another --tp-size or --ep-size.")
         out = sum(shard.size for shard in shards)
-        self.packed = allocate(out, width // 2, dtype=torch.uint8)
-        self.scale = allocate(-(-width // self.group // 4), out, 4, dtype=torch.uint8)
+        self.width = width
+        whole = -(-width // mxfp4_block(self.group)) * mxfp4_block(self.group)
+        self.packed = allocate(out, whole // 2, dtype=torch.uint8)
+        self.scale = allocate(whole // self.group // 4, out, 4, dtype=torch.uint8)
 
     def __call__(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None, *,
                  gated: bool = False) -> torch.Tensor:
@@ -44,14 +46,15 @@ class Mxfp4Linear(SeparateProduct):
         return linear(silu_and_mul(x) if gated else x, self.dequantize(), bias)
 
     def dequantize(self) -> torch.Tensor:
-        return dequantize_mxfp4(Mxfp4Weights(self.packed, self.scale, self.group)).to(self._dtype)
+        return dequantize_mxfp4(Mxfp4Weights(self.packed, self.scale, self.group))[:, :self.width].to(self._dtype)
 
     def slots(self) -> Iterator[Slot]:
         for shard in self.shards:
             out, width = shard.shape
             target = shard.rows_of(self.packed)
             yield Slot(f"{shard.name}.weight", target, (out, width // 2), shard.dim,
-                       shard.start // 2 if shard.dim else shard.start, PAIRS, load=self._pack_into(target))
+                       shard.start // 2 if shard.dim else shard.start, PAIRS, load=self._pack_into(target),
+                       size=self.width // 2 if shard.dim else None)
             # All scales of the rank's outputs are read, and its inputs' are taken out of them.
             scale = shard.rows_of(self.scale.transpose(0, 1))
             yield Slot(f"{shard.name}.weight_scale", scale, (out, width // BLOCK), 0, 0 if shard.dim else shard.start,
@@ -64,11 +67,11 @@ class Mxfp4Linear(SeparateProduct):
         return load
 
     def _scale_into(self, target: torch.Tensor, start: int) -> Callable[[torch.Tensor], None]:
-        first, count = start // self.group, 2 * self.packed.shape[1] // self.group
+        first, count = start // self.group, self.width // self.group
 
         def load(part: torch.Tensor) -> None:
             scales = part.to(target.device, torch.uint8).repeat_interleave(BLOCK // self.group, 1)
-            target.copy_(pack_mxfp4_scales(scales[:, first:first + count]).transpose(0, 1))
+            target.copy_(pack_mxfp4_scales(scales[:, first:first + count], self.group).transpose(0, 1))
 
         return load
 

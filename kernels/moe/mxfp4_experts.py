@@ -22,61 +22,79 @@ from .moe_sum import moe_sum
 
 
 class Mxfp4Tile(NamedTuple):
-    """One program's part of a product: ``rows`` tokens x ``columns`` outputs by steps of ``bytes`` packed bytes."""
+    """One program's part of a product: ``rows`` tokens x ``columns`` outputs. ``band``: blocks of rows that programs go
+    through before the next columns."""
 
     rows: int
     columns: int
-    bytes: int
     band: int
     warps: int
     stages: int
 
 
 @triton.jit
-def _unpack(packed, words, dtype: tl.constexpr, PTX: tl.constexpr):
-    """Two ``[columns, bytes]`` in ``dtype``: the values of the lower and of the upper four bits of ``packed``
-    [columns, bytes], times the scales of ``words`` [groups / 4, columns], four exponents each. With ``PTX`` they are
-    smaller than the weights by 2**-32.
+def _values(words, factors, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """The four values of each of ``words`` [columns, words] int16, in DTYPE, times the four ``factors``. With ``PTX``
+    they are smaller than the weights by 2**-32.
 
     The three lower bits of a value, as the exponent's last two and the mantissa's first bit of a bfloat16 or a float32,
-    are the value times 2**-126, subnormal ones included. ``scale`` has that factor in it.
-    """
-    COLUMNS: tl.constexpr = packed.shape[0]
-    BYTES: tl.constexpr = packed.shape[1]
-    GROUPS: tl.constexpr = words.shape[0] * 4
-    scale = (tl.trans(words)[:, :, None] >> (tl.arange(0, 4) * 8)[None, None, :]) & 255
-    scale = tl.reshape(scale, COLUMNS, GROUPS)
+    are the value times 2**-126, subnormal ones included; the factors have that in them. In a word they are where one
+    shift and one mask bring them there, but those of the fourth value."""
+    if PTX:
+        a, b, c, d = tl.inline_asm_elementwise(
+            "{ .reg .b32 a, b, c, d, t; and.b32 a, $4, 0x81C081C0; shl.b32 b, $4, 3; and.b32 b, b, 0x81C081C0; "
+            "shl.b32 c, $4, 6; and.b32 c, c, 0x81C081C0; shl.b32 d, $4, 1; and.b32 d, d, 0x80008000; "
+            "shr.u32 t, $4, 5; lop3.b32 d, t, 0x01000100, d, 0xEA; shr.u32 t, $4, 4; "
+            "lop3.b32 d, t, 0x00C000C0, d, 0xEA; mul.rn.bf16x2 $0, a, $5; mul.rn.bf16x2 $1, b, $6; "
+            "mul.rn.bf16x2 $2, c, $7; mul.rn.bf16x2 $3, d, $8; }", "=r,=r,=r,=r,r,r,r,r,r",
+            [words, factors[0], factors[1], factors[2], factors[3]],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)
+    else:
+        bits = words.to(tl.int32) & 0xFFFF
+        d = (bits << 1 & 0x8000) | (bits >> 5 & 0x0100) | (bits >> 4 & 0x00C0)
+        a = ((bits & 0x81C0) << 16).to(tl.float32, bitcast=True) * factors[0] * 4294967296.0
+        b = ((bits << 3 & 0x81C0) << 16).to(tl.float32, bitcast=True) * factors[1] * 4294967296.0
+        c = ((bits << 6 & 0x81C0) << 16).to(tl.float32, bitcast=True) * factors[2] * 4294967296.0
+        d = (d << 16).to(tl.float32, bitcast=True) * factors[3] * 4294967296.0
+        a, b, c, d = a.to(DTYPE), b.to(DTYPE), c.to(DTYPE), d.to(DTYPE)
+    return a, b, c, d
+
+
+@triton.jit
+def _factor(quads, INDEX: tl.constexpr, PTX: tl.constexpr):
+    """The power of two of the group INDEX of each of ``quads`` int32, which are four exponents each."""
+    scale = quads >> (8 * INDEX) & 255
     if PTX:
         factor = (scale << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         factor = (scale << 23).to(tl.float32, bitcast=True)
-    factor = tl.reshape(tl.broadcast_to(factor[:, :, None], COLUMNS, GROUPS, BYTES // GROUPS), COLUMNS, BYTES)
-    if PTX:
-        low, high = tl.inline_asm_elementwise(
-            "{ .reg .b32 a, b, t, u, s; mov.b32 s, 0;"
-            "prmt.b32 a, $4, s, 0x1404; prmt.b32 b, $4, s, 0x3424;"  # each byte to the upper one of 16 bits
-            "shl.b32 t, a, 4; and.b32 t, t, 0x80008000; shr.u32 u, a, 2; and.b32 u, u, 0x01C001C0; or.b32 t, t, u;"
-            "mul.rn.bf16x2 $0, t, $5;"
-            "shl.b32 t, b, 4; and.b32 t, t, 0x80008000; shr.u32 u, b, 2; and.b32 u, u, 0x01C001C0; or.b32 t, t, u;"
-            "mul.rn.bf16x2 $1, t, $6;"
-            "and.b32 t, a, 0x80008000; shr.u32 u, a, 6; and.b32 u, u, 0x01C001C0; or.b32 t, t, u;"
-            "mul.rn.bf16x2 $2, t, $5;"
-            "and.b32 t, b, 0x80008000; shr.u32 u, b, 6; and.b32 u, u, 0x01C001C0; or.b32 t, t, u;"
-            "mul.rn.bf16x2 $3, t, $6; }",
-            "=r,=r,=r,=r,r,r,r", [packed, factor], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
-    else:
-        bits = packed.to(tl.int32)
-        low = ((bits & 8) << 28 | (bits & 7) << 22).to(tl.float32, bitcast=True) * factor
-        high = ((bits & 128) << 24 | (bits & 112) << 18).to(tl.float32, bitcast=True) * factor
-        low = (low * 4294967296.0).to(dtype)
-        high = (high * 4294967296.0).to(dtype)
-    return low, high
+    return factor
+
+
+@triton.jit
+def _add_products(acc, x, w_at, scale_at, PTX: tl.constexpr):
+    """Adds the products of the four groups ``x`` of each row with the words at ``w_at`` [COLUMNS, WORDS]; their scales
+    are at ``scale_at`` [COLUMNS, WORDS] or [COLUMNS, 1]."""
+    words, quads = tl.load(w_at), tl.load(scale_at)
+    factors = (_factor(quads, 0, PTX), _factor(quads, 1, PTX), _factor(quads, 2, PTX), _factor(quads, 3, PTX))
+    factors = (tl.broadcast_to(factors[0], words.shape), tl.broadcast_to(factors[1], words.shape),
+               tl.broadcast_to(factors[2], words.shape), tl.broadcast_to(factors[3], words.shape))
+    a, b, c, d = _values(words, factors, x[0].dtype, PTX)
+    acc = tl.dot(a, x[0], acc, input_precision="ieee")
+    acc = tl.dot(b, x[1], acc, input_precision="ieee")
+    acc = tl.dot(c, x[2], acc, input_precision="ieee")
+    return tl.dot(d, x[3], acc, input_precision="ieee")
+
+
+@triton.jit
+def _load_group(x_at, position, depth):
+    return tl.trans(tl.load(x_at, (position < depth)[None, :], other=0.0))
 
 
 @triton.jit(do_not_specialize=["total", "num_blocks", "choices"])
 def _mxfp4_gemm_kernel(x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, rows_ptr, expert_of_block_ptr, total, num_blocks,
-                       columns, depth, x_stride, choices, GATED: tl.constexpr, LIMIT: tl.constexpr, WHOLE: tl.constexpr,
-                       GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BYTES: tl.constexpr,
+                       columns, depth, num_quads, x_stride, choices, GATED: tl.constexpr, LIMIT: tl.constexpr,
+                       GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr,
                        BAND: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr):
     start_next(PDL)
     wait_for_last(PDL)
@@ -96,50 +114,31 @@ def _mxfp4_gemm_kernel(x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, rows_ptr, exp
     column = within // height * COLUMNS + tl.arange(0, COLUMNS)
     column_in = column < columns
     safe = tl.where(column_in, column, 0)
-    HALF: tl.constexpr = GROUP // 2
-    WORDS: tl.constexpr = BYTES // HALF // 4  # of four groups' scales
     PARTS: tl.constexpr = 2 if GATED else 1
-    byte = tl.arange(0, BYTES)
     word = tl.arange(0, WORDS)
-    num_bytes = depth // 2
-    num_words = tl.cdiv(depth, GROUP * 4)
+    row_words = num_quads * GROUP
     outputs = columns * PARTS
-    # A group's byte i has its values i and i + HALF.
-    x_at = x_ptr + row[None, :] * x_stride + (byte // HALF * GROUP + byte % HALF)[:, None]
-    w_at = w_ptr + expert * outputs * num_bytes + safe.to(tl.int64)[:, None] * num_bytes + byte[None, :]
-    scale_at = (scale_ptr.to(tl.pointer_type(tl.int32)) + expert * num_words * outputs
-                + word.to(tl.int64)[:, None] * outputs + safe[None, :])
+    # Word i of four groups has the value i of each.
+    position = word // GROUP * (4 * GROUP) + word % GROUP
+    x_at = x_ptr + row[:, None] * x_stride + position[None, :]
+    w_at = (w_ptr.to(tl.pointer_type(tl.int16)) + expert * outputs * row_words + safe.to(tl.int64)[:, None] * row_words
+            + word[None, :])
+    scale_at = scale_ptr.to(tl.pointer_type(tl.int32)) + expert * num_quads * outputs + safe[:, None]
+    if WORDS > GROUP:
+        scale_at += (word // GROUP * outputs)[None, :]
     acc = tl.zeros((COLUMNS, ROWS), tl.float32)
     up = tl.zeros((COLUMNS, ROWS), tl.float32)
-    for start in range(0, num_bytes, BYTES):
-        if WHOLE:
-            x_low = tl.load(x_at)
-            x_high = tl.load(x_at + HALF)
-            packed = tl.load(w_at)
-            words = tl.load(scale_at)
-        else:
-            inside = byte < num_bytes - start
-            words_in = word < num_words - start // (HALF * 4)
-            x_low = tl.load(x_at, inside[:, None], other=0.0)
-            x_high = tl.load(x_at + HALF, inside[:, None], other=0.0)
-            packed = tl.load(w_at, inside[None, :], other=0)
-            words = tl.load(scale_at, words_in[:, None], other=0)
-        low, high = _unpack(packed, words, x_ptr.dtype.element_ty, PTX)
-        acc = tl.dot(low, x_low, acc, input_precision="ieee")
-        acc = tl.dot(high, x_high, acc, input_precision="ieee")
+    for _ in range(0, row_words, WORDS):
+        x = (_load_group(x_at, position, depth), _load_group(x_at + GROUP, position + GROUP, depth),
+             _load_group(x_at + 2 * GROUP, position + 2 * GROUP, depth),
+             _load_group(x_at + 3 * GROUP, position + 3 * GROUP, depth))
+        acc = _add_products(acc, x, w_at, scale_at, PTX)
         if GATED:
-            if WHOLE:
-                packed = tl.load(w_at + columns.to(tl.int64) * num_bytes)
-                words = tl.load(scale_at + columns)
-            else:
-                packed = tl.load(w_at + columns.to(tl.int64) * num_bytes, inside[None, :], other=0)
-                words = tl.load(scale_at + columns, words_in[:, None], other=0)
-            low, high = _unpack(packed, words, x_ptr.dtype.element_ty, PTX)
-            up = tl.dot(low, x_low, up, input_precision="ieee")
-            up = tl.dot(high, x_high, up, input_precision="ieee")
-        x_at += BYTES * 2
-        w_at += BYTES
-        scale_at += WORDS * outputs
+            up = _add_products(up, x, w_at + columns.to(tl.int64) * row_words, scale_at + columns, PTX)
+        position += WORDS * 4
+        x_at += WORDS * 4
+        w_at += WORDS
+        scale_at += WORDS // GROUP * outputs
     if PTX:
         acc *= 4294967296.0
         up *= 4294967296.0
@@ -163,19 +162,21 @@ def mxfp4_gemm(x: torch.Tensor, weights: Mxfp4Weights, aligned: Alignment, choic
     gates' product times the ups', with a ``limit`` ``gated_activation.clamped_gate``. ``bias``, one for each output of
     an expert, is added before that.
     """
-    outputs, depth, group = weights.packed.shape[1], weights.packed.shape[2] * 2, weights.group
+    outputs, group, depth = weights.packed.shape[1], weights.group, x.shape[1]
+    num_quads = weights.scale.shape[1]
+    words = max(group, reference.MXFP4_MIN_WORDS)
     columns = outputs // (2 if gated else 1)
     assert x.stride(-1) == 1 and weights.packed.is_contiguous() and weights.scale.is_contiguous()
-    assert aligned.block == tile.rows and x.shape[1] == depth and tile.bytes % (2 * group) == 0
+    assert aligned.block == tile.rows and weights.packed.shape[2] == 2 * num_quads * group
+    assert num_quads * group % words == 0 and -(-depth // group // 4) <= num_quads
     out = torch.empty((total, columns), dtype=x.dtype, device=x.device)
     num_blocks = aligned.expert_of_block.shape[0]
     if num_blocks:
         _mxfp4_gemm_kernel[(num_blocks * triton.cdiv(columns, tile.columns),)](
             x, weights.packed, weights.scale, bias, out, aligned.sorted_choices, aligned.expert_of_block, total,
-            num_blocks, columns, depth, x.stride(0), choices, GATED=gated, LIMIT=limit,
-            WHOLE=depth // 2 % tile.bytes == 0, GROUP=group, ROWS=tile.rows, COLUMNS=tile.columns, BYTES=tile.bytes,
-            BAND=tile.band, PTX=x.dtype == torch.bfloat16 and not INTERPRETED, num_warps=tile.warps,
-            num_stages=tile.stages, **pdl(x))
+            num_blocks, columns, depth, num_quads, x.stride(0), choices, GATED=gated, LIMIT=limit, GROUP=group,
+            ROWS=tile.rows, COLUMNS=tile.columns, WORDS=words, BAND=tile.band,
+            PTX=x.dtype == torch.bfloat16 and not INTERPRETED, num_warps=tile.warps, num_stages=tile.stages, **pdl(x))
     return out
 
 
@@ -212,5 +213,5 @@ def default_tile(rows_each: float) -> Mxfp4Tile:
     """The tile by the rows that an expert gets on average. All have the same depth, so that a row's sums are in one
     order."""
     if rows_each <= 32:
-        return Mxfp4Tile(16 if rows_each <= 8 else 32, 64, 64, 1, 4, 4)
-    return Mxfp4Tile(64, 128, 64, 4, 8, 3) if rows_each <= 96 else Mxfp4Tile(128, 128, 64, 4, 8, 3)
+        return Mxfp4Tile(16 if rows_each <= 8 else 32, 64, 1, 2, 4)
+    return Mxfp4Tile(64, 128, 4, 8, 3) if rows_each <= 96 else Mxfp4Tile(128, 128, 4, 8, 3)

@@ -15,28 +15,52 @@ _BIAS = 221
 values' own bits, which are those of a subnormal, less 32. Scales of up to 2**33 fit."""
 
 
+MXFP4_MIN_WORDS = 16
+"""Words of 16 bits that a product takes at once, at least."""
+_PLACES = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (10, 11, 13, 14))
+"""Bits of a word of 16 in which the bits of its values are, from each value's lowest on."""
+
+
 def pack_mxfp4(blocks: torch.Tensor, group: int) -> torch.Tensor:
     """Packs ``blocks`` [out, in / 2] uint8, two neighbouring values a byte, the first in its lower bits, as
-    ``Mxfp4Weights`` of one expert: [out, in / 2]."""
-    values = torch.stack((blocks & 15, blocks >> 4), -1).flatten(1).unflatten(1, (-1, 2, group // 2))
-    return (values[:, :, 0] | values[:, :, 1] << 4).flatten(1)
+    ``Mxfp4Weights`` of one expert."""
+    values = torch.stack((blocks & 15, blocks >> 4), -1).flatten(1)
+    values = torch.nn.functional.pad(values, (0, -values.shape[1] % mxfp4_block(group)))
+    values = values.unflatten(1, (-1, 4, group))
+    words = torch.zeros_like(values[:, :, 0], dtype=torch.int32)
+    for i, places in enumerate(_PLACES):
+        for bit, place in enumerate(places):
+            words |= (values[:, :, i] >> bit & 1).int() << place
+    return torch.stack((words & 255, words >> 8), -1).to(torch.uint8).flatten(1)
 
 
-def pack_mxfp4_scales(scales: torch.Tensor) -> torch.Tensor:
-    """Packs ``scales`` [out, in / group] uint8, exponents plus 127, as ``Mxfp4Weights`` of one expert: [ceil(in / group
-    / 4), out, 4]."""
+def mxfp4_block(group: int) -> int:
+    """Inputs of which an output has whole multiples: of four groups, and what a step of the kernel takes."""
+    return 4 * max(group, MXFP4_MIN_WORDS)
+
+
+def unpack_mxfp4(packed: torch.Tensor, group: int) -> torch.Tensor:
+    """The four bits of each value of ``packed`` [..., out, bytes], uint8 [..., out, groups, group]."""
+    pairs = packed.unflatten(-1, (-1, group, 2)).int()
+    words = pairs[..., 0] | pairs[..., 1] << 8  # [..., out, quads, group]
+    return torch.stack([sum((words >> place & 1) << bit for bit, place in enumerate(places)) for places in _PLACES],
+                       -2).flatten(-3, -2)
+
+
+def pack_mxfp4_scales(scales: torch.Tensor, group: int) -> torch.Tensor:
+    """Packs ``scales`` [out, in / group] uint8, exponents plus 127, as ``Mxfp4Weights`` of one expert: [groups / 4,
+    out, 4]."""
     biased = (scales.int() + (_BIAS - 127)).clamp(max=254).to(torch.uint8)
-    padded = torch.nn.functional.pad(biased, (0, -scales.shape[1] % 4))
+    padded = torch.nn.functional.pad(biased, (0, -scales.shape[1] % (mxfp4_block(group) // group)))
     return padded.unflatten(1, (-1, 4)).transpose(0, 1)
 
 
 def dequantize_mxfp4(weights: Mxfp4Weights) -> torch.Tensor:
-    """Dequantizes stacks of matrices, or one, to float32 ``[..., out, in]``."""
+    """Dequantizes stacks of matrices, or one, to float32 ``[..., out, in]``, and zeros that fill the last block."""
     packed, scale, group = weights
     table = torch.tensor(MXFP4_VALUES, device=packed.device)
-    halves = torch.stack((packed & 15, packed >> 4), -2).unflatten(-1, (-1, group // 2))  # [..., out, 2, n, group / 2]
-    values = table[halves.transpose(-3, -2).int()].flatten(-2)  # [..., out, n, group]
-    exponents = scale.transpose(-3, -2).flatten(-2)[..., :values.shape[-2]].int() - _BIAS
+    values = table[unpack_mxfp4(packed, group)]
+    exponents = scale.transpose(-3, -2).flatten(-2).int() - _BIAS
     factor = torch.ldexp(torch.ones(exponents.shape, device=packed.device), exponents)
     return (values * factor[..., None]).flatten(-2)
 
@@ -46,7 +70,7 @@ def mxfp4_experts(x: torch.Tensor, gate_up: Mxfp4Weights, down: Mxfp4Weights, to
     """Twin of ``moe.mxfp4_experts.mxfp4_experts``: of experts that have a token, one dense matrix at a time."""
     def product(rows: torch.Tensor, stack: Mxfp4Weights, expert: int) -> torch.Tensor:
         dense = dequantize_mxfp4(Mxfp4Weights(stack.packed[expert], stack.scale[expert], stack.group))
-        return (rows.float() @ dense.T).to(rows.dtype)
+        return (rows.float() @ dense[:, :rows.shape[1]].T).to(rows.dtype)
 
     return gated_experts(x, len(gate_up.packed), topk_ids, weights, lambda rows, expert: product(rows, gate_up, expert),
                          lambda rows, expert: product(rows, down, expert), biases, limit)

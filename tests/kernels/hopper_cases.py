@@ -319,7 +319,7 @@ def experts(tokens: int, places: int, hidden: int, size: int, choices: int, dtyp
 
 def packed_experts(tokens: int, places: int, hidden: int, size: int, choices: int, dtype: torch.dtype = BF16,
                    group: int = 32) -> None:
-    gate_up, down = (Mxfp4Weights(of(places, out, width // 2, dtype=torch.uint8),
+    gate_up, down = (Mxfp4Weights(of(places, out, -(-width // each // 4) * each * 2, dtype=torch.uint8),
                                   of(places, -(-width // each // 4), out, 4, dtype=torch.uint8), each)
                      for out, width, each in ((2 * size, hidden, 32), (hidden, size, group)))
     mxfp4_experts(of(tokens, hidden, dtype=dtype), gate_up, down, int64(tokens, choices), fp32(tokens, choices),
