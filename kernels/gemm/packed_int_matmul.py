@@ -57,14 +57,14 @@ def _bytes(raw, zero, DTYPE: tl.constexpr):
         made = tl.inline_asm_elementwise(
             "{ .reg .b32 a, b; prmt.b32 a, $2, 0x64646464, 0x4140; prmt.b32 b, $2, 0x64646464, 0x4342; "
             "sub.rn.f16x2 $0, a, $3; sub.rn.f16x2 $1, b, $4; }", "=r,=r,r,r,r", [raw, (zero + 1024).to(DTYPE)],
-            dtype=DTYPE, is_pure=True, pack=4)
+            dtype=tl.float16, is_pure=True, pack=4)
     elif _PTX and DTYPE == tl.bfloat16:  # noqa: SIM300
         made = tl.inline_asm_elementwise(
             "{ .reg .b32 a, b, c, d; prmt.b32 a, $2, 0x4b000000, 0x7440; prmt.b32 b, $2, 0x4b000000, 0x7441; "
             "prmt.b32 c, $2, 0x4b000000, 0x7442; prmt.b32 d, $2, 0x4b000000, 0x7443; sub.f32 a, a, $3; "
             "sub.f32 b, b, $4; sub.f32 c, c, $5; sub.f32 d, d, $6; cvt.rn.bf16x2.f32 $0, b, a; "
-            "cvt.rn.bf16x2.f32 $1, d, c; }", "=r,=r,r,r,r,r,r", [raw, zero + 8388608], dtype=DTYPE, is_pure=True,
-            pack=4)
+            "cvt.rn.bf16x2.f32 $1, d, c; }", "=r,=r,r,r,r,r,r", [raw, zero + 8388608], dtype=tl.bfloat16,
+            is_pure=True, pack=4)
     else:
         made = (raw.to(tl.float32) - zero).to(DTYPE)
     return made
@@ -241,7 +241,8 @@ def _packed_int_matmul_kernel(x_ptr, q_ptr, scale_ptr, zero_ptr, order_ptr, bias
 
 @triton.jit(do_not_specialize=["group"])
 def _dequantize_kernel(q_ptr, scale_ptr, zero_ptr, order_ptr, y_ptr, out, width, group, BITS: tl.constexpr,
-                       INDEXED: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr):
+                       INDEXED: tl.constexpr, ONE_GROUP: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+                       PDL: tl.constexpr):
     start_next(PDL)
     wait_for_last(PDL)
     WORDS: tl.constexpr = DEPTH // 4 if BITS == 4 else DEPTH
@@ -254,12 +255,23 @@ def _dequantize_kernel(q_ptr, scale_ptr, zero_ptr, order_ptr, y_ptr, out, width,
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     q = tl.load(q_ptr + safe.to(tl.int64)[:, None] * words + word[None, :], (word < words)[None, :], other=0)
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
+    if ONE_GROUP:
+        at = tl.program_id(1) * DEPTH // group * out + safe
+        scale = tl.load(scale_ptr + at)[:, None]
+        zero = tl.broadcast_to(_zero(at, zero_ptr, BITS)[:, None], (COLUMNS, WORDS))
     if BITS == 4:
-        a, b, c, d = _operands(q, word // 8 * 32 + word % 8, scale_ptr, zero_ptr, order_ptr, safe, out, width, group,
-                               INDEXED, DTYPE)
+        if ONE_GROUP:
+            a, b, c, d = _nibbles(q, zero, DTYPE)
+            a, b = (a.to(tl.float32) * scale).to(DTYPE), (b.to(tl.float32) * scale).to(DTYPE)
+            c, d = (c.to(tl.float32) * scale).to(DTYPE), (d.to(tl.float32) * scale).to(DTYPE)
+        else:
+            a, b, c, d = _operands(q, word // 8 * 32 + word % 8, scale_ptr, zero_ptr, order_ptr, safe, out, width,
+                                   group, INDEXED, DTYPE)
         # [COLUMNS, blocks, 8, 2, 2] -> [COLUMNS, blocks, 2, 2, 8]
         w = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (COLUMNS, DEPTH // 32, 8, 2, 2))
         w = tl.reshape(tl.permute(w, (0, 1, 3, 4, 2)), (COLUMNS, DEPTH))
+    elif ONE_GROUP:
+        w = ((q.to(tl.float32) - zero) * scale).to(DTYPE)
     else:
         w = _operand(q, word, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, BITS, INDEXED, DTYPE)
     position = tl.program_id(1) * DEPTH + tl.arange(0, DEPTH)
@@ -310,9 +322,11 @@ def dequantize_ints(weight: PackedInts, dtype: torch.dtype, *, sort: bool = True
         return reference.dequantize_ints(weight, dtype, sort=sort)
     out, width = weight.values.shape[0], weight.width
     y = torch.empty((out, width), dtype=dtype, device=weight.values.device)
-    _dequantize_kernel[(triton.cdiv(out, 16), triton.cdiv(width, 256))](
+    one_group = not weight.indexed and (weight.group == width or weight.group % 128 == 0)
+    columns, depth = (32, 128) if one_group else (16, 256)
+    _dequantize_kernel[(triton.cdiv(out, columns), triton.cdiv(width, depth))](
         weight.values, weight.scales, weight.zeros, weight.order, y, out, width, weight.group, BITS=weight.bits,
-        INDEXED=weight.indexed, COLUMNS=16, DEPTH=256, num_warps=4, **pdl(y))
+        INDEXED=weight.indexed, ONE_GROUP=one_group, COLUMNS=columns, DEPTH=depth, num_warps=4, **pdl(y))
     if weight.order is None or not sort:
         return y
     result = torch.empty_like(y)
@@ -337,5 +351,5 @@ def _compile_tiles(shape: tuple[int, int], scales: tuple[int, int], bits: int, g
     weight = PackedInts(zeros(*shape, dtype=torch.uint8), zeros(*scales, dtype=torch.float32),
                         zeros(*scales, dtype=dtype) if with_zeros else None,
                         zeros(2, width, dtype=torch.int32) if ordered else None, bits, group, indexed)
-    for rows in (1, 17, 33, 65, policy_of(device).packed_ints.numbers.dequantize_min_rows):
+    for rows in (1, 9, 17, 33, 65, 129, 257, policy_of(device).packed_ints.numbers.dequantize_min_rows):
         packed_int_matmul(zeros(rows, width, dtype=dtype), weight)

@@ -27,10 +27,9 @@ def pack_mxfp4(blocks: torch.Tensor, group: int) -> torch.Tensor:
     values = torch.stack((blocks & 15, blocks >> 4), -1).flatten(1)
     values = torch.nn.functional.pad(values, (0, -values.shape[1] % mxfp4_block(group)))
     values = values.unflatten(1, (-1, 4, group))
-    words = torch.zeros_like(values[:, :, 0], dtype=torch.int32)
-    for i, places in enumerate(_PLACES):
-        for bit, place in enumerate(places):
-            words |= (values[:, :, i] >> bit & 1).int() << place
+    tables = torch.tensor([[sum((value >> bit & 1) << place for bit, place in enumerate(places)) for value in range(16)]
+                           for places in _PLACES], dtype=torch.int32, device=blocks.device)
+    words = sum(tables[i][values[:, :, i].int()] for i in range(4))
     return torch.stack((words & 255, words >> 8), -1).to(torch.uint8).flatten(1)
 
 

@@ -37,14 +37,15 @@ def _int8_quantize_kernel(x_ptr, q_ptr, scale_ptr, shift_ptr, known_scale_ptr, k
     if STATIC:
         scale = tl.load(known_scale_ptr)
         if ASYMMETRIC:
-            zero = _round(tl.load(known_shift_ptr) / scale)
+            zero = _round(tl.div_rn(tl.load(known_shift_ptr), scale))
     elif ASYMMETRIC:
         low = tl.minimum(tl.min(x, 0), 0.0)
         scale = tl.maximum(tl.maximum(tl.max(x, 0), 0.0) - low, least) / 255.0
-        zero = -128.0 - _round(low / scale)
+        zero = -128.0 - _round(tl.div_rn(low, scale))
     else:
         scale = tl.maximum(tl.max(tl.abs(x), 0), least) / 127.0
-    q = _round(x / scale) + zero
+    # Not by the fast division: bfloat16 has few values, and many of them may lie between two integers.
+    q = _round(tl.div_rn(x, tl.broadcast_to(scale, x.shape))) + zero
     q = tl.minimum(tl.maximum(q, -128.0), 127.0)
     tl.store(q_ptr + row * width + column, q.to(tl.int8), inside)
     if not STATIC:

@@ -23,7 +23,7 @@ OTHER_SHARED_BYTES = 16 << 10
 
 @dataclass(frozen=True)
 class PackedIntNumbers:
-    """With ``dequantize_min_rows`` or more the weight is dequantized for the library. ``resident_programs``: two for
+    """With ``dequantize_min_rows`` or more the weight is dequantized for the library. ``resident_programs``: four for
     each SM. Splits of fewer than ``min_steps_per_split`` cost more to add up than they spread."""
 
     dequantize_min_rows: int
@@ -32,7 +32,7 @@ class PackedIntNumbers:
 
     @classmethod
     def derived(cls, facts: DeviceFacts) -> PackedIntNumbers:
-        return cls(512, 2 * facts.num_sms, 4)
+        return cls(512, 4 * facts.num_sms, 4)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,10 @@ class PackedIntPolicy:
         if self.batch_invariant:
             return self._fitting(64, group, width, itemsize)
         # Scales of each input of each output take the registers of a large tile.
-        tile = self._fitting(min(rows, 64) if indexed or group < 64 else rows, group, width, itemsize)
+        scales_weights = indexed or group < 64
+        tile = self._fitting(min(rows, 64) if scales_weights else rows, group, width, itemsize)
+        if scales_weights:
+            tile = tile._replace(warps=4)
         tiles, steps, splits = -(-rows // tile.rows) * -(-out // tile.columns), -(-width // tile.depth), 1
         while (2 * splits * tiles <= self.numbers.resident_programs and tiles <= MAX_TILES
                and steps >= 2 * splits * self.numbers.min_steps_per_split):
@@ -74,9 +77,9 @@ class PackedIntPolicy:
         depth = 128 if group == width or group % 128 == 0 else 64
         if itemsize > 2:
             return SplitTile(16, 32, depth, 1, 4, 2)
-        for most, stages in ((16, 6), (32, 6), (64, 4)):
+        for most, warps, stages in ((8, 2, 6), (16, 2, 6), (32, 2, 4), (64, 4, 4)):
             if rows <= most or (most == 64 and self.facts.shared_bytes < LARGE_TILE_SHARED_BYTES):
-                return SplitTile(most, 64, depth, 1, 4, self._stages(most, 64, depth, stages))
+                return SplitTile(most, 64, depth, 1, warps, self._stages(most, 64, depth, stages))
         return SplitTile(128, 128, depth, 1, 8, self._stages(128, 128, depth, 3))
 
     def _stages(self, rows: int, columns: int, depth: int, most: int) -> int:

@@ -70,9 +70,11 @@ def test_products_equal_the_twin(rows, out, width, group, bits, kind, dtype, ato
 
 
 @each_dtype
-@pytest.mark.parametrize("bits,kind", [(4, "sorted"), (4, "indexed"), (8, "symmetric")])
-def test_dequantized_weights_equal_the_twin(bits, kind, dtype, atol, rtol):
-    weight = packed(out=37, width=288, bits=bits, group=32, kind=kind, dtype=dtype)
+@pytest.mark.parametrize("bits,kind,width,group", [(4, "sorted", 288, 32), (4, "indexed", 288, 32),
+                                                   (8, "symmetric", 288, 32), (4, "zeros", 384, 128),
+                                                   (8, "zeros", 192, 192)])
+def test_dequantized_weights_equal_the_twin(bits, kind, width, group, dtype, atol, rtol):
+    weight = packed(out=37, width=width, bits=bits, group=group, kind=kind, dtype=dtype)
     for sort in (True, False):
         want = reference.dequantize_ints(weight, dtype, sort=sort)
         torch.testing.assert_close(dequantize_ints(weight, dtype, sort=sort), want, atol=atol, rtol=rtol)
