@@ -84,7 +84,7 @@ PLANS: dict[str, list[Step]] = {
         *parts("kernels", 240, "kernel_cases", "small_m_cases", "fp8_cases", "verify_cases", "chain_cases"),
         *parts("mla", 240, "twins", "flashinfer"), *parts("moe", 240, "twin"), *parts("models", 240, "flashinfer"),
         *parts("speculation", 240, "mixed and EAGLE3", "mixed", "float8"),
-        tests("steps-in-flight", 120), tests("int8-format", 120), tests("packed-ints", 240), tests("user-family", 120),
+        tests("steps-in-flight", 120), tests("int8-format", 240), tests("packed-ints", 240), tests("user-family", 120),
         tests("states", 240),
         tests("transformers-code", 180), tests("families", 240),
         tests("kv-ipc", 120), tests("shared-tensors", 120), tests("grammar", 240), tests("scheduling", 240),

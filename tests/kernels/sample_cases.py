@@ -101,7 +101,8 @@ def test_noise_is_the_hash_of_the_plain_path():
 
 @pytest.mark.parametrize("mapped", [False, True])
 def test_drafts_equal_the_plain_path(mapped):
-    """Scores by the kernel and in torch, of a reduced vocabulary too; the drafts are the best of them."""
+    """Scores by the kernel and in torch, of a reduced vocabulary too; the drafts are the best of them. On a GPU sums of
+    probabilities are rounded otherwise: of tokens that are as likely as the last that is left, one may fall out."""
     params = [replace(one, seed=9 * i - 40) for i, one in enumerate(PARAMS)]
     logits = make_logits(len(params), "ties")
     ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0)).to(DEVICE) if mapped else None
@@ -110,8 +111,9 @@ def test_drafts_equal_the_plain_path(mapped):
     table[0], table[2] = torch.arange(len(params)), 6
     found = kernel.perturb(logits, logits.amax(-1).float(), table, True, ids)
     want = perturbed(logits, table, True, ids)
-    assert torch.equal(found.isfinite(), want.isfinite())
-    assert torch.allclose(found, want, rtol=1e-5, atol=1e-4)
+    alike = found.isfinite() == want.isfinite()
+    assert (~alike).sum(-1).max() <= (2 if GPU else 0)
+    assert torch.allclose(found[alike], want[alike], rtol=1e-5, atol=1e-4)
     tokens, logprobs = CoupledDraftSampler(params).sample(logits.flip(0), requests, [6] * len(params), 2, ids)
     best, columns = want.flip(0).topk(2)
     columns = columns if ids is None else ids[columns]
