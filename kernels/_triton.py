@@ -49,7 +49,9 @@ else:
         import triton.language as tl
     except ImportError:
         class tl:
-            constexpr = int
+            @staticmethod
+            def constexpr(value):
+                return value
 
         class triton:
             @staticmethod

@@ -59,7 +59,8 @@ class PackedInts(NamedTuple):
     ``values`` uint8 [out, in * bits / 8], contiguous. Of 4 bits, each 32 inputs are 8 words of 16 bits: the inputs i,
     8 + i, 16 + i and 24 + i are the nibbles of word i, from its lowest on. ``scales`` float32 [groups, out] and ``zeros`` [groups, out],
     integers in the rows' type (None: 2 ** (bits - 1) each), are those of ``group`` inputs, a multiple of 32 that
-    divides ``in``. An input weighs ``(value - zero) * scale``.
+    divides ``in``. An input weighs ``(value - zero) * scale``, or with a ``table`` of ``reference.TABLES`` by its name
+    ``table[value] * scale``; there are no zeros then, and 4 bits.
 
     ``order`` int32 [2, in], where there is one: position p is input ``order[0, p]`` of the rows, in the group
     ``order[1, p]`` if the weight is ``indexed``, else in the group p // group."""
@@ -71,6 +72,7 @@ class PackedInts(NamedTuple):
     bits: int
     group: int
     indexed: bool = False
+    table: str = ""
 
     @property
     def width(self) -> int:

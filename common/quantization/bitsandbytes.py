@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .shards import Shard
 
 Kind = Literal["nf4", "fp4", "int8"]
+BLOCK = 64
+"""Values of NF4 and FP4 that share a scale."""
 
 
 @QUANTIZATIONS.register("bitsandbytes")
@@ -56,21 +58,17 @@ class BitsAndBytes:
         """Every device converts the values to its type."""
 
     def linear(self, shards: Sequence[Shard], width: int, allocate: Allocate) -> LinearMethod:
-        from .bitsandbytes_linear import BnbLinear, bnb_int8_linear
+        from .bitsandbytes_linear import bnb_int8_linear, bnb_linear
 
         if self.kind == "int8":
             return bnb_int8_linear(shards, width, allocate)
-        return BnbLinear(shards, width, self.kind, self.stored, allocate)
+        return bnb_linear(shards, width, self.kind, self.stored, allocate)
 
     def experts(self, gate_up: ExpertStack, down: ExpertStack, limit: float,
                 activate: GateActivation | None = None) -> GroupedExperts:
-        from .experts import ExpertByExpert, check_fused
         from .packed_int_linear import PackedIntExperts
 
-        if self.kind != "int8":
-            return ExpertByExpert(gate_up, down, limit, activate)
-        check_fused(gate_up, activate)
-        return PackedIntExperts(gate_up, down, limit)
+        return PackedIntExperts(gate_up, down, limit, activate)
 
 
 def _unpack(name: str, tensor: LazyTensor, find: Callable[[str], LazyTensor]) -> Iterator[tuple[str, LazyTensor]]:

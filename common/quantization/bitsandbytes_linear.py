@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch.nn.functional import linear
 
-from ...kernels.arguments import Float8Rows
-from ...kernels.nf4.dequantize_nf4 import BLOCK, dequantize_nf4, quantize_nf4
-from ...kernels.rowwise.silu_and_mul import silu_and_mul
+from ...kernels.reference import TABLES, pack_ints
 from ..api.errors import ConfigError
 from ..weights.slots import PAIRS, Allocate, Slot, TensorKind
-from .bitsandbytes import Kind
+from .bitsandbytes import BLOCK, Kind
 from .int8_linear import INT8_LARGEST, INT8_VALUES
-from .methods import SeparateProduct
 from .packed_int_linear import PackedIntLinear, allocate_ints
 from .shards import Shard
 
@@ -22,46 +18,55 @@ ABSMAX = TensorKind("blocks' largest magnitudes", dummy_value=0.05)
 SCB = TensorKind("outputs' largest magnitudes", dummy_value=0.06)
 
 
-class BnbLinear(SeparateProduct):
-    """A weight of 4 bits, which each product converts to the engine's type: ``packed`` [out, in / 2] as the checkpoint
-    has it, ``absmax`` [out, in / 64] float32."""
+def bnb_linear(shards: Sequence[Shard], width: int, kind: Kind, stored: bool, allocate: Allocate) -> PackedIntLinear:
+    """Returns the linear method of a weight of 4 bits that index a table; ``stored`` in the checkpoint, or made while
+    it is loaded."""
+    if width % BLOCK:
+        raise ConfigError(f"{shards[0].name} is quantized in blocks of {BLOCK} values, and a rank's share of "
+                          f"{width} of its {shards[0].shape[1]} inputs cuts one: choose another --tp-size.")
+    weight = allocate_ints(shards, width, 4, BLOCK, allocate, zeros=False)._replace(table=kind)
 
-    def __init__(self, shards: Sequence[Shard], width: int, kind: Kind, stored: bool, allocate: Allocate):
-        self.shards, self._kind, self._stored, self._dtype = shards, kind, stored, allocate.dtype
-        if width % BLOCK:
-            raise ConfigError(f"{shards[0].name} is quantized in blocks of {BLOCK} values, and a rank's share of "
-                              f"{width} of its {shards[0].shape[1]} inputs cuts one: choose another --tp-size.")
-        out = sum(shard.size for shard in shards)
-        self.packed = allocate(out, width // 2, dtype=torch.uint8)
-        self.absmax = allocate(out, width // BLOCK, dtype=torch.float32)
-
-    def __call__(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None, *,
-                 gated: bool = False) -> torch.Tensor:
-        assert isinstance(x, torch.Tensor)
-        return linear(silu_and_mul(x) if gated else x, dequantize_nf4(self.packed, self.absmax, self._kind, x.dtype),
-                      bias)
-
-    def dequantize(self) -> torch.Tensor:
-        return dequantize_nf4(self.packed, self.absmax, self._kind, self._dtype)
-
-    def slots(self) -> Iterator[Slot]:
-        for shard in self.shards:
-            packed, absmax, (out, width) = shard.rows_of(self.packed), shard.rows_of(self.absmax), shard.shape
-            if not self._stored:
-                yield Slot(f"{shard.name}.weight", packed, shard.shape, shard.dim, shard.start,
-                           load=self._quantize_into(packed, absmax),
-                           size=2 * packed.shape[1] if shard.dim == 1 else shard.size)
+    def slots() -> Iterator[Slot]:
+        for shard in shards:
+            values, (out, full) = shard.rows_of(weight.values), shard.shape
+            scales = weight.scales[:, shard.offset:shard.offset + shard.size].T
+            start = shard.start // BLOCK if shard.dim == 1 else shard.start
+            if not stored:
+                yield Slot(f"{shard.name}.weight", values, shard.shape, shard.dim, shard.start,
+                           load=_quantize_into(values, scales), size=width if shard.dim == 1 else shard.size)
                 continue
-            for kind, target, per, of in (("weight", packed, 2, PAIRS), ("absmax", absmax, BLOCK, ABSMAX)):
-                start = shard.start // per if shard.dim == 1 else shard.start
-                yield Slot(f"{shard.name}.{kind}", target, (out, width // per), shard.dim, start, of)
+            yield Slot(f"{shard.name}.weight", values, (out, full // 2), shard.dim,
+                       shard.start // 2 if shard.dim == 1 else shard.start, PAIRS, _pack_into(values))
+            yield Slot(f"{shard.name}.absmax", scales, (out, full // BLOCK), shard.dim, start, ABSMAX)
 
-    def _quantize_into(self, packed: torch.Tensor, absmax: torch.Tensor) -> Callable[[torch.Tensor], None]:
-        def load(part: torch.Tensor) -> None:
-            for target, made in zip((packed, absmax), quantize_nf4(part.to(packed.device))):
-                target.copy_(made)
+    return PackedIntLinear(weight, allocate.dtype, slots)
 
-        return load
+
+def _pack_into(target: torch.Tensor) -> Callable[[torch.Tensor], object]:
+    """Packs bytes of two values, the first in the upper bits."""
+    def load(part: torch.Tensor) -> None:
+        part = part.to(target.device)
+        target.copy_(pack_ints(torch.stack((part >> 4, part & 15), -1).flatten(1), 4))
+
+    return load
+
+
+def _quantize_into(values: torch.Tensor, scales: torch.Tensor) -> Callable[[torch.Tensor], object]:
+    def load(part: torch.Tensor) -> None:
+        codes, absmax = quantize_nf4(part.to(values.device))
+        values.copy_(pack_ints(codes, 4))
+        scales.copy_(absmax)
+
+    return load
+
+
+def quantize_nf4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantizes ``weight`` [out, in] to NF4, each value to the nearest one: ``(codes [out, in] uint8, absmax)``."""
+    table = torch.tensor(TABLES["nf4"], device=weight.device)
+    blocks = weight.float().unflatten(1, (-1, BLOCK))
+    absmax = blocks.abs().amax(-1)
+    codes = torch.bucketize(blocks / absmax.clamp(min=1e-12)[..., None], (table[1:] + table[:-1]) / 2)
+    return codes.to(torch.uint8).flatten(1), absmax
 
 
 def bnb_int8_linear(shards: Sequence[Shard], width: int, allocate: Allocate) -> PackedIntLinear:

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from ...kernels.nf4.dequantize_nf4 import BLOCK, dequantize_nf4
+from ...kernels.reference import TABLES
 from ..api.errors import ConfigError
 from ..weights.lazy import InMemory, LazyTensor
+from .bitsandbytes import BLOCK
 
 _STATE = re.compile(r"(.+)\.weight\.quant_state\.bitsandbytes__(nf4|fp4)")
 _PART = re.compile(r".+\.weight\.(?:absmax|quant_map|nested_absmax|nested_quant_map)")
@@ -47,7 +48,12 @@ def unpack(name: str, tensor: LazyTensor, find: Find) -> Iterator[tuple[str, Laz
     weight, absmax = parts[f"{match[1]}.weight"], parts[f"{match[1]}.absmax"]
     out, half = weight.get_shape()
     yield f"{match[1]}.weight", _Reshaped(
-        lambda: dequantize_nf4(weight[...], absmax[...], match[2], torch.bfloat16), [out, 2 * half], "BF16")
+        lambda: _dequantize(weight[...], absmax[...], match[2]), [out, 2 * half], "BF16")
+
+
+def _dequantize(packed: torch.Tensor, absmax: torch.Tensor, kind: str) -> torch.Tensor:
+    values = torch.tensor(TABLES[kind])[torch.stack((packed >> 4, packed & 15), -1).flatten(1).int()]
+    return (values.unflatten(1, (-1, BLOCK)) * absmax[..., None]).flatten(1).bfloat16()
 
 
 def _is_part(name: str, tensor: LazyTensor) -> bool:

@@ -11,7 +11,6 @@ from ...kernels.arguments import By, ExpertBiases, Float8Rows, Scales
 from ...kernels.gated_activation import GateActivation, clamped_gate
 from ...kernels.moe.moe_experts import moe_experts, moe_products
 from ...kernels.rowwise.silu_and_mul import silu_and_mul
-from ..api.errors import ConfigError
 from .methods import LinearMethod
 
 
@@ -107,10 +106,3 @@ class ExpertByExpert:
 
 def _row(bias: torch.Tensor | None, expert: int) -> torch.Tensor | None:
     return None if bias is None else bias[expert]
-
-
-def check_fused(gate_up: ExpertStack, activate: GateActivation | None) -> None:
-    """Raises ConfigError for another activation than silu, where the experts' kernels compute only that one."""
-    if activate is not None:
-        raise ConfigError(f"{gate_up.name} is quantized in a format whose experts are computed with silu alone: use a "
-                          "checkpoint in bfloat16, float8 or int8.")

@@ -49,8 +49,6 @@ class IntWeightOnly:
 
     def experts(self, gate_up: ExpertStack, down: ExpertStack, limit: float,
                 activate: GateActivation | None = None) -> GroupedExperts:
-        from .experts import check_fused
         from .packed_int_linear import PackedIntExperts
 
-        check_fused(gate_up, activate)
-        return PackedIntExperts(gate_up, down, limit)
+        return PackedIntExperts(gate_up, down, limit, activate)

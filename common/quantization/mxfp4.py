@@ -48,11 +48,9 @@ class Mxfp4:
 
     def experts(self, gate_up: ExpertStack, down: ExpertStack, limit: float,
                 activate: GateActivation | None = None) -> GroupedExperts:
-        from .experts import check_fused
         from .mxfp4_packed import Mxfp4Experts
 
-        check_fused(gate_up, activate)
-        return Mxfp4Experts(gate_up, down, limit)
+        return Mxfp4Experts(gate_up, down, limit, activate)
 
 
 def _unpack(name: str, tensor: LazyTensor,

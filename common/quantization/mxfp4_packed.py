@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import linear
 
 from ...kernels.arguments import ExpertBiases, Float8Rows, Mxfp4Weights
+from ...kernels.gated_activation import GateActivation
 from ...kernels.moe.mxfp4_experts import mxfp4_experts, mxfp4_products
 from ...kernels.reference import dequantize_mxfp4, mxfp4_block, pack_mxfp4, pack_mxfp4_scales
 from ...kernels.rowwise.silu_and_mul import silu_and_mul
@@ -81,17 +82,19 @@ class Mxfp4Experts:
 
     accepts_float8 = False
 
-    def __init__(self, gate_up: ExpertStack, down: ExpertStack, limit: float):
+    def __init__(self, gate_up: ExpertStack, down: ExpertStack, limit: float, activate: GateActivation | None):
         self._gate_up, self._down = _weights_of(gate_up), _weights_of(down)
         self._biases = None if gate_up.bias is None or down.bias is None else ExpertBiases(gate_up.bias, down.bias)
-        self._limit = limit
+        self._limit, self._activate = limit, activate
 
     def __call__(self, x: torch.Tensor, local_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return mxfp4_experts(x, self._gate_up, self._down, local_ids, weights, self._biases, self._limit)
+        return mxfp4_experts(x, self._gate_up, self._down, local_ids, weights, self._biases, self._limit,
+                             activate=self._activate)
 
     def products(self, x: torch.Tensor | Float8Rows, local_ids: torch.Tensor) -> tuple[torch.Tensor, None]:
         assert isinstance(x, torch.Tensor)
-        return mxfp4_products(x, self._gate_up, self._down, local_ids, self._biases, self._limit), None
+        return mxfp4_products(x, self._gate_up, self._down, local_ids, self._biases, self._limit,
+                              activate=self._activate), None
 
 
 def _weights_of(stack: ExpertStack) -> Mxfp4Weights:

@@ -8,6 +8,7 @@ import torch
 
 from ...kernels._triton import runs_triton
 from ...kernels.arguments import ExpertBiases, Float8Rows, PackedInts
+from ...kernels.gated_activation import GateActivation
 from ...kernels.gemm.packed_int_matmul import compile_tiles, dequantize_ints, packed_int_matmul
 from ...kernels.moe.moe_sum import moe_sum
 from ...kernels.moe.packed_int_experts import packed_int_expert_products
@@ -75,8 +76,8 @@ def stacks_of(stack: ExpertStack) -> list[PackedInts]:
 class PackedIntExperts(ExpertByExpert):
     """Experts by grouped kernels; where Triton does not run, one after another."""
 
-    def __init__(self, gate_up: ExpertStack, down: ExpertStack, limit: float):
-        super().__init__(gate_up, down, limit)
+    def __init__(self, gate_up: ExpertStack, down: ExpertStack, limit: float, activate: GateActivation | None):
+        super().__init__(gate_up, down, limit, activate)
         self._stacks = stacks_of(gate_up), stacks_of(down)
         self._biases = None if gate_up.bias is None or down.bias is None else ExpertBiases(gate_up.bias, down.bias)
 
@@ -93,4 +94,4 @@ class PackedIntExperts(ExpertByExpert):
         assert isinstance(x, torch.Tensor)
         if not runs_triton(x):
             return super().products(x, local_ids)
-        return packed_int_expert_products(x, *self._stacks, local_ids, self._biases, self._limit), None
+        return packed_int_expert_products(x, *self._stacks, local_ids, self._biases, self._limit, self._activate), None

@@ -21,32 +21,76 @@ from .split_k_reduce import last_split_sum, split_counters
 
 _PTX = tl.constexpr(not INTERPRETED)
 """The interpreter knows no PTX."""
+TABLE_INDEX = {"": 0, **{name: 1 + i for i, name in enumerate(reference.TABLES)}}
+
+
+def _lookup(table: str, dtype: torch.dtype) -> str:
+    """PTX that makes of the nibbles of two 16-bit words in $4 their values in a table: $0 to $3, two each.
+
+    A permutation of bytes looks four nibbles up at once, in 8 bytes: two of them, and a third that chooses between both
+    by the nibbles' highest bits, for each of a value's two bytes."""
+    bits = [value & 0xFFFF for value in torch.tensor(reference.TABLES[table]).to(dtype).view(torch.int16).tolist()]
+    asm = "{ .reg .b32 w, s, t, x, y, low, high, a0, a1, b0, b1; mov.b32 w, $4; "
+    for lane in (0, 1):
+        asm += "and.b32 s, w, 0x7777; shr.u32 t, w, 1; lop3.b32 t, t, 0x4444, 0x3210, 0xEA; "
+        for name, shift in (("low", 0), ("high", 8)):
+            words = [sum((bits[4 * i + j] >> shift & 255) << 8 * j for j in range(4)) for i in range(4)]
+            asm += (f"prmt.b32 x, {words[0]:#x}, {words[1]:#x}, s; prmt.b32 y, {words[2]:#x}, {words[3]:#x}, s; "
+                    f"prmt.b32 {name}, x, y, t; ")
+        asm += f"prmt.b32 a{lane}, low, high, 0x5140; prmt.b32 b{lane}, low, high, 0x7362; shr.u32 w, w, 16; "
+    return asm + ("prmt.b32 $0, a0, a1, 0x5410; prmt.b32 $1, a0, a1, 0x7632; prmt.b32 $2, b0, b1, 0x5410; "
+                  "prmt.b32 $3, b0, b1, 0x7632; }")
+
+
+_NF4_BFLOAT16 = tl.constexpr(_lookup("nf4", torch.bfloat16))
+_NF4_FLOAT16 = tl.constexpr(_lookup("nf4", torch.float16))
+_FP4_BFLOAT16 = tl.constexpr(_lookup("fp4", torch.bfloat16))
+_FP4_FLOAT16 = tl.constexpr(_lookup("fp4", torch.float16))
 
 
 @triton.jit
-def _nibbles(words, zero, DTYPE: tl.constexpr):
-    """``value - zero`` of the four values of each int16 of ``words``, in DTYPE and exactly.
+def _nibbles(words, zero, table_ptr, TABLE: tl.constexpr, DTYPE: tl.constexpr):
+    """``value - zero`` of the four values of each int16 of ``words``, in DTYPE and exactly, or each value's entry of the
+    table.
 
     4 bits below the exponent of 128 (bfloat16) or of 1,024 (float16) are 128 or 1,024 and the value: values of two
     neighbours take one instruction for that, and one for the zero."""
+    HALF: tl.constexpr = DTYPE == tl.float16  # noqa: SIM300
     if _PTX and DTYPE != tl.float32:  # noqa: SIM300
-        HALF: tl.constexpr = DTYPE == tl.float16  # noqa: SIM300
-        MADE: tl.constexpr = "0x000f000f, 0x64006400, 0xea; " if HALF else "0x000f000f, 0x43004300, 0xea; "
-        LESS: tl.constexpr = "sub.rn.f16x2 " if HALF else "sub.rn.bf16x2 "
-        a, b, c, d = tl.inline_asm_elementwise(
-            "{ .reg .b32 a, b, c, d; shr.u32 b, $4, 4; shr.u32 c, $4, 8; shr.u32 d, $4, 12; lop3.b32 a, $4, " + MADE
-            + "lop3.b32 b, b, " + MADE + "lop3.b32 c, c, " + MADE + "lop3.b32 d, d, " + MADE + LESS + "$0, a, $5; "
-            + LESS + "$1, b, $5; " + LESS + "$2, c, $5; " + LESS + "$3, d, $5; }", "=r,=r,=r,=r,r,r",
-            [words, (zero + (1024 if HALF else 128)).to(DTYPE)], dtype=(tl.int16, tl.int16, tl.int16, tl.int16),
-            is_pure=True, pack=2)
+        if TABLE:
+            NF4: tl.constexpr = _NF4_FLOAT16 if HALF else _NF4_BFLOAT16
+            FP4: tl.constexpr = _FP4_FLOAT16 if HALF else _FP4_BFLOAT16
+            a, b, c, d = tl.inline_asm_elementwise(
+                NF4 if TABLE == 1 else FP4, "=r,=r,=r,=r,r", [words], dtype=(tl.int16, tl.int16, tl.int16, tl.int16),
+                is_pure=True, pack=2)
+        else:
+            MADE: tl.constexpr = "0x000f000f, 0x64006400, 0xea; " if HALF else "0x000f000f, 0x43004300, 0xea; "
+            LESS: tl.constexpr = "sub.rn.f16x2 " if HALF else "sub.rn.bf16x2 "
+            a, b, c, d = tl.inline_asm_elementwise(
+                "{ .reg .b32 a, b, c, d; shr.u32 b, $4, 4; shr.u32 c, $4, 8; shr.u32 d, $4, 12; lop3.b32 a, $4, " + MADE
+                + "lop3.b32 b, b, " + MADE + "lop3.b32 c, c, " + MADE + "lop3.b32 d, d, " + MADE + LESS + "$0, a, $5; "
+                + LESS + "$1, b, $5; " + LESS + "$2, c, $5; " + LESS + "$3, d, $5; }", "=r,=r,=r,=r,r,r",
+                [words, (zero + (1024 if HALF else 128)).to(DTYPE)], dtype=(tl.int16, tl.int16, tl.int16, tl.int16),
+                is_pure=True, pack=2)
         a, b = a.to(DTYPE, bitcast=True), b.to(DTYPE, bitcast=True)
         c, d = c.to(DTYPE, bitcast=True), d.to(DTYPE, bitcast=True)
     else:
-        a = ((words & 15).to(tl.float32) - zero).to(DTYPE)
-        b = ((words >> 4 & 15).to(tl.float32) - zero).to(DTYPE)
-        c = ((words >> 8 & 15).to(tl.float32) - zero).to(DTYPE)
-        d = ((words >> 12 & 15).to(tl.float32) - zero).to(DTYPE)
+        a = _nibble(words, 0, zero, table_ptr, TABLE).to(DTYPE)
+        b = _nibble(words, 1, zero, table_ptr, TABLE).to(DTYPE)
+        c = _nibble(words, 2, zero, table_ptr, TABLE).to(DTYPE)
+        d = _nibble(words, 3, zero, table_ptr, TABLE).to(DTYPE)
     return a, b, c, d
+
+
+@triton.jit
+def _nibble(words, INDEX: tl.constexpr, zero, table_ptr, TABLE: tl.constexpr):
+    """One value of each word, as ``_nibbles``, in float32."""
+    value = words >> (4 * INDEX) & 15
+    if TABLE:
+        made = tl.load(table_ptr + value)
+    else:
+        made = value.to(tl.float32) - zero
+    return made
 
 
 @triton.jit
@@ -71,9 +115,9 @@ def _bytes(raw, zero, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _zero(offset, zero_ptr, BITS: tl.constexpr):
-    """The zeros at some offsets in float32."""
-    if zero_ptr is None:
+def _zero(offset, zero_ptr, BITS: tl.constexpr, TABLE: tl.constexpr):
+    """The zeros at some offsets in float32. ``zero_ptr`` is the table's where there is one."""
+    if zero_ptr is None or TABLE:
         zero = tl.full(offset.shape, 1 << (BITS - 1), tl.float32)
     else:
         zero = tl.load(zero_ptr + offset).to(tl.float32)
@@ -92,14 +136,14 @@ def _groups(position, order_ptr, width, group, INDEXED: tl.constexpr):
 @triton.jit
 def _operand(raw, position, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, BITS: tl.constexpr,
              INDEXED: tl.constexpr, DTYPE: tl.constexpr):
-    """Dequantized ``raw`` [COLUMNS, positions], with the scale of each position's group."""
+    """Dequantized ``raw`` [COLUMNS, positions], with the scale of each position's group; of integers alone."""
     at = _groups(position, order_ptr, width, group, INDEXED)[None, :] * out + safe[:, None]
-    return ((raw.to(tl.float32) - _zero(at, zero_ptr, BITS)) * tl.load(scale_ptr + at)).to(DTYPE)
+    return ((raw.to(tl.float32) - _zero(at, zero_ptr, BITS, 0)) * tl.load(scale_ptr + at)).to(DTYPE)
 
 
 @triton.jit
-def _operands(words, position, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, INDEXED: tl.constexpr,
-              DTYPE: tl.constexpr):
+def _operands(words, position, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, TABLE: tl.constexpr,
+              INDEXED: tl.constexpr, DTYPE: tl.constexpr):
     """The four dequantized values of each int16 of ``words`` [COLUMNS, positions]; they are those of ``position``, 8
     behind it, 16 and 24. But for indexed weights all four are in one group."""
     if INDEXED:
@@ -113,7 +157,7 @@ def _operands(words, position, scale_ptr, zero_ptr, order_ptr, safe, out, width,
     else:
         at = _groups(position, order_ptr, width, group, INDEXED)[None, :] * out + safe[:, None]
         scale = tl.load(scale_ptr + at)
-        a, b, c, d = _nibbles(words, _zero(at, zero_ptr, 4), DTYPE)
+        a, b, c, d = _nibbles(words, _zero(at, zero_ptr, 4, TABLE), zero_ptr, TABLE, DTYPE)
         a, b = (a.to(tl.float32) * scale).to(DTYPE), (b.to(tl.float32) * scale).to(DTYPE)
         c, d = (c.to(tl.float32) * scale).to(DTYPE), (d.to(tl.float32) * scale).to(DTYPE)
     return a, b, c, d
@@ -143,9 +187,9 @@ def _four_products(a, b, c, d, x_at, row_in, position, order_ptr, width, sums, W
 
 @triton.jit
 def packed_sums(x_at, row_in, q_ptr, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, first, last,
-                BITS: tl.constexpr, SCALES_SUMS: tl.constexpr, INDEXED: tl.constexpr, WHOLE: tl.constexpr,
-                ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
-                DTYPE: tl.constexpr):
+                BITS: tl.constexpr, TABLE: tl.constexpr, SCALES_SUMS: tl.constexpr, INDEXED: tl.constexpr,
+                WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+                STAGES: tl.constexpr, DTYPE: tl.constexpr):
     """``[COLUMNS, ROWS]`` float32: the columns ``safe`` of one weight times the rows at ``x_at`` [ROWS], over the steps
     from ``first`` to ``last``. Weights come first: they fill the tensor cores' tall side."""
     WORDS: tl.constexpr = DEPTH // 4 if BITS == 4 else DEPTH
@@ -162,7 +206,7 @@ def packed_sums(x_at, row_in, q_ptr, scale_ptr, zero_ptr, order_ptr, safe, out, 
         # Loads of a column each are no part of the compiler's pipeline: a step takes those that the last one loaded.
         at = tl.minimum(first, tl.maximum(last - 1, 0)) * DEPTH // group * out + safe
         next_scale = tl.load(scale_ptr + at)
-        next_zero = _zero(at, zero_ptr, BITS)
+        next_zero = _zero(at, zero_ptr, BITS, TABLE)
     for step in tl.range(first, last, num_stages=STAGES):
         if WHOLE:
             q = tl.load(q_at + step * WORDS)
@@ -173,10 +217,10 @@ def packed_sums(x_at, row_in, q_ptr, scale_ptr, zero_ptr, order_ptr, safe, out, 
             scale, zero = next_scale[:, None], next_zero[:, None]
             at = tl.minimum(step + 1, last - 1) * DEPTH // group * out + safe
             next_scale = tl.load(scale_ptr + at)
-            next_zero = _zero(at, zero_ptr, BITS)
+            next_zero = _zero(at, zero_ptr, BITS, TABLE)
             part = tl.zeros((COLUMNS, ROWS), tl.float32)
             if BITS == 4:
-                a, b, c, d = _nibbles(q, tl.broadcast_to(zero, (COLUMNS, WORDS)), DTYPE)
+                a, b, c, d = _nibbles(q, tl.broadcast_to(zero, (COLUMNS, WORDS)), zero_ptr, TABLE, DTYPE)
                 part = _four_products(a, b, c, d, x_at, row_in, position, order_ptr, width, part, WHOLE)
             else:
                 w = _bytes(q, tl.broadcast_to(zero, (COLUMNS, WORDS)), DTYPE)
@@ -184,7 +228,8 @@ def packed_sums(x_at, row_in, q_ptr, scale_ptr, zero_ptr, order_ptr, safe, out, 
                               input_precision="ieee")
             sums += part * scale
         elif BITS == 4:
-            a, b, c, d = _operands(q, position, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, INDEXED, DTYPE)
+            a, b, c, d = _operands(q, position, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, TABLE, INDEXED,
+                                   DTYPE)
             sums = _four_products(a, b, c, d, x_at, row_in, position, order_ptr, width, sums, WHOLE)
         else:
             w = _operand(q, position, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, BITS, INDEXED, DTYPE)
@@ -206,7 +251,7 @@ def fetch_weights(q_ptr, safe, row_bytes, first_byte, last_byte):
 @triton.jit(do_not_specialize=["rows", "splits", "biased", "group"])
 def _packed_int_matmul_kernel(x_ptr, q_ptr, scale_ptr, zero_ptr, order_ptr, bias_ptr, y_ptr, partial_ptr, counter_ptr,
                               rows, out, width, x_stride, group, splits, biased, BITS: tl.constexpr,
-                              SCALES_SUMS: tl.constexpr, INDEXED: tl.constexpr, WHOLE: tl.constexpr,
+                              TABLE: tl.constexpr, SCALES_SUMS: tl.constexpr, INDEXED: tl.constexpr, WHOLE: tl.constexpr,
                               ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, REDUCES: tl.constexpr,
                               STAGES: tl.constexpr, FETCHES: tl.constexpr, PDL: tl.constexpr):
     program = tl.program_id(0)
@@ -225,8 +270,8 @@ def _packed_int_matmul_kernel(x_ptr, q_ptr, scale_ptr, zero_ptr, order_ptr, bias
     wait_for_last(PDL)
     x_at = x_ptr + tl.where(row_in, row, 0).to(tl.int64) * x_stride
     sums = packed_sums(x_at, row_in, q_ptr, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, first,
-                       tl.minimum(first + each, steps), BITS, SCALES_SUMS, INDEXED, WHOLE, ROWS, COLUMNS, DEPTH, STAGES,
-                       x_ptr.dtype.element_ty)
+                       tl.minimum(first + each, steps), BITS, TABLE, SCALES_SUMS, INDEXED, WHOLE, ROWS, COLUMNS, DEPTH,
+                       STAGES, x_ptr.dtype.element_ty)
     acc = tl.trans(sums)
     stored = row_in[:, None] & column_in[None, :]
     offset = row[:, None].to(tl.int64) * out + column[None, :]
@@ -241,7 +286,7 @@ def _packed_int_matmul_kernel(x_ptr, q_ptr, scale_ptr, zero_ptr, order_ptr, bias
 
 @triton.jit(do_not_specialize=["group"])
 def _dequantize_kernel(q_ptr, scale_ptr, zero_ptr, order_ptr, y_ptr, out, width, group, BITS: tl.constexpr,
-                       INDEXED: tl.constexpr, ONE_GROUP: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+                       TABLE: tl.constexpr, INDEXED: tl.constexpr, ONE_GROUP: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
                        PDL: tl.constexpr):
     start_next(PDL)
     wait_for_last(PDL)
@@ -258,15 +303,15 @@ def _dequantize_kernel(q_ptr, scale_ptr, zero_ptr, order_ptr, y_ptr, out, width,
     if ONE_GROUP:
         at = tl.program_id(1) * DEPTH // group * out + safe
         scale = tl.load(scale_ptr + at)[:, None]
-        zero = tl.broadcast_to(_zero(at, zero_ptr, BITS)[:, None], (COLUMNS, WORDS))
+        zero = tl.broadcast_to(_zero(at, zero_ptr, BITS, TABLE)[:, None], (COLUMNS, WORDS))
     if BITS == 4:
         if ONE_GROUP:
-            a, b, c, d = _nibbles(q, zero, DTYPE)
+            a, b, c, d = _nibbles(q, zero, zero_ptr, TABLE, DTYPE)
             a, b = (a.to(tl.float32) * scale).to(DTYPE), (b.to(tl.float32) * scale).to(DTYPE)
             c, d = (c.to(tl.float32) * scale).to(DTYPE), (d.to(tl.float32) * scale).to(DTYPE)
         else:
             a, b, c, d = _operands(q, word // 8 * 32 + word % 8, scale_ptr, zero_ptr, order_ptr, safe, out, width,
-                                   group, INDEXED, DTYPE)
+                                   group, TABLE, INDEXED, DTYPE)
         # [COLUMNS, blocks, 8, 2, 2] -> [COLUMNS, blocks, 2, 2, 8]
         w = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (COLUMNS, DEPTH // 32, 8, 2, 2))
         w = tl.reshape(tl.permute(w, (0, 1, 3, 4, 2)), (COLUMNS, DEPTH))
@@ -300,17 +345,27 @@ def packed_int_matmul(x: torch.Tensor, weight: PackedInts, bias: torch.Tensor | 
     partials = torch.empty((tile.splits, rows, out), dtype=torch.float32, device=x.device) if tile.splits > 1 else y
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(out, tile.columns)
     _packed_int_matmul_kernel[(tiles, tile.splits)](
-        x, weight.values, weight.scales, weight.zeros, weight.order, y if bias is None else bias, y, partials,
+        x, weight.values, weight.scales, zeros_of(weight), weight.order, y if bias is None else bias, y, partials,
         split_counters(x.device), rows, out, width, x.stride(0), weight.group, tile.splits, int(bias is not None),
         **options(weight, tile), ROWS=tile.rows, COLUMNS=tile.columns, REDUCES=tile.splits > 1,
         FETCHES=policy.fetches(tiles * tile.splits), **pdl(x))
     return y
 
 
+def zeros_of(weight: PackedInts) -> torch.Tensor | None:
+    """Returns what kernels take as the zeros of a weight, or of each of a stack: its table, where it has one."""
+    return _table(weight.table, weight.values.device) if weight.table else weight.zeros
+
+
+@cache
+def _table(name: str, device: torch.device) -> torch.Tensor:
+    return torch.tensor(reference.TABLES[name], device=device)
+
+
 def options(weight: PackedInts, tile: SplitTile) -> dict[str, int]:
     """The constants of ``packed_sums`` for a weight, or for each of a stack."""
     whole_groups = weight.group == weight.width or weight.group % tile.depth == 0
-    return {"BITS": weight.bits, "SCALES_SUMS": whole_groups and not weight.indexed, "INDEXED": weight.indexed,
+    return {"BITS": weight.bits, "TABLE": TABLE_INDEX[weight.table], "SCALES_SUMS": whole_groups and not weight.indexed, "INDEXED": weight.indexed,
             "WHOLE": weight.width % tile.depth == 0, "DEPTH": tile.depth, "STAGES": tile.stages,
             "num_warps": tile.warps, "num_stages": tile.stages}
 
@@ -325,8 +380,8 @@ def dequantize_ints(weight: PackedInts, dtype: torch.dtype, *, sort: bool = True
     one_group = not weight.indexed and (weight.group == width or weight.group % 128 == 0)
     columns, depth = (32, 128) if one_group else (16, 256)
     _dequantize_kernel[(triton.cdiv(out, columns), triton.cdiv(width, depth))](
-        weight.values, weight.scales, weight.zeros, weight.order, y, out, width, weight.group, BITS=weight.bits,
-        INDEXED=weight.indexed, ONE_GROUP=one_group, COLUMNS=columns, DEPTH=depth, num_warps=4, **pdl(y))
+        weight.values, weight.scales, zeros_of(weight), weight.order, y, out, width, weight.group, BITS=weight.bits,
+        TABLE=TABLE_INDEX[weight.table], INDEXED=weight.indexed, ONE_GROUP=one_group, COLUMNS=columns, DEPTH=depth, num_warps=4, **pdl(y))
     if weight.order is None or not sort:
         return y
     result = torch.empty_like(y)
@@ -337,19 +392,20 @@ def dequantize_ints(weight: PackedInts, dtype: torch.dtype, *, sort: bool = True
 def compile_tiles(weight: PackedInts, dtype: torch.dtype) -> None:
     """Compile what products with such a weight take, so that no request waits for it; its values do not matter."""
     facts = tuple(weight.values.shape), tuple(weight.scales.shape), weight.bits, weight.group
-    _compile_tiles(*facts, weight.zeros is not None, weight.order is not None, weight.indexed, dtype,
+    _compile_tiles(*facts, weight.zeros is not None, weight.order is not None, weight.indexed, weight.table, dtype,
                    weight.values.device)
 
 
 @cache  # an engine has each shape in many layers, and in hundreds of experts
 def _compile_tiles(shape: tuple[int, int], scales: tuple[int, int], bits: int, group: int, with_zeros: bool,
-                   ordered: bool, indexed: bool, dtype: torch.dtype, device: torch.device) -> None:
+                   ordered: bool, indexed: bool, table: str, dtype: torch.dtype, device: torch.device) -> None:
     def zeros(*size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(size, dtype=dtype, device=device)
 
     width = shape[1] * 8 // bits
     weight = PackedInts(zeros(*shape, dtype=torch.uint8), zeros(*scales, dtype=torch.float32),
                         zeros(*scales, dtype=dtype) if with_zeros else None,
-                        zeros(2, width, dtype=torch.int32) if ordered else None, bits, group, indexed)
+                        zeros(2, width, dtype=torch.int32) if ordered else None, bits, group, indexed,
+                        table)
     for rows in (1, 9, 17, 33, 65, 129, 257, policy_of(device).packed_ints.numbers.dequantize_min_rows):
         packed_int_matmul(zeros(rows, width, dtype=dtype), weight)

@@ -15,7 +15,7 @@ import torch
 from .. import reference
 from .._triton import INTERPRETED, pdl, runs_triton, start_next, tl, triton, wait_for_last
 from ..arguments import ExpertBiases, Mxfp4Weights
-from ..gated_activation import gate_times
+from ..gated_activation import GateActivation, gate_times
 from ..tuning.policy import policy_of
 from .moe_align import Alignment, moe_align
 from .moe_sum import moe_sum
@@ -182,29 +182,31 @@ def mxfp4_gemm(x: torch.Tensor, weights: Mxfp4Weights, aligned: Alignment, choic
 
 def mxfp4_products(x: torch.Tensor, gate_up: Mxfp4Weights, down: Mxfp4Weights, topk_ids: torch.Tensor,
                    biases: ExpertBiases | None = None, limit: float = 0.0,
-                   tile: Mxfp4Tile | None = None) -> torch.Tensor:
+                   tile: Mxfp4Tile | None = None, activate: GateActivation | None = None) -> torch.Tensor:
     """The rows that ``moe_sum`` adds up for ``mxfp4_experts``, in the order of choices. It runs the kernels, and needs
     one token or more."""
     tokens, choices = topk_ids.shape
     num_experts, total = len(gate_up.packed), topk_ids.numel()
     tile = tile or default_tile(32 if policy_of(x.device).batch_invariant else tokens * choices / num_experts)
     aligned = moe_align(topk_ids, num_experts, tile.rows)
-    between = mxfp4_gemm(x, gate_up, aligned, choices, total, tile, gated=True,
+    between = mxfp4_gemm(x, gate_up, aligned, choices, total, tile, gated=activate is None,
                          bias=None if biases is None else biases.gate_up, limit=limit)
+    if activate is not None:
+        between = activate(between)
     return mxfp4_gemm(between, down, aligned, 1, total, tile, bias=None if biases is None else biases.down)
 
 
 def mxfp4_experts(x: torch.Tensor, gate_up: Mxfp4Weights, down: Mxfp4Weights, topk_ids: torch.Tensor,
                   weights: torch.Tensor, biases: ExpertBiases | None = None, limit: float = 0.0,
-                  tile: Mxfp4Tile | None = None) -> torch.Tensor:
+                  tile: Mxfp4Tile | None = None, activate: GateActivation | None = None) -> torch.Tensor:
     """As ``moe_experts.moe_experts``, with S experts in MXFP4: ``gate_up`` of 2 * I outputs, gates before ups, and
     ``down``. ``x`` [T, H]; ``topk_ids`` [T, K] int64, of which those outside of ``[0, S)`` add nothing; ``weights``
     [T, K] float32."""
     if not runs_triton(x):
-        return reference.mxfp4_experts(x, gate_up, down, topk_ids, weights, biases, limit)
+        return reference.mxfp4_experts(x, gate_up, down, topk_ids, weights, biases, limit, activate)
     out = torch.empty_like(x)
     if len(x):
-        made = mxfp4_products(x, gate_up, down, topk_ids, biases, limit, tile)
+        made = mxfp4_products(x, gate_up, down, topk_ids, biases, limit, tile, activate)
         moe_sum(made, topk_ids.contiguous(), len(gate_up.packed), weights.contiguous(), None, out)
     return out
 

@@ -38,17 +38,16 @@ from .mxfp4 import (
     pack_mxfp4,
     pack_mxfp4_scales,
 )
-from .nf4 import NF4_BLOCK, NF4_TABLES, dequantize_nf4
-from .packed_ints import dequantize_ints, pack_ints, packed_int_matmul, unpack_ints
+from .packed_ints import TABLES, dequantize_ints, pack_ints, packed_int_matmul, unpack_ints
 from .rows import argmax, copy_blocks, gather_rows, gelu_and_mul, joined_norms, rmsnorm, silu_and_mul
 from .sparse import label_scores, order_channels, plan_sparse_decode, select_tokens, sparse_decode
 from .speculative import accept_chains, place_chains, place_rows
 
 __all__ = [
-    "FP8_LARGEST", "FP8_LEAST", "INT8_LEAST", "MXFP4_MIN_WORDS", "MXFP4_VALUES", "NF4_BLOCK", "NF4_TABLES", "accept_chains",
+    "FP8_LARGEST", "FP8_LEAST", "INT8_LEAST", "MXFP4_MIN_WORDS", "MXFP4_VALUES", "TABLES", "accept_chains",
     "all_reduce", "all_reduce_rmsnorm", "all_to_all_combine", "all_to_all_dispatch", "argmax", "batch_invariant_matmul",
     "block_lengths", "block_matmul", "copy_blocks", "dequantize_gguf", "dequantize_ints", "dequantize_mxfp4",
-    "dequantize_nf4", "dequantize_pages", "gather_rows", "gelu_and_mul", "group_scores", "int8_matmul", "joined_norms",
+    "dequantize_pages", "gather_rows", "gelu_and_mul", "group_scores", "int8_matmul", "joined_norms",
     "label_scores", "limit_to_groups", "mla_attention", "mla_prefill", "mla_rope_and_store", "moe_align",
     "moe_experts", "moe_spans", "moe_topk", "move_slots", "mxfp4_block", "mxfp4_experts", "order_channels", "pack_ints", "pack_mxfp4",
     "pack_mxfp4_scales", "packed_int_matmul", "paged_attention", "per_head_matmul", "place_chains", "place_rows",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..arguments import ExpertBiases, Mxfp4Weights
+from ..gated_activation import GateActivation
 from .moe import gated_experts
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -65,11 +66,12 @@ def dequantize_mxfp4(weights: Mxfp4Weights) -> torch.Tensor:
 
 
 def mxfp4_experts(x: torch.Tensor, gate_up: Mxfp4Weights, down: Mxfp4Weights, topk_ids: torch.Tensor,
-                  weights: torch.Tensor, biases: ExpertBiases | None = None, limit: float = 0.0) -> torch.Tensor:
+                  weights: torch.Tensor, biases: ExpertBiases | None = None, limit: float = 0.0,
+                  activate: GateActivation | None = None) -> torch.Tensor:
     """Twin of ``moe.mxfp4_experts.mxfp4_experts``: of experts that have a token, one dense matrix at a time."""
     def product(rows: torch.Tensor, stack: Mxfp4Weights, expert: int) -> torch.Tensor:
         dense = dequantize_mxfp4(Mxfp4Weights(stack.packed[expert], stack.scale[expert], stack.group))
         return (rows.float() @ dense[:, :rows.shape[1]].T).to(rows.dtype)
 
     return gated_experts(x, len(gate_up.packed), topk_ids, weights, lambda rows, expert: product(rows, gate_up, expert),
-                         lambda rows, expert: product(rows, down, expert), biases, limit)
+                         lambda rows, expert: product(rows, down, expert), biases, limit, activate)

@@ -7,6 +7,13 @@ import torch
 from ..arguments import PackedInts
 from .gemm import product
 
+_FP4 = (0.0, 0.0052083333, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25)
+TABLES = {
+    "nf4": (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+            -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+            0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    "fp4": (*_FP4, *(-value for value in _FP4))}
+"""NF4 (arXiv:2305.14314) and FP4 as bitsandbytes has them: the values by their four bits."""
 PARTS, INPUTS = 4, 8
 """32 inputs are packed together, of which each part is a nibble of as many 16-bit words."""
 
@@ -36,8 +43,11 @@ def dequantize_ints(weight: PackedInts, dtype: torch.dtype, *, sort: bool = True
         groups = weight.order[1].long()
     else:
         groups = torch.arange(weight.width, device=values.device) // weight.group
-    zeros = 2 ** (weight.bits - 1) if weight.zeros is None else weight.zeros[groups].float().T
-    made = ((values - zeros) * weight.scales[groups].T).to(dtype)
+    if weight.table:
+        values = torch.tensor(TABLES[weight.table], device=values.device)[values.int()]
+    else:
+        values = values - (2 ** (weight.bits - 1) if weight.zeros is None else weight.zeros[groups].float().T)
+    made = (values * weight.scales[groups].T).to(dtype)
     if weight.order is None or not sort:
         return made
     result = torch.empty_like(made)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.kernels.reference import NF4_TABLES
+from baton.kernels.reference import TABLES
 from baton.tests.helpers.fp8_checkpoints import state
 from baton.tests.helpers.small_models import save_model
 
@@ -37,7 +37,7 @@ def pack_int8(name: str, weight: torch.Tensor, kind: str, nested: bool) -> tuple
 
 
 def pack4(name: str, weight: torch.Tensor, kind: str, nested: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    table = torch.tensor(NF4_TABLES[kind])
+    table = torch.tensor(TABLES[kind])
     blocks = weight.reshape(-1, 64)
     absmax = blocks.abs().amax(1)
     facts = {"quant_type": kind, "blocksize": 64, "shape": list(weight.shape), "dtype": "float32"}

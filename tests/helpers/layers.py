@@ -18,7 +18,7 @@ FLOORS: dict[str, list[list[str]]] = {
          ["bench_offline_throughput", "bench_one_batch", "bench_one_batch_server", "bench_serving"]],
     "kernels": [["device", "arguments", "gguf_blocks"], ["_triton"], ["_gluon", "tuning"], ["elementwise", "splitmix"],
                 ["gated_activation"], ["reference"], ["rowwise", "speculative", "state"],
-                ["comm", "sampling", "gemm"], ["float8", "gguf", "nf4", "attention"],
+                ["comm", "sampling", "gemm"], ["float8", "gguf", "attention"],
                 ["int8"], ["moe"]],
     "common": [["version", "process", "garbage_collector", "tinychat", "shared_memory"], ["api"], ["registry"],
                ["parsers"], ["config"], ["obs", "commands"],

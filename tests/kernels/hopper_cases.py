@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from baton.kernels import reference
 from baton.kernels.arguments import (
     ChainPages,
     ChainState,
@@ -82,7 +83,6 @@ from baton.kernels.moe.moe_experts import moe_experts
 from baton.kernels.moe.moe_topk import moe_topk
 from baton.kernels.moe.mxfp4_experts import mxfp4_experts
 from baton.kernels.moe.packed_int_experts import packed_int_expert_products
-from baton.kernels.nf4.dequantize_nf4 import dequantize_nf4
 from baton.kernels.rowwise.fp8_quantize import quantize_by, quantize_groups, quantize_tokens
 from baton.kernels.rowwise.fp8_rmsnorm import fp8_rmsnorm
 from baton.kernels.rowwise.gather_rows import gather_rows
@@ -449,10 +449,11 @@ def packed_ints(*shape: int, bits: int = 4, group: int = 128, kind: str = "zeros
                 dtype: torch.dtype = BF16) -> PackedInts:
     """A weight [..., out, in]; ``kind`` as in packed_int_cases.py."""
     *stack, out, width = shape
-    zeros = None if kind == "symmetric" else of(*stack, width // group, out, dtype=dtype)
+    table = kind if kind in reference.TABLES else ""
+    zeros = None if table or kind == "symmetric" else of(*stack, width // group, out, dtype=dtype)
     order = int32(*stack, 2, width) if kind in ("sorted", "indexed") else None
     return PackedInts(of(*stack, out, width * bits // 8, dtype=torch.uint8), fp32(*stack, width // group, out), zeros,
-                      order, bits, group, kind == "indexed")
+                      order, bits, group, kind == "indexed", table)
 
 
 def packed_product(rows: int, out: int, width: int, dtype: torch.dtype = BF16, **facts: Any) -> None:
@@ -556,7 +557,9 @@ CASES: dict[str, Callable[[], object]] = {
     "mxfp4_experts gpt-oss, 500 tokens": lambda: packed_experts(500, 32, 2880, 2880, 4),
     "mxfp4_experts gpt-oss, 8192 tokens": lambda: packed_experts(8192, 32, 2880, 2880, 4),
     "mxfp4_experts gpt-oss, float16": lambda: packed_experts(7, 32, 2880, 2880, 4, dtype=FP16),
-    "dequantize_nf4 Llama": lambda: dequantize_nf4(of(6144, 2048, dtype=torch.uint8), fp32(6144, 64), "nf4", BF16),
+    "packed_int_matmul NF4, 7 rows": lambda: packed_product(7, 4096, 4096, group=64, kind="nf4"),
+    "packed_int_matmul FP4, 40 rows, float16": lambda: packed_product(40, 4096, 4096, group=64, kind="fp4", dtype=FP16),
+    "dequantize_ints NF4": lambda: dequantize_ints(packed_ints(4096, 4096, group=64, kind="nf4"), BF16),
     "int8_quantize 4096": lambda: quantize_int8(of(7, 4096), Int8Format()),
     "int8_quantize 14336, gated, asymmetric": lambda: quantize_int8(of(7, 28672), Int8Format(True), gated=True),
     "int8_matmul Llama, 7 rows": lambda: int8_rows(7, 6144, 4096),
@@ -729,7 +732,7 @@ CASES: dict[str, Callable[[], object]] = {
 
 FEW = ["causal_conv1d Qwen3-Next, prompts", "gated_delta_rule Qwen3-Next, decode",
        "gated_delta_rule Qwen3-Next, prompts", "selective_scan Falcon-H1, prompts", "gelu_and_mul Gemma 2 9B",
-       "int8_quantize 4096", "mxfp4_experts gpt-oss, 7 tokens", "dequantize_nf4 Llama", "int8_matmul Llama, 7 rows",
+       "int8_quantize 4096", "mxfp4_experts gpt-oss, 7 tokens", "packed_int_matmul NF4, 7 rows", "int8_matmul Llama, 7 rows",
        "rmsnorm 4096, residual", "scale_by_sinks", "fp8_rmsnorm 4096, a scale a group", "silu_and_mul 14336",
        "rope_and_store Qwen3, float8", "paged_decode Qwen3", "paged_prefill Llama", "mla_rope_and_store V2-Lite",
        "sparse_decode Llama",

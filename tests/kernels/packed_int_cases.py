@@ -24,8 +24,9 @@ from baton.tests.helpers.packed_checkpoints import FORMS, quantize
 from baton.tests.kernels.kernel_cases import DEVICE, each_dtype, pytestmark, random
 
 __all__ = ["pytestmark"]
-KINDS = ["symmetric", "zeros", "sorted", "indexed"]
-"""With one zero for all, with zeros, with the inputs sorted by their groups, and of groups of several sizes."""
+KINDS = ["symmetric", "zeros", "sorted", "indexed", *reference.TABLES]
+"""With one zero for all, with zeros, with the inputs sorted by their groups, of groups of several sizes, and of indices
+of tables."""
 
 
 def packed(*stack: int, out: int, width: int, bits: int, group: int, kind: str, dtype: torch.dtype,
@@ -37,9 +38,10 @@ def packed(*stack: int, out: int, width: int, bits: int, group: int, kind: str, 
     order = torch.stack([torch.randperm(width, generator=generator) for _ in range(max(1, *stack, 1))])
     groups = torch.randint(0, width // group, order.shape, generator=generator).sort(-1).values
     pairs = torch.stack((order, groups), -2).int().view(*stack, 2, width).contiguous()
+    table = kind if kind in reference.TABLES else ""
     return PackedInts(reference.pack_ints(values, bits).to(DEVICE), scales.to(DEVICE),
-                      None if kind == "symmetric" else zeros, pairs.to(DEVICE) if kind in KINDS[2:] else None, bits,
-                      group, kind == "indexed")
+                      None if table or kind == "symmetric" else zeros, pairs.to(DEVICE) if kind in KINDS[2:4] else None,
+                      bits, group, kind == "indexed", table)
 
 
 def of_expert(weight: PackedInts, expert: int) -> PackedInts:
@@ -55,10 +57,11 @@ def test_packing_has_an_inverse(bits):
 
 
 @each_dtype
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("rows,out,width,group,kind", [
-    (1, 64, 128, 128, "zeros"), (17, 40, 96, 32, "zeros"), (3, 72, 192, 64, "sorted"), (2, 130, 320, 320, "symmetric"),
-    (2, 24, 96, 32, "indexed")])
+@pytest.mark.parametrize("rows,out,width,group,kind,bits", [
+    *[(*case, bits) for bits in (4, 8) for case in [
+        (1, 64, 128, 128, "zeros"), (17, 40, 96, 32, "zeros"), (3, 72, 192, 64, "sorted"),
+        (2, 130, 320, 320, "symmetric"), (2, 24, 96, 32, "indexed")]],
+    (5, 72, 192, 64, "nf4", 4), (20, 40, 96, 32, "fp4", 4)])
 def test_products_equal_the_twin(rows, out, width, group, bits, kind, dtype, atol, rtol):
     """By the tile that is chosen and with splits, with whole tiles and partial ones."""
     weight = packed(out=out, width=width, bits=bits, group=group, kind=kind, dtype=dtype)
@@ -72,7 +75,7 @@ def test_products_equal_the_twin(rows, out, width, group, bits, kind, dtype, ato
 @each_dtype
 @pytest.mark.parametrize("bits,kind,width,group", [(4, "sorted", 288, 32), (4, "indexed", 288, 32),
                                                    (8, "symmetric", 288, 32), (4, "zeros", 384, 128),
-                                                   (8, "zeros", 192, 192)])
+                                                   (8, "zeros", 192, 192), (4, "nf4", 192, 64), (4, "fp4", 256, 256)])
 def test_dequantized_weights_equal_the_twin(bits, kind, width, group, dtype, atol, rtol):
     weight = packed(out=37, width=width, bits=bits, group=group, kind=kind, dtype=dtype)
     for sort in (True, False):
@@ -119,13 +122,13 @@ def test_a_layer_of_experts_multiplies_its_stacks(form):
 
 @each_dtype
 @pytest.mark.parametrize("bits,kind,biased", [(4, "zeros", True), (4, "sorted", False), (8, "symmetric", False),
-                                              (4, "indexed", False)])
+                                              (4, "indexed", False), (4, "nf4", False)])
 def test_experts_equal_their_linear_layers(bits, kind, biased, dtype, atol, rtol):
     """Gates and ups in one stack, and in two as weights with an order of their own have them."""
     hidden, size, places, tokens = 64, 96, 3, 7
     facts = {"bits": bits, "group": 32, "kind": kind, "dtype": dtype}
     gate_up = [packed(places, out=size, width=hidden, seed=seed, **facts) for seed in (1, 2)]
-    if kind in ("zeros", "symmetric"):
+    if kind not in KINDS[2:4]:
         gate_up = [packed(places, out=2 * size, width=hidden, seed=1, **facts)]
     down = packed(places, out=hidden, width=size, seed=3, **facts)
     biases = ExpertBiases(*(random(places, n, dtype=dtype) for n in (2 * size, hidden))) if biased else None
