@@ -47,7 +47,7 @@ class PackedIntPolicy:
 
     def fetches(self, programs: int) -> bool:
         """Says whether programs prefetch their weights: in one that begins later it is only a second read."""
-        return programs <= self.numbers.resident_programs
+        return not self.batch_invariant and programs <= self.numbers.resident_programs
 
     @lru_cache(4096)  # noqa: B019 (policies live as long as the process)
     def tile(self, rows: int, out: int, width: int, group: int, itemsize: int, indexed: bool = False) -> SplitTile:

@@ -85,15 +85,9 @@ def test_names_as_mixtral_s(tmp_path):
     check_model(tmp_path, save_grok(tmp_path, AS_MIXTRAL, architectures=["Grok1ForCausalLM"]), tp=0)
 
 
-@pytest.mark.parametrize("scheme", [Mxfp4(), IntWeightOnly(8, -1), BitsAndBytes("int8")],
-                         ids=lambda scheme: type(scheme).__name__)
-def test_a_format_of_fused_experts_refuses(scheme):
-    with pytest.raises(ConfigError, match="computed with silu alone: use a checkpoint in bfloat16, float8 or int8"):
-        experts(scheme)
-
-
-@pytest.mark.parametrize("scheme", [None, Fp8("channel"), Fp8("block"), Int8(), BitsAndBytes()],
-                         ids=["none", "fp8", "fp8 blocks", "int8", "nf4"])
+@pytest.mark.parametrize("scheme", [None, Fp8("channel"), Fp8("block"), Int8(), BitsAndBytes(), BitsAndBytes("int8"),
+                                    IntWeightOnly(8, -1), Mxfp4()],
+                         ids=["none", "fp8", "fp8 blocks", "int8", "nf4", "LLM.int8", "int8 weights", "mxfp4"])
 def test_every_expert_is_gated_by_gelu(scheme):
     """The grouped product of stacks is what the layers that the stacks consist of compute one by one."""
     made = experts(scheme)
