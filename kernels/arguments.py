@@ -57,17 +57,16 @@ class PackedInts(NamedTuple):
     """A weight [out, in] of integers in 4 or 8 ``bits``, or S of them, with S before all shapes.
 
     ``values`` uint8 [out, in * bits / 8], contiguous. Of 4 bits, each 32 inputs are 8 words of 16 bits: the inputs i,
-    8 + i, 16 + i and 24 + i are the nibbles of word i, from its lowest on. ``scales`` float32 [groups, out] and ``zeros`` [groups, out],
-    integers in the rows' type (None: 2 ** (bits - 1) each), are those of ``group`` inputs, a multiple of 32 that
-    divides ``in``. An input weighs ``(value - zero) * scale``, or with a ``table`` of ``reference.TABLES`` by its name
-    ``table[value] * scale``; there are no zeros then, and 4 bits.
+    8 + i, 16 + i and 24 + i are the nibbles of word i, from its lowest on. ``scales`` int32 [groups, out] are those of ``group`` inputs, a multiple of 32
+    that divides ``in``: the bits of the scale in float32, of which the lowest 9 are the zero (``reference.scale_words``);
+    a scale of float16 or bfloat16 lacks none. An input weighs ``(value - zero) * scale``, or with a ``table`` of
+    ``reference.TABLES`` by its name ``table[value] * scale``, of 4 bits.
 
     ``order`` int32 [2, in], where there is one: position p is input ``order[0, p]`` of the rows, in the group
     ``order[1, p]`` if the weight is ``indexed``, else in the group p // group."""
 
     values: torch.Tensor
     scales: torch.Tensor
-    zeros: torch.Tensor | None
     order: torch.Tensor | None
     bits: int
     group: int

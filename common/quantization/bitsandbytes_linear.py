@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from ...kernels.reference import TABLES, pack_ints
+from ...kernels.reference import TABLES, pack_ints, put_scales, scale_words
 from ..api.errors import ConfigError
 from ..weights.slots import PAIRS, Allocate, Slot, TensorKind
 from .bitsandbytes import BLOCK, Kind
@@ -24,7 +24,7 @@ def bnb_linear(shards: Sequence[Shard], width: int, kind: Kind, stored: bool, al
     if width % BLOCK:
         raise ConfigError(f"{shards[0].name} is quantized in blocks of {BLOCK} values, and a rank's share of "
                           f"{width} of its {shards[0].shape[1]} inputs cuts one: choose another --tp-size.")
-    weight = allocate_ints(shards, width, 4, BLOCK, allocate, zeros=False)._replace(table=kind)
+    weight = allocate_ints(shards, width, 4, BLOCK, allocate)._replace(table=kind)
 
     def slots() -> Iterator[Slot]:
         for shard in shards:
@@ -37,7 +37,8 @@ def bnb_linear(shards: Sequence[Shard], width: int, kind: Kind, stored: bool, al
                 continue
             yield Slot(f"{shard.name}.weight", values, (out, full // 2), shard.dim,
                        shard.start // 2 if shard.dim == 1 else shard.start, PAIRS, _pack_into(values))
-            yield Slot(f"{shard.name}.absmax", scales, (out, full // BLOCK), shard.dim, start, ABSMAX)
+            yield Slot(f"{shard.name}.absmax", scales, (out, full // BLOCK), shard.dim, start, ABSMAX,
+                       _scale_into(scales))
 
     return PackedIntLinear(weight, allocate.dtype, slots)
 
@@ -55,7 +56,7 @@ def _quantize_into(values: torch.Tensor, scales: torch.Tensor) -> Callable[[torc
     def load(part: torch.Tensor) -> None:
         codes, absmax = quantize_nf4(part.to(values.device))
         values.copy_(pack_ints(codes, 4))
-        scales.copy_(absmax)
+        put_scales(scales, absmax)
 
     return load
 
@@ -72,7 +73,7 @@ def quantize_nf4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def bnb_int8_linear(shards: Sequence[Shard], width: int, allocate: Allocate) -> PackedIntLinear:
     """Returns the linear method of a packed integer weight whose slots take int8 weights and ``SCB``, the largest
     magnitude of each output."""
-    weight = allocate_ints(shards, width, 8, width, allocate, zeros=False)
+    weight = allocate_ints(shards, width, 8, width, allocate)
 
     def slots() -> Iterator[Slot]:
         for shard in shards:
@@ -80,7 +81,7 @@ def bnb_int8_linear(shards: Sequence[Shard], width: int, allocate: Allocate) -> 
             yield Slot(f"{shard.name}.weight", values, shard.shape, shard.dim, shard.start, INT8_VALUES,
                        _shift_into(values))
             yield Slot(f"{shard.name}.SCB", scales, shard.shape[:1], 0, shard.start if shard.dim == 0 else 0, SCB,
-                       _scale_into(scales))
+                       _shift_scale_into(scales))
 
     return PackedIntLinear(weight, allocate.dtype, slots)
 
@@ -90,4 +91,8 @@ def _shift_into(target: torch.Tensor) -> Callable[[torch.Tensor], object]:
 
 
 def _scale_into(target: torch.Tensor) -> Callable[[torch.Tensor], object]:
-    return lambda part: target.copy_(part.float() / INT8_LARGEST)
+    return lambda part: put_scales(target, part)
+
+
+def _shift_scale_into(target: torch.Tensor) -> Callable[[torch.Tensor], object]:
+    return lambda part: target.copy_(scale_words(part.float() / INT8_LARGEST, 128))

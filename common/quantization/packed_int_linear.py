@@ -33,7 +33,6 @@ class PackedIntLinear(SeparateProduct):
         """Returns the stack of weights like this one whose tensors are the next ones of ``parameters``."""
         one = self.weight
         return one._replace(values=next(parameters), scales=next(parameters),
-                            zeros=None if one.zeros is None else next(parameters),
                             order=None if one.order is None else next(parameters))
 
     def __call__(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None, *,
@@ -48,17 +47,15 @@ class PackedIntLinear(SeparateProduct):
         return self._slots()
 
 
-def allocate_ints(shards: Sequence[Shard], width: int, bits: int, group: int, allocate: Allocate, *,
-                  zeros: bool) -> PackedInts:
-    """Allocates a packed weight [sum of the shards' sizes, width] with a scale, and with ``zeros`` a zero, for each
-    ``group`` inputs of an output; raises ConfigError where ``width`` is not packed."""
+def allocate_ints(shards: Sequence[Shard], width: int, bits: int, group: int, allocate: Allocate) -> PackedInts:
+    """Allocates a packed weight [sum of the shards' sizes, width] with a scale and a zero for each ``group`` inputs of
+    an output; raises ConfigError where ``width`` is not packed."""
     if width % BLOCK:
         raise ConfigError(f"{shards[0].name} has {width} inputs on each rank, and {BLOCK} are packed together: choose "
                           "another --tp-size, or weights in another format.")
     out = sum(shard.size for shard in shards)
     return PackedInts(allocate(out, width * bits // 8, dtype=torch.uint8),
-                      allocate(width // group, out, dtype=torch.float32),
-                      allocate(width // group, out) if zeros else None, None, bits, group)
+                      allocate(width // group, out, dtype=torch.int32), None, bits, group)
 
 
 def stacks_of(stack: ExpertStack) -> list[PackedInts]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...kernels.arguments import PackedInts
-from ...kernels.reference import pack_ints, unpack_ints
+from ...kernels.reference import pack_ints, put_scales, put_zeros, unpack_ints
 from ..api.errors import ConfigError
 from ..weights.slots import DUMMY_STD, Allocate, Slot, TensorKind
 from .packed_int_format import BLOCK, PackedIntFormat, StoredTensor
@@ -43,12 +43,10 @@ class StoredIntWeight:
         groups = (full if self._indexed else width) // self._group
         out = sum(shard.size for shard in shards)
         self._values = allocate(out, width * scheme.bits // 8, dtype=torch.uint8)
-        self._scales = allocate(groups, out, dtype=torch.float32)
-        self._zeros = None if scheme.symmetric else allocate(groups, out)
+        self._scales = allocate(groups, out, dtype=torch.int32)
         self._order = allocate(2, width, dtype=torch.int32) if scheme.act_order and groups > 1 else None
         self._is_sorted = False
-        self.weight = PackedInts(self._values, self._scales, self._zeros, self._order, scheme.bits, self._group,
-                                 self._indexed)
+        self.weight = PackedInts(self._values, self._scales, self._order, scheme.bits, self._group, self._indexed)
 
     def _check(self, full: int, width: int) -> None:
         """Raises ConfigError where groups, or words, are cut."""
@@ -77,9 +75,9 @@ class StoredIntWeight:
             yield self._slot(shard, stored.values, _Part(outputs, inputs), WORDS, self._values[rows],
                              self._load_values(rows), finish)
             yield self._slot(shard, stored.scales, _Part(outputs, groups), _scale_kind(scheme.bits),
-                             self._scales[:, rows], self._load_columns(self._scales, rows, stored.scales), None)
-            if self._zeros is not None:
-                yield self._slot(shard, stored.zeros, _Part(outputs, groups), _zero_kind(scheme), self._zeros[:, rows],
+                             self._scales[:, rows], self._load_scales(rows), None)
+            if not scheme.symmetric:
+                yield self._slot(shard, stored.zeros, _Part(outputs, groups), _zero_kind(scheme), self._scales[:, rows],
                                  self._load_zeros(rows), None)
             yield from self._other_slots(shard, finish)
 
@@ -103,7 +101,7 @@ class StoredIntWeight:
                        shard.start if shard.dim == 1 else 0, _index_kind(self._scheme.group), self._load_groups, finish)
         else:
             yield Slot(f"{shard.name}.{stored.group_index}", nothing, (full,), optional=True)
-        if self._zeros is None:
+        if self._scheme.symmetric:
             groups = 1 if self._scheme.group == -1 else full // self._scheme.group
             yield Slot(f"{shard.name}.{stored.zeros.name}", nothing,
                        _shape(stored.zeros, shard.shape[0], groups, self._scheme.bits), optional=True)
@@ -136,16 +134,18 @@ class StoredIntWeight:
         stored = self._scheme.stored
 
         def load(part: torch.Tensor) -> None:
-            assert self._zeros is not None
             values = self._unpacked(part, stored.zeros)[:rows.stop - rows.start]
-            self._zeros[:, rows].copy_(values.T.to(torch.int32) + stored.zero_offset)
+            put_zeros(self._scales[:, rows], values.T.to(torch.int32) + stored.zero_offset)
 
         return load
 
-    @staticmethod
-    def _load_columns(target: torch.Tensor, rows: slice, stored: StoredTensor) -> Callable[[torch.Tensor], None]:
+    def _load_scales(self, rows: slice) -> Callable[[torch.Tensor], None]:
+        scheme = self._scheme
+
         def load(part: torch.Tensor) -> None:
-            target[:, rows].copy_(part.T if stored.outputs_first else part)
+            put_scales(self._scales[:, rows], part.T if scheme.stored.scales.outputs_first else part)
+            if scheme.symmetric:
+                put_zeros(self._scales[:, rows], 1 << (scheme.bits - 1))
 
         return load
 

@@ -51,7 +51,7 @@ _FP4_FLOAT16 = tl.constexpr(_lookup("fp4", torch.float16))
 @triton.jit
 def _nibbles(words, zero, table_ptr, TABLE: tl.constexpr, DTYPE: tl.constexpr):
     """``value - zero`` of the four values of each int16 of ``words``, in DTYPE and exactly, or each value's entry of the
-    table.
+    table; ``zero`` int32.
 
     4 bits below the exponent of 128 (bfloat16) or of 1,024 (float16) are 128 or 1,024 and the value: values of two
     neighbours take one instruction for that, and one for the zero."""
@@ -70,7 +70,7 @@ def _nibbles(words, zero, table_ptr, TABLE: tl.constexpr, DTYPE: tl.constexpr):
                 "{ .reg .b32 a, b, c, d; shr.u32 b, $4, 4; shr.u32 c, $4, 8; shr.u32 d, $4, 12; lop3.b32 a, $4, " + MADE
                 + "lop3.b32 b, b, " + MADE + "lop3.b32 c, c, " + MADE + "lop3.b32 d, d, " + MADE + LESS + "$0, a, $5; "
                 + LESS + "$1, b, $5; " + LESS + "$2, c, $5; " + LESS + "$3, d, $5; }", "=r,=r,=r,=r,r,r",
-                [words, (zero + (1024 if HALF else 128)).to(DTYPE)], dtype=(tl.int16, tl.int16, tl.int16, tl.int16),
+                [words, (zero + (0x6400 if HALF else 0x4300)).to(tl.int16)], dtype=(tl.int16, tl.int16, tl.int16, tl.int16),
                 is_pure=True, pack=2)
         a, b = a.to(DTYPE, bitcast=True), b.to(DTYPE, bitcast=True)
         c, d = c.to(DTYPE, bitcast=True), d.to(DTYPE, bitcast=True)
@@ -89,39 +89,35 @@ def _nibble(words, INDEX: tl.constexpr, zero, table_ptr, TABLE: tl.constexpr):
     if TABLE:
         made = tl.load(table_ptr + value)
     else:
-        made = value.to(tl.float32) - zero
+        made = (value - zero).to(tl.float32)
     return made
 
 
 @triton.jit
 def _bytes(raw, zero, DTYPE: tl.constexpr):
-    """``raw - zero`` in DTYPE, exactly. A byte below the exponent of 1,024 (float16) or 2^23 (float32, which becomes
+    """``raw - zero`` (int32) in DTYPE, exactly. A byte below the exponent of 1,024 (float16) or 2^23 (float32, which becomes
     bfloat16 two at a time) is that and the value."""
     if _PTX and DTYPE == tl.float16:  # noqa: SIM300
         made = tl.inline_asm_elementwise(
             "{ .reg .b32 a, b; prmt.b32 a, $2, 0x64646464, 0x4140; prmt.b32 b, $2, 0x64646464, 0x4342; "
-            "sub.rn.f16x2 $0, a, $3; sub.rn.f16x2 $1, b, $4; }", "=r,=r,r,r,r", [raw, (zero + 1024).to(DTYPE)],
+            "sub.rn.f16x2 $0, a, $3; sub.rn.f16x2 $1, b, $4; }", "=r,=r,r,r,r", [raw, (zero + 0x6400).to(tl.int16)],
             dtype=tl.float16, is_pure=True, pack=4)
     elif _PTX and DTYPE == tl.bfloat16:  # noqa: SIM300
         made = tl.inline_asm_elementwise(
             "{ .reg .b32 a, b, c, d; prmt.b32 a, $2, 0x4b000000, 0x7440; prmt.b32 b, $2, 0x4b000000, 0x7441; "
             "prmt.b32 c, $2, 0x4b000000, 0x7442; prmt.b32 d, $2, 0x4b000000, 0x7443; sub.f32 a, a, $3; "
             "sub.f32 b, b, $4; sub.f32 c, c, $5; sub.f32 d, d, $6; cvt.rn.bf16x2.f32 $0, b, a; "
-            "cvt.rn.bf16x2.f32 $1, d, c; }", "=r,=r,r,r,r,r,r", [raw, zero + 8388608], dtype=tl.bfloat16,
+            "cvt.rn.bf16x2.f32 $1, d, c; }", "=r,=r,r,r,r,r,r", [raw, zero + 0x4B000000], dtype=tl.bfloat16,
             is_pure=True, pack=4)
     else:
-        made = (raw.to(tl.float32) - zero).to(DTYPE)
+        made = (raw.to(tl.int32) - zero).to(tl.float32).to(DTYPE)
     return made
 
 
 @triton.jit
-def _zero(offset, zero_ptr, BITS: tl.constexpr, TABLE: tl.constexpr):
-    """The zeros at some offsets in float32. ``zero_ptr`` is the table's where there is one."""
-    if zero_ptr is None or TABLE:
-        zero = tl.full(offset.shape, 1 << (BITS - 1), tl.float32)
-    else:
-        zero = tl.load(zero_ptr + offset).to(tl.float32)
-    return zero
+def _zero_and_scale(word):
+    """The two of a word of ``PackedInts.scales``: int32 and float32."""
+    return word & 511, (word & -512).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -134,30 +130,27 @@ def _groups(position, order_ptr, width, group, INDEXED: tl.constexpr):
 
 
 @triton.jit
-def _operand(raw, position, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, BITS: tl.constexpr,
-             INDEXED: tl.constexpr, DTYPE: tl.constexpr):
+def _operand(raw, position, scale_ptr, order_ptr, safe, out, width, group, INDEXED: tl.constexpr, DTYPE: tl.constexpr):
     """Dequantized ``raw`` [COLUMNS, positions], with the scale of each position's group; of integers alone."""
     at = _groups(position, order_ptr, width, group, INDEXED)[None, :] * out + safe[:, None]
-    return ((raw.to(tl.float32) - _zero(at, zero_ptr, BITS, 0)) * tl.load(scale_ptr + at)).to(DTYPE)
+    zero, scale = _zero_and_scale(tl.load(scale_ptr + at))
+    return ((raw.to(tl.int32) - zero).to(tl.float32) * scale).to(DTYPE)
 
 
 @triton.jit
-def _operands(words, position, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, TABLE: tl.constexpr,
+def _operands(words, position, scale_ptr, table_ptr, order_ptr, safe, out, width, group, TABLE: tl.constexpr,
               INDEXED: tl.constexpr, DTYPE: tl.constexpr):
     """The four dequantized values of each int16 of ``words`` [COLUMNS, positions]; they are those of ``position``, 8
     behind it, 16 and 24. But for indexed weights all four are in one group."""
     if INDEXED:
-        a = _operand(words & 15, position, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, 4, INDEXED, DTYPE)
-        b = _operand(words >> 4 & 15, position + 8, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, 4, INDEXED,
-                     DTYPE)
-        c = _operand(words >> 8 & 15, position + 16, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, 4,
-                     INDEXED, DTYPE)
-        d = _operand(words >> 12 & 15, position + 24, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, 4,
-                     INDEXED, DTYPE)
+        a = _operand(words & 15, position, scale_ptr, order_ptr, safe, out, width, group, INDEXED, DTYPE)
+        b = _operand(words >> 4 & 15, position + 8, scale_ptr, order_ptr, safe, out, width, group, INDEXED, DTYPE)
+        c = _operand(words >> 8 & 15, position + 16, scale_ptr, order_ptr, safe, out, width, group, INDEXED, DTYPE)
+        d = _operand(words >> 12 & 15, position + 24, scale_ptr, order_ptr, safe, out, width, group, INDEXED, DTYPE)
     else:
         at = _groups(position, order_ptr, width, group, INDEXED)[None, :] * out + safe[:, None]
-        scale = tl.load(scale_ptr + at)
-        a, b, c, d = _nibbles(words, _zero(at, zero_ptr, 4, TABLE), zero_ptr, TABLE, DTYPE)
+        zero, scale = _zero_and_scale(tl.load(scale_ptr + at))
+        a, b, c, d = _nibbles(words, zero, table_ptr, TABLE, DTYPE)
         a, b = (a.to(tl.float32) * scale).to(DTYPE), (b.to(tl.float32) * scale).to(DTYPE)
         c, d = (c.to(tl.float32) * scale).to(DTYPE), (d.to(tl.float32) * scale).to(DTYPE)
     return a, b, c, d
@@ -186,7 +179,7 @@ def _four_products(a, b, c, d, x_at, row_in, position, order_ptr, width, sums, W
 
 
 @triton.jit
-def packed_sums(x_at, row_in, q_ptr, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, first, last,
+def packed_sums(x_at, row_in, q_ptr, scale_ptr, table_ptr, order_ptr, safe, out, width, group, first, last,
                 BITS: tl.constexpr, TABLE: tl.constexpr, SCALES_SUMS: tl.constexpr, INDEXED: tl.constexpr,
                 WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
                 STAGES: tl.constexpr, DTYPE: tl.constexpr):
@@ -194,7 +187,7 @@ def packed_sums(x_at, row_in, q_ptr, scale_ptr, zero_ptr, order_ptr, safe, out, 
     from ``first`` to ``last``. Weights come first: they fill the tensor cores' tall side."""
     WORDS: tl.constexpr = DEPTH // 4 if BITS == 4 else DEPTH
     word = tl.arange(0, WORDS)
-    words = width // 4 if BITS == 4 else width
+    words = tl.multiple_of(width // 4 if BITS == 4 else width, 8)  # loads of 16 bytes
     if BITS == 4:
         q_ptr = q_ptr.to(tl.pointer_type(tl.int16))
         place = word // 8 * 32 + word % 8
@@ -202,11 +195,6 @@ def packed_sums(x_at, row_in, q_ptr, scale_ptr, zero_ptr, order_ptr, safe, out, 
         place = word
     q_at = q_ptr + safe.to(tl.int64)[:, None] * words + word[None, :]
     sums = tl.zeros((COLUMNS, ROWS), tl.float32)
-    if SCALES_SUMS:
-        # Loads of a column each are no part of the compiler's pipeline: a step takes those that the last one loaded.
-        at = tl.minimum(first, tl.maximum(last - 1, 0)) * DEPTH // group * out + safe
-        next_scale = tl.load(scale_ptr + at)
-        next_zero = _zero(at, zero_ptr, BITS, TABLE)
     for step in tl.range(first, last, num_stages=STAGES):
         if WHOLE:
             q = tl.load(q_at + step * WORDS)
@@ -214,25 +202,24 @@ def packed_sums(x_at, row_in, q_ptr, scale_ptr, zero_ptr, order_ptr, safe, out, 
             q = tl.load(q_at + step * WORDS, (step * WORDS + word < words)[None, :], other=0)
         position = step * DEPTH + place
         if SCALES_SUMS:
-            scale, zero = next_scale[:, None], next_zero[:, None]
-            at = tl.minimum(step + 1, last - 1) * DEPTH // group * out + safe
-            next_scale = tl.load(scale_ptr + at)
-            next_zero = _zero(at, zero_ptr, BITS, TABLE)
+            # Zeros are operands of the product, so that the compiler has these words on their way as it has ``q``.
+            zero, scale = _zero_and_scale(tl.load(scale_ptr + (step * DEPTH // group * out + safe)))
+            zero = tl.broadcast_to(zero[:, None], (COLUMNS, WORDS))
             part = tl.zeros((COLUMNS, ROWS), tl.float32)
             if BITS == 4:
-                a, b, c, d = _nibbles(q, tl.broadcast_to(zero, (COLUMNS, WORDS)), zero_ptr, TABLE, DTYPE)
+                a, b, c, d = _nibbles(q, zero, table_ptr, TABLE, DTYPE)
                 part = _four_products(a, b, c, d, x_at, row_in, position, order_ptr, width, part, WHOLE)
             else:
-                w = _bytes(q, tl.broadcast_to(zero, (COLUMNS, WORDS)), DTYPE)
+                w = _bytes(q, zero, DTYPE)
                 part = tl.dot(w, _rows_at(x_at, row_in, position, order_ptr, width, WHOLE), part,
                               input_precision="ieee")
-            sums += part * scale
+            sums += part * scale[:, None]
         elif BITS == 4:
-            a, b, c, d = _operands(q, position, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, TABLE, INDEXED,
-                                   DTYPE)
+            a, b, c, d = _operands(q, position, scale_ptr, table_ptr, order_ptr, safe, out, width, group, TABLE,
+                                   INDEXED, DTYPE)
             sums = _four_products(a, b, c, d, x_at, row_in, position, order_ptr, width, sums, WHOLE)
         else:
-            w = _operand(q, position, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, BITS, INDEXED, DTYPE)
+            w = _operand(q, position, scale_ptr, order_ptr, safe, out, width, group, INDEXED, DTYPE)
             sums = tl.dot(w, _rows_at(x_at, row_in, position, order_ptr, width, WHOLE), sums, input_precision="ieee")
     return sums
 
@@ -249,7 +236,7 @@ def fetch_weights(q_ptr, safe, row_bytes, first_byte, last_byte):
 
 # ``rows`` changes with every step: specialized on 1 and on multiples of 16 it would compile while requests wait.
 @triton.jit(do_not_specialize=["rows", "splits", "biased", "group"])
-def _packed_int_matmul_kernel(x_ptr, q_ptr, scale_ptr, zero_ptr, order_ptr, bias_ptr, y_ptr, partial_ptr, counter_ptr,
+def _packed_int_matmul_kernel(x_ptr, q_ptr, scale_ptr, table_ptr, order_ptr, bias_ptr, y_ptr, partial_ptr, counter_ptr,
                               rows, out, width, x_stride, group, splits, biased, BITS: tl.constexpr,
                               TABLE: tl.constexpr, SCALES_SUMS: tl.constexpr, INDEXED: tl.constexpr, WHOLE: tl.constexpr,
                               ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, REDUCES: tl.constexpr,
@@ -269,7 +256,7 @@ def _packed_int_matmul_kernel(x_ptr, q_ptr, scale_ptr, zero_ptr, order_ptr, bias
         fetch_weights(q_ptr, safe, width * BITS // 8, first * DEPTH * BITS // 8, (first + each) * DEPTH * BITS // 8)
     wait_for_last(PDL)
     x_at = x_ptr + tl.where(row_in, row, 0).to(tl.int64) * x_stride
-    sums = packed_sums(x_at, row_in, q_ptr, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, first,
+    sums = packed_sums(x_at, row_in, q_ptr, scale_ptr, table_ptr, order_ptr, safe, out, width, group, first,
                        tl.minimum(first + each, steps), BITS, TABLE, SCALES_SUMS, INDEXED, WHOLE, ROWS, COLUMNS, DEPTH,
                        STAGES, x_ptr.dtype.element_ty)
     acc = tl.trans(sums)
@@ -285,13 +272,13 @@ def _packed_int_matmul_kernel(x_ptr, q_ptr, scale_ptr, zero_ptr, order_ptr, bias
 
 
 @triton.jit(do_not_specialize=["group"])
-def _dequantize_kernel(q_ptr, scale_ptr, zero_ptr, order_ptr, y_ptr, out, width, group, BITS: tl.constexpr,
+def _dequantize_kernel(q_ptr, scale_ptr, table_ptr, order_ptr, y_ptr, out, width, group, BITS: tl.constexpr,
                        TABLE: tl.constexpr, INDEXED: tl.constexpr, ONE_GROUP: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
                        PDL: tl.constexpr):
     start_next(PDL)
     wait_for_last(PDL)
     WORDS: tl.constexpr = DEPTH // 4 if BITS == 4 else DEPTH
-    words = width // 4 if BITS == 4 else width
+    words = tl.multiple_of(width // 4 if BITS == 4 else width, 8)  # loads of 16 bytes
     if BITS == 4:
         q_ptr = q_ptr.to(tl.pointer_type(tl.int16))
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -301,24 +288,23 @@ def _dequantize_kernel(q_ptr, scale_ptr, zero_ptr, order_ptr, y_ptr, out, width,
     q = tl.load(q_ptr + safe.to(tl.int64)[:, None] * words + word[None, :], (word < words)[None, :], other=0)
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     if ONE_GROUP:
-        at = tl.program_id(1) * DEPTH // group * out + safe
-        scale = tl.load(scale_ptr + at)[:, None]
-        zero = tl.broadcast_to(_zero(at, zero_ptr, BITS, TABLE)[:, None], (COLUMNS, WORDS))
+        zero, scale = _zero_and_scale(tl.load(scale_ptr + (tl.program_id(1) * DEPTH // group * out + safe)))
+        zero, scale = tl.broadcast_to(zero[:, None], (COLUMNS, WORDS)), scale[:, None]
     if BITS == 4:
         if ONE_GROUP:
-            a, b, c, d = _nibbles(q, zero, zero_ptr, TABLE, DTYPE)
+            a, b, c, d = _nibbles(q, zero, table_ptr, TABLE, DTYPE)
             a, b = (a.to(tl.float32) * scale).to(DTYPE), (b.to(tl.float32) * scale).to(DTYPE)
             c, d = (c.to(tl.float32) * scale).to(DTYPE), (d.to(tl.float32) * scale).to(DTYPE)
         else:
-            a, b, c, d = _operands(q, word // 8 * 32 + word % 8, scale_ptr, zero_ptr, order_ptr, safe, out, width,
+            a, b, c, d = _operands(q, word // 8 * 32 + word % 8, scale_ptr, table_ptr, order_ptr, safe, out, width,
                                    group, TABLE, INDEXED, DTYPE)
         # [COLUMNS, blocks, 8, 2, 2] -> [COLUMNS, blocks, 2, 2, 8]
         w = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (COLUMNS, DEPTH // 32, 8, 2, 2))
         w = tl.reshape(tl.permute(w, (0, 1, 3, 4, 2)), (COLUMNS, DEPTH))
     elif ONE_GROUP:
-        w = ((q.to(tl.float32) - zero) * scale).to(DTYPE)
+        w = ((q.to(tl.int32) - zero).to(tl.float32) * scale).to(DTYPE)
     else:
-        w = _operand(q, word, scale_ptr, zero_ptr, order_ptr, safe, out, width, group, BITS, INDEXED, DTYPE)
+        w = _operand(q, word, scale_ptr, order_ptr, safe, out, width, group, INDEXED, DTYPE)
     position = tl.program_id(1) * DEPTH + tl.arange(0, DEPTH)
     tl.store(y_ptr + safe.to(tl.int64)[:, None] * width + position[None, :], w,
              column_in[:, None] & (position < width)[None, :])
@@ -345,16 +331,16 @@ def packed_int_matmul(x: torch.Tensor, weight: PackedInts, bias: torch.Tensor | 
     partials = torch.empty((tile.splits, rows, out), dtype=torch.float32, device=x.device) if tile.splits > 1 else y
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(out, tile.columns)
     _packed_int_matmul_kernel[(tiles, tile.splits)](
-        x, weight.values, weight.scales, zeros_of(weight), weight.order, y if bias is None else bias, y, partials,
+        x, weight.values, weight.scales, table_of(weight), weight.order, y if bias is None else bias, y, partials,
         split_counters(x.device), rows, out, width, x.stride(0), weight.group, tile.splits, int(bias is not None),
         **options(weight, tile), ROWS=tile.rows, COLUMNS=tile.columns, REDUCES=tile.splits > 1,
         FETCHES=policy.fetches(tiles * tile.splits), **pdl(x))
     return y
 
 
-def zeros_of(weight: PackedInts) -> torch.Tensor | None:
-    """Returns what kernels take as the zeros of a weight, or of each of a stack: its table, where it has one."""
-    return _table(weight.table, weight.values.device) if weight.table else weight.zeros
+def table_of(weight: PackedInts) -> torch.Tensor | None:
+    """Returns the table that a weight's values index, or those of a stack."""
+    return _table(weight.table, weight.values.device) if weight.table else None
 
 
 @cache
@@ -380,7 +366,7 @@ def dequantize_ints(weight: PackedInts, dtype: torch.dtype, *, sort: bool = True
     one_group = not weight.indexed and (weight.group == width or weight.group % 128 == 0)
     columns, depth = (32, 128) if one_group else (16, 256)
     _dequantize_kernel[(triton.cdiv(out, columns), triton.cdiv(width, depth))](
-        weight.values, weight.scales, zeros_of(weight), weight.order, y, out, width, weight.group, BITS=weight.bits,
+        weight.values, weight.scales, table_of(weight), weight.order, y, out, width, weight.group, BITS=weight.bits,
         TABLE=TABLE_INDEX[weight.table], INDEXED=weight.indexed, ONE_GROUP=one_group, COLUMNS=columns, DEPTH=depth, num_warps=4, **pdl(y))
     if weight.order is None or not sort:
         return y
@@ -392,19 +378,17 @@ def dequantize_ints(weight: PackedInts, dtype: torch.dtype, *, sort: bool = True
 def compile_tiles(weight: PackedInts, dtype: torch.dtype) -> None:
     """Compile what products with such a weight take, so that no request waits for it; its values do not matter."""
     facts = tuple(weight.values.shape), tuple(weight.scales.shape), weight.bits, weight.group
-    _compile_tiles(*facts, weight.zeros is not None, weight.order is not None, weight.indexed, weight.table, dtype,
-                   weight.values.device)
+    _compile_tiles(*facts, weight.order is not None, weight.indexed, weight.table, dtype, weight.values.device)
 
 
 @cache  # an engine has each shape in many layers, and in hundreds of experts
-def _compile_tiles(shape: tuple[int, int], scales: tuple[int, int], bits: int, group: int, with_zeros: bool,
+def _compile_tiles(shape: tuple[int, int], scales: tuple[int, int], bits: int, group: int,
                    ordered: bool, indexed: bool, table: str, dtype: torch.dtype, device: torch.device) -> None:
     def zeros(*size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(size, dtype=dtype, device=device)
 
     width = shape[1] * 8 // bits
-    weight = PackedInts(zeros(*shape, dtype=torch.uint8), zeros(*scales, dtype=torch.float32),
-                        zeros(*scales, dtype=dtype) if with_zeros else None,
+    weight = PackedInts(zeros(*shape, dtype=torch.uint8), zeros(*scales, dtype=torch.int32),
                         zeros(2, width, dtype=torch.int32) if ordered else None, bits, group, indexed,
                         table)
     for rows in (1, 9, 17, 33, 65, 129, 257, policy_of(device).packed_ints.numbers.dequantize_min_rows):

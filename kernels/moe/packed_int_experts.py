@@ -9,7 +9,7 @@ import torch
 from .._triton import pdl, start_next, tl, triton, wait_for_last
 from ..arguments import ExpertBiases, PackedInts
 from ..gated_activation import GateActivation, clamped_gate
-from ..gemm.packed_int_matmul import options, packed_sums, zeros_of
+from ..gemm.packed_int_matmul import options, packed_sums, table_of
 from ..rowwise.silu_and_mul import silu_and_mul
 from ..tuning.policy import policy_of
 from ..tuning.split_tile import SplitTile
@@ -17,7 +17,7 @@ from .moe_align import Alignment, moe_align
 
 
 @triton.jit(do_not_specialize=["total", "num_blocks", "choices", "group", "groups"])
-def _moe_packed_int_kernel(x_ptr, q_ptr, scale_ptr, zero_ptr, order_ptr, bias_ptr, out_ptr, rows_ptr,
+def _moe_packed_int_kernel(x_ptr, q_ptr, scale_ptr, table_ptr, order_ptr, bias_ptr, out_ptr, rows_ptr,
                            expert_of_block_ptr, total, num_blocks, columns, width, x_stride, out_stride, bias_stride,
                            choices, group, groups, BITS: tl.constexpr, TABLE: tl.constexpr,
                            SCALES_SUMS: tl.constexpr,
@@ -36,10 +36,9 @@ def _moe_packed_int_kernel(x_ptr, q_ptr, scale_ptr, zero_ptr, order_ptr, bias_pt
     column_in = column < columns
     safe = tl.where(column_in, column, 0)
     of_group = expert * groups * columns
-    zero_at = zero_ptr if zero_ptr is None or TABLE else zero_ptr + of_group
     order_at = order_ptr if order_ptr is None else order_ptr + expert * 2 * width
     sums = packed_sums(x_ptr + tl.where(present, choice, 0) // choices * x_stride, present,
-                       q_ptr + expert * columns * (width * BITS // 8), scale_ptr + of_group, zero_at, order_at, safe,
+                       q_ptr + expert * columns * (width * BITS // 8), scale_ptr + of_group, table_ptr, order_at, safe,
                        columns, width, group, 0, tl.cdiv(width, DEPTH), BITS, TABLE, SCALES_SUMS, INDEXED, WHOLE,
                        ROWS, COLUMNS, DEPTH, STAGES, x_ptr.dtype.element_ty)
     acc = tl.trans(sums)
@@ -62,7 +61,7 @@ def moe_packed_ints(x: torch.Tensor, parts: Sequence[PackedInts], aligned: Align
     for part, made, own in zip(parts, out.split(sizes, 1), biases) if num_blocks else ():
         columns = part.values.shape[1]
         _moe_packed_int_kernel[(num_blocks * triton.cdiv(columns, tile.columns),)](
-            x, part.values, part.scales, zeros_of(part), part.order, own, made, aligned.sorted_choices,
+            x, part.values, part.scales, table_of(part), part.order, own, made, aligned.sorted_choices,
             aligned.expert_of_block, total, num_blocks, columns, part.width, x.stride(0), made.stride(0),
             0 if own is None else own.stride(0), choices, part.group, part.scales.shape[1], **options(part, tile),
             ROWS=tile.rows, COLUMNS=tile.columns, **pdl(x))

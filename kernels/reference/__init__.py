@@ -38,7 +38,16 @@ from .mxfp4 import (
     pack_mxfp4,
     pack_mxfp4_scales,
 )
-from .packed_ints import TABLES, dequantize_ints, pack_ints, packed_int_matmul, unpack_ints
+from .packed_ints import (
+    TABLES,
+    dequantize_ints,
+    pack_ints,
+    packed_int_matmul,
+    put_scales,
+    put_zeros,
+    scale_words,
+    unpack_ints,
+)
 from .rows import argmax, copy_blocks, gather_rows, gelu_and_mul, joined_norms, rmsnorm, silu_and_mul
 from .sparse import label_scores, order_channels, plan_sparse_decode, select_tokens, sparse_decode
 from .speculative import accept_chains, place_chains, place_rows
@@ -53,5 +62,5 @@ __all__ = [
     "pack_mxfp4_scales", "packed_int_matmul", "paged_attention", "per_head_matmul", "place_chains", "place_rows",
     "plan_decode", "plan_sparse_decode", "quantize_by", "quantize_groups", "quantize_int8", "reduce_scatter_rmsnorm",
     "rmsnorm", "rmsnorm_all_gather", "rope_and_store", "rotate", "scale_by_sinks", "scaled_matmul", "select_tokens",
-    "silu_and_mul", "small_m_matmul", "sparse_decode", "unpack_ints", "visible_by_words",
+    "put_scales", "put_zeros", "scale_words", "silu_and_mul", "small_m_matmul", "sparse_decode", "unpack_ints", "visible_by_words",
 ]

@@ -18,6 +18,36 @@ PARTS, INPUTS = 4, 8
 """32 inputs are packed together, of which each part is a nibble of as many 16-bit words."""
 
 
+_ZERO = (1 << 9) - 1
+
+
+def scale_words(scales: torch.Tensor, zeros: torch.Tensor | int) -> torch.Tensor:
+    """Returns ``PackedInts.scales`` of ``scales`` and of ``zeros``, integers of up to 256."""
+    words = torch.zeros(scales.shape, dtype=torch.int32, device=scales.device)
+    put_scales(words, scales)
+    put_zeros(words, zeros)
+    return words
+
+
+def put_scales(words: torch.Tensor, scales: torch.Tensor) -> None:
+    """Writes scales, rounded to 14 bits after the point, and leaves the zeros."""
+    bits = scales.to(words.device, torch.float32).contiguous().view(torch.int32)
+    words.copy_((bits + (_ZERO + 1) // 2 & ~_ZERO) | words & _ZERO)
+
+
+def put_zeros(words: torch.Tensor, zeros: torch.Tensor | int) -> None:
+    """Writes zeros, and leaves the scales."""
+    words.copy_(words & ~_ZERO | (zeros.to(words.device, torch.int32) if isinstance(zeros, torch.Tensor) else zeros))
+
+
+def scales_of(words: torch.Tensor) -> torch.Tensor:
+    return (words & ~_ZERO).view(torch.float32)
+
+
+def zeros_of(words: torch.Tensor) -> torch.Tensor:
+    return (words & _ZERO).float()
+
+
 def pack_ints(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Packs uint8 ``[..., in]`` as ``PackedInts`` has them: ``[..., in * bits / 8]``."""
     if bits == 8:
@@ -43,11 +73,12 @@ def dequantize_ints(weight: PackedInts, dtype: torch.dtype, *, sort: bool = True
         groups = weight.order[1].long()
     else:
         groups = torch.arange(weight.width, device=values.device) // weight.group
+    words = weight.scales[groups].T
     if weight.table:
         values = torch.tensor(TABLES[weight.table], device=values.device)[values.int()]
     else:
-        values = values - (2 ** (weight.bits - 1) if weight.zeros is None else weight.zeros[groups].float().T)
-    made = (values * weight.scales[groups].T).to(dtype)
+        values = values - zeros_of(words)
+    made = (values * scales_of(words)).to(dtype)
     if weight.order is None or not sort:
         return made
     result = torch.empty_like(made)

@@ -5,7 +5,7 @@ can do at most.
 
 ``bf16``: what is chosen for an unquantized weight. ``packed``: what is chosen for a packed one, groups of 128 with
 zeros. ``kernel``: our kernel in any case. ``library``: the weight dequantized into a buffer, then the library, in any
-case. ``floor``: weight, scales, zeros, input and output at the rate of a copy of the same run, or the operations at the
+case. ``floor``: weight, scales, input and output at the rate of a copy of the same run, or the operations at the
 rate of one large bfloat16 product, whichever takes longer. ``share``: the floor's part of ``packed``.
 ``--sweep`` times tiles and names the fastest. Products run as CUDA graphs, back to back over weights that together
 exceed the caches.
@@ -22,6 +22,7 @@ import torch
 from ...kernels.arguments import PackedInts
 from ...kernels.gemm.dense_matmul import dense_matmul
 from ...kernels.gemm.packed_int_matmul import dequantize_ints, packed_int_matmul
+from ...kernels.reference import scale_words
 from ...kernels.tuning.policy import policy_of
 from ...kernels.tuning.split_tile import SplitTile
 from . import ceilings
@@ -37,7 +38,7 @@ class Case:
 
     def __init__(self, width: int, out: int, rows: int, bits: int):
         self.flops = 2 * rows * width * out
-        each = width * out * bits // 8 + width // GROUP * out * 6
+        each = width * out * bits // 8 + width // GROUP * out * 4
         self.bytes = each + 2 * rows * (width + out)
         self.x = torch.randn(rows, width, device="cuda").bfloat16()
         self.weights = [self._packed(width, out, bits) for _ in range(max(2, -(-_CACHE_BYTES // each)))]
@@ -46,8 +47,9 @@ class Case:
     @staticmethod
     def _packed(width: int, out: int, bits: int) -> PackedInts:
         return PackedInts(torch.randint(0, 256, (out, width * bits // 8), dtype=torch.uint8, device="cuda"),
-                          torch.rand(width // GROUP, out, device="cuda") * 0.01,
-                          torch.randint(0, 2**bits, (width // GROUP, out), device="cuda").bfloat16(), None, bits, GROUP)
+                          scale_words(torch.rand(width // GROUP, out, device="cuda") * 0.01,
+                                      torch.randint(0, 2**bits, (width // GROUP, out), device="cuda")), None, bits,
+                          GROUP)
 
     def measure(self) -> dict[str, float]:
         (out, width), rows = self.wide[0].shape, len(self.x)

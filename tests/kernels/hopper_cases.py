@@ -450,9 +450,8 @@ def packed_ints(*shape: int, bits: int = 4, group: int = 128, kind: str = "zeros
     """A weight [..., out, in]; ``kind`` as in packed_int_cases.py."""
     *stack, out, width = shape
     table = kind if kind in reference.TABLES else ""
-    zeros = None if table or kind == "symmetric" else of(*stack, width // group, out, dtype=dtype)
     order = int32(*stack, 2, width) if kind in ("sorted", "indexed") else None
-    return PackedInts(of(*stack, out, width * bits // 8, dtype=torch.uint8), fp32(*stack, width // group, out), zeros,
+    return PackedInts(of(*stack, out, width * bits // 8, dtype=torch.uint8), int32(*stack, width // group, out),
                       order, bits, group, kind == "indexed", table)
 
 

@@ -34,14 +34,14 @@ def packed(*stack: int, out: int, width: int, bits: int, group: int, kind: str, 
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(0, 2**bits, (*stack, out, width), generator=generator, dtype=torch.uint8)
     scales = torch.rand(*stack, width // group, out, generator=generator) * 0.1 / 2**bits + 0.01 / 2**bits
-    zeros = torch.randint(0, 2**bits + 1, scales.shape, generator=generator).to(dtype).to(DEVICE)
+    zeros = torch.randint(0, 2**bits + 1, scales.shape, generator=generator)
     order = torch.stack([torch.randperm(width, generator=generator) for _ in range(max(1, *stack, 1))])
     groups = torch.randint(0, width // group, order.shape, generator=generator).sort(-1).values
     pairs = torch.stack((order, groups), -2).int().view(*stack, 2, width).contiguous()
     table = kind if kind in reference.TABLES else ""
-    return PackedInts(reference.pack_ints(values, bits).to(DEVICE), scales.to(DEVICE),
-                      None if table or kind == "symmetric" else zeros, pairs.to(DEVICE) if kind in KINDS[2:4] else None,
-                      bits, group, kind == "indexed", table)
+    words = reference.scale_words(scales, 1 << (bits - 1) if kind == "symmetric" else zeros)
+    return PackedInts(reference.pack_ints(values, bits).to(DEVICE), words.to(DEVICE),
+                      pairs.to(DEVICE) if kind in KINDS[2:4] else None, bits, group, kind == "indexed", table)
 
 
 def of_expert(weight: PackedInts, expert: int) -> PackedInts:
