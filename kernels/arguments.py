@@ -56,8 +56,9 @@ class Float8Rows(NamedTuple):
 class PackedInts(NamedTuple):
     """A weight [out, in] of integers in 4 or 8 ``bits``, or S of them, with S before all shapes.
 
-    ``values`` uint8 [out, in * bits / 8], contiguous. Of 4 bits, each 32 inputs are 8 words of 16 bits: the inputs i,
-    8 + i, 16 + i and 24 + i are the nibbles of word i, from its lowest on. ``scales`` int32 [groups, out] are those of ``group`` inputs, a multiple of 32
+    ``values`` uint8 [out, in * bits / 8], contiguous. Of 4 bits, each ``4 * quarter`` inputs are ``quarter`` words of
+    16 bits (``reference.quarter_of(group)``): the inputs i, ``i + quarter``, ``i + 2 * quarter`` and ``i + 3 * quarter``
+    are the nibbles of word i, from its lowest on. ``scales`` int32 [groups, out] are those of ``group`` inputs, a multiple of 32
     that divides ``in``: the bits of the scale in float32, of which the lowest 9 are the zero (``reference.scale_words``);
     a scale of float16 or bfloat16 lacks none. An input weighs ``(value - zero) * scale``, or with a ``table`` of
     ``reference.TABLES`` by its name ``table[value] * scale``, of 4 bits.

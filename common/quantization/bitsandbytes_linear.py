@@ -47,7 +47,7 @@ def _pack_into(target: torch.Tensor) -> Callable[[torch.Tensor], object]:
     """Packs bytes of two values, the first in the upper bits."""
     def load(part: torch.Tensor) -> None:
         part = part.to(target.device)
-        target.copy_(pack_ints(torch.stack((part >> 4, part & 15), -1).flatten(1), 4))
+        target.copy_(pack_ints(torch.stack((part >> 4, part & 15), -1).flatten(1), 4, BLOCK))
 
     return load
 
@@ -55,7 +55,7 @@ def _pack_into(target: torch.Tensor) -> Callable[[torch.Tensor], object]:
 def _quantize_into(values: torch.Tensor, scales: torch.Tensor) -> Callable[[torch.Tensor], object]:
     def load(part: torch.Tensor) -> None:
         codes, absmax = quantize_nf4(part.to(values.device))
-        values.copy_(pack_ints(codes, 4))
+        values.copy_(pack_ints(codes, 4, BLOCK))
         put_scales(scales, absmax)
 
     return load

@@ -46,6 +46,6 @@ def _quantize_into(weight: PackedInts, shard: Shard, symmetric: bool) -> Callabl
             zero = (-low / scale).round()
         values = ((wide / scale).round() + zero).clamp(0, largest).to(torch.uint8)
         weight.scales[:, rows].copy_(scale_words(scale[..., 0].t(), zero.expand_as(scale)[..., 0].t()))
-        weight.values[rows].copy_(pack_ints(values.flatten(1), weight.bits))
+        weight.values[rows].copy_(pack_ints(values.flatten(1), weight.bits, weight.group))
 
     return load

@@ -126,7 +126,7 @@ class StoredIntWeight:
         def load(part: torch.Tensor) -> None:
             values = self._unpacked(part, self._scheme.stored.values)[:rows.stop - rows.start]
             self._unsort()
-            self._values[rows].copy_(pack_ints(values.contiguous(), self._scheme.bits))
+            self._values[rows].copy_(pack_ints(values.contiguous(), self._scheme.bits, self._group))
 
         return load
 
@@ -187,8 +187,8 @@ class StoredIntWeight:
     def _permute(self, order: torch.Tensor) -> None:
         """Puts the input at position ``order[p]`` to position p."""
         assert self._order is not None
-        values = unpack_ints(self._values, self._scheme.bits)[:, order]
-        self._values.copy_(pack_ints(values, self._scheme.bits))
+        values = unpack_ints(self._values, self._scheme.bits, self._group)[:, order]
+        self._values.copy_(pack_ints(values, self._scheme.bits, self._group))
         self._order.copy_(self._order[:, order])
 
 

@@ -1,7 +1,7 @@
 """Multiplies rows with a weight of packed 4-bit or 8-bit integers, which are dequantized in registers.
 
-Of 4 bits, the words of a step hold four operands, each of 8 of 32 inputs, so that no value changes its place between
-two registers. Rows are loaded to match. Where a step stays within a group, the integers are multiplied and the sums
+Of 4 bits, the words of a step hold four operands, each of a quarter of its inputs, so that no value changes its place
+between two registers. Rows are loaded to match. Where a step stays within a group, the integers are multiplied and the sums
 scaled; else the weights are, rounded to the rows' type.
 """
 
@@ -138,15 +138,15 @@ def _operand(raw, position, scale_ptr, order_ptr, safe, out, width, group, INDEX
 
 
 @triton.jit
-def _operands(words, position, scale_ptr, table_ptr, order_ptr, safe, out, width, group, TABLE: tl.constexpr,
-              INDEXED: tl.constexpr, DTYPE: tl.constexpr):
-    """The four dequantized values of each int16 of ``words`` [COLUMNS, positions]; they are those of ``position``, 8
-    behind it, 16 and 24. But for indexed weights all four are in one group."""
+def _operands(words, position, scale_ptr, table_ptr, order_ptr, safe, out, width, group, QUARTER: tl.constexpr,
+              TABLE: tl.constexpr, INDEXED: tl.constexpr, DTYPE: tl.constexpr):
+    """The four dequantized values of each int16 of ``words`` [COLUMNS, positions]; they are those of ``position``, and
+    of QUARTER, twice and three times that behind it. But for indexed weights all four are in one group."""
     if INDEXED:
         a = _operand(words & 15, position, scale_ptr, order_ptr, safe, out, width, group, INDEXED, DTYPE)
-        b = _operand(words >> 4 & 15, position + 8, scale_ptr, order_ptr, safe, out, width, group, INDEXED, DTYPE)
-        c = _operand(words >> 8 & 15, position + 16, scale_ptr, order_ptr, safe, out, width, group, INDEXED, DTYPE)
-        d = _operand(words >> 12 & 15, position + 24, scale_ptr, order_ptr, safe, out, width, group, INDEXED, DTYPE)
+        b = _operand(words >> 4 & 15, position + QUARTER, scale_ptr, order_ptr, safe, out, width, group, INDEXED, DTYPE)
+        c = _operand(words >> 8 & 15, position + 2 * QUARTER, scale_ptr, order_ptr, safe, out, width, group, INDEXED, DTYPE)
+        d = _operand(words >> 12 & 15, position + 3 * QUARTER, scale_ptr, order_ptr, safe, out, width, group, INDEXED, DTYPE)
     else:
         at = _groups(position, order_ptr, width, group, INDEXED)[None, :] * out + safe[:, None]
         zero, scale = _zero_and_scale(tl.load(scale_ptr + at))
@@ -171,17 +171,28 @@ def _rows_at(x_at, row_in, position, order_ptr, width, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _four_products(a, b, c, d, x_at, row_in, position, order_ptr, width, sums, WHOLE: tl.constexpr):
+def _four_products(a, b, c, d, x_at, row_in, position, order_ptr, width, sums, QUARTER: tl.constexpr,
+                   WHOLE: tl.constexpr):
     sums = tl.dot(a, _rows_at(x_at, row_in, position, order_ptr, width, WHOLE), sums, input_precision="ieee")
-    sums = tl.dot(b, _rows_at(x_at, row_in, position + 8, order_ptr, width, WHOLE), sums, input_precision="ieee")
-    sums = tl.dot(c, _rows_at(x_at, row_in, position + 16, order_ptr, width, WHOLE), sums, input_precision="ieee")
-    return tl.dot(d, _rows_at(x_at, row_in, position + 24, order_ptr, width, WHOLE), sums, input_precision="ieee")
+    sums = tl.dot(b, _rows_at(x_at, row_in, position + QUARTER, order_ptr, width, WHOLE), sums, input_precision="ieee")
+    sums = tl.dot(c, _rows_at(x_at, row_in, position + 2 * QUARTER, order_ptr, width, WHOLE), sums, input_precision="ieee")
+    return tl.dot(d, _rows_at(x_at, row_in, position + 3 * QUARTER, order_ptr, width, WHOLE), sums, input_precision="ieee")
+
+
+@triton.jit
+def _position(step, word, WORDS: tl.constexpr, QUARTER: tl.constexpr):
+    """The first input of each word of a step; where steps have whole blocks, in a form that shows their alignment."""
+    if WORDS % QUARTER == 0:
+        position = step * (4 * WORDS) + (word // QUARTER * (4 * QUARTER) + word % QUARTER)
+    else:
+        position = (step * WORDS + word) // QUARTER * (4 * QUARTER) + (step * WORDS + word) % QUARTER
+    return position
 
 
 @triton.jit
 def packed_sums(x_at, row_in, q_ptr, scale_ptr, table_ptr, order_ptr, safe, out, width, group, first, last,
-                BITS: tl.constexpr, TABLE: tl.constexpr, SCALES_SUMS: tl.constexpr, INDEXED: tl.constexpr,
-                WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+                BITS: tl.constexpr, QUARTER: tl.constexpr, TABLE: tl.constexpr, SCALES_SUMS: tl.constexpr,
+                INDEXED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
                 STAGES: tl.constexpr, DTYPE: tl.constexpr):
     """``[COLUMNS, ROWS]`` float32: the columns ``safe`` of one weight times the rows at ``x_at`` [ROWS], over the steps
     from ``first`` to ``last``. Weights come first: they fill the tensor cores' tall side."""
@@ -190,9 +201,6 @@ def packed_sums(x_at, row_in, q_ptr, scale_ptr, table_ptr, order_ptr, safe, out,
     words = tl.multiple_of(width // 4 if BITS == 4 else width, 8)  # loads of 16 bytes
     if BITS == 4:
         q_ptr = q_ptr.to(tl.pointer_type(tl.int16))
-        place = word // 8 * 32 + word % 8
-    else:
-        place = word
     q_at = q_ptr + safe.to(tl.int64)[:, None] * words + word[None, :]
     sums = tl.zeros((COLUMNS, ROWS), tl.float32)
     for step in tl.range(first, last, num_stages=STAGES):
@@ -200,7 +208,9 @@ def packed_sums(x_at, row_in, q_ptr, scale_ptr, table_ptr, order_ptr, safe, out,
             q = tl.load(q_at + step * WORDS)
         else:
             q = tl.load(q_at + step * WORDS, (step * WORDS + word < words)[None, :], other=0)
-        position = step * DEPTH + place
+        position = step * DEPTH + word
+        if BITS == 4:
+            position = _position(step, word, WORDS, QUARTER)
         if SCALES_SUMS:
             # Zeros are operands of the product, so that the compiler has these words on their way as it has ``q``.
             zero, scale = _zero_and_scale(tl.load(scale_ptr + (step * DEPTH // group * out + safe)))
@@ -208,16 +218,16 @@ def packed_sums(x_at, row_in, q_ptr, scale_ptr, table_ptr, order_ptr, safe, out,
             part = tl.zeros((COLUMNS, ROWS), tl.float32)
             if BITS == 4:
                 a, b, c, d = _nibbles(q, zero, table_ptr, TABLE, DTYPE)
-                part = _four_products(a, b, c, d, x_at, row_in, position, order_ptr, width, part, WHOLE)
+                part = _four_products(a, b, c, d, x_at, row_in, position, order_ptr, width, part, QUARTER, WHOLE)
             else:
                 w = _bytes(q, zero, DTYPE)
                 part = tl.dot(w, _rows_at(x_at, row_in, position, order_ptr, width, WHOLE), part,
                               input_precision="ieee")
             sums += part * scale[:, None]
         elif BITS == 4:
-            a, b, c, d = _operands(q, position, scale_ptr, table_ptr, order_ptr, safe, out, width, group, TABLE,
-                                   INDEXED, DTYPE)
-            sums = _four_products(a, b, c, d, x_at, row_in, position, order_ptr, width, sums, WHOLE)
+            a, b, c, d = _operands(q, position, scale_ptr, table_ptr, order_ptr, safe, out, width, group, QUARTER,
+                                   TABLE, INDEXED, DTYPE)
+            sums = _four_products(a, b, c, d, x_at, row_in, position, order_ptr, width, sums, QUARTER, WHOLE)
         else:
             w = _operand(q, position, scale_ptr, order_ptr, safe, out, width, group, INDEXED, DTYPE)
             sums = tl.dot(w, _rows_at(x_at, row_in, position, order_ptr, width, WHOLE), sums, input_precision="ieee")
@@ -238,7 +248,7 @@ def fetch_weights(q_ptr, safe, row_bytes, first_byte, last_byte):
 @triton.jit(do_not_specialize=["rows", "splits", "biased", "group"])
 def _packed_int_matmul_kernel(x_ptr, q_ptr, scale_ptr, table_ptr, order_ptr, bias_ptr, y_ptr, partial_ptr, counter_ptr,
                               rows, out, width, x_stride, group, splits, biased, BITS: tl.constexpr,
-                              TABLE: tl.constexpr, SCALES_SUMS: tl.constexpr, INDEXED: tl.constexpr, WHOLE: tl.constexpr,
+                              QUARTER: tl.constexpr, TABLE: tl.constexpr, SCALES_SUMS: tl.constexpr, INDEXED: tl.constexpr, WHOLE: tl.constexpr,
                               ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, REDUCES: tl.constexpr,
                               STAGES: tl.constexpr, FETCHES: tl.constexpr, PDL: tl.constexpr):
     program = tl.program_id(0)
@@ -257,8 +267,8 @@ def _packed_int_matmul_kernel(x_ptr, q_ptr, scale_ptr, table_ptr, order_ptr, bia
     wait_for_last(PDL)
     x_at = x_ptr + tl.where(row_in, row, 0).to(tl.int64) * x_stride
     sums = packed_sums(x_at, row_in, q_ptr, scale_ptr, table_ptr, order_ptr, safe, out, width, group, first,
-                       tl.minimum(first + each, steps), BITS, TABLE, SCALES_SUMS, INDEXED, WHOLE, ROWS, COLUMNS, DEPTH,
-                       STAGES, x_ptr.dtype.element_ty)
+                       tl.minimum(first + each, steps), BITS, QUARTER, TABLE, SCALES_SUMS, INDEXED, WHOLE, ROWS, COLUMNS,
+                       DEPTH, STAGES, x_ptr.dtype.element_ty)
     acc = tl.trans(sums)
     stored = row_in[:, None] & column_in[None, :]
     offset = row[:, None].to(tl.int64) * out + column[None, :]
@@ -273,7 +283,7 @@ def _packed_int_matmul_kernel(x_ptr, q_ptr, scale_ptr, table_ptr, order_ptr, bia
 
 @triton.jit(do_not_specialize=["group"])
 def _dequantize_kernel(q_ptr, scale_ptr, table_ptr, order_ptr, y_ptr, out, width, group, BITS: tl.constexpr,
-                       TABLE: tl.constexpr, INDEXED: tl.constexpr, ONE_GROUP: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+                       QUARTER: tl.constexpr, TABLE: tl.constexpr, INDEXED: tl.constexpr, ONE_GROUP: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
                        PDL: tl.constexpr):
     start_next(PDL)
     wait_for_last(PDL)
@@ -296,10 +306,11 @@ def _dequantize_kernel(q_ptr, scale_ptr, table_ptr, order_ptr, y_ptr, out, width
             a, b = (a.to(tl.float32) * scale).to(DTYPE), (b.to(tl.float32) * scale).to(DTYPE)
             c, d = (c.to(tl.float32) * scale).to(DTYPE), (d.to(tl.float32) * scale).to(DTYPE)
         else:
-            a, b, c, d = _operands(q, word // 8 * 32 + word % 8, scale_ptr, table_ptr, order_ptr, safe, out, width,
-                                   group, TABLE, INDEXED, DTYPE)
-        # [COLUMNS, blocks, 8, 2, 2] -> [COLUMNS, blocks, 2, 2, 8]
-        w = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (COLUMNS, DEPTH // 32, 8, 2, 2))
+            place = word // QUARTER * (4 * QUARTER) + word % QUARTER
+            a, b, c, d = _operands(q, place, scale_ptr, table_ptr, order_ptr, safe, out, width, group, QUARTER, TABLE,
+                                   INDEXED, DTYPE)
+        # [COLUMNS, blocks, QUARTER, 2, 2] -> [COLUMNS, blocks, 2, 2, QUARTER]
+        w = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (COLUMNS, DEPTH // (4 * QUARTER), QUARTER, 2, 2))
         w = tl.reshape(tl.permute(w, (0, 1, 3, 4, 2)), (COLUMNS, DEPTH))
     elif ONE_GROUP:
         w = ((q.to(tl.int32) - zero).to(tl.float32) * scale).to(DTYPE)
@@ -325,7 +336,7 @@ def packed_int_matmul(x: torch.Tensor, weight: PackedInts, bias: torch.Tensor | 
     if tile is None and policy.dequantizes(rows):
         given = x if weight.order is None else x.index_select(1, weight.order[0])
         return dense_matmul(given, dequantize_ints(weight, x.dtype, sort=False), bias)
-    tile = tile or policy.tile(rows, out, width, weight.group, x.element_size(), weight.indexed)
+    tile = tile or policy.tile(rows, out, width, weight.group, x.element_size(), weight.indexed, weight.bits)
     x = x if x.stride(1) == 1 else x.contiguous()
     y = torch.empty((rows, out), dtype=x.dtype, device=x.device)
     partials = torch.empty((tile.splits, rows, out), dtype=torch.float32, device=x.device) if tile.splits > 1 else y
@@ -334,7 +345,7 @@ def packed_int_matmul(x: torch.Tensor, weight: PackedInts, bias: torch.Tensor | 
         x, weight.values, weight.scales, table_of(weight), weight.order, y if bias is None else bias, y, partials,
         split_counters(x.device), rows, out, width, x.stride(0), weight.group, tile.splits, int(bias is not None),
         **options(weight, tile), ROWS=tile.rows, COLUMNS=tile.columns, REDUCES=tile.splits > 1,
-        FETCHES=policy.fetches(tiles * tile.splits), **pdl(x))
+        FETCHES=policy.fetches(tiles * tile.splits, weight.values.numel()), **pdl(x))
     return y
 
 
@@ -351,7 +362,7 @@ def _table(name: str, device: torch.device) -> torch.Tensor:
 def options(weight: PackedInts, tile: SplitTile) -> dict[str, int]:
     """The constants of ``packed_sums`` for a weight, or for each of a stack."""
     whole_groups = weight.group == weight.width or weight.group % tile.depth == 0
-    return {"BITS": weight.bits, "TABLE": TABLE_INDEX[weight.table], "SCALES_SUMS": whole_groups and not weight.indexed, "INDEXED": weight.indexed,
+    return {"BITS": weight.bits, "QUARTER": reference.quarter_of(weight.group), "TABLE": TABLE_INDEX[weight.table], "SCALES_SUMS": whole_groups and not weight.indexed, "INDEXED": weight.indexed,
             "WHOLE": weight.width % tile.depth == 0, "DEPTH": tile.depth, "STAGES": tile.stages,
             "num_warps": tile.warps, "num_stages": tile.stages}
 
@@ -367,7 +378,7 @@ def dequantize_ints(weight: PackedInts, dtype: torch.dtype, *, sort: bool = True
     columns, depth = (32, 128) if one_group else (16, 256)
     _dequantize_kernel[(triton.cdiv(out, columns), triton.cdiv(width, depth))](
         weight.values, weight.scales, table_of(weight), weight.order, y, out, width, weight.group, BITS=weight.bits,
-        TABLE=TABLE_INDEX[weight.table], INDEXED=weight.indexed, ONE_GROUP=one_group, COLUMNS=columns, DEPTH=depth, num_warps=4, **pdl(y))
+        QUARTER=reference.quarter_of(weight.group), TABLE=TABLE_INDEX[weight.table], INDEXED=weight.indexed, ONE_GROUP=one_group, COLUMNS=columns, DEPTH=depth, num_warps=4, **pdl(y))
     if weight.order is None or not sort:
         return y
     result = torch.empty_like(y)
@@ -391,5 +402,5 @@ def _compile_tiles(shape: tuple[int, int], scales: tuple[int, int], bits: int, g
     weight = PackedInts(zeros(*shape, dtype=torch.uint8), zeros(*scales, dtype=torch.int32),
                         zeros(2, width, dtype=torch.int32) if ordered else None, bits, group, indexed,
                         table)
-    for rows in (1, 9, 17, 33, 65, 129, 257, policy_of(device).packed_ints.numbers.dequantize_min_rows):
+    for rows in (1, 9, 17, 33, policy_of(device).packed_ints.numbers.dequantize_min_rows):
         packed_int_matmul(zeros(rows, width, dtype=dtype), weight)

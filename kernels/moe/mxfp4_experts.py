@@ -214,6 +214,10 @@ def mxfp4_experts(x: torch.Tensor, gate_up: Mxfp4Weights, down: Mxfp4Weights, to
 def default_tile(rows_each: float) -> Mxfp4Tile:
     """The tile by the rows that an expert gets on average. All have the same depth, so that a row's sums are in one
     order."""
+    if rows_each <= 0.1:
+        return Mxfp4Tile(8, 32, 1, 2, 6)
+    if rows_each <= 8:
+        return Mxfp4Tile(8, 64, 1, 2, 6) if rows_each <= 4 else Mxfp4Tile(16, 64, 1, 4, 4)
     if rows_each <= 32:
-        return Mxfp4Tile(16 if rows_each <= 8 else 32, 64, 1, 2, 4)
+        return Mxfp4Tile(32, 128, 1, 4, 3)
     return Mxfp4Tile(64, 128, 4, 8, 3) if rows_each <= 96 else Mxfp4Tile(128, 128, 4, 8, 3)

@@ -19,7 +19,8 @@ from .moe_align import Alignment, moe_align
 @triton.jit(do_not_specialize=["total", "num_blocks", "choices", "group", "groups"])
 def _moe_packed_int_kernel(x_ptr, q_ptr, scale_ptr, table_ptr, order_ptr, bias_ptr, out_ptr, rows_ptr,
                            expert_of_block_ptr, total, num_blocks, columns, width, x_stride, out_stride, bias_stride,
-                           choices, group, groups, BITS: tl.constexpr, TABLE: tl.constexpr,
+                           choices, group, groups, BITS: tl.constexpr, QUARTER: tl.constexpr,
+                           TABLE: tl.constexpr,
                            SCALES_SUMS: tl.constexpr,
                            INDEXED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                            DEPTH: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
@@ -39,8 +40,8 @@ def _moe_packed_int_kernel(x_ptr, q_ptr, scale_ptr, table_ptr, order_ptr, bias_p
     order_at = order_ptr if order_ptr is None else order_ptr + expert * 2 * width
     sums = packed_sums(x_ptr + tl.where(present, choice, 0) // choices * x_stride, present,
                        q_ptr + expert * columns * (width * BITS // 8), scale_ptr + of_group, table_ptr, order_at, safe,
-                       columns, width, group, 0, tl.cdiv(width, DEPTH), BITS, TABLE, SCALES_SUMS, INDEXED, WHOLE,
-                       ROWS, COLUMNS, DEPTH, STAGES, x_ptr.dtype.element_ty)
+                       columns, width, group, 0, tl.cdiv(width, DEPTH), BITS, QUARTER, TABLE, SCALES_SUMS, INDEXED,
+                       WHOLE, ROWS, COLUMNS, DEPTH, STAGES, x_ptr.dtype.element_ty)
     acc = tl.trans(sums)
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + expert * bias_stride + safe).to(tl.float32)[None, :]
@@ -77,7 +78,8 @@ def packed_int_expert_products(x: torch.Tensor, gate_up: Sequence[PackedInts], d
     int64, of which those outside of ``[0, S)`` have no row. It needs Triton and one token or more."""
     num_experts, choices = len(gate_up[0].values), topk_ids.shape[1]
     policy, itemsize = policy_of(x.device).packed_ints, x.element_size()
-    tiles = [policy.expert_tile(len(x), choices, num_experts, parts[0].width, parts[0].group, itemsize)
+    tiles = [policy.expert_tile(len(x), choices, num_experts, parts[0].width, parts[0].group, itemsize,
+                                parts[0].bits)
              for parts in (gate_up, down)]
     aligned = moe_align(topk_ids, num_experts, tiles[0].rows)
     total = topk_ids.numel()

@@ -45,6 +45,7 @@ from .packed_ints import (
     packed_int_matmul,
     put_scales,
     put_zeros,
+    quarter_of,
     scale_words,
     unpack_ints,
 )
@@ -62,5 +63,5 @@ __all__ = [
     "pack_mxfp4_scales", "packed_int_matmul", "paged_attention", "per_head_matmul", "place_chains", "place_rows",
     "plan_decode", "plan_sparse_decode", "quantize_by", "quantize_groups", "quantize_int8", "reduce_scatter_rmsnorm",
     "rmsnorm", "rmsnorm_all_gather", "rope_and_store", "rotate", "scale_by_sinks", "scaled_matmul", "select_tokens",
-    "put_scales", "put_zeros", "scale_words", "silu_and_mul", "small_m_matmul", "sparse_decode", "unpack_ints", "visible_by_words",
+    "put_scales", "put_zeros", "quarter_of", "scale_words", "silu_and_mul", "small_m_matmul", "sparse_decode", "unpack_ints", "visible_by_words",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ..arguments import PackedInts
@@ -14,8 +16,12 @@ TABLES = {
             0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
     "fp4": (*_FP4, *(-value for value in _FP4))}
 """NF4 (arXiv:2305.14314) and FP4 as bitsandbytes has them: the values by their four bits."""
-PARTS, INPUTS = 4, 8
-"""32 inputs are packed together, of which each part is a nibble of as many 16-bit words."""
+
+
+def quarter_of(group: int) -> int:
+    """Returns how many neighbouring inputs are the same nibble of as many words, for groups of ``group`` inputs: up to
+    32, 64 bytes of rows in 16 bits."""
+    return math.gcd(group, 128) // 4
 
 
 _ZERO = (1 << 9) - 1
@@ -48,26 +54,26 @@ def zeros_of(words: torch.Tensor) -> torch.Tensor:
     return (words & _ZERO).float()
 
 
-def pack_ints(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Packs uint8 ``[..., in]`` as ``PackedInts`` has them: ``[..., in * bits / 8]``."""
+def pack_ints(values: torch.Tensor, bits: int, group: int) -> torch.Tensor:
+    """Packs uint8 ``[..., in]`` as ``PackedInts`` of such a ``group`` has them: ``[..., in * bits / 8]``."""
     if bits == 8:
         return values
-    parts = values.unflatten(-1, (-1, PARTS, INPUTS))
+    parts = values.unflatten(-1, (-1, 4, quarter_of(group)))
     return torch.stack([parts[..., i, :] | (parts[..., i + 1, :] << 4) for i in (0, 2)], -1).flatten(-3)
 
 
-def unpack_ints(packed: torch.Tensor, bits: int) -> torch.Tensor:
+def unpack_ints(packed: torch.Tensor, bits: int, group: int) -> torch.Tensor:
     """The inverse of ``pack_ints``."""
     if bits == 8:
         return packed
-    words = packed.unflatten(-1, (-1, INPUTS, 2))
+    words = packed.unflatten(-1, (-1, quarter_of(group), 2))
     return torch.stack((words & 15, words >> 4), -1).flatten(-2).transpose(-1, -2).flatten(-3)
 
 
 def dequantize_ints(weight: PackedInts, dtype: torch.dtype, *, sort: bool = True) -> torch.Tensor:
     """Twin of ``gemm.packed_int_matmul.dequantize_ints``: ``[out, in]`` in ``dtype``, of the rows' inputs in their
     order, or without ``sort`` in the weight's."""
-    values = unpack_ints(weight.values, weight.bits).float()
+    values = unpack_ints(weight.values, weight.bits, weight.group).float()
     if weight.indexed:
         assert weight.order is not None
         groups = weight.order[1].long()

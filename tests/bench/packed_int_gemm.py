@@ -53,7 +53,7 @@ class Case:
 
     def measure(self) -> dict[str, float]:
         (out, width), rows = self.wide[0].shape, len(self.x)
-        tile = policy_of(self.x.device).packed_ints.tile(rows, out, width, GROUP, 2)
+        tile = policy_of(self.x.device).packed_ints.tile(rows, out, width, GROUP, 2, bits=self.weights[0].bits)
         count = len(self.weights)
         return {"bf16": micros(lambda: [dense_matmul(self.x, w) for w in self.wide]) / len(self.wide),
                 "packed": micros(lambda: [packed_int_matmul(self.x, w) for w in self.weights]) / count,
@@ -67,7 +67,7 @@ class Case:
     def fastest(self) -> tuple[SplitTile, float]:
         """Tries tiles with the rows of the policy's."""
         (out, width), rows = self.wide[0].shape, len(self.x)
-        own = policy_of(self.x.device).packed_ints.tile(rows, out, width, GROUP, 2)
+        own = policy_of(self.x.device).packed_ints.tile(rows, out, width, GROUP, 2, bits=self.weights[0].bits)
         found = {own: self.by(own)}
         for columns, splits, warps, stages in itertools.product((64, 128), (1, 2, 4, 8), (4, 8), (2, 3, 4, 6)):
             tile = SplitTile(own.rows, columns, GROUP, splits, warps, stages)

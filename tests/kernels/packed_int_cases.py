@@ -40,7 +40,7 @@ def packed(*stack: int, out: int, width: int, bits: int, group: int, kind: str, 
     pairs = torch.stack((order, groups), -2).int().view(*stack, 2, width).contiguous()
     table = kind if kind in reference.TABLES else ""
     words = reference.scale_words(scales, 1 << (bits - 1) if kind == "symmetric" else zeros)
-    return PackedInts(reference.pack_ints(values, bits).to(DEVICE), words.to(DEVICE),
+    return PackedInts(reference.pack_ints(values, bits, group).to(DEVICE), words.to(DEVICE),
                       pairs.to(DEVICE) if kind in KINDS[2:4] else None, bits, group, kind == "indexed", table)
 
 
@@ -49,11 +49,23 @@ def of_expert(weight: PackedInts, expert: int) -> PackedInts:
                               if isinstance(value, torch.Tensor)})
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_packing_has_an_inverse(bits):
-    values = torch.randint(0, 2**bits, (3, 96), dtype=torch.uint8)
-    found = reference.pack_ints(values, bits)
-    assert found.shape == (3, 96 * bits // 8) and torch.equal(reference.unpack_ints(found, bits), values)
+@pytest.mark.parametrize("bits,group", [(4, 32), (4, 192), (4, 384), (8, 32)])
+def test_packing_has_an_inverse(bits, group):
+    values = torch.randint(0, 2**bits, (3, 384), dtype=torch.uint8)
+    found = reference.pack_ints(values, bits, group)
+    assert found.shape == (3, 384 * bits // 8) and torch.equal(reference.unpack_ints(found, bits, group), values)
+
+
+def test_words_have_scales_and_zeros():
+    """Those of float16 lose nothing; one is written without the other."""
+    scales, zeros = torch.randn(3, 5).half().float(), torch.randint(0, 257, (3, 5))
+    words = reference.scale_words(scales, zeros)
+    reference.put_zeros(words, 0)
+    assert torch.equal(words.view(torch.float32), scales)
+    reference.put_zeros(words[1:], zeros[1:])
+    reference.put_scales(words, 2 * scales)
+    assert torch.equal(words & 511, torch.cat((0 * zeros[:1], zeros[1:])).int())
+    assert torch.equal((words & ~511).view(torch.float32), 2 * scales)
 
 
 @each_dtype

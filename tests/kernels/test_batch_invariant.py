@@ -57,7 +57,7 @@ ASKED: dict[str, Chooser] = {
     "attention.mla_verify": lambda p, rows: tuple(p.attention.mla_verify(heads, rows, 2) for heads in (8, 16, 128)),
     "attention.mla_verify_splits": lambda p, rows: p.attention.mla_verify_splits(),
     "packed_ints.dequantizes": lambda p, rows: p.packed_ints.dequantizes(rows),
-    "packed_ints.fetches": lambda p, rows: p.packed_ints.fetches(96 * rows),
+    "packed_ints.fetches": lambda p, rows: p.packed_ints.fetches(96 * rows, 1 << 20),
     "packed_ints.tile": lambda p, rows: tuple(p.packed_ints.tile(rows, *s, 128, 2) for s in SHAPES),
     "packed_ints.expert_tile": lambda p, rows: p.packed_ints.expert_tile(rows, 8, 128, 2048, 128, 2),
     "moe.tiles": lambda p, rows: tuple(p.moe.tiles(rows, 128, 2048, 768, 8, BF16, warp) for warp in (False, True)),
