@@ -57,11 +57,12 @@ class PackedInts(NamedTuple):
     """A weight [out, in] of integers in 4 or 8 ``bits``, or S of them, with S before all shapes.
 
     ``values`` uint8 [out, in * bits / 8], contiguous. Of 4 bits, each ``4 * quarter`` inputs are ``quarter`` words of
-    16 bits (``reference.quarter_of(group)``): the inputs i, ``i + quarter``, ``i + 2 * quarter`` and ``i + 3 * quarter``
-    are the nibbles of word i, from its lowest on. ``scales`` int32 [groups, out] are those of ``group`` inputs, a multiple of 32
-    that divides ``in``: the bits of the scale in float32, of which the lowest 9 are the zero (``reference.scale_words``);
-    a scale of float16 or bfloat16 lacks none. An input weighs ``(value - zero) * scale``, or with a ``table`` of
-    ``reference.TABLES`` by its name ``table[value] * scale``, of 4 bits.
+    16 bits (``reference.quarter_of(group)``): the inputs i, ``i + quarter``, ``i + 2 * quarter`` and
+    ``i + 3 * quarter`` are the nibbles of word i, from its lowest on. ``scales`` int32 [groups, out] are those of
+    ``group`` inputs, a multiple of 32 that divides ``in``: the bits of the scale in float32, of which the lowest 9 are
+    the zero (``reference.scale_words``); a scale of float16 or bfloat16 lacks none. An input weighs
+    ``(value - zero) * scale``, or with a ``table`` of ``reference.TABLES`` by its name ``table[value] * scale``, of 4
+    bits.
 
     ``order`` int32 [2, in], where there is one: position p is input ``order[0, p]`` of the rows, in the group
     ``order[1, p]`` if the weight is ``indexed``, else in the group p // group."""

@@ -1,8 +1,8 @@
 """Multiplies rows with a weight of packed 4-bit or 8-bit integers, which are dequantized in registers.
 
 Of 4 bits, the words of a step hold four operands, each of a quarter of its inputs, so that no value changes its place
-between two registers. Rows are loaded to match. Where a step stays within a group, the integers are multiplied and the sums
-scaled; else the weights are, rounded to the rows' type.
+between two registers. Rows are loaded to match. Where a step stays within a group, the integers are multiplied and the
+sums scaled; else the weights are, rounded to the rows' type.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _FP4_FLOAT16 = tl.constexpr(_lookup("fp4", torch.float16))
 
 @triton.jit
 def _nibbles(words, zero, table_ptr, TABLE: tl.constexpr, DTYPE: tl.constexpr):
-    """``value - zero`` of the four values of each int16 of ``words``, in DTYPE and exactly, or each value's entry of the
-    table; ``zero`` int32.
+    """``value - zero`` (int32) of the four values of each int16 of ``words``, in DTYPE and exactly, or each value's
+    entry of the table.
 
     4 bits below the exponent of 128 (bfloat16) or of 1,024 (float16) are 128 or 1,024 and the value: values of two
     neighbours take one instruction for that, and one for the zero."""
@@ -70,8 +70,8 @@ def _nibbles(words, zero, table_ptr, TABLE: tl.constexpr, DTYPE: tl.constexpr):
                 "{ .reg .b32 a, b, c, d; shr.u32 b, $4, 4; shr.u32 c, $4, 8; shr.u32 d, $4, 12; lop3.b32 a, $4, " + MADE
                 + "lop3.b32 b, b, " + MADE + "lop3.b32 c, c, " + MADE + "lop3.b32 d, d, " + MADE + LESS + "$0, a, $5; "
                 + LESS + "$1, b, $5; " + LESS + "$2, c, $5; " + LESS + "$3, d, $5; }", "=r,=r,=r,=r,r,r",
-                [words, (zero + (0x6400 if HALF else 0x4300)).to(tl.int16)], dtype=(tl.int16, tl.int16, tl.int16, tl.int16),
-                is_pure=True, pack=2)
+                [words, (zero + (0x6400 if HALF else 0x4300)).to(tl.int16)],
+                dtype=(tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=2)
         a, b = a.to(DTYPE, bitcast=True), b.to(DTYPE, bitcast=True)
         c, d = c.to(DTYPE, bitcast=True), d.to(DTYPE, bitcast=True)
     else:
@@ -95,8 +95,8 @@ def _nibble(words, INDEX: tl.constexpr, zero, table_ptr, TABLE: tl.constexpr):
 
 @triton.jit
 def _bytes(raw, zero, DTYPE: tl.constexpr):
-    """``raw - zero`` (int32) in DTYPE, exactly. A byte below the exponent of 1,024 (float16) or 2^23 (float32, which becomes
-    bfloat16 two at a time) is that and the value."""
+    """``raw - zero`` (int32) in DTYPE, exactly. A byte below the exponent of 1,024 (float16) or 2^23 (float32, which
+    becomes bfloat16 two at a time) is that and the value."""
     if _PTX and DTYPE == tl.float16:  # noqa: SIM300
         made = tl.inline_asm_elementwise(
             "{ .reg .b32 a, b; prmt.b32 a, $2, 0x64646464, 0x4140; prmt.b32 b, $2, 0x64646464, 0x4342; "
@@ -145,8 +145,10 @@ def _operands(words, position, scale_ptr, table_ptr, order_ptr, safe, out, width
     if INDEXED:
         a = _operand(words & 15, position, scale_ptr, order_ptr, safe, out, width, group, INDEXED, DTYPE)
         b = _operand(words >> 4 & 15, position + QUARTER, scale_ptr, order_ptr, safe, out, width, group, INDEXED, DTYPE)
-        c = _operand(words >> 8 & 15, position + 2 * QUARTER, scale_ptr, order_ptr, safe, out, width, group, INDEXED, DTYPE)
-        d = _operand(words >> 12 & 15, position + 3 * QUARTER, scale_ptr, order_ptr, safe, out, width, group, INDEXED, DTYPE)
+        c = _operand(words >> 8 & 15, position + 2 * QUARTER, scale_ptr, order_ptr, safe, out, width, group, INDEXED,
+                     DTYPE)
+        d = _operand(words >> 12 & 15, position + 3 * QUARTER, scale_ptr, order_ptr, safe, out, width, group, INDEXED,
+                     DTYPE)
     else:
         at = _groups(position, order_ptr, width, group, INDEXED)[None, :] * out + safe[:, None]
         zero, scale = _zero_and_scale(tl.load(scale_ptr + at))
@@ -175,8 +177,10 @@ def _four_products(a, b, c, d, x_at, row_in, position, order_ptr, width, sums, Q
                    WHOLE: tl.constexpr):
     sums = tl.dot(a, _rows_at(x_at, row_in, position, order_ptr, width, WHOLE), sums, input_precision="ieee")
     sums = tl.dot(b, _rows_at(x_at, row_in, position + QUARTER, order_ptr, width, WHOLE), sums, input_precision="ieee")
-    sums = tl.dot(c, _rows_at(x_at, row_in, position + 2 * QUARTER, order_ptr, width, WHOLE), sums, input_precision="ieee")
-    return tl.dot(d, _rows_at(x_at, row_in, position + 3 * QUARTER, order_ptr, width, WHOLE), sums, input_precision="ieee")
+    sums = tl.dot(c, _rows_at(x_at, row_in, position + 2 * QUARTER, order_ptr, width, WHOLE), sums,
+                  input_precision="ieee")
+    return tl.dot(d, _rows_at(x_at, row_in, position + 3 * QUARTER, order_ptr, width, WHOLE), sums,
+                  input_precision="ieee")
 
 
 @triton.jit
@@ -192,8 +196,8 @@ def _position(step, word, WORDS: tl.constexpr, QUARTER: tl.constexpr):
 @triton.jit
 def packed_sums(x_at, row_in, q_ptr, scale_ptr, table_ptr, order_ptr, safe, out, width, group, first, last,
                 BITS: tl.constexpr, QUARTER: tl.constexpr, TABLE: tl.constexpr, SCALES_SUMS: tl.constexpr,
-                INDEXED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-                STAGES: tl.constexpr, DTYPE: tl.constexpr):
+                INDEXED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                DEPTH: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr):
     """``[COLUMNS, ROWS]`` float32: the columns ``safe`` of one weight times the rows at ``x_at`` [ROWS], over the steps
     from ``first`` to ``last``. Weights come first: they fill the tensor cores' tall side."""
     WORDS: tl.constexpr = DEPTH // 4 if BITS == 4 else DEPTH
@@ -248,9 +252,10 @@ def fetch_weights(q_ptr, safe, row_bytes, first_byte, last_byte):
 @triton.jit(do_not_specialize=["rows", "splits", "biased", "group"])
 def _packed_int_matmul_kernel(x_ptr, q_ptr, scale_ptr, table_ptr, order_ptr, bias_ptr, y_ptr, partial_ptr, counter_ptr,
                               rows, out, width, x_stride, group, splits, biased, BITS: tl.constexpr,
-                              QUARTER: tl.constexpr, TABLE: tl.constexpr, SCALES_SUMS: tl.constexpr, INDEXED: tl.constexpr, WHOLE: tl.constexpr,
-                              ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, REDUCES: tl.constexpr,
-                              STAGES: tl.constexpr, FETCHES: tl.constexpr, PDL: tl.constexpr):
+                              QUARTER: tl.constexpr, TABLE: tl.constexpr, SCALES_SUMS: tl.constexpr,
+                              INDEXED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                              DEPTH: tl.constexpr, REDUCES: tl.constexpr, STAGES: tl.constexpr, FETCHES: tl.constexpr,
+                              PDL: tl.constexpr):
     program = tl.program_id(0)
     split = tl.program_id(1)
     row_blocks = tl.cdiv(rows, ROWS)  # all blocks of rows before the next columns: the weight is read once
@@ -267,8 +272,8 @@ def _packed_int_matmul_kernel(x_ptr, q_ptr, scale_ptr, table_ptr, order_ptr, bia
     wait_for_last(PDL)
     x_at = x_ptr + tl.where(row_in, row, 0).to(tl.int64) * x_stride
     sums = packed_sums(x_at, row_in, q_ptr, scale_ptr, table_ptr, order_ptr, safe, out, width, group, first,
-                       tl.minimum(first + each, steps), BITS, QUARTER, TABLE, SCALES_SUMS, INDEXED, WHOLE, ROWS, COLUMNS,
-                       DEPTH, STAGES, x_ptr.dtype.element_ty)
+                       tl.minimum(first + each, steps), BITS, QUARTER, TABLE, SCALES_SUMS, INDEXED, WHOLE, ROWS,
+                       COLUMNS, DEPTH, STAGES, x_ptr.dtype.element_ty)
     acc = tl.trans(sums)
     stored = row_in[:, None] & column_in[None, :]
     offset = row[:, None].to(tl.int64) * out + column[None, :]
@@ -283,8 +288,8 @@ def _packed_int_matmul_kernel(x_ptr, q_ptr, scale_ptr, table_ptr, order_ptr, bia
 
 @triton.jit(do_not_specialize=["group"])
 def _dequantize_kernel(q_ptr, scale_ptr, table_ptr, order_ptr, y_ptr, out, width, group, BITS: tl.constexpr,
-                       QUARTER: tl.constexpr, TABLE: tl.constexpr, INDEXED: tl.constexpr, ONE_GROUP: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-                       PDL: tl.constexpr):
+                       QUARTER: tl.constexpr, TABLE: tl.constexpr, INDEXED: tl.constexpr, ONE_GROUP: tl.constexpr,
+                       COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr):
     start_next(PDL)
     wait_for_last(PDL)
     WORDS: tl.constexpr = DEPTH // 4 if BITS == 4 else DEPTH
@@ -362,7 +367,8 @@ def _table(name: str, device: torch.device) -> torch.Tensor:
 def options(weight: PackedInts, tile: SplitTile) -> dict[str, int]:
     """The constants of ``packed_sums`` for a weight, or for each of a stack."""
     whole_groups = weight.group == weight.width or weight.group % tile.depth == 0
-    return {"BITS": weight.bits, "QUARTER": reference.quarter_of(weight.group), "TABLE": TABLE_INDEX[weight.table], "SCALES_SUMS": whole_groups and not weight.indexed, "INDEXED": weight.indexed,
+    return {"BITS": weight.bits, "QUARTER": reference.quarter_of(weight.group), "TABLE": TABLE_INDEX[weight.table],
+            "SCALES_SUMS": whole_groups and not weight.indexed, "INDEXED": weight.indexed,
             "WHOLE": weight.width % tile.depth == 0, "DEPTH": tile.depth, "STAGES": tile.stages,
             "num_warps": tile.warps, "num_stages": tile.stages}
 
@@ -374,11 +380,13 @@ def dequantize_ints(weight: PackedInts, dtype: torch.dtype, *, sort: bool = True
         return reference.dequantize_ints(weight, dtype, sort=sort)
     out, width = weight.values.shape[0], weight.width
     y = torch.empty((out, width), dtype=dtype, device=weight.values.device)
-    one_group = not weight.indexed and (weight.group == width or weight.group % 128 == 0)
-    columns, depth = (32, 128) if one_group else (16, 256)
+    depth = 128 if weight.group % 128 == 0 or weight.group == width else 64
+    one_group = not weight.indexed and (weight.group % depth == 0 or weight.group == width)
+    columns, depth = (4096 // depth, depth) if one_group else (16, 256)
     _dequantize_kernel[(triton.cdiv(out, columns), triton.cdiv(width, depth))](
         weight.values, weight.scales, table_of(weight), weight.order, y, out, width, weight.group, BITS=weight.bits,
-        QUARTER=reference.quarter_of(weight.group), TABLE=TABLE_INDEX[weight.table], INDEXED=weight.indexed, ONE_GROUP=one_group, COLUMNS=columns, DEPTH=depth, num_warps=4, **pdl(y))
+        QUARTER=reference.quarter_of(weight.group), TABLE=TABLE_INDEX[weight.table], INDEXED=weight.indexed,
+        ONE_GROUP=one_group, COLUMNS=columns, DEPTH=depth, num_warps=4, **pdl(y))
     if weight.order is None or not sort:
         return y
     result = torch.empty_like(y)

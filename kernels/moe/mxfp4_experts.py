@@ -16,20 +16,22 @@ from .. import reference
 from .._triton import INTERPRETED, pdl, runs_triton, start_next, tl, triton, wait_for_last
 from ..arguments import ExpertBiases, Mxfp4Weights
 from ..gated_activation import GateActivation, gate_times
+from ..gemm.split_k_reduce import last_split_sum, split_counters
 from ..tuning.policy import policy_of
 from .moe_align import Alignment, moe_align
 from .moe_sum import moe_sum
 
 
 class Mxfp4Tile(NamedTuple):
-    """One program's part of a product: ``rows`` tokens x ``columns`` outputs. ``band``: blocks of rows that programs go
-    through before the next columns."""
+    """One program's part of a product: ``rows`` tokens x ``columns`` outputs, over one of ``splits`` of the inputs.
+    ``band``: blocks of rows that programs go through before the next columns."""
 
     rows: int
     columns: int
     band: int
     warps: int
     stages: int
+    splits: int = 1
 
 
 @triton.jit
@@ -91,11 +93,12 @@ def _load_group(x_at, position, depth):
     return tl.trans(tl.load(x_at, (position < depth)[None, :], other=0.0))
 
 
-@triton.jit(do_not_specialize=["total", "num_blocks", "choices"])
-def _mxfp4_gemm_kernel(x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, rows_ptr, expert_of_block_ptr, total, num_blocks,
-                       columns, depth, num_quads, x_stride, choices, GATED: tl.constexpr, LIMIT: tl.constexpr,
-                       GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr,
-                       BAND: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr):
+@triton.jit(do_not_specialize=["total", "num_blocks", "choices", "splits"])
+def _mxfp4_gemm_kernel(x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, partial_ptr, counter_ptr, rows_ptr,
+                       expert_of_block_ptr, total, num_blocks, columns, depth, num_quads, x_stride, choices, splits,
+                       GATED: tl.constexpr, LIMIT: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+                       COLUMNS: tl.constexpr, WORDS: tl.constexpr, BAND: tl.constexpr, REDUCES: tl.constexpr,
+                       PTX: tl.constexpr, PDL: tl.constexpr):
     start_next(PDL)
     wait_for_last(PDL)
     # Programs go through a band of row blocks before the next columns, so that an expert's matrix stays in the cache.
@@ -128,7 +131,14 @@ def _mxfp4_gemm_kernel(x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, rows_ptr, exp
         scale_at += (word // GROUP * outputs)[None, :]
     acc = tl.zeros((COLUMNS, ROWS), tl.float32)
     up = tl.zeros((COLUMNS, ROWS), tl.float32)
-    for _ in range(0, row_words, WORDS):
+    steps = row_words // WORDS
+    each = tl.cdiv(steps, splits)
+    first_step = tl.program_id(1) * each
+    position += first_step * (WORDS * 4)
+    x_at += first_step * (WORDS * 4)
+    w_at += first_step * WORDS
+    scale_at += first_step * (WORDS // GROUP * outputs)
+    for _ in range(first_step, tl.minimum(first_step + each, steps)):
         x = (_load_group(x_at, position, depth), _load_group(x_at + GROUP, position + GROUP, depth),
              _load_group(x_at + 2 * GROUP, position + 2 * GROUP, depth),
              _load_group(x_at + 3 * GROUP, position + 3 * GROUP, depth))
@@ -139,18 +149,33 @@ def _mxfp4_gemm_kernel(x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, rows_ptr, exp
         x_at += WORDS * 4
         w_at += WORDS
         scale_at += WORDS // GROUP * outputs
-    if PTX:
-        acc *= 4294967296.0
-        up *= 4294967296.0
-    if bias_ptr is not None:
-        bias_at = bias_ptr + expert * outputs + safe
-        acc += tl.load(bias_at).to(tl.float32)[:, None]
+    out_at = choice[None, :] * columns + column[:, None]
+    stored = column_in[:, None] & present[None, :]
+    is_last = True
+    if REDUCES:
+        size = tl.cast(total, tl.int64) * columns
+        up_ptr = partial_ptr + splits * size
         if GATED:
-            up += tl.load(bias_at + columns).to(tl.float32)[:, None]
-    if GATED:
-        acc = gate_times(acc, up, LIMIT)
-    out_at = out_ptr + choice[None, :] * columns + column[:, None]
-    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), column_in[:, None] & present[None, :])
+            tl.store(up_ptr + tl.program_id(1) * size + out_at, up, stored)
+        is_last, acc = last_split_sum(acc, partial_ptr, counter_ptr, program, tl.program_id(1), splits, size, out_at,
+                                      stored)
+        if GATED and is_last:
+            up = tl.zeros((COLUMNS, ROWS), tl.float32)
+            for other in range(splits):
+                up += tl.load(up_ptr + tl.cast(other, tl.int64) * size + out_at, stored, other=0.0,
+                              cache_modifier=".cg")
+    if is_last:
+        if PTX:
+            acc *= 4294967296.0
+            up *= 4294967296.0
+        if bias_ptr is not None:
+            bias_at = bias_ptr + expert * outputs + safe
+            acc += tl.load(bias_at).to(tl.float32)[:, None]
+            if GATED:
+                up += tl.load(bias_at + columns).to(tl.float32)[:, None]
+        if GATED:
+            acc = gate_times(acc, up, LIMIT)
+        tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), stored)
 
 
 def mxfp4_gemm(x: torch.Tensor, weights: Mxfp4Weights, aligned: Alignment, choices: int, total: int, tile: Mxfp4Tile, *,
@@ -171,12 +196,18 @@ def mxfp4_gemm(x: torch.Tensor, weights: Mxfp4Weights, aligned: Alignment, choic
     assert num_quads * group % words == 0 and -(-depth // group // 4) <= num_quads
     out = torch.empty((total, columns), dtype=x.dtype, device=x.device)
     num_blocks = aligned.expert_of_block.shape[0]
+    tiles = num_blocks * triton.cdiv(columns, tile.columns)
+    splits = tile.splits if tiles <= len(split_counters(x.device)) else 1
+    partials = out
+    if splits > 1:
+        partials = torch.empty((2 if gated else 1, splits, total, columns), dtype=torch.float32, device=x.device)
     if num_blocks:
-        _mxfp4_gemm_kernel[(num_blocks * triton.cdiv(columns, tile.columns),)](
-            x, weights.packed, weights.scale, bias, out, aligned.sorted_choices, aligned.expert_of_block, total,
-            num_blocks, columns, depth, num_quads, x.stride(0), choices, GATED=gated, LIMIT=limit, GROUP=group,
-            ROWS=tile.rows, COLUMNS=tile.columns, WORDS=words, BAND=tile.band,
-            PTX=x.dtype == torch.bfloat16 and not INTERPRETED, num_warps=tile.warps, num_stages=tile.stages, **pdl(x))
+        _mxfp4_gemm_kernel[(tiles, splits)](
+            x, weights.packed, weights.scale, bias, out, partials, split_counters(x.device), aligned.sorted_choices,
+            aligned.expert_of_block, total, num_blocks, columns, depth, num_quads, x.stride(0), choices, splits,
+            GATED=gated, LIMIT=limit, GROUP=group, ROWS=tile.rows, COLUMNS=tile.columns, WORDS=words, BAND=tile.band,
+            REDUCES=splits > 1, PTX=x.dtype == torch.bfloat16 and not INTERPRETED, num_warps=tile.warps,
+            num_stages=tile.stages, **pdl(x))
     return out
 
 
@@ -213,9 +244,9 @@ def mxfp4_experts(x: torch.Tensor, gate_up: Mxfp4Weights, down: Mxfp4Weights, to
 
 def default_tile(rows_each: float) -> Mxfp4Tile:
     """The tile by the rows that an expert gets on average. All have the same depth, so that a row's sums are in one
-    order."""
-    if rows_each <= 0.1:
-        return Mxfp4Tile(8, 32, 1, 2, 6)
+    order, but where few experts have rows: their inputs are split, or too few programs would read."""
+    if rows_each <= 0.25:
+        return Mxfp4Tile(8, 64, 1, 2, 4, 4)
     if rows_each <= 8:
         return Mxfp4Tile(8, 64, 1, 2, 6) if rows_each <= 4 else Mxfp4Tile(16, 64, 1, 4, 4)
     if rows_each <= 32:

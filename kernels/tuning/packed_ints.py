@@ -91,7 +91,8 @@ class PackedIntPolicy:
             return SplitTile(fit, 64, depth, 1, 4, self._stages(fit, 64, depth, 4))
         if fit == 8 or (fit == 16 and bits == 8):
             return SplitTile(fit, 64, depth, 1, 2, self._stages(fit, 64, depth, 4))
-        return SplitTile(fit, 128, depth, 1, 8 if fit == 64 else 4, self._stages(fit, 128, depth, 4 if fit == 16 else 3))
+        stages = self._stages(fit, 128, depth, 4 if fit == 16 else 3)
+        return SplitTile(fit, 128, depth, 1, 8 if fit == 64 else 4, stages)
 
     def _stages(self, rows: int, columns: int, depth: int, most: int) -> int:
         """Steps in flight that fit: of rows in 16 bits and values in 8."""

@@ -731,7 +731,8 @@ CASES: dict[str, Callable[[], object]] = {
 
 FEW = ["causal_conv1d Qwen3-Next, prompts", "gated_delta_rule Qwen3-Next, decode",
        "gated_delta_rule Qwen3-Next, prompts", "selective_scan Falcon-H1, prompts", "gelu_and_mul Gemma 2 9B",
-       "int8_quantize 4096", "mxfp4_experts gpt-oss, 7 tokens", "packed_int_matmul NF4, 7 rows", "int8_matmul Llama, 7 rows",
+       "int8_quantize 4096", "mxfp4_experts gpt-oss, 7 tokens", "packed_int_matmul NF4, 7 rows",
+       "int8_matmul Llama, 7 rows",
        "rmsnorm 4096, residual", "scale_by_sinks", "fp8_rmsnorm 4096, a scale a group", "silu_and_mul 14336",
        "rope_and_store Qwen3, float8", "paged_decode Qwen3", "paged_prefill Llama", "mla_rope_and_store V2-Lite",
        "sparse_decode Llama",

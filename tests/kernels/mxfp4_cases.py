@@ -31,7 +31,7 @@ def packed_experts(num_experts: int, out: int, width: int, group: int, seed: int
 @each_dtype
 @pytest.mark.parametrize("tokens,num_experts,choices,outside,hidden,size,group,tile", [
     (1, 4, 2, 0, 64, 32, 32, SMALL), (19, 5, 3, 1, 160, 48, 16, SMALL), (40, 2, 1, 1, 64, 40, 8, SMALL),
-    (70, 2, 1, 0, 32, 32, 32, default_tile(40)),
+    (70, 2, 1, 0, 32, 32, 32, default_tile(40)), (2, 4, 2, 1, 288, 160, 32, SMALL._replace(splits=3)),
 ])
 @pytest.mark.parametrize("clamped", [True, False])
 def test_mxfp4_experts(tokens, num_experts, choices, outside, hidden, size, group, tile, clamped, dtype, atol, rtol):
