@@ -52,8 +52,9 @@ def unpack(name: str, tensor: LazyTensor, find: Find) -> Iterator[tuple[str, Laz
 
 
 def _dequantize(packed: torch.Tensor, absmax: torch.Tensor, kind: str) -> torch.Tensor:
-    values = torch.tensor(TABLES[kind])[torch.stack((packed >> 4, packed & 15), -1).flatten(1).int()]
-    return (values.unflatten(1, (-1, BLOCK)) * absmax[..., None]).flatten(1).bfloat16()
+    values: torch.Tensor = torch.tensor(TABLES[kind])[torch.stack((packed >> 4, packed & 15), -1).flatten(1).int()]
+    values = values.unflatten(1, (-1, BLOCK)) * absmax[..., None]
+    return values.flatten(1).bfloat16()
 
 
 def _is_part(name: str, tensor: LazyTensor) -> bool:

@@ -30,7 +30,7 @@ def pack_mxfp4(blocks: torch.Tensor, group: int) -> torch.Tensor:
     values = values.unflatten(1, (-1, 4, group))
     tables = torch.tensor([[sum((value >> bit & 1) << place for bit, place in enumerate(places)) for value in range(16)]
                            for places in _PLACES], dtype=torch.int32, device=blocks.device)
-    words = sum(tables[i][values[:, :, i].int()] for i in range(4))
+    words = torch.stack([tables[i][values[:, :, i].int()] for i in range(4)]).sum(0)
     return torch.stack((words & 255, words >> 8), -1).to(torch.uint8).flatten(1)
 
 
