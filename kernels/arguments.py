@@ -57,7 +57,7 @@ class PackedInts(NamedTuple):
     """A weight [out, in] of integers in 4 or 8 ``bits``, or S of them, with S before all shapes.
 
     ``values`` uint8 [out, in * bits / 8], contiguous. Of 4 bits, each ``4 * quarter`` inputs are ``quarter`` words of
-    16 bits (``reference.quarter_of(group)``): the inputs i, ``i + quarter``, ``i + 2 * quarter`` and
+    16 bits (``reference.quarter_of(group, in)``): the inputs i, ``i + quarter``, ``i + 2 * quarter`` and
     ``i + 3 * quarter`` are the nibbles of word i, from its lowest on. ``scales`` int32 [groups, out] are those of
     ``group`` inputs, a multiple of 32 that divides ``in``: the bits of the scale in float32, of which the lowest 9 are
     the zero (``reference.scale_words``); a scale of float16 or bfloat16 lacks none. An input weighs

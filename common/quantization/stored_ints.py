@@ -29,14 +29,16 @@ class StoredIntWeight:
     """A packed ``weight`` that is filled with the tensors of a checkpoint.
 
     With ``act_order`` the inputs are sorted by their groups once they are loaded, so that a group's are consecutive; a
-    rank that has some of the inputs has parts of all groups, of any size, and keeps the scales of all.
+    rank that has some of the inputs has parts of all groups, of any size, and keeps the scales of all. So does one
+    whose part of the inputs cuts a group.
     """
 
     def __init__(self, shards: Sequence[Shard], width: int, scheme: PackedIntFormat, allocate: Allocate):
         self._shards, self._scheme = shards, scheme
         full = shards[0].shape[1]
         self._group = full if scheme.group == -1 else scheme.group
-        self._indexed = scheme.act_order and width < full and self._group < full
+        cuts_groups = self._group < full and width % self._group != 0
+        self._indexed = cuts_groups or (scheme.act_order and width < full and self._group < full)
         self._check(full, width)
         if self._group == full and not self._indexed:
             self._group = width
@@ -44,7 +46,8 @@ class StoredIntWeight:
         out = sum(shard.size for shard in shards)
         self._values = allocate(out, width * scheme.bits // 8, dtype=torch.uint8)
         self._scales = allocate(groups, out, dtype=torch.int32)
-        self._order = allocate(2, width, dtype=torch.int32) if scheme.act_order and groups > 1 else None
+        self._order = allocate(2, width, dtype=torch.int32) if groups > 1 and (
+            scheme.act_order or cuts_groups) else None
         self._is_sorted = False
         self.weight = PackedInts(self._values, self._scales, self._order, scheme.bits, self._group, self._indexed)
 
@@ -54,11 +57,9 @@ class StoredIntWeight:
         if full % self._group:
             raise ConfigError(f"{shard.name} has {full} inputs, which groups of {self._group} do not divide: use a "
                               "checkpoint whose group_size does, or is -1.")
-        cuts_groups = not self._indexed and self._group < full and width % self._group
-        if width % BLOCK or (shard.dim == 1 and (cuts_groups or shard.start % BLOCK)):
-            raise ConfigError(f"{shard.name} is quantized in groups of {self._group} inputs, and a rank's share of "
-                              f"{width} of its {full} inputs is no multiple of "
-                              f"{self._group if cuts_groups else BLOCK}: choose another --tp-size.")
+        if width % BLOCK or (shard.dim == 1 and shard.start % BLOCK):
+            raise ConfigError(f"{shard.name} packs {BLOCK} inputs together, and a rank's share of {width} of its "
+                              f"{full} inputs is no multiple of {BLOCK}: choose another --tp-size.")
         per = WORD_BITS // self._scheme.bits
         for shard in self._shards:
             if shard.dim == 0 and (shard.start % per or (shard.size % per and shard.size != shard.shape[0])):
@@ -67,19 +68,23 @@ class StoredIntWeight:
 
     def slots(self) -> Iterator[Slot]:
         stored, scheme = self._scheme.stored, self._scheme
-        finish = None if self._order is None else self._sort_inputs
+        finish = self._sort_inputs if self._sorts else None
         for shard in self._shards:
             rows = slice(shard.offset, shard.offset + shard.size)
             inputs, groups = self._inputs_of(shard)
             outputs = (shard.start, shard.size, shard.shape[0]) if shard.dim == 0 else (0, shard.size, shard.shape[0])
             yield self._slot(shard, stored.values, _Part(outputs, inputs), WORDS, self._values[rows],
-                             self._load_values(rows), finish)
+                             self._load_values(rows, inputs[0]), finish)
             yield self._slot(shard, stored.scales, _Part(outputs, groups), _scale_kind(scheme.bits),
                              self._scales[:, rows], self._load_scales(rows), None)
             if not scheme.symmetric:
                 yield self._slot(shard, stored.zeros, _Part(outputs, groups), _zero_kind(scheme), self._scales[:, rows],
                                  self._load_zeros(rows), None)
             yield from self._other_slots(shard, finish)
+
+    @property
+    def _sorts(self) -> bool:
+        return self._order is not None and self._scheme.act_order
 
     def _inputs_of(self, shard: Shard) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """Returns ``(start, size, all)`` of the rank's inputs, and of their groups."""
@@ -96,7 +101,7 @@ class StoredIntWeight:
         biases of 0, for all layers."""
         stored, nothing = self._scheme.stored, self._scales[:0, 0]
         full = shard.shape[1]
-        if self._order is not None:
+        if self._order is not None and self._sorts:
             yield Slot(f"{shard.name}.{stored.group_index}", self._order[1], (full,), 0,
                        shard.start if shard.dim == 1 else 0, _index_kind(self._scheme.group), self._load_groups, finish)
         else:
@@ -122,8 +127,12 @@ class StoredIntWeight:
             start, size = start // per, -(-size // per)
         return Slot(f"{shard.name}.{stored.name}", target, shape, dim, start, kind, load, finish, size=size)
 
-    def _load_values(self, rows: slice) -> Callable[[torch.Tensor], None]:
+    def _load_values(self, rows: slice, first: int) -> Callable[[torch.Tensor], None]:
+        """Loads some outputs' values; the rank's inputs begin with the one ``first``."""
         def load(part: torch.Tensor) -> None:
+            if self._order is not None and not self._sorts:
+                inputs = torch.arange(self.weight.width, device=self._order.device)
+                self._order.copy_(torch.stack((inputs, (first + inputs) // self._group)))
             values = self._unpacked(part, self._scheme.stored.values)[:rows.stop - rows.start]
             self._unsort()
             self._values[rows].copy_(pack_ints(values.contiguous(), self._scheme.bits, self._group))

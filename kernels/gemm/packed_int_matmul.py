@@ -367,10 +367,10 @@ def _table(name: str, device: torch.device) -> torch.Tensor:
 def options(weight: PackedInts, tile: SplitTile) -> dict[str, int]:
     """The constants of ``packed_sums`` for a weight, or for each of a stack."""
     whole_groups = weight.group == weight.width or weight.group % tile.depth == 0
-    return {"BITS": weight.bits, "QUARTER": reference.quarter_of(weight.group), "TABLE": TABLE_INDEX[weight.table],
-            "SCALES_SUMS": whole_groups and not weight.indexed, "INDEXED": weight.indexed,
-            "WHOLE": weight.width % tile.depth == 0, "DEPTH": tile.depth, "STAGES": tile.stages,
-            "num_warps": tile.warps, "num_stages": tile.stages}
+    return {"BITS": weight.bits, "QUARTER": reference.quarter_of(weight.group, weight.width),
+            "TABLE": TABLE_INDEX[weight.table], "SCALES_SUMS": whole_groups and not weight.indexed,
+            "INDEXED": weight.indexed, "WHOLE": weight.width % tile.depth == 0, "DEPTH": tile.depth,
+            "STAGES": tile.stages, "num_warps": tile.warps, "num_stages": tile.stages}
 
 
 def dequantize_ints(weight: PackedInts, dtype: torch.dtype, *, sort: bool = True) -> torch.Tensor:
@@ -385,8 +385,8 @@ def dequantize_ints(weight: PackedInts, dtype: torch.dtype, *, sort: bool = True
     columns, depth = (4096 // depth, depth) if one_group else (16, 256)
     _dequantize_kernel[(triton.cdiv(out, columns), triton.cdiv(width, depth))](
         weight.values, weight.scales, table_of(weight), weight.order, y, out, width, weight.group, BITS=weight.bits,
-        QUARTER=reference.quarter_of(weight.group), TABLE=TABLE_INDEX[weight.table], INDEXED=weight.indexed,
-        ONE_GROUP=one_group, COLUMNS=columns, DEPTH=depth, num_warps=4, **pdl(y))
+        QUARTER=reference.quarter_of(weight.group, weight.width), TABLE=TABLE_INDEX[weight.table],
+        INDEXED=weight.indexed, ONE_GROUP=one_group, COLUMNS=columns, DEPTH=depth, num_warps=4, **pdl(y))
     if weight.order is None or not sort:
         return y
     result = torch.empty_like(y)

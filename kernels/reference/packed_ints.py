@@ -18,10 +18,10 @@ TABLES = {
 """NF4 (arXiv:2305.14314) and FP4 as bitsandbytes has them: the values by their four bits."""
 
 
-def quarter_of(group: int) -> int:
-    """Returns how many neighbouring inputs are the same nibble of as many words, for groups of ``group`` inputs: up to
-    32, 64 bytes of rows in 16 bits."""
-    return math.gcd(group, 128) // 4
+def quarter_of(group: int, width: int) -> int:
+    """Returns how many neighbouring inputs are the same nibble of as many words, for groups of ``group`` of ``width``
+    inputs: up to 32, 64 bytes of rows in 16 bits."""
+    return math.gcd(group, width, 128) // 4
 
 
 _ZERO = (1 << 9) - 1
@@ -58,7 +58,7 @@ def pack_ints(values: torch.Tensor, bits: int, group: int) -> torch.Tensor:
     """Packs uint8 ``[..., in]`` as ``PackedInts`` of such a ``group`` has them: ``[..., in * bits / 8]``."""
     if bits == 8:
         return values
-    parts = values.unflatten(-1, (-1, 4, quarter_of(group)))
+    parts = values.unflatten(-1, (-1, 4, quarter_of(group, values.shape[-1])))
     return torch.stack([parts[..., i, :] | (parts[..., i + 1, :] << 4) for i in (0, 2)], -1).flatten(-3)
 
 
@@ -66,7 +66,7 @@ def unpack_ints(packed: torch.Tensor, bits: int, group: int) -> torch.Tensor:
     """The inverse of ``pack_ints``."""
     if bits == 8:
         return packed
-    words = packed.unflatten(-1, (-1, quarter_of(group), 2))
+    words = packed.unflatten(-1, (-1, quarter_of(group, 2 * packed.shape[-1]), 2))
     return torch.stack((words & 15, words >> 4), -1).flatten(-2).transpose(-1, -2).flatten(-3)
 
 

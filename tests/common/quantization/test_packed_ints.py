@@ -171,10 +171,22 @@ def test_tensors_arrive_in_any_order_and_are_replaced_one_by_one():
         torch.testing.assert_close(layer.method.dequantize(), other.weight)
 
 
-def test_shares_that_cut_groups_or_words_are_refused():
+@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.group == 64 and not form.act_order])
+def test_ranks_may_cut_groups(name):
+    """Each of two has one group and a half, and the scales of all three."""
+    form = FORMS[name]
+    q = quantize(torch.randn(16, 192), form.bits, 64, form.symmetric, False, 1)
+    tensors = {f"c.{key}": value for key, value in form.write(q).items()}
+    parts = [filled(RowLinear("c", 192, 16, False, TPGroup(rank, 2), allocator(torch.float32, CPU, format_of(form))),
+                    tensors) for rank in range(2)]
+    torch.testing.assert_close(torch.cat([part.method.dequantize() for part in parts], 1), q.weight, atol=1e-6,
+                               rtol=1e-5)
+
+
+def test_shares_that_cut_words_are_refused():
     allocate = allocator(torch.float32, CPU, format_of(FORMS["gptq asymmetric v2"]))
-    with pytest.raises(ConfigError, match="share of 96 of its 192 inputs is no multiple of 64: choose"):
-        RowLinear("o", 192, 64, False, TPGroup(0, 2), allocate)
+    with pytest.raises(ConfigError, match="share of 48 of its 192 inputs is no multiple of 32: choose"):
+        RowLinear("o", 192, 64, False, TPGroup(0, 4), allocate)
     with pytest.raises(ConfigError, match="has 96 inputs, which groups of 64 do not divide"):
         RowLinear("o", 96, 64, False, TPGroup(), allocate)
     with pytest.raises(ConfigError, match="packs 8 outputs in a word, which a rank's share of 4 of its 8 outputs cuts"):
