@@ -14,7 +14,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import numpy as np
 
@@ -59,6 +58,8 @@ class SlotMemory:
                           np.split(shared, np.cumsum(_whole_pages(group_bytes, num_slots)))[:len(group_bytes)])
         except (OSError, ValueError, OverflowError):
             raise OutOfHostMemory("its addresses cannot be reserved") from None
+        for memory in self._maps:  # it has no effect where the kernel gives such memory no huge pages
+            _madvise(memory.ctypes.data, memory.nbytes, mmap.MADV_HUGEPAGE)
         self.arrays = [memory[:size * num_slots].reshape(num_slots, size)
                        for memory, size in zip(self._maps, group_bytes)]
         self._num_free_bytes = num_free_bytes
@@ -152,8 +153,6 @@ def _reserve(num_bytes: int) -> mmap.mmap:
     memory = mmap.mmap(-1, num_bytes,
                        flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     memory.madvise(mmap.MADV_DONTFORK)  # a fork would copy what is pinned
-    with suppress(OSError):  # where the kernel has no huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
