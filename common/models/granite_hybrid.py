@@ -108,7 +108,8 @@ def tensor_parts_of(spec: ModelSpec) -> TensorParts:
 _DEFAULTS = {
     **granite_moe.DEFAULTS, "shared_intermediate_size": 1024, "mamba_n_heads": 128, "mamba_n_groups": 1,
     "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True,
-    "time_step_limit": (0.0, float("inf")), "position_embedding_type": None}
+    "time_step_limit": (0.0, float("inf")), "position_embedding_type": None,
+    "layer_types": ("mamba",) * 31 + ("attention",)}
 
 MODELS.register("GraniteMoeHybridForCausalLM")(
     ModelFamily(read, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of, title="Granite 4",

@@ -151,7 +151,7 @@ _DEFAULTS = {
     "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096, "mlp_hidden_act": "relu2",
     "attention_bias": False, "mlp_bias": False, "ssm_state_size": 128, "mamba_num_heads": 128, "mamba_head_dim": 64,
     "n_groups": 8, "conv_kernel": 4, "time_step_min": 0.001, "time_step_limit": (0.0, float("inf")),
-    "use_conv_bias": True, "layer_norm_epsilon": 1e-5, "eos_token_id": 2}
+    "use_conv_bias": True, "layer_norm_epsilon": 1e-5, "eos_token_id": 2, "hybrid_override_pattern": "M-*-"}
 
 MODELS.register("NemotronHForCausalLM")(
     ModelFamily(read, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of, title="Nemotron-H, Nemotron Nano 2",
