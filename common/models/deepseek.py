@@ -71,6 +71,8 @@ def read_experts(values: Mapping[str, Any], *, version: Version) -> MoESpec | No
     """
     first, step = values["first_k_dense_replace"] or 0, values.get("moe_layer_freq") or 1
     layers = tuple(i for i in range(values["num_hidden_layers"]) if i >= first and i % step == 0)
+    if kinds := values.get("mlp_layer_types"):  # GLM-4.7-Flash's, in place of the two
+        layers = tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
     if not layers or not values["num_experts"]:
         return None
     renormalize = bool(values["norm_topk_prob"])
@@ -119,9 +121,18 @@ _V3 = {
     "num_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8,
     "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "rope_interleave": True, "eos_token_id": 1}
 
+_GLM_FLASH = {
+    **_V3, "hidden_size": 2048, "num_hidden_layers": 47, "num_attention_heads": 20, "num_key_value_heads": 20,
+    "intermediate_size": 10240, "vocab_size": 154880, "max_position_embeddings": 202752, "moe_intermediate_size": 1536,
+    "num_experts": 64, "num_experts_per_tok": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}
+
 MODELS.register("DeepseekV2ForCausalLM", "DeepseekV2ForSequenceClassification", "DeepseekV2Model")(
     ModelFamily(partial(read, version=2), blocks, _V2, tensor_parts, title="DeepSeek-V2, V2-Lite",
                 notes="multi-head latent attention, mixtures of experts, draft layers"))
 MODELS.register("DeepseekV3ForCausalLM", "DeepseekV3ForSequenceClassification", "DeepseekV3Model")(
     ModelFamily(partial(read, version=3), blocks, _V3, tensor_parts, title="DeepSeek-V3, R1",
                 notes="multi-head latent attention, mixtures of experts, draft layers"))
+MODELS.register("Glm4MoeLiteForCausalLM", "Glm4MoeLiteModel")(
+    ModelFamily(partial(read, version=3), blocks, _GLM_FLASH, tensor_parts, title="GLM-4.7-Flash",
+                notes="as DeepSeek-V3"))

@@ -123,6 +123,9 @@ class TrialAttention:
             raise ConfigError(f"--model-impl transformers cannot serve {spec.architecture}: its scores are capped at "
                               f"{options.get('softcap')}, and its config.json states {spec.scores.softcap or 'no cap'} "
                               "as attn_logit_softcapping.")
+        if module.layer_idx in self.modules:
+            raise ConfigError(f"--model-impl transformers cannot serve {spec.architecture}, whose layers attend more "
+                              "than once.")
         self.windows[module.layer_idx] = options.get("sliding_window")
         self.modules[module.layer_idx] = module
         return torch.zeros_like(q)

@@ -108,6 +108,12 @@ def test_dbrx(tmp_path):
     check_model(tmp_path, model)
 
 
+def test_glm_4_7_flash(tmp_path):
+    check_family(tmp_path, "Glm4MoeLite", q_lora_rank=20, kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8,
+                 v_head_dim=16, num_key_value_heads=4, n_routed_experts=8, num_experts_per_tok=3,
+                 moe_intermediate_size=24, mlp_layer_types=["dense", "sparse", "sparse"])
+
+
 def test_deepseek_moe(tmp_path):
     """DeepSeek's first mixtures: Llama, with DeepSeek-V2's experts."""
     torch.manual_seed(SEED)

@@ -134,6 +134,7 @@ REFUSED = {
     "DeepseekV3": ({"q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
                     "v_head_dim": 8, "num_key_value_heads": 4, "first_k_dense_replace": 3}, "whose heads are not"),
     "StableLm": ({}, "has no such model whose attention can be replaced"),
+    "DiffLlama": ({}, "whose layers attend more than once"),
     "Mamba": ({"state_size": 4}, "lacks 'num_attention_heads'|has no such model"),
 }
 
