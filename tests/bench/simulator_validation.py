@@ -126,7 +126,7 @@ def replay(cluster: Cluster, name: str, requests: Sequence[SimRequest], out: Pat
         "client_cpu": found["client_cpu"]}, indent=None))
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--gpus", type=int, nargs="*", default=[])
@@ -136,40 +136,47 @@ def main() -> None:
     parser.add_argument("--skip-calibration", action="store_true")
     parser.add_argument("--ready-seconds", type=float, default=150.0)
     parser.add_argument("--server-flags", default="", help="further flags of all servers")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def model_flags(args: argparse.Namespace, folder: Path) -> list[str]:
+    if not args.gpus:
+        return ["--model-path", "tinychat", "--device", "cpu", "--json-model-override-args",
+                '{"max_position_embeddings": 40000}', "--log-level", "warning", *args.server_flags.split()]
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    return ["--model-path", str(folder), "--tokenizer-path", "tinychat", "--load-format", "dummy", "--log-level",
+            "warning", *args.server_flags.split()]
+
+
+def main() -> None:
+    args = parse()
     args.out.mkdir(parents=True, exist_ok=True)
+    specs = args.clusters if args.skip_calibration else list(dict.fromkeys(["1U", "1P1D", *args.clusters]))
     with tempfile.TemporaryDirectory() as folder:
-        if args.gpus:
-            (Path(folder) / "config.json").write_text(json.dumps(LLAMA_8B))
-            model = ["--model-path", folder, "--tokenizer-path", "tinychat", "--load-format", "dummy"]
-        else:
-            model = ["--model-path", "tinychat", "--device", "cpu", "--json-model-override-args",
-                     '{"max_position_embeddings": 40000}']
-        model += ["--log-level", "warning", *args.server_flags.split()]
-        specs = args.clusters if args.skip_calibration else list(dict.fromkeys(["1U", "1P1D", *args.clusters]))
-        servers = Servers(specs, args.gpus, model, args.out)
+        servers = Servers(specs, args.gpus, model_flags(args, Path(folder)), args.out)
         running = servers.all
         try:
             for server in servers.all:
                 server.wait_ready(args.ready_seconds)
             clusters = {spec: Cluster(spec, servers, args.out) for spec in specs}
-            for cluster in clusters.values():
-                if cluster.router is not None:
-                    running.append(cluster.router.wait_ready())
+            running += [cluster.router.wait_ready() for cluster in clusters.values() if cluster.router is not None]
             print("ready", flush=True)
             if not args.skip_calibration:
                 calibrate(clusters["1U"], clusters["1P1D"], servers.of["P"][0][0].url, args)
             for spec in args.clusters:
-                counts = clusters[spec].counts
-                prefills = counts.get("U", 0) + counts.get("P", 0)
-                for name, requests in workloads(args.seconds, paced=not args.gpus, prefills=prefills).items():
-                    if name in args.workloads:
-                        replay(clusters[spec], name, requests, args.out)
+                replay_all(clusters[spec], args)
         finally:
             for server in reversed(running):
                 server.process.terminate()  # type: ignore[union-attr]
             for server in reversed(running):
                 server.stop(30)
+
+
+def replay_all(cluster: Cluster, args: argparse.Namespace) -> None:
+    prefills = cluster.counts.get("U", 0) + cluster.counts.get("P", 0)
+    for name, requests in workloads(args.seconds, paced=not args.gpus, prefills=prefills).items():
+        if name in args.workloads:
+            replay(cluster, name, requests, args.out)
 
 
 def calibrate(unified: Cluster, pair: Cluster, prefill_url: str, args: argparse.Namespace) -> None:
