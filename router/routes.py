@@ -28,8 +28,8 @@ RELAYED: dict[bytes, tuple[bytes, ...]] = {
                      b"/v1/tokenize", b"/v1/detokenize",
                      b"/separate_reasoning", b"/parse_function_call", b"/function_call", b"/vertex_generate"), _POST),
     **dict.fromkeys((b"/v1/models", b"/get_model_info", b"/model_info", b"/get_server_info", b"/server_info",
-                     b"/get_server_args", b"/get_max_total_num_tokens", b"/get_weight_version", b"/health_generate",
-                     b"/openapi.json"), _GET),
+                     b"/get_server_args", b"/get_max_total_num_tokens", b"/get_weight_version", b"/weight_version",
+                     b"/health_generate", b"/openapi.json"), _GET),
 }
 """Methods of the paths that are relayed to one worker."""
 

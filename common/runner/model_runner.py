@@ -61,6 +61,7 @@ from .draft_weights import DraftWeights
 from .eplb import ExpertBalancer, ExpertCounts, ExpertUtilization, connect_experts, expert_layers
 from .expert_location import place_experts
 from .expert_record import expert_record
+from .forward_hooks import add_hooks
 from .kv_sizing import cache_layouts, count_pages, kv_scales, page_counts, resolve_dtype
 from .layer_group_events import LayerGroupEvents
 from .model_weights import ModelWeights
@@ -221,6 +222,7 @@ class ModelRunner:
     def _observe_modules(self) -> None:
         """Dumps tensors and marks ranges from now on, where that is asked for. Raises ConfigError."""
         args = self._config.debug
+        add_hooks(args.hooks, self._model.module_calls())
         if args.debug_tensor_dump_output_folder is not None:
             self._tensor_dump = TensorDump(args, self._model, self.spec.num_layers, self._parallel)
         if args.enable_layerwise_nvtx_marker:

@@ -13,7 +13,7 @@ class PrefillBudget:
     """Distributes a step's prompt tokens over requests, one after the other.
 
     A prompt gets ``chunked_prefill_size`` tokens at most, or all of its tokens where that is -1; further prompts join
-    while the step stays within that and ``max_prefill_tokens``.
+    while the step stays within that and ``max_prefill_tokens``, and has no more than ``prefill_max_requests``.
     """
 
     def __init__(self, args: ScheduleArgs, num_decode_rows: int = 0, max_batch_tokens: int | None = None):
@@ -24,13 +24,16 @@ class PrefillBudget:
         self._max_batch_tokens = limit if max_batch_tokens is None else min(limit, max_batch_tokens)
         self._remaining = max(1, (limit if self._unchunked else args.chunked_prefill_size) - num_decode_rows)
         self._used = 0
+        self._prompts_left = args.prefill_max_requests or float("inf")
 
     @property
     def exhausted(self) -> bool:
-        return self._remaining <= 0
+        return self._remaining <= 0 or self._prompts_left <= 0
 
     def take(self, req: Req) -> int:
         """Tokens of ``req`` that this step computes; 0 where it has to wait for the next step."""
+        if self.exhausted:
+            return 0
         uncomputed = req.length - req.num_computed_tokens
         unchunked = self._unchunked
         if req.logprob_start is not None:
@@ -42,5 +45,6 @@ class PrefillBudget:
             taken = min(uncomputed, available) if uncomputed <= available or not unchunked else 0
         taken = max(taken, 0)
         self._used += taken
+        self._prompts_left -= taken > 0
         self._remaining = self._remaining - taken if taken else 0
         return taken

@@ -91,6 +91,7 @@ _ROUTES: tuple[tuple[str, str, Route], ...] = (
     ("GET", "/get_model_info", admin_routes.model_info),
     ("GET", "/model_info", admin_routes.model_info),
     ("GET", "/get_weight_version", admin_routes.weight_version),
+    ("GET", "/weight_version", admin_routes.weight_version),
     ("GET", "/get_load", admin_routes.load),
     ("GET", "/v1/loads", admin_routes.loads),
     ("GET", "/get_server_info", admin_routes.server_info),

@@ -79,6 +79,7 @@ class ServerConfig(ServerSections):
     def captures_graphs(self) -> bool:
         """False if all kernels are launched one by one."""
         return (not self.kernels.disable_cuda_graph and self.debug.debug_tensor_dump_output_folder is None
+                and self.debug.forward_hooks is None
                 and self.parallel.expert_distribution_recorder_mode != "per_token")
 
     @property

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import msgspec
 
 from ...api.errors import ConfigError
 from ..cli import flag
 from ..rules import Rule, ServerRule
+
+
+class HookSpec(msgspec.Struct, frozen=True):
+    """A hook of --forward-hooks: ``hook_factory(config)``, by its import path, makes what is called after the modules
+    whose names match one of ``target_modules``."""
+
+    target_modules: tuple[str, ...]
+    hook_factory: str
+    name: str = ""
+    config: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -23,6 +35,10 @@ class DebugArgs:
     debug_tensor_dump_inject: bool = flag(False, help=(
         "give each layer its input from the dump of --debug-tensor-dump-input-file, so that layers are compared one by "
         "one"))
+    forward_hooks: str | None = flag(None, metavar="JSON", help=(
+        "functions that see, or replace, what modules compute: a JSON list of {\"target_modules\": "
+        "[\"model.layers.*.mlp\"], \"hook_factory\": \"package.module:make\", \"config\": {}}. Kernels are launched "
+        "one by one"))
     enable_layerwise_nvtx_marker: bool = flag(False, help=(
         "show the modules of each layer to Nsight as NVTX ranges; a step that is a CUDA graph has one range alone "
         "(--disable-cuda-graph)"))
@@ -49,6 +65,16 @@ class DebugArgs:
              "--debug-tensor-dump-output-folder out."),
     )
 
+    @property
+    def hooks(self) -> list[HookSpec]:
+        """The hooks of --forward-hooks; raises ConfigError."""
+        try:
+            return [] if self.forward_hooks is None else msgspec.json.decode(self.forward_hooks, type=list[HookSpec])
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"--forward-hooks must be a JSON list of objects with target_modules and hook_factory: "
+                              f"{error}.") from None
+
     def __post_init__(self) -> None:
+        _ = self.hooks  # Raises for what it cannot read.
         if (least := min(self.debug_tensor_dump_layers, default=0)) < 0:
             raise ConfigError(f"--debug-tensor-dump-layers must be 0 or more, not {least}.")

@@ -222,10 +222,10 @@ NEWER: dict[str, Foreign] = {
            "kv-canary kv-canary-real-data"),
     **_all(Refused("KV pages are compared after transfers (--kv-checksum); leave it out"), "kv-canary-sweep-interval"),
     **_all(Refused("--debug-tensor-dump-output-folder dumps what the model's modules compute; use that"),
-           "forward-hooks msprobe-dump-config"),
+           "msprobe-dump-config"),
     **_all(Refused("prompts and decode steps share the engine by --chunked-prefill-size, --max-prefill-tokens and "
                    "--enable-mixed-chunk; use these"),
-           "prefill-decode-interval enable-dynamic-chunking prefill-max-requests enable-prefill-delayer "
+           "prefill-decode-interval enable-dynamic-chunking enable-prefill-delayer "
            "prefill-delayer-max-delay-passes prefill-delayer-token-usage-low-watermark "
            "prefill-delayer-forward-passes-buckets prefill-delayer-wait-seconds-buckets "
            "prefill-delayer-queue-min-ratio prefill-delayer-max-delay-ms min-free-slots-delay"),

@@ -27,6 +27,7 @@ class ScheduleArgs:
     chunked_prefill_size: int = flag(8192, help="most prompt tokens that one step computes; -1 computes prompts whole")
     max_prefill_tokens: int = flag(16384, help=(
         "most prompt tokens of a step of several prompts: a further prompt joins only within this"))
+    prefill_max_requests: int | None = flag(None, help="most prompts that one step computes tokens of")
     disable_overlap_schedule: bool = flag(False, help=(
         "process each step's results before the next step is launched (always so on a CPU)"))
     schedule_policy: str = flag("fcfs", choices=Choices.of(SCHEDULE_POLICIES), help=(
@@ -85,7 +86,8 @@ class ScheduleArgs:
         if self.chunked_prefill_size < 1 and self.chunked_prefill_size != -1:
             raise ConfigError(f"--chunked-prefill-size must be 1 or more, or -1 for whole prompts, not "
                               f"{self.chunked_prefill_size}.")
-        at_least(self, 1, "max_running_requests", "max_prompts_per_request", "max_prefill_tokens")
+        at_least(self, 1, "max_running_requests", "max_prompts_per_request", "max_prefill_tokens",
+                 "prefill_max_requests")
         at_least(self, 0, "max_queued_requests", "schedule_conservativeness", "schedule_backfill_ratio",
                  "priority_scheduling_preemption_threshold", "retract_host_memory_gb")
         if not self.request_timeout > 0:

@@ -93,7 +93,8 @@ def _refused(reason: str, *names: str, harmless: tuple[str, ...] = ()) -> dict[s
 _NO_MEDIA = "images, video and audio are not supported"
 _NO_LORA = "adapters are not supported; merge the adapter into the checkpoint"
 _NO_LMCACHE = "the prefix cache has its own tiers; use --enable-hierarchical-cache with --hicache-storage-backend"
-_OFFLOAD_MODE = "layers of --cpu-offload-gb and --offload-group-size are in host memory; leave it at cpu"
+_OFFLOAD_MODE = ("layers of --cpu-offload-gb and --offload-group-size are in the host memory of the rank that computes "
+                 "them, and ranks have different parts of a layer, which they cannot share; leave it at cpu")
 _NO_MULTIPLEX = ("one GPU is not divided between prompts and decode steps; use --enable-mixed-chunk, or prefill and "
                  "decode servers")
 _EXPERT_KERNELS = "the kernel of the experts is chosen by the shape of a step"
@@ -205,7 +206,7 @@ _REFUSED: dict[str, Foreign] = {
     **_refused(_NO_LORA, "--enable-lora", "--max-lora-rank", "--lora-target-modules", "--lora-paths",
                "--max-loras-per-batch", "--max-loaded-loras", "--lora-backend"),
     **_refused(_NO_LMCACHE, "--enable-lmcache"),
-    **_refused(_OFFLOAD_MODE, "--offload-mode", harmless=("cpu",)),
+    **_refused(_OFFLOAD_MODE, "--offload-mode", harmless=("cpu", "shm_cpu")),
     **_refused(_NO_MULTIPLEX, "--enable-pdmux", "--sm-group-num"),
     **_refused("pools of layers with a window are sized by --swa-full-tokens-ratio; use that",
                "--hybrid-kvcache-ratio"),

@@ -248,6 +248,7 @@ def test_a_step_of_prompts_stays_within_its_budgets():
     assert distributed(unchunked, [30, 20, 10]) == [30, 20, 10]
     assert distributed(ScheduleArgs(chunked_prefill_size=8), [30, 4], num_decode_rows=3) == [5, 0]
     assert distributed(ScheduleArgs(chunked_prefill_size=8), [30], num_decode_rows=30) == [1]
+    assert distributed(ScheduleArgs(prefill_max_requests=2), [3, 5, 4]) == [3, 5, 0]
 
 
 @pytest.mark.parametrize("chunk", [8192, -1])

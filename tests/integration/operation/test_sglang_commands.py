@@ -30,7 +30,7 @@ from baton.launch import ClusterConfig, copies_of, plan_cluster
 from baton.router.config import RouterConfig
 from baton.router.sglang_flags import translate
 from baton.tests.helpers.harness import Server, post_json
-from baton.tests.helpers.ports import free_port, free_ports
+from baton.tests.helpers.ports import free_ports
 
 
 def lines_of(path: Path) -> list[str]:
@@ -56,9 +56,9 @@ def with_our_model(line: str, folder: Path) -> list[str]:
                        .replace("--dp-size 8", "--dp-size 2").replace("--context-length 8192", "--context-length 4096"))
     draft = OUR_MODELS.get(argv[argv.index(next(flag for flag in argv if flag.startswith("--speculative-algo"))) + 1]
                            ) if "--speculative-algo" in line else None
+    meeting = f"127.0.0.1:{free_ports(2)[0]}"  # the port above is used, too
     for flag, ours in (("--model", "tinychat"), ("--model-path", "tinychat"), ("--speculative-draft-model-path", draft),
-                       ("--dist-init-addr", f"127.0.0.1:{free_port()}"), ("--nccl-init", f"127.0.0.1:{free_port()}"),
-                       ("--nccl-init-addr", f"127.0.0.1:{free_port()}"),
+                       ("--dist-init-addr", meeting), ("--nccl-init", meeting), ("--nccl-init-addr", meeting),
                        ("--chat-template", str(folder / "chat.jinja"))):
         if flag in argv and not argv[argv.index(flag) + 1].startswith(("chatml", "llava")):
             argv[argv.index(flag) + 1] = ours
