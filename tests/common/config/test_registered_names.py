@@ -40,9 +40,9 @@ from baton.tests.helpers.layers import ROOT
 
 FILES: dict[str, tuple[Registry, set[str]]] = {
     "common/attention": (ATTENTION_BACKENDS, {
-        "base", "channel_recorder", "double_sparsity_backend", "fixed_tiles", "invariant_torch_backend",
-        "hybrid_backend", "invariant_triton_backend", "select", "per_layer_backend", "prefill_decode_backend",
-        "whole_sequences", "workspace"}),
+        "base", "channel_recorder", "chunked_backend", "double_sparsity_backend", "fixed_tiles",
+        "invariant_torch_backend", "hybrid_backend", "invariant_triton_backend", "select", "per_layer_backend",
+        "prefill_decode_backend", "prompt_kernels", "whole_sequences", "workspace"}),
     "common/attention/mla": (LATENT_BACKENDS, {"base", "invariant_torch_backend", "select"}),
     "common/commands": (COMMANDS, {"base", "methods", "registry"}),
     "common/sampling": (SAMPLING_BACKENDS, {
@@ -50,7 +50,7 @@ FILES: dict[str, tuple[Registry, set[str]]] = {
         "sampled_tokens", "sampler", "sampling_backend", "sglang_processors"}),
     "common/sampling/extras": (EXTRAS, set()),
     "common/speculative": (SPECULATIVE_ALGORITHMS, {
-        "base", "draft_length", "draft_tree", "ngram_index", "ngram_tree", "simulated", "verify"}),
+        "base", "draft_length", "draft_tree", "ngram_corpus", "ngram_index", "ngram_tree", "simulated", "verify"}),
     "common/grammar": (GRAMMAR_BACKENDS, {
         "backend", "ebnf", "fair_slots", "lark", "lark_tags", "masks", "matcher", "patterns", "service", "store",
         "trial", "xgrammar_compiler"}),
