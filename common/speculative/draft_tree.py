@@ -90,10 +90,10 @@ class DraftTrees:
 
 
 def _drafts_of(ids: list[int], tokens: list[int], parents: list[int]) -> Drafts | None:
-    """Returns the candidates ``ids``, best first, as drafts; -1 for none."""
-    order = sorted((id, place) for place, id in enumerate(ids) if id >= 0)
-    index_of = {id: index for index, (id, _) in enumerate(order)}
-    if not order:
+    """Returns the candidates ``ids``, best first, as drafts in that order, so that the first of them are the best, too;
+    -1 for none. A parent scores more than its children."""
+    found = [place for place, id in enumerate(ids) if id >= 0]
+    if not found:
         return None
-    return Drafts(tuple(tokens[place] for _, place in order),
-                  tuple(index_of.get(parents[place], -1) for _, place in order))
+    index_of = {ids[place]: index for index, place in enumerate(found)}
+    return Drafts(tuple(tokens[place] for place in found), tuple(index_of.get(parents[place], -1) for place in found))
