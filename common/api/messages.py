@@ -74,6 +74,8 @@ class Generate(msgspec.Struct, tag=True):
     namespace: Namespace = SHARED  # of its pages in the prefix cache
     dp_rank: int | None = None  # the data-parallel rank that computes it; None where there is one
     aborted: bool = False  # before it was sent: then it never is
+    slo_ttft: float | None = None  # objectives in seconds: to the first token, and a token after it
+    slo_tpot: float | None = None
     sends_kv: bool = False  # the prompt is computed for the server that named the bootstrap room, not decoded here
 
 

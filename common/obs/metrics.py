@@ -158,6 +158,8 @@ class ServerMetrics:
             "for it", [*labels], registry=self.registry, buckets=_LOOP_LAG_BUCKETS).labels(**labels)
         self._outcomes = counter("num_requests", "Requests by outcome: a finish reason, an error code, or "
                                  "'disconnected'", "outcome")
+        self._objectives = counter("slo_requests", "Requests that ended, by objective (ttft, tpot) that they had and "
+                                   "whether it was met or missed", "objective", "outcome")
         self._verify_calls = None if not speculates else counter(
             "spec_verify_calls", "Decode steps of the requests that ended, with drafts or without")
         self._custom_labels = custom_labels
@@ -220,6 +222,10 @@ class ServerMetrics:
         if counter is None:
             counter = self._by_outcome[outcome] = self._outcomes.labels(**self._labels, outcome=outcome)
         counter.inc()
+
+    def count_objective(self, objective: str, met: bool) -> None:
+        """Counts a request that ended and had an objective, ``ttft`` or ``tpot``."""
+        self._objectives.labels(**self._labels, objective=objective, outcome="met" if met else "missed").inc()
 
     def note_throughput(self) -> None:
         """Samples the generated tokens for the throughput gauge; call it once a second."""

@@ -73,6 +73,7 @@ class Req:
     matcher: OutputMatcher | None = None  # on the rank that samples tokens, where there is a grammar
     logprob_start: int | None = None  # first prompt position whose logprob is reported
     priority: int | None = None  # None: the server's default
+    slo_ttft: float | None = None  # seconds from its arrival to its first token; None: the server's default
     namespace: Namespace = SHARED  # of its pages in the prefix cache
     # filled by the scheduler
     page_table: PageTable | None = None
@@ -133,6 +134,7 @@ class Req:
             hidden=PositionRows(HIDDEN_STATE) if message.return_hidden_states else None,
             routed=PositionRows(ROUTED_EXPERTS) if message.return_routed_experts else None,
             sends_kv=message.sends_kv,
+            slo_ttft=message.slo_ttft,
         )
 
     def __repr__(self) -> str:

@@ -27,6 +27,7 @@ from .policies.order import Order, OrderInputs
 from .policies.priority import Priorities
 from .preemption.retraction import Retraction
 from .prefill_budget import PrefillBudget
+from .prefill_pace import PrefillPace
 from .request_queues import RequestQueues
 from .waiting_queue import WaitingQueue
 
@@ -59,6 +60,7 @@ class Batcher:
         self.priorities = Priorities.of(args)
         self._seed = seed
         self._pp_size, self._max_micro_batch = pp_size, max_micro_batch
+        self.pace = PrefillPace()
         self._waiting_queues: list[WaitingQueue] = []
         self.queues = RequestQueues(self.make_queue())
         self.waiting, self.prefilling = self.queues.waiting, self.queues.prefilling
@@ -198,6 +200,7 @@ class Batcher:
     def poll_loads(self, now: float) -> None:
         """Resume requests whose pages a tier has loaded, or whose prefetch they need not wait for any more; once a step
         at time ``now``, also while paused."""
+        self.pace.begin(now)
         if self.rates is not None:
             self.rates.poll()
         if self.loads is None:
@@ -356,6 +359,8 @@ class Batcher:
             chunk.req.num_computed_tokens = chunk.stop
             chunk.req.num_pending += chunk.samples
             self.queues.add_remaining(remaining_output(chunk.req) - before)
+        if step.num_prefill:
+            self.pace.launch(sum(chunk.stop - chunk.start for chunk in step.prefill_chunks))
         for chunk in step.prefill_chunks:
             req = chunk.req
             assert req.page_table is not None
@@ -414,4 +419,6 @@ class Batcher:
                 self.swap.discard(req)
 
     def _order_maker(self) -> Callable[[], Order]:
-        return SCHEDULE_POLICIES.get(self.args.schedule_policy)(OrderInputs(self.cache.prefix_cache, self._seed))
+        return SCHEDULE_POLICIES.get(self.args.schedule_policy)(OrderInputs(
+            self.cache.prefix_cache, self._seed, self.pace, self.cache.page_size,
+            self.args.default_slo_ttft_ms / 1e3))

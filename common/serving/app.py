@@ -39,6 +39,7 @@ from .messages import handler as message_routes
 from .messages.schema import error_body
 from .native import handler as native_routes
 from .native.schema import preferred_sampling
+from .protocol.slo import HEADER_SLO, slo_of_headers
 from .respond import add_prompt_pages
 from .responses import handler as response_routes
 from .sessions import handler as session_routes
@@ -220,9 +221,6 @@ def _guard(context: ServingContext, for_clients: Set[str]) -> Any:
             TRACEPARENT.set(request.headers.get("traceparent"))
         if custom_labels is not None:
             CUSTOM_LABELS.set(request.headers.get(custom_labels))
-        if context.role.switchable:
-            asked = request.headers.get(ROLE_HEADER)
-            REQUEST_ROLE.set(None if asked is None else check_role(asked, ROLE_HEADER))
         CLIENT.set(functools.partial(_client, request))
         task = asyncio.current_task()
         assert task is not None
@@ -230,6 +228,10 @@ def _guard(context: ServingContext, for_clients: Set[str]) -> Any:
         context.client_timeouts.on_head(request)
         try:
             _check_key(request, context.keys, for_clients)
+            HEADER_SLO.set(slo_of_headers(request.headers))
+            if context.role.switchable:
+                asked = request.headers.get(ROLE_HEADER)
+                REQUEST_ROLE.set(None if asked is None else check_role(asked, ROLE_HEADER))
             return await handler(request)
         except ServingError as error:
             return _failure(request, error)

@@ -76,20 +76,21 @@ class LocalAdmissionState:
 class Permit:
     """The right of a request to run; ``release`` gives it back, once."""
 
-    __slots__ = ("_admission", "_charged", "_share", "_position", "_since")
+    __slots__ = ("_admission", "_charged", "_share", "_position", "_since", "_load")
 
-    def __init__(self, admission: Admission, share: KeyShare | None, position: int, since: float):
+    def __init__(self, admission: Admission, share: KeyShare | None, position: int, since: float, load: int = 1):
         self._admission = admission
         self._charged = share is not None or position > 0
         self._share = share
         self._position = position
-        """Its position among the requests that wait for a first token; 0 when it is none of them (any more)."""
+        """The load that waits for first tokens up to it; 0 when it does not wait (any more)."""
         self._since = since
+        self._load = load
 
     def first_token(self) -> None:
         """Learns from the time that the request's first token took."""
         if self._position:
-            self._admission.first_token(self._position, self._since)
+            self._admission.first_token(self._position, self._since, self._load)
             self._position = 0
 
     def release(self) -> None:
@@ -101,7 +102,7 @@ class Permit:
     def refund(self) -> None:
         """Takes the request off its key's share and off the requests that wait for a first token."""
         if self._position:
-            self._admission.ttft.end()
+            self._admission.ttft.end(self._load)
         if self._share is not None:
             self._share.running -= 1
 
@@ -175,7 +176,7 @@ class AdmissionControl(Protocol):
     def queued(self) -> int: ...
     def try_acquire(self) -> Permit | None: ...
     def acquire(self, key: bytes, streamed: bool, priority: Callable[[], int], start: Callable[[Permit], None],
-                refuse: Callable[[ServingError], None]) -> Permit | Waiting: ...
+                refuse: Callable[[ServingError], None], *, slo: float = 0.0, load: int = 1) -> Permit | Waiting: ...
     def expire(self) -> float | None: ...
     def close(self) -> None: ...
 
@@ -197,7 +198,7 @@ class Admission:
         self._now = now
         self._starting = False
         # Most routers limit nothing but the total: their requests share one permit.
-        self._shared_permit = None if rules.per_key or rules.slo_ttft else Permit(self, None, 0, 0.0)
+        self._shared_permit = None if rules.per_key or rules.estimates_ttft else Permit(self, None, 0, 0.0)
         self.immediate = self._shared_permit if state.bucket is None else None
         """The permit of requests that nothing but the total limits; None where there are other limits."""
 
@@ -218,21 +219,22 @@ class Admission:
         return self.immediate
 
     def acquire(self, key: bytes, streamed: bool, priority: Callable[[], int], start: Callable[[Permit], None],
-                refuse: Callable[[ServingError], None]) -> Permit | Waiting:
+                refuse: Callable[[ServingError], None], *, slo: float = 0.0, load: int = 1) -> Permit | Waiting:
         """Lets a request run (a Permit) or wait (then ``start`` or ``refuse`` is called); raises Overloaded.
 
         ``key`` is the client's API key, ``streamed`` whether it will see its first token at once. ``priority`` is asked
-        only of requests that have to wait; higher goes first.
+        only of requests that have to wait; higher goes first. ``slo``: the TTFT in seconds that the request wants
+        (0: that of the rules); ``load``: what its prompt adds to the wait of others (``load_of``).
         """
         rules, state, now = self.rules, self._state, self._now()
         share = self._check_rates(key, now) if state.bucket is not None or rules.per_key else None
-        if rules.slo_ttft and streamed:
-            self._check_slo()
+        if rules.estimates_ttft and streamed:
+            self._check_slo(slo, load)
         # Requests that wait go first, even where one could run this moment.
         full = rules.max_concurrent > 0 and (state.running >= rules.max_concurrent or state.queued > 0)
         if full and state.queued >= rules.queue_size:
             raise self._refusal("queue_full", "The router is busy and its queue is full.", 1.0)
-        permit = self._charge(share, rules.slo_ttft > 0 and streamed, now)
+        permit = self._charge(share, load if rules.estimates_ttft and streamed else 0, now)
         if not full:
             state.running += 1
             return permit
@@ -279,8 +281,8 @@ class Admission:
         oldest = self.queue.oldest()
         return oldest.since + limit if oldest is not None else None
 
-    def first_token(self, position: int, since: float) -> None:
-        self.ttft.end()
+    def first_token(self, position: int, since: float, load: int) -> None:
+        self.ttft.end(load)
         self.ttft.observe(position, self._now() - since)
 
     def close(self) -> None:
@@ -293,16 +295,16 @@ class Admission:
         self._state.queued -= 1
         self._state.head_changed(self.queue.first)
 
-    def _charge(self, share: KeyShare | None, estimated: bool, now: float) -> Permit:
-        """Takes the tokens of a request that passed all checks; ``estimated``: its TTFT counts."""
+    def _charge(self, share: KeyShare | None, load: int, now: float) -> Permit:
+        """Takes the tokens of a request that passed all checks; ``load``: 0 where its TTFT does not count."""
         if self._state.bucket is not None:
             self._state.bucket.take()
         if share is not None:
             share.running += 1
             if share.bucket is not None:
                 share.bucket.take()
-        position = self.ttft.begin() if estimated else 0
-        return self._shared_permit or Permit(self, share, position, now)
+        position = self.ttft.begin(load) if load else 0
+        return self._shared_permit or Permit(self, share, position, now, load)
 
     def _check_rates(self, key: bytes, now: float) -> KeyShare | None:
         """The share of a key that is within its limits, where keys have any; raises Overloaded."""
@@ -320,12 +322,13 @@ class Admission:
             raise self._refusal("key", "This API key has as many requests running as it may.", 1.0)
         return share
 
-    def _check_slo(self) -> None:
-        """Raises Overloaded where the first token is expected later than promised."""
-        estimate = self.ttft.next
-        if estimate > self.rules.slo_ttft:
-            raise self._refusal("slo", f"The first token would come after about {estimate:.1f} s, later than promised.",
-                                estimate - self.rules.slo_ttft)
+    def _check_slo(self, slo: float, load: int) -> None:
+        """Raises Overloaded where the first token is expected later than the request wants, or than promised."""
+        limit, than = (slo, f"its slo_ttft_ms of {slo * 1e3:g}") if slo else (self.rules.slo_ttft, "promised")
+        estimate = self.ttft.next(load)
+        if 0 < limit < estimate:
+            raise self._refusal("slo", f"The first token would come after about {estimate:.1f} s, later than {than}.",
+                                estimate - limit)
 
     def _refusal(self, why: str, message: str, retry_after: float,
                  kind: type[ServingError] = Overloaded) -> ServingError:

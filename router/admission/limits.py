@@ -51,7 +51,8 @@ class TokenBucket:
 
 
 class TtftState(Protocol):
-    """Requests that wait for their first token, and seconds that each of them adds to the wait of the next."""
+    """The load of requests that wait for their first token, and seconds that a unit of it adds to the next one's
+    wait."""
 
     waiting: int
     pace: float
@@ -67,12 +68,21 @@ class LocalTtftState:
         self.pace = 0.0
 
 
-class TtftEstimate:
-    """Time to the first token, from how long others took and how many waited before them.
+UNIT_TOKENS = 2048
+"""Prompt tokens that add as much to the wait of others as a further short request."""
 
-    What is learnt is the pace: a request's TTFT divided by the number of requests that waited for their first token
-    when it came, itself included. More waiting requests then mean a later token, in proportion, and parallel workers
-    show as a quicker pace. Moving average with a weight of 1/8.
+
+def load_of(prompt_tokens: int) -> int:
+    """The load of a request that waits for its first token."""
+    return 1 + prompt_tokens // UNIT_TOKENS
+
+
+class TtftEstimate:
+    """Time to the first token, from how long others took and how much load waited before them.
+
+    What is learnt is the pace: a request's TTFT divided by the load (``load_of``) that waited for first tokens when it
+    came, its own included. More waiting prompts then mean a later token, in proportion, and parallel workers show as a
+    quicker pace. Moving average with a weight of 1/8.
     """
 
     __slots__ = ("_state",)
@@ -84,23 +94,23 @@ class TtftEstimate:
     def waiting(self) -> int:
         return self._state.waiting
 
-    @property
-    def next(self) -> float:
+    def next(self, load: int = 1) -> float:
         """Estimated seconds for one more request; 0 while none waits, so that a bad time is unlearnt."""
         waiting = self._state.waiting
-        return self._state.pace * (waiting + 1) if waiting else 0.0
+        return self._state.pace * (waiting + load) if waiting else 0.0
 
-    def begin(self) -> int:
+    def begin(self, load: int = 1) -> int:
         """Counts a request that begins to wait; returns its position, for ``observe``."""
-        self._state.waiting += 1
+        self._state.waiting += load
         return self._state.waiting
 
-    def end(self) -> None:
+    def end(self, load: int = 1) -> None:
         """Counts a request that waits no longer."""
-        self._state.waiting -= 1
+        self._state.waiting -= load
 
     def observe(self, position: int, seconds: float) -> None:
-        """Learns from a first token that came after ``seconds`` to a request that waited at ``position``."""
+        """Learns from a first token that came after ``seconds`` to a request with a load of ``position`` before it, its
+        own included."""
         state, pace = self._state, seconds / position
         before = state.pace
         state.pace = before + (pace - before) / 8 if before else pace

@@ -22,10 +22,15 @@ class AdmissionRules:
     max_concurrent_per_key: int = 0
     rate_per_key: float = 0.0
     slo_ttft: float = 0.0
+    slo_of_requests: bool = False
 
     @property
     def active(self) -> bool:
-        return bool(self.max_concurrent or self.rate or self.per_key or self.slo_ttft)
+        return bool(self.max_concurrent or self.rate or self.per_key or self.estimates_ttft)
+
+    @property
+    def estimates_ttft(self) -> bool:
+        return bool(self.slo_ttft or self.slo_of_requests)
 
     @property
     def per_key(self) -> bool:
@@ -44,6 +49,9 @@ class AdmissionArgs:
     rate_limit_per_key: float = flag(0.0, help="requests of one API key let in a second; 0: no limit")
     slo_ttft_ms: float = flag(
         0.0, help="refuse a streamed request with 429 when its first token is expected later than this; 0: never")
+    enable_slo_admission: bool = flag(False, help=(
+        "refuse a streamed request with 429 when its first token is expected later than its own slo_ttft_ms, of its "
+        "body or of the header x-slo-ttft-ms"))
 
     def __post_init__(self) -> None:
         not_negative(self, "queue_size", "queue_timeout_secs", "rate_limit_tokens_per_second",
@@ -53,4 +61,4 @@ class AdmissionArgs:
     def rules(self) -> AdmissionRules:
         return AdmissionRules(max(0, self.max_concurrent_requests), self.queue_size, self.queue_timeout_secs,
                               self.rate_limit_tokens_per_second, self.max_concurrent_requests_per_key,
-                              self.rate_limit_per_key, self.slo_ttft_ms / 1e3)
+                              self.rate_limit_per_key, self.slo_ttft_ms / 1e3, self.enable_slo_admission)

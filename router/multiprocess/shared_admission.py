@@ -140,13 +140,14 @@ class SharedAdmission:
         return None
 
     def acquire(self, key: bytes, streamed: bool, priority: Callable[[], int], start: Callable[[Permit], None],
-                refuse: Callable[[ServingError], None]) -> Permit | Waiting:
+                refuse: Callable[[ServingError], None], *, slo: float = 0.0, load: int = 1) -> Permit | Waiting:
         """``Admission.acquire`` over all processes."""
         permit = self.try_acquire()
         if permit is not None:
             return permit
         with self._stats.lock:
-            result = self._admission.acquire(key, streamed, lambda: _bounded(priority()), start, refuse)
+            result = self._admission.acquire(key, streamed, lambda: _bounded(priority()), start, refuse,
+                                             slo=slo, load=load)
         if isinstance(result, Waiting):  # The request that seemed to be the last to run may have been refused itself.
             self._loop.call_soon(self._start_waiting)
             self._poll_later()

@@ -9,15 +9,20 @@ import msgspec
 from ...common.api.errors import ServingError
 from ...common.api.unreadable import UNREADABLE
 from ..admission.admission import AdmissionControl, Permit, Waiting
+from ..admission.limits import load_of
 from ..net.request import Request
 from .client_response import ClientResponse
 from .pair import PairRelay
 from .single import Relay
 
+_BYTES_PER_TOKEN = 4
+"""Bytes of a body that count as a token: the pace, learnt by the same count, makes up for the difference."""
+
 
 class _Fields(msgspec.Struct):
     stream: bool | None = None
     priority: int | None = None
+    slo_ttft_ms: float | None = None
 
 
 _decode = msgspec.json.Decoder(_Fields).decode
@@ -40,6 +45,17 @@ def priority_of(request: Request) -> int:
     return _decode_fields(request.body).priority or 0
 
 
+def _slo_of(request: Request, fields: _Fields) -> float:
+    """The TTFT in seconds that a request wants, of its body or else of its header; 0 without one."""
+    value = fields.slo_ttft_ms
+    if value is None and (header := request.header(b"x-slo-ttft-ms")):
+        try:
+            value = float(header)
+        except ValueError:
+            return 0.0  # The workers say what is wrong with it.
+    return max(0.0, value / 1e3) if value is not None and value < float("inf") else 0.0
+
+
 class AdmissionGate:
     """Starts relays as the admission lets them in."""
 
@@ -51,10 +67,13 @@ class AdmissionGate:
     def start(self, response: ClientResponse, relay: Relay | PairRelay) -> None:
         """Start a relay, or make it wait as its connection's handler; raises Overloaded."""
         request = response.request
-        streamed = bool(self.admission.rules.slo_ttft and _decode_fields(request.body).stream)
+        rules = self.admission.rules
+        fields = _decode_fields(request.body) if rules.estimates_ttft else _Fields()
+        slo = _slo_of(request, fields) if rules.slo_of_requests else 0.0
         pending = _PendingRelay(response, relay)
-        admitted = self.admission.acquire(request.authorization, streamed, lambda: priority_of(request),
-                                          pending.start, pending.refuse)
+        admitted = self.admission.acquire(request.authorization, bool(fields.stream), lambda: priority_of(request),
+                                          pending.start, pending.refuse, slo=slo,
+                                          load=load_of(len(request.body) // _BYTES_PER_TOKEN))
         if isinstance(admitted, Permit):
             pending.start(admitted)
             return

@@ -32,7 +32,9 @@ class ScheduleArgs:
         "process each step's results before the next step is launched (always so on a CPU)"))
     schedule_policy: str = flag("fcfs", choices=Choices.of(SCHEDULE_POLICIES), help=(
         "order of waiting requests: first come first served, longest prefix match, depth-first by subtree of the "
-        "prefix cache, longest output, or random"))
+        "prefix cache, longest output, random, or least slack to their slo_ttft_ms"))
+    default_slo_ttft_ms: float = flag(10_000.0, help=(
+        "slo_ttft_ms of requests that give none, for --schedule-policy slo"))
     schedule_conservativeness: float = flag(1.0, help=(
         "scales the share of running requests' output that is reserved before another one is admitted: larger for "
         "fewer retractions, 0 for the largest batches"))

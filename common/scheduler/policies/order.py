@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 from ...kvcache.prefix_cache import PrefixCache
 from ...request.req import Req
+from ..prefill_pace import PrefillPace
 
 SORT_WINDOW_REQUESTS = 128
 SORTED_PER_PEEK = 8
@@ -30,10 +31,21 @@ class Order(Protocol):
 
 
 class OrderInputs(NamedTuple):
-    """Inputs of a policy: the prefix cache, None where there is none, and a seed that the ranks of a group share."""
+    """Inputs of a policy: the prefix cache, None where there is none, a seed that the ranks of a group share, and the
+    pace at which prompts are computed, with the clock that they share; the TTFT in seconds that requests want which do
+    not say so."""
 
     cache: PrefixCache | None
     seed: int
+    pace: PrefillPace = PrefillPace()
+    page_size: int = 1
+    default_slo_ttft: float = 10.0
+
+    def cached_tokens(self, req: Req) -> int:
+        """Tokens of the request's prompt that the prefix cache has now."""
+        if self.cache is None:
+            return 0
+        return len(self.cache.match(req.tokens.view(0, req.prefix_limit), req.namespace)[1]) * self.page_size
 
 
 OrderFactory = Callable[[OrderInputs], Callable[[], Order]]

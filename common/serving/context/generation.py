@@ -231,10 +231,24 @@ class Choice:
         self.latency = time.monotonic() - self.arrived
         self._metrics.observe_end(self.latency, self.num_prompt_tokens, self.num_output_tokens)
         self._metrics.count_outcome(finish.reason)
+        self._count_objectives()
         if self._drafts is not None:
             self.speculation = self._drafts.report(self.num_output_tokens - self._num_continued)
             if (calls := self._metrics.spec_verify_calls) is not None:
                 calls.inc(self.speculation.num_steps)
+
+
+    def _count_objectives(self) -> None:
+        """Counts whether the latencies are those that the request wants; a prompt that another server asked for has
+        none of its own."""
+        request, first = self.request, self.first_token_seconds
+        if request.sends_kv or first is None:
+            return
+        if request.slo_ttft is not None:
+            self._metrics.count_objective("ttft", first <= request.slo_ttft)
+        later = self.num_output_tokens - self._num_continued - 1
+        if request.slo_tpot is not None and later > 0:
+            self._metrics.count_objective("tpot", self.latency - first <= request.slo_tpot * later)
 
 
 class Generation:

@@ -29,6 +29,7 @@ from ..protocol.namespaces import namespaces_of
 from ..protocol.per_prompt import per_prompt
 from ..protocol.prompts import Prompts, output_limit
 from ..protocol.row_extras import custom_processor, set_row_extras
+from ..protocol.slo import NO_SLO, Slo, slo_of
 from .served_model import ServedModel
 from .served_role import ServedRole
 from .server_status import ServerStatus
@@ -140,7 +141,8 @@ class RequestPlanner:
         request that begins here). ``body`` has BootstrapFields. Raises InvalidRequest."""
         assert isinstance(body, BootstrapFields)
         requests = engine_requests(ids, self.seeded(samplings), n, body.rid, self.placements(body, len(ids), n),
-                                   [logprobs] * len(ids), self.priority(body.priority), namespaces_of(body, len(ids)))
+                                   [logprobs] * len(ids), self.priority(body.priority), namespaces_of(body, len(ids)),
+                                   slo_of(body.slo_ttft_ms, body.slo_tpot_ms))
         named: list[str | None] = per_prompt("custom_logit_processor", body.custom_logit_processor, len(ids))
         set_row_extras(requests, [custom_processor(name, body.custom_params) for name in named],
                        [bool(body.return_hidden_states)] * len(ids), self._config.answers,
@@ -196,7 +198,7 @@ class RequestPlanner:
 
 def engine_requests(ids: list[list[int]], samplings: list[SamplingParams], n: int, rid: str | list[str] | None,
                     choice_placements: list[Placement], logprobs: list[LogprobOptions],
-                    priority: int | None, namespaces: list[Namespace]) -> list[Generate]:
+                    priority: int | None, namespaces: list[Namespace], slo: Slo = NO_SLO) -> list[Generate]:
     """One request to the engine per choice: ``n`` of each prompt, in order. Raises InvalidRequest for ``rid``.
 
     The choices of one prompt differ in their seed (consecutive from the given one) and their id.
@@ -210,7 +212,8 @@ def engine_requests(ids: list[list[int]], samplings: list[SamplingParams], n: in
             rid=rids[choice], input_ids=prompt, sampling=_reseeded(samplings[i], j), bootstrap=placement.bootstrap,
             return_logprob=options.enabled, top_logprobs_num=options.num_top,
             token_ids_logprob=list(options.token_ids), logprob_start_len=options.start if options.enabled else -1,
-            priority=priority, namespace=namespaces[i], dp_rank=placement.dp_rank, sends_kv=placement.sends_kv))
+            priority=priority, namespace=namespaces[i], dp_rank=placement.dp_rank, sends_kv=placement.sends_kv,
+            slo_ttft=slo.ttft, slo_tpot=slo.tpot))
     return requests
 
 

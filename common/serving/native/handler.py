@@ -18,6 +18,7 @@ from ..context.sessions import SessionTurn
 from ..protocol.encoding import encode
 from ..protocol.namespaces import namespaces_of
 from ..protocol.row_extras import set_routed_experts, set_row_extras
+from ..protocol.slo import slo_of
 from ..respond import PlannedResponse, respond
 from ..web import json_bytes
 from .extras import Embeddings, embedded_prompts
@@ -125,7 +126,8 @@ async def _plan(context: ServingContext, body: GenerateRequest) -> tuple[
     placements = context.planner.placements(body, len(ids), n)
     options = logprob_options(body, [len(prompt) for prompt in ids], context.model.spec.vocab_size)
     requests = engine_requests(ids, context.planner.seeded(samplings), n, body.rid, placements, options,
-                               context.planner.priority(body.priority), namespaces_of(body, len(ids)))
+                               context.planner.priority(body.priority), namespaces_of(body, len(ids)),
+                               slo_of(body.slo_ttft_ms, body.slo_tpot_ms))
     set_row_extras(requests, body.processors(given), body.returns_hidden_states(len(ids)), context.config.answers,
                    context.model.spec.hidden_size)
     set_routed_experts(requests, body.returns_routed_experts(len(ids)), body.routed_experts_start_len,

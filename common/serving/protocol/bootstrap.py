@@ -11,11 +11,13 @@ from ...api.wire import Int32, Int64
 from ...config.roles import Role
 from .namespaces import NamespaceFields
 from .per_prompt import per_choice, rooms_per_choice
+from .slo import Milliseconds
 
 
 class BootstrapFields(NamespaceFields, kw_only=True):
-    """The fields that a router adds to a request; lists hold one entry per prompt of a batch, or one per choice
-    (sgl-router sends that for a chat with ``n``). Every request that may have them has a namespace, too."""
+    """The fields that a router adds to a request, and its objectives; lists hold one entry per prompt of a batch, or
+    one per choice (sgl-router sends that for a chat with ``n``). Every request that may have them has a namespace,
+    too."""
 
     bootstrap_host: str | list[str] | None = None
     bootstrap_port: Int32 | list[Int32 | None] | None = None
@@ -25,6 +27,8 @@ class BootstrapFields(NamespaceFields, kw_only=True):
     data_parallel_rank: Int32 | None = None
     routed_dp_rank: Int32 | None = None  # SGLang's newer name of data_parallel_rank
     disagg_prefill_dp_rank: Int32 | None = None
+    slo_ttft_ms: Milliseconds | None = None
+    slo_tpot_ms: Milliseconds | None = None
 
 
 class Placement(NamedTuple):

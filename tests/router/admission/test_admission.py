@@ -9,7 +9,7 @@ import pytest
 
 from baton.common.api.errors import Overloaded
 from baton.router.admission.admission import Admission, Permit, QueueTimeout
-from baton.router.admission.limits import TokenBucket, TtftEstimate
+from baton.router.admission.limits import TokenBucket, TtftEstimate, load_of
 from baton.router.config.admission import AdmissionRules
 
 
@@ -22,10 +22,10 @@ class Scene:
         self.started: dict[str, Permit] = {}
         self.refused: dict[str, Exception] = {}
 
-    def enter(self, name="", key=b"", streamed=False, priority=0):
+    def enter(self, name="", key=b"", streamed=False, priority=0, **wants):
         return self.admission.acquire(
             key, streamed, lambda: priority, lambda permit: self.started.update({name: permit}),
-            lambda error: self.refused.update({name: error}))
+            lambda error: self.refused.update({name: error}), **wants)
 
 
 class Body:
@@ -152,15 +152,15 @@ def test_keys_that_are_done_are_forgotten(monkeypatch):
 
 def test_estimate_grows_with_those_that_wait_and_shrinks_with_parallel_workers():
     estimate = TtftEstimate()
-    assert estimate.next == 0
+    assert estimate.next() == 0
     position = estimate.begin()
     estimate.observe(position, 0.2)
-    assert estimate.next == pytest.approx(0.4)
+    assert estimate.next() == pytest.approx(0.4)
     estimate.begin()
-    assert estimate.next == pytest.approx(0.6)
+    assert estimate.next() == pytest.approx(0.6)
     for _ in range(100):
         estimate.observe(8, 0.2)
-    assert estimate.next == pytest.approx(3 * 0.025, rel=0.01)
+    assert estimate.next() == pytest.approx(3 * 0.025, rel=0.01)
 
 
 def test_slo_refuses_what_would_come_too_late_and_recovers():
@@ -177,6 +177,20 @@ def test_slo_refuses_what_would_come_too_late_and_recovers():
     for late in permits:
         late.first_token()
     assert isinstance(scene.enter(streamed=True), Permit)  # no request waits: always admitted
+
+
+def test_a_request_with_an_objective_of_its_own_is_refused_by_it():
+    """Long prompts make others wait longer, and wait longer themselves."""
+    scene = Scene(slo_of_requests=True)
+    permit = scene.enter(streamed=True, slo=0.1, load=4)
+    scene.now = 0.8
+    permit.first_token()  # 0.2 s a unit
+    scene.enter(streamed=True, load=9)  # has no objective
+    assert isinstance(scene.enter(streamed=True, slo=2.1, load=1), Permit)
+    with pytest.raises(Overloaded, match=r"after about 2\.8 s, later than its slo_ttft_ms of 2000") as refusal:
+        scene.enter(streamed=True, slo=2.0, load=4)
+    assert refusal.value.retry_after == pytest.approx(0.8) and scene.admission.refused["slo"] == 1
+    assert [load_of(tokens) for tokens in (0, 2047, 2048, 20_480)] == [1, 1, 2, 11]
 
 
 # ---------------------------------------------------------------------- over sockets
@@ -252,3 +266,19 @@ async def test_questions_are_not_counted(start_router, worker, request_to):
 async def test_all_limits_off_means_no_gate(start_router, worker, chat):
     router = await start_router(await worker(), max_concurrent_requests=0)
     assert router._gate is None and (await chat(router)).status == 200
+
+
+async def test_requests_say_when_they_want_their_first_token(start_router, worker, chat, request_to):
+    router = await start_router(await worker(), enable_slo_admission=True)
+    estimate = router._gate.admission.ttft
+    estimate.observe(estimate.begin(), 2.0)
+    refused = await chat(router, stream=True, slo_ttft_ms=500)
+    assert refused.status == 429 and float(refused.headers["retry-after"]) >= 1
+    assert refused.error["message"] == ("The first token would come after about 4.0 s, later than its slo_ttft_ms of "
+                                        "500.")
+    for slo, status in (("500", 429), ("60000", 200)):
+        reply = await request_to(router, "POST", "/v1/chat/completions",
+                                 {"messages": [{"role": "user", "content": "hi"}], "stream": True},
+                                 headers=f"x-slo-ttft-ms: {slo}\r\n")
+        assert reply.status == status
+    assert (await chat(router, slo_ttft_ms=500)).status == 200, "an answer in one piece has no first token to see"
