@@ -43,6 +43,9 @@ class ModelArgs:
     enable_pickled_weights: bool = flag(False, help=(
         "let /update_weights_from_tensor take tensors as SGLang's clients pickle them, on GPUs as handles of their "
         "memory: only where all that reach the endpoint are trusted with the server"))
+    checkpoint_engine_wait_weights_before_ready: bool = flag(False, help=(
+        "take no requests, and let /health say so, until a trainer has sent the first weights, by any of the endpoints "
+        "that update them"))
     load_format: str = flag("auto", choices=Choices.of(LOAD_FORMATS), help=(
         "source of the weights: auto is safetensors (Mistral's consolidated ones, too), or torch's .bin or .pt files "
         "(pt), or a GGUF file (gguf), where there are no others; layered is the same; npcache reads pt by way of a "
@@ -119,6 +122,9 @@ class ModelArgs:
              "or load the checkpoint."),
         Rule(lambda c: c.model.from_instance and c.parallel.enable_eplb,
              "--load-format remote_instance takes weights in their first places: leave --enable-eplb out."),
+        Rule(lambda c: c.model.checkpoint_engine_wait_weights_before_ready and c.model.is_embedding,
+             "--checkpoint-engine-wait-weights-before-ready is for servers that generate: leave it out with "
+             "--is-embedding."),
         Rule(lambda c: c.model.is_embedding and not c.role.serves_alone,
              "--is-embedding needs a unified server: leave --disaggregation-mode at null."),
         Rule(lambda c: c.model.model_impl == "transformers" and (

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ...api.errors import ConfigError
 from ..foreign_flags import Automatic, Foreign, Mapped, Refused
 
 
@@ -33,6 +34,16 @@ def _never_preempt(values: Sequence[str], ours: Mapping[str, Any]) -> dict[str, 
     return {"priority_scheduling_preemption_threshold": 2**32} if ours.get("enable_priority_scheduling") else {}
 
 
+def _graphs(usual: str, disables: str) -> Callable[[Sequence[str], Mapping[str, Any]], dict[str, Any]]:
+    """Makes what maps a kind of CUDA graphs: the ``usual`` one is Baton's."""
+    def mapped(values: Sequence[str], ours: Mapping[str, Any]) -> dict[str, Any]:
+        if values[0] not in (usual, "disabled"):
+            raise ConfigError(f"CUDA graphs are of one kind here: give {usual} or disabled, not {values[0]}.")
+        return {disables: True} if values[0] == "disabled" else {}
+
+    return mapped
+
+
 def _all(outcome: Foreign, names: str) -> dict[str, Foreign]:
     return {f"--{name}": outcome for name in names.split()}
 
@@ -46,6 +57,11 @@ NEWER: dict[str, Foreign] = {
     **_all(_sizes("piecewise_cuda_graph_tokens"), "cuda-graph-bs-prefill"),
     **_all(Mapped(lambda values, ours: {"disable_piecewise_cuda_graph": True}, "--disable-piecewise-cuda-graph"),
            "disable-prefill-cuda-graph"),
+    **_all(Mapped(_graphs("full", "disable_decode_cuda_graph"),
+                  "--disable-decode-cuda-graph for disabled; full is so anyway", "1"), "cuda-graph-backend-decode"),
+    **_all(Mapped(_graphs("breakable", "disable_piecewise_cuda_graph"),
+                  "--disable-piecewise-cuda-graph for disabled; breakable is so anyway", "1"),
+           "cuda-graph-backend-prefill"),
     **_all(Mapped(_never_preempt, "--priority-scheduling-preemption-threshold, beyond all priorities"),
            "disable-priority-preemption"),
     **_all(Mapped(_detokenizers, "--tokenizer-worker-num: the same processes detokenize", "1"),
@@ -196,10 +212,6 @@ NEWER: dict[str, Foreign] = {
     **_all(Refused("answers have no such field; leave it out"),
            "sampling-mask-max-tokens"),
     **_all(Refused("--disable-cuda-graph, --cuda-graph-bs and --disable-piecewise-cuda-graph say what is captured; use "
-                   "these", ("full",)), "cuda-graph-backend-decode"),
-    **_all(Refused("--disable-cuda-graph, --cuda-graph-bs and --disable-piecewise-cuda-graph say what is captured; use "
-                   "these", ("breakable",)), "cuda-graph-backend-prefill"),
-    **_all(Refused("--disable-cuda-graph, --cuda-graph-bs and --disable-piecewise-cuda-graph say what is captured; use "
                    "these"),
            "cuda-graph-config cuda-graph-max-seq-len-prefill debug-cuda-graph"),
     **_all(Refused("--enable-deterministic-inference gives the same tokens in every batch; use that"),
@@ -211,7 +223,7 @@ NEWER: dict[str, Foreign] = {
     **_all(Refused("checkpoints are safetensors or torch's .bin files on a disk or the hub"),
            "remote-instance-weight-loader-start-seed-via-transfer-engine engine-info-bootstrap-port "
            "modelexpress-config decrypted-config-file decrypted-draft-config-file "
-           "checkpoint-engine-wait-weights-before-ready weight-cache-socket weight-cache-timeout"),
+           "weight-cache-socket weight-cache-timeout"),
     **_all(Refused("checkpoints are read from a disk; leave it out", ("off", "serial")),
            "weight-cache-mode startup-weight-load-mode"),
     **_all(Refused("/metrics and /get_load tell how busy a server is; use these"),

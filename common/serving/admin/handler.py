@@ -59,6 +59,8 @@ async def health(context: ServingContext, request: web.Request) -> web.Response:
         loading = context.status.loading
         progress = round(loading.fraction, 4)
         return json_response({"status": "starting", "stage": loading.stage, "progress": progress}, 503)
+    if context.status.awaits_weights:
+        return json_response({"status": "starting", "stage": "waiting for weights", "progress": 1.0}, 503)
     return _ready(context)
 
 
@@ -73,7 +75,7 @@ async def health_generate(context: ServingContext, request: web.Request) -> web.
     A prefill or decode server generates nothing alone, and neither does a server that is paused: there this is
     ``/health``.
     """
-    if not context.role.facts.serves_alone or context.client.paused:
+    if not context.role.facts.serves_alone or context.client.paused or context.status.awaits_weights:
         return await health(context, request)
     tokenizer = context.status.serving_tokenizer()
     probe = Generate(rid=f"health-{time.monotonic_ns()}", input_ids=[0],

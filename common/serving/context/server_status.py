@@ -34,6 +34,7 @@ class ServerStatus:
         self.weights_lock = asyncio.Lock()  # one weight update at a time
         self.weights_changing = False  # not while they are received beside the steps
         self.staging_weights = False  # a weight update of several requests has begun
+        self._waits_for_weights = config.model.checkpoint_engine_wait_weights_before_ready
         self._transfers_kv = config.duties.transfers_kv
         self._role = role
         self._model = model
@@ -49,6 +50,12 @@ class ServerStatus:
     def is_ready(self) -> bool:
         return (self.ready is not None and self._model.tokenizer is not None and self.dead is None
                 and self.workers_ready and not self.stopping)
+
+    @property
+    def awaits_weights(self) -> bool:
+        """True where requests wait for weights of a trainer that have not come."""
+        identity = None if self.ready is None else self.ready.model
+        return self._waits_for_weights and identity is not None and identity.updates == 0
 
     @property
     def epoch(self) -> str:
@@ -80,7 +87,10 @@ class ServerStatus:
         self.serving_tokenizer()
 
     def check_weights_stable(self) -> None:
-        """Raises WorkerUnavailable while a server of a pair loads other weights: its peers are not connected, and a
-        request that waited for that would fail by its deadline where another worker could serve it."""
+        """Raises WorkerUnavailable while the first weights are awaited, and while a server of a pair loads other
+        weights: its peers are not connected, and a request that waited for that would fail by its deadline where
+        another worker could serve it."""
+        if self.awaits_weights:
+            raise WorkerUnavailable("The server waits for its first weights.", retry_after=1.0)
         if self.weights_changing and self._transfers_kv:
             raise WorkerUnavailable("The server is loading other weights.", retry_after=1.0)

@@ -75,6 +75,7 @@ SERVERS: list[tuple[dict[str, Any], str]] = [
     (DP | {"kv_events_port": 7000}, "--kv-events-port publishes one prefix cache, and every attention group"),
     (PP | TRANSFORMERS, "--model-impl transformers splits a model over --tp-size alone: leave --pp-size, --ep-size"),
     (TRANSFORMERS | {"speculative_algorithm": "NEXTN"}, "--model-impl transformers shares no hidden states, embeddin"),
+    ({"checkpoint_engine_wait_weights_before_ready": True, "is_embedding": True}, "-before-ready is for servers that"),
     (PREFILL | {"is_embedding": True}, "--is-embedding needs a unified server: leave --disaggregation-mode at null."),
     (PP | {"is_embedding": True}, "--is-embedding does not work across the stages of --pp-size: leave one of them"),
     (PREFILL | {"file_storage_path": "files"}, "--file-storage-path is for unified and decode servers"),
