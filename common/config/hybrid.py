@@ -16,9 +16,9 @@ HYBRID_RULES: tuple[ServerRule, ...] = (
     ServerRule(lambda c: c.parallel.pp_size > 1,
                "The states of this model's recurrent layers are not split over pipeline stages: use --tp-size instead "
                "of --pp-size."),
-    ServerRule(lambda c: c.dp_size > 1,
-               "The recurrent layers of this model are not computed in data-parallel attention groups: use --tp-size "
-               "without --enable-dp-attention."),
+    ServerRule(lambda c: c.data_parallel.enable_two_batch_overlap,
+               "--enable-two-batch-overlap cuts steps within a request, whose recurrent layers compute its rows one "
+               "after the other: leave it out."),
     ServerRule(lambda c: c.tiers.enable_hierarchical_cache and c.role.receives_kv,
                "--enable-hierarchical-cache does not keep the states of this model's recurrent layers on a decode "
                "server: leave it out."),

@@ -20,6 +20,7 @@ from baton.common.engine_client.dp_balancer import DPBalancer
 from baton.tests.helpers.deepseek_models import save_deepseek
 from baton.tests.helpers.gpt_oss_models import save_gpt_oss
 from baton.tests.helpers.hand_driven import Engine, tokens_of
+from baton.tests.helpers.hybrid_models import save_hybrid
 from baton.tests.helpers.rank_processes import run_ranks
 from baton.tests.helpers.small_models import save_model
 from baton.tests.helpers.small_moe import save_moe
@@ -106,6 +107,21 @@ def test_groups_compute_their_own_requests_as_one_rank_would(tmp_path, size):
     assert ranks[0]["cases"][12]["pieces"][:2] == [(32, [32, 31]), (32, [32, 1])]
     expected = [greedy(model, prompt, 8 + 5 * i) for i, prompt in enumerate(prompts[0])]
     assert ranks[0]["cases"][0]["tokens"] == expected
+
+
+def test_groups_compute_hybrid_models(tmp_path):
+    """Each group has states of its own; one without work computes a page that no request reads."""
+    dense, moe = tmp_path / "dense", tmp_path / "moe"
+    save_hybrid(dense)
+    save_hybrid(moe, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[],
+                shared_expert_intermediate_size=20, decoder_sparse_step=1)
+    prompts, states = make_prompts(3), {"cache": {"max_mamba_cache_size": 40}}
+    variants = [(dense, {"overlap": True, "chunk": 16}), (moe, {"experts": (2,), "chunk": 16}), (moe, {})]
+    ranks = run_groups(2, tmp_path, [{"checkpoint": str(folder), "prompts": prompts, **states, **options}
+                                     for folder, options in variants])
+    for group, seen in enumerate(ranks):
+        for (folder, options), found in zip(variants, seen["cases"]):
+            assert found["tokens"] == alone(folder, prompts[group], **states), (group, options)
 
 
 def test_decode_steps_meet_in_their_norms(tmp_path):

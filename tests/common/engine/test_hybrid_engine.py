@@ -160,7 +160,8 @@ def test_what_does_not_combine_is_refused(checkpoint):
                             ({"pp_size": 2}, "pipeline stages"),
                             ({"enable_hierarchical_cache": True, "hicache_write_policy": "write_back"}, "too late"),
                             ({"retract_host_memory_gb": 1.0}, "leave it out"), ({"is_embedding": True}, "generation"),
-                            ({"tp": 2, "dp_size": 2, "enable_dp_attention": True}, "without --enable-dp"),
+                            ({"enable_two_batch_overlap": True, "two_batch_min_tokens": 64, "tp": 2, "dp_size": 2,
+                              "enable_dp_attention": True}, "cuts steps within a request"),
                             ({"enable_deterministic_inference": True}, "where chunks end")]:
         with pytest.raises(ConfigError, match=sentence):
             check_hybrid(server_config(checkpoint[0], **flags), spec)
