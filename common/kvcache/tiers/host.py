@@ -328,6 +328,8 @@ class HostTier:
         return bool(self._queued) and bool(self._is_queued[slots].any())
 
     def poll(self) -> None:
+        if self.capacity < self.memory.num_slots:
+            self.memory.last_step = time.monotonic()
         if self._shared is not None:
             self._shared.advance()
         for copy in self.loads.pop_complete():

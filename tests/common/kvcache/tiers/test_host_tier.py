@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -364,6 +366,21 @@ def test_memory_is_pinned_in_the_background():
     memory.close()
     del memory
     assert not host.pinned
+
+
+def test_pinning_is_slow_while_steps_are_made():
+    host = Host(1 << 30)
+
+    def slow_pin(address, num_bytes):
+        time.sleep(0.01)
+        return host.pin(address, num_bytes)
+
+    memory = SlotMemory([4096, 8192], 10, pin=slow_pin, unpin=host.unpin, in_background=True, chunk_bytes=2 * 12288,
+                        num_free_bytes=lambda: 1 << 40)
+    memory.last_step = math.inf
+    began = time.monotonic()
+    memory._thread.join(10)
+    assert memory.num_allocated == 10 and time.monotonic() - began > 0.5, "it waits 0.18 s after each of 3 chunks"
 
 
 def test_memory_ends_where_no_more_can_be_pinned(caplog):
