@@ -73,7 +73,7 @@ class HTTPServer:
             self._stack.push_async_callback(asyncio.to_thread, lines.close)
         if to := context.config.observe.traces_to:
             name = context.config.observe.otlp_service_name or f"baton-{context.config.role.component}"
-            traces = Traces(Tracing(name, exporter_for(to)), context.config.role)
+            traces = Traces(Tracing(name, exporter_for(to)), context.config.role.component)
             context.telemetry.traces = traces
             self._stack.push_async_callback(asyncio.to_thread, traces.close)
 

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET
 
 from ...api.errors import AbortRequested, ServingError
-from ...api.messages import Generate, LatencySpan, Logprobs, Output, OutputExtras, PromptUsage
+from ...api.messages import Generate, LatencySpan, Logprobs, Output, OutputExtras, PromptUsage, SpanName
 from ...engine_client.client import EngineClient
 from ...engine_client.output_stream import OutputStream
 from ...obs.metrics import ServerMetrics
@@ -158,6 +158,13 @@ class Choice:
             self._finish(ChoiceFinish("stop", self._text_stream.matched))
         elif finish is not None:
             self._finish(ChoiceFinish(finish.reason, finish.matched))
+
+    @property
+    def ended_stages(self) -> list[LatencySpan]:
+        """The stages that the engine has reported, and the one during which the answer ends, now: a stop string may
+        end it here."""
+        last: SpanName = "transfer" if self.request.sends_kv else "decode"
+        return [*self.stages, LatencySpan(last, time.monotonic())] if self.stages else []
 
     @property
     def weight_version(self) -> str:
@@ -314,10 +321,10 @@ class Generation:
                 self._request_log.end(choice.rid, reached, num_output_tokens=choice.num_output_tokens,
                                       text=choice.text, seconds=time.monotonic() - self._arrived)
             if self._traces is not None:
-                self._traces.end(choice.rid, reached, arrived=self._arrived, stages=choice.stages,
+                self._traces.end(choice.rid, reached, arrived=self._arrived, stages=choice.ended_stages,
                                  num_output_tokens=choice.num_output_tokens)
             if self._time_stats is not None:
-                self._time_stats.end(choice.rid, reached, arrived=self._arrived, stages=choice.stages,
+                self._time_stats.end(choice.rid, reached, arrived=self._arrived, stages=choice.ended_stages,
                                      num_prompt_tokens=choice.num_prompt_tokens,
                                      num_output_tokens=choice.num_output_tokens)
             if self._request_export is not None:

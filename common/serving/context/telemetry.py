@@ -45,8 +45,7 @@ class Telemetry:
             extra_labels=config.observe.extra_labels, role=config.duties)
         self.request_log = RequestLog.of(config.observe, config.logs.max_bytes)
         self.request_export = RequestExport.of(config.observe)
-        self.time_stats = (TimeStats("decode" if config.role.decodes else "transfer")
-                           if config.observe.enable_request_time_stats_logging else None)
+        self.time_stats = TimeStats() if config.observe.enable_request_time_stats_logging else None
         self.traces: Traces | None = None
         self.collect_others: Callable[[], Awaitable[None]] | None = None
         """Brings what other processes of the server counted up to date."""

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from ...api.messages import Generate, LatencySpan, SpanName
-from ...config.roles import Role
+from ...api.messages import Generate, LatencySpan
 from ...obs.tracing import Tracing
 
 TRACEPARENT: ContextVar[str | None] = ContextVar("traceparent", default=None)
@@ -22,10 +21,9 @@ TRACEPARENT: ContextVar[str | None] = ContextVar("traceparent", default=None)
 class Traces:
     """The spans of one server: ``<component>.request`` for each generation, with a child for each of its stages."""
 
-    def __init__(self, tracing: Tracing, role: Role):
+    def __init__(self, tracing: Tracing, component: str):
         self._tracing = tracing
-        self._role = role
-        self._name = f"{role.component}.request"
+        self._name = f"{component}.request"
         self._spans: dict[str, Any] = {}
 
     def start(self, requests: Sequence[Generate], arrived: float) -> None:
@@ -46,9 +44,6 @@ class Traces:
         if span is None:
             return
         begin = arrived
-        if stages:  # the last one has no end in the engine: a stop string may end it here
-            last: SpanName = "decode" if self._role.decodes else "transfer"
-            stages = [*stages, LatencySpan(last, time.monotonic())]
         for stage in stages:
             child = self._tracing.tracer.start_span(stage.name, self._tracing.within(span), start_time=_epoch_ns(begin))
             child.end(_epoch_ns(stage.end))

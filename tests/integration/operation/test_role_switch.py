@@ -16,8 +16,8 @@ PROMPTS = [f"Question {number}: what is {number} plus {number * 7}? Answer in wo
 SWITCHES = ("decode", "null", "prefill")
 
 
-def stream(url, number, tokens=24):
-    """The text of a streamed completion, and its first token's time."""
+def stream(url, number, tokens=24, leaves=False):
+    """The text of a streamed completion; a client that ``leaves`` does so after the first token."""
     body = {"model": "tinychat", "prompt": PROMPTS[number], "max_tokens": tokens, "temperature": 0, "stream": True,
             "ignore_eos": True}
     request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode(),
@@ -31,6 +31,8 @@ def stream(url, number, tokens=24):
                 chunk = json.loads(line[6:])
                 assert "error" not in chunk, chunk
                 texts += [choice["text"] for choice in chunk["choices"]]
+                if leaves:
+                    return None
     assert done, "the stream broke off"
     return "".join(texts)
 
@@ -60,6 +62,7 @@ class Load:
 
     def _run(self, number):
         while not self._stop.is_set():
+            stream(self._url, number, leaves=self.count % 4 == 0)
             text = stream(self._url, number)
             self.count += 1
             if text != self._expected[number]:
