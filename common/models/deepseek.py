@@ -131,8 +131,9 @@ MODELS.register("DeepseekV2ForCausalLM", "DeepseekV2ForSequenceClassification", 
     ModelFamily(partial(read, version=2), blocks, _V2, tensor_parts, title="DeepSeek-V2, V2-Lite",
                 notes="multi-head latent attention, mixtures of experts, draft layers"))
 MODELS.register("DeepseekV3ForCausalLM", "DeepseekV3ForSequenceClassification", "DeepseekV3Model")(
-    ModelFamily(partial(read, version=3), blocks, _V3, tensor_parts, title="DeepSeek-V3, R1",
-                notes="multi-head latent attention, mixtures of experts, draft layers"))
+    ModelFamily(partial(read, version=3), blocks, _V3, tensor_parts, title="DeepSeek-V3, R1, Kimi-K2",
+                notes="multi-head latent attention, mixtures of experts, draft layers; Kimi-K2's tokenizer needs "
+                      "`--trust-remote-code`"))
 MODELS.register("Glm4MoeLiteForCausalLM", "Glm4MoeLiteModel")(
     ModelFamily(partial(read, version=3), blocks, _GLM_FLASH, tensor_parts, title="GLM-4.7-Flash",
                 notes="as DeepSeek-V3"))

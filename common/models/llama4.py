@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from ..weights.loader import TensorParts
     from .decoder.blocks import Blocks
 
-_DEFAULT_CONTEXT = 131_072
-"""Tokens of a context, unless a flag says more: Scout's rotary table of its 10 million takes 5 GB."""
+_DEFAULT_CHUNKS = 1
+"""Chunks of a context, unless a flag says more tokens: attention beyond one has not run on a GPU."""
+_UNCHUNKED_CONTEXT = 131_072
+"""Tokens of a context without chunks, unless a flag says more: Scout's rotary table of its 10 million takes 5 GB."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ def read(config: ModelConfig) -> ModelSpec:
     config = dataclasses.replace(config, values={**values, "intermediate_size": size})
     chunk = values["attention_chunk_size"]
     windows = tuple(AttentionChunk(chunk) if rotates else None for rotates in own.rotates) if chunk else ()
-    longest = rope.longest_context if config.args.context_length else min(rope.longest_context, _DEFAULT_CONTEXT)
+    longest = rope.longest_context if config.args.context_length else min(
+        rope.longest_context, _DEFAULT_CHUNKS * chunk if chunk else _UNCHUNKED_CONTEXT)
     return config.spec(longest, own, moe=experts, windows=windows)
 
 
@@ -112,4 +115,4 @@ _DEFAULTS = {
 MODELS.register("Llama4ForCausalLM", "Llama4TextModel")(
     ModelFamily(read, blocks, _DEFAULTS, tensor_parts_of=tensor_parts_of, title="Llama 4",
                 notes="mixtures of experts; attention within chunks, full layers without rotary embeddings; contexts "
-                      "of 131,072 tokens, or of as many as `--context-length` says"))
+                      "of one chunk (8,192 tokens), or of as many tokens as `--context-length` says"))

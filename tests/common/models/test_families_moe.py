@@ -8,6 +8,7 @@ import transformers
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 
 from baton.common.api.errors import ConfigError
+from baton.common.models import llama4
 from baton.common.models.registry import load_model_spec
 from baton.tests.helpers.family_parity import (
     SEED,
@@ -71,10 +72,11 @@ def test_llama_4_within_a_chunk(tmp_path):
     check_family(tmp_path, "Llama4", config_name="Llama4Text", **LLAMA_4)
 
 
-def test_llama_4_in_chunks(tmp_path):
+def test_llama_4_in_chunks(tmp_path, monkeypatch):
     """Prompts of several chunks in each of their steps, prefixes that end within a chunk, and drafts."""
     config = LLAMA_4 | {"attention_chunk_size": 16}
     model = save_random(tmp_path, "Llama4", config_name="Llama4Text", **config)
+    monkeypatch.setattr(llama4, "_DEFAULT_CHUNKS", 16)
     prompts = [tokens(count) for count in (45, 2, 33, 17)]
     for page_size, chunk in ((1, 7), (16, 23), (8, 64)):
         check_chunks(load_runner(server_config(tmp_path, page_size=page_size)), model, prompts, chunk, TOLERANCE)
@@ -94,7 +96,7 @@ def test_llama_4_in_chunks(tmp_path):
 def test_contexts_of_llama_4(tmp_path):
     changes = {"attention_chunk_size": 16, "max_position_embeddings": 1 << 20}
     save_random(tmp_path, "Llama4", config_name="Llama4Text", **LLAMA_4 | changes)
-    assert load_model_spec(server_config(tmp_path).model).context_length == 131_072
+    assert load_model_spec(server_config(tmp_path).model).context_length == 16
     assert load_model_spec(server_config(tmp_path, context_length=200_000).model).context_length == 200_000
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import linear, rms_norm
 
 from baton.common.api.errors import ConfigError
 from baton.common.bench import draft_acceptance
@@ -17,9 +18,11 @@ from baton.common.bench.draft_acceptance import Acceptance, Drafting
 from baton.common.bench.workloads.workload import Prompt, Turn
 from baton.tests.common.models.test_models_numerics import TOLERANCE
 from baton.tests.common.runner.mtp_rank import TOKENS, rows_by_chunks, with_layers
-from baton.tests.helpers.deepseek_models import save_deepseek, save_with_predictors
+from baton.tests.helpers.deepseek_models import copy_of, save_deepseek, save_with_predictors
+from baton.tests.helpers.family_parity import randomize, save_random
 from baton.tests.helpers.hybrid_models import add_draft_layer, save_hybrid
 from baton.tests.helpers.rank_processes import run_ranks
+from baton.tests.helpers.repacked_models import change_config
 from baton.tests.helpers.small_models import load_runner, server_config
 
 
@@ -47,6 +50,49 @@ def test_rows_of_a_hybrid_model_equal_transformers(tmp_path, chunk):
     foretell = add_draft_layer(tmp_path, model)
     runner = load_runner(with_layers(server_config(tmp_path, page_size=4)))
     torch.testing.assert_close(rows_by_chunks(runner, chunk), expected_rows(model, foretell), atol=TOLERANCE, rtol=0)
+
+
+DEEPSEEKS = "model.layers.3.", "enorm", "hnorm", "eh_proj", "shared_head.norm"
+"""Names of a layer of multi-token prediction, as most checkpoints have them."""
+MIMOS = "model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"
+
+
+@pytest.mark.parametrize("name,changes,names", [
+    ("Glm4Moe", {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "use_qk_norm": True,
+                 "n_group": 2, "topk_group": 1, "attention_bias": True, "head_dim": 16}, DEEPSEEKS),
+    ("Qwen2", {"architectures": ["MiMoForCausalLM"]}, MIMOS)])
+def test_rows_of_other_families_equal_transformers(tmp_path, name, changes, names):
+    """GLM-4.5, and MiMo, whose projection takes the hidden state first."""
+    model = save_random(tmp_path, name, first_k_dense_replace=1, **changes)
+    foretell = add_layer(tmp_path, model, names, first_k_dense_replace=0)
+    change_config(tmp_path, {"num_nextn_predict_layers": 1, **{key: changes[key] for key in changes
+                                                               if key == "architectures"}})
+    runner = load_runner(with_layers(server_config(tmp_path, page_size=4)))
+    torch.testing.assert_close(rows_by_chunks(runner, 11), expected_rows(model, foretell), atol=TOLERANCE, rtol=0)
+
+
+def add_layer(folder: Path, model: Any, names: tuple[str, ...], **changes: Any) -> Any:
+    """Adds a layer of multi-token prediction to the checkpoint of transformers' ``model``; returns what foretells."""
+    prefix, token, hidden, projection, last = names
+    block = type(model.model)(copy_of(model.config, num_hidden_layers=1, **changes)).eval()
+    randomize(block)
+    size, eps = model.config.hidden_size, model.config.rms_norm_eps
+    own = {f"{token}.weight": torch.rand(size) + 0.5, f"{hidden}.weight": torch.rand(size) + 0.5,
+           f"{projection}.weight": torch.randn(size, 2 * size) * 0.1, f"{last}.weight": block.norm.weight}
+    path = folder / "model.safetensors"
+    tensors = load_file(path) | {prefix + key: value.detach().contiguous().clone()
+                                 for key, value in (own | block.layers[0].state_dict()).items()}
+    path.unlink()
+    save_file(tensors, path)
+
+    @torch.inference_mode()
+    def foretell(states: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        parts = [rms_norm(x, (size,), own[f"{norm}.weight"], eps)
+                 for x, norm in ((model.model.embed_tokens(following), token), (states, hidden))]
+        joined = torch.cat(parts if prefix == DEEPSEEKS[0] else parts[::-1], -1)
+        return block(inputs_embeds=linear(joined, own[f"{projection}.weight"])[None]).last_hidden_state[0]
+
+    return foretell
 
 
 def test_ranks_equal_transformers(tmp_path):

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from baton.common.models import llama4
 from baton.tests.gpu.whole_models import check_bfloat16, check_graphs_and_overlap
 from baton.tests.helpers.family_parity import save_random
 
@@ -34,8 +35,9 @@ def test_graphs_and_overlap_change_no_token(tmp_path, family):
     check_graphs_and_overlap(tmp_path)
 
 
-def test_graphs_of_attention_within_chunks(tmp_path):
+def test_graphs_of_attention_within_chunks(tmp_path, monkeypatch):
     """Page tables begin with a chunk, which decode steps enter."""
+    monkeypatch.setattr(llama4, "_DEFAULT_CHUNKS", 8)
     save_random(tmp_path, "Llama4", config_name="Llama4Text", **SHAPE, head_dim=64, intermediate_size_mlp=512,
                 num_local_experts=4, num_experts_per_tok=1, num_hidden_layers=4, no_rope_layer_interval=2,
                 interleave_moe_layer_step=2, attention_chunk_size=16)
