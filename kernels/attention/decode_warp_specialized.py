@@ -43,14 +43,14 @@ REGISTERS = 128
 
 
 @gluon.jit
-def _rows_of(indices_ptr, first, last, head_row, page_rows, COUNT: gl.constexpr):
+def rows_of_pages(indices_ptr, first, last, head_row, page_rows, COUNT: gl.constexpr):
     """First rows of a head in ``COUNT`` pages from the ``first``-th on; after the last page that one is repeated."""
     if COUNT == 1:
         page = gl.load(indices_ptr + gl.minimum(first, last), cache_modifier=".cg")
         rows = (page * page_rows + head_row,)
     else:
-        rows = (_rows_of(indices_ptr, first, last, head_row, page_rows, COUNT // 2)
-                + _rows_of(indices_ptr, first + COUNT // 2, last, head_row, page_rows, COUNT // 2))
+        rows = (rows_of_pages(indices_ptr, first, last, head_row, page_rows, COUNT // 2)
+                + rows_of_pages(indices_ptr, first + COUNT // 2, last, head_row, page_rows, COUNT // 2))
     return rows
 
 
@@ -81,8 +81,8 @@ def _load_all(k_desc, v_desc, table, ring, requests, heads, page_rows, head_rows
         for start in range(begin, end, TOKENS):
             if start + TOKENS >= end:
                 wait_for_last(PDL)
-            rows = _rows_of(kv_indices_ptr, first_page + start // PAGE, last_page, work % heads * head_rows, page_rows,
-                            TOKENS // PAGE)
+            rows = rows_of_pages(kv_indices_ptr, first_page + start // PAGE, last_page, work % heads * head_rows,
+                                 page_rows, TOKENS // PAGE)
             _load(k_desc, ring, step, rows, PAGE)
             _load(v_desc, ring, step + 1, rows, PAGE)
             step += 2

@@ -15,7 +15,7 @@ from .._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 from ..arguments import RowMask
 from ..tuning.attention import VerifyTile
 from .row_mask import sees
-from .verify_attention import VerifyPlan, block_of_split, merge_rows, rows_of_block, split_results
+from .verify_attention import SplitResults, VerifyPlan, block_of_split, merge_rows, rows_of_block, split_results
 
 
 @triton.jit
@@ -156,13 +156,36 @@ def mla_verify(q: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, qo_in
         reference.mla_attention(q, q_rope, pages, qo_indptr, kv_indptr, kv_indices, kv_last_page_len, scale, page_scale,
                                 mask, out)
         return out
+    results, heads = split_results(plan, out), min(q.shape[1], tile.heads)
+    if tile.warp_specialized and mask is None and _fits_warp_groups(q, q_rope, pages, plan.rows * heads):
+        from .mla_verify_warp_specialized import mla_verify_warp_specialized  # not there without Triton
+        mla_verify_warp_specialized(q, q_rope, pages, qo_indptr, kv_indptr, kv_indices, kv_last_page_len, scale, plan,
+                                    heads, page_scale, out, results)
+    else:
+        _launch(q, q_rope, pages, (qo_indptr, kv_indptr, kv_indices, kv_last_page_len), scale, plan, tile, heads,
+                page_scale, mask, out, results)
+    if plan.splits.needs_merge:
+        merge_rows(results.parts, results.lses, out, qo_indptr, plan, False)
+    return out
+
+
+def _fits_warp_groups(q: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, rows: int) -> bool:
+    """Says whether blocks of ``rows`` are the tensor cores' tile, and TMA can load the latents."""
+    page_size, width = pages.shape[1:]
+    return (rows == 64 and q.shape[2] == 512 and q_rope.shape[2] == 64 and width == 576 and page_size in (16, 32, 64)
+            and q.itemsize == 2 and q.dtype == q_rope.dtype == pages.dtype and q.stride(2) == q_rope.stride(2) == 1
+            and pages.stride(1) == width and pages.stride(0) % width == 0 and pages.data_ptr() % 16 == 0)
+
+
+def _launch(q: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, table: tuple[torch.Tensor, ...], scale: float,
+            plan: VerifyPlan, tile: VerifyTile, heads: int, page_scale: float, mask: RowMask | None, out: torch.Tensor,
+            results: SplitResults) -> None:
+    """Launches the kernel above; ``table`` has the arrays of ``mla_verify`` in their order."""
     num_heads, rank = q.shape[1:]
     width, splits = q_rope.shape[2], plan.splits
-    parts, lses, max_splits = split_results(plan, out)
-    heads = min(num_heads, tile.heads)
-    _mla_verify_kernel[(tile.head_blocks(num_heads), max_splits)](
-        q, q_rope, pages, *(mask or (None, None)), out, parts, lses, qo_indptr, kv_indptr, kv_indices,
-        kv_last_page_len, plan.length_indptr, splits.request_of_split, splits.split_indptr,
+    _mla_verify_kernel[(tile.head_blocks(num_heads), results.max_splits)](
+        q, q_rope, pages, *(mask or (None, None)), out, results.parts, results.lses, *table, plan.length_indptr,
+        splits.request_of_split, splits.split_indptr,
         len(splits.split_indptr) - 1, scale * page_scale * 1.4426950408889634, page_scale, q.stride(0), q.stride(1),
         q_rope.stride(0), q_rope.stride(1), pages.stride(0), pages.stride(1), num_heads, PAGE=pages.shape[1],
         ROWS=plan.rows, PER_REQUEST=plan.blocks_per_request, HEADS=heads,
@@ -170,6 +193,3 @@ def mla_verify(q: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, qo_in
         BLOCK_RANK=max(16, triton.next_power_of_2(rank)), BLOCK_ROPE=max(16, triton.next_power_of_2(width)),
         BLOCK_TOKENS=tile.tokens, MASKED=mask is not None, TRANSPOSED=tile.transposed, num_warps=tile.warps,
         num_stages=tile.stages, **pdl(q))
-    if splits.needs_merge:
-        merge_rows(parts, lses, out, qo_indptr, plan, False)
-    return out

@@ -208,11 +208,12 @@ class Latents:
         want = reference.mla_attention(q[at].float(), qr[at].float(), self.pool[:, 0],
                                        int32(range(0, len(at) + 1, width)), *table, 192**-0.5)
         usual, found = policy.mla_verify(self.heads, width, 2), []
-        tried = [(usual, policy.mla_verify_splits())]
-        tried += [(usual._replace(tokens=t, warps=w, stages=s, transposed=across), cut)
+        tried = [(usual, policy.mla_verify_splits(usual))]
+        tried += [(usual._replace(tokens=t, warps=w, stages=s, transposed=across, warp_specialized=False), cut)
                   for t, w, s, across in LATENT_TILES for cut in LATENT_SPLITS]
         if self.heads * width > 32 and self.heads <= 32:
-            tried += [(usual._replace(rows=32 // self.heads, stages=5, transposed=True), LATENT_SPLITS[1])]
+            other = usual._replace(rows=32 // self.heads, stages=5, transposed=True, warp_specialized=False)
+            tried += [(other, LATENT_SPLITS[1])]
         for i, (tile, splits) in enumerate(tried):
             if i and clock.left < 0:
                 continue

@@ -119,7 +119,7 @@ def test_rows_over_latents(monkeypatch):
         last = torch.tensor([(length - 1) % page + 1 for _, length, _ in parts], dtype=torch.int32)
         most = max(count for *_, count in parts)
         tile = policy.mla_verify(heads, most, 2)
-        plan = plan_verify(qo, kv, last, page, 1, 2, most, 400, tile, policy.mla_verify_splits())
+        plan = plan_verify(qo, kv, last, page, 1, 2, most, 400, tile, policy.mla_verify_splits(tile))
         return mla_verify(q[rows], q_rope[rows], memory, qo, kv, torch.cat(tables), last, 0.2, plan, tile)
 
     whole = attend(list(zip(range(3), lengths, q_lens)), slice(0, 8))

@@ -292,7 +292,7 @@ def verify_latents(requests: int, q_len: int, heads: int, dtype: torch.dtype, ca
     tile = tile or H200.attention.mla_verify(heads, q_len, dtype.itemsize)
     rows, table = int32(requests + 1), (int32(requests + 1), int32(requests))
     planned = plan_verify(rows, *table, PAGE, tile.head_blocks(heads), 132, q_len, 2048, tile,
-                          H200.attention.mla_verify_splits(), masked=masked)
+                          H200.attention.mla_verify_splits(tile), masked=masked)
     mla_verify(of(requests * q_len, heads, 512, dtype=dtype), of(requests * q_len, heads, 192, dtype=dtype)[..., 128:],
                latents(cache or dtype), rows, table[0], int32(requests * 8), table[1], 192**-0.5, planned, tile,
                0.5 if cache else 1.0, RowMask(int64(requests * q_len), int32(requests)) if masked else None)
@@ -739,7 +739,7 @@ FEW = ["causal_conv1d Qwen3-Next, prompts", "gated_delta_rule Qwen3-Next, decode
        "paged_decode Llama, many requests", "verify_attention Llama, 8 rows",
        "fixed_split Llama, decode", "fixed_split Llama, prompts", "move_slots Llama",
        "chains of 3", "chains without drafts", "chains of 7, simulated",
-       "mla_decode V2-Lite", "mla_decode V3", "mla_verify V2-Lite", "per_head_matmul V2-Lite, absorbed",
+       "mla_decode V2-Lite", "mla_decode V3", "mla_verify V2-Lite", "mla_verify V2-Lite, tree", "per_head_matmul V2-Lite, absorbed",
        "mla_prefill V2-Lite, merges",
        "moe_topk Qwen3", "moe_experts Qwen3, by warp groups", "warp_specialized_matmul Llama, gated",
        "moe_experts Qwen3, 7 tokens", "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows",

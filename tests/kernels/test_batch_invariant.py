@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from baton.kernels.tuning import policy as policies
+from baton.kernels.tuning.attention import VerifyTile
 from baton.kernels.tuning.gemm import InvariantTile, PersistentTile
 from baton.kernels.tuning.policy import Policy, policy_of, set_batch_invariant
 
@@ -55,7 +56,7 @@ ASKED: dict[str, Chooser] = {
     "attention.mla_is_narrow": lambda p, rows: p.attention.mla_is_narrow(16, 2),
     "attention.mla_splits": lambda p, rows: p.attention.mla_splits(16, 2),
     "attention.mla_verify": lambda p, rows: tuple(p.attention.mla_verify(heads, rows, 2) for heads in (8, 16, 128)),
-    "attention.mla_verify_splits": lambda p, rows: p.attention.mla_verify_splits(),
+    "attention.mla_verify_splits": lambda p, rows: p.attention.mla_verify_splits(VerifyTile(4)),
     "packed_ints.dequantizes": lambda p, rows: p.packed_ints.dequantizes(rows),
     "packed_ints.fetches": lambda p, rows: p.packed_ints.fetches(96 * rows, 1 << 20),
     "packed_ints.tile": lambda p, rows: tuple(p.packed_ints.tile(rows, *s, 128, 2) for s in SHAPES),

@@ -131,6 +131,8 @@ class MLATritonBackend:
     def _verify(self, plan: MLATritonPlan, rows: ForwardBatch, q: torch.Tensor, q_rope: torch.Tensor,
                 pages: torch.Tensor, page_scale: float) -> torch.Tensor:
         tile = self._policy.mla_verify(self._num_heads, rows.max_q_len, q.element_size())
+        if rows.mask is not None or pages.dtype != q.dtype:
+            tile = tile._replace(warp_specialized=False)
         if plan.verify is None:
             plan.verify = [self._plan_verify(part, rows, plan.longest, tile) for part in self._parts(rows)]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -150,7 +152,7 @@ class MLATritonBackend:
         ends = slice(part.start, part.stop + 1)
         table = rows.qo_indptr[ends], rows.kv_indptr[ends], rows.kv_last_page_len[part]
         return *table, plan_verify(*table, self.pool.layout.page_size, tile.head_blocks(self._num_heads), self._num_sms,
-                                   rows.max_q_len, longest, tile, self._policy.mla_verify_splits(),
+                                   rows.max_q_len, longest, tile, self._policy.mla_verify_splits(tile),
                                    masked=rows.mask is not None)
 
     def _extend(self, plan: MLATritonPlan, q: torch.Tensor, pages: torch.Tensor, page_scale: float,
