@@ -157,7 +157,7 @@ def mla_verify(q: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, qo_in
                                 mask, out)
         return out
     results, heads = split_results(plan, out), min(q.shape[1], tile.heads)
-    if tile.warp_specialized and mask is None and _fits_warp_groups(q, q_rope, pages, plan.rows * heads):
+    if tile.warp_specialized and mask is None and fits_warp_groups(q, q_rope, pages, plan.rows * heads):
         from .mla_verify_warp_specialized import mla_verify_warp_specialized  # not there without Triton
         mla_verify_warp_specialized(q, q_rope, pages, qo_indptr, kv_indptr, kv_indices, kv_last_page_len, scale, plan,
                                     heads, page_scale, out, results)
@@ -169,10 +169,11 @@ def mla_verify(q: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, qo_in
     return out
 
 
-def _fits_warp_groups(q: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, rows: int) -> bool:
-    """Says whether blocks of ``rows`` are the tensor cores' tile, and TMA can load the latents."""
+def fits_warp_groups(q: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, rows: int) -> bool:
+    """Says whether blocks of ``rows`` are the tensor cores' tile, and TMA can load the latents. Pages have 16 tokens:
+    the kernel is written for 32 and 64, too, but has not run on a GPU with these."""
     page_size, width = pages.shape[1:]
-    return (rows == 64 and q.shape[2] == 512 and q_rope.shape[2] == 64 and width == 576 and page_size in (16, 32, 64)
+    return (rows == 64 and q.shape[2] == 512 and q_rope.shape[2] == 64 and width == 576 and page_size == 16
             and q.itemsize == 2 and q.dtype == q_rope.dtype == pages.dtype and q.stride(2) == q_rope.stride(2) == 1
             and pages.stride(1) == width and pages.stride(0) % width == 0 and pages.data_ptr() % 16 == 0)
 

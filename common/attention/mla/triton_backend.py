@@ -15,7 +15,7 @@ from ....kernels.arguments import Segment
 from ....kernels.attention.decode_plan import DecodePlan, plan_decode
 from ....kernels.attention.mla_decode import mla_decode
 from ....kernels.attention.mla_prefill import mla_prefill, plan_mla_prefill
-from ....kernels.attention.mla_verify import mla_verify
+from ....kernels.attention.mla_verify import fits_warp_groups, mla_verify
 from ....kernels.attention.verify_attention import VerifyPlan, plan_verify
 from ....kernels.device import num_sms
 from ....kernels.tuning.attention import VerifyTile
@@ -118,21 +118,28 @@ class MLATritonBackend:
         page_scale, _ = self.pool.layout.scales_of(layer)
         if rows is None:
             return self._extend(plan, q, pages, page_scale, up)
-        absorbed = absorb(q, up, nope)
-        if not rows.is_decode or self._policy.batch_invariant:
-            return values_of(self._verify(plan, rows, absorbed, q[..., nope:], pages, page_scale), up, nope)
+        absorbed, q_rope = absorb(q, up, nope), q[..., nope:]
+        tile = self._verify_tile(rows, absorbed, q_rope, pages)
+        if not rows.is_decode or self._policy.batch_invariant or tile.warp_specialized:
+            return values_of(self._verify(plan, rows, absorbed, q_rope, pages, page_scale, tile), up, nope)
         if plan.splits is None:
             plan.splits = plan_decode(rows.kv_indptr, rows.kv_last_page_len, self.pool.layout.page_size,
                                       self._head_blocks, self._num_sms, plan.longest, **self._splits)
-        latents = mla_decode(absorbed, q[..., nope:], pages, rows.kv_indptr, rows.kv_indices, rows.kv_last_page_len,
+        latents = mla_decode(absorbed, q_rope, pages, rows.kv_indptr, rows.kv_indices, rows.kv_last_page_len,
                              self.mla.scale, plan.splits, page_scale=page_scale)
         return values_of(latents, up, nope)
 
-    def _verify(self, plan: MLATritonPlan, rows: ForwardBatch, q: torch.Tensor, q_rope: torch.Tensor,
-                pages: torch.Tensor, page_scale: float) -> torch.Tensor:
+    def _verify_tile(self, rows: ForwardBatch, q: torch.Tensor, q_rope: torch.Tensor,
+                     pages: torch.Tensor) -> VerifyTile:
+        """Returns the policy's tile; of the general kernel where warp groups do not take the rows."""
         tile = self._policy.mla_verify(self._num_heads, rows.max_q_len, q.element_size())
-        if rows.mask is not None or pages.dtype != q.dtype:
-            tile = tile._replace(warp_specialized=False)
+        block = min(tile.rows, 1 << (rows.max_q_len - 1).bit_length()) * min(tile.heads, self._num_heads)
+        if tile.warp_specialized and (rows.mask is not None or not fits_warp_groups(q, q_rope, pages, block)):
+            return tile._replace(warp_specialized=False)
+        return tile
+
+    def _verify(self, plan: MLATritonPlan, rows: ForwardBatch, q: torch.Tensor, q_rope: torch.Tensor,
+                pages: torch.Tensor, page_scale: float, tile: VerifyTile) -> torch.Tensor:
         if plan.verify is None:
             plan.verify = [self._plan_verify(part, rows, plan.longest, tile) for part in self._parts(rows)]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
