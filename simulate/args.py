@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..common.api.errors import ConfigError
 from ..common.bench.report.goodput import Slo
-from ..common.config.cli import flag
+from ..common.config.cli import flag, nested
 from ..common.config.rules import at_least
 from ..common.config.server import ScheduleArgs
 from ..common.registry import Choices
@@ -94,12 +94,26 @@ class OutputArgs:
             raise ConfigError("--validate prints a table, and writes --html: leave --output-file and --plot out.")
 
 
+NOT_SIMULATED = {
+    "max_queued_requests": "no request is refused", "max_prompts_per_request": "requests have one prompt",
+    "request_timeout": "no request times out", "retract_host_memory_gb": "retracted requests are computed again",
+    **dict.fromkeys(("enable_priority_scheduling", "schedule_low_priority_values_first",
+                     "priority_scheduling_preemption_threshold", "default_priority_value",
+                     "abort_on_priority_when_disabled"), "requests have no priority")}
+"""Flags of the scheduler that a simulation does not have, with the reasons."""
+NOT_ROUTED = {
+    **dict.fromkeys(("host_page_cost", "storage_page_cost"), "there are no KV tiers"),
+    **dict.fromkeys(("hash_header", "assignment_mode", "max_idle_secs", "bucket_adjust_interval_secs",
+                     "prefix_token_count", "prefix_hash_load_factor"), "their policies are not simulated")}
+"""Likewise of the router."""
+
+
 @dataclass(frozen=True)
 class Simulate:
     """The configuration of ``baton_simulate``."""
 
-    workload: WorkloadArgs = field(default_factory=WorkloadArgs)
-    cluster: ClusterArgs = field(default_factory=ClusterArgs)
-    schedule: ScheduleArgs = field(default_factory=ScheduleArgs)
-    policy: PolicyArgs = field(default_factory=PolicyArgs)
-    output: OutputArgs = field(default_factory=OutputArgs)
+    workload: WorkloadArgs
+    cluster: ClusterArgs
+    output: OutputArgs
+    schedule: ScheduleArgs = nested(omit=NOT_SIMULATED)
+    policy: PolicyArgs = nested(omit=NOT_ROUTED)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from ...common.api.errors import ConfigError
 from ...common.bench.report.goodput import Slo
-from ...common.config.cli import flag
+from ...common.config.cli import flag, nested
 from ...common.config.rules import at_least
 from ...common.config.server import ScheduleArgs
 from ...router.config.policy import ROUTING_POLICIES, PolicyArgs
-from ..args import DEFAULT_COSTS, WorkloadArgs
+from ..args import DEFAULT_COSTS, NOT_ROUTED, NOT_SIMULATED, WorkloadArgs
 from ..costs import model
 from ..results.figures import Figures
 
@@ -102,6 +102,6 @@ class Plan:
     """The configuration of ``baton_plan``."""
 
     plan: PlanArgs
-    workload: WorkloadArgs = field(default_factory=WorkloadArgs)
-    schedule: ScheduleArgs = field(default_factory=ScheduleArgs)
-    policy: PolicyArgs = field(default_factory=PolicyArgs)
+    workload: WorkloadArgs
+    schedule: ScheduleArgs = nested(omit=NOT_SIMULATED)
+    policy: PolicyArgs = nested(omit=NOT_ROUTED)

@@ -57,10 +57,13 @@ class VirtualDevice:
 
     def launch(self, step: StepInput, after_group: Callable[[int, Any], None] | None = None) -> VirtualStep:
         costs, usage = self.costs, self.usage
-        begin = max(self.free, self.now)
         seconds = self.seconds(step)
-        host = (costs.host_prefill if step.num_prefill else costs.host_decode) / 1e3
-        self.now += host
+        if step.num_prefill:  # the device begins with the first of many launches
+            begin = max(self.free, self.now)
+            self.now += costs.host_prefill / 1e3
+        else:
+            self.now += costs.host_decode / 1e3
+            begin = max(self.free, self.now)
         self.free = end = max(begin + seconds, self.now)
         if step.num_prefill:
             usage.prefill += seconds

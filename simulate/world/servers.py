@@ -32,6 +32,7 @@ class ServerParts:
                                       eos_ids=frozenset(), vocab_size=1 << 31, max_request_tokens=pool_tokens,
                                       max_requests=max_requests, timeout=1e12, reserves_output=decodes)
         self.batcher = VirtualBatcher(self.cache, args, decodes=decodes)
+        self.overlap = not args.disable_overlap_schedule
 
     @property
     def executor(self) -> Any:
@@ -39,13 +40,13 @@ class ServerParts:
 
 
 def unified_engine(name: str, events: Events, parts: ServerParts, outputs: Outputs) -> Engine:
-    scheduler = UnifiedScheduler(parts.batcher, parts.executor, parts.tracker, overlap=True)
+    scheduler = UnifiedScheduler(parts.batcher, parts.executor, parts.tracker, overlap=parts.overlap)
     return Engine(name, events, parts.device, parts.batcher, parts.tracker, scheduler, outputs,
                   lambda: _steady(scheduler))
 
 
 def decode_engine(name: str, events: Events, parts: ServerParts, outputs: Outputs, network: Network) -> Engine:
-    unified = UnifiedScheduler(parts.batcher, parts.executor, parts.tracker, overlap=True)
+    unified = UnifiedScheduler(parts.batcher, parts.executor, parts.tracker, overlap=parts.overlap)
     receiver = VirtualReceiver(name, network, parts.cache.num_pages, lambda: parts.device.now, lambda: engine.notify())
     scheduler = DecodeScheduler(unified, cast(Any, receiver), TPGroup())
     engine = Engine(name, events, parts.device, parts.batcher, parts.tracker, scheduler, outputs,
@@ -56,7 +57,7 @@ def decode_engine(name: str, events: Events, parts: ServerParts, outputs: Output
 def prefill_engine(name: str, events: Events, parts: ServerParts, outputs: Outputs, network: Network) -> Engine:
     sender = VirtualSender(name, network, lambda: parts.device.now, lambda: engine.notify())
     scheduler = PrefillScheduler(parts.batcher, parts.executor, parts.tracker, cast(Any, sender), TPGroup(),
-                                 [network.costs.layer_groups], register=lambda info: None, overlap=True,
+                                 [network.costs.layer_groups], register=lambda info: None, overlap=parts.overlap,
                                  kv_retain_seconds=RETAIN_SECONDS)
     engine = Engine(name, events, parts.device, parts.batcher, parts.tracker, scheduler, outputs)
     return engine

@@ -61,6 +61,7 @@ class FreeModel:
 
     model = None  # of which weights nobody asks
     expert_gauges: dict[str, float] = {}
+    chosen_experts = None
     before_step = None
 
     def __init__(self) -> None:

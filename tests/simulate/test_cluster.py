@@ -112,3 +112,22 @@ def test_clusters_that_do_not_exist_are_refused(wrong):
 def test_policies_that_read_more_than_a_workload_has_are_refused():
     with pytest.raises(ConfigError, match="cache_exact cannot be simulated"):
         simulate([], ClusterSpec(COSTS, prefill=1, decode=1, policy=PolicyArgs(policy="cache_exact")))
+
+
+@pytest.mark.parametrize("cluster", [{"unified": 1}, {"prefill": 1, "decode": 1}])
+def test_the_schedulers_flags_count(cluster):
+    """Without overlap the device waits for the host; small chunks make more steps; few running requests make others
+    wait; every order of waiting requests serves all."""
+    requests = synthetic(14, 60, Lengths(1500, 0.5), Lengths(80, 0.5), seed=4)
+
+    def run(**flags):
+        return figures(simulate(requests, ClusterSpec(COSTS, **cluster, schedule=ScheduleArgs(**flags))))
+
+    usual, without = run(), run(disable_overlap_schedule=True)
+    assert without.tpot.mean > usual.tpot.mean * 1.02
+    steps = [sum(server.num_prefill_steps for server in each.servers)
+             for each in (usual, run(chunked_prefill_size=256))]
+    assert steps[1] > 2 * steps[0]
+    assert run(max_running_requests=2).ttft.mean > usual.ttft.mean * 1.5
+    for policy in ("lpm", "lof", "random", "slo"):
+        assert run(schedule_policy=policy).completed == len(requests)

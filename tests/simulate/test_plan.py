@@ -8,9 +8,11 @@ import pytest
 import yaml
 
 from baton.common.config.cli import read_values
-from baton.common.config.server import ServerConfig
+from baton.common.config.server import ScheduleArgs, ServerConfig
 from baton.common.config.server.sglang_flags import SGLANG_FLAGS
 from baton.router.config import RouterConfig
+from baton.router.config.policy import PolicyArgs
+from baton.simulate.args import WorkloadArgs
 from baton.simulate.plan import command, commands
 from baton.simulate.plan.args import Objective, Plan, PlanArgs
 from baton.simulate.plan.candidates import candidates
@@ -25,7 +27,8 @@ REQUESTS = synthetic(16, 150, Lengths(2048, 0.5), Lengths(120, 0.5), seed=1)
 
 
 def plan(**flags):
-    return Plan(PlanArgs(**{"goodput": ("ttft:500", "tpot:12"), "max_gpus": 3, **flags}))
+    args = PlanArgs(**{"goodput": ("ttft:500", "tpot:12"), "max_gpus": 3, **flags})
+    return Plan(args, WorkloadArgs(), ScheduleArgs(), PolicyArgs())
 
 
 @pytest.fixture(scope="module")
