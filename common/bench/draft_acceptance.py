@@ -133,6 +133,9 @@ class Drafting:
     def load(cls, config: ServerConfig, parallel: Parallel | None = None) -> Drafting:
         """Raises ConfigError. ``parallel``: this rank's groups, where several ranks run this alike."""
         spec = load_model_spec(config.model)
+        if spec.state is not None:
+            raise ConfigError("bench_draft_acceptance does not keep states of recurrent layers: serve the model with "
+                              "--speculative-algorithm NEXTN, and read what bench_serving reports of drafts.")
         parallel = parallel or join_groups(RankSpec(config, 0, 1, "", "", ""))
         runner = ModelRunner.load(config, spec, parallel, parallel.world.device, silent)
         return cls(runner, DraftLayers(runner), config.schedule.largest_prefill(spec.context_length))

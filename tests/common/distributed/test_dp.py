@@ -116,7 +116,7 @@ def test_groups_compute_hybrid_models(tmp_path):
     save_hybrid(moe, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[],
                 shared_expert_intermediate_size=20, decoder_sparse_step=1)
     prompts, states = make_prompts(3), {"cache": {"max_mamba_cache_size": 40}}
-    variants = [(dense, {"overlap": True, "chunk": 16}), (moe, {"experts": (2,), "chunk": 16}), (moe, {})]
+    variants = [(dense, {"overlap": True, "chunk": 16}), (moe, {"experts": (2,), "chunk": 16})]
     ranks = run_groups(2, tmp_path, [{"checkpoint": str(folder), "prompts": prompts, **states, **options}
                                      for folder, options in variants])
     for group, seen in enumerate(ranks):

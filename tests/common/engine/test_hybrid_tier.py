@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from baton.common.config.server.speculative import SpeculativeArgs
 from baton.common.kvcache.tiers import host
 from baton.tests.common.engine.test_cache_group_engine import branching_prompts
 from baton.tests.helpers.hand_driven import Engine, tokens_of
-from baton.tests.helpers.hybrid_models import save_hybrid
+from baton.tests.helpers.hybrid_models import add_draft_layer, save_hybrid
 from baton.tests.helpers.late_copies import LateCopies
 
 PAGE, CHUNK = 4, 40
@@ -95,6 +96,19 @@ def test_little_memory(checkpoint, reference, monkeypatch, overlap, late):
         assert tokens_of(engine.run()) == {str(index): tokens for index, tokens in enumerate(reference)}
         tier.check_integrity()
     assert loads.num_loaded > 5 and tier.states.counters.evicted > 0
+
+
+def test_drafts_and_host_memory(tmp_path):
+    """The draft layer's keys and values come back with the pages, the state with the last one."""
+    add_draft_layer(tmp_path, save_hybrid(tmp_path))
+    plain = engine_of(tmp_path, radix=False)
+    engine = engine_of(tmp_path, chunk=CHUNK, tiers=TIERS, speculative=SpeculativeArgs("NEXTN"))
+    for _ in range(2):
+        for prompt in prompts()[:6]:
+            assert ask(engine, prompt)[0] == ask(plain, prompt)[0]
+        evict(engine)
+    assert engine.cache.tier.states.counters.loaded > 3 and engine.drafting.num_drafted > 0
+    engine.cache.tier.check_integrity()
 
 
 def test_a_state_leaves_with_its_page(checkpoint, reference):
