@@ -26,7 +26,7 @@ class TierWrites:
     With ``shared`` memory not only this device's stream writes into free pages (transfers do): a page whose copy is in
     flight when it is evicted is *leaving*, and free once that is complete on all ranks. Otherwise it is free at once,
     and the stream waits before it overwrites the page. Pages of further groups do not leave: with shared memory their
-    copies, most of which have ended long before, are waited for.
+    copies are waited for; most have ended long before.
     """
 
     def __init__(self, tier: KVTier, policy: WritePolicy, cache: PrefixCache, allocator: PageAllocator, *,

@@ -90,7 +90,7 @@ class Bench:
         executor.launch = note  # type: ignore[method-assign]
 
     def _take(self, message: FromEngine) -> None:
-        """Nobody reads what requests answer."""
+        """Answers are not read."""
 
     def run(self, requests: int) -> tuple[float, float]:
         """Milliseconds for each of ``requests`` more, in steps with prompts and in those without."""

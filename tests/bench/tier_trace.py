@@ -12,9 +12,9 @@ of a cluster: of the whole trace's 94 million an H200 keeps 1 %, of 24 conversat
   computes. The infinite cache's follows from the trace: the leading blocks of a prompt that an earlier prompt had.
   Answers differ from the trace's, so that later turns do not find those.
 - goodput: requests a second within ``--ttft`` and ``--tpot``. SGLang's and Mooncake's word for it.
-- TTFT of hits: of the requests of which the infinite cache has at least half, with tiers and without.
+- TTFT of hits: that of requests whose prompts the infinite cache has at least half of, with tiers and without.
 
-The defaults are a sample of which GPU memory alone has half of the infinite cache's hits. By a model of the servers
+In the sample by default GPU memory alone finds half of what the infinite cache does. By a model of the servers
 (45,000 tokens a second) without tiers 70 seconds are the best speed, and with them 24: these two are compared, and
 TTFT at equal speeds. The four replays take five minutes.
 

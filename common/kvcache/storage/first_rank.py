@@ -1,6 +1,6 @@
 """The storage of ranks that share their host memory with the first of them: that one reads and writes for all.
 
-What has been read is agreed on by all ranks; the others have no part in it, so that they say that all is there.
+What has been read is agreed on by all ranks as the minimum of what they report: the others report that all is there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .storage import StorageCounters
 
 @dataclass(frozen=True)
 class AllThere:
-    """A query or a read of which this rank has no part."""
+    """A query or a read that the first rank makes for this one."""
 
     count: int
     done: bool = True

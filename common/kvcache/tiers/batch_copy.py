@@ -1,6 +1,6 @@
 """cudaMemcpyBatchAsync, of CUDA 13: one call for many copies by the copy engines.
 
-Called by ctypes with arrays of addresses: cuda.bindings takes lists, of which each entry is converted under the
+Called by ctypes with arrays of addresses: cuda.bindings takes lists and converts each entry under the
 interpreter's lock (2 us of the loop's thread for each page and layer group).
 """
 

@@ -122,7 +122,7 @@ class SharedPageCopies:
         self._copies, self._share, self._page_bytes = copies, share, page_bytes
         self._num_stores = 0
         self._last_own: Copy = CompleteCopy(0)
-        self._stores: deque[SharedStore] = deque()  # of which the others do not know that they are complete
+        self._stores: deque[SharedStore] = deque()  # not yet shown to the others as complete
         self._loads: deque[SharedLoad] = deque()  # that are not launched
 
     def load(self, slots: np.ndarray, page_ids: np.ndarray, after: Sequence[Copy]) -> SharedLoad:

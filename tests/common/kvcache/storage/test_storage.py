@@ -391,7 +391,7 @@ def test_a_backend_that_soon_fails_again_is_put_aside_longer(caplog):
         now[0] += seconds - 0.1
         assert health.is_aside
         now[0] += 0.2
-        with health.call(shows_health=False):  # it tells what it has
+        with health.call(shows_health=False):
             assert not health.is_aside
     assert len(caplog.messages) == 1, "it has not worked since"
     with health.call():
