@@ -22,9 +22,6 @@ HYBRID_RULES: tuple[ServerRule, ...] = (
     ServerRule(lambda c: c.tiers.enable_hierarchical_cache and c.role.receives_kv,
                "--enable-hierarchical-cache does not keep the states of this model's recurrent layers on a decode "
                "server: leave it out."),
-    ServerRule(lambda c: c.tiers.enable_hierarchical_cache and c.tiers.hicache_write_policy != "write_through",
-               "--hicache-write-policy {tiers.hicache_write_policy} would come too late for the states of this "
-               "model's recurrent layers, which are evicted by themselves: leave it at write_through."),
     ServerRule(lambda c: c.tiers.enable_hierarchical_cache and (
         c.tiers.kv_tier != "host" or c.tiers.hicache_storage_backend is not None),
         "The states of this model's recurrent layers are kept in host memory alone: leave --kv-tier at host, and "

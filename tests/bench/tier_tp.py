@@ -6,7 +6,8 @@
 
 Two prompts are asked in turn, each twice, with a pool for one of them: at first it comes from host memory, then from
 the GPUs. Every rank loads its own heads by its own link, so that ``added``, what a host hit takes more than a hit on
-the GPUs, is the bytes of one rank by one link's rate. Both hits compute the same tokens: their answers have to be equal.
+the GPUs, is the bytes of one rank by one link's rate. Both hits compute the same tokens: their answers have to be
+equal.
 """
 
 from __future__ import annotations

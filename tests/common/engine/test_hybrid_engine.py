@@ -158,7 +158,6 @@ def test_what_does_not_combine_is_refused(checkpoint):
     spec = load_model_spec(server_config(checkpoint[0]).model)
     for flags, sentence in [({"speculative_algorithm": "NGRAM", "speculative_adaptive": True}, "does not measure"),
                             ({"pp_size": 2}, "pipeline stages"),
-                            ({"enable_hierarchical_cache": True, "hicache_write_policy": "write_back"}, "too late"),
                             ({"retract_host_memory_gb": 1.0}, "leave it out"), ({"is_embedding": True}, "generation"),
                             ({"enable_two_batch_overlap": True, "two_batch_min_tokens": 64, "tp": 2, "dp_size": 2,
                               "enable_dp_attention": True}, "cuts steps within a request"),
