@@ -350,7 +350,7 @@ def packed_int_matmul(x: torch.Tensor, weight: PackedInts, bias: torch.Tensor | 
         x, weight.values, weight.scales, table_of(weight), weight.order, y if bias is None else bias, y, partials,
         split_counters(x.device), rows, out, width, x.stride(0), weight.group, tile.splits, int(bias is not None),
         **options(weight, tile), ROWS=tile.rows, COLUMNS=tile.columns, REDUCES=tile.splits > 1,
-        FETCHES=policy.fetches(tiles * tile.splits, weight.values.numel()), **pdl(x))
+        FETCHES=policy.fetches(tiles * tile.splits * tile.warps, weight.values.numel()), **pdl(x))
     return y
 
 

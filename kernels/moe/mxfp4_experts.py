@@ -246,9 +246,9 @@ def default_tile(rows_each: float) -> Mxfp4Tile:
     """The tile by the rows that an expert gets on average. All have the same depth, so that a row's sums are in one
     order, but where few experts have rows: their inputs are split, or too few programs would read."""
     if rows_each <= 0.25:
-        return Mxfp4Tile(8, 64, 1, 2, 4, 4)
+        return Mxfp4Tile(8, 64, 1, 2, 4, 6 if rows_each <= 0.05 else 4)
     if rows_each <= 8:
         return Mxfp4Tile(8, 64, 1, 2, 6) if rows_each <= 4 else Mxfp4Tile(16, 64, 1, 4, 4)
     if rows_each <= 32:
-        return Mxfp4Tile(32, 128, 1, 4, 3)
+        return Mxfp4Tile(32, 128, 1, 8, 3)
     return Mxfp4Tile(64, 128, 4, 8, 3) if rows_each <= 96 else Mxfp4Tile(128, 128, 4, 8, 3)

@@ -24,20 +24,19 @@ OTHER_SHARED_BYTES = 16 << 10
 
 @dataclass(frozen=True)
 class PackedIntNumbers:
-    """With ``dequantize_min_rows`` or more the weight is dequantized for the library. ``few_row_programs`` and
-    ``many_row_programs``: so many that splits make of tiles of up to ``FEW_ROWS`` rows and of more, eight and two for
-    each SM. Splits of fewer than ``min_steps_per_split`` cost more to add up than they spread. Weights of up to
-    ``fetched_bytes`` are prefetched while the kernel before runs; larger ones come no sooner."""
+    """With ``dequantize_min_rows`` or more the weight is dequantized for the library. Splits make programs of up to
+    ``resident_warps`` warps together, sixteen for each SM. Splits of fewer than ``min_steps_per_split`` cost more to
+    add up than they spread. Weights of up to ``fetched_bytes`` are prefetched while the kernel before runs; larger ones
+    come no sooner."""
 
     dequantize_min_rows: int
-    few_row_programs: int
-    many_row_programs: int
+    resident_warps: int
     min_steps_per_split: int
     fetched_bytes: int
 
     @classmethod
     def derived(cls, facts: DeviceFacts) -> PackedIntNumbers:
-        return cls(65, 8 * facts.num_sms, 2 * facts.num_sms, 2, 16 << 20)
+        return cls(65, 16 * facts.num_sms, 2, 16 << 20)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,10 +49,10 @@ class PackedIntPolicy:
         """Says whether the weight is dequantized into a buffer for so many rows."""
         return not self.batch_invariant and rows >= self.numbers.dequantize_min_rows
 
-    def fetches(self, programs: int, num_bytes: int) -> bool:
-        """Says whether programs prefetch their part of ``num_bytes`` of weights: in one that begins later it is only a
-        second read."""
-        return (not self.batch_invariant and programs <= self.numbers.few_row_programs
+    def fetches(self, warps: int, num_bytes: int) -> bool:
+        """Says whether programs of so many warps together prefetch their part of ``num_bytes`` of weights: in one that
+        begins later it is only a second read."""
+        return (not self.batch_invariant and warps <= self.numbers.resident_warps
                 and num_bytes <= self.numbers.fetched_bytes)
 
     @lru_cache(4096)  # noqa: B019 (policies live as long as the process)
@@ -64,12 +63,10 @@ class PackedIntPolicy:
         if self.batch_invariant:
             return self._fitting(64, group, width, itemsize, scales_weights, bits)
         tile = self._fitting(rows, group, width, itemsize, scales_weights, bits)
-        few = tile.rows <= FEW_ROWS
-        programs = self.numbers.few_row_programs if few else self.numbers.many_row_programs
-        most = 16 if tile.rows < FEW_ROWS else 8
+        most = 16 if tile.rows <= FEW_ROWS else 8
         tiles, steps, splits = -(-rows // tile.rows) * -(-out // tile.columns), -(-width // tile.depth), 1
-        while (2 * splits <= most and 2 * splits * tiles <= programs and tiles <= MAX_TILES
-               and steps >= 2 * splits * self.numbers.min_steps_per_split):
+        while (2 * splits <= most and 2 * splits * tiles * tile.warps <= self.numbers.resident_warps
+               and tiles <= MAX_TILES and steps >= 2 * splits * self.numbers.min_steps_per_split):
             splits *= 2
         return tile._replace(splits=splits)
 
@@ -90,8 +87,8 @@ class PackedIntPolicy:
         if scales_weights:
             return SplitTile(fit, 64, depth, 1, 4, self._stages(fit, 64, depth, 4))
         if fit == 8 or (fit == 16 and bits == 8):
-            return SplitTile(fit, 64, depth, 1, 2, self._stages(fit, 64, depth, 4))
-        stages = self._stages(fit, 128, depth, 4 if fit == 16 else 3)
+            return SplitTile(fit, 64, depth, 1, 2, self._stages(fit, 64, depth, 5 if bits == 4 else 4))
+        stages = self._stages(fit, 128, depth, 3)
         return SplitTile(fit, 128, depth, 1, 8 if fit == 64 else 4, stages)
 
     def _stages(self, rows: int, columns: int, depth: int, most: int) -> int:
