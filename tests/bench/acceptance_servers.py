@@ -58,7 +58,7 @@ class Deployment:
 
 DEPLOYMENTS = {
     "unified": Deployment(), "TP 2": Deployment((*_ROOMY, *TP2)), "DP attention": Deployment((*_ROOMY, *DP2)),
-    "mixed chunk": Deployment((*_ROOMY, "--enable-mixed-chunk", "--chunked-prefill-size", "64")),
+    "mixed chunk": Deployment((*_ROOMY, "--enable-mixed-chunk", "--chunked-prefill-size", "128")),
     "retraction": Deployment(_CROWDED, counters=("retracted_requests",)),
     "priority": Deployment((*_CROWDED, "--enable-priority-scheduling", "--priority-scheduling-preemption-threshold",
                             "0"), counters=("preempted_requests",)),
@@ -74,9 +74,10 @@ DEPLOYMENTS = {
 
 
 def bodies(count: int) -> list[dict[str, Any]]:
-    """``count`` requests to /generate."""
+    """``count`` requests to /generate; a third have answers so long that a small pool has no pages for all."""
+    long = {"max_new_tokens": 80, "ignore_eos": True}
     prompts, kinds = Prompts(), (
-        {}, {"temperature": 0.8}, {}, {"json_schema": BY_HAND["flat"]}, {"temperature": 1.0, "n": 2},
+        long, {"temperature": 0.8, **long}, {}, {"json_schema": BY_HAND["flat"]}, {"temperature": 1.0, "n": 2},
         {"frequency_penalty": 0.4})
     found = []
     for number, example in enumerate(held_out(count, seed=5, tasks=TASKS)):
