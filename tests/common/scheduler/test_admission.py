@@ -65,7 +65,8 @@ class Server:
 
     def add(self, prompt, output, priority=0):
         number = next(self.numbers)
-        message = Generate(str(number), [7] * prompt, SamplingParams(max_new_tokens=output), priority=priority)
+        message = Generate(str(number), [7] * prompt, SamplingParams(max_new_tokens=output), priority=priority,
+                           slo_ttft=float(output))
         req = Req.from_message(message, eos_ids=frozenset(), now=float(number), timeout=1e9)
         self.waiters[req.rid] = Waiter(req, -(-prompt // PAGE))
         self.arrived.append(req)
@@ -74,6 +75,7 @@ class Server:
     def step(self):
         self.now += 1
         batcher = self.batcher
+        batcher.poll_loads(float(self.now))
         if self.incoming:
             while batcher.has_slot and not batcher.waiting and (req := self.arrived.admit(self.admission)) is not None:
                 batcher.add_transferring(req)
@@ -126,7 +128,7 @@ arrivals = st.lists(st.builds(Arrival, st.integers(0, 60), st.one_of(st.integers
 @EXAMPLES
 @given(arrivals, st.sampled_from([0.0, 0.5, 1.0, 4.0]), st.booleans(), st.booleans())
 def test_no_request_is_passed_by_more_than_the_bound(arriving, ratio, incoming, priorities):
-    """Those behind a request take at most ``ratio`` times its pages before it; in the end all are served."""
+    """Requests behind another take at most ``ratio`` times its pages before it; in the end all are served."""
     server = Server(ratio, incoming=incoming, priorities=priorities)
     server.serve([arrival if priorities else Arrival(arrival.step, arrival.prompt, arrival.output)
                   for arrival in arriving])
