@@ -63,7 +63,7 @@ class PackedIntPolicy:
         if self.batch_invariant:
             return self._fitting(64, group, width, itemsize, scales_weights, bits)
         tile = self._fitting(rows, group, width, itemsize, scales_weights, bits)
-        most = 16 if tile.rows <= FEW_ROWS else 8
+        most = 16 if tile.rows < FEW_ROWS or (tile.rows == FEW_ROWS and bits == 4) else 8
         tiles, steps, splits = -(-rows // tile.rows) * -(-out // tile.columns), -(-width // tile.depth), 1
         while (2 * splits <= most and 2 * splits * tiles * tile.warps <= self.numbers.resident_warps
                and tiles <= MAX_TILES and steps >= 2 * splits * self.numbers.min_steps_per_split):
