@@ -55,21 +55,22 @@ def rows_of_pages(indices_ptr, first, last, head_row, page_rows, COUNT: gl.const
 
 
 @gluon.jit
-def _load(desc, ring, step, rows, PAGE: gl.constexpr):
-    """Loads a tile of keys or of values, once the slot's previous content has been read."""
+def _load(desc, ring, step, rows, PAGE: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr):
+    """Loads a tile of keys or of values, once the slot's previous content has been read. ``PARTS`` of each head, of 128
+    bytes, are apart in shared memory."""
     bufs, ready, empty = ring
     slot = step % SLOTS
     mbarrier.wait(empty.index(slot), ((step // SLOTS) & 1) ^ 1)
     bar = ready.index(slot)
-    mbarrier.expect(bar, TOKENS * DIM * 2)
+    mbarrier.expect(bar, TOKENS * 128 * PARTS)
     for page in gl.static_range(TOKENS // PAGE):
-        for half in gl.static_range(2):
-            tma_load(desc, [rows[page], HALF * half], bar, bufs.index(2 * slot + half).slice(PAGE * page, PAGE, 0))
+        for part in gl.static_range(PARTS):
+            tma_load(desc, [rows[page], HALF * part], bar, bufs.index(PARTS * slot + part).slice(PAGE * page, PAGE, 0))
 
 
 @gluon.jit
-def _load_all(k_desc, v_desc, table, ring, requests, heads, page_rows, head_rows, PAGE: gl.constexpr,
-              PDL: gl.constexpr):
+def load_all(k_desc, v_desc, table, ring, requests, heads, page_rows, head_rows, PAGE: gl.constexpr,
+             PARTS: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr):
     """Runs the loading warp. With PDL all but a split's last tile was written before the previous kernel."""
     request_of_split_ptr, split_indptr_ptr, kv_indptr_ptr, kv_indices_ptr, last_page_len_ptr = table
     step = 0
@@ -83,8 +84,8 @@ def _load_all(k_desc, v_desc, table, ring, requests, heads, page_rows, head_rows
                 wait_for_last(PDL)
             rows = rows_of_pages(kv_indices_ptr, first_page + start // PAGE, last_page, work % heads * head_rows,
                                  page_rows, TOKENS // PAGE)
-            _load(k_desc, ring, step, rows, PAGE)
-            _load(v_desc, ring, step + 1, rows, PAGE)
+            _load(k_desc, ring, step, rows, PAGE, PARTS, SLOTS)
+            _load(v_desc, ring, step + 1, rows, PAGE, PARTS, SLOTS)
             step += 2
 
 
@@ -99,7 +100,7 @@ def _zero_rest(bufs, slot, stored, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _store_max_scores(scores, m_buf, COLUMNS: gl.constexpr):
+def store_max_scores(scores, m_buf, COLUMNS: gl.constexpr):
     """Writes each warp's largest score of each head to shared memory."""
     m_buf.store(gl.max(gl.max(scores.reshape([TOKENS // 64, 4, 16, COLUMNS]), 0), 1))
 
@@ -128,7 +129,7 @@ def _attend_split(ring, step, q_bufs, p_buf, m_buf, tokens, scale_log2, COLUMNS:
         mbarrier.arrive(empty.index((step + SLOTS - 1) % SLOTS), pred=start > 0)
         if start + TOKENS > tokens:
             scores = gl.where((start + row < tokens)[:, None], scores, float("-inf"))
-        _store_max_scores(scores, m_buf, COLUMNS)
+        store_max_scores(scores, m_buf, COLUMNS)
         weights = gl.exp2(scores * scale_log2 - top[None, :])
         p_buf.store(weights.to(DTYPE).permute(1, 0))
         slot = (step + 1) % SLOTS
@@ -229,7 +230,7 @@ def _decode_warp_specialized_kernel(q_ptr, k_desc, v_desc, out_ptr, part_ptr, ls
     gl.warp_specialize([
         (_attend_all, (q_ptr, (out_ptr, part_ptr, lse_ptr), table, ring, smalls, requests, heads,
                        (q_stride_t, q_stride_h), scale_log2, v_scale, GROUP, COLUMNS, PAGE, PDL)),
-        (_load_all, (k_desc, v_desc, table, ring, requests, heads, page_rows, head_rows, PAGE, PDL)),
+        (load_all, (k_desc, v_desc, table, ring, requests, heads, page_rows, head_rows, PAGE, 2, SLOTS, PDL)),
     ], [1], [40])
 
 
@@ -245,14 +246,15 @@ def decode_warp_specialized(q: torch.Tensor, k_pages: torch.Tensor, v_pages: tor
     # One for each split and KV head. 264 persistent ones were 2 % slower at 256 requests.
     programs = heads * (len(plan.request_of_split) if plan.needs_merge else len(q))
     _decode_warp_specialized_kernel[(programs,)](
-        q, _pages_of(k_pages), _pages_of(v_pages), *outs, kv_indptr, kv_indices, kv_last_page_len,
+        q, pages_of(k_pages, 64), pages_of(v_pages, 64), *outs, kv_indptr, kv_indices, kv_last_page_len,
         plan.request_of_split, plan.split_indptr, q.shape[0], heads, q.stride(0), q.stride(1), k_pages.stride(0) // 128,
         k_pages.stride(1) // 128, scale * 1.4426950408889634, v_scale, GROUP=group,
         COLUMNS=max(8, 1 << (group - 1).bit_length()), PAGE=page_size, num_warps=4, maxnreg=REGISTERS,
         **(pdl(q) if inputs_ready else {"PDL": False}))
 
 
-def _pages_of(pages: torch.Tensor) -> TensorDescriptor:
-    """Describes all rows of D in the memory of ``pages`` [pages, Hkv, page_size, D], by a page of half a head."""
+def pages_of(pages: torch.Tensor, columns: int) -> TensorDescriptor:
+    """Describes all rows of 128 values in the memory of ``pages`` [pages, Hkv, page_size, 128], by a page's first or
+    other ``columns``."""
     rows = sum((size - 1) * stride for size, stride in zip(pages.shape[:3], pages.stride())) // 128 + 1
-    return tma_descriptor(pages.as_strided((rows, 128), (128, 1)), pages.shape[2], 64)
+    return tma_descriptor(pages.as_strided((rows, 128), (128, 1)), pages.shape[2], columns)

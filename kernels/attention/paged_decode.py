@@ -7,7 +7,8 @@ by the program that ends last, with a counter, took 5 us of one request's 2,048 
 
 All query heads of a KV head are rows of one tile, padded to the 16 that a matrix product takes: keys are read once.
 Float8 keys are multiplied in float16, which represents each of them; queries, and weights of 1 at most, fit it as well.
-On a Hopper GPU decode_warp_specialized.py computes 16-bit heads of 128 of many requests.
+On a Hopper GPU decode_warp_specialized.py computes heads of 128 of many requests over 16-bit pages, and
+decode_float8_warp_specialized.py over pages in e4m3.
 """
 
 from __future__ import annotations
@@ -187,10 +188,11 @@ def _prefetch_lines(pointers):
 
 
 def supports_warp_specialized(q: torch.Tensor, k_pages: torch.Tensor) -> bool:
-    """Says whether decode_warp_specialized.py's kernel takes these arguments of ``paged_decode``, and is faster where
-    there are no windows, sinks or current rows."""
+    """Says whether one of the warp-specialized kernels takes these arguments of ``paged_decode``, and is faster where
+    there are no windows, sinks or current rows. Over float8 pages a query keeps the 8 bits of a bfloat16 alone."""
     heads, page_size, dim = k_pages.shape[1:]
-    return (q.is_cuda and q.element_size() == 2 and q.dtype == k_pages.dtype and dim == 128 and k_pages.stride(2) == dim
+    taken = (q.dtype,) if q.dtype == torch.float16 else (q.dtype, torch.float8_e4m3fn)
+    return (q.is_cuda and q.element_size() == 2 and k_pages.dtype in taken and dim == 128 and k_pages.stride(2) == dim
             and page_size in (16, 32, 64, 128) and q.shape[1] <= 16 * heads
             and policy_of(q.device).attention.decode_warp_specialized(len(q) * heads))
 
@@ -235,9 +237,8 @@ def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, 
     outs = (out, parts, lses)
     plain = tile is None and window is None and sinks is None and current_kv is None and not softcap
     if plain and supports_warp_specialized(q, k_pages):
-        from .decode_warp_specialized import decode_warp_specialized  # not there without Triton
-        decode_warp_specialized(q, k_pages, v_pages, kv_indptr, kv_indices, kv_last_page_len, scale, plan, v_scale,
-                                inputs_ready, outs)
+        _launch_warp_specialized(q, k_pages, v_pages, (kv_indptr, kv_indices, kv_last_page_len), scale, plan, v_scale,
+                                 inputs_ready, outs)
     else:
         tile = tile or policy_of(q.device).attention.decode(dim, q.element_size(), k_pages.element_size(),
                                                             requests * k_pages.shape[1])
@@ -246,6 +247,17 @@ def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, 
     if plan.needs_merge:
         merge_splits(parts, lses, out, plan, inputs_ready)
     return out
+
+
+def _launch_warp_specialized(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
+                             table: tuple[torch.Tensor, torch.Tensor, torch.Tensor], scale: float, plan: DecodePlan,
+                             v_scale: float, inputs_ready: bool,
+                             outs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+    # Gluon is not there without Triton.
+    from .decode_float8_warp_specialized import decode_float8_warp_specialized
+    from .decode_warp_specialized import decode_warp_specialized
+    launch = decode_warp_specialized if k_pages.dtype == q.dtype else decode_float8_warp_specialized
+    launch(q, k_pages, v_pages, *table, scale, plan, v_scale, inputs_ready, outs)
 
 
 def _launch(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,

@@ -36,6 +36,7 @@ from baton.kernels.arguments import (
     StateRuns,
 )
 from baton.kernels.attention.current_kv import CurrentKV
+from baton.kernels.attention.decode_float8_warp_specialized import decode_float8_warp_specialized
 from baton.kernels.attention.decode_plan import DecodePlan, plan_decode
 from baton.kernels.attention.decode_warp_specialized import decode_warp_specialized
 from baton.kernels.attention.dequantize_pages import dequantize_pages
@@ -219,12 +220,14 @@ def sparse_heads(requests: int, heads: int, kv_heads: int, dim: int, dtype: torc
                                                                                          dtype=dtype))
 
 
-def many_heads(requests: int, heads: int, kv_heads: int, dtype: torch.dtype, inputs_ready: bool = True) -> None:
-    splits = H200.attention.decode_splits(128, 2, 2, requests * kv_heads)._asdict()
+def many_heads(requests: int, heads: int, kv_heads: int, dtype: torch.dtype, inputs_ready: bool = True,
+               cache: torch.dtype | None = None) -> None:
+    splits = H200.attention.decode_splits(128, 2, (cache or dtype).itemsize, requests * kv_heads)._asdict()
     outs = of(requests, heads, 128, dtype=dtype), fp32(requests + 66, heads, 128), fp32(requests + 66, heads)
-    decode_warp_specialized(of(requests, heads + 2 * kv_heads, 128, dtype=dtype)[:, :heads],
-                            *pool(kv_heads, 128, dtype), int32(requests + 1), int32(requests * 8), int32(requests),
-                            128**-0.5, plan(requests, kv_heads, **splits), 1.0, inputs_ready, outs)
+    compute = decode_float8_warp_specialized if cache else decode_warp_specialized
+    compute(of(requests, heads + 2 * kv_heads, 128, dtype=dtype)[:, :heads], *pool(kv_heads, 128, cache or dtype),
+            int32(requests + 1), int32(requests * 8), int32(requests), 128**-0.5, plan(requests, kv_heads, **splits),
+            1.0, inputs_ready, outs)
 
 
 def prefill_heads(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
@@ -500,6 +503,8 @@ CASES: dict[str, Callable[[], object]] = {
     "paged_decode Qwen3, takes rows in": lambda: decode_heads(7, 32, 4, 128, BF16, stores_current_kv=True, norms=True),
     "paged_decode Llama, many requests": lambda: many_heads(135, 32, 8, BF16),
     "paged_decode Qwen3, many requests, first layer": lambda: many_heads(135, 32, 4, FP16, False),
+    "paged_decode float8 Llama, many requests": lambda: many_heads(135, 32, 8, BF16, cache=FP8),
+    "paged_decode float8 Qwen3, many requests, first layer": lambda: many_heads(135, 32, 4, FP16, False, FP8),
     "paged_decode 64 wide": lambda: decode_heads(7, 32, 8, 64, FP16),
     "paged_decode 256 wide": lambda: decode_heads(7, 8, 4, 256, BF16),
     "paged_decode float32": lambda: decode_heads(7, 32, 8, 128, FP32),
@@ -736,7 +741,8 @@ FEW = ["causal_conv1d Qwen3-Next, prompts", "gated_delta_rule Qwen3-Next, decode
        "rmsnorm 4096, residual", "scale_by_sinks", "fp8_rmsnorm 4096, a scale a group", "silu_and_mul 14336",
        "rope_and_store Qwen3, float8", "paged_decode Qwen3", "paged_prefill Llama", "mla_rope_and_store V2-Lite",
        "sparse_decode Llama",
-       "paged_decode Llama, many requests", "verify_attention Llama, 8 rows",
+       "paged_decode Llama, many requests", "paged_decode float8 Llama, many requests",
+       "verify_attention Llama, 8 rows",
        "fixed_split Llama, decode", "fixed_split Llama, prompts", "move_slots Llama",
        "chains of 3", "chains without drafts", "chains of 7, simulated",
        "mla_decode V2-Lite", "mla_decode V3", "mla_verify V2-Lite", "mla_verify V2-Lite, tree",
@@ -777,6 +783,7 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "rope_and_store Qwen3, float8": lambda n: store_heads(n, 32, 4, 128, BF16, True, FP8),
     "paged_decode Qwen3": lambda n: decode_heads(n, 32, 4, 128, BF16),
     "paged_decode Llama, many requests": lambda n: many_heads(128 + n, 32, 8, BF16),
+    "paged_decode float8 Llama, many requests": lambda n: many_heads(128 + n, 32, 8, BF16, cache=FP8),
     "paged_decode Qwen3, takes rows in": lambda n: decode_heads(n, 32, 4, 128, BF16, stores_current_kv=True,
                                                                 norms=True),
     "paged_prefill Llama": lambda n: prefill_heads(n * 32, 32, 8, 128, BF16),
