@@ -82,6 +82,8 @@ async def _switch(server: Server, name: str, limits: SchedulerLimits | None) -> 
     states = await context.client.states()
     status.ready = msgspec.structs.replace(status.ready, pair_key=states[0].pair_key)
     if before.sends_kv and not context.role.facts.sends_kv:
+        if context.role.closing is not None:
+            context.role.closing.cancel()
         context.role.closing = asyncio.create_task(_close_bootstrap(context))
     return done
 
@@ -95,7 +97,9 @@ async def _close_bootstrap(context: ServingContext) -> None:
         except ServingError:  # the engine has died, and the server ends
             return
         if time.monotonic() >= end and not any(state.num_transferring for state in states):
-            await context.role.stop_bootstrap()
+            async with context.status.weights_lock:  # not while the role changes
+                if not context.role.facts.sends_kv:
+                    await context.role.stop_bootstrap()
             return
         await asyncio.sleep(_POLL_SECONDS)
 

@@ -145,7 +145,8 @@ def test_the_bootstrap_port_comes_and_goes(cluster):
     health = f"http://127.0.0.1:{port}/health"
     with pytest.raises(OSError):
         urllib.request.urlopen(health, timeout=5)
-    switch(decode.url, {"new_role": "prefill"}, "/pd_role_switch")
+    for role in ("prefill", "decode", "prefill"):  # it stays open for a while, and is open afterwards
+        switch(decode.url, {"new_role": role}, "/pd_role_switch")
     assert urllib.request.urlopen(health, timeout=5).status == 200
     # The router notices without being asked; one of the others decodes meanwhile.
     deadline = time.monotonic() + 10.0
