@@ -10,6 +10,7 @@ from baton.bench import bench_calibrate
 from baton.common.api.errors import ConfigError
 from baton.common.bench.client.answer import Answer
 from baton.common.bench.workloads.workload import Prompt
+from baton.simulate.calibrate import measure
 from baton.simulate.calibrate.fit import fit
 from baton.simulate.calibrate.measure import DECODE_STEPS, step_of, steps_of
 from baton.simulate.calibrate.samples import DecodeSample, PrefillSample, PromptSample, Samples
@@ -81,8 +82,9 @@ def test_errors_are_one_sentence(argv, sentence, capsys, tmp_path, monkeypatch):
     assert raised.value.code == 2 and sentence in capsys.readouterr().err
 
 
-def test_a_real_server_with_known_steps_is_found_out(tmp_path):
+def test_a_real_server_with_known_steps_is_found_out(tmp_path, monkeypatch):
     """A paced server: its processes are real, its steps take what paced_costs.json says."""
+    monkeypatch.setattr(measure, "DECODE_STEPS", 12)
     flags = ["--model-path", "tinychat", "--device", "cpu", "--max-total-tokens", "4096", "--log-level", "warning"]
     server = Server("baton.tests.helpers.paced_server", flags, free_port(), tmp_path / "server.log",
                     PACE_COSTS=str(PACED), OMP_NUM_THREADS="1").start()
