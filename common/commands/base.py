@@ -44,7 +44,7 @@ class Rank(Protocol):
     batcher: Batcher
     peers: Peers
     roles: SwitchableScheduler | None
-    """Where the server's role may change."""
+    """The scheduler of a server whose role may change."""
     profiler: Profiler
     weights: WeightReceiver
     weight_sender: WeightSender

@@ -1,4 +1,4 @@
-"""Granite 4: Granite 3's layers, of which most have Mamba-2 in place of attention; dense or mixtures of experts."""
+"""Granite 4: Granite 3's layers, most with Mamba-2 in place of attention; dense or mixtures of experts."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class PrefillPace:
         self.now = now
 
     def launch(self, num_tokens: int) -> None:
-        """A step with so many prompt tokens was launched."""
+        """Counts a launched step's prompt tokens."""
         if self._tokens >= _WINDOW_TOKENS:
             self._tokens /= 2
             self._seconds /= 2

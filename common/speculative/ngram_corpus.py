@@ -17,7 +17,7 @@ from .ngram_index import Match, NgramIndex
 
 _FLAG = "--speculative-ngram-external-corpus-path"
 _MOST_TOKENS = 1 << 20
-"""Longer documents are indexed in parts of so many tokens."""
+"""Longer documents are indexed in parts of this many tokens."""
 _ENTRIES_A_TOKEN = 16
 """Entries of the index for each token: an n-gram of each length, in buckets that are filled unevenly."""
 

@@ -164,7 +164,7 @@ class Worker:
                       always_healthy=self.always_healthy, named=self.named, metadata=self.metadata)
 
     def renewed(self, role: Role | None = None) -> Worker:
-        """Returns a new worker for the same server, of which nothing is known yet but its ``role``, where given."""
+        """Returns a new worker for the same server, of unknown state but for its ``role``, where given."""
         return Worker(self.endpoint, role or self.role, asks_role=self.asks_role, api_key=self.api_key,
                       bootstrap_port="ask" if self.asks_port else self.bootstrap_port,
                       model_id=None if self.asks_models else self.model_ids[0],

@@ -17,7 +17,7 @@ from .args import Objective, Plan, interactivity
 from .candidates import Candidate, candidates, is_hopeless, variants
 
 _NEAR_MISSES = 2
-"""So many of a number of GPUs, which miss the objective by the least, are tried with other flags."""
+"""Clusters of each number of GPUs that are tried with other flags: those that miss the objective by the least."""
 _CAPACITY_STEPS = 5
 _MOST_HEADROOM = 4.0
 

@@ -156,7 +156,7 @@ def run(deployment: Deployment, algorithm: Sequence[str], asked: Sequence[dict[s
 
 
 def problems(deployment: Deployment, found: Results, plain: Results, expected: Results) -> list[str]:
-    """What is wrong with a round."""
+    """Faults of a round."""
     wrong = []
     if different := sum(one != other for one, other in zip(found.tokens, plain.tokens)):
         wrong.append(f"{different} answers differ")
@@ -171,7 +171,7 @@ def problems(deployment: Deployment, found: Results, plain: Results, expected: R
 
 
 def fewer_cached(deployment: Deployment, found: Results, plain: Results) -> list[str]:
-    """What is wrong with the cached tokens of a round whose prompts were all computed before. Attention groups have
+    """Faults of the cached tokens of a round whose prompts were all computed before. Attention groups have
     caches of their own."""
     if deployment.is_crowded or "--enable-dp-attention" in deployment.both:
         return []

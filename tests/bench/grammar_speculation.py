@@ -58,7 +58,7 @@ def ask(url: str, numbers: Iterable[int], concurrency: int) -> list[Reply]:
 
 
 def count_outcomes(url: str, count: int, concurrency: int, end: float) -> Counter[str]:
-    """How requests ended, as many as begin before ``end``; also "steps" and "tokens" of their decoding."""
+    """Counts the ends of requests, as many as begin before ``end``; also "steps" and "tokens" of their decoding."""
     first = {GrammarRequest.draw(number).grammar: number for number in range(count)}
     ask(url, first.values(), _COMPILING)
     outcomes = Counter[str]()

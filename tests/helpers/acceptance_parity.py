@@ -442,7 +442,7 @@ _FEWER_IN_TREES = FEWER_DRAFTS | {mixed_chunk}
 """Scenarios that also verify a path of a tree only: steps with chunks of prompts do."""
 _ASKED: Mapping[Scenario, Callable[[Sequence[Question]], list[Question]]] = {
     sampled: two_choices, pair_sampled: two_choices}
-"""What scenarios make of the questions: a prompt is asked twice at once, and its second answer finds what is there of
+"""The questions as scenarios ask them: a prompt is asked twice at once, and its second answer finds what is there of
 the first one's pages by then."""
 _FLOAT8 = ("--kv-cache-dtype", "fp8_e4m3")
 _HOST_TIER = ("--enable-hierarchical-cache", "--hicache-size", "0.2", "--hicache-load-policy", "always")

@@ -39,7 +39,7 @@ def save_hybrid(folder: Path, **changes: Any) -> Any:
 
 
 def add_draft_layer(folder: Path, model: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Adds a layer of multi-token prediction to a Qwen3-Next in ``folder``; returns ``foretell``: ``(hidden [T,
+    """Adds a layer of multi-token prediction to a Qwen3-Next in ``folder``; returns ``draft``: ``(hidden [T,
     hidden], following ids [T]) -> rows [T, hidden]``."""
     config = transformers.Qwen3NextConfig.from_pretrained(folder, num_hidden_layers=1, layer_types=["full_attention"])
     config._attn_implementation = "eager"
@@ -59,8 +59,8 @@ def add_draft_layer(folder: Path, model: Any) -> Callable[[torch.Tensor, torch.T
     save_file(tensors, path)
 
     @torch.inference_mode()
-    def foretell(hidden: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    def draft(hidden: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
         joined = torch.cat((norms[0](model.model.embed_tokens(following)), norms[1](hidden)), -1)
         return block(inputs_embeds=linear(joined, projection)[None]).last_hidden_state[0]
 
-    return foretell
+    return draft

@@ -45,7 +45,7 @@ class HttpArgs:
         if self.fastapi_root_path and not re.fullmatch(r"(/[\w.~-]+)+/?", self.fastapi_root_path):
             raise ConfigError(f"--fastapi-root-path must be a path as /prefix, not {self.fastapi_root_path!r}.")
         if self.uvicorn_access_log_exclude_prefixes and self.log_level_http is None:
-            raise ConfigError("--uvicorn-access-log-exclude-prefixes is about the HTTP log, of which there is none: "
+            raise ConfigError("--uvicorn-access-log-exclude-prefixes is about the HTTP log, which is off: "
                               "give --log-level-http info too.")
         if self.tokenizer_worker_num > 1 and sys.platform != "linux":
             raise ConfigError("--tokenizer-worker-num above 1 needs Linux (SO_REUSEPORT).")

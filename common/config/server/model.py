@@ -141,7 +141,7 @@ class ModelArgs:
     def __post_init__(self) -> None:
         at_least(self, 1, "context_length")
         if self.chat_template is not None and self.hf_chat_template_name is not None:
-            raise ConfigError("--chat-template replaces the checkpoint's chat templates, of which "
+            raise ConfigError("--chat-template replaces the checkpoint's chat templates, and "
                               "--hf-chat-template-name names one: give one of the two.")
         at_least(self, 0, "base_gpu_id")
         at_least(self, 1, "gpu_id_step")

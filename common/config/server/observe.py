@@ -55,7 +55,7 @@ class ObserveArgs:
     watchdog_timeout: float = flag(300.0, help=(
         "seconds after which a rank whose loop hangs prints its threads' stacks and ends (0: never)"))
     soft_watchdog_timeout: float | None = flag(None, help=(
-        "seconds after which a rank whose loop stalls prints its threads' stacks, and goes on waiting"))
+        "seconds after which a rank whose loop stalls prints its threads' stacks, and continues to wait"))
     enable_nan_detection: bool = flag(False, help=(
         "end requests whose logits are NaN or infinite with an error, instead of answers without meaning"))
     enable_trace: bool = flag(False, help="trace requests to --otlp-traces-endpoint")

@@ -178,7 +178,7 @@ class SpeculativeArgs:
 
     @property
     def draft_format(self) -> str | None:
-        """What flags say of how the draft model's checkpoint is read."""
+        """Flags by which the draft model's checkpoint is read."""
         return self.speculative_draft_load_format or self.draft_quantization
 
     @property

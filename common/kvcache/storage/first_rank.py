@@ -31,7 +31,7 @@ class AllThere:
 
 
 class FirstRankStorage:
-    """Stands for the ``Storage`` of the first rank, of the backend ``name``, on the other ranks."""
+    """The other ranks' proxy of the first rank's ``Storage``, which has the backend ``name``."""
 
     healthy = True
     read_rate = 1e15  # bytes a second, above every other rank's

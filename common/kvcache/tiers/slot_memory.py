@@ -1,4 +1,4 @@
-"""Memory of a host tier's slots, allocated and pinned piece by piece: in the background, so that start-up goes on.
+"""Memory of a host tier's slots, allocated and pinned in pieces: in the background, so that start-up does not wait.
 
 It is private memory in huge pages, and populated by calls that do not hold the interpreter's lock: 11 GB/s on a machine
 where first touches of shared memory reach 1 GB/s. (The kernel gives shared memory no huge pages by default.)
@@ -26,7 +26,7 @@ CHUNK_BYTES = 32 << 20
 for 1.4 ms and 15 us a MiB in huge pages. While 40 GB were pinned in chunks of 32 MiB an 8B model's server lost 1.8 % of
 its throughput, and in chunks of 256 MiB, whose calls take longer than a launch is ahead of its step, 7.7 %."""
 _IDLE_PAUSE, _BUSY_PAUSE = 1, 9
-"""How many times as long as a chunk took is waited in the background before the next one."""
+"""The pause before the next chunk in the background, as a multiple of the time that the last one took."""
 _BUSY_SECONDS = 0.1
 _POPULATE_BYTES = 2 << 20
 """Memory that is populated at once: others who map memory wait meanwhile."""
@@ -91,7 +91,7 @@ class SlotMemory:
 
     @staticmethod
     def num_bytes(group_bytes: Sequence[int], num_slots: int) -> int:
-        """Bytes of the memory that so many slots take."""
+        """Bytes of the memory of ``count`` slots."""
         return sum(_whole_pages(group_bytes, num_slots))
 
     def chunk_of(self, slots: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What stands for a branch that a layer lacks."""
+"""Placeholder of a branch that a layer lacks."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ EXTRAS.register("routed_experts")(Extra(frozenset(("routed",)), lambda req: req.
 
 
 class ChosenExperts(Protocol):
-    """What the layers chose in the last step."""
+    """The experts that the layers chose in the last step."""
 
     def of(self, rows: np.ndarray) -> torch.Tensor:
         """Returns int32 ``[n, layers, top_k]`` of these token rows, in order of the device's stream."""

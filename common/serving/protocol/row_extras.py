@@ -1,4 +1,4 @@
-"""What requests may ask of each row beyond sampling parameters: logit processors, hidden states, experts."""
+"""Options of requests for each row beyond sampling parameters: logit processors, hidden states, experts."""
 
 from __future__ import annotations
 

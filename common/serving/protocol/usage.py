@@ -33,7 +33,7 @@ class CachedTokensDetails(msgspec.Struct):
 
 
 class SglExt(msgspec.Struct):
-    """What SGLang adds to answers of OpenAI's APIs, where a request or the server asks for it."""
+    """Fields that SGLang adds to answers of OpenAI's APIs, where a request or the server asks for it."""
 
     cached_tokens_details: CachedTokensDetails | UnsetType = UNSET
     input_ids: list[int] | UnsetType = UNSET

@@ -1,4 +1,4 @@
-"""Layers of multi-token prediction against transformers' decoder layers, over chunks and ranks; what they foretell of
+"""Layers of multi-token prediction against transformers' decoder layers, over chunks and ranks; drafts of
 greedy answers."""
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from baton.tests.helpers.small_models import load_runner, server_config
 
 
 @torch.inference_mode()
-def expected_rows(model: Any, *foretell: Any) -> torch.Tensor:
+def expected_rows(model: Any, *draft: Any) -> torch.Tensor:
     ids = torch.from_numpy(TOKENS)
     rows = [model.model(ids[None, :38]).last_hidden_state[0]]
-    for k, foretold in enumerate(foretell, 1):
+    for k, foretold in enumerate(draft, 1):
         rows.append(foretold(rows[-1], ids[k:38 + k]))
     return torch.stack(rows[1:])
 
@@ -47,9 +47,9 @@ def test_rows_equal_transformers(tmp_path, chunk):
 def test_rows_of_a_hybrid_model_equal_transformers(tmp_path, chunk):
     """Its layer of multi-token prediction has attention, whatever the model's first layer has."""
     model = save_hybrid(tmp_path, vocab_size=131)
-    foretell = add_draft_layer(tmp_path, model)
+    draft = add_draft_layer(tmp_path, model)
     runner = load_runner(with_layers(server_config(tmp_path, page_size=4)))
-    torch.testing.assert_close(rows_by_chunks(runner, chunk), expected_rows(model, foretell), atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(rows_by_chunks(runner, chunk), expected_rows(model, draft), atol=TOLERANCE, rtol=0)
 
 
 DEEPSEEKS = "model.layers.3.", "enorm", "hnorm", "eh_proj", "shared_head.norm"
@@ -64,15 +64,16 @@ MIMOS = "model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_pro
 def test_rows_of_other_families_equal_transformers(tmp_path, name, changes, names):
     """GLM-4.5, and MiMo, whose projection takes the hidden state first."""
     model = save_random(tmp_path, name, first_k_dense_replace=1, **changes)
-    foretell = add_layer(tmp_path, model, names, first_k_dense_replace=0)
+    draft = add_layer(tmp_path, model, names, first_k_dense_replace=0)
     change_config(tmp_path, {"num_nextn_predict_layers": 1, **{key: changes[key] for key in changes
                                                                if key == "architectures"}})
     runner = load_runner(with_layers(server_config(tmp_path, page_size=4)))
-    torch.testing.assert_close(rows_by_chunks(runner, 11), expected_rows(model, foretell), atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(rows_by_chunks(runner, 11), expected_rows(model, draft), atol=TOLERANCE, rtol=0)
 
 
 def add_layer(folder: Path, model: Any, names: tuple[str, ...], **changes: Any) -> Any:
-    """Adds a layer of multi-token prediction to the checkpoint of transformers' ``model``; returns what foretells."""
+    """Adds a layer of multi-token prediction to the checkpoint of transformers' ``model``; returns the function that
+    drafts."""
     prefix, token, hidden, projection, last = names
     block = type(model.model)(copy_of(model.config, num_hidden_layers=1, **changes)).eval()
     randomize(block)
@@ -86,13 +87,13 @@ def add_layer(folder: Path, model: Any, names: tuple[str, ...], **changes: Any) 
     save_file(tensors, path)
 
     @torch.inference_mode()
-    def foretell(states: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    def draft(states: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
         parts = [rms_norm(x, (size,), own[f"{norm}.weight"], eps)
                  for x, norm in ((model.model.embed_tokens(following), token), (states, hidden))]
         joined = torch.cat(parts if prefix == DEEPSEEKS[0] else parts[::-1], -1)
         return block(inputs_embeds=linear(joined, own[f"{projection}.weight"])[None]).last_hidden_state[0]
 
-    return foretell
+    return draft
 
 
 def test_ranks_equal_transformers(tmp_path):

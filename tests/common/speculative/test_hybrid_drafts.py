@@ -1,4 +1,4 @@
-"""Drafts of hybrid models: states go on from the last accepted draft, so tokens equal those without drafts."""
+"""Drafts of hybrid models: states continue from the last accepted draft, so tokens equal those without drafts."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def _wait(servers: list[Server]) -> None:
 
 
 def assert_serves(server: Server, line: str) -> None:
-    if "--disaggregation-mode" in line:  # alone it answers nobody
+    if "--disaggregation-mode" in line:  # alone it answers no request
         assert get_json(server.url + "/get_server_info")["disaggregation_mode"] in line
     elif "--is-embedding" in line:
         status, answer = post_json(server.url + "/v1/embeddings", {"model": "default", "input": "Rome"})
