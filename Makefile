@@ -9,7 +9,9 @@ PURE := $(filter-out %/test_tool_routes.py,$(wildcard tests/common/parsers/test_
   tests/common/kvcache/test_kvcache.py tests/common/kvcache/test_cache_groups.py \
   tests/common/kvcache/test_draft_gaps.py tests/common/kvcache/test_tier_writes.py \
   tests/common/kvcache/test_eviction.py tests/common/scheduler/test_tier_simulation.py \
-  tests/common/scheduler/test_scheduling.py tests/kvtransfer/test_group_transfers.py \
+  tests/common/scheduler/test_scheduling.py tests/common/scheduler/test_admission.py \
+  tests/common/scheduler/test_slo_policy.py tests/common/scheduler/test_state_simulation.py \
+  tests/kvtransfer/test_group_transfers.py \
   tests/common/test_registry.py tests/common/config/test_rules.py tests/common/tokenizer/test_tokenizer.py \
   tests/common/speculative/test_draft_length.py tests/common/speculative/test_simulated.py \
   tests/kvtransfer/protocol tests/router/policies \

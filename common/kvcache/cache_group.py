@@ -184,14 +184,13 @@ class CacheGroup:
         return max(start, min(stop, table.end * self.page_size))
 
     def allocate_drafts(self, table: GroupTable, count: int, free: Callable[[int], bool]) -> int:
-        """Allocate pages for the ``count`` drafts that the next step verifies, or for fewer where pages are short;
-        returns for how many. Without ``stores_drafts``; ``free`` as in ``extend_for_chunk``."""
-        raise NotImplementedError
+        """Allocate what the ``count`` drafts that the next step verifies take besides the slots of their tokens, or
+        fewer where pages are short; returns for how many. ``free`` as in ``extend_for_chunk``."""
+        return count
 
     def keep_accepted(self, table: GroupTable, start: int, accepted: int) -> None:
-        """Record that the first ``accepted`` drafts after the token at position ``start`` are tokens: the step has run.
-        Without ``stores_drafts``."""
-        raise NotImplementedError
+        """Record that the first ``accepted`` drafts after the token at position ``start`` are tokens: the step has
+        run."""
 
     def drop_before(self, table: GroupTable, first: int) -> None:
         """Give back the pages before ``first``."""

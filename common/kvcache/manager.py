@@ -368,8 +368,8 @@ class KVCacheManager:
                 own.first = own.unread = begin
             group.extend(own, end)
             rows.append(np.full(num_pages, ABSENT, np.int64))
-            if (loaded := max(first, own.first)) < end:
-                rows[-1][loaded - first:] = own.span(loaded, end)
+            loaded = max(first, own.first)
+            rows[-1][loaded - first:] = own.span(loaded, end)
         return np.stack(rows)
 
     def add_loaded(self, table: PageTable, tokens: np.ndarray, num_pages: int) -> None:
@@ -432,16 +432,14 @@ class KVCacheManager:
         """Allocate what drafts of the next step take besides the slots of their tokens; returns for how many of
         ``num_drafts`` there is room."""
         for index, (group, own) in enumerate(zip(self.groups, table.groups)):
-            if not group.stores_drafts:
-                num_drafts = group.allocate_drafts(own, num_drafts, partial(self._free_in_group, index))
+            num_drafts = group.allocate_drafts(own, num_drafts, partial(self._free_in_group, index))
         return num_drafts
 
     def keep_accepted(self, table: PageTable, start: int, accepted: int) -> None:
         """Record that the first ``accepted`` drafts after the token at position ``start`` are tokens, once the step
         that verified them has run."""
         for group, own in zip(self.groups, table.groups):
-            if not group.stores_drafts:
-                group.keep_accepted(own, start, accepted)
+            group.keep_accepted(own, start, accepted)
 
     @property
     def stores_drafts(self) -> bool:

@@ -62,6 +62,15 @@ def compute(cache, prompt, chunk=100, keep=True):
     return table, cached
 
 
+def test_drafts_of_windows_take_no_pages_besides_their_slots():
+    cache = manager()
+    table, _ = compute(cache, tokens(*range(6)))
+    before = table.groups[0].ids.copy()
+    assert cache.stores_drafts and cache.allocate_drafts(table, 3) == 3
+    cache.keep_accepted(table, 5, 2)
+    assert np.array_equal(table.groups[0].ids, before)
+
+
 def test_pages_behind_the_window_are_given_back():
     cache = manager(prefix_cache=False)
     group, = cache.groups

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from baton.common.api.errors import ConfigError, InvalidRequest
+from baton.common.config.server import AnswerArgs
 from baton.common.parsers.output_format import OutputFormat
 from baton.common.parsers.output_parser import ToolArgumentsDelta, ToolCallStart
 from baton.common.parsers.tools import TOOL_FORMATS, detect
@@ -37,7 +38,7 @@ def tokenizer(checkpoint: os.PathLike[str]) -> Tokenizer:
 
 def prompt(tokenizer: Tokenizer, messages: list[dict[str, Any]] = CHAT, **fields: Any) -> str:
     request = decode_chat(json.dumps({"messages": messages, **fields}).encode())
-    return chat_prompt(tokenizer, request, tool_choice(request), {})
+    return chat_prompt(tokenizer, request, tool_choice(request), AnswerArgs())
 
 
 def test_all_are_known_here() -> None:
