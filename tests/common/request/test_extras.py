@@ -18,7 +18,7 @@ PLAIN = {
     "rid", "tokens", "num_prompt_tokens", "namespace", "bootstrap", "arrived", "deadline", "priority", "extras",
     # the scheduler's
     "page_table", "num_cached_tokens", "loaded", "num_computed_tokens", "num_pending", "num_retractions", "swapped_out",
-    "drafts", "keeps_pages", "sends_kv",
+    "drafts", "keeps_pages", "sends_kv", "slo_ttft",
     # an embedding server's, which samples nothing
     "pooling", "embedding",
     # the API server's
