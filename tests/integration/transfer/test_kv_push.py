@@ -28,10 +28,9 @@ def pushed(overlap, *batches):
         (now[0], room, group, first, [int(i) - 100 * room for i in ids], ready)))
     kv_push = KVPush(sender, CACHE, [GROUPS], overlap, lambda: "launched")
     for number, chunks in enumerate(batches):
-        batch = SimpleNamespace(chunks=chunks)
         now[0] = f"before {number}"
-        kv_push.push_cached(batch)
-        push = kv_push.callback_for(batch)
+        kv_push.push_cached(chunks)
+        push = kv_push.callback_for(chunks)
         for group in range(GROUPS):
             now[0] = f"{number}.{group}"
             push(group, f"event {number}.{group}")
@@ -86,9 +85,9 @@ def test_pages_behind_the_window_at_the_prompts_end_never_leave(overlap):
     sender = SimpleNamespace(push=lambda room, group, first, ids, ready: sent[group].extend(
         zip(range(first, first + len(ids)), ids.tolist())))
     kv_push = KVPush(sender, cache, [1, 2], overlap, lambda: None)
-    batch = SimpleNamespace(chunks=[Chunk(req, 24, 27, True)])
-    kv_push.push_cached(batch)
-    push = kv_push.callback_for(batch)
+    chunks = [Chunk(req, 24, 27, True)]
+    kv_push.push_cached(chunks)
+    push = kv_push.callback_for(chunks)
     for group in (1, 0, 2):  # in the order of their last layers
         push(group, None)
     assert sent[0] == list(enumerate(table.ids.tolist()))
@@ -109,7 +108,7 @@ def test_the_drafts_pages_are_pushed_after_its_own_layers(overlap):
     sent = []
     sender = SimpleNamespace(push=lambda room, group, first, ids, ready: sent.append((group, first, len(ids), ready)))
     kv_push = KVPush(sender, cache, [2], overlap, lambda: "now", draft_groups=1)
-    push = kv_push.callback_for(SimpleNamespace(chunks=[Chunk(req, 0, 10, True)]))
+    push = kv_push.callback_for([Chunk(req, 0, 10, True)])
     counts = []
     for group in range(3):
         push(group, f"event {group}")
