@@ -17,7 +17,8 @@ FLAGS = ["--model-path", "tinychat", "--device", "cpu", "--log-level", "warning"
 TOY = ["--speculative-algorithm", "TOY_REPEAT", "--speculative-num-draft-tokens", "3"]
 NGRAM = ["--speculative-algorithm", "NGRAM", "--speculative-adaptive"]
 DEVICE = ["--speculative-algorithm", "TOY_DEVICE", "--speculative-num-steps", "3", "--tp-size", "2",
-          "--enable-mixed-chunk", "--chunked-prefill-size", "16"]
+          "--enable-mixed-chunk", "--chunked-prefill-size", "16",
+          "--max-total-tokens", "240"]  # retractions do not depend on how close together requests arrive
 PROMPTS = ["Once upon a time there was a cat. The cat said: hello, hello, hello,",
            "one two three one two three one two", "What is the capital of France? The capital of France is",
            "a b a b a b a b", "User: hi"]
