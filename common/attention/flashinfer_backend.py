@@ -119,11 +119,13 @@ class FlashInferBackend:
 
     def plan(self, batch: ForwardBatch, workspace: AttentionWorkspace, *, max_length: int | None = None,
              out: torch.Tensor | None = None) -> AttentionPlan:
-        wrappers = workspace.of(self, lambda: self._wrappers(workspace))
+        if self._compiling:  # takes the memory now that prompts need later
+            workspace.of(self, lambda: self._wrappers(workspace))
         if self.verifies(batch) or (not batch.is_decode and (self._compiling or (
                 self.dequantizes and batch.kv_indptr_cpu[-1] > self._max_dequantized_pages))):
             plan = self._triton.plan(batch, workspace, max_length=max_length)
             return dataclasses.replace(plan, attends_last_tokens=False)
+        wrappers = workspace.of(self, lambda: self._wrappers(workspace))
         lengths = self._lengths(batch)
         if max_length is not None:
             wrapper = self._over_tensors_of(batch, wrappers)
