@@ -149,3 +149,20 @@ def start_all(engine, prompts, requests, max_new_tokens=30):
     """Starts a request of each prompt, with the sampling parameters of ``requests`` in turn."""
     return [engine.start(str(i), prompt, **{"max_new_tokens": max_new_tokens} | requests[i % len(requests)])
             for i, prompt in enumerate(prompts)]
+
+
+def ask(engine, prompt):
+    """The answer, and how many tokens of the prompt were not computed."""
+    req = engine.start("0", prompt, ignore_eos=True)
+    while not engine.scheduler.idle:
+        engine.scheduler.step(0.0)
+        engine.tracker.flush()
+    return tokens_of(engine.run())["0"], req.num_cached_tokens
+
+
+def evict(engine):
+    """Evicts all pages of an idle engine with one further cache group from its prefix cache."""
+    engine.scheduler.step(0.0)
+    engine.cache._evict(engine.cache.num_cached)
+    group, = engine.cache.groups
+    assert engine.cache.num_cached == group.num_cached == 0

@@ -14,7 +14,7 @@ from baton.common.kvcache.tiers import host
 from baton.tests.common.engine.test_cache_group_engine import PAGE, branching_prompts
 from baton.tests.helpers import dict_tier  # noqa: F401 (registers it)
 from baton.tests.helpers.gpt_oss_models import save_gpt_oss
-from baton.tests.helpers.hand_driven import Engine, tokens_of
+from baton.tests.helpers.hand_driven import Engine, ask, evict, tokens_of
 from baton.tests.helpers.late_copies import LateCopies
 
 TIERS = {"enable_hierarchical_cache": True, "hicache_ratio": 30.0}
@@ -31,22 +31,6 @@ def checkpoint(tmp_path_factory):
 def reference(checkpoint):
     engine = Engine(checkpoint, page_size=PAGE, radix=False)
     return [ask(engine, prompt)[0] for prompt in branching_prompts()]
-
-
-def ask(engine, prompt):
-    """The answer, and how many tokens of the prompt were not computed."""
-    req = engine.start("0", prompt, ignore_eos=True)
-    while not engine.scheduler.idle:
-        engine.scheduler.step(0.0)
-        engine.tracker.flush()
-    return tokens_of(engine.run())["0"], req.num_cached_tokens
-
-
-def evict(engine):
-    engine.scheduler.step(0.0)
-    engine.cache._evict(engine.cache.num_cached)
-    group, = engine.cache.groups
-    assert engine.cache.num_cached == group.num_cached == 0
 
 
 @pytest.mark.parametrize("policy", WRITE_POLICIES.names)

@@ -8,7 +8,7 @@ import pytest
 from baton.common.config.server.speculative import SpeculativeArgs
 from baton.common.kvcache.tiers import host
 from baton.tests.common.engine.test_cache_group_engine import branching_prompts
-from baton.tests.helpers.hand_driven import Engine, tokens_of
+from baton.tests.helpers.hand_driven import Engine, ask, evict, tokens_of
 from baton.tests.helpers.hybrid_models import add_draft_layer, save_hybrid
 from baton.tests.helpers.late_copies import LateCopies
 
@@ -35,22 +35,6 @@ def engine_of(checkpoint, states=64, **options):
 def reference(checkpoint):
     engine = engine_of(checkpoint, radix=False)
     return [ask(engine, prompt)[0] for prompt in prompts()]
-
-
-def ask(engine, prompt):
-    """The answer, and how many tokens of the prompt were not computed."""
-    req = engine.start("0", prompt, ignore_eos=True)
-    while not engine.scheduler.idle:
-        engine.scheduler.step(0.0)
-        engine.tracker.flush()
-    return tokens_of(engine.run())["0"], req.num_cached_tokens
-
-
-def evict(engine):
-    engine.scheduler.step(0.0)
-    engine.cache._evict(engine.cache.num_cached)
-    group, = engine.cache.groups
-    assert engine.cache.num_cached == group.num_cached == 0
 
 
 def test_prompts_come_back_with_a_state(checkpoint, reference):
