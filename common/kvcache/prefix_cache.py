@@ -278,7 +278,7 @@ class PrefixCache:
                          on_freed: Callable[[Node, np.ndarray], None] | None = None) -> None:
         """Free ``count`` pages of a further group that no request reads, or all of these: of the edges that the policy
         evicts first, and of each the first, without which the prefixes that end behind them can still be reused.
-        ``on_freed`` is called with each edge, which has its pages still, and the places of those that are freed."""
+        ``on_freed`` is called with each edge, which still has its pages, and the places of the freed ones."""
         group, queue = self._groups[index], self._in_group[index]
         kept = []
         while queue and count > 0:

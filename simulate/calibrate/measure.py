@@ -66,7 +66,7 @@ class Measurement:
         return int(self.samples.kv_tokens * 0.9) if self.samples.kv_tokens else 1 << 20
 
     async def ask(self, lengths: Sequence[int], output_len: int, clients: int | None = None) -> list[Answer]:
-        """Send prompts of these lengths at once, or by so many clients; raises ConfigError where one is not
+        """Send prompts of these lengths at once, or by ``clients`` clients; raises ConfigError where one is not
         answered."""
         made = [single(self._vocabulary.prompt(self._vocabulary.draw(self._rng, length, words=False)), output_len)
                 for length in lengths]
